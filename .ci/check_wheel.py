@@ -1,9 +1,9 @@
-"""Compares a wheel with the sources it was built from.
+"""Compare a wheel with the sources that it was built from.
 
-Owns: what must be in the wheel, and what must not. Refuses: to build or to install it.
+Usage:
 
-    python .ci/check_wheel.py WHEEL             compare its files with the sources
-    python .ci/check_wheel.py --import WHEEL    import every module of it, in an interpreter that has it installed
+    python .ci/check_wheel.py WHEEL             compare the files in the wheel with the sources
+    python .ci/check_wheel.py --import WHEEL    import all modules, with an interpreter that has the wheel installed
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from email import message_from_string
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_SHIPPED = {".pyc", ".ipynb", ".md"}  # what may lie in a package's folder and is not part of it
+NOT_SHIPPED = {".pyc", ".ipynb", ".md"}  # files in a package folder that do not belong into the wheel
 
-KERNELSPEC = {  # where Jupyter finds the kernel after a plain install
+KERNELSPEC = {  # where Jupyter finds the kernel after a normal install
     f"share/jupyter/kernels/rankbook/{name}"
     for name in ("kernel.json", "logo-32x32.png", "logo-64x64.png", "logo-svg.svg")
 }
 
 
 def expected_files() -> set[str]:
-    """Every file below the package's folders, under its name in the wheel."""
+    """Return the files in the package's folders, by their names in the wheel."""
     folders = {"rankbook": "kernel/rankbook", "rankbook/magics": "magics", "rankbook/widgets": "widgets"}
     return {
         f"{package}/{file.relative_to(ROOT / folder).as_posix()}"
         for package, folder in folders.items()
-        for file in (ROOT / folder).rglob("*")  # which does not follow the links below kernel/rankbook
+        for file in (ROOT / folder).rglob("*")  # does not follow the symbolic links in kernel/rankbook
         if file.is_file() and file.suffix not in NOT_SHIPPED
     }
 
 
 def problems_of(wheel: Path) -> list[str]:
-    """What is wrong with the wheel, a line each."""
+    """Return the problems of the wheel, one line per problem."""
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
         info = next(name.split("/")[0] for name in names if name.endswith(".dist-info/METADATA"))
@@ -48,45 +48,45 @@ def problems_of(wheel: Path) -> list[str]:
     expected = expected_files()
     problems = [f"missing: {name}" for name in sorted(expected - shipped)]
     if data != KERNELSPEC:
-        problems.append(f"the kernelspec should be {sorted(KERNELSPEC)}, and is {sorted(data)}")
-    problems += [f"does not belong there: {name}" for name in sorted(shipped - expected)]
+        problems.append(f"kernelspec files: expected {sorted(KERNELSPEC)}, found {sorted(data)}")
+    problems += [f"unexpected: {name}" for name in sorted(shipped - expected)]
     must = ["rankbook/__init__.py", "rankbook/py.typed", "rankbook/magics/__init__.py", "rankbook/widgets/__init__.py"]
     must += [f"rankbook/widgets/static/{name}" for name in ("common.js", "placement.js", "view.css")]
     problems += [f"missing: {name}" for name in must if name not in shipped]
     if f"{info}/licenses/LICENSE" not in names:
         problems.append(f"missing: {info}/licenses/LICENSE")
     if metadata["License-Expression"] != "Apache-2.0":
-        problems.append(f"License-Expression is {metadata['License-Expression']!r}, not 'Apache-2.0'")
+        problems.append(f"License-Expression: expected 'Apache-2.0', found {metadata['License-Expression']!r}")
     if "rankbook = rankbook.cli.main:main" not in scripts:
-        problems.append("the command `rankbook` is not among the entry points")
+        problems.append("the entry points do not include the command `rankbook`")
     if "# Rankbook" not in metadata.get_payload():
-        problems.append("the README is not its long description")
+        problems.append("the long description is not the README")
     return problems
 
 
 def modules_of(wheel: Path) -> list[str]:
-    """The names of its modules."""
+    """Return the names of the modules in the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         files = [Path(name) for name in archive.namelist() if name.startswith("rankbook/") and name.endswith(".py")]
     return sorted(".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files)
 
 
 def main() -> int:
-    """The command line; 1 when something is wrong."""
+    """Run the command line and return the exit code, which is 1 if there are problems."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--import", dest="imports", action="store_true", help="import every module of it")
+    parser.add_argument("--import", dest="imports", action="store_true", help="import all modules of the wheel")
     parser.add_argument("wheel", type=Path)
     args = parser.parse_args()
     modules = modules_of(args.wheel)
     if args.imports:
         where = {Path(str(importlib.import_module(name).__file__)).is_relative_to(sys.prefix) for name in modules}
-        problems = [] if where == {True} else [f"not all of them were imported from {sys.prefix}"]
+        problems = [] if where == {True} else [f"some modules were not imported from {sys.prefix}"]
     else:
         problems = problems_of(args.wheel)
     for problem in problems:
         print(problem, file=sys.stderr)
     if not problems:
-        print(f"{args.wheel.name}: {len(modules)} modules, {'all imported' if args.imports else 'and nothing else'}")
+        print(f"{args.wheel.name}: {len(modules)} modules, {'all imported' if args.imports else 'files as expected'}")
     return bool(problems)
 
 

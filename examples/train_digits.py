@@ -1,4 +1,4 @@
-"""Learn to read handwritten digits: on one device, and on many.
+"""Train a network to read handwritten digits, on one device or on many.
 
 python examples/train_digits.py
 torchrun --nproc-per-node 2 examples/train_digits.py
@@ -14,7 +14,7 @@ from rankbook import Accelerator, set_seed
 
 
 def main(epochs: int = 10) -> float:
-    """Train for so many epochs; the accuracy on the test set, the same on every rank."""
+    """Train for `epochs` epochs and return the test accuracy, which is the same on every rank."""
     accelerator = Accelerator(gradient_accumulation_steps=2)
     set_seed(0)
 

@@ -10,28 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.widgets.output_panel import VIEWS
 
-COMMANDS = (
-    "start",
-    "attach",
-    "status",
-    "interrupt",
-    "heal",
-    "restart",
-    "stop",
-    "stacks",
-    "debug",
-    "vars",
-    "peek",
-    "push",
-    "pull",
-    "auto",
-    "view",
-)
-
 _HELP = ("-h", "--help")
+# argparse passes only a text to `error`, so the rejected words are taken from that text.
+_UNRECOGNIZED = re.compile(r"unrecognized arguments: (.*)", re.DOTALL)
+_INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)'")
+"""Errors of argparse that name what the user has written."""
 _BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 
 # A peek expression may contain Python's quotes, which shlex would remove: it is taken from the line verbatim, and only
@@ -48,6 +34,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=100)
+        # A minimum for the width of the names, from which argparse computes the column of the descriptions.
         self._action_max_length = 14
 
 
@@ -59,10 +46,12 @@ class _HelpAction(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that raises a one-line `BadRequest` instead of printing its usage and exiting."""
+    """An `ArgumentParser` that raises a one-line `InvalidArgument` instead of printing its usage and exiting."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - argparse's own
+        # `allow_abbrev=False`: an abbreviation would become ambiguous when a later version adds an option.
         super().__init__(formatter_class=_HelpFormatter, add_help=False, allow_abbrev=False, **options)
+        # argparse's own `--help` would print the help and raise SystemExit.
         hidden = argparse.SUPPRESS
         self.add_argument(*_HELP, action=_HelpAction, nargs=0, dest=hidden, default=hidden, help=hidden)
 
@@ -73,7 +62,24 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         names = [action.option_strings[0] if action.option_strings else str(action.metavar) for action in self.actions]
-        raise BadRequest(f"{self.prog}: {message}; valid here: {', '.join(names) or 'nothing'}")
+        raise InvalidArgument(
+            f"{self.prog}: {message}{self._suggest(message)}; valid arguments: {', '.join(names) or 'none'}"
+        )
+
+    def _suggest(self, message: str) -> str:
+        """Return a question with the options or values that resemble the ones that `message` rejects, or ""."""
+        if (unknown := _UNRECOGNIZED.match(message)) is not None:
+            options = [option for action in self.actions for option in action.option_strings]
+            known = {option.lstrip("-"): option for option in options}
+            # In `--rank=0` only the part before the `=` is compared.
+            words = [word.partition("=")[0].lstrip("-") for word in unknown[1].split() if word.startswith("-")]
+        elif (unknown := _INVALID_CHOICE.search(message)) is not None:
+            known = {str(choice): str(choice) for action in self.actions for choice in action.choices or ()}
+            words = [unknown[1]]
+        else:
+            return ""
+        close = dict.fromkeys(known[match] for word in words for match in get_close_matches(word, known, n=2))
+        return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -81,20 +87,22 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _make_cell_parser() -> _Parser:
+    # In the help of an argument argparse expands `%(name)s`, so a percent sign is doubled there. `prog` is taken as it
+    # is.
     parser = _Parser(prog="%%distributed", description="Run this cell on the ranks.")
     _add_ranks(parser)
     parser.add_argument(
-        "--background", "-b", action="store_true", help="return at once, with a handle: .wait() .interrupt() .result"
+        "--background", "-b", action="store_true", help="return a handle at once: .wait() .interrupt() .result"
     )
-    parser.add_argument("--out", metavar="NAME", help="keep the CellResult in the notebook under NAME")
+    parser.add_argument("--out", metavar="NAME", help="store the CellResult in the notebook's variable NAME")
     parser.add_argument("--timeout", type=_seconds, metavar="S", help="interrupt the cell after S seconds")
-    parser.add_argument("--time", action="store_true", help="show each rank's wall and CPU time, and who waited")
+    parser.add_argument("--time", action="store_true", help="show wall and CPU time per rank, and which ranks waited")
     parser.add_argument(
         "--profile",
         nargs="?",
         const="",
         metavar="FILE",
-        help="profile it with torch.profiler: a table of all ranks, and a Chrome trace in FILE (default: "
+        help="profile the cell with torch.profiler: a table of all ranks, and a Chrome trace in FILE (default: "
         "rankbook-profile-N.json)",
     )
     parser.add_argument("--quiet", "-q", action="store_true", help="show errors only")
@@ -110,44 +118,47 @@ def _make_cell_parser() -> _Parser:
 
 
 def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
-    parser = _Parser(prog="%distributed", description="Look after the ranks.")
+    parser = _Parser(prog="%distributed", description="Manage the ranks.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
 
     def add(name: str, help_text: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=help_text, prog=f"%distributed {name}")
 
     start = add("start", "start the ranks: one per CUDA device, or two on the CPU")
-    start.add_argument("-n", "--ranks", dest="n", type=int, metavar="N", help="how many")
-    start.add_argument("--backend", help="torch.distributed's: gloo, nccl, cpu:gloo,cuda:nccl")
+    start.add_argument("-n", "--ranks", dest="n", type=int, metavar="N", help="number of ranks")
+    start.add_argument("--backend", help="torch.distributed backend: gloo, nccl, cpu:gloo,cuda:nccl")
     start.add_argument(
         "--keep",
         nargs="?",
         type=_seconds,
         const=600.0,
         metavar="S",
-        help="let them outlive the kernel, for 600 s or S: attach finds them again",
+        help="keep the ranks for S seconds (default: 600) after the kernel ends, for attach",
     )
-    attach = add("attach", "take over the ranks that a kernel before this one has left (start --keep)")
-    attach.add_argument("key", nargs="?", metavar="KEY", help="which, where there are several")
-    add("status", "what each rank is and does")
-    for name, help_text in (("interrupt", "interrupt what the ranks run"), ("restart", "give ranks fresh processes")):
-        add(name, help_text).add_argument(
-            "ranks", nargs="?", metavar="RANKS", help="0,2-3 · 0:4:2 · main · all (default: all)"
-        )
-    heal = add("heal", "put new ranks in the place of dead ones, with the variables of a healthy one")
-    heal.add_argument("ranks", nargs="?", metavar="RANKS", help="which (default: all that are dead)")
-    heal.add_argument("--empty", action="store_true", help="without the variables")
-    add("stop", "end the ranks")
-    add("stacks", "where in the code each rank is, now")
-    debug = add("debug", "whether a front end debugs the ranks, and whom continue and step are for")
+    attach = add("attach", "attach to the ranks that an earlier kernel has left (start --keep)")
+    attach.add_argument("key", nargs="?", metavar="KEY", help="key of the kept ranks, if there are several sets")
+    add("status", "show the state of every rank and the cell that it runs")
+    selection = "0,2-3 · 0:4:2 · main · all (default: all)"
+    interrupt = add("interrupt", "interrupt the cells on the ranks")
+    interrupt.add_argument("ranks", nargs="?", metavar="RANKS", help=selection)
+    heal = add("heal", "replace dead ranks by new ones, with the variables of a healthy rank")
+    heal.add_argument("ranks", nargs="?", metavar="RANKS", help="ranks to replace (default: all dead ranks)")
+    heal.add_argument("--empty", action="store_true", help="do not copy variables")
+    restart = add("restart", "restart ranks with empty namespaces")
+    restart.add_argument("ranks", nargs="?", metavar="RANKS", help=selection)
+    add("stop", "stop the ranks")
+    add("stacks", "show the line of code that every rank is executing")
+    debug = add("debug", "show the debugger's state, and which ranks continue and step apply to")
     debug.add_argument(
         "moves", nargs="?", choices=("all", "chosen"), metavar="all|chosen",
-        help="all paused ranks, or the one whose frame is chosen in the call stack",
+        help="all paused ranks, or the rank whose frame is selected in the call stack",
     )  # fmt: skip
-    variables = add("vars", "each rank's variables, and where the ranks differ")
-    variables.add_argument("names", nargs="*", metavar="NAME", help="only these; loss* is all that begin so")
+    variables = add("vars", "list the variables of the ranks, and where the ranks differ")
+    variables.add_argument(
+        "names", nargs="*", metavar="NAME", help="only these variables; loss* matches all names that start with loss"
+    )
     _add_ranks(variables)
-    peek = add("peek", "what an expression gives on each rank, now, while a cell runs; it may call, and never assigns")
+    peek = add("peek", "evaluate an expression on every rank, also while a cell runs; assigns nothing")
     peek.add_argument("expression", metavar="EXPR", help="loss.item(), len(buffer), {k: v.norm() for …}")
     _add_ranks(peek)
     peek.add_argument("--timeout", type=_seconds, default=2.0, metavar="S", help="give up after S seconds (default: 2)")
@@ -155,12 +166,14 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
     push.add_argument("names", nargs="+", metavar="NAME")
     _add_ranks(push)
     pull = add("pull", "copy a variable of the ranks into the notebook, as a list with one value per rank")
-    pull.add_argument("name", metavar="NAME", help="a variable, or model.weight with --as")
-    pull.add_argument("--as", dest="target", metavar="NAME", help="the name in the notebook (default: the same)")
+    pull.add_argument("name", metavar="NAME", help="a variable, or an attribute such as model.weight with --as")
+    pull.add_argument(
+        "--as", dest="target", metavar="NAME", help="name of the variable in the notebook (default: the same name)"
+    )
     _add_ranks(pull)
-    auto = add("auto", "on: plain cells run on the ranks, %%%%local opts one out")
+    auto = add("auto", "on: plain cells run on the ranks; %%%%local runs a cell in the notebook")
     auto.add_argument("state", choices=("on", "off"), metavar="on|off")
-    view = add("view", "how cells show their output from now on; the last one is shown so again")
+    view = add("view", "set how cells show their output, and show the last output again")
     view.add_argument("view", choices=VIEWS, metavar="|".join(VIEWS))
     return parser, commands.choices
 
@@ -170,37 +183,41 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
+    # Longer timeouts raise OverflowError in `wait`. The comparison is also False for NaN.
     if not 0 < seconds < threading.TIMEOUT_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
     return seconds
 
 
 _cell_parser = _make_cell_parser()
 _line_parser, _command_parsers = _make_line_parser()
+# Every command has a method `_command_NAME` in magics.py. Errors and the help list the commands in this order.
+COMMANDS = tuple(_command_parsers)
 
 
 def parse_cell_line(line: str) -> argparse.Namespace:
-    """Return the options of a `%%distributed` line. Raises `BadRequest`."""
+    """Return the options of a `%%distributed` line. Raises `InvalidArgument`."""
     return _cell_parser.parse_args(_split(_cell_parser.prog, line))
 
 
 def parse_line(line: str) -> argparse.Namespace:
-    """Return the command of a `%distributed` line and its arguments. Raises `BadRequest`."""
+    """Return the command of a `%distributed` line and its arguments. Raises `InvalidArgument`."""
     if is_peek(line):
         options, expression = split_peek(line)
+        # The `--` keeps argparse from taking an expression such as `-x` for an option.
         words = ["peek", *_split("%distributed peek", options), *(["--", expression] if expression else [])]
     else:
         words = _split(_line_parser.prog, line)
     commands = ", ".join(COMMANDS)
     if not words:
-        raise BadRequest(f"%distributed needs a command: {commands} (to run code on the ranks: %%distributed)")
+        raise InvalidArgument(f"%distributed needs a command: {commands} (to run code on the ranks: %%distributed)")
     command, *rest = words
     if command not in COMMANDS:
         close = get_close_matches(command, COMMANDS, n=2)
         hint = f"; did you mean {' or '.join(close)}?" if close else ";"
         if command in {"help", *_HELP}:
             hint = "; %distributed? shows the help;"
-        raise BadRequest(f"%distributed has no command {command!r}{hint} valid: {commands}")
+        raise InvalidArgument(f"%distributed has no command {command!r}{hint} valid: {commands}")
     # Use the command's parser: the outer one would report a surplus word with its own name and options.
     return _command_parsers[command].parse_args(rest, argparse.Namespace(command=command))
 
@@ -219,51 +236,57 @@ def split_peek(line: str) -> tuple[str, str]:
 
 def _split(prog: str, line: str) -> list[str]:
     try:
+        # A comment may follow the options, as in Python: `%distributed start -n 4  # all GPUs`.
         return shlex.split(line, comments=True)
     except ValueError as error:
-        raise BadRequest(f"{prog}: {error}") from error
+        raise InvalidArgument(f"{prog}: {error}") from error
 
 
 def complete(
     command: str | None,
     words: Sequence[str],
-    begun: str,
+    prefix: str,
     *,
     world_size: int,
     notebook_names: Callable[[], Iterable[str]],
     rank_names: Callable[[], Iterable[str]],
 ) -> list[str]:
-    """Return the words that begin with `begun` and are valid after `words`.
+    """Return the words that begin with `prefix` and are valid after `words`.
 
     `command` is None on a `%%distributed` line, and "" where a `%distributed` line has no command yet. `notebook_names`
     and `rank_names` return the names of variables.
     """
     if command == "":
-        return sorted(name for name in COMMANDS if name.startswith(begun))
+        return sorted(name for name in COMMANDS if name.startswith(prefix))
     parser = _cell_parser if command is None else _command_parsers.get(command)
     options = [] if parser is None else [action for action in parser.actions if action.option_strings]
     positional = [] if parser is None else [action for action in parser.actions if not action.option_strings]
     candidates: list[str] = []
+    # An option that takes a value is directly before the cursor: complete its values. Otherwise complete options and
+    # the next positional argument.
     action = next(
         (argument for argument in options if words and words[-1] in argument.option_strings and argument.nargs != 0),
         None,
     )
     if action is None:
         unused = [option.option_strings for option in options if not {*option.option_strings} & {*words}]
-        candidates = [name for names in unused for name in (names if begun else names[:1])]
+        # `--ranks` and `-r` are one option. Without a prefix only its first name is listed.
+        candidates = [name for names in unused for name in (names if prefix else names[:1])]
         given = sum(not word.startswith("-") for word in words)
         if positional and (positional[0].nargs in {"+", "*"} or given < len(positional)):
             action = positional[min(given, len(positional) - 1)]
     if action is not None and action.dest in {"name", "names"}:
         candidates += notebook_names() if command == "push" else rank_names()
     elif action is not None:
-        candidates += _values(action, begun, world_size)
-    return sorted({word for word in candidates if word.startswith(begun)}, key=_sort_key)
+        candidates += _values(action, prefix, world_size)
+    return sorted({word for word in candidates if word.startswith(prefix)}, key=_sort_key)
 
 
-def _values(action: argparse.Action, begun: str, world_size: int) -> Iterable[str]:
+def _values(action: argparse.Action, prefix: str, world_size: int) -> Iterable[str]:
     if action.dest == "ranks":
-        before, comma, _ = begun.rpartition(",")
+        # After `0,2,` the candidates are `0,2,1`, `0,2,3` and so on: the front end replaces the whole word. Ranks that
+        # are listed already are left out, and `all` and `main` stand alone.
+        before, comma, _ = prefix.rpartition(",")
         ranks = [f"{before}{comma}{rank}" for rank in range(world_size) if str(rank) not in before.split(",")]
         return ranks if comma else [*ranks, "all", "main"]
     return _BACKENDS if action.dest == "backend" else action.choices or ()
@@ -277,7 +300,7 @@ def _sort_key(word: str) -> tuple[bool, int, str]:
 
 def help_text() -> str:
     """Return the text of `%distributed?` and `%%distributed?`."""
-    heading = ["Run cells on the ranks, and look after the ranks.", ""]
+    heading = ["Run cells on the ranks, and manage the ranks.", ""]
     texts = [_cell_parser.format_help(), _line_parser.format_help(), *map(_brief_help, _command_parsers.values())]
     return "\n".join(heading + texts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,31 +11,48 @@ if TYPE_CHECKING:
 
 RANK_MAGICS = frozenset(
     (
-        *("autoreload", "capture", "cd", "debug", "env", "matplotlib", "pdb", "pinfo", "precision", "prun", "psearch"),
-        *("pwd", "reset", "run", "tb", "time", "timeit", "who", "who_ls", "whos", "xmode"),
+        *("aimport", "autoreload", "capture", "cd", "debug", "env", "matplotlib", "pdb", "pinfo", "precision", "prun"),
+        *("psearch", "pwd", "rerun", "reset", "run", "sc", "sx", "system", "tb", "time", "timeit", "who", "who_ls"),
+        *("whos", "xmode"),
     )
 )
 """Line magics that act on code or variables, and therefore run where the cell's code runs."""
-_PUT_BEFORE = "%%distributed --auto\n"
+RANK_EXTENSIONS = frozenset(("autoreload",))
+"""Extensions that act on code, as `RANK_MAGICS` do."""
+_EXTENSION_MAGICS = frozenset(("load_ext", "reload_ext", "unload_ext"))
+# Matches `exit`, `exit()` and `quit();`. Only a cell that consists of this line ends the notebook process.
+_EXIT = re.compile(r"(?:exit|quit)[ \t]*(?:\(.*\))?[ \t]*;?")
+_MAGIC_LINE = "%%distributed --auto\n"
+# Beginning of the Python code that IPython makes of `_MAGIC_LINE`.
 _TRANSFORMED = "get_ipython().run_cell_magic('distributed', '--auto'"
-RANK_CELL_MAGICS = frozenset(("bash", "capture", "prun", "python", "sh", "time", "timeit"))
+RANK_CELL_MAGICS = frozenset(("!", "bash", "capture", "prun", "python", "sh", "sx", "system", "time", "timeit"))
 
 
 def runs_locally(cell: str) -> bool:
     """Return True if a cell runs in the notebook process in auto mode.
 
     These are: empty cells, cell magics except for `RANK_CELL_MAGICS` (`%%local`, `%%distributed` and other
-    extensions'), and cells of line magics and comments only, one of which is not in `RANK_MAGICS` (`%distributed
-    status`).
+    extensions'), `exit` and `quit`, which end the notebook process, and cells of line magics and comments only, one of
+    which is not for the ranks (`%distributed status`).
     """
     lines = [line.strip() for line in cell.splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     if not lines:
         return True
+    # `%%time` and similar magics act on the code below them, so they run where that code runs.
     if lines[0].startswith("%%"):
         return lines[0][2:].split(" ")[0] not in RANK_CELL_MAGICS
+    if len(lines) == 1 and _EXIT.fullmatch(lines[0]):
+        return True
+    # A cell that mixes magics with code runs on the ranks, where IPython's magics exist as well.
     magics = [line for line in lines if line.startswith("%")]
-    return len(magics) == len(lines) and any(line[1:].split(" ")[0] not in RANK_MAGICS for line in magics)
+    return len(magics) == len(lines) and not all(map(_is_rank_magic, magics))
+
+
+def _is_rank_magic(line: str) -> bool:
+    """Return True for a line magic that runs where the cell's code runs."""
+    name, _, rest = line[1:].partition(" ")
+    return name in RANK_MAGICS or (name in _EXTENSION_MAGICS and rest.strip() in RANK_EXTENSIONS)
 
 
 def run_locally(lines: list[str]) -> list[str]:
@@ -58,23 +76,27 @@ class Distribute:
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
+        # Number of cells that are being executed. Above 0, code that reaches the transformer comes from a running cell.
         self._running = 0
 
     def __call__(self, lines: list[str]) -> list[str]:
         """Return the cell's transformed lines."""
-        if not lines or self._running or self._asks_for_itself() or runs_locally("".join(lines)):
+        if not lines or self._running or self._is_front_end_request() or runs_locally("".join(lines)):
             return lines
-        return [_PUT_BEFORE, *lines]
+        return [_MAGIC_LINE, *lines]
 
-    def _asks_for_itself(self) -> bool:
+    def _is_front_end_request(self) -> bool:
         kernel = getattr(self._shell, "kernel", None)
         if kernel is None:
             return False
+        # The `execute_request` that is being handled. Requests on the control channel have a parent of their own.
         content = (kernel.get_parent("shell") or {}).get("content", {})
         return bool(content.get("silent")) or not content.get("store_history", True)
 
     def _store_inputs(self, line_num: int, source: str, source_raw: str | None = None) -> None:
         """Store the source that the user wrote in IPython's history."""
+        # `In` has the transformed code. Without this it would show the call of `run_cell_magic` in place of the user's
+        # cell.
         written = source_raw if source_raw is not None and source.startswith(_TRANSFORMED) else source
         self._stock_store(line_num, written, source_raw)
 
@@ -91,14 +113,18 @@ class Distribute:
 
     def attach(self) -> None:
         """Start to transform cells."""
+        # IPython transforms a cell before it triggers `pre_execute`, so `_running` is still 0 then. Unlike
+        # `pre_run_cell` and `post_run_cell`, these two events are also triggered for silent requests.
         self._shell.events.register("pre_execute", self._enter)
         self._shell.events.register("post_execute", self._leave)
         history: Any = self._shell.history_manager
         manager = self._shell.input_transformer_manager
         self._stock_store: Callable[..., None] = history.store_inputs
+        # Replaced in the instances, so that `detach` uncovers the methods of the classes by deleting the attributes.
         history.store_inputs = self._store_inputs
         self._stock_check: Callable[[str], tuple[str, int | None]] = manager.check_complete
         manager.check_complete = self._check_complete
+        # These transformations get the whole cell, before IPython translates magics.
         transformations = self._shell.input_transformer_manager.cleanup_transforms
         transformations.insert(transformations.index(run_locally), self)  # before `run_locally`, to see %%local
 

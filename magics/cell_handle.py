@@ -21,22 +21,24 @@ from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import RichOutput, Stream
 from rankbook.protocol.telemetry import RankPlacement
 from rankbook.ranks import group_ranks, name_ranks
-from rankbook.widgets.status_line import HandleView, line
+from rankbook.widgets.status_line import STALE_AFTER, HandleView, line
 
 
 class CellHandle:
     """A cell that runs in the background. Its display follows its state until the cell ends."""
 
     def __init__(
-        self, cluster: Cluster, cell: RunningCell, sink: Sink, ask: Ask, keep: Callable[[CellResult], None]
+        self, cluster: Cluster, cell: RunningCell, sink: Sink, ask: Ask, on_result: Callable[[CellResult], None]
     ) -> None:
         self._cluster = cluster
         self._cell = cell
         self._sink = sink
         self._ask = ask
-        self._keep = keep
+        self._on_result = on_result
+        # One id for all displays of the handle, so that one message updates all of them. The number of a cell is unique
+        # only within its cluster.
         self._display_id = f"rankbook-handle-{cluster.key}-{cell.cell}"
-        self._shown = ""
+        self._displayed_text = ""
         self._reported = False
 
     @property
@@ -57,8 +59,9 @@ class CellHandle:
         """
         if self._cell.result is None:
             self._cluster.wait(self._cell, patience=timeout, ask=self._ask)
+        # `wait` returns without a result after `patience` seconds.
         if self._cell.result is None:
-            raise TimeoutError(f"{self._cell.label} has not ended within {timeout} s; it goes on")
+            raise TimeoutError(f"{self._cell.label} did not finish within {timeout} s and continues to run")
         raise_cell_error(self._cell, self._cell.result)
         return self._cell.result
 
@@ -70,29 +73,35 @@ class CellHandle:
         """Keep the display up to date, and interrupt the cell after `timeout` seconds."""
         if timeout is not None:
             self._cluster.interrupt_after(self._cell, timeout)
-        self._cell.on_change.append(self._changed)
-        self._changed()
+        # Called by the coordinator's driver thread. The state may have changed before the callback was added, hence the
+        # call below.
+        self._cell.on_change.append(self._cell_changed)
+        self._cell_changed()
 
-    def _changed(self) -> None:
+    def _cell_changed(self) -> None:
         self._update()
         result = self._cell.result
+        # `on_change` may run again after the end, for output that arrives late.
         if result is not None and not self._reported:
             self._reported = True
-            self._keep(result)
+            # `wait` raises the error of a failed cell, but may never be called. So the error is also shown below the
+            # cell that started this one, to which the sink publishes.
+            self._on_result(result)
             if not result.ok:
                 self._sink.emit([Stream("stderr", describe_errors(result.outcomes) + "\n")])
 
     def _update(self) -> None:
         view = self._view()
-        if self._shown and view.text() != self._shown:
-            self._shown = view.text()
+        # Nothing to update before the first display, and no message without a visible change.
+        if self._displayed_text and view.text() != self._displayed_text:
+            self._displayed_text = view.text()
             self._sink.emit([RichOutput(dict(view.bundle()), {}, self._display_id, update=True)])
 
     def _ipython_display_(self) -> None:
         """Show a live display: both the cell's own output and later displays of the handle are updated."""
         view = self._view()
         display(dict(view.bundle()), raw=True, display_id=self._display_id)
-        self._shown = view.text()
+        self._displayed_text = view.text()
         self._update()  # a change during the display reached only the earlier displays
 
     def _view(self) -> HandleView:
@@ -107,9 +116,17 @@ class CellHandle:
         return f"<{self._view().text()}{seconds}>"
 
 
-_SWITCH = "RANKBOOK_STRIP"
+_STATUS_LINE_VARIABLE = "RANKBOOK_STRIP"
 """Environment variable that turns status lines off, with the value "off"."""
-_STATES = {"unresponsive": "not answering", "starting": "starting", "dead": "dead", "idle": "done"}
+# States that are shown in place of a line number. A rank is "idle" while its cell runs if it has finished before the
+# other ranks.
+_STATES = {
+    "unresponsive": "not responding",
+    "starting": "starting",
+    "dead": "dead",
+    "stopped": "stopped",
+    "idle": "done",
+}
 
 
 class StatusLine:
@@ -118,16 +135,18 @@ class StatusLine:
     def __init__(self, cluster: Cluster, cell: RunningCell) -> None:
         self._cell = cell
         self._paused = cluster.debugs.paused
+        # The driver thread calls the methods below and must not wait for ranks: this monitor returns the last samples.
         self._monitor = cluster.glance()
 
-    def now(self) -> Mapping[str, str]:
+    def current_bundle(self) -> Mapping[str, str]:
         """See `StatusHeader`."""
         cell = self._cell
         seconds = time.monotonic() - (cell.started or 0.0)
         text = describe_running(cell.number, cell.ranks, seconds, self._monitor.placement().ranks, self._paused)
-        return line(text, "running", role="none")  # no live region: a screen reader would read it aloud every second
+        # no live region: a screen reader would read it aloud every second
+        return line(text, "running", role="none", stale_after=STALE_AFTER)
 
-    def end(self, result: CellResult) -> Mapping[str, str]:
+    def final_bundle(self, result: CellResult) -> Mapping[str, str]:
         """See `StatusHeader`."""
         self._monitor.close()
         return HandleView(self._cell.number, self._cell.ranks, result.status, result.seconds).bundle()
@@ -135,7 +154,7 @@ class StatusLine:
 
 def status_line_factory(cluster: Cluster) -> Callable[[RunningCell], StatusHeader] | None:
     """Return a function that creates the status line of a cell, or None if status lines are turned off."""
-    if os.environ.get(_SWITCH) == "off":
+    if os.environ.get(_STATUS_LINE_VARIABLE) == "off":
         return None
     return lambda cell: StatusLine(cluster, cell)
 

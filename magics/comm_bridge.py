@@ -20,6 +20,7 @@ from rankbook.protocol.comm import CommFromRank, CommToRank
 
 _WIDGET = "jupyter.widget"
 _CONTROL = "jupyter.widget.control"
+# ipywidgets sends "echo_update" for a change that a front end has made, so that all pages with the widget get it.
 _UPDATES = frozenset({"update", "echo_update"})
 Path = tuple[str | int, ...]
 
@@ -32,6 +33,7 @@ class WidgetState(NamedTuple):
 
     def update(self, data: dict[str, Any], frames: Sequence[bytes | memoryview]) -> WidgetState:
         """Return the state after a message, which replaces the keys that it contains."""
+        # A message replaces whole top-level keys of the state, with the buffers that lie below them.
         paths = [tuple(path) for path in data.get("buffer_paths", ())]
         named = {*data.get("state", {}), *(path[0] for path in paths)}
         plain = {key: value for key, value in self.plain.items() if key not in named}
@@ -53,27 +55,28 @@ class WidgetStateCache:
 
     def __init__(self) -> None:
         self._states: dict[str, WidgetState] = {}
-        self._changing = threading.Lock()
+        self._lock = threading.Lock()
 
     def open(self, comm: str, data: dict[str, Any], frames: Sequence[bytes | memoryview]) -> None:
         """Add a new widget."""
-        with self._changing:
+        with self._lock:
             self._states[comm] = WidgetState({}, {}).update(data, frames)
 
-    def change(self, comm: str, data: dict[str, Any], frames: Sequence[bytes | memoryview]) -> None:
+    def update(self, comm: str, data: dict[str, Any], frames: Sequence[bytes | memoryview]) -> None:
         """Update a widget from a message in either direction; ignore messages that are not updates."""
-        with self._changing:
+        with self._lock:
             state = self._states.get(comm)
             if state is not None and data.get("method") in _UPDATES:
                 self._states[comm] = state.update(data, frames)
 
     def close(self, comm: str) -> None:
         """Forget a widget."""
-        with self._changing:
+        with self._lock:
             self._states.pop(comm, None)
 
-    def update_of(self, comm: str) -> tuple[dict[str, Any], list[bytes]] | None:
+    def state_message(self, comm: str) -> tuple[dict[str, Any], list[bytes]] | None:
         """Return the answer to `request_state`, with its buffers; None if the comm is not a widget's."""
+        # No lock: a `WidgetState` is never changed, only replaced.
         state = self._states.get(comm)
         if state is None:
             return None
@@ -101,19 +104,20 @@ class _Proxy(BaseComm):
 
     def __init__(self, bridge: CommBridge, name: str, target: str) -> None:
         self._bridge = bridge
+        # `primary=False`: the constructor must not open a comm, since the rank has opened it.
         super().__init__(target_name=target, comm_id=name, primary=False)
 
     def publish_msg(self, *_: object, **__: object) -> None:
         """Publish nothing: only the rank's end of the comm sends messages."""
 
     def handle_msg(self, msg: dict[str, Any]) -> None:
-        self._bridge.heard("msg", self.comm_id, msg)
+        self._bridge.front_end_message_received("msg", self.comm_id, msg)
 
     def handle_close(self, msg: dict[str, Any]) -> None:
-        self._bridge.heard("close", self.comm_id, msg)
+        self._bridge.front_end_message_received("close", self.comm_id, msg)
 
 
-class _WithTheRanks:
+class _MergedStatesComm:
     """A comm to a reloaded page that adds the ranks' widgets when ipywidgets sends the notebook's own."""
 
     def __init__(self, comm: BaseComm, states: WidgetStateCache) -> None:
@@ -130,13 +134,15 @@ class _WithTheRanks:
         buffers: Sequence[bytes] | None = None,
     ) -> None:
         if data.get("method") == "update_states":
+            # States and paths begin with the comm id, so the two answers have no key in common. The buffers follow in
+            # the order of their paths.
             ranks = self._states.all_states()
             states, paths = {**data["states"], **ranks.states}, [*data.get("buffer_paths", ()), *ranks.paths]
             data, buffers = {**data, "states": states, "buffer_paths": paths}, [*(buffers or ()), *ranks.buffers]
         self._comm.send(data, metadata, buffers=list(buffers or ()))
 
 
-class _Finder:
+class _ControlTarget:
     """Wrap ipywidgets' comm target with which a reloaded page asks for the existing widgets."""
 
     def __init__(self, stock: Callable[[Any, dict[str, Any]], None]) -> None:
@@ -144,16 +150,19 @@ class _Finder:
         self.states = WidgetStateCache()
 
     def __call__(self, comm: BaseComm, message: dict[str, Any]) -> None:
-        self._stock(_WithTheRanks(comm, self.states), message)
+        # ipywidgets keeps this comm in `Widget._control_comm`, and sends the answer to `request_states` through it
+        # later.
+        self._stock(_MergedStatesComm(comm, self.states), message)
 
 
-def _finder_for(manager: Any) -> _Finder:  # noqa: ANN401 - a CommManager, whose target's type is narrower than ours
-    """Return the kernel's `_Finder`, installing it for the first widget."""
+def _control_target(manager: Any) -> _ControlTarget:  # noqa: ANN401 - a CommManager, whose target's type is narrower than ours
+    """Return the kernel's `_ControlTarget`, installing it for the first widget."""
+    # The target belongs to ipywidgets, which registers it when it is imported.
     import ipywidgets  # noqa: F401 - a later import would replace our target with its own
 
     target = manager.targets[_CONTROL]
-    if not isinstance(target, _Finder):
-        target = manager.targets[_CONTROL] = _Finder(target)
+    if not isinstance(target, _ControlTarget):
+        target = manager.targets[_CONTROL] = _ControlTarget(target)
     return target
 
 
@@ -167,34 +176,43 @@ class CommBridge:
         self.cluster, self._kernel = cluster, kernel
         self.parent: Any = None
         self._states = WidgetStateCache()
-        cluster.comms.listener = self._said
+        cluster.comms.listener = self._comm_message_received
 
-    def heard(self, kind: Any, name: str, message: dict[str, Any]) -> None:  # noqa: ANN401 - "msg" or "close"
+    def front_end_message_received(self, kind: Any, name: str, message: dict[str, Any]) -> None:  # noqa: ANN401 - "msg" or "close"
         """Forward a comm message of the front end to the rank, or answer it from the cache."""
         data, frames = message["content"].get("data", {}), message.get("buffers", ())
+        # The rank may be busy, so a request for the state is answered from the cache.
         if kind == "close":
             self._states.close(name)
-        elif data.get("method") == "request_state" and (update := self._states.update_of(name)) is not None:
+        elif data.get("method") == "request_state" and (update := self._states.state_message(name)) is not None:
             answer, buffers = update  # the sender waits for an answer whose parent is this message
             self._send("comm_msg", {"comm_id": name, "data": answer}, {}, message, buffers)
             return
         else:
-            self._states.change(name, data, frames)
+            self._states.update(name, data, frames)
+        # A page may still show widgets of ranks that have been stopped. Requests for their states are answered above.
+        if self.cluster.stopped:
+            return
+        # `default=str`: the metadata may have values that JSON does not have.
         content, metadata = json.dumps(data), json.dumps(message.get("metadata", {}), default=str)
-        self.cluster.comms.tell(CommToRank(kind, name, content, metadata), frames)
+        self.cluster.comms.send(CommToRank(kind, name, content, metadata), frames)
 
-    def _said(self, _rank: int, message: CommFromRank, frames: Sequence[memoryview]) -> None:
+    def _comm_message_received(self, _rank: int, message: CommFromRank, frames: Sequence[memoryview]) -> None:
+        # Called by the coordinator's driver thread; the cache has a lock, and a session may send from any thread.
         manager, data = self._kernel.comm_manager, json.loads(message.content)
         content = {"comm_id": message.comm, "data": data}
         match message.kind:
             case "open":
+                # Before the message is sent: the front end may answer at once, and the manager drops messages of
+                # unknown comms.
                 manager.register_comm(_Proxy(self, message.comm, message.target))
                 content |= {"target_name": message.target, "target_module": None}
                 if message.target == _WIDGET:
-                    self._states = _finder_for(manager).states
+                    # From the first widget on, the cache is the one that answers reloaded pages.
+                    self._states = _control_target(manager).states
                     self._states.open(message.comm, data, frames)
             case "msg":
-                self._states.change(message.comm, data, frames)
+                self._states.update(message.comm, data, frames)
             case "close":
                 self._states.close(message.comm)
                 if message.comm in manager.comms:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster
+from rankbook.ipython_compat import cell_numbers
 from rankbook.magics import auto_mode
 from rankbook.magics.debug_multiplexer import DebugMultiplexer, Message
 from rankbook.package_folders import PACKAGE_FOLDERS
@@ -24,9 +25,9 @@ from rankbook.package_folders import PACKAGE_FOLDERS
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_OURS = [f"{folder}**" for folder in PACKAGE_FOLDERS]
+_PACKAGE_PATTERNS = [f"{folder}**" for folder in PACKAGE_FOLDERS]
 """Files in which the notebook's own debugger must not stop: exceptions in them are not the user's."""
-_LONG = 200
+_MIN_LOOKUP_LENGTH = 200
 """Characters of a cell above which looking its file name up is faster than computing it."""
 _START_SECONDS = 60.0
 """Timeout for the debuggers of all ranks to start."""
@@ -38,12 +39,14 @@ class _KernelDebugger:
     def __init__(self, kernel: Any) -> None:  # noqa: ANN401 - an ipykernel Kernel, whose types are loose
         self._kernel = kernel
         self._process = kernel.do_debug_request
+        # ipykernel skips frames of these files. Without this, "raised exceptions" would stop in Rankbook's own code.
         if hasattr(kernel.debugger, "kernel_modules"):  # it makes its rules from these
-            kernel.debugger.kernel_modules = [*kernel.debugger.kernel_modules, *_OURS]
+            kernel.debugger.kernel_modules = [*kernel.debugger.kernel_modules, *_PACKAGE_PATTERNS]
 
     async def process(self, request: Message) -> Message:
+        # debugpy takes its rules with the attach request.
         if request["command"] == "attach":
-            rules = [{"path": folder, "include": False} for folder in _OURS]
+            rules = [{"path": folder, "include": False} for folder in _PACKAGE_PATTERNS]
             request = {**request, "arguments": {**(request.get("arguments") or {}), "rules": rules}}
         return dict(await self._process(request) or {})
 
@@ -63,18 +66,19 @@ class Debugging:
         self._kernel = kernel
         self._cluster: Cluster | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.desk = DebugMultiplexer(_KernelDebugger(kernel), self)
+        self.multiplexer = DebugMultiplexer(_KernelDebugger(kernel), self)
 
     def start(self) -> None:
         """Replace the kernel's method.
 
         A front end that is already debugging the kernel, as after a restart, debugs the ranks too.
         """
+        # Replaced in the instance. ipykernel looks the method up for every request.
         self._kernel.do_debug_request = self.do_debug_request
         debugger = self._kernel.debugger
         if getattr(debugger, "is_started", False):
             self._loop = self._kernel.control_thread.io_loop.asyncio_loop
-            self.desk.adopt(debugger.breakpoint_list)
+            self.multiplexer.adopt_breakpoints(debugger.breakpoint_list)
 
     def stop(self) -> None:
         """Restore the kernel's method."""
@@ -84,16 +88,23 @@ class Debugging:
 
     async def do_debug_request(self, request: Message) -> Message:
         """Answer a request of the front end. Called by the kernel's control thread."""
+        # The loop of the control thread, known from the first request on. The main thread submits coroutines to it.
         self._loop = asyncio.get_running_loop()
-        self._look()
-        return await self.desk.handle(request)
+        self._connect_cluster()
+        return await self.multiplexer.handle(request)
 
     def describe(self) -> str:
         """Describe whether a front end debugs the ranks, and which ones continue and step apply to."""
-        desk = self.desk
-        whom = "the rank whose frame is chosen in the call stack" if desk.stopped.single else "all paused ranks"
-        state = "a front end debugs the ranks" if desk.on else "no front end debugs; its bug starts it"
-        return f"{state}; continue and step are for {whom}"
+        multiplexer = self.multiplexer
+        targets = (
+            "the rank whose frame is selected in the call stack" if multiplexer.stopped.single else "all paused ranks"
+        )
+        state = (
+            "a front end is debugging the ranks"
+            if multiplexer.is_active
+            else "no front end is debugging; its bug button starts the debugger"
+        )
+        return f"{state}; continue and step apply to {targets}"
 
     # Called by the main thread
 
@@ -102,17 +113,19 @@ class Debugging:
 
         Returns the ranks that failed with the reason.
         """
-        if not self.desk.on or self._loop is None:
+        if not self.multiplexer.is_active or self._loop is None:
             return {}
 
         async def attach() -> dict[int, str]:
-            self._look()
-            return await self.desk.attach(ranks)
+            self._connect_cluster()
+            return await self.multiplexer.attach(ranks)
 
         try:
+            # The main thread waits here, before the cell is sent; otherwise the first breakpoints of the cell would be
+            # missed.
             return asyncio.run_coroutine_threadsafe(attach(), self._loop).result(_START_SECONDS)
         except TimeoutError:
-            return dict.fromkeys(ranks, f"it has not started within {_START_SECONDS:g} s")
+            return dict.fromkeys(ranks, f"it did not start within {_START_SECONDS:g} s")
 
     def file_of(self, source: str) -> str:
         """Return the name under which the front end's debugger knows the running cell.
@@ -121,10 +134,12 @@ class Debugging:
         also sent while no front end is debugging, because a breakpoint may be set later in a function that this cell
         defines.
         """
+        # IPython sets this for the time of a cell. It has the cell as the user wrote it.
         running = self._shell.displayhook.exec_result
         if running is None or running.info is None:
             return ""
         cell = str(running.info.raw_cell)
+        # Breakpoints are set by line numbers of the cell. They fit only if the ranks get the same lines.
         written, sent = cell.rstrip().split("\n"), source.rstrip().split("\n")
         if len(written) != len(sent) or written[-1].strip() != sent[-1].strip():
             return ""
@@ -135,10 +150,11 @@ class Debugging:
 
         Computing it takes 0.15 ms per kilobyte, and ipykernel did so just before this call: long cells are looked up.
         """
-        if len(cell) > _LONG:
-            running, numbers = self._shell.displayhook.exec_result, self._shell.compile._filename_map
+        if len(cell) > _MIN_LOOKUP_LENGTH:
+            running, numbers = self._shell.displayhook.exec_result, cell_numbers(self._shell.compile)
             count = None if running is None else running.execution_count
             count = self._shell.execution_count if count is None else count  # the shell's count may be one ahead
+            # ipykernel's compiler maps file names to execution counts.
             names = [str(name) for name, number in numbers.items() if number == count]
             if len(names) == 1:  # several if a silent request ran since the last cell
                 return names[0]
@@ -146,15 +162,15 @@ class Debugging:
 
         return str(get_file_name(cell))
 
-    def move_in(self) -> None:
+    def move_breakpoints(self) -> None:
         """Move the breakpoints to where plain cells now run, after auto mode was turned on or off."""
-        if self.desk.on and self._loop is not None:
-            asyncio.run_coroutine_threadsafe(self.desk.move_in(), self._loop).result(_START_SECONDS)
+        if self.multiplexer.is_active and self._loop is not None:
+            asyncio.run_coroutine_threadsafe(self.multiplexer.move_breakpoints(), self._loop).result(_START_SECONDS)
 
     # Called on the event loop: see `debug_multiplexer.RankGateway`
 
     @property
-    def _there(self) -> Cluster | None:
+    def _running_cluster(self) -> Cluster | None:
         """Return the cluster, or None if it has stopped.
 
         The last messages of the ranks' debuggers arrive when the cluster is already stopped.
@@ -163,34 +179,37 @@ class Debugging:
 
     def ranks(self) -> tuple[int, ...]:
         """Return every rank in the cluster."""
-        return () if self._there is None else self._there.select(None)
+        return () if self._running_cluster is None else self._running_cluster.select(None)
 
     def busy(self) -> tuple[int, ...]:
         """Return the ranks that are executing a cell."""
-        cells = [] if self._there is None else self._there.cells()
+        cells = [] if self._running_cluster is None else self._running_cluster.cells()
         return tuple({rank for cell in cells if cell.started is not None for rank in cell.ranks})
 
-    def tell(self, rank: int, content: str) -> bool:
+    def send(self, rank: int, content: str) -> bool:
         """Send a message to a rank's debugger; return False if the rank or the cluster has exited."""
-        return self._there is not None and self._there.debugs.tell(rank, content)
+        return self._running_cluster is not None and self._running_cluster.debugs.send(rank, content)
 
     def publish(self, event: Message) -> None:
         """Publish an event as the kernel's own debugger does."""
         self._kernel._publish_debug_event(event)
 
-    def note(self, rank: int, path: str, line: int) -> None:
+    def record_pause(self, rank: int, path: str, line: int) -> None:
         """Record in the cluster's status where a rank is paused; see `RankGateway.note`."""
-        cluster = self._there
+        cluster = self._running_cluster
         if cluster is None:
             return
         if not line:
             cluster.debugs.paused.pop(rank, None)
             return
-        where = "" if line < 0 else f" at line {line}" if _is_cell(path) else f" at {Path(path).name}:{line}"
-        cluster.debugs.paused[rank] = f"paused{where}"
+        # Where IPython itself has no such table, `cell_numbers` has made it when the magics were installed.
+        number = self._shell.compile._filename_map.get(path)
+        # The status line of the running cell shows this text.
+        cluster.debugs.paused[rank] = describe_pause("" if _is_cell(path) else Path(path).name, line, number)
 
     def is_for_ranks(self, path: str) -> bool:
         """Return True if the file is a cell that starts with `%%distributed` or that auto mode sends to the ranks."""
+        # ipykernel writes a cell to its file when the front end sends `dumpCell`, and names the file in its reply.
         if not _is_cell(path) or not Path(path).is_file():
             return False
         text = Path(path).read_text(encoding="utf-8")
@@ -200,9 +219,11 @@ class Debugging:
 
     async def variables(self, rank: int) -> list[Message] | None:
         """Return a rank's variables from `Cluster.variables`, which runs no code of the variables."""
-        cluster = self._of_cells(rank)
+        cluster = self._cluster_of_cells(rank)
         if cluster is None:
             return None
+        # `Cluster.variables` waits for the ranks. In an executor it does not block the control thread's loop, on which
+        # the kernel also receives interrupts.
         variables = await asyncio.get_running_loop().run_in_executor(None, cluster.variables, (rank,))
         return [
             {
@@ -216,12 +237,12 @@ class Debugging:
             for variable in variables.get(rank, ())
         ]
 
-    async def show(self, rank: int, name: str) -> Message | None:
+    async def display_bundle(self, rank: int, name: str) -> Message | None:
         """Return the text that `Cluster.peek` gives for a variable.
 
         It has no other formats: a variable's own display code may be slow or never return.
         """
-        cluster = self._of_cells(rank)
+        cluster = self._cluster_of_cells(rank)
         if cluster is None:
             return None
         text = ""
@@ -231,29 +252,40 @@ class Debugging:
             text = answer.text or answer.trouble
         return {"data": {"text/plain": text} if text else {}, "metadata": {}}
 
-    def _of_cells(self, rank: int) -> Cluster | None:
+    def _cluster_of_cells(self, rank: int) -> Cluster | None:
         """Return the cluster if it has this rank and plain cells run on the ranks."""
         cluster = self._cluster
         applies = cluster is not None and auto_mode.is_enabled(self._shell) and rank < cluster.world_size
         return cluster if applies else None
 
-    def _look(self) -> None:
+    def _connect_cluster(self) -> None:
         """Connect to the current cluster, if it is another one than before."""
         running = default_cluster.default_or_none()
         if running is self._cluster:
             return
-        self.desk.lose_all()
+        self.multiplexer.drop_ranks()
         self._cluster = running
         if running is not None:
-            loop, desk = self._loop, self.desk
+            loop, multiplexer = self._loop, self.multiplexer
             assert loop is not None
 
+            # Called by the coordinator's driver thread; the multiplexer runs on the loop only. A message of a cluster
+            # that was replaced meanwhile is dropped.
             def listener(rank: int, content: str | None) -> None:
                 if running is self._cluster:
                     with contextlib.suppress(RuntimeError):  # the kernel is ending and has closed its loop
-                        loop.call_soon_threadsafe(desk.hear, rank, content or "")
+                        loop.call_soon_threadsafe(multiplexer.message_received, rank, content or "")
 
             running.debugs.listener = listener
+
+
+def describe_pause(file: str, line: int, number: int | None) -> str:
+    """Return where a rank is paused; `line` -1 if that is not known. `file` is "" for a cell, `number` the cell's."""
+    if line < 0:
+        return "paused"
+    if file:
+        return f"paused at {file}:{line}"
+    return f"paused at line {line}" + ("" if number is None else f" of cell [{number}]")
 
 
 def _is_cell(path: str) -> bool:

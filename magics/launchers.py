@@ -1,6 +1,6 @@
 """Run a function on the ranks from a notebook or a script: `notebook_launcher` and `debug_launcher`.
 
-The signatures are those of Accelerate. An option that cannot be honoured raises an error instead of being ignored.
+The signatures are those of Accelerate. An option that is not supported raises an error instead of being ignored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
+from rankbook.magics.errors import raise_cell_error, without_frames
 from rankbook.magics.output_panel import ask_for, sink_for
 from rankbook.runtime.launched_function import PRECISION, USE_CPU, run_launched
 
@@ -19,23 +20,24 @@ if TYPE_CHECKING:
     from rankbook.coordinator.wait import Ask
 
 _PRECISIONS = ("no", "fp16", "bf16")
-_ONE_HOST = "the ranks of a notebook are on this machine and meet without it"
+_ONE_HOST = "the ranks of a notebook run on this machine and do not need it"
 _NOT_YET: Mapping[str, tuple[object, str]] = {
     "use_port": ("29500", _ONE_HOST),
     "master_addr": ("127.0.0.1", _ONE_HOST),
-    "node_rank": (0, "one machine is all there is so far"),
-    "num_nodes": (1, "one machine is all there is so far"),
+    "node_rank": (0, "only one machine is supported"),
+    "num_nodes": (1, "only one machine is supported"),
     "rdzv_backend": ("static", _ONE_HOST),
     "rdzv_endpoint": ("", _ONE_HOST),
     "rdzv_conf": (None, _ONE_HOST),
     "rdzv_id": ("none", _ONE_HOST),
-    "max_restarts": (0, "a rank that died comes back by %distributed heal, and the call is yours to repeat"),
-    "monitor_interval": (0.1, "a rank's death is told at once"),
-    "log_line_prefix_template": (None, "lines carry their ranks as in every cell"),
+    "max_restarts": (0, "replace a dead rank with %distributed heal, then call again"),
+    "monitor_interval": (0.1, "the death of a rank is reported at once"),
+    "log_line_prefix_template": (None, "output lines show their ranks, as in every cell"),
 }
 """Options of Accelerate that have no effect here: the only accepted value, and the reason."""
 
 
+@without_frames()
 def notebook_launcher(
     function: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -56,38 +58,72 @@ def notebook_launcher(
     """Call `function(*args)` on every rank of the notebook's cluster, and return the results in rank order.
 
     Starts `num_processes` ranks if none are running (None: one per CUDA device, or two on the CPU), and leaves them
-    running. Their output appears below the cell as it arrives. `function` and `args` are pickled by value, including
-    closures, lambdas and classes from cells. In the call `Accelerator()` has the precision `mixed_precision` ("no",
-    "fp16", "bf16") and otherwise default settings.
+    running. Another number of ranks is replaced if they are idle and have no variables. The output appears below the
+    cell as it arrives. `function` and `args` are pickled by value, including closures, lambdas and classes from cells.
+    In the call `Accelerator()` has the precision `mixed_precision` ("no", "fp16", "bf16") and otherwise default
+    settings, and `os.environ` has the variables that the notebook has set since the ranks were started.
 
     Raises the error of the first rank that failed by itself, as a `CellError` that is also an instance of that built-in
-    type and names the ranks; `LostRank`; `KeyboardInterrupt` after an interrupt, which leaves the ranks running;
-    `BadRequest` for an option that cannot be honoured; `TransferError` for an argument or result that cannot be
-    pickled. The signature is that of Accelerate 1.15.
+    type and names the ranks; `RankLostError`; `KeyboardInterrupt` after an interrupt, which leaves the ranks running;
+    `InvalidArgument` for an option that is not supported, and for another number of ranks than those that are running
+    and have variables; `TransferError` for an argument or result that cannot be pickled. The signature is that of
+    Accelerate 1.15.
+
+    Example::
+
+        def train(lr):
+            from rankbook import Accelerator
+
+            return lr * Accelerator().process_index
+
+
+        rankbook.notebook_launcher(train, (0.5,), num_processes=2)  # [0.0, 0.5]
     """
+    # The first statement, while the local variables are exactly the parameters.
     options = dict(locals())
     __tracebackhide__ = True  # IPython and pytest omit this frame from tracebacks
     for name, (only, reason) in _NOT_YET.items():
+        # Compared as text, so that the port 29500 and "29500" are both accepted.
         if str(options[name]) != str(only):
-            raise BadRequest(f"notebook_launcher: {name}={options[name]!r} cannot be honoured: {reason}; leave it out")
+            raise InvalidArgument(f"notebook_launcher: {name}={options[name]!r} is not supported: {reason}; omit it")
     if mixed_precision not in _PRECISIONS:
-        raise BadRequest(f"mixed_precision={mixed_precision!r} is not there; use one of {', '.join(_PRECISIONS)}")
+        raise InvalidArgument(f"unknown mixed_precision {mixed_precision!r}; choose from {', '.join(_PRECISIONS)}")
     _check_call("notebook_launcher", function, args, num_processes)
     cluster = default_cluster.default_or_none()
     if cluster is None:
         cluster = default_cluster.start(num_processes)
     elif num_processes not in (None, cluster.world_size):
-        raise BadRequest(
-            f"num_processes={num_processes}, but {cluster.world_size} ranks are running: leave it out to use them, or "
-            "end them first with %distributed stop (rankbook.stop())"
-        )
-    return _call(cluster, function, args, {PRECISION: mixed_precision})
+        # Ranks with variables are never replaced without being asked; the user may need these.
+        if not _hold_nothing(cluster):
+            raise InvalidArgument(
+                f"num_processes={num_processes}, but {cluster.world_size} ranks are running: omit it to use them, or "
+                "stop them first with %distributed stop (rankbook.stop())"
+            )
+        # The new ranks are kept after the end of the kernel as the old ones were.
+        cluster.stop()
+        cluster = default_cluster.start(num_processes, keep=cluster.keep or False)
+    # Only after the start, since the ranks choose their devices.
+    _check_precision(cluster, mixed_precision)
+    # Accelerate forks its processes from the notebook at every call. These were started before, with the environment of
+    # that moment.
+    return _call(cluster, function, args, {**cluster.changed_variables(), PRECISION: mixed_precision})
 
 
+@without_frames()
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> list[Any]:
     """Call `function(*args)` on `num_processes` temporary CPU ranks, and return the results in rank order.
 
     The ranks are stopped afterwards. The notebook's own ranks are not affected. Raises as `notebook_launcher` does.
+
+    Example::
+
+        def train(lr):
+            from rankbook import Accelerator
+
+            return lr * Accelerator().process_index
+
+
+        rankbook.debug_launcher(train, (0.5,), num_processes=2)  # [0.0, 0.5]
     """
     __tracebackhide__ = True  # as above
     _check_call("debug_launcher", function, args, num_processes)
@@ -96,25 +132,54 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 
 
 def _check_call(name: str, function: object, args: object, num_processes: int | None) -> None:
+    # Ranks have these variables, and so have the processes of torchrun. A launch there would start ranks within a rank.
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        raise BadRequest(f"{name}: this process is a rank already; call it from the notebook, or call the function")
+        raise InvalidArgument(
+            f"{name}: this process is already a rank; call it from the notebook, or call the function directly"
+        )
     if not callable(function):
-        raise BadRequest(f"{name}: {function!r} is no function")
+        raise InvalidArgument(f"{name}: function must be callable, got {function!r}")
+    # `args=(x)` without the comma is no tuple. A string is a sequence, but never meant as one argument per letter.
     if not isinstance(args, Sequence) or isinstance(args, str):
-        raise BadRequest(f"{name}: args={args!r} is no tuple; for one argument write args=({args!r},)")
+        raise InvalidArgument(f"{name}: args must be a tuple, got {args!r}; for one argument write args=({args!r},)")
+    # bool is a subclass of int.
     if num_processes is not None and (isinstance(num_processes, bool) or not isinstance(num_processes, int)):
-        raise BadRequest(f"{name}: num_processes={num_processes!r} is no number of ranks")
+        raise InvalidArgument(f"{name}: num_processes must be an integer, got {num_processes!r}")
+
+
+def _hold_nothing(cluster: Cluster) -> bool:
+    """Return True if all ranks are idle, and cells have defined no names on them."""
+    if any(status.state != "idle" for status in cluster.status()):
+        return False
+    variables = cluster.variables()  # without functions and modules, but a rank that does not reply is missing
+    if len(variables) < cluster.world_size or any(variables.values()):
+        return False
+    # Functions and modules are not variables in this sense, but a user has defined them, too.
+    return not any(cluster.complete("", 0, ranks=rank, variables=True)[1] for rank in variables)
+
+
+def _check_precision(cluster: Cluster, precision: str) -> None:
+    devices = {status.device for status in cluster.status()}
+    if precision == "fp16" and devices == {"cpu"}:
+        raise InvalidArgument(
+            'mixed_precision="fp16" requires CUDA devices, but the ranks run on the CPU; use "bf16" or "no"'
+        )
 
 
 def _call(
-    cluster: Cluster, function: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str]
+    cluster: Cluster, function: Callable[..., Any], args: Sequence[Any], environment: Mapping[str, str | None]
 ) -> list[Any]:
     __tracebackhide__ = True  # as above
     shell = _shell()
+    # A callable object, such as a `functools.partial`, may have no `__name__`.
     label = getattr(function, "__name__", type(function).__name__) + "()"
     ask: Ask = ask_for(shell)
     call = (function, tuple(args), environment)
-    return cluster.call(run_launched, call, sink=sink_for(shell), ask=ask, label=label)
+    sink = sink_for(shell)
+    try:
+        return cluster.call(run_launched, call, sink=sink, ask=ask, label=label, raise_error=raise_cell_error)
+    finally:
+        sink.views.wait_shown()
 
 
 def _shell() -> Any:  # noqa: ANN401 - an InteractiveShell, or None in a plain script

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, no_var_expand
@@ -17,19 +17,21 @@ from IPython.display import display
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster, RankStatus
 from rankbook.coordinator.deferred_interrupts import deferred_interrupts, set_ending_check
+from rankbook.coordinator.liveness import RESTART_ADVICE_AFTER, restart_advice
 from rankbook.coordinator.running_cell import RunningCell, Sink
-from rankbook.errors import BadRequest, RankbookError
-from rankbook.formatting import plural, suggest
+from rankbook.errors import InvalidArgument, RankbookError
+from rankbook.formatting import PACKAGE_MAGICS, PACKAGE_NOTE, plural, suggest
+from rankbook.ipython_compat import MAGIC_WRAPPER_FRAMES, cell_numbers
 from rankbook.magics import arguments, auto_mode, completion, debugger, reports
 from rankbook.magics.cell_handle import CellHandle, status_line_factory
 from rankbook.magics.comm_bridge import CommBridge
-from rankbook.magics.errors import raise_cell_error
+from rankbook.magics.errors import raise_cell_error, without_frames
 from rankbook.magics.output_panel import JupyterSink, ask_for, sink_for
 from rankbook.magics.profiling import Measuring
 from rankbook.output.cell_result import CellResult
 from rankbook.output.merger import Stream
-from rankbook.ranks import format_ranks, name_ranks
-from rankbook.transport.cell_sources import set_cell_numbers
+from rankbook.ranks import name_ranks
+from rankbook.transport.serialization import set_cell_numbers
 from rankbook.widgets.rendering import table
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
     from rankbook.magics.output_panel import Panel
 CELL_MAGICS = ("distributed", "local")
-_TO_THE_CELL = 2
+_CALLER_DEPTH = 2 + MAGIC_WRAPPER_FRAMES
 """Stack frames from IPython's expansion of `$name` and `{name}` to the frame whose variables it uses."""
 
 
@@ -48,17 +50,19 @@ class DistributedMagics(Magics):
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
         self._shell = shell
-        self._view = "merged"
-        self._last: CellResult | None = None
+        self._output_view = "merged"
+        self._last_result: CellResult | None = None
         self._bridge: CommBridge | None = None
-        self._knows_kept = False  # whether the kept ranks were reported
+        self._detached_reported = False  # whether the kept ranks were reported
 
     @no_var_expand
     @line_cell_magic
     def distributed(self, line: str, cell: str | None = None) -> CellHandle | None:
         """Run cells on the ranks, and manage the ranks."""
+        # `no_var_expand` keeps IPython from expanding `$name` and `{name}` by itself, so it is done here, except for a
+        # peek.
         if cell is not None or not arguments.is_peek(line):  # braces in a peek expression are Python's, not IPython's
-            line = self._shell.var_expand(line, depth=_TO_THE_CELL)
+            line = self._shell.var_expand(line, depth=_CALLER_DEPTH)
         with short_errors():
             if cell is None:
                 command = arguments.parse_line(line)
@@ -70,7 +74,9 @@ class DistributedMagics(Magics):
     def local(self, line: str, cell: str) -> None:
         """Run this cell in the notebook process, also while `%distributed auto` is on."""
         if line.strip():
-            raise UsageError(f"%%local takes no options, not {line.strip()!r}")
+            raise UsageError(f"%%local takes no options, got {line.strip()!r}")
+        # Through IPython again, so that magics, `await` and the last value work as in a plain cell. The outer call has
+        # stored the cell in the history.
         result = self._shell.run_cell("%%local\n" + cell, store_history=False)  # auto_mode.run_locally removes %%local
         error = result.error_before_exec or result.error_in_exec
         if error is not None:
@@ -80,34 +86,41 @@ class DistributedMagics(Magics):
     # Cells
 
     def _run(self, line: str, cell: str) -> CellHandle | None:
+        # Everything that can be refused is checked before ranks are started, which takes seconds.
         chosen = arguments.parse_cell_line(line)
         if not cell.strip():
-            raise BadRequest("%%distributed: the cell is empty; write the code for the ranks below this line")
+            raise InvalidArgument("%%distributed: the cell is empty; write the code for the ranks below this line")
         if chosen.out is not None and not chosen.out.isidentifier():
-            raise BadRequest(f"%%distributed: --out {chosen.out!r} is no name for a variable")
+            raise InvalidArgument(f"%%distributed: invalid --out {chosen.out!r}: expected a Python identifier")
         number = _cell_number(self._shell)
         measuring = Measuring(chosen, number) if chosen.time or chosen.profile is not None else None
         cluster, shown = self._cluster(), not chosen.quiet
         sink = sink_for(self._shell, number if chosen.auto else None)
+        # Messages of widgets on the ranks belong to the cell that runs now.
         if isinstance(sink, JupyterSink):
             self._bridge_to(cluster, sink).parent = sink.parent
         ranks = cluster.select(chosen.ranks)
+        # The whole cell is `x?`: nothing is executed on the ranks.
         if "?" in cell and completion.show_inspection(cluster, ranks, cell):
             return None
         # The ranks get the magic's line as a comment, so that lines in tracebacks and breakpoints match the cell.
         # A cell magic in the body has to stay in the first line.
         head = "" if chosen.auto or cell.lstrip().startswith("%%") else f"# %%distributed {line}".rstrip() + "\n"
-        keep = self._keeper(chosen.out)
+        on_result = self._result_callback(chosen.out)
         ask = ask_for(self._shell)
         panel = self._panel(sink, number, ranks, chosen.view) if shown else None
-        file = self._known_to_debugger(ranks, head + cell)
+        file = self._prepare_debugger(ranks, head + cell)
+        # All ranks would show the same text, each when it comes to it.
+        code, question = (cell, "") if chosen.background else completion.split_question(cell)
         has_status_line = shown and not chosen.background and isinstance(sink, JupyterSink)
         # An interrupt between submission and wait would leave a running cell that nothing waits for. It is deferred,
         # and `wait` forwards it to the ranks.
-        with deferred_interrupts():
+        with deferred_interrupts() as interrupts:
+            interrupts.ignore_repeats = isinstance(sink, JupyterSink)
+            # The ranks run cells in the order of submission, so the profiler's first start precedes the cell.
             before = None if measuring is None else measuring.prepare(cluster, ranks)
             submitted = cluster.submit_code(
-                head + cell,
+                head + code,
                 number=number,
                 ranks=ranks,
                 sink=sink if shown else None,
@@ -115,33 +128,43 @@ class DistributedMagics(Magics):
                 head=status_line_factory(cluster) if has_status_line else None,
                 measure=None if measuring is None else measuring.measure,
                 file=file,
+                session=auto_mode.is_enabled(self._shell),
             )
             if panel is not None:
+                # The cell may have ended already; `follow` handles this.
                 panel.follow(submitted)
             if measuring is not None:
-                keep = measuring.show_after(keep, cluster, submitted, sink, background=chosen.background)
+                on_result = measuring.show_after(on_result, cluster, submitted, sink, background=chosen.background)
             if chosen.background:
-                handle = CellHandle(cluster, submitted, sink, ask, keep)
+                handle = CellHandle(cluster, submitted, sink, ask, on_result)
                 handle.follow(timeout=chosen.timeout)
                 return handle
+            # If another cell occupies the ranks, this one waits without any output. Say so, as a terminal shows no
+            # status line.
             first = submitted if before is None else before
             if first.started is None and first.waiting_behind:
-                sink.emit([Stream("stderr", _queued(submitted, first.waiting_behind))])
+                sink.emit([Stream("stderr", _queued_message(submitted, first.waiting_behind))])
             cluster.wait(submitted, timeout=chosen.timeout, ask=ask)
+        # Views that the cell has asked for are made in threads. Some front ends read no output after the end of the
+        # cell.
+        sink.views.wait_shown()
         assert submitted.result is not None
-        keep(submitted.result)
+        # The result is stored before the error of a failed cell is raised, so that `--out` has it in any case.
+        on_result(submitted.result)
         raise_cell_error(submitted, submitted.result, self._shell.user_ns)
+        if question and not completion.show_inspection(cluster, ranks, question):
+            self._print(f"Object `{question.strip(' ?')}` not found.")
         return None
 
-    def _keeper(self, name: str | None) -> Callable[[CellResult], None]:
-        def keep(result: CellResult) -> None:
-            self._last = result
+    def _result_callback(self, name: str | None) -> Callable[[CellResult], None]:
+        def store_result(result: CellResult) -> None:
+            self._last_result = result
             if name is not None:
                 self._shell.user_ns[name] = result
 
-        return keep
+        return store_result
 
-    def _known_to_debugger(self, ranks: tuple[int, ...], source: str) -> str:
+    def _prepare_debugger(self, ranks: tuple[int, ...], source: str) -> str:
         """Return the name under which the front end's debugger knows the cell, or "".
 
         Also attach a debugger to these ranks, if a front end is debugging.
@@ -150,61 +173,65 @@ class DistributedMagics(Magics):
         if debugging is None:
             return ""
         for rank, trouble in sorted(debugging.prepare(ranks).items()):
-            self._say(f"rank {rank} runs without a debugger: {trouble}")
+            self._print(f"rank {rank} runs without a debugger: {trouble}")
         return debugging.file_of(source)
 
     def _bridge_to(self, cluster: Cluster, sink: JupyterSink) -> CommBridge:
+        # The comms of another cluster's ranks have ended with them.
         if self._bridge is None or self._bridge.cluster is not cluster:
             self._bridge = CommBridge(cluster, sink.kernel)
         return self._bridge
 
     def _panel(self, sink: Sink, number: int, ranks: tuple[int, ...], view: str | None) -> Panel | None:
         """Return a panel for the cell's output by rank; None for merged output or without a front end."""
-        if (view is None and self._view == "merged") or not isinstance(sink, JupyterSink):
+        if (view is None and self._output_view == "merged") or not isinstance(sink, JupyterSink):
             return None
         from rankbook.magics.output_panel import Panel
 
-        return Panel(sink, number, ranks, view or self._view)
+        return Panel(sink, number, ranks, view or self._output_view)
 
     def _cluster(self) -> Cluster:
         running = default_cluster.wait_default()
         if running is not None:
-            self._tell_kept()
+            self._report_detached()
             return running
         return self._start(None, None)
 
-    def _tell_kept(self) -> None:
+    def _report_detached(self) -> None:
         """Report once which kept ranks can be attached."""
-        if not self._knows_kept and (text := reports.describe_waiting()):
-            self._say(text)
-        self._knows_kept = True
+        if not self._detached_reported and (text := reports.describe_available()):
+            self._print(text)
+        self._detached_reported = True
 
     def _start(self, n: int | None, backend: str | None, keep: float | None = None) -> Cluster:
         running = None if default_cluster.is_starting() else default_cluster.default_or_none()
-        self._knows_kept = self._knows_kept and running is not None
-        self._tell_kept()
+        # With no cluster running, a new start reports again: ranks may have been kept since the last report.
+        self._detached_reported = self._detached_reported and running is not None
+        self._report_detached()
         cluster = default_cluster.start(n, backend=backend, keep=keep or False)
-        state = "running already" if running is cluster else "ready"
+        state = "already running" if running is cluster else "ready"
         verb = "is" if cluster.world_size == 1 else "are"
-        self._say(
+        self._print(
             f"{plural(cluster.world_size, 'rank')} {verb} {state}: "
             f"{cluster.describe()}{reports.describe_keeping(cluster)}"
         )
         return cluster
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         sink_for(self._shell).emit([Stream("stdout", text + "\n")])
 
     # Commands
 
+    # One method per command, found by its name in `_COMMANDS`.
     def _command_start(self, command: argparse.Namespace) -> None:
         self._start(command.n, command.backend, command.keep)
 
     def _command_attach(self, command: argparse.Namespace) -> None:
         sink = sink_for(self._shell)
         cluster = default_cluster.attach(command.key, sink=sink)
-        self._knows_kept = True
-        self._say(reports.describe_attached(cluster))
+        self._detached_reported = True
+        # Cells that have been running since the previous kernel become background cells of this one.
+        self._print(reports.describe_attached(cluster))
         for cell in cluster.cells():
             handle = CellHandle(cluster, cell, sink, ask_for(self._shell), lambda _: None)
             handle.follow()
@@ -214,56 +241,60 @@ class DistributedMagics(Magics):
     def _command_status(self, _command: argparse.Namespace) -> None:
         running = default_cluster.default_or_none()
         if running is None and default_cluster.is_starting():
-            self._say("the ranks are starting; a cell waits for them")
+            self._print("the ranks are starting; cells wait until they are ready")
             return
         if running is None:
-            self._say("no ranks are running; %distributed start or the first %%distributed starts them")
+            self._print("no ranks are running; %distributed start or the first %%distributed starts them")
             if text := reports.describe_kept():
-                self._say(text)
+                self._print(text)
             return
         rows = [
             (str(status.rank), status.state, status.device, str(status.pid or ""), status.cell or "", _note_of(status))
             for status in running.status()
         ]
-        self._show(table(("rank", "state", "device", "pid", "runs", "note"), rows))
+        self._show(table(("rank", "state", "device", "pid", "cell", "note"), rows))
         for cell in running.cells():
             if cell.started is None:
-                self._say(_queued(cell, cell.waiting_behind).rstrip())
+                self._print(_queued_message(cell, cell.waiting_behind).rstrip())
 
     def _command_interrupt(self, command: argparse.Namespace) -> None:
         hit = default_cluster.current().interrupt(command.ranks)
-        self._say(f"interrupted {name_ranks(hit)}" if hit else "nothing is running there")
+        self._print(f"interrupted {name_ranks(hit)}" if hit else "no cell is running on these ranks")
 
     def _command_restart(self, command: argparse.Namespace) -> None:
         cluster = default_cluster.current()
         restarted = cluster.restart(command.ranks)
-        self._say(f"{name_ranks(restarted)} restarted with an empty namespace; {cluster.describe_group()}")
+        self._print(f"{name_ranks(restarted)} restarted with an empty namespace; {cluster.describe_group()}")
 
     def _command_heal(self, command: argparse.Namespace) -> None:
         healed = default_cluster.current().heal(command.ranks, empty=command.empty)
-        self._say(str(healed) if healed is not None else "no rank is dead")
+        self._print(str(healed) if healed is not None else "no rank is dead, and none is empty since a restart")
 
     def _command_stop(self, _command: argparse.Namespace) -> None:
+        with contextlib.suppress(RankbookError):  # of a start in the background, which has told of it
+            default_cluster.wait_default()
         running = default_cluster.default_or_none()
         if default_cluster.stop() and running is not None:
-            self._say(f"{plural(running.world_size, 'rank')} stopped")
+            self._print(f"{plural(running.world_size, 'rank')} stopped")
         else:
-            self._say("no ranks are running")
+            self._print("no ranks are running")
 
     def _command_stacks(self, _command: argparse.Namespace) -> None:
         cluster = default_cluster.current()
         stacks = cluster.stacks()
         silent = None in stacks.values()  # ask for the states of ranks without a stack, without waiting again
         states = {status.rank: status.state for status in cluster.status(timeout=0)} if silent else {}
-        self._say(reports.describe_stacks(stacks, states))
+        self._print(reports.describe_stacks(stacks, states))
 
     def _command_debug(self, command: argparse.Namespace) -> None:
         debugging = debugger.debugging_of(self._shell)
         if debugging is None:
-            raise BadRequest("%distributed debug: this front end has no debugger; breakpoint() opens one on a rank")
+            raise InvalidArgument(
+                "%distributed debug: this front end has no debugger; breakpoint() starts one on a rank"
+            )
         if command.moves is not None:
-            debugging.desk.stopped.single = command.moves == "chosen"
-        self._say(debugging.describe())
+            debugging.multiplexer.stopped.single = command.moves == "chosen"
+        self._print(debugging.describe())
 
     def _command_vars(self, command: argparse.Namespace) -> None:
         cluster = default_cluster.current()
@@ -271,11 +302,11 @@ class DistributedMagics(Magics):
         variables = cluster.variables(ranks)
         rows = reports.variable_rows(variables, command.names) if variables else []
         if silent := tuple(rank for rank in ranks if rank not in variables):
-            self._say(f"{name_ranks(silent)} did not answer; %distributed status tells why")
+            self._print(f"{name_ranks(silent)} did not reply; %distributed status shows the reason")
         if rows:
             self._show(table(reports.VARIABLE_HEADINGS, rows))
         elif variables:
-            self._say("no variables")
+            self._print("no variables")
 
     def _command_peek(self, command: argparse.Namespace) -> None:
         cluster = default_cluster.current()
@@ -283,46 +314,68 @@ class DistributedMagics(Magics):
             cluster.peek(command.expression, ranks=command.ranks, timeout=command.timeout)
         )
         if not text:
-            raise BadRequest(f"%distributed peek: {trouble.rstrip()}")
+            raise InvalidArgument(f"%distributed peek: {trouble.rstrip()}")
         sink = sink_for(self._shell)
         sink.emit([Stream("stdout", text), *([Stream("stderr", trouble)] if trouble else [])])
 
     def _command_push(self, command: argparse.Namespace) -> None:
         cluster = self._cluster()
-        cluster.push({name: self._own(name) for name in command.names}, ranks=command.ranks)
+        ranks = cluster.select(command.ranks)
+        names = tuple(dict.fromkeys(command.names))
+        missing = tuple(name for name in names if name not in self._shell.user_ns)
+        for name in missing:
+            self._check_on_ranks(cluster, ranks, name)
+        values = {name: self._shell.user_ns[name] for name in names if name not in missing}
+        if values:
+            cluster.push(values, ranks=ranks)
+            self._print(f"{', '.join(values)}: copied to {name_ranks(ranks)}")
+        if missing:
+            predicate = "is" if len(missing) == 1 else "are"
+            self._print(
+                f"{', '.join(missing)}: nothing to copy, {predicate} not in the notebook but already on "
+                f"{name_ranks(ranks)}"
+            )
 
-    def _own(self, name: str) -> Any:  # noqa: ANN401 - any variable
-        if name not in self._shell.user_ns:
+    def _check_on_ranks(self, cluster: Cluster, ranks: Sequence[int], name: str) -> None:
+        """Raise `InvalidArgument` unless all `ranks` have the variable `name`, which the notebook does not have."""
+        try:
+            # A name that exists only on the ranks needs no copy; only a name that exists nowhere is an error.
+            cluster.pull(f"{name}.__class__.__name__", ranks=ranks)  # is defined where `name` is, and is small
+        except InvalidArgument as error:
             near = suggest(name, self._shell.user_ns)
-            raise BadRequest(f"%distributed push: there is no variable {name!r} in the notebook{near}")
-        return self._shell.user_ns[name]
+            raise InvalidArgument(
+                f"%distributed push: variable {name!r} is defined neither in the notebook nor on "
+                f"{name_ranks(ranks)}{near}"
+            ) from error
 
     def _command_pull(self, command: argparse.Namespace) -> None:
         target = command.target or command.name
         if not target.isidentifier():
-            raise BadRequest(f"%distributed pull: {target!r} is no name for a variable; say --as NAME")
+            raise InvalidArgument(
+                f"%distributed pull: invalid variable name {target!r}: expected a Python identifier; use --as NAME"
+            )
         cluster = default_cluster.current()
         ranks = cluster.select(command.ranks)
         self._shell.user_ns[target] = cluster.pull(command.name, ranks=ranks)
-        self._say(f"{target}: a list with the value of {name_ranks(ranks)}, in that order")
+        self._print(f"{target}: a list with the values of {name_ranks(ranks)}, in this order")
 
     def _command_auto(self, command: argparse.Namespace) -> None:
         auto_mode.set_enabled(self._shell, on=command.state == "on")
         if (debugging := debugger.debugging_of(self._shell)) is not None:
-            debugging.move_in()
-        self._say(
-            "plain cells run on the ranks now; %%local keeps one in the notebook"
+            debugging.move_breakpoints()
+        self._print(
+            "plain cells now run on the ranks; %%local runs a cell in the notebook"
             if command.state == "on"
-            else "plain cells run in the notebook now"
+            else "plain cells now run in the notebook"
         )
 
     def _command_view(self, command: argparse.Namespace) -> None:
-        from rankbook.magics.output_panel import still_bundle
+        from rankbook.magics.output_panel import static_bundle
 
-        self._view = command.view
-        self._say(f"cells show their output {_VIEWS[command.view]} from now on")
-        if self._last is not None:
-            self._show(still_bundle(self._last, command.view))
+        self._output_view = command.view
+        self._print(f"cells show their output {_VIEWS[command.view]} from now on")
+        if self._last_result is not None:
+            self._show(static_bundle(self._last_result, command.view))
 
     def _show(self, bundle: dict[str, str]) -> None:
         from rankbook.output.merger import RichOutput
@@ -347,44 +400,71 @@ def _cell_number(shell: InteractiveShell) -> int:
 
 
 def _note_of(status: RankStatus) -> str:
+    if status.silence >= RESTART_ADVICE_AFTER:
+        return restart_advice(status.rank)
+    if status.lost_device:
+        return f"{status.lost_device}; %distributed heal replaces the rank, pull still reads its variables on the CPU"
     if status.loss is None and status.empty:
         return f"its namespace is empty; %distributed heal {status.rank} copies the variables of another rank"
     return status.loss or ""
 
 
-def _queued(cell: RunningCell, behind: Sequence[int]) -> str:
-    return f"{cell.label} is queued: it waits for {name_ranks(behind)} ({format_ranks(cell.ranks)} wanted)\n"
+def _queued_message(cell: RunningCell, behind: Sequence[int]) -> str:
+    return f"{cell.label} on {name_ranks(cell.ranks)}: queued, waiting for {name_ranks(behind)}\n"
 
 
 @contextlib.contextmanager
 def short_errors() -> Iterator[None]:
     """Show Rankbook's own errors in one line, without their Python traceback."""
-    try:
-        yield
-    except BadRequest as error:
-        # An error from a rank includes the class name.
-        raise UsageError(str(error).replace(f": {BadRequest.__name__}: ", ": ")) from None
-    except RankbookError as error:
-        if not hasattr(error, "_render_traceback_"):
-            lines = f"{type(error).__name__}: {error}".splitlines()
-            error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
-        raise
+    with without_frames():
+        try:
+            yield
+        except InvalidArgument as error:
+            # An error from a rank includes the class name.
+            raise UsageError(str(error).replace(f": {InvalidArgument.__name__}: ", ": ")) from None
 
 
-def _misplaced(name: str) -> Callable[[str], None]:
+def _misplaced_magic(name: str) -> Callable[[str], None]:
     """Return a line magic that rejects `%%name` below a cell's first line.
 
     IPython parses such a line as the line magic `%name`, and would report it as unknown.
     """
 
     def refuse(_line: str) -> None:
-        raise UsageError(f"%%{name} has to be the first line of its cell; not even a comment may stand above it")
+        raise UsageError(f"%%{name} must be the first line of its cell; no comment may precede it")
 
     return refuse
 
 
+class _PackageMagic:
+    """A line magic that installs packages, and then says how the ranks come to use them."""
+
+    def __init__(self, run: Callable[[str], None]) -> None:
+        self.run = run
+        self.__doc__ = run.__doc__
+
+    def __call__(self, line: str) -> None:
+        self.run(line)
+        if default_cluster.is_starting() or default_cluster.default_or_none() is not None:
+            print(PACKAGE_NOTE)  # noqa: T201 - below the note that IPython prints
+
+
+def _wrap_package_magics(shell: InteractiveShell) -> None:
+    for name in PACKAGE_MAGICS:
+        run = shell.find_line_magic(name)  # older versions of IPython have fewer
+        if run is not None and not isinstance(run, _PackageMagic):
+            shell.magics_manager.register_function(_PackageMagic(run), "line", name)
+
+
+def _unwrap_package_magics(shell: InteractiveShell) -> None:
+    for name in PACKAGE_MAGICS:
+        if isinstance(magic := shell.find_line_magic(name), _PackageMagic):
+            shell.magics_manager.register_function(magic.run, "line", name)
+
+
 def install(shell: InteractiveShell) -> None:
     """Register the magics. A second call changes nothing."""
+    # IPython shows the docstring for `%distributed?`.
     DistributedMagics.distributed.__doc__ = arguments.help_text()
     auto_mode.install(shell)
     debugger.install(shell)
@@ -392,8 +472,10 @@ def install(shell: InteractiveShell) -> None:
     set_ending_check(lambda: bool(getattr(shell, "exit_now", False)))  # set by a kernel on a shutdown request
     shell.register_magics(DistributedMagics(shell))
     for name in CELL_MAGICS:
-        shell.magics_manager.register_function(_misplaced(name), "line", f"%{name}")
-    set_cell_numbers(shell.compile._filename_map)
+        # IPython takes one percent sign off a line magic. The rest of `%%distributed` is the name "%distributed".
+        shell.magics_manager.register_function(_misplaced_magic(name), "line", f"%{name}")
+    _wrap_package_magics(shell)
+    set_cell_numbers(cell_numbers(shell.compile))
     if getattr(getattr(shell, "kernel", None), "distributes_cells", False):  # jupyter/kernel.py
         auto_mode.set_enabled(shell, on=True)
 
@@ -403,6 +485,8 @@ def uninstall(shell: InteractiveShell) -> None:
     auto_mode.uninstall(shell)
     debugger.uninstall(shell)
     completion.uninstall(shell)
+    _unwrap_package_magics(shell)
+    # IPython has no function that removes magics, so they are removed from its tables.
     manager = shell.magics_manager
     manager.magics["line"].pop("distributed", None)
     for name in CELL_MAGICS:

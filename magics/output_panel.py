@@ -10,20 +10,24 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from threading import RLock
+from threading import RLock, Thread
 from typing import TYPE_CHECKING, Any
 
 from rankbook.coordinator.running_cell import RunningCell, Sink
 from rankbook.coordinator.wait import Ask, ask_in_terminal
+from rankbook.errors import RankbookError
 from rankbook.output.by_rank import BlockAdded, BlockRemoved, ByRankOutput, Change, OutputBlock, TextAppended
 from rankbook.output.cell_result import CellResult, RankOutcome
 from rankbook.output.merger import ClearOutput, Emit, RichOutput, Stream
-from rankbook.protocol.base import RESULT
+from rankbook.protocol.base import RESULT, VIEW
 from rankbook.ranks import format_ranks
-from rankbook.widgets.output_panel import CellPanel, choice_of, is_live, piece_html, skeleton, text_of
+from rankbook.widgets.live_view import still_metadata, widget_metadata
+from rankbook.widgets.output_panel import CellPanel, choice_of, is_live, piece_html, skeleton, text_of, with_rows
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
+
+    from rankbook.widgets.live_view import LiveView
 
 
 class Panel:
@@ -36,101 +40,110 @@ class Panel:
     def __init__(self, sink: Sink, number: int, ranks: Sequence[int], view: str) -> None:
         self._sink = sink
         self._name = name = _new_name()
-        self._make: Callable[[], CellPanel] = lambda: CellPanel(name, f"cell [{number}]", ranks, view)
+        # The widget is made with the first output: a cell without output shows no empty panel.
+        self._make_widget: Callable[[], CellPanel] = lambda: CellPanel(name, f"cell [{number}]", ranks, view)
         self._widget: CellPanel | None = None
+        # Also held while output is published, so that messages are sent in the order of the changes.
         self._lock = RLock()
         self._ended = False
         self._ranks_of: dict[int, tuple[int, ...]] = {}
-        self._below: dict[int, tuple[int, ...]] = {}
-        self.page = ByRankOutput(self._told, key=self._name)
+        # Blocks that are displayed below the panel, with the ranks in their headings.
+        self._displays_below: dict[int, tuple[int, ...]] = {}
+        self.page = ByRankOutput(self._apply_changes, key=self._name)
 
     def follow(self, cell: RunningCell) -> None:
         """Replace the live panel by static HTML when the cell ends, which may already have happened."""
-        cell.on_change.append(lambda: self._end() if cell.result is not None else None)
+        # The driver thread calls this. If the cell ends between these two statements, `_close` is called twice, and the
+        # second call does nothing.
+        cell.on_change.append(lambda: self._close() if cell.result is not None else None)
         if cell.result is not None:
-            self._end()
+            self._close()
 
-    def _told(self, changes: Sequence[Change]) -> None:
+    def _apply_changes(self, changes: Sequence[Change]) -> None:
         with self._lock:
+            # Output that arrives after the end, for example from a thread of a rank, cannot change the static panel.
             if self._ended:
-                self._late(changes)
+                self._emit_late(changes)
                 return
             if self._widget is not None:
-                self._widget.tell(changes)
+                self._widget.apply(changes)
             else:
-                self._widget = self._make()
-                self._widget.tell(changes)
+                self._widget = self._make_widget()
+                self._widget.apply(changes)
                 self._sink.emit([RichOutput(self._widget.bundle(), {}, self._name)])
             for change in changes:
                 match change:
-                    case BlockAdded(piece) if piece.data is not None and is_live(piece.data):
-                        self._show_below(piece.key, piece.ranks, piece.data)
-                    case BlockRemoved(key, forgotten=False) if key in self._below:
+                    case BlockAdded(block) if block.data is not None and is_live(block.data):
+                        self._show_below(block.key, block.ranks, block.data)
+                    case BlockRemoved(key, forgotten=False) if key in self._displays_below:
                         self._show_below(key, (), {"text/plain": ""})
-                        del self._below[key]
+                        del self._displays_below[key]
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         with self._lock:
             if self._ended:
                 return
             self._ended = True
-            pieces = self.page.pieces
-            self._ranks_of = {piece.key: piece.ranks for piece in pieces}
+            # The ranks of all blocks are needed for text that is appended to them later.
+            blocks = self.page.blocks
+            self._ranks_of = {block.key: block.ranks for block in blocks}
             if self._widget is not None:
-                self._sink.emit([RichOutput(dict(self._widget.end(pieces)), {}, self._name, update=True)])
+                self._sink.emit([RichOutput(dict(self._widget.end(blocks)), {}, self._name, update=True)])
 
     def _show_below(self, key: int, ranks: tuple[int, ...], data: Mapping[str, Any]) -> None:
         """Display output that static HTML cannot show, such as a widget, below the panel with its ranks.
 
         The panel itself contains its text.
         """
-        before = self._below.get(key)
-        self._below[key] = ranks
+        before = self._displays_below.get(key)
+        self._displays_below[key] = ranks
+        # A message can update an output but not remove it, so a removed display and its heading become empty text.
         label = {"text/plain": f"[{format_ranks(ranks)}]" if ranks else ""}
         heading = (
             [] if before == ranks else [RichOutput(label, {}, f"{self._name}-{key}-of", update=before is not None)]
         )
         self._sink.emit([*heading, RichOutput(dict(data), {}, f"{self._name}-{key}", update=before is not None)])
 
-    def _late(self, changes: Sequence[Change]) -> None:
+    def _emit_late(self, changes: Sequence[Change]) -> None:
         """Publish output that arrives after the cell's end, from ranks that still run or from their threads."""
         for change in changes:
             match change:
-                case BlockAdded(piece) if piece.data is not None:
-                    label = {"text/plain": f"[{format_ranks(piece.ranks)}]"}
-                    self._sink.emit([RichOutput(label, {}), RichOutput(dict(piece.data), {})])
-                case BlockAdded(piece):
-                    self._ranks_of[piece.key] = piece.ranks
-                    self._sink.emit([Stream(piece.stream, text_of([piece]) + "\n")])
+                case BlockAdded(block) if block.data is not None:
+                    label = {"text/plain": f"[{format_ranks(block.ranks)}]"}
+                    self._sink.emit([RichOutput(label, {}), RichOutput(dict(block.data), {})])
+                case BlockAdded(block):
+                    self._ranks_of[block.key] = block.ranks
+                    self._sink.emit([Stream(block.stream, text_of([block]) + "\n")])
                 case TextAppended(key, text):
-                    piece = OutputBlock(key, self._ranks_of.get(key, ()), text=text)
-                    self._sink.emit([Stream("stdout", text_of([piece]) + "\n")])
+                    block = OutputBlock(key, self._ranks_of.get(key, ()), text=text)
+                    self._sink.emit([Stream("stdout", text_of([block]) + "\n")])
                 case _:
                     pass  # the static panel does not change
 
 
-def still_bundle(result: CellResult, view: str) -> dict[str, str]:
+def static_bundle(result: CellResult, view: str) -> dict[str, str]:
     """Return the output of a finished cell by rank as a mime bundle: the ranks' text, then their displays."""
     ranks = [outcome.rank for outcome in result.outcomes]
-    pieces = _pieces_of(result.outcomes)
+    blocks = _group_blocks(result.outcomes)
     name = _new_name()
-    inner = "".join(piece_html(piece, ranks) for piece in pieces)
+    inner = with_rows([piece_html(block, ranks) for block in blocks], [block.ranks for block in blocks], ranks)
     title = f"cell [{result.number}]"
     html = skeleton(name, title, ranks, choice_of(view, ranks), pieces=inner)
-    return {"text/html": html, "text/plain": text_of(pieces)}
+    return {"text/html": html, "text/plain": text_of(blocks)}
 
 
 def _new_name() -> str:
     return f"rankbook-panel-{uuid.uuid4().hex[:12]}"
 
 
-def _pieces_of(outcomes: Sequence[RankOutcome]) -> list[OutputBlock]:
+def _group_blocks(outcomes: Sequence[RankOutcome]) -> list[OutputBlock]:
     """Group the ranks' output into blocks; equal output of several ranks is one block."""
     blocks: list[OutputBlock] = []
 
     def add(values: dict[int, Any], **kind: Any) -> None:  # noqa: ANN401 - fields of an OutputBlock
         alike: list[tuple[Any, list[int]]] = []
         for rank, value in values.items():
+            # Compared one by one: mime bundles are dicts, which cannot be keys.
             for other, ranks in alike:
                 if other == value:
                     ranks.append(rank)
@@ -149,10 +162,59 @@ def _pieces_of(outcomes: Sequence[RankOutcome]) -> list[OutputBlock]:
     return blocks
 
 
+class RequestedViews:
+    """Show the live views that a cell on the ranks asks for (`VIEW`), each of them once.
+
+    A view is made on a thread of its own: it asks the ranks, and the sink's thread receives their answers.
+    """
+
+    def __init__(self, publish: Callable[[Sequence[Emit]], None]) -> None:
+        self._publish = publish
+        self._views: dict[str, LiveView] = {}
+        self._shown: set[str] = set()
+        self._threads: list[Thread] = []
+
+    def show(self, request: Mapping[str, Any]) -> None:
+        """Show the view, unless the cell shows it already."""
+        # Every rank of the cell sends the same request.
+        if (key := repr(request)) not in self._shown:
+            self._shown.add(key)
+            before = self._threads[-1:]
+            # Not on this thread: it is the one that receives the ranks' answers, which the view waits for.
+            thread = Thread(target=self._make, args=(key, request, before), name="rankbook-view", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def output_cleared(self) -> None:
+        """Show views again that are requested from now on: the merger repeats the output that a clear may not lose."""
+        self._shown.clear()
+
+    def wait_shown(self, *, timeout: float = 10.0) -> None:
+        """Wait until the requested views are shown. Call it before the cell ends: some front ends read no further."""
+        # The last thread has waited for all earlier ones.
+        for thread in self._threads[-1:]:
+            thread.join(timeout)
+
+    def _make(self, key: str, request: Mapping[str, Any], before: Sequence[Thread]) -> None:
+        from rankbook.magics import views
+
+        for thread in before:  # views appear in the order of their requests
+            thread.join()
+        try:
+            if key not in self._views:
+                self._views[key] = views.make_requested(request)
+        except RankbookError as error:
+            self._publish([Stream("stderr", f"{error}\n")])
+            return
+        outputs = self._views[key].outputs()
+        self._publish([RichOutput(dict(out.data), still_metadata(out.still) or {}, out.display_id) for out in outputs])
+
+
 class JupyterSink:
     """Publish output into one cell of a Jupyter front end, from any thread, also after the cell has ended.
 
-    `number`: publish the ranks' results as the cell's own, `Out[number]`; None: as displays.
+    `number`: publish the ranks' results as the cell's own, `Out[number]`; None: as displays. `views`: the views that
+    the cell has asked for.
     """
 
     def __init__(self, kernel: Any, number: int | None = None) -> None:  # noqa: ANN401 - an ipykernel Kernel, whose types are loose
@@ -160,12 +222,21 @@ class JupyterSink:
         self._number = number
         self._session = kernel.session
         self._socket = kernel.iopub_socket
+        # Taken when the cell starts. Output that arrives later belongs to this cell, whichever cell runs then.
         self.parent = kernel.get_parent("shell")
+        self.views = RequestedViews(self.emit)
 
     def emit(self, items: Sequence[Emit]) -> None:
         """See `Sink`."""
         for item in items:
+            if isinstance(item, RichOutput) and VIEW in item.data:
+                self.views.show(item.data[VIEW])
+                continue
+            if isinstance(item, ClearOutput):
+                self.views.output_cleared()
             kind, content = as_message(item, self._number)
+            # Not IPython's `display`: that would use the parent of the current thread, and output arrives on the driver
+            # thread. A session may send from any thread through ipykernel's iopub socket.
             self._session.send(self._socket, kind, content, parent=self.parent, ident=kind.encode())
 
 
@@ -178,7 +249,8 @@ def as_message(item: Emit, number: int | None = None) -> tuple[str, dict[str, An
         case Stream(name, text):
             return "stream", {"name": name, "text": text}
         case RichOutput(data, metadata, display_id, update):
-            shown = {key: value for key, value in metadata.items() if key != RESULT}
+            # RESULT is Rankbook's own mark for the value of a cell's last expression.
+            shown = {key: value for key, value in metadata.items() if key != RESULT} | widget_metadata(data)
             if number is not None and RESULT in metadata and not update:
                 return "execute_result", {"data": data, "metadata": shown, "execution_count": number}
             content: dict[str, Any] = {"data": data, "metadata": shown, "transient": {}}
@@ -193,8 +265,10 @@ class TerminalSink:
     """Write output to a terminal or a file: text unchanged, displays as their text/plain."""
 
     def __init__(self) -> None:
+        # The streams of the running cell, which `%%capture` may have replaced.
         self._out, self._err = sys.stdout, sys.stderr
-        self._live: dict[str, str] = {}
+        self._display_texts: dict[str, str] = {}
+        self.views = RequestedViews(self.emit)
 
     def emit(self, items: Sequence[Emit]) -> None:
         """See `Sink`."""
@@ -202,12 +276,15 @@ class TerminalSink:
             match item:
                 case Stream(name, text):
                     self._write(self._out if name == "stdout" else self._err, text)
+                case RichOutput(data) if VIEW in data:
+                    self.views.show(data[VIEW])
                 case RichOutput(data, _, display_id, _):
                     text = str(data.get("text/plain", "")).rstrip("\n") + "\n"
-                    if display_id is None or self._live.get(display_id) != text:
+                    # A terminal cannot update a display. It prints the text again if that has changed.
+                    if display_id is None or self._display_texts.get(display_id) != text:
                         self._write(self._out, text)
                         if display_id is not None:
-                            self._live[display_id] = text
+                            self._display_texts[display_id] = text
                 case ClearOutput():
                     pass
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import groupby
 
 from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.evaluate import Peeked
-from rankbook.errors import BadRequest
-from rankbook.formatting import format_bytes, suggest
+from rankbook.errors import InvalidArgument
+from rankbook.formatting import format_bytes, plural, suggest
 from rankbook.launch.registry import find_detached
-from rankbook.protocol.messages import Stack
+from rankbook.package_folders import is_users, shorten_library_path
+from rankbook.protocol.messages import Frame, Stack
 from rankbook.protocol.telemetry import Variable
 from rankbook.ranks import format_ranks, group_ranks, name_ranks
 
 VARIABLE_HEADINGS = ("name", "ranks", "type", "shape", "dtype", "device", "size", "value", "differs in")
-_MOST_VALUES = 4
+_MAX_VALUES = 4
 _VARIABLE_FIELDS = (("type", "type"), ("shape", "shape"), ("dtype", "dtype"), ("device", "device"), ("size", "bytes"))
+# As in `<object at 0x7f3c2a1b4d90>`. Shorter numbers, such as 0xff, may be values.
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 
 
@@ -33,28 +36,46 @@ def describe_stacks(stacks: Mapping[int, Stack | None], states: Mapping[int, str
 def _describe_stack(stack: Stack) -> str:
     if stack.cell is None:
         return "idle"
-    waits = f", waits in {stack.waits_for}" if stack.waits_for else ""
+    waits = f", waiting in {stack.waits_for}" if stack.waits_for else ""
     does = "paused in the debugger" if stack.paused else "running"
     if not stack.frames:
-        return f"{does}, outside of the user's code{waits}"
-    lines = [f"  {frame.file}:{frame.line} in {frame.function}\n    {frame.source}".rstrip() for frame in stack.frames]
+        return f"{does}, outside of user code{waits}"
+    lines = []
+    for users, group in groupby(stack.frames, key=lambda frame: is_users(frame.file)):
+        frames = list(group)
+        if users:
+            lines += [
+                f"  {frame.file}:{frame.line} in {frame.function}\n    {frame.source}".rstrip() for frame in frames
+            ]
+        else:
+            lines.append(_fold(frames, innermost=frames[-1] is stack.frames[-1]))
     return f"{does}{waits}\n" + "\n".join(lines)
+
+
+def _fold(frames: Sequence[Frame], *, innermost: bool) -> str:
+    """Return one line for consecutive frames of libraries. The innermost ones name the line that runs."""
+    folded = f"  … {plural(len(frames), 'frame')} of libraries"
+    last = frames[-1]
+    return f"{folded}, at {shorten_library_path(last.file)}:{last.line} in {last.function}" if innermost else folded
 
 
 def describe_peeks(peeks: Sequence[Peeked]) -> tuple[str, str]:
     """Return every distinct answer once, after its ranks, and every distinct error. Both end in a newline."""
     answers = _prefix_ranks({peek.rank: peek.text for peek in peeks if not peek.trouble})
     errors = _prefix_ranks({peek.rank: peek.trouble for peek in peeks if peek.trouble})
+    # A running cell changes values, so these may differ only because the ranks were read one after another.
     moving = [peek for peek in peeks if peek.cell and not peek.trouble]
     if moving:
         cells = " and ".join(sorted({peek.cell for peek in moving}))
         ranks = name_ranks([peek.rank for peek in moving])
-        answers += f"(a moving target: {cells} runs on {ranks}, and each was read at a moment of its own)\n"
+        predicate = "is" if len({peek.cell for peek in moving}) == 1 else "are"
+        answers += f"({cells} {predicate} running on {ranks}; the values were read at different times)\n"
     return answers, errors
 
 
 def _prefix_ranks(texts: Mapping[int, str]) -> str:
     """Return the lines of all distinct texts with their ranks; texts that differ only in addresses are merged."""
+    # Default representations contain addresses, which differ between ranks for equal objects.
     groups = group_ranks((rank, _ADDRESS.sub("0x", text)) for rank, text in texts.items())
     return "".join(
         f"[{format_ranks(ranks)}] {line}\n" for ranks in groups.values() for line in texts[ranks[0]].split("\n")
@@ -65,16 +86,18 @@ def variable_rows(variables: Mapping[int, Sequence[Variable]], names: Sequence[s
     """Return the rows below `VARIABLE_HEADINGS`: one row per variable and set of ranks where it is alike.
 
     Alike means the same type, shape, dtype, device and size; the contents of tensors and objects are not compared.
-    `names` selects variables, also by patterns such as `loss*`. Raises `BadRequest` for a name that no rank has.
+    `names` selects variables, also by patterns such as `loss*`. Raises `InvalidArgument` for a name that no rank has.
     """
     by_name: dict[str, dict[int, Variable]] = {}
+    # A dict keeps its order, so variables are listed in the order of the first rank that has them.
     for rank, of_rank in variables.items():
         for variable in of_rank:
             by_name.setdefault(variable.name, {})[rank] = variable
     for name in names:
+        # A pattern without a match is an error as well, since a misspelt name would otherwise show nothing.
         if not any(fnmatchcase(candidate, name) for candidate in by_name):
             ranks = name_ranks(tuple(variables))
-            raise BadRequest(f"there is no variable {name!r} on {ranks}{suggest(name, by_name)}")
+            raise InvalidArgument(f"no variable matches {name!r} on {ranks}{suggest(name, by_name)}")
     selected = [candidate for candidate in by_name if not names or any(fnmatchcase(candidate, name) for name in names)]
     return [row for name in selected for row in _rows_of_variable(name, by_name[name], tuple(variables))]
 
@@ -83,8 +106,10 @@ def _rows_of_variable(name: str, by_rank: Mapping[int, Variable], ranks: tuple[i
     groups: dict[tuple[object, ...], dict[int, Variable]] = {}
     for rank in ranks:
         if rank in by_rank:
+            # Variables are grouped by what their row shows besides the value.
             key = tuple(getattr(by_rank[rank], field) for _, field in _VARIABLE_FIELDS)
             groups.setdefault(key, {})[rank] = by_rank[rank]
+    # Ranks of one group are equal in all these fields, so only the groups are compared.
     differs = [title for number, (title, _) in enumerate(_VARIABLE_FIELDS) if len({key[number] for key in groups}) > 1]
     if len({variable.preview for variable in by_rank.values()}) > 1:
         differs.append("value")
@@ -112,8 +137,8 @@ def _describe_values(values: Mapping[int, str]) -> str:
     groups = group_ranks(values.items())
     if len(groups) == 1:
         return next(iter(groups))
-    shown = [f"[{format_ranks(ranks)}] {value}" for value, ranks in list(groups.items())[:_MOST_VALUES]]
-    return " · ".join([*shown, "…"] if len(groups) > _MOST_VALUES else shown)
+    shown = [f"[{format_ranks(ranks)}] {value}" for value, ranks in list(groups.items())[:_MAX_VALUES]]
+    return " · ".join([*shown, "…"] if len(groups) > _MAX_VALUES else shown)
 
 
 def describe_keeping(cluster: Cluster) -> str:
@@ -122,28 +147,31 @@ def describe_keeping(cluster: Cluster) -> str:
         return ""
     minutes, rest = divmod(cluster.keep, 60)
     period = f"{minutes:g} minute{'' if minutes == 1 else 's'}" if minutes and not rest else f"{cluster.keep:g} s"
-    return f"\nif the kernel goes they stay for {period}: %distributed attach takes them over"
+    return f"\nif the kernel ends, the ranks stay for {period}; %distributed attach connects to them again"
 
 
 def describe_attached(cluster: Cluster) -> str:
     """Return the attached ranks, and a line with a remedy per lost rank."""
     status = cluster.status()
     alive = [rank.rank for rank in status if not rank.loss]
-    remedy = "%distributed heal brings it back" if alive else "%distributed heal --empty starts it without variables"
-    first = f"{name_ranks(alive)} attached: {cluster.describe()}" if alive else "no rank is left"
+    remedy = "%distributed heal restores it" if alive else "%distributed heal --empty starts it with an empty namespace"
+    first = f"{name_ranks(alive)} attached: {cluster.describe()}" if alive else "no rank is alive"
     return "\n".join([first, *(f"rank {rank.rank} {rank.loss}: {remedy}" for rank in status if rank.loss)])
 
 
-def describe_waiting() -> str:
+def describe_available() -> str:
     """Return a line per set of kept ranks whose notebook has ended; empty if there are none."""
+    # `owned`: the notebook of these ranks still runs.
     records = [record for record in find_detached().records if not record.owned]
     how = "%distributed stop, then %distributed attach"
-    return "\n".join(f"kept ranks wait: {record.describe()}; {how} {record.key} takes them over" for record in records)
+    return "\n".join(
+        f"kept ranks are available: {record.describe()}; {how} {record.key} connects to them" for record in records
+    )
 
 
 def describe_kept() -> str:
     """Return a line per set of kept ranks, and the notes about unreadable records; empty if there are none."""
     detached = find_detached()
-    how = "%distributed attach takes them over"
-    lines = [f"kept: {record.describe()}, from kernel {record.notebook}; {how}" for record in detached.records]
+    how = "%distributed attach connects to them"
+    lines = [f"kept ranks: {record.describe()}, from kernel {record.notebook}; {how}" for record in detached.records]
     return "\n".join([*lines, *detached.notes])

@@ -1,7 +1,8 @@
 """Live views of the notebook's ranks: `rankbook.placement()`, `shards`, `checkpoints` and `dashboard`.
 
 The functions connect the views in widgets/ to their data: `ClusterViewSource` gives access to a cluster, and
-`CheckpointBrowser` to a folder of checkpoints.
+`CheckpointBrowser` to a folder of checkpoints. On a rank, where the cells of auto mode call them, they ask the notebook
+process to show the view below the cell.
 """
 
 from __future__ import annotations
@@ -10,67 +11,146 @@ import contextlib
 import datetime
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, NoReturn, cast
 
-from rankbook.checkpoint.format.dcp_metadata import manifest_from_dcp
+from IPython.display import display
+
+from rankbook.checkpoint.format.dcp_metadata import read_manifest
 from rankbook.checkpoint.format.manifest import MANIFEST, Manifest
-from rankbook.checkpoint.format.structure import decode
 from rankbook.checkpoint.storage import steps
-from rankbook.checkpoint.storage.base import read_all
 from rankbook.checkpoint.storage.local import storage_of
 from rankbook.checkpoint.tools.verify import verify
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster
-from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.errors import CheckpointError, InvalidArgument
+from rankbook.protocol import telemetry
+from rankbook.protocol.base import VIEW
 from rankbook.protocol.telemetry import CheckpointFolder, StoredCheckpoint, Struct
 from rankbook.ranks import name_ranks
 from rankbook.widgets.checkpoints import CheckpointsView
 from rankbook.widgets.dashboard import Dashboard
+from rankbook.widgets.live_view import LiveView
 from rankbook.widgets.placement import PlacementView
 from rankbook.widgets.shards import ShardsView
 
 Folder = str | os.PathLike[str]
 
-OF_ACCELERATOR = "rankbook.runtime"
+# Repeated from runtime/saving/state.py, whose import would load torch into the notebook process.
+ACCELERATOR_KEY = "rankbook.runtime"
 """Key of the metadata that `Accelerator.save_state` writes into a checkpoint."""
 
 
 def placement() -> PlacementView:
-    """Show hosts, devices and ranks live: state, memory use and training speed. Raises `NoCluster`."""
-    return PlacementView(_feed())
+    """Show hosts, devices and ranks live: state, memory use and training speed. Raises `NoClusterError`.
+
+    Example::
+
+        view = rankbook.placement()
+        view.save("ranks.svg")  # without `save`, the last line of a cell shows the view
+    """
+    # On a rank: a cell of auto mode runs there, but only the notebook process has the cluster and the front end.
+    if telemetry.this_rank is not None:
+        return cast("PlacementView", _request("placement"))
+    return PlacementView(_cluster_source())
 
 
 def shards(name: str, *, search: str = "") -> ShardsView:
     """Show how the tensors of variable `name` are sharded: a model, an optimizer, a state dict, or one tensor.
 
-    `search` limits the list to parameters whose name contains it. Raises `NoCluster`.
+    `search` limits the list to parameters whose name contains it. Raises `NoClusterError`.
+
+    Example::
+
+        rankbook.shards("model", search="weight")
     """
-    return ShardsView(_feed(), name, search=search)
+    if telemetry.this_rank is not None:
+        return cast("ShardsView", _request("shards", name=name, search=search))
+    return ShardsView(_cluster_source(), name, search=search)
 
 
 def checkpoints(folder: Folder) -> CheckpointsView:
     """Show running saves and the checkpoints in `folder`, with buttons to verify, load and delete them.
 
-    Raises `NoCluster`.
+    Raises `NoClusterError`.
+
+    Example::
+
+        rankbook.checkpoints("checkpoints")
     """
-    return CheckpointsView(_feed(), _shelf(folder))
+    if telemetry.this_rank is not None:
+        return cast("CheckpointsView", _request("checkpoints", folder=_absolute(folder)))
+    return CheckpointsView(_cluster_source(), _checkpoint_source(folder))
 
 
 def dashboard(folder: Folder | None = None, *, variable: str = "") -> Dashboard:
     """Show placement, shards and checkpoints as tabs. A notebook has one dashboard: reopening moves it here.
 
     `folder`: the checkpoints to list beside the running saves. `variable`: the variable whose shards are shown at
-    first. Raises `NoCluster`.
+    first. Raises `NoClusterError`.
+
+    Example::
+
+        rankbook.dashboard("checkpoints", variable="model")
     """
-    return Dashboard.reopen(_feed(), None if folder is None else _shelf(folder), variable=variable)
+    if telemetry.this_rank is not None:
+        path = None if folder is None else _absolute(folder)
+        return cast("Dashboard", _request("dashboard", folder=path, variable=variable))
+    return Dashboard.reopen(
+        _cluster_source(), None if folder is None else _checkpoint_source(folder), variable=variable
+    )
 
 
-def _feed() -> ClusterViewSource:
+class RequestedView:
+    """Stand for a view on a rank; the notebook process shows the view itself below the cell."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"<rankbook.{self._name}, shown by the notebook process>"
+
+    def _ipython_display_(self) -> None:
+        """Show nothing: the call has asked for the view."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"a view has no attribute {name!r} on a rank, because the notebook process shows it; put %%local in the "
+            "first line of the cell to use the view itself"
+        )
+
+
+def _request(view: str, /, **options: str | None) -> RequestedView:
+    """Ask the notebook process for the view that its function `view` makes there. Called on a rank."""
+    # All ranks of the cell send this. `RequestedViews` shows the view once.
+    display({VIEW: {"view": view, "options": options}, "text/plain": f"rankbook.{view}"}, raw=True)
+    return RequestedView(view)
+
+
+def make_requested(request: Mapping[str, Any]) -> LiveView:
+    """Return the view that a rank has asked for. Raises the errors of the functions above."""
+    makers: dict[str, Callable[..., LiveView]] = {
+        "placement": placement,
+        "shards": shards,
+        "checkpoints": checkpoints,
+        "dashboard": dashboard,
+    }
+    return makers[request["view"]](**request["options"])
+
+
+def _absolute(folder: Folder) -> str:
+    """Return the folder for another process, whose working directory may differ."""
+    path = os.fspath(folder)
+    # A URL such as s3://bucket/run does not depend on the working directory.
+    return path if "://" in path else str(Path(path).absolute())
+
+
+def _cluster_source() -> ClusterViewSource:
     return ClusterViewSource(default_cluster.current())
 
 
-def _shelf(folder: Folder) -> CheckpointBrowser:
+def _checkpoint_source(folder: Folder) -> CheckpointBrowser:
     return CheckpointBrowser(folder, _load)
 
 
@@ -79,10 +159,11 @@ def _load(where: str, manifest: Manifest) -> str | None:
 
     Returns None for other checkpoints, because the objects to load them into are unknown.
     """
-    if OF_ACCELERATOR not in manifest.metadata:
+    if ACCELERATOR_KEY not in manifest.metadata:
         return None
+    # The cell refers to the variable `accelerator` of the ranks.
     default_cluster.current().run(f"accelerator.load_state({where!r})")
-    return f"{where} is loaded into what the ranks' accelerator has prepared"
+    return f"loaded {where} into the objects that the ranks' accelerator has prepared"
 
 
 class ClusterViewSource:
@@ -100,15 +181,15 @@ class ClusterViewSource:
 
         Raises `RankbookError`.
         """
-        questions: dict[str, Callable[..., Struct]] = {
+        queries: dict[str, Callable[..., Struct]] = {
             "placement": self._cluster.placement,
             "detail": self._cluster.detail,
             "shards": self._cluster.shards,
             "statistic": self._cluster.statistic,
         }
-        if kind not in questions:
-            raise BadRequest(f"{kind!r} cannot be asked; there are {', '.join(questions)}")
-        return questions[kind](**options)
+        if kind not in queries:
+            raise InvalidArgument(f"unknown query {kind!r}; choose from {', '.join(queries)}")
+        return queries[kind](**options)
 
     def act(self, kind: str, rank: int | None = None) -> str:
         """Interrupt or restart `rank`, or all ranks, and return a sentence about the result. Raises `RankbookError`.
@@ -118,21 +199,25 @@ class ClusterViewSource:
         ranks = None if rank is None else (rank,)
         match kind:
             case "interrupt":
+                # Before the interrupt, which ends the cells.
                 cells = sorted({cell.label for cell in self._cluster.cells() if rank is None or rank in cell.ranks})
                 hit = self._cluster.interrupt(ranks)
-                return f"interrupted {', '.join(cells)} on {name_ranks(hit)}" if hit else "nothing runs there"
+                idle = "no cell is running" if ranks is None else f"no cell is running on {name_ranks(ranks)}"
+                return f"interrupted {', '.join(cells)} on {name_ranks(hit)}" if hit else idle
             case "restart":
-                fresh = self._cluster.restart(ranks)
-                have = "has a fresh process" if len(fresh) == 1 else "have fresh processes"
-                return f"{name_ranks(fresh)} {have} and an empty namespace"
+                restarted = f"{name_ranks(self._cluster.restart(ranks))} restarted with an empty namespace"
+                if rank is None or self._cluster.world_size == 1:
+                    return restarted
+                return f"{restarted}; %distributed heal {rank} copies the variables of another rank"
             case _:
-                raise BadRequest(f"{kind!r} cannot be done; there are interrupt, restart")
+                raise InvalidArgument(f"unknown action {kind!r}; choose from interrupt, restart")
 
 
 Loader = Callable[[str, Manifest], str | None]
 """Load the checkpoint at this path on the ranks and return a message, or None if that is not possible."""
+# What decides whether a cached entry is still valid: the manifest's last bytes, and the names and sizes of the files.
 Signature = tuple[bytes, tuple[tuple[str, int | None], ...]]
-_SEAL = 64
+_TAIL_BYTES = 64
 """Bytes read from a manifest's end, which include its checksum.
 
 They detect a step that was saved again with the same size.
@@ -149,78 +234,99 @@ class CheckpointBrowser:
         self._folder = os.fspath(folder)
         self._storage = storage_of(folder)
         self._load = load
+        # Guards the two dicts: polls, clicks and the first display come from several threads.
         self._lock = Lock()
-        self._read: dict[str, tuple[Signature, StoredCheckpoint]] = {}
-        self._checked: dict[str, tuple[Signature, str, str]] = {}
+        self._cache: dict[str, tuple[Signature, StoredCheckpoint]] = {}
+        self._verified: dict[str, tuple[Signature, str, str]] = {}
 
-    def look(self) -> CheckpointFolder:
+    def list_checkpoints(self) -> CheckpointFolder:
         """Return the checkpoints; see `CheckpointSource`. Manifests are read again only if files changed."""
         with self._lock:
             try:
                 names = self._storage.list()
+                # The folder may be a checkpoint itself instead of a folder of checkpoints.
                 if steps.is_checkpoint(names):
-                    return CheckpointFolder(self._folder, (self._stored("", None, latest=True),), "")
+                    return CheckpointFolder(self._folder, (self._stored_checkpoint("", None, latest=True),), "")
+                # If the record of the latest step is unreadable, the steps are listed nevertheless.
                 trouble, latest = "", None
                 try:
                     latest = steps.read_latest(self._storage)
-                except CheckpointingException as error:
+                except CheckpointError as error:
                     trouble = str(error)
                 entries = []
                 for step in steps.finished_steps(self._storage):
-                    with contextlib.suppress(CheckpointingException):  # another process has removed it meanwhile
-                        made = self._stored(steps.folder_of(self._storage, step), step, latest=step == latest)
-                        if made.checked != "damaged" or step in steps.finished_steps(self._storage):
-                            entries.append(made)
-                entries += [self._stored(name, None, latest=False) for name in self._others(names)]
-                entries += [self._rest(name) for name in steps.list_partials(self._storage)]
-            except (OSError, CheckpointingException) as error:
+                    # Another process may save and remove steps at any time, so a listed step may be gone when it is
+                    # read.
+                    with contextlib.suppress(CheckpointError):  # another process has removed it meanwhile
+                        stored = self._stored_checkpoint(
+                            steps.folder_of(self._storage, step), step, latest=step == latest
+                        )
+                        # A step that is being removed lacks files, and so looks damaged. It counts as such only if it
+                        # is still listed after it was read.
+                        if stored.checked != "damaged" or step in steps.finished_steps(self._storage):
+                            entries.append(stored)
+                entries += [
+                    self._stored_checkpoint(name, None, latest=False) for name in self._other_checkpoints(names)
+                ]
+                entries += [self._partial_checkpoint(name) for name in steps.list_partials(self._storage)]
+            except (OSError, CheckpointError) as error:
                 return CheckpointFolder(self._folder, (), f"{self._folder}: {error}")
             return CheckpointFolder(self._folder, tuple(entries), trouble)
 
     def verify(self, name: str) -> str:
         """See `CheckpointSource`."""
+        # Taken before verifying: if the checkpoint is replaced meanwhile, the result belongs to the old one and is not
+        # shown.
         signature = self._signature(self._path(name))
-        report = verify(self._folder if self._is_whole_folder(name) else self._whole_path(name))
+        # This reads all files and may take minutes, so the lock is not held and the list stays available.
+        report = verify(self._folder if self._is_single_checkpoint(name) else self._full_path(name))
         detail = "; ".join(map(str, report.damages[:3]))
         with self._lock:
-            self._checked[name] = (signature, "verified" if report.ok else "damaged", detail)
+            self._verified[name] = (signature, "verified" if report.ok else "damaged", detail)
         return str(report)
 
     def load(self, name: str) -> str:
         """See `CheckpointSource`."""
-        step, where = self._step(name), self._folder if self._is_whole_folder(name) else self._whole_path(name)
-        message = self._load(where, self._manifest(self._path(name))) if self._load is not None else None
+        step, where = (
+            self._parse_name(name),
+            self._folder if self._is_single_checkpoint(name) else self._full_path(name),
+        )
+        message = self._load(where, read_manifest(self._storage, self._path(name))) if self._load is not None else None
         if message is not None:
             return message
         which = f"{self._folder!r}, step={step}" if step is not None else repr(where)
-        return f"In a cell on the ranks: rankbook.checkpoint.load(sharded_state_dict, {which})"
+        return f"run this in a cell on the ranks: rankbook.checkpoint.load(sharded_state_dict, {which})"
 
     def delete(self, name: str) -> str:
         """Delete a checkpoint; see `CheckpointSource`. A step that is being saved is not deleted."""
         if name in steps.list_partials(self._storage):
+            # Checked at the moment of the click. The list in the browser may be seconds old.
             if (owner := steps.writer_of(self._storage, name)) is not None:
-                raise BadRequest(f"{name} is being saved by {owner}: wait until it is done, or end that process")
+                raise InvalidArgument(
+                    f"{name} is being saved by {owner}; wait until the save has finished, or stop that process"
+                )
             self._storage.remove(name)
             return f"{name} was deleted"
-        step = self._step(name)
-        if self._is_whole_folder(name):
-            raise BadRequest(f"{self._folder} is a checkpoint itself: remove the folder by hand")
+        step = self._parse_name(name)
+        if self._is_single_checkpoint(name):
+            raise InvalidArgument(f"{self._folder} is itself a checkpoint; delete the folder manually")
         if step is None:
             self._storage.remove(name)
         else:
             steps.remove(self._storage, step)
         return f"{name} was deleted"
 
-    def _step(self, name: str) -> int | None:
-        """Return the step of a finished checkpoint listed by `look`, or None if it has no step number."""
+    def _parse_name(self, name: str) -> int | None:
+        """Return the step of a finished checkpoint listed by `list_checkpoints`, or None if it has no step number."""
+        # While a save replaces step 40, it may exist under the name `step-40.old` only, and counts as finished.
         step = steps.parse_step(name.removesuffix(".old"))
         if step is not None:
             return step
-        if self._is_whole_folder(name) or name in self._others(self._storage.list()):
+        if self._is_single_checkpoint(name) or name in self._other_checkpoints(self._storage.list()):
             return None
-        raise BadRequest(f"{self._folder} has no finished checkpoint {name!r}")
+        raise InvalidArgument(f"{self._folder} has no finished checkpoint {name!r}")
 
-    def _others(self, names: Mapping[str, int | None]) -> list[str]:
+    def _other_checkpoints(self, names: Mapping[str, int | None]) -> list[str]:
         """Return the checkpoints in folders that are not named as steps, such as those of an `Accelerator`."""
         return [
             name
@@ -231,44 +337,55 @@ class CheckpointBrowser:
             and steps.is_checkpoint(self._storage.list(name))
         ]
 
-    def _is_whole_folder(self, name: str) -> bool:
-        return name == self._own_name() and steps.is_checkpoint(self._storage.list())
+    def _is_single_checkpoint(self, name: str) -> bool:
+        return name == self._folder_name() and steps.is_checkpoint(self._storage.list())
 
-    def _whole_path(self, name: str) -> str:
+    def _full_path(self, name: str) -> str:
         return f"{self._folder.rstrip('/')}/{name}"
 
-    def _own_name(self) -> str:
+    def _folder_name(self) -> str:
         return self._folder.rstrip("/").rpartition("/")[2] or self._folder
 
     def _path(self, name: str) -> str:
-        return "" if name == self._own_name() else name
+        return "" if name == self._folder_name() else name
 
     def _signature(self, path: str) -> Signature:
+        # Names with sizes in bytes. A folder has the size None.
         names = self._storage.list(path)
-        seal, where = bytearray(_SEAL), f"{path}/{MANIFEST}" if path else MANIFEST
+        tail, where = bytearray(_TAIL_BYTES), f"{path}/{MANIFEST}" if path else MANIFEST
         if size := names.get(MANIFEST):
             with contextlib.suppress(OSError):  # the checkpoint may be deleted meanwhile
-                self._storage.read(where, max(0, size - _SEAL), memoryview(seal))
-        return bytes(seal), tuple(sorted(names.items()))
+                self._storage.read(where, max(0, size - _TAIL_BYTES), memoryview(tail))
+        return bytes(tail), tuple(sorted(names.items()))
 
-    def _stored(self, path: str, step: int | None, *, latest: bool) -> StoredCheckpoint:
-        name, signature = path or self._own_name(), self._signature(path)
-        cached = self._read.get(name)
+    def _stored_checkpoint(self, path: str, step: int | None, *, latest: bool) -> StoredCheckpoint:
+        name, signature = path or self._folder_name(), self._signature(path)
+        # Reading a manifest of many chunks takes much longer than listing a folder, and the view reads every few
+        # seconds.
+        cached = self._cache.get(name)
         if cached is None or cached[0] != signature:
-            cached = self._read[name] = (signature, self._described(name, path, step))
-        made = cached[1]
-        checked = self._checked.get(name)
-        state, detail = made.checked, made.detail
+            cached = self._cache[name] = (signature, self._read_checkpoint(name, path, step))
+        checkpoint = cached[1]
+        checked = self._verified.get(name)
+        state, detail = checkpoint.checked, checkpoint.detail
         if checked is not None and checked[0] == signature:
             state, detail = checked[1:]
         return StoredCheckpoint(
-            made.name, made.step, made.created, made.bytes, made.world_size, made.state, state, latest, detail
+            checkpoint.name,
+            checkpoint.step,
+            checkpoint.created,
+            checkpoint.bytes,
+            checkpoint.world_size,
+            checkpoint.state,
+            state,
+            latest,
+            detail,
         )
 
-    def _described(self, name: str, path: str, step: int | None) -> StoredCheckpoint:
+    def _read_checkpoint(self, name: str, path: str, step: int | None) -> StoredCheckpoint:
         try:
-            manifest = self._manifest(path)
-        except (OSError, CheckpointingException) as error:
+            manifest = read_manifest(self._storage, path)
+        except (OSError, CheckpointError) as error:
             size = sum(size or 0 for size in self._storage.list(path).values())
             return StoredCheckpoint(
                 name, step, None, size, None, "finished", "damaged", latest=False, detail=str(error)
@@ -278,6 +395,7 @@ class CheckpointBrowser:
             step=manifest.step if step is None else step,
             created=_seconds(manifest.created),
             bytes=manifest.nbytes,
+            # The metadata of torch's DCP does not name the world size.
             world_size=None if manifest.foreign else manifest.world_size,
             state="foreign" if manifest.foreign else "finished",
             checked="",
@@ -285,13 +403,7 @@ class CheckpointBrowser:
             detail="",
         )
 
-    def _manifest(self, path: str) -> Manifest:
-        where = f"{path}/{MANIFEST}" if path else MANIFEST
-        if MANIFEST not in self._storage.list(path):
-            return manifest_from_dcp(self._storage, path)
-        return decode(read_all(self._storage, where), where)
-
-    def _rest(self, name: str) -> StoredCheckpoint:
+    def _partial_checkpoint(self, name: str) -> StoredCheckpoint:
         owner = steps.writer_of(self._storage, name) if name.endswith(steps.PARTIAL) else None
         return StoredCheckpoint(
             name=name,
@@ -302,7 +414,7 @@ class CheckpointBrowser:
             state="partial",
             checked="",
             latest=False,
-            detail=f"being saved by {owner}" if owner else "broken off",
+            detail=f"being saved by {owner}" if owner else "the save was interrupted",
         )
 
 

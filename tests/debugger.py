@@ -46,7 +46,7 @@ class FrontEnd:
         while len(self.notebook.late) > before:
             before = len(self.notebook.late)
             self._next()
-        self.notebook.late = [each for each in self.notebook.late if each["msg_type"] != "debug_event"]
+        self.notebook.late = [item for item in self.notebook.late if item["msg_type"] != "debug_event"]
         self.ask("debugInfo")
         self.body("initialize", clientID=client, clientName=client, adapterID="", pathFormat="path",
                   linesStartAt1=True, columnsStartAt1=True, supportsVariableType=True, supportsVariablePaging=True,
@@ -63,7 +63,7 @@ class FrontEnd:
         self.ask("debugInfo")
         asked = [{"line": line} for line in lines]
         placed = self.body("setBreakpoints", breakpoints=asked, source={"path": path}, sourceModified=False)
-        return [each["line"] for each in placed["breakpoints"]]
+        return [item["line"] for item in placed["breakpoints"]]
 
     def wait(self, name: str, count: int = 1, *, timeout: float = 20) -> list[dict[str, Any]]:
         """The bodies of the next `count` events of that name; what other messages come meanwhile is kept for later."""
@@ -92,7 +92,7 @@ class FrontEnd:
     def wait_text(self, text: str, *, timeout: float = 20) -> None:
         """Wait until a cell has printed that."""
         deadline = time.monotonic() + timeout
-        while not any(text in each["content"].get("text", "") for each in self.notebook.late):
+        while not any(text in item["content"].get("text", "") for item in self.notebook.late):
             if time.monotonic() > deadline:
                 pytest.fail(f"{text!r} was not printed within {timeout} s")
             event = self._next()
@@ -111,7 +111,7 @@ class FrontEnd:
 
     def stack(self) -> list[tuple[str, int]]:
         """The names and lines in the call stack."""
-        return [(each["name"], each["line"]) for each in self.frames()]
+        return [(frame["name"], frame["line"]) for frame in self.frames()]
 
     def frames(self) -> list[dict[str, Any]]:
         """The call stack."""
@@ -121,7 +121,7 @@ class FrontEnd:
         """The local variables of a frame that is clicked."""
         scopes = self.body("scopes", frameId=frame["id"])["scopes"]
         found = self.body("variables", variablesReference=scopes[0]["variablesReference"])["variables"]
-        return {each["name"]: each["value"] for each in found}
+        return {item["name"]: item["value"] for item in found}
 
     def move(self, command: str) -> dict[str, Any]:
         """A button is pressed; JupyterLab has forgotten the thread by then."""
@@ -132,7 +132,7 @@ def finish(front_end: FrontEnd, message: str) -> Outcome:
     """The outcome of a cell of which some messages were taken already."""
     outcome = Outcome()
     notebook = front_end.notebook
-    notebook.follow(message, outcome, lambda seen: any(is_end(each) for each in seen.messages), timeout=30)
+    notebook.follow(message, outcome, lambda seen: any(is_end(item) for item in seen.messages), timeout=30)
     notebook.take_reply(message, outcome, timeout=30)
     return outcome
 

@@ -69,8 +69,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel/rankbook/coordinator/reattach.py",
-        "return None if account.here.seen and not account.here.running else account.here.cell",
-        "return account.here.cell",
+        "return None if report.start.seen and not report.start.running else report.start.cell",
+        "return report.start.cell",
         "coordinator/test_reattach.py",
     ),
     Mutant(
@@ -87,19 +87,31 @@ MUTANTS = (
     ),
     Mutant(
         "kernel/rankbook/transport/serialization.py",
-        " or (buffer.segment is None and end < len(whole)):",
+        " or (buffer.segment is None and end < len(memory)):",
         ":",
         "transport/test_serialization.py::test_a_payload_that_does_not_hold_together_is_a_protocol_error",
     ),
     Mutant(
         "kernel/rankbook/rank/process_groups/recoverable_group.py",
-        "and not (self._forsaken and _EMPTY.search(str(error))):",
-        "and not _EMPTY.search(str(error)):",
+        "and not (self._futures_completed and _EMPTY.search(text)):",
+        "and not _EMPTY.search(text):",
         "rank/process_groups/test_recoverable_group.py",
     ),
     Mutant(
         "kernel/rankbook/rank/process_groups/recoverable_group.py",
-        "        except BaseException:\n            self.ledger.withdraw(key)\n",
+        "        self._note_cut()\n        self._inner.abort()\n",
+        "        self._inner.abort()\n",
+        "rank/process_groups/test_device_calls.py::test_an_abort_of_unfinished_calls_is_told_before_the_device_goes_on",
+    ),
+    Mutant(
+        "kernel/rankbook/rank/process_groups/device_calls.py",
+        "        if self._calls[count - 1].query():\n",
+        "        if self._calls[0].query():\n",
+        "rank/process_groups/test_device_calls.py::test_many_calls_end_in_order",
+    ),
+    Mutant(
+        "kernel/rankbook/rank/process_groups/recoverable_group.py",
+        "        except BaseException:\n            self.log.withdraw(key)\n",
         "        except BaseException:\n",
         "rank/process_groups/test_recoverable_group.py",
     ),
@@ -130,8 +142,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel/rankbook/coordinator/deadlock.py",
-        "if doom.seconds >= self._grace.finished and (cell.cell, *wait) not in self._said:",
-        "if doom.seconds >= self._grace.finished:",
+        "if blocked_rank.seconds >= self._grace.finished and (cell.cell, *wait) not in self._reported:",
+        "if blocked_rank.seconds >= self._grace.finished:",
         "coordinator/test_collective_monitor.py",
     ),
     Mutant(
@@ -149,13 +161,13 @@ MUTANTS = (
     Mutant("kernel/rankbook/output/merger.py", "        self._open.discard(rank)\n", "", "output/test_merger.py"),
     Mutant(
         "kernel/rankbook/output/interleave.py",
-        "if item.time + hold > now and not item.alone:",
+        "if item.time + hold > now and not item.unshared:",
         "if item.time + hold > now:",
         "output/test_merger.py",
     ),
     Mutant(
         "kernel/rankbook/output/cell_result.py",
-        '"replace", not self.cut)',
+        '"replace", not self.truncated)',
         '"replace", True)',
         "output/test_cell_result.py",
     ),
@@ -179,7 +191,7 @@ MUTANTS = (
     ),
     Mutant(
         "widgets/live_view.py",
-        'if message["arrived"] >= self._heard.get(looker, 0):',
+        'if message["arrived"] >= self._last_messages.get(viewer, 0):',
         'if message["arrived"]:',
         "widgets/test_live_view.py",
     ),
@@ -192,8 +204,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel/rankbook/transport/shared_memory.py",
-        "if size > _free(self.folder) // 2:",
-        "if size > _free(self.folder):",
+        "if size > _free_bytes(self.folder) // 2:",
+        "if size > _free_bytes(self.folder):",
         "transport/test_shared_memory.py",
     ),
     Mutant(
@@ -261,8 +273,8 @@ MUTANTS = (
     # Checkpoints.
     Mutant(
         "kernel/rankbook/checkpoint/planning/save_plan.py",
-        "if same_common and inputs == self._known else",
-        "if inputs == self._known else",
+        "if same_common and inputs == self._signatures else",
+        "if inputs == self._signatures else",
         "checkpoint/planning/test_save_plan.py",
     ),
     Mutant(
@@ -275,7 +287,7 @@ MUTANTS = (
         "kernel/rankbook/checkpoint/tools/verify.py",
         "(size := self._names[file.name]) != file.size:",
         "(size := self._names[file.name]) < file.size:",
-        "checkpoint/tools/test_verify.py::test_bytes_appended_to_a_file_are_told",
+        "checkpoint/tools/test_verify.py::test_bytes_appended_to_a_file_are_reported",
     ),
     Mutant(
         "kernel/rankbook/checkpoint/format/manifest.py",
@@ -291,8 +303,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel/rankbook/checkpoint/planning/validation.py",
-        "same = (volume == chunk_volumes(whole)) & (measure == _measures(np.zeros_like(whole), whole))",
-        "same = volume == volumes(whole)",
+        "same = (volume == chunk_volumes(extents)) & (measure == _measures(np.zeros_like(extents), extents))",
+        "same = volume == chunk_volumes(extents)",
         "checkpoint/planning/test_save_plan.py",
     ),
     Mutant(

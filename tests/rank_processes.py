@@ -96,10 +96,10 @@ def _collect(started: list[Any], folder: Path, timeout: float, patience: float) 
             for rank in waiting.values():
                 failures[rank] = "it had not ended and was killed\n" + _stack(started[rank][0], folder, rank)
             break
-        for each in ready:
-            rank = waiting.pop(each)
+        for item in ready:
+            rank = waiting.pop(item)
             try:
-                good, value = each.recv()
+                good, value = item.recv()
             except (EOFError, ConnectionError):
                 started[rank][0].join(10)
                 good, value = False, f"the process ended with {started[rank][0].exitcode} and said nothing"
@@ -125,12 +125,12 @@ def _stack(process: Any, folder: Path, rank: int) -> str:
 
 
 def _variables(rank: int, world_size: int, port: int, more: dict[str, str]) -> dict[str, str]:
-    told = {name: value.replace("{rank}", str(rank)) for name, value in more.items() if name}
-    if "RANK" not in told and "" not in more:
+    reported = {name: value.replace("{rank}", str(rank)) for name, value in more.items() if name}
+    if "RANK" not in reported and "" not in more:
         own = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
-        told = {**{name: str(value) for name, value in own.items()}, **told}
+        reported = {**{name: str(value) for name, value in own.items()}, **reported}
     inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    return inherited | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"} | told
+    return inherited | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"} | reported
 
 
 def free_port() -> int:
@@ -193,7 +193,7 @@ class ForkedRanks:
     """
 
     def __init__(self, world: int, folder: Path, work: Callable[[int, Callable[[Any], None]], Any]) -> None:
-        self.said: list[list[Any]] = [[] for _ in range(world)]
+        self.messages: list[list[Any]] = [[] for _ in range(world)]
         self._pipes: dict[Any, int] = {}
         self.pids: list[int] = []
         store = folder / f"store-{time.monotonic_ns()}"
@@ -208,15 +208,15 @@ class ForkedRanks:
             self.pids.append(pid)
             self._pipes[ours] = rank
 
-    def hear(self, until: Callable[[], bool], timeout: float = HUNG) -> bool:
+    def receive(self, until: Callable[[], bool], timeout: float = HUNG) -> bool:
         """Listen until something is so, all have ended, or `timeout` s have passed. Whether it is so."""
         deadline = time.monotonic() + timeout
         while not until() and self._pipes and (left := deadline - time.monotonic()) > 0:
-            for each in multiprocessing.connection.wait(list(self._pipes), timeout=left):
+            for item in multiprocessing.connection.wait(list(self._pipes), timeout=left):
                 try:
-                    self.said[self._pipes[each]].append(each.recv())
+                    self.messages[self._pipes[item]].append(item.recv())
                 except (EOFError, ConnectionError):
-                    del self._pipes[each]
+                    del self._pipes[item]
         return until()
 
     def kill(self, ranks: list[int]) -> None:
@@ -226,11 +226,11 @@ class ForkedRanks:
 
     def end(self) -> list[int]:
         """Wait until all have ended, and reap them. Raises AssertionError where one hangs. The exit codes."""
-        hung = not self.hear(lambda: not self._pipes)
+        hung = not self.receive(lambda: not self._pipes)
         if hung:
             self.kill(list(set(self._pipes.values())))
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in self.pids]
-        assert not hung, f"ranks {sorted(self._pipes.values())} hung; all have said {self.said}"
+        assert not hung, f"ranks {sorted(self._pipes.values())} hung; all have sent {self.messages}"
         return codes
 
 
@@ -238,7 +238,7 @@ def run_forked(world: int, folder: Path, work: Callable[[int], Any]) -> list[Any
     """Return what `work(rank)` gives on each of `world` fresh ranks; a text where it raised."""
     forked = ForkedRanks(world, folder, lambda rank, say: say(work(rank)))
     forked.end()
-    return [said[-1] if said else "said nothing" for said in forked.said]
+    return [messages[-1] if messages else "said nothing" for messages in forked.messages]
 
 
 def _run_fork(rank: int, world: int, store: Path, work: Callable[..., Any], pipe: Any) -> None:

@@ -92,7 +92,7 @@ def main(victim: int, only: set[int], folder: str) -> None:
                 connection = connect(port, words)
                 if connection is not None:
                     connections[port].append(connection)
-        for connection in [each for opened in connections.values() for each in opened]:
+        for connection in [item for opened in connections.values() for item in opened]:
             with contextlib.suppress(OSError):
                 received += connection.recv(1 << 16)
         if next(looks) % 50 == 0:

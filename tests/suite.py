@@ -27,7 +27,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 MAY_START_PROCESSES = ("processes", "slow", "full", "gpu")
-MOST_WORKERS = 6
+MAX_WORKERS = 6
 PROCESS_EVENTS = frozenset(
     {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.startfile", "pty.spawn"}
 )
@@ -72,9 +72,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     Half of the tests' time is waiting, for processes that start and for ranks that are given time.
     """
     asked = config.option.file_or_dir
-    if asked and all(".py" in each for each in asked):
+    if asked and all(".py" in item for item in asked):
         return 0
-    return min((os.cpu_count() or 1) + 1, MOST_WORKERS)
+    return min((os.cpu_count() or 1) + 1, MAX_WORKERS)
 
 
 # Layers --------------------------------------------------------------------------------------------------------------
@@ -109,6 +109,18 @@ def pytest_collection_finish() -> None:
 
 def _may_start(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(name) for name in MAY_START_PROCESSES)
+
+
+# Failures ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
+    """List the failures with their errors before the long reports, which a log may cut off."""
+    for report in [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        terminalreporter.line(f"{report.nodeid} ({report.when}): {crash.message[:500] if crash else report.longrepr}")
+    return (yield)
 
 
 # The guard -----------------------------------------------------------------------------------------------------------

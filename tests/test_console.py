@@ -1,4 +1,4 @@
-"""How output looks in a terminal and in a log, without a kernel."""
+"""Test the console's output in a terminal and in a log, without a kernel."""
 
 from __future__ import annotations
 

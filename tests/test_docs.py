@@ -1,4 +1,4 @@
-"""What is written about the code is what the code says."""
+"""Test that the documentation agrees with the code."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import rankbook
 from rankbook.magics import arguments
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
+MAGICS = (DOCS / "reference" / "magics.md").read_text()
 
 
 def load_draw() -> ModuleType:
@@ -38,22 +42,78 @@ def test_every_drawn_page_is_compared():
     assert set(load_draw().PAGES) == {"wire.md", "states.md"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/coming-from.md"])
-def test_every_link_within_the_repository_leads_somewhere(page):
-    targets = re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text())
-    folder = (ROOT / page).parent
-    assert [each for each in targets if "://" not in each and not (folder / each).exists()] == []
+PAGES = sorted(
+    str(page.relative_to(ROOT))
+    for page in [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "tests").rglob("*.md")]
+    if "_build" not in page.parts
+)
+FENCE = re.compile(r"^(`{3,}).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(<?([^()<>\s]+)>?\)|\{doc\}`[^`<]*<([^>]+)>`")
+
+
+def links(page: str) -> list[str]:
+    """Return the targets of the links and pictures of a page."""
+    text = FENCE.sub("", (ROOT / page).read_text())
+    return [link or f"{document}.ipynb" for link, document in LINK.findall(text)]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as GitHub and myst-parser make them."""
+    headings = re.findall(r"^#{1,3} (.+)$", FENCE.sub("", page.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_within_the_repository_leads_to_a_file_and_a_heading_of_it(page):
+    broken = []
+    for link in links(page):
+        name, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_links_and_anchors_are_found():
+    assert len(PAGES) > 50
+    assert "tutorials/index.md" in links("docs/index.md")
+    assert "../examples/quickstart.ipynb" in links("docs/tutorials/index.md")
+    assert "resume-on-a-different-number-of-ranks" in anchors(DOCS / "tutorials" / "checkpoints.md")
+
+
+def test_the_pictures_are_small_and_every_one_is_on_a_page():
+    files = [*(DOCS / "pictures").iterdir(), *DOCS.glob("*.gif"), *DOCS.glob("*.svg")]
+    shown = {((ROOT / page).parent / link).resolve() for page in PAGES for link in links(page)}
+    assert [file.name for file in files if file not in shown] == []
+    assert sum(file.stat().st_size for file in files) < 1_500_000
+    assert all(file.stat().st_size < 1_000_000 for file in DOCS.glob("*.gif"))
+
+
+def test_every_page_of_the_documentation_can_be_reached_by_links():
+    seen, new = set(), {"docs/index.md"}
+    while new:
+        page = new.pop()
+        seen.add(page)
+        for link in links(page):
+            target = ((ROOT / page).parent / link.partition("#")[0]).resolve()
+            if target.suffix == ".md" and target.is_relative_to(DOCS) and str(target.relative_to(ROOT)) not in seen:
+                new.add(str(target.relative_to(ROOT)))
+    assert [page for page in PAGES if page.startswith("docs/") and page not in seen] == []
 
 
 def test_the_magics_that_replace_those_of_nbdistributed_exist():
-    page = (ROOT / "docs" / "nbdistributed.md").read_text()
+    page = (DOCS / "howto" / "from-nbdistributed.md").read_text()
     lines = re.findall(r"`(%{1,2})distributed ([^`]+)`", page)
     assert len(lines) >= 8
     for marks, line in lines:
         (arguments.parse_line if marks == "%" else arguments.parse_cell_line)(line)  # raises on an unknown one
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/coming-from.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/howto/from-accelerate.md"]
+)
 def test_every_file_that_a_page_names_is_there(page):
     names = re.findall(r"`([\w./-]+/[\w.-]*\.(?:py|ipynb|md|toml))`", (ROOT / page).read_text())
     names += re.findall(
@@ -61,51 +121,59 @@ def test_every_file_that_a_page_names_is_there(page):
     )
     assert names
     assert [
-        each for each in names if not (ROOT / each).exists() and not (ROOT / "kernel" / "rankbook" / each).exists()
+        name for name in names if not (ROOT / name).exists() and not (ROOT / "kernel" / "rankbook" / name).exists()
     ] == []
 
 
-def test_the_readme_names_the_two_commands():
+def test_the_readme_is_short_and_names_its_commands():
+    assert len(README.splitlines()) <= 120
+    assert 'pip install -c constraints.txt ".[notebook]" && jupyter lab examples/quickstart.ipynb\n' in README
     assert 'pip install -c constraints.txt ".[notebook]" && rankbook run examples/quickstart.ipynb\n' in README
     assert 'pip install -c constraints.txt -e ".[test]" && pytest\n' in README
 
 
-def test_the_readme_names_every_option_of_a_cell_and_no_other():
+def test_the_links_at_the_top_of_the_readme_lead_to_its_sections():
+    sections = re.findall(r"^## (.+)$", README, flags=re.MULTILINE)
+    assert re.findall(r"\[([^\]]+)\]\(#[\w-]+\)", README) == sections
+    assert re.findall(r"\(#([\w-]+)\)", README) == [section.lower().replace(" ", "-") for section in sections]
+
+
+def test_the_comparison_in_the_readme_has_the_numbers_of_the_full_table():
+    full = (DOCS / "comparison.md").read_text()
+    section = README.partition("## Comparison")[2].partition("\n##")[0]
+    numbers = re.findall(r"[\d.]+ (?:ms|s|MB)\b", section.partition("|---|")[2])
+    assert len(numbers) > 15
+    assert [number for number in numbers if number.split()[0] not in full] == []
+
+
+def test_the_reference_names_every_option_of_a_cell_and_no_other():
     parser = arguments._cell_parser
-    shown = {max(each.option_strings, key=len) for each in parser._actions if each.help is not argparse.SUPPRESS}
-    assert set(re.findall(r"^\| `(--\w+)", README, flags=re.MULTILINE)) == shown
+    shown = {max(action.option_strings, key=len) for action in parser._actions if action.help is not argparse.SUPPRESS}
+    section = MAGICS.partition("## %%distributed")[2].partition("## %%local")[0]
+    assert set(re.findall(r"^\| `(--\w+)", section, flags=re.MULTILINE)) == shown
 
 
-def test_the_readme_names_every_command_and_no_other():
-    section = README.partition("| `%distributed …` |")[2].partition("`%distributed?`")[0]
-    assert list(dict.fromkeys(re.findall(r"^\| `(\w+)", section, flags=re.MULTILINE))) == list(arguments.COMMANDS)
+def test_the_reference_names_every_command_and_no_other():
+    section = MAGICS.partition("## %distributed\n")[2]
+    named = re.findall(r"^\| `(\w+)", section, flags=re.MULTILINE)
+    assert set(named) == set(arguments.COMMANDS)
 
 
-def test_the_readme_names_the_environment_variables_that_the_code_reads():
+def test_the_reference_names_the_environment_variables_that_the_code_reads():
     code = "".join(
         file.read_text() for folder in ("kernel", "magics", "widgets") for file in (ROOT / folder).rglob("*.py")
     )
-    assert set(re.findall(r"\bRANKBOOK_[A-Z_]+", README)) == set(re.findall(r"\bRANKBOOK_[A-Z_]+", code))
+    page = (DOCS / "reference" / "environment-variables.md").read_text()
+    assert set(re.findall(r"\bRANKBOOK_[A-Z_]+", page)) == set(re.findall(r"\bRANKBOOK_[A-Z_]+", code))
 
 
 @pytest.mark.processes
-def test_the_example_of_the_python_interface_runs_and_returns_what_it_says():
-    example = next(
-        each for each in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "rankbook.start" in each
-    )
-    checked = []
-    for line in example.splitlines():
-        call, _, value = line.partition("#")
-        promised = re.search(r"\[.*\]", value)
-        name = re.match(r"\s*(\w+) = ", call)
-        if promised and name:
-            checked.append(f"{call}\n    assert {name[1]} == {promised[0]}, {name[1]}")
-        elif promised:
-            checked.append(f"    assert {call.strip()} == {promised[0]}")
-        else:
-            checked.append(call)
-    assert sum("assert" in line for line in checked) == 3
-    program = "\n".join(checked)
+def test_the_example_in_the_package_s_docstring_returns_what_it_says():
+    example = textwrap.dedent((rankbook.__doc__ or "").partition("in a script:\n\n")[2].partition("\n\nThe public")[0])
+    call, _, promised = example.splitlines()[-1].partition("#")
+    checked = example.replace(call, f"    assert {call.strip()} == {promised.strip()}  ")
+    program = f"import rankbook\n{checked}"
+    assert "assert cluster.pull" in program
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
     assert (run.returncode, run.stderr) == (0, ""), program
 
@@ -131,38 +199,11 @@ with rankbook.start(2) as cluster:
 @pytest.mark.slow
 def test_the_example_of_the_accelerator_trains_on_ranks():
     (example,) = [
-        each for each in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "Accelerator(" in each
+        match for match in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "Accelerator(" in match
     ]
     magic, _, cell = example.partition("\n")
     assert magic == "%%distributed"
     program = f"cell = {cell!r}\n{TRAINED}"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
-    assert (run.returncode, run.stderr) == (0, ""), program
-
-
-SAVED = """
-import os, tempfile, rankbook, torch
-os.chdir(tempfile.mkdtemp())
-with rankbook.start(2) as cluster:
-    cluster.run(
-        "torch.manual_seed(0)\\nmodel = torch.nn.Linear(3, 1)\\noptimizer = torch.optim.Adam(model.parameters())\\n"
-        "model(torch.ones(3)).sum().backward()\\noptimizer.step()\\nthen = model.weight.detach().clone()"
-    )
-    cluster.run(cell)
-    cluster.run("now, name = model.weight.detach(), saving.wait().name")
-    assert all(torch.equal(*each) for each in zip(cluster.pull("then"), cluster.pull("now")))
-    assert cluster.pull("name") == ["step-40"] * 2
-"""
-
-
-@pytest.mark.slow
-def test_the_example_of_checkpoints_saves_and_loads():
-    (example,) = [each for each in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "save(" in each]
-    magic, _, cell = example.partition("\n")
-    assert magic == "%%distributed"
-    cell = cell.replace("\nload_", "\nmodel.weight.data.zero_()\nload_")
-    assert "zero_" in cell
-    program = f"cell = {cell!r}\n{SAVED}"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
     assert (run.returncode, run.stderr) == (0, ""), program
 
@@ -175,7 +216,7 @@ def test_the_contributing_page_names_arguments_that_the_benchmarks_take():
     for line in lines:
         script, *arguments = shlex.split(line)
         source = (ROOT / script).read_text()
-        assert [each for each in arguments if each.startswith("--") and f'"{each}"' not in source] == []
+        assert [argument for argument in arguments if argument.startswith("--") and f'"{argument}"' not in source] == []
 
 
 @pytest.mark.parametrize("script", ["matrix", "pythons"])
@@ -188,3 +229,7 @@ def test_every_test_file_that_a_check_names_is_there(script):
         choices, _, after = rest.partition("}")
         for choice in choices.split(","):
             assert (ROOT / f"{before}{choice}{after}").exists(), f".ci/{script} names {before}{choice}{after}"
+
+
+def test_the_citation_names_the_version():
+    assert f"\nversion: {rankbook.__version__}\n" in (ROOT / "CITATION.cff").read_text()

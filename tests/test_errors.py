@@ -1,10 +1,10 @@
-"""The error tree."""
+"""Test the exception classes."""
 
 from __future__ import annotations
 
 import pytest
 
-from rankbook.errors import BadRequest, CellError, cell_error
+from rankbook.errors import CellError, InvalidArgument, cell_error
 from rankbook.protocol.messages import ErrorReport
 
 
@@ -23,12 +23,12 @@ def test_a_cell_error_is_caught_as_what_the_rank_raised(kind):
 
 
 @pytest.mark.parametrize("name", ["StopIteration", "KeyboardInterrupt", "NoSuchError", "print"])
-def test_what_cannot_be_mixed_in_is_a_plain_cell_error(name):
+def test_exception_types_that_cannot_be_combined_give_a_plain_cell_error(name):
     assert type(cell_error("text", {1: report(name)})) is CellError
 
 
 def test_rankbooks_own_errors_keep_their_class():
-    assert isinstance(cell_error("text", {0: report("BadRequest")}), BadRequest)
+    assert isinstance(cell_error("text", {0: report("InvalidArgument")}), InvalidArgument)
 
 
 def test_the_first_failed_rank_decides():

@@ -1,4 +1,4 @@
-"""Every example runs from top to bottom, and shows what it promises."""
+"""Test that every example runs from top to bottom and shows what it promises."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from nbformat import NotebookNode
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+RENDERED = Path(__file__).parents[1] / "docs" / "examples"
 SCRIPT = EXAMPLES / "train_digits.py"
 
 
@@ -43,8 +44,13 @@ def pictures(notebook: NotebookNode) -> list[str]:
     return [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
 
 
-def test_there_is_a_test_for_every_example() -> None:
-    assert [notebook.name for notebook in NOTEBOOKS] == ["accelerator.ipynb", "checkpoints.ipynb", "quickstart.ipynb"]
+def test_every_example_has_a_test() -> None:
+    assert [notebook.name for notebook in NOTEBOOKS] == [
+        "accelerator.ipynb",
+        "checkpoints.ipynb",
+        "quickstart.ipynb",
+        "trackers.ipynb",
+    ]
     assert sorted(EXAMPLES.glob("*.py")) == [SCRIPT]
 
 
@@ -60,12 +66,24 @@ def test_an_example_is_stored_clean(path: Path) -> None:
         assert cell.get("execution_count") is None
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_documentation_shows_the_cells_of_an_example_with_their_outputs(path: Path) -> None:
+    notebook, shown = (nbformat.read(file, as_version=4) for file in (path, RENDERED / path.name))
+    cells = [[(cell.cell_type, cell.source) for cell in book.cells] for book in (notebook, shown)]
+    assert cells[0] == cells[1], f"run `python docs/render.py {path.stem}`"
+    assert len(pictures(shown)) == (0 if path.stem == "accelerator" else 1)
+    outputs = [output for cell in shown.cells for output in cell.get("outputs", [])]
+    assert len(outputs) > (4 if path.stem == "trackers" else 8)
+    errors = [cell.id for cell in shown.cells for item in cell.get("outputs", []) if item.output_type == "error"]
+    assert errors == (["interrupted"] if path.stem == "checkpoints" else []), "the one that loses its rank"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("options", "world"),
     [
-        pytest.param((), "0-1", id="default"),
+        pytest.param((), "0-1", id="default", marks=pytest.mark.full),  # .ci/run executes it from the wheel
         pytest.param(("-n", "3"), "0-2", id="3 ranks", marks=pytest.mark.full),
     ],
 )
@@ -77,7 +95,7 @@ def test_quickstart_learns_digits_on_all_ranks(options: tuple[str, ...], world: 
     on_ranks, in_notebook = map(float, re.findall(r"^(?:\[.*\] )?test accuracy ([\d.]+)%$", printed, re.MULTILINE))
     assert on_ranks == in_notebook >= 95
     assert re.search(rf"^{int(world[-1]) + 1} ranks agree on all 29,\d+ weights$", printed, re.MULTILINE)
-    assert len(re.findall(r"^model \(model\): 6 tensors; 116 kB on each rank$", printed, re.MULTILINE)) == 1
+    assert len(re.findall(r"^model \(model\): 6 tensors; 116 kB per rank$", printed, re.MULTILINE)) == 1
     assert len(re.findall(r"^\d ranks: ", printed, re.MULTILINE)) == 1, "a view once, also where the run takes long"
     executed = nbformat.read(tmp_path / "out.ipynb", as_version=4)
     nbformat.validate(executed)
@@ -92,7 +110,7 @@ def test_quickstart_learns_digits_on_all_ranks(options: tuple[str, ...], world: 
 @pytest.mark.parametrize(
     ("options", "world"),
     [
-        pytest.param((), "0-1", id="default"),
+        pytest.param((), "0-1", id="default", marks=pytest.mark.full),  # .ci/run executes it from the wheel
         pytest.param(("-n", "3"), "0-2", id="3 ranks", marks=pytest.mark.full),
     ],
 )
@@ -121,10 +139,10 @@ def test_a_checkpoint_outlives_a_killed_rank_and_three_go_on(tmp_path: Path) -> 
     printed = run(EXAMPLES / "checkpoints.ipynb", tmp_path / "out.ipynb")
     (first, last) = re.findall(r"^\[0-1\] 37 batches, loss ([\d.]+) to ([\d.]+)$", printed, re.MULTILINE)[0]
     assert float(last) < float(first) / 5
-    # One line of both ranks or, where one of them was late, a line of each.
-    assert re.search(r"^\[(0-1|0)\] batch 25: <save of state to ", printed, re.MULTILINE), printed
-    assert re.search(r"^1 +dead .*was killed by signal 9", printed, re.MULTILINE)
-    assert "state: whole (" in printed
+    # One line of both ranks or, where one of them was late, a line of each; the plan of the save has its name.
+    assert re.search(r"^\[(0-1|0)\] batch 25: <save of (state|a checkpoint) to ", printed, re.MULTILINE), printed
+    assert re.search(r"^1 +dead .*was killed by SIGKILL", printed, re.MULTILINE)
+    assert "state: intact (" in printed
     resumed = re.search(r"^\[0-2\] 22 batches were left, loss [\d.]+ to ([\d.]+)$", printed, re.MULTILINE)
     assert resumed is not None, printed
     assert float(resumed[1]) == pytest.approx(float(last), abs=2e-4)
@@ -132,8 +150,24 @@ def test_a_checkpoint_outlives_a_killed_rank_and_three_go_on(tmp_path: Path) -> 
     executed = nbformat.read(tmp_path / "out.ipynb", as_version=4)
     nbformat.validate(executed)
     assert len(pictures(executed)) == 1
-    errors = [cell.id for cell in executed.cells for each in cell.get("outputs", []) if each.output_type == "error"]
+    errors = [cell.id for cell in executed.cells for item in cell.get("outputs", []) if item.output_type == "error"]
     assert errors == ["interrupted"], "the one that loses its rank"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_main_rank_logs_what_all_ranks_have_trained(tmp_path: Path) -> None:
+    printed = run(EXAMPLES / "trackers.ipynb", tmp_path / "out.ipynb")
+    assert len(re.findall(r"^\[0\] epoch \d  test accuracy [\d.]+%$", printed, re.MULTILINE)) == 6, printed
+    assert "{'lr': 0.005, 'batch_size': 32, 'epochs': 6}" in printed
+    # 22 batches per rank and epoch: a line for every fifth step, one per epoch, and the settings.
+    assert "33 lines, all of rank 0" in printed
+    executed = nbformat.read(tmp_path / "out.ipynb", as_version=4)
+    nbformat.validate(executed)
+    assert len(pictures(executed)) == 1
+    assert not [
+        output for cell in executed.cells for output in cell.get("outputs", []) if output.output_type == "error"
+    ]
 
 
 @pytest.mark.parametrize(

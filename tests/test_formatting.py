@@ -1,4 +1,4 @@
-"""Numbers, names and terminal text as people read them."""
+"""Test the formatting of numbers, names and terminal text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from rankbook.formatting import (
     format_count,
     format_duration,
     plural,
+    signal_name,
     strip_ansi,
     suggest,
+    truncate_list,
 )
 
 
@@ -50,7 +52,7 @@ def test_a_noun_is_singular_for_one_alone():
 
 
 def test_public_names_that_resemble_a_misspelt_one_are_suggested():
-    assert suggest("losse", ["loss", "losses", "_losse", "model"]) == "; near: losses, loss"
+    assert suggest("losse", ["loss", "losses", "_losse", "model"]) == "; did you mean: losses, loss?"
     assert suggest("losse", ["model"]) == ""
 
 
@@ -71,3 +73,13 @@ def test_escape_sequences_are_removed(text):
 def test_control_characters_of_a_name_are_escaped():
     assert escape_unprintable("weight") == "weight"
     assert escape_unprintable("a\x1b[2Jb") == "a\\x1b[2Jb"
+
+
+def test_a_signal_is_named_or_numbered():
+    assert signal_name(9) == "SIGKILL"
+    assert signal_name(40) == "signal 40"
+
+
+def test_a_long_list_is_cut_and_the_rest_counted():
+    assert truncate_list(["a", "b"], 2) == ["a", "b"]
+    assert truncate_list(["a", "b", "c", "d"], 2) == ["a", "b", "and 2 more"]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import re
 
 import pytest
 
-PACKAGES = ["rankbook", "rankbook.runtime", "rankbook.checkpoint"]
+from rankbook.accelerate_names import _INSTEAD, explain_missing
+
+NAMES_OF_ACCELERATE = ["rankbook.utils", "rankbook.state", "rankbook.data_loader"]
+PACKAGES = ["rankbook", "rankbook.runtime", "rankbook.checkpoint", *NAMES_OF_ACCELERATE]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -19,6 +23,12 @@ def test_every_public_name_is_there_and_no_other_is_imported_lazily(package):
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+def test_dir_lists_the_public_names_and_no_other_module(package):
+    module = importlib.import_module(package)
+    assert {name for name in dir(module) if not name.startswith("__")} == set(module.__all__)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_a_name_that_is_not_public_is_an_error_that_names_the_package(package):
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'Accelerater'"):
         importlib.import_module(package).Accelerater  # noqa: B018 - to ask is the test
@@ -28,3 +38,45 @@ def test_a_star_import_brings_the_runtime_too():
     namespace = {}
     exec("from rankbook import *", namespace)
     assert {"Accelerator", "notebook_launcher", "start"} <= namespace.keys()
+
+
+@pytest.mark.parametrize("module", NAMES_OF_ACCELERATE)
+def test_the_names_of_accelerate_are_those_of_the_runtime(module):
+    runtime = importlib.import_module("rankbook.runtime")
+    ours = importlib.import_module(module)
+    assert all(getattr(ours, name) is getattr(runtime, name) for name in ours.__all__)
+
+
+@pytest.mark.parametrize(
+    ("statement", "instead"),
+    [
+        ("from rankbook.utils import DeepSpeedPlugin", r"use FullyShardedDataParallelPlugin\(\)"),
+        ("from rankbook.utils import MegatronLMPlugin", r"use ParallelismConfig\(tp_size"),
+        ("from rankbook.utils import is_rich_available", r"use importlib.util.find_spec\('rich'\)"),
+        ("from rankbook.utils import wait_for_everyone", r"use PartialState\(\).wait_for_everyone\(\)"),
+        ("from rankbook.utils import extract_model_from_parallel", r"use Accelerator.unwrap_model"),
+        ("from rankbook.state import is_initialized", r"use PartialState\(\).initialized"),
+        ("from rankbook.data_loader import DataLoaderAdapter", "use DataLoaderShard"),
+        ("from rankbook import init_empty_weights", "use sharding over ranks"),
+        ("import rankbook; rankbook.dispatch_model", "use sharding over ranks"),
+    ],
+)
+def test_another_name_of_accelerate_says_what_to_use(statement, instead):
+    with pytest.raises(ImportError, match=rf"^cannot import name .*: Rankbook does not have it; {instead}"):
+        exec(statement)
+
+
+def test_recommended_names_exist():
+    runtime = importlib.import_module("rankbook.runtime")
+    names = set(re.findall(r"\b[A-Z][a-z]+[A-Z]\w*(?=[(.]| )", " ".join(_INSTEAD)))
+    assert {"FullyShardedDataParallelPlugin", "ParallelismConfig", "PartialState"} <= names <= {*runtime.__all__}
+    missing = {name for names in _INSTEAD.values() for name in names.split()}
+    assert not missing & {*importlib.import_module("rankbook").__all__}
+
+
+def test_names_of_accelerate_that_are_installed_are_known():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    public = {name for name in dir(importlib.import_module("accelerate.utils")) if not name.startswith("_")}
+    ours = importlib.import_module("rankbook.utils")
+    named = {name for name in public if name in ours.__all__ or explain_missing("rankbook.utils", name)}
+    assert accelerate and len(named) > 150

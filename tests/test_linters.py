@@ -1,4 +1,4 @@
-"""The tools that read notebooks read those of Rankbook, with the settings of docs/linters.md."""
+"""Test tools that read notebooks with the settings of docs/howto/linters.md."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from nbformat import NotebookNode
 
 from rankbook.jupyter.kernel import RankbookKernel
 
-PAGE = (Path(__file__).parents[1] / "docs" / "linters.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "howto" / "linters.md").read_text()
 (SETTINGS,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-(DECLARED,) = re.findall(r"^```python\n%%distributed\n(.*?)\n```", PAGE, re.MULTILINE | re.DOTALL)
+DECLARED, _ = re.findall(r"^```python\n%%distributed\n(.*?)\n```", PAGE, re.MULTILINE | re.DOTALL)
 
 ON_RANKS = [
     DECLARED,
@@ -60,7 +60,7 @@ def sources(file: Path) -> list[str]:
 
 def tool(file: Path, *arguments: str) -> tuple[int, str]:
     """The exit code of a tool on this notebook, and what it says."""
-    for name in (each.split()[0] for each in arguments[: 2 if arguments[0] == "nbqa" else 1]):
+    for name in (argument.split()[0] for argument in arguments[: 2 if arguments[0] == "nbqa" else 1]):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install 'rankbook[lint]'")
     plain = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "MYPY_FORCE_COLOR")}
@@ -79,14 +79,14 @@ def tool(file: Path, *arguments: str) -> tuple[int, str]:
 
 def test_ruff_knows_the_names_of_the_ranks_in_a_notebook_of_our_kernel(tmp_path):
     check = ("ruff", "check", "--output-format=concise", ".")
-    said = tool(write(tmp_path, "rankbook", ON_RANKS), *check)
-    assert said == (0, "All checks passed!\n")
-    code, told = tool(
+    output = tool(write(tmp_path, "rankbook", ON_RANKS), *check)
+    assert output == (0, "All checks passed!\n")
+    code, reported = tool(
         write(tmp_path, "rankbook", [*ON_RANKS, *FAULTS]), "ruff", "check", "--output-format=concise", "."
     )
     assert code == 1
-    assert "F401" in told
-    assert "F821 Undefined name `not_there`" in told
+    assert "F401" in reported
+    assert "F821 Undefined name `not_there`" in reported
 
 
 def test_ruff_alone_passes_over_a_magic_cell_as_the_page_says(tmp_path):
@@ -100,46 +100,46 @@ def test_ruff_alone_passes_over_a_magic_cell_as_the_page_says(tmp_path):
 @KINDS
 def test_nbqa_takes_ruff_into_the_cells_of_the_ranks(kind, tmp_path):
     check = ("nbqa", "ruff check", ".", "--output-format=concise")
-    said = tool(write(tmp_path, kind, ON_RANKS), *check)
-    assert said == (0, "All checks passed!\n")
-    code, told = tool(write(tmp_path, kind, [*ON_RANKS, *FAULTS]), *check)
+    output = tool(write(tmp_path, kind, ON_RANKS), *check)
+    assert output == (0, "All checks passed!\n")
+    code, reported = tool(write(tmp_path, kind, [*ON_RANKS, *FAULTS]), *check)
     assert code == 1
-    assert sorted(re.findall(r" ([A-Z]+\d+) ", told)) == ["F401", "F821"], told
+    assert sorted(re.findall(r" ([A-Z]+\d+) ", reported)) == ["F401", "F821"], reported
 
 
 @KINDS
 @pytest.mark.parametrize("formatter", [("black", "."), ("nbqa", "ruff format", ".")], ids=["black", "nbqa ruff"])
 def test_a_formatter_formats_the_cells_of_the_ranks_and_keeps_their_magics(formatter, kind, tmp_path):
     file = write(tmp_path, kind, ON_RANKS)
-    code, told = tool(file, *formatter)
-    assert code == 0, told
+    code, reported = tool(file, *formatter)
+    assert code == 0, reported
     assert sources(file) == cells(kind, FORMATTED)
 
 
 @KINDS
 def test_mypy_reads_the_cells_of_the_ranks_with_their_names_declared(kind, tmp_path):
-    code, told = tool(write(tmp_path, kind, [*ON_RANKS, *FAULTS]), "nbqa", "mypy", ".", "--no-color-output")
-    assert code == 1, told
-    assert sorted(re.findall(r"\[([a-z-]+)\]$", told, re.MULTILINE)) == ["assignment", "name-defined"], told
+    code, reported = tool(write(tmp_path, kind, [*ON_RANKS, *FAULTS]), "nbqa", "mypy", ".", "--no-color-output")
+    assert code == 1, reported
+    assert sorted(re.findall(r"\[([a-z-]+)\]$", reported, re.MULTILINE)) == ["assignment", "name-defined"], reported
 
 
 @KINDS
 def test_jupytext_gives_the_same_notebook_back(kind, tmp_path):
     file = write(tmp_path, kind, ON_RANKS)
     before = sources(file)
-    code, told = tool(file, "jupytext", "--to", "py:percent", "notebook.ipynb")
-    assert code == 0, told
+    code, reported = tool(file, "jupytext", "--to", "py:percent", "notebook.ipynb")
+    assert code == 0, reported
     script = (tmp_path / "notebook.py").read_text()
     assert "\nwork = dist.all_reduce( x )\n" in script, "the code of the ranks is code there"
     compile(script.replace("await ", ""), "notebook.py", "exec")
     file.unlink()
-    code, told = tool(file, "jupytext", "--to", "ipynb", "notebook.py")
-    assert code == 0, told
+    code, reported = tool(file, "jupytext", "--to", "ipynb", "notebook.py")
+    assert code == 0, reported
     assert sources(file) == before
 
 
 def test_the_formatted_notebook_runs(tmp_path):
     file = write(tmp_path, "python3", FORMATTED)
-    code, told = tool(file, "rankbook.cli", "run", "notebook.ipynb")
-    assert code == 0, told
-    assert "[0-1] tensor(6.) 2\n" in told, told
+    code, reported = tool(file, "rankbook.cli", "run", "notebook.ipynb")
+    assert code == 0, reported
+    assert "[0-1] tensor(6.) 2\n" in reported, reported

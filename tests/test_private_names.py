@@ -120,7 +120,7 @@ def classes_in(place: object, module: str) -> Iterator[type]:
             yield from classes_in(value, module)
 
 
-@pytest.mark.slow  # looks through every class of the package
+@pytest.mark.full  # inspects every class of the package
 def test_no_class_hides_a_private_name_of_the_foreign_class_it_extends():
     found = {
         (f"{cls.__module__}.{cls.__qualname__}", name): f"{base.__module__}.{base.__qualname__}"

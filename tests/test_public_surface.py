@@ -29,7 +29,7 @@ def parameters(function: Any) -> list[str]:
         return ["?"]
     # A default that is an object shows its address or the module that it was made in.
     return [
-        re.sub(r" at 0x\w+|<class '[\w.]*\.(\w+)'>", r"\1", str(each.replace(annotation=each.empty))) for each in found
+        re.sub(r" at 0x\w+|<class '[\w.]*\.(\w+)'>", r"\1", str(item.replace(annotation=item.empty))) for item in found
     ]
 
 

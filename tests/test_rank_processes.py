@@ -1,4 +1,4 @@
-"""The fixture that the other tests stand on: it tells what went wrong on a rank, and leaves nothing."""
+"""Test the fixture that runs ranks as processes: it reports errors and leaves no process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.processes
 def test_results_come_in_rank_order_from_processes_that_are_gone_then():
     base = 10
     results = run_ranks(lambda more: (base + more + dist.get_rank(), os.getpid()), 2, 5)
-    assert [each[0] for each in results] == [15, 16]
-    assert not any(psutil.pid_exists(each[1]) for each in results)
+    assert [result[0] for result in results] == [15, 16]
+    assert not any(psutil.pid_exists(item[1]) for item in results)
     assert not multiprocessing.active_children()
 
 
-def test_an_error_on_one_rank_is_told_and_one_that_waits_is_ended_and_shown():
+def test_an_error_on_one_rank_is_reported_and_one_that_waits_is_ended_and_shown():
     def on_rank():
         if dist.get_rank() == 1:
             raise ValueError("of rank 1")
@@ -37,7 +37,7 @@ def test_an_error_on_one_rank_is_told_and_one_that_waits_is_ended_and_shown():
     assert not multiprocessing.active_children()
 
 
-def test_a_rank_that_is_killed_and_one_that_takes_too_long_are_told():
+def test_a_rank_that_is_killed_and_one_that_takes_too_long_are_reported():
     def on_rank():
         if dist.get_rank() == 0:
             os.kill(os.getpid(), 9)

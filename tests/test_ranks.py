@@ -1,4 +1,4 @@
-"""Rank selections."""
+"""Test the parsing and formatting of rank selections."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankbook.errors import BadRequest
-from rankbook.ranks import format_ranks, group_ranks, name_ranks, parse_ranks
+from rankbook.errors import InvalidArgument
+from rankbook.ranks import abbreviate_ranks, format_ranks, group_ranks, name_ranks, parse_ranks
 
 
 @pytest.mark.parametrize(
@@ -33,15 +33,15 @@ def test_selections(text, expected):
 
 @pytest.mark.parametrize("text", ["5", "3-7", "2-1", "", ",", "x", "1.5", "0:4:0", "9:", "-1", "all but 2", "1;2"])
 def test_nonsense_is_one_line_that_names_the_valid_ranks_or_forms(text):
-    with pytest.raises(BadRequest) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         parse_ranks(text, 5)
     message = str(caught.value)
     assert "\n" not in message
-    assert "0-4" in message or "forms:" in message
+    assert "0-4" in message or "valid forms are" in message
 
 
 @given(st.sets(st.integers(0, 40), min_size=1))
-def test_what_is_formatted_is_parsed_back(ranks):
+def test_formatted_ranks_are_parsed_back(ranks):
     assert parse_ranks(format_ranks(ranks), 41) == tuple(sorted(ranks))
 
 
@@ -52,9 +52,10 @@ def test_names_for_sentences():
 
 
 def test_many_ranges_are_cut_and_all_ranks_counted():
-    assert name_ranks(range(0, 16, 2), most=3) == "ranks 0,2,4 and more, 8 in all"
-    assert name_ranks(range(0, 6, 2), most=3) == "ranks 0,2,4"
-    assert format_ranks(range(1000), most=3) == "0-999"
+    assert name_ranks(range(0, 16, 2), max_ranges=3) == "ranks 0,2,4 and more, 8 in all"
+    assert name_ranks(range(0, 6, 2), max_ranges=3) == "ranks 0,2,4"
+    assert format_ranks(range(1000), max_ranges=3) == "0-999"
+    assert abbreviate_ranks(range(0, 20, 2)) == "ranks 0,2,4,6,8,10,12,14 and more, 10 in all"
 
 
 def test_ranks_are_grouped_by_their_value_in_order_of_appearance():

@@ -1,4 +1,4 @@
-"""End-to-end scenarios of `pytest -m fast`: what Rankbook is for, on two ranks of one real kernel."""
+"""End-to-end scenarios of `pytest -m fast` on two ranks of one real kernel."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_rank_that_died_is_healed_with_the_variables_of_the_other(notebook):
     notebook.ok("%%distributed\nkept = 7")
     failed = notebook.run("%%distributed --ranks 1\nimport os\nos._exit(3)", timeout=30)
     assert "rank 1 exited with code 3" in failed.traceback + failed.evalue
-    assert "rank 1 is back with the state of rank 0" in notebook.ok("%distributed heal", timeout=30).stdout
+    assert "rank 1 was healed with the state of rank 0" in notebook.ok("%distributed heal", timeout=30).stdout
     assert "[0-1] 7" in notebook.ok("%%distributed\nprint(kept)").stdout
     assert "[0-1] sum 3" in notebook.ok(SUM).stdout
 

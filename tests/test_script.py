@@ -1,4 +1,4 @@
-"""The Python API in a plain script, as a process of its own: what it prints, how it ends, and that nothing is left."""
+"""Test the Python API in a plain script: its output, its end, and that no process is left."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ if __name__ == "__main__":
     print([(each.rank, each.state) for each in cluster.status()])
     try:
         cluster.pull("arry")
-    except rankbook.BadRequest as error:
+    except rankbook.InvalidArgument as error:
         print("array" in str(error))
     print(rankbook.start() is cluster, rankbook.current() is cluster)
     STOP
@@ -170,7 +170,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
             script.process.wait()
 
 
-@pytest.mark.parametrize("stop", ["cluster.stop(); cluster.stop()", "pass"])
+@pytest.mark.parametrize("stop", ["cluster.stop(); cluster.stop()", pytest.param("pass", marks=pytest.mark.full)])
 def test_everything_works_in_a_script_which_may_forget_to_stop(run, stop):
     script = run(TOUR.replace("STOP", stop))
     assert script.wait_end() == 0, script.text

@@ -1,4 +1,4 @@
-"""Notebooks written for Accelerate run, with the lines changed that docs/coming-from.md names."""
+"""Notebooks written for Accelerate run, with the lines changed that docs/howto/from-accelerate.md names."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from nbformat import NotebookNode
 from tests.conftest import MARK, check_nothing_left, ipython_folder, leftovers
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "coming-from.md").read_text()
+PAGE = (ROOT / "docs" / "howto" / "from-accelerate.md").read_text()
 EPOCH = re.compile(r"^(?:\[0\] )?(epoch \d+: loss [\d.]+, accuracy ([\d.]+))$", re.MULTILINE)
 
 pytestmark = pytest.mark.slow
 
 
-def changes(tool: str) -> dict[str, str]:
-    """What the page says about a tool's lines: how they begin, and how they are to begin."""
-    section = PAGE.partition(f"## {tool}\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `([^`…]+)…?` \| `([^`…]+)…?` \|$", section, re.MULTILINE)
+def changes() -> dict[str, str]:
+    """What the page says about the notebook's lines: how they begin, and how they are to begin."""
+    rows = re.findall(r"^\| `([^`…]+)…?` \| `([^`…]+)…?` \|$", PAGE.partition("\n## ")[0], re.MULTILINE)
     assert rows
     return dict(rows)
 
@@ -38,12 +37,12 @@ def changed(tool: str) -> NotebookNode:
         if cell.cell_type == "code":
             lines = cell.source.split("\n")
             for at, line in enumerate(lines):
-                for old, new in changes(tool).items():
+                for old, new in changes().items():
                     if line.startswith(old):
                         lines[at] = new + line.removeprefix(old)
                         used.add(old)
             cell.source = "\n".join(lines)
-    assert used == set(changes(tool)), "the page names a line that the notebook has not"
+    assert used == set(changes()), "the page names a line that the notebook has not"
     assert not any(re.search(rf"\b{tool.lower()}\b", c.source) for c in notebook.cells[1:])
     return notebook
 
@@ -59,25 +58,27 @@ def run(notebook: NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     check_nothing_left(mark, before, timeout=5)
     return {
         cell.id: "".join(
-            each.text if each.output_type == "stream" else each.data["text/plain"] + "\n" for each in cell.outputs
+            output.text if output.output_type == "stream" else output.data["text/plain"] + "\n"
+            for output in cell.outputs
         )
         for cell in notebook.cells
         if cell.cell_type == "code"
     }
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_a_notebook_written_for_accelerate(tmp_path, monkeypatch):
-    said = run(changed("Accelerate"), tmp_path, monkeypatch)
-    accuracies = [float(accuracy) for _, accuracy in EPOCH.findall(said["launch"])]
-    assert len(accuracies) == 5, said["launch"]
+    printed = run(changed("Accelerate"), tmp_path, monkeypatch)
+    accuracies = [float(accuracy) for _, accuracy in EPOCH.findall(printed["launch"])]
+    assert len(accuracies) == 5, printed["launch"]
     assert accuracies[-1] > 95
-    assert float(re.findall(r"all images: ([\d.]+)", said["check"])[0]) > 95
+    assert float(re.findall(r"all images: ([\d.]+)", printed["check"])[0]) > 95
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.full
-def test_it_gives_the_numbers_that_accelerate_gives(tmp_path, monkeypatch):
+def test_script_gives_the_numbers_of_accelerate(tmp_path, monkeypatch):
     """But for the order that `shuffle=True` draws, and for schedules, which there step once per process."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     theirs, ours = upstream("Accelerate"), changed("Accelerate")

@@ -24,6 +24,7 @@ class Dashboard(LiveView):
         last='export default mount("dashboard", '
         "{placement: drawPlacement, shards: drawShards, checkpoints: drawCheckpoints}, tabs);",
     )
+    # The traits of all three models, under the names that `LiveView` sets.
     placement_fixed = traitlets.Unicode("{}").tag(sync=True)
     placement_state = traitlets.Unicode("{}").tag(sync=True)
     shards_fixed = traitlets.Unicode("{}").tag(sync=True)
@@ -31,15 +32,23 @@ class Dashboard(LiveView):
     checkpoints_fixed = traitlets.Unicode("{}").tag(sync=True)
     checkpoints_state = traitlets.Unicode("{}").tag(sync=True)
 
+    # Of the notebook process: all cells share it.
     _open: ClassVar[Dashboard | None] = None
 
-    def __init__(self, feed: ClusterSource, shelf: CheckpointSource | None = None, *, variable: str = "") -> None:
-        super().__init__([PlacementModel(feed), ShardsModel(feed, variable), CheckpointsModel(feed, shelf)])
+    def __init__(
+        self, source: ClusterSource, checkpoint_source: CheckpointSource | None = None, *, variable: str = ""
+    ) -> None:
+        super().__init__(
+            [PlacementModel(source), ShardsModel(source, variable), CheckpointsModel(source, checkpoint_source)]
+        )
 
     @classmethod
-    def reopen(cls, feed: ClusterSource, shelf: CheckpointSource | None = None, *, variable: str = "") -> Dashboard:
+    def reopen(
+        cls, source: ClusterSource, checkpoint_source: CheckpointSource | None = None, *, variable: str = ""
+    ) -> Dashboard:
         """Open the dashboard in this cell, and close the one that is open elsewhere in the notebook."""
+        # Two open dashboards would query the ranks twice.
         if cls._open is not None:
-            cls._open.move_away("The dashboard was opened again in another cell.")
-        cls._open = cls(feed, shelf, variable=variable)
+            cls._open.replace_by_message("The dashboard was opened again in another cell.")
+        cls._open = cls(source, checkpoint_source, variable=variable)
         return cls._open

@@ -7,6 +7,7 @@ LiveView            the view: opens its models while it is visible, sends their 
 Throttle            at most ten updates a second, and always the last one
 start_thread        threads that may end with the interpreter
 show_display        display and update outputs of the notebook
+widget_metadata     what Colab needs to show a widget
 
 Visibility is a lease: a browser that shows the view sends `look` every 5 s, and the view stops watching the ranks when
 no browser has done so for `LEASE` seconds (40 times as long if messages wait for the running cell). A browser that
@@ -14,15 +15,17 @@ disappears without sending `away` ends by this timeout. Several browsers may sho
 shows are open.
 
 State flows from a model's thread through the throttle to the traits `NAME_fixed` and `NAME_state`, which ipywidgets
-synchronizes. Every `REMEMBER` seconds, and when the last browser stops looking, the static HTML below the view is
-renewed, which is what a saved notebook shows.
+synchronizes. Every `STATIC_HTML_INTERVAL` seconds, and when the last browser stops looking, the static HTML below the
+view is renewed, which is what a saved notebook shows.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import count
 from pathlib import Path
@@ -35,6 +38,7 @@ from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 from rankbook.errors import RankbookError
+from rankbook.protocol.base import WIDGET_VIEW
 from rankbook.widgets.view_model import ViewModel
 
 
@@ -46,57 +50,71 @@ class EarlyMessageWidget(anywidget.AnyWidget):
     """
 
     def __init__(self, **traits: object) -> None:
-        self._arriving = Lock()  # held only briefly: the kernel's thread needs it
-        self._taken: set[str] = set()  # ids handled early; ipywidgets may deliver them hours later
-        self._arrivals = count()
-        self._late = False  # True if messages arrive only after the running cell has ended
+        self._messages_lock = Lock()  # held only briefly: the kernel's thread needs it
+        self._handled_early: set[str] = set()  # ids handled early; ipywidgets may deliver them hours later
+        self._message_numbers = count()
+        self._delivered_late = False  # True if messages arrive only after the running cell has ended
         super().__init__(**traits)
-        self.on_msg(lambda _widget, content, _buffers: self._arrived(content))
-        self._take_messages_early()
+        self.on_msg(lambda _widget, content, _buffers: self._message_received(content))
+        # After `super().__init__`, which opens the comm.
+        self._hook_early_messages()
 
     def _handle(self, message: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def _take_messages_early(self) -> None:
+    def _hook_early_messages(self) -> None:
         # ipykernel calls a comm's `_reply_subshell_for` on the thread of the shell channel, to choose the subshell that
-        # gets a message, before the message waits for the main thread. `take` handles the message there, and does not
-        # change the choice. Versions of ipykernel without this method deliver messages only after the running cell.
+        # gets a message, before the message waits for the main thread. `handle_early` handles the message there, and
+        # does not change the choice. Versions of ipykernel without this method deliver messages only after the running
+        # cell.
         comm = self.comm
         if not hasattr(comm, "_reply_subshell_for"):
-            self._late = hasattr(comm, "kernel")
+            self._delivered_late = getattr(comm, "kernel", None) is not None
             return
 
-        def take(data: object, addressed: str | None) -> str | None:
+        def handle_early(data: object, addressed: str | None) -> str | None:
             if isinstance(data, Mapping) and data.get("method") == "custom":
-                self._arrived(data.get("content"), early=True)
+                self._message_received(data.get("content"), early=True)
             return addressed
 
-        comm._reply_subshell_for = take
+        comm._reply_subshell_for = handle_early
 
-    def _arrived(self, content: object, *, early: bool = False) -> None:
+    def _message_received(self, content: object, *, early: bool = False) -> None:
         """Handle a message once. ipywidgets delivers messages that were handled early a second time."""
         if not isinstance(content, Mapping) or not isinstance(content.get("rankbook"), str):
             return
-        with self._arriving:
-            if content["rankbook"] in self._taken:
+        # A message may come early on the shell channel's thread, and again on the main thread after the cell. The first
+        # delivery is handled; the second one removes the id.
+        with self._messages_lock:
+            if content["rankbook"] in self._handled_early:
                 if not early:
-                    self._taken.discard(content["rankbook"])
+                    self._handled_early.discard(content["rankbook"])
                 return
             if early:
-                self._taken.add(content["rankbook"])
-            message = {**content, "arrived": next(self._arrivals)}
-        start_thread(Thread(target=self._handle, args=(message,), name="rankbook-click"))
+                self._handled_early.add(content["rankbook"])
+            message = {**content, "arrived": next(self._message_numbers)}
+        # A thread per message: the caller is the kernel's thread, which must not wait for ranks.
+        start_thread(Thread(target=self._handle, args=(message,), name="rankbook-view-message"))
 
 
 STATIC = Path(__file__).parent / "static"
 FIRST_STATE = 0.6  # seconds that a display waits for the ranks' first answer
 LEASE = 15.0  # seconds after a browser's last `look` message; it sends one every 5 s
-REMEMBER = 30.0  # seconds between two updates of the static HTML; an update costs the page some 40 ms
+STATIC_HTML_INTERVAL = 30.0  # seconds between two updates of the static HTML; an update costs the page some 40 ms
 
 
 def script(*names: str, last: str) -> str:
     """Return the ES module of a view: its files in static/ and its last line."""
     return "\n".join([*((STATIC / f"{name}.js").read_text(encoding="utf-8") for name in ("common", *names)), last])
+
+
+@dataclass(frozen=True)
+class ViewOutput:
+    """One output of a view, with the arguments of `show_display`."""
+
+    data: Mapping[str, Any]
+    display_id: str | None = None
+    still: str | None = None
 
 
 class LiveView(EarlyMessageWidget):
@@ -108,29 +126,31 @@ class LiveView(EarlyMessageWidget):
     _css = STATIC / "view.css"
     still = traitlets.Unicode("").tag(sync=True)  # CSS class of the static HTML
 
-    def __init__(self, parts: Sequence[ViewModel]) -> None:
-        self._parts = {part.name: part for part in parts}
+    def __init__(self, models: Sequence[ViewModel]) -> None:
+        self._models = {model.name: model for model in models}
         self._opened: set[str] = set()
-        self._lookers: dict[str, tuple[float, frozenset[str]]] = {}
-        self._heard: dict[str, int] = {}  # browser view: number of its last message
-        self._lock, self._sending = RLock(), Lock()
+        self._viewers: dict[str, tuple[float, frozenset[str]]] = {}
+        self._last_messages: dict[str, int] = {}  # browser view: number of its last message
+        self._lock, self._send_lock = RLock(), Lock()
         self._ended = False
-        self._first = Event()
+        self._first_state = Event()
         self._lease: Timer | None = None
-        self._shown = False
-        self._remembered = 0.0
-        self._pacer = Throttle(self._send_state)
+        self._displayed = False
+        self._static_html_time, self._static_html_stale = 0.0, False
+        self._throttle = Throttle(self._send_state)
         super().__init__(still=f"rankbook-still-{uuid.uuid4().hex[:12]}")
-        self._patience = 40 if self._late else 1
+        self._lease_factor = 40 if self._delivered_late else 1
 
     # ------------------------------------------------------------------ display
 
     def _repr_mimebundle_(self, **_options: object) -> Any:  # noqa: ANN401 - as IPython has it
         """Return the widget with its current state as HTML and text."""
-        self._look("display", frozenset(self._parts))
-        self._first.wait(FIRST_STATE)
+        # No browser has sent `look` yet. The pseudo viewer "display" opens the models until the first one does.
+        self._renew_lease("display", frozenset(self._models))
+        self._first_state.wait(FIRST_STATE)
         self._send_state()
         bundle = super()._repr_mimebundle_()
+        # anywidget returns None for a widget without a view name, otherwise data and metadata.
         data, metadata = bundle if isinstance(bundle, tuple) else ({}, {})
         return {**data, "text/plain": self.text(), "text/html": self.html()}, metadata
 
@@ -141,86 +161,103 @@ class LiveView(EarlyMessageWidget):
         do: JupyterLab shows an error for a widget without a kernel, not the HTML beside it. A closed view displays its
         HTML only.
         """
+        for output in self.outputs():
+            show_display(output.data, output.display_id, still=output.still)
+
+    def outputs(self) -> list[ViewOutput]:
+        """Return what displaying the view shows, for a front end of this process."""
+        # A closed widget has no comm any more.
         if self.comm is None:
-            show_display({"text/html": self.html(), "text/plain": self.text()})
-            return
+            return [ViewOutput({"text/html": self.html(), "text/plain": self.text()})]
         data, _ = self._repr_mimebundle_()
         if not has_front_end():
-            show_display({"text/plain": data["text/plain"]})
-            return
+            return [ViewOutput({"text/plain": data["text/plain"]})]
         still = {"text/html": data.pop("text/html"), "text/plain": data["text/plain"]}
-        show_display({**data, "text/plain": self.summary()}, still=self.still)
-        show_display(still, display_id=self.still)
-        self._shown, self._remembered = True, time.monotonic()
+        # From now on there is an output that the static HTML can be updated in.
+        self._displayed, self._static_html_time = True, time.monotonic()
+        if self._delivered_late:
+            report_late_messages()
+        # Without text: where the widget cannot be shown, the second output says everything, once.
+        return [ViewOutput({**data, "text/plain": ""}, still=self.still), ViewOutput(still, self.still)]
 
     def text(self) -> str:
         """Return the current state as text for a terminal."""
-        return "\n\n".join(part.text() for part in self._parts.values())
+        return "\n\n".join(model.text() for model in self._models.values())
 
     def summary(self) -> str:
         """Return the current state in one line."""
-        return "; ".join(part.summary() for part in self._parts.values())
+        return "; ".join(model.summary() for model in self._models.values())
 
     def html(self) -> str:
         """Return the current state as HTML that needs no JavaScript or kernel."""
-        return f'<div class="{self.still}">' + "".join(part.html() for part in self._parts.values()) + "</div>"
+        return f'<div class="{self.still}">' + "".join(model.html() for model in self._models.values()) + "</div>"
 
     def to_svg(self) -> str:
-        """Return the current state as an SVG document."""
-        return next(iter(self._parts.values())).svg()
+        """Return the current state as an SVG document. A view that was never shown asks the ranks first.
+
+        Raises `RankbookError`, for example if the ranks were stopped before.
+        """
+        model = next(iter(self._models.values()))
+        if not model.ready():
+            model.load()
+        return model.svg()
 
     def save(self, path: str | Path) -> Path:
-        """Write the SVG document to a file and return its path."""
+        """Write the SVG document to a file and return its path; see `to_svg`."""
         target = Path(path)
         target.write_text(self.to_svg(), encoding="utf-8")
         return target
 
     def close(self) -> None:
         """Stop watching the ranks and close the widget; the static HTML stays."""
-        self._pacer.close()
+        # No state is sent to a closed comm.
+        self._throttle.close()
         with self._lock:
             self._ended = True
-            self._lookers.clear()
-            self._follow()
+            self._viewers.clear()
+            self._open_visible()
             if self._lease is not None:
                 self._lease.cancel()
-        self._remember(at_once=True)
+        self._renew_static_html(at_once=True)
         super().close()
+        self.__dict__.pop("_ipython_display_", None)  # ipywidgets 7 sets it to None, which hides our method
 
-    def move_away(self, words: str) -> None:
-        """Close the view because it is shown elsewhere, and leave the line `words` in its place."""
-        self._shown, shown = False, self._shown
+    def replace_by_message(self, message: str) -> None:
+        """Close the view because it is shown elsewhere, and leave the line `message` in its place."""
+        self._displayed, shown = False, self._displayed
         self.close()
         if shown:
-            show_display({"text/html": f"<p>{escape(words)}</p>", "text/plain": words}, self.still, update=True)
+            show_display({"text/html": f"<p>{escape(message)}</p>", "text/plain": message}, self.still, update=True)
 
     # ------------------------------------------------------------------ visibility
 
-    def _look(self, looker: str, parts: frozenset[str]) -> None:
+    def _renew_lease(self, viewer: str, names: frozenset[str]) -> None:
         with self._lock:
             if self._ended:  # a page may not know yet that the view is closed
                 return
-            self._lookers[looker] = (time.monotonic() + LEASE * self._patience, parts & self._parts.keys())
-            self._follow()
+            self._viewers[viewer] = (time.monotonic() + LEASE * self._lease_factor, names & self._models.keys())
+            self._open_visible()
             if self._lease is None:
-                self._expect_expiry()
+                self._schedule_expiry()
 
-    def _away(self, looker: str) -> None:
+    def _remove_viewer(self, viewer: str) -> None:
         with self._lock:
-            self._lookers.pop(looker, None)
-            self._follow()
+            self._viewers.pop(viewer, None)
+            self._open_visible()
 
-    def _follow(self) -> None:
+    def _open_visible(self) -> None:
         """Open the parts that a browser shows, and close the others."""
-        visible = frozenset().union(*(parts for _, parts in self._lookers.values()))
+        # The lock is held: models are opened and closed alternately, as `ViewModel` requires.
+        visible = frozenset().union(*(names for _, names in self._viewers.values()))
         for name in sorted(visible - self._opened):
             self._opened.add(name)
-            self._parts[name].open(self._changed)
+            self._models[name].open(self._changed)
         for name in sorted(self._opened - visible):
             self._opened.discard(name)
-            self._parts[name].close()
+            self._models[name].close()
 
-    def _expect_expiry(self) -> None:
+    def _schedule_expiry(self) -> None:
+        # A lease ends at most LEASE / 3 seconds late.
         self._lease = Timer(LEASE / 3, self._expire)
         self._lease.name = "rankbook-lease"
         start_thread(self._lease)
@@ -228,56 +265,64 @@ class LiveView(EarlyMessageWidget):
     def _expire(self) -> None:
         with self._lock:
             now = time.monotonic()
-            self._lookers = {name: look for name, look in self._lookers.items() if look[0] > now}
-            self._follow()
+            self._viewers = {name: look for name, look in self._viewers.items() if look[0] > now}
+            self._open_visible()
             self._lease = None
-            if self._lookers:
-                self._expect_expiry()
-        if not self._lookers:
-            self._remember(at_once=True)
+            if self._viewers:
+                self._schedule_expiry()
+        # Outside of the lock: the update is sent to the front end, which may take long.
+        if not self._viewers:
+            self._renew_static_html(at_once=True)
+        elif self._static_html_stale:
+            self._renew_static_html()
 
     # ------------------------------------------------------------------ to the browser
 
     def _changed(self) -> None:
-        if not self._first.is_set() and all(part.ready() for part in self._parts.values()):
-            self._first.set()
-        self._pacer.note()
+        if not self._first_state.is_set() and all(model.ready() for model in self._models.values()):
+            self._first_state.set()
+        self._throttle.schedule()
 
     def _send_state(self) -> None:
-        with self._sending:  # a thread must not send a state older than one already sent
-            for name, part in self._parts.items():
-                for trait, value in ((f"{name}_fixed", part.fixed()), (f"{name}_state", part.state())):
+        with self._send_lock:  # a thread must not send a state older than one already sent
+            # Traits are set from this thread; ipywidgets sends a message for every change. An equal value is not sent
+            # again.
+            for name, model in self._models.items():
+                for trait, value in ((f"{name}_fixed", model.static_json()), (f"{name}_state", model.dynamic_json())):
                     if getattr(self, trait) != value:
                         setattr(self, trait, value)
-        self._remember()
+        self._renew_static_html()
 
-    def _remember(self, *, at_once: bool = False) -> None:
-        """Renew the static HTML that a saved notebook shows."""
+    def _renew_static_html(self, *, at_once: bool = False) -> None:
+        """Renew the static HTML that a saved notebook shows, or leave it to `_expire` if it was renewed just before."""
         now = time.monotonic()
-        if self._shown and (at_once or now - self._remembered > REMEMBER):
-            self._remembered = now
+        self._static_html_stale = not at_once and now - self._static_html_time <= STATIC_HTML_INTERVAL
+        if self._displayed and not self._static_html_stale:
+            self._static_html_time = now
             show_display({"text/html": self.html(), "text/plain": self.text()}, self.still, update=True)
 
     # ------------------------------------------------------------------ from the browser
 
     def _handle(self, message: dict[str, Any]) -> None:
-        op, looker = str(message.get("op")), str(message.get("view"))
+        op, viewer = str(message.get("op")), str(message.get("view"))
         try:
             if op in {"look", "away"}:
                 with self._lock:
-                    if message["arrived"] >= self._heard.get(looker, 0):
-                        self._heard[looker] = message["arrived"]
+                    # A thread with an older message may run after one with a newer message. The newest `look` or `away`
+                    # of a browser counts.
+                    if message["arrived"] >= self._last_messages.get(viewer, 0):
+                        self._last_messages[viewer] = message["arrived"]
                         if op == "look":
-                            self._look(looker, frozenset(message.get("parts", ())))
-                            self._away("display")
+                            self._renew_lease(viewer, frozenset(message.get("parts", ())))
+                            self._remove_viewer("display")
                         else:
-                            self._away(looker)
+                            self._remove_viewer(viewer)
                 if op == "look":
                     self.send({"seen": message["rankbook"]})  # without it the browser marks its state as stale
-                elif not self._lookers:
-                    self._remember(at_once=True)
+                elif not self._viewers:
+                    self._renew_static_html(at_once=True)
                 return
-            answer = {"answer": self._parts[str(message.get("part"))].answer(op, message)}
+            answer = {"answer": self._models[str(message.get("part"))].answer(op, message)}
         except RankbookError as error:
             answer = {"error": str(error)}
         except Exception as error:  # noqa: BLE001 - the browser shows the whole error
@@ -307,9 +352,40 @@ def start_thread(thread: Thread) -> bool:
     return True
 
 
+_late_messages_reported = False
+
+
+def report_late_messages() -> None:
+    """Say once that this kernel delivers the browser's messages late."""
+    global _late_messages_reported
+    if not _late_messages_reported:
+        _late_messages_reported = True
+        show_display({"text/plain": "With this version of ipykernel, views answer clicks after the running cell."})
+
+
+def widget_metadata(bundle: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata with which Colab shows a widget of other packages than ipywidgets; {} in other front ends.
+
+    Colab shows such a widget after `enable_custom_widget_manager()`, whose hook adds this metadata to what IPython
+    displays on the thread that called it. Output of the ranks is sent by another thread, without IPython. The kernel
+    of Colab has imported `google.colab`; elsewhere the package may be installed, but is not imported.
+    """
+    colab: Any = sys.modules.get("google.colab.output")
+    if colab is None or WIDGET_VIEW not in bundle:
+        return {}
+    if colab._widgets._installed_url is None:
+        colab.enable_custom_widget_manager()
+    return {WIDGET_VIEW: {"colab": {"custom_widget_manager": {"url": colab._widgets._installed_url}}}}
+
+
 def has_front_end() -> bool:
     """Return True in a Jupyter kernel, False in a terminal."""
     return getattr(get_ipython(), "kernel", None) is not None
+
+
+def still_metadata(still: str | None) -> dict[str, Any] | None:
+    """Return the metadata of an output whose static HTML has the display id `still`."""
+    return {"rankbook_still": still} if still else None
 
 
 def show_display(
@@ -321,7 +397,8 @@ def show_display(
     one.
     """
     if display_id is None:
-        display(dict(bundle), raw=True, metadata={"rankbook_still": still} if still else None)
+        metadata = {**widget_metadata(bundle), **(still_metadata(still) or {})}
+        display(dict(bundle), raw=True, metadata=metadata or None)
     else:
         display(dict(bundle), raw=True, display_id=display_id, update=update)
 
@@ -330,7 +407,7 @@ INTERVAL = 0.1  # seconds: Jupyter drops messages above a thousand a second, and
 
 
 class Throttle:
-    """Call `send` after every `note`, in a separate thread, at most once per `interval` seconds.
+    """Call `send` after every `schedule`, in a separate thread, at most once per `interval` seconds.
 
     Notes in between are combined into one call. No thread runs while there is nothing to send.
     """
@@ -342,9 +419,10 @@ class Throttle:
         self._due = 0.0
         self._closed = False
 
-    def note(self) -> None:
+    def schedule(self) -> None:
         """Schedule a call of `send`."""
         with self._lock:
+            # A timer that is pending will send this change, too.
             if self._timer is None and not self._closed:
                 self._timer = Timer(max(0.0, self._due - time.monotonic()), self._fire)
                 self._timer.name = "rankbook-view"
@@ -359,6 +437,7 @@ class Throttle:
 
     def _fire(self) -> None:
         with self._lock:
+            # Before sending: a change during the call must schedule another call.
             self._timer = None
             # A late call does not delay the next one, so the rate stays at ten a second, and never exceeds eleven.
             self._due = max(self._due + self._interval, time.monotonic() + self._interval / 2)

@@ -1,5 +1,8 @@
 """A cell's output by rank: live in the browser while the cell runs, then static HTML and text.
 
+The grid has a column per rank; from five ranks on it breaks into rows of ranks, called bands. A block of several bands
+is as wide as the grid, and separates what came before it from what comes after it (`grid_rows`).
+
 The functions make the HTML; it needs neither JavaScript nor a kernel, since CSS selects the rank or view to show.
 `CellPanel` is the live widget. It sends changes as numbered messages; a browser that misses one, or that opens the
 panel later, requests the whole output (`op` "all"). In some front ends such a request arrives only after the cell has
@@ -19,19 +22,23 @@ from typing import Any
 import traitlets
 
 from rankbook.output.by_rank import BlockAdded, BlockRemoved, Change, OutputBlock, OutputHeader, TextAppended
+from rankbook.protocol.base import WIDGET_VIEW
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.widgets.live_view import STATIC, EarlyMessageWidget
 from rankbook.widgets.rendering import rank_color, to_html
 
 VIEWS = ("merged", "tabs", "grid")
+_MAX_COLUMNS = 4
+"""Ranks side by side in the grid."""
+_NO_ROW = "--rb-row:auto"
 _MARKUP = ("text/html", "image/svg+xml")
-_LIVE = ("application/vnd.jupyter.widget-view+json", "application/javascript")
+_LIVE = (WIDGET_VIEW, "application/javascript")
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 _COLOURS = {
     "black": "#5b616e", "red": "#c4302b", "green": "#00803a", "yellow": "#8a6100", "blue": "#0b6bcb",
     "magenta": "#a0409f", "cyan": "#00788a", "white": "#6b7280",
 }  # fmt: skip
-_OF_COLOUR = 60
+_COLOUR_PERCENT = 60
 """Percentage of the colour in the text; the rest is the theme's text colour, for contrast on dark backgrounds too."""
 
 _STYLE = """
@@ -59,18 +66,20 @@ var(--vscode-editor-font-family,var(--jp-code-font-family,monospace))}
 #ID .rb-bold{font-weight:700}#ID .rb-italic{font-style:italic}#ID .rb-under{text-decoration:underline}
 #ID:has(.rb-to-grid:checked) .rb-pieces{display:grid;grid-template-columns:repeat(COUNT,minmax(14em,1fr));gap:0 8px;
 grid-auto-flow:dense;align-items:start}
-#ID:has(.rb-to-grid:checked) .rb-piece{grid-column:var(--rb-columns)}
+#ID:has(.rb-to-grid:checked) .rb-piece{grid-column:var(--rb-columns);grid-row:var(--rb-row,auto)}
+#ID:has(.rb-to-grid:checked) .rb-forgotten{grid-column:1/-1;grid-row:var(--rb-row,auto)}
+@media print{#ID .rb-pieces{max-height:none;overflow:visible}#ID .rb-piece{content-visibility:visible}}
 """
 
 
-def skeleton(name: str, title: str, ranks: Sequence[int], view: str, *, pieces: str = "", head: str = "") -> str:
+def skeleton(name: str, title: str, ranks: Sequence[int], view: str, *, pieces: str = "", header: str = "") -> str:
     """Return the HTML of the panel of a cell called `title` on `ranks`.
 
     `name` is the element's id, `view` the selected one of `choices`.
     """
-    style = _STYLE.replace("ID", name).replace("COUNT", str(len(ranks)))
+    style = _STYLE.replace("ID", name).replace("COUNT", str(columns_per_row(len(ranks))))
     style += "".join(
-        f"#{name} .rb-{ansi_name}{{color:{colour};color:color-mix(in srgb,{colour} {_OF_COLOUR}%,currentColor)}}"
+        f"#{name} .rb-{ansi_name}{{color:{colour};color:color-mix(in srgb,{colour} {_COLOUR_PERCENT}%,currentColor)}}"
         for ansi_name, colour in _COLOURS.items()
     )
     style += "".join(
@@ -88,9 +97,77 @@ def skeleton(name: str, title: str, ranks: Sequence[int], view: str, *, pieces: 
     return (
         f'<div class="rankbook-panel" id="{name}"><style>{style}</style>'
         f"<fieldset><legend>{escape(title)}, by rank</legend>{radios}</fieldset>"
-        f'<div class="rb-head">{head}</div>'
-        f'<div class="rb-pieces" role="region" tabindex="0" aria-label="Output of {escape(title)}">{pieces}</div></div>'
+        f'<div class="rb-head">{header}</div>'
+        f'<div class="rb-pieces" role="region" tabindex="0" aria-label="Output of {escape(title)}"'
+        f"{' data-bands' if len(ranks) > _MAX_COLUMNS else ''}>{pieces}</div></div>"
     )
+
+
+def columns_per_row(count: int) -> int:
+    """Return how many of `count` ranks are side by side in the grid; the rows are equally long, if possible."""
+    # Rounded up. 5 ranks are two rows of 3 and 2, not of 4 and 1.
+    rows = -(-count // _MAX_COLUMNS)
+    return -(-count // rows) if rows else 1
+
+
+GridPlace = tuple[int, int, int] | None
+"""The band, first column and end column of a block; None if it is as wide as the grid."""
+
+
+def grid_place(of: Sequence[int], ranks: Sequence[int]) -> GridPlace:
+    """Return the place of a block of the ranks `of` in the grid of a cell on `ranks`."""
+    width = columns_per_row(len(ranks))
+    columns = [ranks.index(rank) for rank in of]
+    first, last = columns[0], columns[-1]
+    # A block in one cell of the grid must have neighbouring columns of one band.
+    if columns != list(range(first, last + 1)) or first // width != last // width:
+        return None
+    return first // width, first % width + 1, last % width + 2
+
+
+def grid_rows(places: Iterable[GridPlace]) -> list[int]:
+    """Return the grid rows of blocks, in order; static/panel.js does the same while the cell runs.
+
+    A block lies below the earlier ones of its columns, and every band below the band before it.
+    """
+    rows: list[int] = []
+    section: list[tuple[int, int]] = []  # band, and row in it, of the blocks since the last one that is as wide
+    used: dict[int, dict[int, int]] = {}  # band: column: number of rows
+    top = 1
+
+    def end_section() -> None:
+        nonlocal top
+        # Bands begin below one another. Their heights are known only when the section ends.
+        starts = {}
+        for band in sorted(used):
+            starts[band] = top
+            top += max(used[band].values())
+        rows.extend(starts[band] + row for band, row in section)
+        section.clear()
+        used.clear()
+
+    for place in places:
+        if place is None:
+            end_section()
+            rows.append(top)
+            top += 1
+            continue
+        band, first, end = place
+        columns = used.setdefault(band, {})
+        row = max(columns.get(column, 0) for column in range(first, end))
+        columns.update(dict.fromkeys(range(first, end), row + 1))
+        section.append((band, row))
+    end_section()
+    return rows
+
+
+def with_rows(htmls: Sequence[str], of: Iterable[Sequence[int]], ranks: Sequence[int]) -> str:
+    """Return the blocks' HTML, with the rows of the grid if it has bands. `of` are the blocks' ranks."""
+    if len(ranks) <= _MAX_COLUMNS:
+        return "".join(htmls)
+    # The first place stands for the line "previous output is omitted".
+    rows = grid_rows([None, *(grid_place(block_ranks, ranks) for block_ranks in of)])[1:]  # after a note on top
+    return "".join(html.replace(_NO_ROW, f"--rb-row:{row}", 1) for html, row in zip(htmls, rows, strict=True))
 
 
 def choices(ranks: Sequence[int]) -> dict[str, str]:
@@ -103,20 +180,24 @@ def choice_of(view: str, ranks: Sequence[int]) -> str:
     return str(ranks[0]) if view == "tabs" else view
 
 
-def piece_html(piece: OutputBlock, ranks: Sequence[int]) -> str:
+def piece_html(block: OutputBlock, ranks: Sequence[int]) -> str:
     """Return the HTML of one block of output; `ranks` are the ranks of the cell."""
-    columns = [ranks.index(rank) for rank in piece.ranks]
-    together = columns == list(range(columns[0], columns[-1] + 1))
-    grid_column = f"{columns[0] + 1}/{columns[-1] + 2}" if together else "1/-1"
-    colour = f"--rb-colour:{rank_color(piece.ranks[0])};" if len(piece.ranks) == 1 and len(ranks) > 1 else ""
-    label = f'<p class="rb-of">[{format_ranks(piece.ranks)}]</p>' if len(ranks) > 1 else ""
-    if piece.data is not None:
-        inner = bundle_html(piece.data, piece.metadata)
+    place = grid_place(block.ranks, ranks)
+    grid = "--rb-columns:1/-1" if place is None else f"--rb-columns:{place[1]}/{place[2]}"
+    data_place = ""
+    # With one band, CSS places the blocks by their columns alone.
+    if len(ranks) > _MAX_COLUMNS:
+        grid += f";{_NO_ROW}"
+        data_place = f' data-place="{" ".join(map(str, place or ()))}"'
+    colour = f"--rb-colour:{rank_color(block.ranks[0])};" if len(block.ranks) == 1 and len(ranks) > 1 else ""
+    label = f'<p class="rb-of">[{format_ranks(block.ranks)}]</p>' if len(ranks) > 1 else ""
+    if block.data is not None:
+        inner = bundle_html(block.data, block.metadata)
     else:
-        inner = f'<pre class="rb-{piece.stream}">{to_html(piece.text)}</pre>'
+        inner = f'<pre class="rb-{block.stream}">{to_html(block.text)}</pre>'
     return (
-        f'<div class="rb-piece" data-key="{piece.key}" data-ranks="{" ".join(map(str, piece.ranks))}" '
-        f'style="{colour}--rb-columns:{grid_column}">{label}{inner}</div>'
+        f'<div class="rb-piece" data-key="{block.key}" data-ranks="{" ".join(map(str, block.ranks))}"'
+        f'{data_place} style="{colour}{grid}">{label}{inner}</div>'
     )
 
 
@@ -135,12 +216,13 @@ def is_live(data: Mapping[str, Any]) -> bool:
 
 def bundle_html(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> str:
     """Return the richest format of a mime bundle as static HTML; an image has the width in its metadata."""
+    # From the richest format to the simplest. Live formats are shown below the panel, and the panel has their text.
     for kind in () if is_live(data) else _MARKUP:
         if isinstance(text := data.get(kind), str):
             return text
     for kind in _IMAGES:
         if isinstance(text := data.get(kind), str):
-            caption = escape(str(data.get("text/plain", "a picture")))
+            caption = escape(str(data.get("text/plain", "image")))
             wide = (metadata or {}).get(kind)
             width = wide.get("width") if isinstance(wide, Mapping) else None
             size = f' width="{width:g}"' if isinstance(width, (int, float)) else ""
@@ -148,27 +230,27 @@ def bundle_html(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = No
     for kind in ("text/plain", "text/markdown", "text/latex"):
         if isinstance(text := data.get(kind), str):
             return f"<pre>{to_html(text)}</pre>"
-    return f"<p>({escape(', '.join(data) or 'nothing')})</p>"
+    return f"<p>({escape(', '.join(data) or 'empty')})</p>"
 
 
-def text_of(pieces: Iterable[OutputBlock]) -> str:
+def text_of(blocks: Iterable[OutputBlock]) -> str:
     """Return the output as text, with the ranks before every line."""
     lines = []
-    for piece in pieces:
-        text = piece.text if piece.data is None else str(piece.data.get("text/plain", f"({', '.join(piece.data)})"))
-        label = f"[{format_ranks(piece.ranks)}]"
+    for block in blocks:
+        text = block.text if block.data is None else str(block.data.get("text/plain", f"({', '.join(block.data)})"))
+        label = f"[{format_ranks(block.ranks)}]"
         lines += [f"{label} {line}" if line else label for line in text.removesuffix("\n").split("\n")]
     return "\n".join(lines)
 
 
-_FIRST_WHOLE = 0.3
+_FIRST_RESEND = 0.3
 """Seconds after the opening until the whole output is sent again.
 
-The time doubles after every such update, up to `_LAST_WHOLE`.
+The time doubles after every such update, up to `_LAST_RESEND`.
 """
-_LAST_WHOLE = 10.0
+_LAST_RESEND = 10.0
 _END = "</pre></div>"
-_FORGOTTEN = '<p class="rb-of rb-forgotten">what came before is left out here</p>'
+_OMITTED = '<p class="rb-of rb-forgotten">previous output is omitted</p>'
 
 
 class CellPanel(EarlyMessageWidget):
@@ -184,55 +266,60 @@ class CellPanel(EarlyMessageWidget):
 
     def __init__(self, name: str, title: str, ranks: Sequence[int], view: str) -> None:
         self._title, self._ranks = title, tuple(ranks)
-        self._choice, self._chosen = choice_of(view, self._ranks), 0
+        self._choice, self._choice_number = choice_of(view, self._ranks), 0
         self._lock = RLock()
         self._htmls: dict[int, list[str]] = {}
-        self._head, self._forgot = "", False
-        self._number = self._told_number = 0
-        self._size = self._told_size = 0
+        self._ranks_of: dict[int, tuple[int, ...]] = {}
+        self._header, self._blocks_omitted = "", False
+        self._number = self._sent_number = 0
+        self._size = self._sent_size = 0
         self._opened: float | None = None
-        self._next_whole = _FIRST_WHOLE
+        self._next_resend = _FIRST_RESEND
         super().__init__(name=name, skeleton=skeleton(name, title, self._ranks, self._choice))
 
-    def tell(self, changes: Sequence[Change]) -> None:
+    def apply(self, changes: Sequence[Change]) -> None:
         """Apply changes of the output and send them to the browser."""
         with self._lock:
-            sent = [self._apply(change) for change in changes]
+            sent = [self._apply_change(change) for change in changes]
             self._number += 1
+            # Not displayed yet: `bundle` sends everything.
             if self._opened is None:
                 return
             self.send({"number": self._number, "changes": sent})
             since = time.monotonic() - self._opened
-            if self._size > 2 * self._told_size + 1000 or (since > self._next_whole and since < _LAST_WHOLE):
-                self._next_whole = 2 * since
-                self._tell_whole()
+            # Sizes are those of the HTML in characters.
+            if self._size > 2 * self._sent_size + 1000 or (since > self._next_resend and since < _LAST_RESEND):
+                self._next_resend = 2 * since
+                self._send_whole()
 
     def bundle(self) -> dict[str, Any]:
         """Return the mime bundle that displays the panel; later changes are sent as messages."""
         with self._lock:
             self._opened = time.monotonic()
-            self._tell_whole()
+            self._send_whole()
         widget_bundle = super()._repr_mimebundle_()
         data = widget_bundle[0] if isinstance(widget_bundle, tuple) else {}
         return {**data, "text/plain": f"{self._title} on {name_ranks(self._ranks)}"}
 
-    def end(self, pieces: Sequence[OutputBlock]) -> dict[str, str]:
+    def end(self, blocks: Sequence[OutputBlock]) -> dict[str, str]:
         """Close the widget, and return the static mime bundle that replaces it."""
         with self._lock:
             html = skeleton(
-                self.name, self._title, self._ranks, self._choice, pieces=self._all_pieces(), head=self._head
+                self.name, self._title, self._ranks, self._choice, pieces=self._all_pieces(), header=self._header
             )
         self.close()
-        return {"text/html": html, "text/plain": text_of(pieces)}
+        return {"text/html": html, "text/plain": text_of(blocks)}
 
-    def _apply(self, change: Change) -> list[object]:
+    def _apply_change(self, change: Change) -> list[object]:
         match change:
-            case BlockAdded(piece):
-                html = piece_html(piece, self._ranks)
-                text = piece.data is None
-                self._htmls[piece.key] = [html.removesuffix(_END), _END] if text else [html]
+            case BlockAdded(block):
+                html = piece_html(block, self._ranks)
+                text = block.data is None
+                # In parts, so that appended text is inserted before the end without copying what came before it.
+                self._htmls[block.key] = [html.removesuffix(_END), _END] if text else [html]
+                self._ranks_of[block.key] = block.ranks
                 self._size += len(html)
-                return ["put", piece.key, html]
+                return ["put", block.key, html]
             case TextAppended(key, text):
                 html = to_html(text)
                 self._htmls[key].insert(-1, html)
@@ -240,28 +327,33 @@ class CellPanel(EarlyMessageWidget):
                 return ["more", key, html]
             case BlockRemoved(key, forgotten):
                 self._htmls.pop(key, None)
-                self._forgot |= forgotten
-                return ["drop", key, _FORGOTTEN if forgotten else ""]
+                self._ranks_of.pop(key, None)
+                self._blocks_omitted |= forgotten
+                return ["drop", key, _OMITTED if forgotten else ""]
             case OutputHeader(bundle):
-                self._head = bundle["text/html"]
-                return ["head", 0, self._head]
+                self._header = bundle["text/html"]
+                return ["head", 0, self._header]
 
     def _all_pieces(self) -> str:
-        return (_FORGOTTEN if self._forgot else "") + "".join("".join(parts) for parts in self._htmls.values())
+        htmls = ["".join(parts) for parts in self._htmls.values()]
+        blocks = with_rows(htmls, [self._ranks_of[key] for key in self._htmls], self._ranks)
+        return (_OMITTED if self._blocks_omitted else "") + blocks
 
-    def _tell_whole(self) -> None:
-        if self._number != self._told_number or self.whole == "{}":
-            self._told_number, self._told_size = self._number, self._size
-            self.whole = json.dumps({"number": self._number, "head": self._head, "pieces": self._all_pieces()})
+    def _send_whole(self) -> None:
+        # Nothing has changed since the last time.
+        if self._number != self._sent_number or self.whole == "{}":
+            self._sent_number, self._sent_size = self._number, self._size
+            self.whole = json.dumps({"number": self._number, "head": self._header, "pieces": self._all_pieces()})
 
     def _handle(self, message: dict[str, Any]) -> None:
         with self._lock:
             if message.get("op") == "all":
-                self._tell_whole()
+                self._send_whole()
             elif message.get("op") == "choose" and message.get("choice") in choices(self._ranks):
                 arrived = message.get("arrived", 0)
-                if arrived < self._chosen:
+                # Messages are handled in threads; an older choice must not replace a newer one.
+                if arrived < self._choice_number:
                     return
-                self._choice, self._chosen = str(message["choice"]), arrived
+                self._choice, self._choice_number = str(message["choice"]), arrived
                 # for a reloaded page
                 self.skeleton = skeleton(self.name, self._title, self._ranks, self._choice)

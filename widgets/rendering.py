@@ -16,6 +16,7 @@ BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 SKY, VERMILLION, YELLOW, GREY = "#56B4E9", "#D55E00", "#F0E442", "#999999"
 
 RANK_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, VERMILLION, YELLOW, GREY)
+# Blue has a contrast of 5.2 to white and 4.0 to black.
 DARK = {BLUE}  # backgrounds for white text; on the others black has the greater contrast
 
 MEMORY_COLOURS = {
@@ -32,10 +33,17 @@ STATE_MARKS = {
     "waiting": "‖",
     "unresponsive": "?",
     "dead": "✕",
+    "stopped": "□",
 }
 
 INK, PAPER, LINE, FAINT = "#1f2328", "#ffffff", "#d0d7de", "#57606a"
 FONT = "font-family='system-ui, sans-serif'"
+CELL = "text-align:left;white-space:nowrap"  # a size stays in one line; the output area scrolls
+WRAPPING = "text-align:left;min-width:12em"
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+# SVG and HTML -------------------------------------------------------------------------------------------------------
 
 
 def rank_color(rank: int) -> str:
@@ -52,6 +60,8 @@ def rect(x: float, y: float, width: float, height: float, fill: str, *, title: s
     """Return an SVG rectangle; `title` is its tooltip and `extra` has more attributes."""
     inside = f"<title>{escape(title)}</title>" if title else ""
     return (
+        # Rounded to a tenth of a pixel, which makes large documents shorter. Rounding errors may make a width
+        # negative.
         f"<rect x='{x:.1f}' y='{y:.1f}' width='{max(0.0, width):.1f}' height='{height:.1f}' fill='{fill}'{extra}>"
         f"{inside}</rect>"
     )
@@ -73,7 +83,7 @@ def svg_document(width: float, height: float, title: str, shapes: Sequence[str])
     )
 
 
-def bar(parts: Sequence[tuple[str, float, str]], total: float, *, width: str = "100%") -> str:
+def bar(parts: Sequence[tuple[str, float, str]], total: float, *, width: str = "100%", height: str = "0.8em") -> str:
     """Return an HTML bar split into (label, amount, colour); the rest up to `total` stays empty."""
     spans = "".join(
         f'<span title="{escape(label)}" style="background:{colour};width:{100 * amount / total:.2f}%"></span>'
@@ -81,13 +91,34 @@ def bar(parts: Sequence[tuple[str, float, str]], total: float, *, width: str = "
         if total > 0 and amount > 0
     )
     return (
-        f'<span aria-hidden="true" style="display:inline-flex;width:{width};height:0.8em;border:1px solid #8888">'
-        f"{spans}</span>"
+        # Browsers print no backgrounds unless `print-color-adjust` says so.
+        f'<span aria-hidden="true" style="display:inline-flex;width:{width};height:{height};border:1px solid #8888;'
+        f'print-color-adjust:exact">{spans}</span>'
+    )
+
+
+def sparkline(values: Sequence[float], *, most: float = 0.0) -> str:
+    """Return the course of `values` as a line of blocks from 0 to the largest value, or to `most`: "▁▂▅█"."""
+    top = max([*values, most])
+    return "".join(_BLOCKS[min(7, int(8 * max(0.0, value) / top))] if top > 0 else _BLOCKS[0] for value in values)
+
+
+def polyline(values: Sequence[float], x: float, y: float, width: float, height: float, *, title: str) -> str:
+    """Return the course of `values` as an SVG line, scaled to the largest value."""
+    top, last = max([*values, 0.0]) or 1.0, max(1, len(values) - 1)
+    points = " ".join(
+        f"{x + width * number / last:.1f},{y + height * (1 - max(0.0, value) / top):.1f}"
+        for number, value in enumerate(values)
+    )
+    return (
+        f"<polyline points='{points}' fill='none' stroke='{FAINT}' stroke-width='1.5'>"
+        f"<title>{escape(title)}</title></polyline>"
     )
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, str]:
     """Return a table as a mime bundle with HTML and aligned text. Empty columns are left out."""
+    # A column without any value only takes space.
     filled = [column for column in range(len(headings)) if any(row[column] for row in rows)]
     headings, *rows = [[row[column] for column in filled] for row in (headings, *rows)]
     widths = [max(len(row[column]) for row in (headings, *rows)) for column in range(len(headings))]
@@ -97,12 +128,15 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, s
     ]
     head = "".join(f'<th scope="col" style="text-align:left">{escape(cell)}</th>' for cell in headings)
     body = "".join(
-        "<tr>" + "".join(f'<td style="text-align:left">{escape(cell)}</td>' for cell in row) + "</tr>" for row in rows
+        "<tr>" + "".join(f'<td style="{CELL}">{escape(cell)}</td>' for cell in row) + "</tr>" for row in rows
     )
     return {
         "text/plain": "\n".join(lines),
         "text/html": f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>",
     }
+
+
+# ANSI sequences -----------------------------------------------------------------------------------------------------
 
 
 _NAMES = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
@@ -114,6 +148,7 @@ def to_html(text: str) -> str:
     """Convert text with ANSI sequences to HTML: colours become classes (`rb-red`), other sequences are removed."""
     if "\x1b" not in text:
         return escape(text, quote=False)
+    # Classes in effect: styles by their own name, the foreground colour under "colour".
     parts, classes, at = [], dict[str, str](), 0
 
     def add(part: str) -> None:
@@ -125,6 +160,7 @@ def to_html(text: str) -> str:
     for match in ANSI_ESCAPE.finditer(text):
         add(text[at : match.start()])
         at = match.end()
+        # Only colour and style sequences (SGR) have group 1. Sequences that move the cursor are dropped.
         if match[1] is not None:
             _change(classes, map(_code, match[1].split(";")))
     add(text[at:])
@@ -133,6 +169,7 @@ def to_html(text: str) -> str:
 
 def _code(digits: str) -> int:
     """Return the code in a part of a sequence: 0 if the part is empty, -1 if the number is too long to be a code."""
+    # Python refuses to convert more than 4300 digits, and no code has more than three.
     return int(digits or 0) if len(digits) < 5 else -1
 
 
@@ -151,5 +188,6 @@ def _change(classes: dict[str, str], codes: Iterator[int]) -> None:
             classes.pop(_PLAIN[code], None)
         elif code == 39:
             classes.pop("colour", None)
+        # 30 to 37 are the colours, 90 to 97 their bright variants, which get the same class.
         elif code // 10 in (3, 9) and code % 10 < 8:
             classes["colour"] = f"rb-{_NAMES[code % 10]}"

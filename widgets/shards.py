@@ -1,7 +1,7 @@
 """Shards view: which rank holds which part of a variable's tensors.
 
-`ShardsModel` and `ShardsView` are the live view; `fixed_of` and `tensor_of` make the JSON for static/shards.js, which
-requests the shards of one tensor at a time; `text`, `html` and `svg` draw the static versions.
+`ShardsModel` and `ShardsView` are the live view; `static_data` and `tensor_of` make the JSON for static/shards.js,
+which requests the shards of one tensor at a time; `text`, `html` and `svg` draw the static versions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import traitlets
 
-from rankbook.errors import BadRequest, RankbookError
+from rankbook.errors import InvalidArgument, RankbookError
 from rankbook.formatting import format_bytes, format_shape, plural
 from rankbook.protocol.telemetry import Shard, ShardedTensorMap, ShardMap, Statistic
 from rankbook.ranks import name_ranks
@@ -32,7 +32,10 @@ from rankbook.widgets.rendering import (
 )
 from rankbook.widgets.view_model import ClusterSource, Message, ViewModel, to_json
 
-MOST_DRAWN = 4096  # chunks of one tensor; more are indistinguishable and slow to draw
+MAX_DRAWN = 4096  # chunks of one tensor; more are indistinguishable and slow to draw
+
+
+# Live view ----------------------------------------------------------------------------------------------------------
 
 
 class ShardsModel(ViewModel):
@@ -43,25 +46,28 @@ class ShardsModel(ViewModel):
 
     name = "shards"
 
-    def __init__(self, feed: ClusterSource, variable: str = "", search: str = "") -> None:
-        self._feed, self._variable, self._search = feed, variable, search
+    def __init__(self, source: ClusterSource, variable: str = "", search: str = "") -> None:
+        self._source, self._variable, self._search = source, variable, search
+        # Guards the fields that a query sets together: variable, map, tensors, selection and JSON.
         self._lock = Lock()
-        self._asked = 0
-        self._found: ShardMap | None = None
-        self._fixed = to_json({"name": variable, "search": search})
+        self._query_count = 0
+        self._shard_map: ShardMap | None = None
+        # Shown until the first query has ended: the input fields with the given values.
+        self._static_json = to_json({"name": variable, "search": search})
         self._tensors: dict[str, ShardedTensorMap] = {}
-        self._chosen: ShardedTensorMap | None = None
+        self._selected: ShardedTensorMap | None = None
         self._changed: Callable[[], None] | None = None
 
     def open(self, changed: Callable[[], None]) -> None:
         """See `ViewModel`."""
         self._changed = changed
-        if self._found is None and self._variable:
-            start_thread(Thread(target=self._begin, name="rankbook-shards"))
+        # In a thread: the ranks may take up to 2 s, and `open` is called under the view's lock.
+        if self._shard_map is None and self._variable:
+            start_thread(Thread(target=self._run_first_query, name="rankbook-shard-query"))
         changed()
 
-    def _begin(self) -> None:
-        self._ask(self._variable)
+    def _run_first_query(self) -> None:
+        self._query(self._variable)
         if self._changed is not None:
             self._changed()
 
@@ -71,74 +77,81 @@ class ShardsModel(ViewModel):
 
     def ready(self) -> bool:
         """See `ViewModel`."""
-        return self._found is not None or not self._variable
+        return self._shard_map is not None or not self._variable
 
-    def fixed(self) -> str:
+    def load(self) -> None:
         """See `ViewModel`."""
-        return self._fixed
+        self._query(self._variable)
 
-    def state(self) -> str:
+    def static_json(self) -> str:
+        """See `ViewModel`."""
+        return self._static_json
+
+    def dynamic_json(self) -> str:
         """See `ViewModel`."""
         return "{}"
 
     def answer(self, op: str, message: Message) -> Any:  # noqa: ANN401 - JSON
         """Answer `name` (a new variable), `tensor` (its chunks) or `statistic` (of one rank's values of it)."""
         if op == "name":
-            trouble = self._ask(str(message.get("name", "")).strip())
+            trouble = self._query(str(message.get("name", "")).strip())
             if self._changed is not None:
                 self._changed()
             return trouble
         with self._lock:
             variable, tensor = self._variable, self._tensors.get(str(message.get("key")))
         if tensor is None:
-            raise BadRequest(f"{variable} has no tensor {message.get('key')!r} any more: press Show again")
-        self._chosen = tensor
+            raise InvalidArgument(f"{variable} no longer has a tensor {message.get('key')!r}; press Show again")
+        # `svg` draws the tensor that the browser has shown last.
+        self._selected = tensor
         if op == "tensor":
             return tensor_of(tensor)
         if op == "statistic":
-            statistic = self._feed.ask("statistic", name=variable, key=tensor.key, rank=message.get("rank"))
+            statistic = self._source.ask("statistic", name=variable, key=tensor.key, rank=message.get("rank"))
             assert isinstance(statistic, Statistic)
-            return statistic_words(statistic)
-        raise BadRequest(f"the shards view knows no {op!r}")
+            return statistic_text(statistic)
+        raise InvalidArgument(f"unknown operation {op!r}; choose from name, tensor, statistic")
 
-    def _ask(self, name: str) -> str:
+    def _query(self, name: str) -> str:
         """Query the ranks for a variable, and return the error, if any.
 
         The result of the last of several overlapping queries is kept.
         """
         if not name:
-            raise BadRequest("which variable? Write its name, such as model")
+            raise InvalidArgument("no variable was given; enter a name such as model")
+        # Queries may overlap, for example if the user enters another name while the first one runs.
         with self._lock:
-            self._asked = query = self._asked + 1
+            self._query_count = query = self._query_count + 1
         try:
-            shard_map = self._feed.ask("shards", name=name)
+            shard_map = self._source.ask("shards", name=name)
         except RankbookError as error:
+            # The error is shown in place of the tensors, and also returned to the browser.
             shard_map = ShardMap(name, "", (), str(error))
         assert isinstance(shard_map, ShardMap)
         with self._lock:
-            if query == self._asked:
-                self._variable, self._found = name, shard_map
+            if query == self._query_count:
+                self._variable, self._shard_map = name, shard_map
                 self._tensors = {tensor.key: tensor for tensor in shard_map.tensors}
-                self._chosen = None
+                self._selected = None
                 # `query` makes the value differ, so that the browser is notified even if only the shards have moved
-                self._fixed = to_json({**fixed_of(shard_map), "search": self._search, "asked": query})
+                self._static_json = to_json({**static_data(shard_map), "search": self._search, "asked": query})
         return shard_map.trouble
 
     def summary(self) -> str:
         """See `ViewModel`."""
-        return summary(self._found, self._variable)
+        return summary(self._shard_map, self._variable)
 
     def text(self) -> str:
         """See `ViewModel`."""
-        return text(self._found, self._variable, self._search)
+        return text(self._shard_map, self._variable, self._search)
 
     def html(self) -> str:
         """See `ViewModel`."""
-        return html(self._found, self._variable, self._search)
+        return html(self._shard_map, self._variable, self._search)
 
     def svg(self) -> str:
         """See `ViewModel`."""
-        return svg(self._found, self._variable, self._chosen)
+        return svg(self._shard_map, self._variable, self._selected)
 
 
 class ShardsView(LiveView):
@@ -148,18 +161,21 @@ class ShardsView(LiveView):
     shards_fixed = traitlets.Unicode("{}").tag(sync=True)
     shards_state = traitlets.Unicode("{}").tag(sync=True)
 
-    def __init__(self, feed: ClusterSource, name: str, *, search: str = "") -> None:
-        super().__init__([ShardsModel(feed, name, search)])
+    def __init__(self, source: ClusterSource, name: str, *, search: str = "") -> None:
+        super().__init__([ShardsModel(source, name, search)])
 
 
-def fixed_of(found: ShardMap) -> dict[str, Any]:
+# JSON for static/shards.js ------------------------------------------------------------------------------------------
+
+
+def static_data(shard_map: ShardMap) -> dict[str, Any]:
     """Return the JSON list of all tensors with dtype and global shape, and the bytes per rank."""
     return {
-        "name": found.name,
-        "kind": found.kind,
-        "trouble": found.trouble,
-        "tensors": [[tensor.key, tensor.dtype, list(tensor.shape)] for tensor in found.tensors],
-        "totals": list(totals(found).items()),
+        "name": shard_map.name,
+        "kind": shard_map.kind,
+        "trouble": shard_map.trouble,
+        "tensors": [[tensor.key, tensor.dtype, list(tensor.shape)] for tensor in shard_map.tensors],
+        "totals": list(totals(shard_map).items()),
     }
 
 
@@ -170,42 +186,47 @@ def tensor_of(tensor: ShardedTensorMap) -> dict[str, Any]:
         "key": tensor.key,
         "shape": list(tensor.shape),
         "dtype": tensor.dtype,
-        "left": max(0, len(chunks) - MOST_DRAWN),
+        "left": max(0, len(chunks) - MAX_DRAWN),
         "chunks": [
             [
                 list(holders[0].offset),
                 list(holders[0].shape),
                 [[shard.rank, shard.replica, shard.device, shard.bytes] for shard in holders],
             ]
-            for holders in chunks[:MOST_DRAWN]
+            for holders in chunks[:MAX_DRAWN]
         ],
     }
 
 
 def chunks_of(shards: Sequence[Shard]) -> list[list[Shard]]:
     """Group shards by chunk, in the order of the tensor; replicas are ordered by replica and rank."""
+    # Shards of different ranks with the same offset and shape are copies of one chunk. Sorting the keys (offset, shape)
+    # gives row-major order.
     chunks: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Shard]] = defaultdict(list)
     for shard in shards:
         chunks[shard.offset, shard.shape].append(shard)
     return [sorted(chunks[chunk], key=lambda replica: (replica.replica, replica.rank)) for chunk in sorted(chunks)]
 
 
-MOST_ROWS = 200  # tensors listed in static text and HTML
-HEADINGS = ("tensor", "dtype", "global shape", "parts", "on")
+# Static versions ----------------------------------------------------------------------------------------------------
 
 
-def statistic_words(found: Statistic) -> str:
+MAX_ROWS = 200  # tensors listed in static text and HTML
+HEADINGS = ("tensor", "dtype", "global shape", "shards", "ranks")
+
+
+def statistic_text(statistic: Statistic) -> str:
     """Describe a statistic in one line: "min -0.5, mean 0.25, max 1.5, 2 NaN"."""
-    numbers = [("min", found.minimum), ("mean", found.mean), ("max", found.maximum)]
+    numbers = [("min", statistic.minimum), ("mean", statistic.mean), ("max", statistic.maximum)]
     parts = [f"{name} {number:.4g}" for name, number in numbers if number is not None]
-    parts += [f"{found.nans} NaN", *([f"{found.infinities} infinite"] if found.infinities else [])]
+    parts += [f"{statistic.nans} NaN", *([f"{statistic.infinities} infinite"] if statistic.infinities else [])]
     return ", ".join(parts)
 
 
-def totals(found: ShardMap) -> dict[int, int]:
+def totals(shard_map: ShardMap) -> dict[int, int]:
     """Return the bytes per rank, replicas included."""
     amounts: Counter[int] = Counter()
-    for tensor in found.tensors:
+    for tensor in shard_map.tensors:
         for shard in tensor.shards:
             amounts[shard.rank] += shard.bytes
     return dict(sorted(amounts.items()))
@@ -216,25 +237,28 @@ def imbalance(amounts: dict[int, int]) -> str:
     if not amounts or not max(amounts.values()):
         return ""
     most, mean = max(amounts.values()), sum(amounts.values()) / len(amounts)
+    # Half a percent is ignored, because not every tensor can be divided evenly.
     if most <= 1.005 * mean:
-        return f"{format_bytes(mean)} on each rank"
+        return f"{format_bytes(mean)} per rank"
     rank = max(amounts, key=lambda holder: amounts[holder])
     above = 100 * most / mean - 100
     return f"rank {rank} holds {format_bytes(most)}, {above:.0f} % above the mean of {format_bytes(mean)}"
 
 
-def summary(found: ShardMap | None, name: str) -> str:
-    """Summarize the shards in one line: "model (model): 6 tensors; 1.2 MB on each rank"."""
-    if found is None:
-        return f"shards of {name}: not asked yet" if name else "shards: no variable chosen"
-    if found.trouble:
-        return f"shards of {found.name}: {found.trouble}"
-    balance = imbalance(totals(found))
-    return f"{found.name} ({found.kind}): {plural(len(found.tensors), 'tensor')}{f'; {balance}' if balance else ''}"
+def summary(shard_map: ShardMap | None, name: str) -> str:
+    """Summarize the shards in one line: "model (model): 6 tensors; 1.2 MB per rank"."""
+    if shard_map is None:
+        return f"shards of {name}: not queried yet" if name else "shards: no variable selected"
+    if shard_map.trouble:
+        return f"shards of {shard_map.name}: {shard_map.trouble}"
+    counted = f"{shard_map.name} ({shard_map.kind}): {plural(len(shard_map.tensors), 'tensor')}"
+    balance = imbalance(totals(shard_map))
+    return f"{counted}; {balance}" if balance else counted
 
 
 def _row(tensor: ShardedTensorMap) -> list[str]:
     parts = {(shard.offset, shard.shape) for shard in tensor.shards}
+    # Replicas are numbered from 0.
     copies = max((shard.replica for shard in tensor.shards), default=0) + 1
     ranks = sorted({shard.rank for shard in tensor.shards})
     return [
@@ -246,49 +270,49 @@ def _row(tensor: ShardedTensorMap) -> list[str]:
     ]
 
 
-def _rows(found: ShardMap, search: str) -> tuple[list[list[str]], int]:
+def _rows(shard_map: ShardMap, search: str) -> tuple[list[list[str]], int]:
     """Return a row per tensor with `search` in its name, and the number of further rows that are not shown."""
-    matches = [tensor for tensor in found.tensors if search.lower() in tensor.key.lower()]
-    return [_row(tensor) for tensor in matches[:MOST_ROWS]], max(0, len(matches) - MOST_ROWS)
+    matches = [tensor for tensor in shard_map.tensors if search.lower() in tensor.key.lower()]
+    return [_row(tensor) for tensor in matches[:MAX_ROWS]], max(0, len(matches) - MAX_ROWS)
 
 
-def text(found: ShardMap | None, name: str, search: str = "") -> str:
+def text(shard_map: ShardMap | None, name: str, search: str = "") -> str:
     """Return a line per tensor with `search` in its name, then the bytes per rank."""
-    lines = [summary(found, name)]
-    if found is not None and found.tensors:
-        rows, more = _rows(found, search)
-        lines.append(table(HEADINGS, rows)["text/plain"] if rows else f"no tensor has {search!r} in its name")
+    lines = [summary(shard_map, name)]
+    if shard_map is not None and shard_map.tensors:
+        rows, more = _rows(shard_map, search)
+        lines.append(table(HEADINGS, rows)["text/plain"] if rows else f"no tensor name contains {search!r}")
         lines += [f"… and {more} more"] if more else []
-        lines += [f"rank {rank}: {format_bytes(amount)}" for rank, amount in totals(found).items()]
+        lines += [f"rank {rank}: {format_bytes(amount)}" for rank, amount in totals(shard_map).items()]
     return "\n".join(lines)
 
 
-def html(found: ShardMap | None, name: str, search: str = "") -> str:
+def html(shard_map: ShardMap | None, name: str, search: str = "") -> str:
     """Return a table of the tensors with `search` in their names, and a table of the bytes per rank."""
-    markup = f"<p>{escape(summary(found, name))}</p>"
-    if found is None or not found.tensors:
+    markup = f"<p>{escape(summary(shard_map, name))}</p>"
+    if shard_map is None or not shard_map.tensors:
         return markup
-    shown, more = _rows(found, search)
-    markup += (
-        table(HEADINGS, shown)["text/html"] if shown else f"<p>no tensor has {escape(repr(search))} in its name</p>"
-    )
+    shown, more = _rows(shard_map, search)
+    markup += table(HEADINGS, shown)["text/html"] if shown else f"<p>no tensor name contains {escape(repr(search))}</p>"
     markup += f"<p>… and {more} more</p>" if more else ""
-    rows = [[str(rank), format_bytes(amount)] for rank, amount in totals(found).items()]
-    return markup + table(("rank", "holds"), rows)["text/html"]
+    rows = [[str(rank), format_bytes(amount)] for rank, amount in totals(shard_map).items()]
+    return markup + table(("rank", "size"), rows)["text/html"]
 
 
-def svg(found: ShardMap | None, name: str, chosen: ShardedTensorMap | None) -> str:
+def svg(shard_map: ShardMap | None, name: str, chosen: ShardedTensorMap | None) -> str:
     """Return the chosen tensor, or the largest one, as a grid of its parts, with the bytes per rank."""
-    if found is None or not found.tensors:
-        return svg_document(720, 40, "shards", [text_element(12, 25, summary(found, name))])
-    tensor = chosen or max(found.tensors, key=lambda candidate: sum(shard.bytes for shard in candidate.shards))
+    if shard_map is None or not shard_map.tensors:
+        return svg_document(720, 40, "shards", [text_element(12, 25, summary(shard_map, name))])
+    # The largest tensor is the one whose distribution matters most.
+    tensor = chosen or max(shard_map.tensors, key=lambda candidate: sum(shard.bytes for shard in candidate.shards))
     shapes = [
-        text_element(12, 22, summary(found, name), size=14),
+        text_element(12, 22, summary(shard_map, name), size=14),
         text_element(12, 44, f"{tensor.key}  {format_shape(tensor.shape)}  {tensor.dtype}", fill=FAINT),
     ]
     shapes += _grid(tensor, 12, 56, 400, 280)
-    amounts = totals(found)
+    amounts = totals(shard_map)
     most = max([*amounts.values(), 1])
+    # All ranks have to fit into 280 pixels. Rows of less than 10 pixels get no text.
     row = min(22.0, 280 / max(1, len(amounts)))
     for index, (rank, amount) in enumerate(amounts.items()):
         y = 56 + index * row
@@ -298,7 +322,7 @@ def svg(found: ShardMap | None, name: str, chosen: ShardedTensorMap | None) -> s
                 text_element(470, y + row - 6, str(rank), anchor="end", size=11),
                 text_element(620, y + row - 6, format_bytes(amount)),
             ]
-    return svg_document(720, 350, summary(found, name), shapes)
+    return svg_document(720, 350, summary(shard_map, name), shapes)
 
 
 def _grid(tensor: ShardedTensorMap, x: float, y: float, width: float, height: float) -> list[str]:
@@ -306,7 +330,9 @@ def _grid(tensor: ShardedTensorMap, x: float, y: float, width: float, height: fl
     across, down = _two_dims(tensor.shape)
     shapes, drawn = [], set()
     for shard in sorted(tensor.shards, key=lambda replica: (replica.replica, replica.rank)):
+        # Of a tensor with more than two dims, such as the weight of a convolution, only one plane can be drawn.
         in_plane = all(begin == 0 for dim, begin in enumerate(shard.offset) if dim not in (across, down))
+        # Replicas are drawn once, in the colour of the first rank that holds one.
         if (shard.offset, shard.shape) in drawn or not in_plane:
             continue
         drawn.add((shard.offset, shard.shape))
@@ -317,6 +343,7 @@ def _grid(tensor: ShardedTensorMap, x: float, y: float, width: float, height: fl
         title = f"rank {shard.rank}, offset {shard.offset}, shape {format_shape(shard.shape)}"
         shapes.append(rect(x + left, y + top, wide, high, colour, title=title, extra=f" stroke='{PAPER}'"))
         label = f"{shard.rank}{f' ×{len(copies)}' if len(copies) > 1 else ''}"
+        # Only where the label fits: about 8 pixels per character.
         if wide > 8 * len(label) and high > 14:
             shapes.append(text_element(x + left + 4, y + top + 14, label, fill=contrast_color(colour)))
     return shapes
@@ -324,6 +351,8 @@ def _grid(tensor: ShardedTensorMap, x: float, y: float, width: float, height: fl
 
 def _two_dims(shape: tuple[int, ...]) -> tuple[int | None, int | None]:
     """Return the dims drawn across and down: the two largest, the first of them down."""
+    # For the shape (64, 3, 7, 512) the two largest dims are 3 and 0: dim 0 goes down and dim 3 across. A vector goes
+    # down.
     dims = sorted(sorted(range(len(shape)), key=lambda dim: -shape[dim])[:2])
     if len(dims) == 2:
         return dims[1], dims[0]

@@ -20,17 +20,21 @@ Message = Mapping[str, Any]
 
 def to_json(value: object) -> str:
     """Encode `value` as JSON without spaces."""
+    # JavaScript's JSON parser refuses NaN, so it is an error here rather than in the browser.
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
+# A model has no lock of the view and knows no browser. `LiveView` decides when it is open, which thread asks it and
+# when its state is sent, so that a test needs neither a kernel nor a widget.
 class ViewModel(ABC):
     """Model of a view: the sources it watches, its state, its answers to the browser, and HTML, text and SVG versions.
 
-    `fixed` is the part of the state that rarely changes, `state` the part that may change ten times a second; both are
-    JSON. `open` and `close` are called alternately, `open` first, when a browser starts to show the view. All other
-    methods may be called at any time, on any thread.
+    `static_json` is the part of the state that rarely changes, `dynamic_json` the part that may change ten times a
+    second; both are JSON. `open` and `close` are called alternately, `open` first, when a browser starts to show the
+    view. All other methods may be called at any time, on any thread.
     """
 
+    # Also the prefix of the two traits of `LiveView` that carry the state.
     name: str
 
     @abstractmethod
@@ -46,11 +50,15 @@ class ViewModel(ABC):
         """Return True if there is a state to show."""
 
     @abstractmethod
-    def fixed(self) -> str:
+    def load(self) -> None:
+        """Ask the sources once for a state to show. Takes up to 2 s. Raises `RankbookError`."""
+
+    @abstractmethod
+    def static_json(self) -> str:
         """Return the part of the state that rarely changes, as JSON."""
 
     @abstractmethod
-    def state(self) -> str:
+    def dynamic_json(self) -> str:
         """Return the part of the state that changes often, as JSON."""
 
     @abstractmethod
@@ -74,6 +82,8 @@ class ViewModel(ABC):
         """Return the state as an SVG document, for example for a paper."""
 
 
+# Protocols, since the widgets must not import the coordinator. magics/views.py implements both for a cluster and a
+# folder; tests have their own implementations.
 class ClusterSource(Protocol):
     """Data source for the state of the ranks. All methods are thread-safe."""
 
@@ -88,8 +98,8 @@ class ClusterSource(Protocol):
     def ask(self, kind: str, **options: object) -> Struct:
         """Query the ranks once, also while a cell runs. Takes up to 2 s.
 
-        "detail" with `rank` gives `RankDetail`, "shards" with `name` gives `ShardMap`, "statistic" with `name`, `key`
-        and `rank` gives `Statistic`. Raises `RankbookError`.
+        "placement" gives `Placement`, "detail" with `rank` gives `RankDetail`, "shards" with `name` gives `ShardMap`,
+        "statistic" with `name`, `key` and `rank` gives `Statistic`. Raises `RankbookError`.
         """
         ...
 
@@ -101,12 +111,12 @@ class ClusterSource(Protocol):
 class CheckpointSource(Protocol):
     """A folder of checkpoints. All methods are thread-safe and may raise `RankbookError`."""
 
-    def look(self) -> CheckpointFolder:
+    def list_checkpoints(self) -> CheckpointFolder:
         """Return the checkpoints in the folder, without reading tensor data."""
         ...
 
     def verify(self, name: str) -> str:
-        """Verify the checksums of a checkpoint and return a sentence; later calls of `look` include the result."""
+        """Verify the checksums of a checkpoint and return a sentence; `list_checkpoints` then includes the result."""
         ...
 
     def load(self, name: str) -> str:

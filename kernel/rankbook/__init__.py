@@ -1,34 +1,33 @@
-"""Rankbook: a Jupyter-native distributed kernel for PyTorch, whose cells run on all ranks of a process group.
+"""Run notebook cells on all accelerators at once: interactive distributed PyTorch in any Jupyter front end.
 
-The public names are imported when they are first used, so that `import rankbook` imports no torch into the notebook
-process.
+`%load_ext rankbook` defines the cell magic `%%distributed`, which runs a cell on every rank. A rank is a process: one
+per GPU, or two on the CPU. Ranks keep their variables from cell to cell. `%distributed?` shows all commands.
 
-Subpackages:
+Run a cell on all ranks:
 
-protocol/       messages between the notebook process, the forkserver and the ranks
-transport/      ZeroMQ links, serialization and shared memory that carry these messages
-launch/         launchers: the forkserver's process, the ranks' environment, the registry of detached clusters
-output/         merge, store and replay the ranks' output; `CellResult`
-coordinator/    notebook side: the state machine, its driver thread, and the public `Cluster`
-rank/           rank side: the forkserver and the processes that execute cells
-runtime/        `Accelerator` and the rest of the training API, also for scripts under torchrun
-checkpoint/     sharded checkpoints that are saved on N ranks and loaded on M
-widgets/        live views of ranks, shards and checkpoints, with HTML, text and SVG versions
-magics/         `%%distributed`, `%distributed` and `%%local`; debugger, completion and comms for cells on ranks
-jupyter/        the Jupyter kernel that runs plain cells on the ranks
-cli/            the `rankbook` command: run a notebook, inspect and convert checkpoints
+    %%distributed
+    x = torch.full((2,), rank + 1.0, device=device)
+    dist.all_reduce(x)
+    print("sum", x.tolist())
 
-Modules that every subpackage may import:
+Train the same loop on one device and on many; names and signatures are those of Hugging Face Accelerate:
 
-errors.py            the exceptions that Rankbook raises
-ranks.py             rank selections such as "0,2-3": parse, format, group
-formatting.py        bytes, counts, durations and terminal text
-lazy_imports.py      import public names on first use
-package_folders.py   the folders of the package's files, for tracebacks and debuggers
-process_identity.py  owners of files and folders: identify a process, detect that it has ended
+    %%distributed
+    accelerator = rankbook.Accelerator(mixed_precision="bf16")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y in loader:
+        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
 
-The coordinator and the rank side never import each other: they share protocol/ and communicate over transport/.
-tests/test_layers.py enforces this and the other import rules.
+Use the ranks from Python, in a notebook or in a script:
+
+    with rankbook.start(4) as cluster:
+        cluster.push({"scale": 0.5})
+        result = cluster.run("print(rank, scale)")
+        cluster.pull("scale")    # [0.5, 0.5, 0.5, 0.5]
+
+The public names are imported when they are first used: `import rankbook` imports no torch.
 """
 
 from __future__ import annotations
@@ -36,9 +35,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rankbook import runtime
+from rankbook.accelerate_names import explain_missing
 from rankbook.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
+    # For type checkers and editors, which do not run `lazy_imports`. tests/test_public_surface.py holds the names.
     from rankbook.coordinator.cluster import Cluster, RankStatus
     from rankbook.coordinator.default_cluster import attach, current, start, stop
     from rankbook.coordinator.evaluate import Peeked
@@ -49,9 +50,12 @@ if TYPE_CHECKING:
         CellTimeout,
         ClusterStopped,
         CollectiveAborted,
+        InvalidArgument,
         LostRank,
         NoCluster,
+        NoClusterError,
         RankbookError,
+        RankLostError,
         StartError,
         TransferError,
     )
@@ -72,9 +76,12 @@ __all__ = [
     "ClusterStopped",
     "CollectiveAborted",
     "Healed",
+    "InvalidArgument",
     "LostRank",
     "NoCluster",
+    "NoClusterError",
     "Peeked",
+    "RankLostError",
     "RankOutcome",
     "RankStatus",
     "RankbookError",
@@ -95,6 +102,7 @@ __all__ = [
 ]
 __all__ += runtime.__all__
 
+# Names and the modules that define them. A type checker sees the imports above instead.
 __getattr__, __dir__ = lazy_imports(
     __name__,
     {
@@ -108,8 +116,11 @@ __getattr__, __dir__ = lazy_imports(
             "CellTimeout",
             "ClusterStopped",
             "CollectiveAborted",
+            "InvalidArgument",
             "LostRank",
             "NoCluster",
+            "NoClusterError",
+            "RankLostError",
             "RankbookError",
             "StartError",
             "TransferError",
@@ -120,4 +131,5 @@ __getattr__, __dir__ = lazy_imports(
         "rankbook.magics": ("load_ipython_extension", "unload_ipython_extension"),
         "rankbook.runtime": runtime.__all__,
     },
+    explain_missing,
 )

@@ -16,15 +16,30 @@ if TYPE_CHECKING:
     from rankbook.protocol.messages import ErrorReport
 
 
+# Who is at fault decides the class:
+#
+#     the caller             InvalidArgument, UnknownKeyword, NoClusterError, InvalidStateDict
+#     user code on a rank    CellError, CellTimeout
+#     a rank or its process  StartError, RankLostError, CollectiveAborted, PeerFailedError
+#     data                   TransferError, CheckpointError
+#     Rankbook itself        ProtocolError, UnreadableMessage, IllegalTransition
 class RankbookError(Exception):
     """Base class of the exceptions that Rankbook raises on purpose."""
 
 
-class BadRequest(RankbookError, ValueError):
+class InvalidArgument(RankbookError, ValueError):
     """Invalid request: an unknown rank, option or name, or an empty cell."""
 
 
-class NoCluster(RankbookError):
+class UnknownKeyword(InvalidArgument, TypeError):
+    """A keyword argument that a class or function does not have."""
+
+
+class UnsupportedType(InvalidArgument, TypeError):
+    """A value of a type that a function cannot handle."""
+
+
+class NoClusterError(RankbookError):
     """No ranks are running."""
 
 
@@ -36,7 +51,7 @@ class ClusterStopped(RankbookError):
     """The cluster was stopped while a call was still waiting for it."""
 
 
-class LostRank(RankbookError):
+class RankLostError(RankbookError):
     """A rank's process has ended or does not exist. `ranks` has the lost ranks."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
@@ -56,7 +71,7 @@ class CollectiveAborted(RankbookError, RuntimeError):
     """
 
 
-class PeerFailed(RankbookError, RuntimeError):
+class PeerFailedError(RankbookError, RuntimeError):
     """Another rank failed while this one waited for it. `rank` is the failed rank, and its error the cause."""
 
     def __init__(self, message: str, rank: int = -1) -> None:
@@ -83,8 +98,12 @@ class TransferError(RankbookError):
     """A value could not be sent: it cannot be pickled, or there is not enough memory for it."""
 
 
-class CheckpointingException(RankbookError):
+class CheckpointError(RankbookError):
     """A checkpoint cannot be saved or loaded as requested. The message names key, file and ranks."""
+
+
+class InvalidStateDict(CheckpointError, ValueError):
+    """The arguments of a checkpoint function do not fit each other. Megatron-Core raises ValueError here."""
 
 
 class IllegalTransition(RankbookError):
@@ -99,6 +118,7 @@ class CellError(RankbookError):
     """
 
     def __init__(self, message: str, errors: Mapping[int, ErrorReport]) -> None:
+        # Not `super()`: the next class in the order may be a built-in exception with arguments of its own.
         Exception.__init__(self, message)
         self.message = message
         self.errors = dict(errors)
@@ -109,12 +129,20 @@ class CellError(RankbookError):
         return self.message
 
 
+BadRequest = InvalidArgument
+NoCluster = NoClusterError
+LostRank = RankLostError
+PeerFailed = PeerFailedError
+CheckpointingException = CheckpointError
+"""Earlier names of five exceptions. The last one is also Megatron-Core's."""
+
+
 def is_consequence(error: ErrorReport | None) -> bool:
     """Return True if the error only reports that another rank's failure ended a wait.
 
     Such errors are listed after the error of the rank that caused them.
     """
-    return error is not None and error.name in (CollectiveAborted.__name__, PeerFailed.__name__)
+    return error is not None and error.name in (CollectiveAborted.__name__, PeerFailedError.__name__)
 
 
 def cell_error(message: str, errors: Mapping[int, ErrorReport]) -> CellError:
@@ -123,6 +151,7 @@ def cell_error(message: str, errors: Mapping[int, ErrorReport]) -> CellError:
     This applies to built-in exception types and Rankbook's own. Ranks that merely waited for a failed rank come last in
     this order.
     """
+    # False sorts before True, so real errors come before consequences, and lower ranks before higher ones.
     first = errors[min(errors, key=lambda rank: (is_consequence(errors[rank]), rank))].name
     return _cell_error_type(first)(message, errors)
 
@@ -130,9 +159,12 @@ def cell_error(message: str, errors: Mapping[int, ErrorReport]) -> CellError:
 @cache
 def _cell_error_type(name: str) -> type[CellError]:
     base = globals().get(name) or getattr(builtins, name, None)
+    # StopIteration would end a loop silently. Names that are no exceptions, or are classes of a cell, get a plain
+    # `CellError`.
     if not (isinstance(base, type) and issubclass(base, Exception)) or issubclass(base, StopIteration):
         return CellError
     try:
+        # A class made from both, because a user's `except ValueError` has to catch it, and `except CellError` as well.
         mixed = type(name, (CellError, base), {"__module__": "rankbook.errors", "__doc__": CellError.__doc__})
         mixed("probe", {})
     except TypeError:  # a built-in that requires other arguments, such as UnicodeDecodeError

@@ -1,26 +1,40 @@
-"""Format numbers, names and terminal text for display."""
+"""Format numbers, names and terminal text for display, and texts that both notebook and ranks show."""
 
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
+# The alternatives, from left to right (ECMA-48):
+#
+#     ESC [ 1;31 m        colours and styles, whose parameters are group 1
+#     ESC [ ... letter    any other control sequence, such as moving the cursor
+#     ESC ] ... BEL       operating system command, such as a hyperlink or the window's title; ends with BEL or ESC \
+#     ESC letter          two-character sequences
 ANSI_ESCAPE = re.compile(r"\x1b(?:\[([\d;]*)m|\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 """Matches a terminal escape sequence. Group 1 has the parameters of a colour and style sequence (SGR)."""
 
+PACKAGE_MAGICS = ("pip", "conda", "mamba", "micromamba", "uv")
+PACKAGE_NOTE = "Note: the ranks use updated packages after %distributed restart, which empties their namespaces."
+"""Text below the note of these magics that names a restart of the kernel."""
+
+# 999.6 has to become "1 k" and not "1000".
 _ROUNDS_UP = 0.9995  # fraction of a unit from which three significant digits round up to 1
 
 
 def format_3g(value: float) -> str:
     """Format with three significant digits and no exponent: "31.4", "1230"."""
+    # `g` alone would write 1230 as 1.23e+03.
     return f"{float(f'{value:.3g}'):.15g}"
 
 
 def format_bytes(count: float) -> str:
     """Format bytes in decimal units: "1.07 GB" is 1.07 × 10⁹ bytes."""
     amount, unit = float(count), "B"
+    # Decimal units, as vendors of memory and disks use them for bandwidth and capacity; torch's own texts have GiB.
     for larger in ("kB", "MB", "GB", "TB"):
         if amount < 1000 * _ROUNDS_UP:
             break
@@ -40,12 +54,13 @@ def format_duration(seconds: float) -> str:
     """Format seconds: "0.4 s", "12 s", "3 min 5 s", "2 h 4 min"."""
     if seconds < 10:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    # Rounded before it is split, so that 119.7 s is "2 min 0 s" and not "1 min 60 s".
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60} s"
+    return f"{rounded // 3600} h {rounded % 3600 // 60} min"
 
 
 def format_time(seconds: float) -> str:
@@ -63,10 +78,25 @@ def plural(count: int, noun: str, nouns: str = "") -> str:
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal: "SIGKILL", or "signal 40" for a number without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def truncate_list(items: Sequence[str], limit: int) -> list[str]:
+    """Return the first `limit` items, followed by the number of the remaining ones: ["a", "b", "and 3 more"]."""
+    # Used in error texts about thousands of keys or ranks, of which a reader needs the first few.
+    more = len(items) - limit
+    return [*items[:limit], f"and {more} more"] if more > 0 else list(items)
+
+
 def suggest(name: str, names: Iterable[str]) -> str:
-    """Return "; near: loss, losses" with the public `names` that resemble `name`, or an empty string."""
+    """Return "; did you mean: loss, losses?" with the public `names` that resemble `name`, or an empty string."""
     matches = get_close_matches(name, [candidate for candidate in names if not candidate.startswith("_")], n=3)
-    return f"; near: {', '.join(matches)}" if matches else ""
+    return f"; did you mean: {', '.join(matches)}?" if matches else ""
 
 
 def strip_ansi(text: str) -> str:

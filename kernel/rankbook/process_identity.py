@@ -4,6 +4,8 @@ A process is identified by machine, PID namespace, PID and start time. A folder 
 `flock` on its owner file: the operating system releases the lock when the process ends, and the lock is visible in
 every container that sees the file. If no process holds a lock, the identity in the file decides. A process of another
 machine counts as ended after `PATIENCE` seconds.
+
+`process_info` and `describe_process` tell what the operating system reports about an unresponsive process.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import uuid
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+
+import psutil
 
 PATIENCE = 24 * 3600.0
 """Seconds after which an owner on another machine counts as dead, since its process cannot be checked from here."""
@@ -40,25 +44,30 @@ class ProcessIdentity:
     started: str
     since: float
 
-    def lives(self, patience: float = PATIENCE) -> bool:
+    def is_alive(self, patience: float = PATIENCE) -> bool:
         """Return True if the process is alive.
 
         For a process on another machine, return True if it made its claim less than `patience` seconds ago.
         """
+        # A process of another machine or container cannot be looked up here. Its claim expires.
         if self.machine != machine():
             return time.time() - self.since < patience
-        return bool(self.started) and self.started == started(self.pid)
+        return bool(self.started) and self.started == start_time_of(self.pid)
 
 
 def identify(pid: int) -> ProcessIdentity:
     """Return the identity of a process on this machine."""
-    return ProcessIdentity(platform.node(), machine(), pid, started(pid), time.time())
+    return ProcessIdentity(platform.node(), machine(), pid, start_time_of(pid), time.time())
 
 
 def claim_folder(folder: Path, pid: int) -> int:
     """Record process `pid` as the folder's owner, and return a descriptor with a lock held by this process."""
+    # The lock is taken before the identity is written. A sweep that comes in between reads no identity, and leaves the
+    # folder alone.
     descriptor = os.open(folder / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
+        # Shared, because the forkserver holds a lock too (`hold_folder`). The lock ends with the last process that has
+        # this open file, however it ends.
         _lock(descriptor, fcntl.LOCK_SH)
         os.write(descriptor, json.dumps(asdict(identify(pid))).encode())
     except BaseException:
@@ -80,16 +89,23 @@ def hold_folder(folder: Path) -> int | None:
 def is_abandoned(folder: Path) -> bool:
     """Return True if the folder belongs to this user and its owner has ended; False if this cannot be determined."""
     try:
-        if not _is_own(folder.lstat(), stat.S_IFDIR):
+        if not _belongs_to_user(folder.lstat(), stat.S_IFDIR):
             return False
         descriptor = os.open(folder / OWNER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # no owner file: made by another program, or not claimed yet
         return False
     try:
-        if not _is_own(os.fstat(descriptor), stat.S_IFREG) or not _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        # An exclusive lock is refused as long as any process holds a shared one.
+        if not _belongs_to_user(os.fstat(descriptor), stat.S_IFREG) or not _lock(
+            descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
+        ):
             return False
+        # The file of a running cluster:
+        #
+        #     {"host": "gpu-1", "machine": "<boot id> pid:[4026531836]", "pid": 4711, "started": "812345",
+        #      "since": 1700000000.0}
         owner = ProcessIdentity(**json.loads(os.read(descriptor, 1 << 16)))
-        return not owner.lives()
+        return not owner.is_alive()
     except (ValueError, TypeError):
         return False
     finally:
@@ -100,20 +116,26 @@ def is_abandoned(folder: Path) -> bool:
 def machine() -> str:
     """Identify the PID namespace, within which a PID is unique."""
     try:
+        # The boot id differs after a restart of the machine, when PIDs begin anew. The namespace differs between
+        # containers.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return f"{platform.node()} {uuid.getnode()}"
 
 
-def started(pid: int) -> str:
+def start_time_of(pid: int) -> str:
     """Return a process's start time as the operating system reports it, or an empty string if it is not running."""
     if sys.platform.startswith("linux"):
         try:
+            # The program's name is in parentheses and may contain spaces and parentheses itself, so the fields are
+            # counted from the last one. Field 22 of the whole line is the start time in clock ticks since boot.
             fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         except OSError:
             return ""
         return "" if fields[0] in {"Z", "X"} else fields[19]
+    # macOS: `ps` reports the start time with a resolution of a second.
+    # Two processes with one PID within a second are not told apart.
     run = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
     return run.stdout.strip()
 
@@ -128,5 +150,50 @@ def _lock(descriptor: int, how: int) -> bool:
     return True
 
 
-def _is_own(status: os.stat_result, kind: int) -> bool:
+def _belongs_to_user(status: os.stat_result, kind: int) -> bool:
     return stat.S_IFMT(status.st_mode) == kind and status.st_uid == os.getuid()
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """State of a living process at one moment.
+
+    `status` is psutil's status (running, sleeping, disk-sleep), `cpu_seconds` the CPU time of all its threads so far.
+    `stopped`: by a signal such as SIGSTOP or Ctrl-Z; `traced`: by a debugger.
+    """
+
+    status: str
+    cpu_seconds: float
+    stopped: bool = False
+    traced: bool = False
+
+
+def process_info(pid: int | None) -> ProcessInfo | None:
+    """Return the state of the process `pid`; None if it has ended or is a zombie."""
+    if pid is None:
+        return None
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            status, times = process.status(), process.cpu_times()
+    except psutil.Error:  # it has just ended
+        return None
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return None
+    return ProcessInfo(
+        status=status,
+        cpu_seconds=times.user + times.system,
+        stopped=status == psutil.STATUS_STOPPED,
+        traced=status == psutil.STATUS_TRACING_STOP,
+    )
+
+
+def describe_process(info: ProcessInfo | None, pid: int | None) -> str:
+    """Return a description of the process `pid`, such as `process sleeping, 3.1 s of CPU time`."""
+    if info is None:
+        return "process ending"
+    if info.stopped:
+        return f"process stopped; kill -CONT {pid} resumes it"
+    if info.traced:
+        return f"process stopped by a debugger or tracer (pid {pid})"
+    return f"process {info.status}, {info.cpu_seconds:.1f} s of CPU time"

@@ -55,8 +55,8 @@ def measure(folder, rounds, seed, megabytes):  # noqa: C901 - every job in one p
 
     def state(data):
         return {
-            f"t{number}": ShardedTensor.from_rank_offsets(f"t{number}", each, (0, rank, world))
-            for number, each in enumerate(data)
+            f"t{number}": ShardedTensor.from_rank_offsets(f"t{number}", item, (0, rank, world))
+            for number, item in enumerate(data)
         }
 
     from torch.distributed.device_mesh import init_device_mesh
@@ -65,12 +65,12 @@ def measure(folder, rounds, seed, megabytes):  # noqa: C901 - every job in one p
     mesh = init_device_mesh("cpu", (world,))
 
     def of_torch(data):
-        return {f"t{number}": DTensor.from_local(each, mesh, [Shard(0)]) for number, each in enumerate(data)}
+        return {f"t{number}": DTensor.from_local(item, mesh, [Shard(0)]) for number, item in enumerate(data)}
 
     def raw(number):
         with (root / f"raw-{number}-{rank}").open("wb", buffering=0) as file:
-            for each in tensors:
-                data = each.numpy().reshape(-1).view("uint8").data
+            for tensor in tensors:
+                data = tensor.numpy().reshape(-1).view("uint8").data
                 while data:
                     data = data[file.write(data) :]
             os.fsync(file.fileno())
@@ -121,10 +121,10 @@ def measure(folder, rounds, seed, megabytes):  # noqa: C901 - every job in one p
         assert all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
         dist.barrier()
         if rank == 0:
-            for each in root.glob("torch-*"):
-                shutil.rmtree(each)
-            for each in root.glob("raw-*"):
-                each.unlink()
+            for path in root.glob("torch-*"):
+                shutil.rmtree(path)
+            for element in root.glob("raw-*"):
+                element.unlink()
         dist.barrier()
     return seconds
 
@@ -228,8 +228,8 @@ def main() -> int:
 def _say(name, middle, limit, all_of_them, least=False):
     fine = limit is None or (middle >= limit if least else middle <= limit)
     verdict = "      " if limit is None else "held  " if fine else "BROKEN"
-    said = "" if limit is None else f" {'>=' if least else '<='} {limit:g}"
-    print(f"{verdict} {name}: {middle:.3f}{said} ({min(all_of_them):.3f} to {max(all_of_them):.3f})", flush=True)
+    output = "" if limit is None else f" {'>=' if least else '<='} {limit:g}"
+    print(f"{verdict} {name}: {middle:.3f}{output} ({min(all_of_them):.3f} to {max(all_of_them):.3f})", flush=True)
     return fine
 
 

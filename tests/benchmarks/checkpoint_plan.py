@@ -78,7 +78,7 @@ def declare(mine):
 
 
 def again(cache, signatures, mine, fully_parallel):
-    return cache.recall([*signatures[:-1], declare(mine)], fully_parallel=fully_parallel)
+    return cache.get([*signatures[:-1], declare(mine)], fully_parallel=fully_parallel)
 
 
 def main() -> int:
@@ -96,8 +96,8 @@ def main() -> int:
             taken, plan = timed(plan_save, declared, fully_parallel=fully_parallel)
             seconds["plan"].append(taken)
             cache = PlanCache()
-            signatures = pickle.loads(pickle.dumps([each.signature() for each in declared]))
-            cache.keep(plan, [each.signature() for each in declared], fully_parallel=fully_parallel)
+            signatures = pickle.loads(pickle.dumps([member.signature() for member in declared]))
+            cache.put(plan, [element.signature() for element in declared], fully_parallel=fully_parallel)
             taken, found = timed(again, cache, signatures, mine, fully_parallel)
             assert found is plan
             seconds["again"].append(taken)
@@ -109,8 +109,8 @@ def main() -> int:
             held = held and middle <= LIMITS[kind]
             verdict = "held  " if middle <= LIMITS[kind] else "BROKEN"
             print(f"  {verdict} {label}: {middle:.3f} s <= {LIMITS[kind]:g} (worst {max(seconds[kind]):.3f})")
-        packed = [each.packed() for each in declared]
-        unpacking, _ = timed(lambda packed=packed: [LocalPlan.unpacked(each) for each in packed])
+        packed = [item.pack() for item in declared]
+        unpacking, _ = timed(lambda packed=packed: [LocalPlan.unpack(entry) for entry in packed])
         own, size = statistics.median(seconds["own"]), sum(map(len, packed)) / ranks / 1e3
         print(f"         a rank's own declaration: {own:.3f} s, {size:.0f} kB; all unpacked in {unpacking:.2f} s")
         print(f"         bytes per rank: {min(loads):,} to {max(loads):,}", flush=True)

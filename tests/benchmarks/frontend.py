@@ -1,7 +1,7 @@
-"""One kernel, driven and measured as a front end drives it: over Jupyter's own channels, by jupyter_client.
+"""Drive and measure one kernel as a front end does, over Jupyter's own channels, by jupyter_client.
 
-Owns: the kernel's start and end, when each message arrived and how many bytes it had. Refuses: to know which tool the
-cell uses. The clock runs on this side: from before the request is made until its reply and its *idle* have both come.
+Records when messages arrive and how many bytes they have, whatever tool the cell uses. A cell's time is measured here:
+from before the request is made until both its reply and its *idle* status have come.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class Frontend:
     def _wait_ready(self, *, timeout: float) -> None:
         """Ask until an answer came on the shell *and* something on the output channel, which joins later."""
         limit = time.monotonic() + timeout
-        answered = heard = False
-        while not (answered and heard):
+        answered = finished = False
+        while not (answered and finished):
             if time.monotonic() > limit:
                 raise TimeoutError(f"the kernel does not answer within {timeout:.0f} s")
             if not self._manager.is_alive():
@@ -150,7 +150,7 @@ class Frontend:
             self.client.kernel_info()
             for socket, _ in self._poller.poll(100):
                 socket.recv_multipart()
-                answered, heard = answered or socket is self._shell, heard or socket is self._iopub
+                answered, finished = answered or socket is self._shell, finished or socket is self._iopub
         while self._poller.poll(50):  # the answers to the other questions
             for socket, _ in self._poller.poll(0):
                 socket.recv_multipart()

@@ -104,7 +104,7 @@ def _tell_cells(kernel: Frontend, pairs: int, chance: random.Random) -> bool:
             if number >= 10:
                 taken[code].append(seconds)
     ratio = statistics.median(a / b for a, b in zip(taken[plain], taken[magic], strict=True))
-    medians = [1e3 * statistics.median(taken[each]) for each in (plain, magic)]
+    medians = [1e3 * statistics.median(taken[item]) for item in (plain, magic)]
     held = ratio <= COST
     print(
         f"{'held  ' if held else 'BROKEN'} `x = 1`, plain in auto mode / below %%distributed: {ratio:.3f} <= {COST:g}; "

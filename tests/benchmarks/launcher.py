@@ -58,13 +58,13 @@ def main() -> int:
     try:
         notebook.ok("%load_ext rankbook\n%distributed start -n 2")
         notebook.ok(_filled(SETUP, values))
-        said = notebook.ok(_filled(MEASURE, values), timeout=600).stdout
+        output = notebook.ok(_filled(MEASURE, values), timeout=600).stdout
     finally:
         notebook.close()
-    found = re.search(r"measured (.*)", said)
-    assert found is not None, said
+    found = re.search(r"measured (.*)", output)
+    assert found is not None, output
     seconds, before, after = json.loads(found[1])
-    medians = {name: 1e3 * statistics.median(each) for name, each in seconds.items()}
+    medians = {name: 1e3 * statistics.median(item) for name, item in seconds.items()}
     p95 = 1e3 * statistics.quantiles(seconds["rankbook"], n=20)[-1]
     grown = max(late - early for early, late in zip(before, after, strict=True))
     for name, median in medians.items():

@@ -1,10 +1,9 @@
-"""What it costs a training step that somebody looks: `python tests/benchmarks/looking.py`.
+"""Measure what a watched placement costs a training step: `python tests/benchmarks/looking.py`.
 
-Owns: the model, the shuffled order of its stretches, the ratio and the verdict. In the same two ranks the same DDP
-model trains in stretches of some tenths of a second, which come in pairs: one while a placement is watched, ten times a
-second, one while nobody looks, in an order drawn by chance, so that whatever else the machine does hits both alike. A
-look is rarer than a step, so it is the mean step of a stretch that is compared. Refuses: to leave out the first look,
-with all that it imports, but for that of the warm-up.
+In the same two ranks the same DDP model trains in stretches of some tenths of a second, which come in pairs: one while
+a placement is watched, ten times a second, and one without, in random order, so that whatever else the machine does
+affects both alike. Queries are rarer than steps, so the mean step of a stretch is compared. The first query, with all
+that it imports, counts, except for that of the warm-up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What is measured. Each function opens kernels of one tool, measures, and returns the samples of one round.
+"""Measurements. A function opens kernels of one tool, measures, and returns the samples of one round.
 
-Owns: the cells, the clocks' beginnings and ends, and the checks that a tool did what is timed. Refuses: statistics and
-tables.
+It also checks that the tool did what is timed. Statistics and tables are in report.py.
 """
 
 from __future__ import annotations
@@ -202,7 +201,7 @@ def faults(adapter: Adapter) -> Iterator[Sample]:
 
 
 def _fault(
-    adapter: Adapter, metric: str, strike: Strike, next_cell: Callable[[str], str], survivors: int
+    adapter: Adapter, metric: str, inject: Strike, next_cell: Callable[[str], str], survivors: int
 ) -> Iterator[Sample]:
     with adapter.open(2) as front:
         front.start(timeout=60)
@@ -217,14 +216,14 @@ def _fault(
                 raise TimeoutError("the ranks did not begin the cell within 30 s")
             processes.pause(0.01)
         processes.pause(0.2)  # from the file to the sleep
-        struck = time.perf_counter()
-        strike(front, ranks)
+        failure_time = time.perf_counter()
+        inject(front, ranks)
         try:
             cell = front.wait_cell(sent, timeout=90)
         except CellTimeoutError as error:
             yield Sample(metric, None, str(error))
             return
-        seconds = sent[1] + cell.seconds - struck
+        seconds = sent[1] + cell.seconds - failure_time
         yield Sample(metric, seconds, _after(front, cell, next_cell, survivors))
 
 
@@ -238,19 +237,19 @@ def _processes_of_ranks(adapter: Adapter, front: Frontend) -> list[psutil.Proces
 
 def _after(front: Frontend, cell: Cell, next_cell: Callable[[str], str], survivors: int) -> str:
     """What a fault did to the session: does the very next cell run, where, and are the variables still there?"""
-    said = [] if cell.status == "error" else [f"cell ends as {cell.status!r}"]
+    output = [] if cell.status == "error" else [f"cell ends as {cell.status!r}"]
     left = 0
     for attempt in ("after", "later"):
         try:
             front.execute(next_cell(_touch(front.folder, attempt, "assert kept == 41")), timeout=40)
         except (CellTimeoutError, RuntimeError) as error:
-            return "; ".join([*said, f"next cell: {error}"])
+            return "; ".join([*output, f"next cell: {error}"])
         left = _touched(front.folder, attempt)
         if left == survivors:
-            return "; ".join(said)
+            return "; ".join(output)
         if attempt == "after":
-            said.append("the next cell is lost")
-    return "; ".join([*said[:-1], f"state left on {left} of {survivors} ranks"])
+            output.append("the next cell is lost")
+    return "; ".join([*output[:-1], f"state left on {left} of {survivors} ranks"])
 
 
 def _touch(folder: Path, name: str, code: str, *, first: bool = False) -> str:

@@ -1,10 +1,10 @@
-"""What Rankbook's groups cost a training step in which nothing fails: `python tests/benchmarks/overhead.py`.
+"""Measure what Rankbook's groups cost a training step without faults: `python tests/benchmarks/overhead.py`.
 
-Owns: the two models, the shuffled order of their steps, the ratio and the verdict. In the same two ranks, the same
-network is wrapped twice: by DDP over Rankbook's group, and by DDP over a group of torch's own gloo, on connections of
-its own. Steps come in pairs, one of each, in an order that both ranks draw from the same seed, so that whatever else
-the machine does hits both alike; each round has fresh ranks, and another model is built first. Refuses: a step so large
-that no cost could be seen in it.
+In the same two ranks, the same network is wrapped twice: by DDP over Rankbook's group, and by DDP over a group of
+torch's own gloo, on connections of its own. With `--stand-in`, both are on the stand-in for NCCL, whose device executes
+later. Steps come in pairs, one of each, in an order that both ranks draw from the same seed, so that whatever else the
+machine does affects both alike. Small collectives of both groups are timed in the same way. A round has fresh ranks,
+and another model is built first. The step is small enough that the cost can be seen in it.
 """
 
 from __future__ import annotations
@@ -14,32 +14,46 @@ import json
 import random
 import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
 
-from tests.faults.scenes import stage
+from tests.faults.scenes import Stage, stage
 
 LIMIT = 1.01
 """The median of the ratios of all pairs."""
+COLLECTIVE_LIMIT = 10.0
+"""Microseconds that one small collective may take longer, in the median of all pairs."""
 
 SETUP = """%%distributed
 import gc, json, os, random, statistics, time
 from torch.nn.parallel import DistributedDataParallel
 from rankbook.rank.process_groups import recoverable_group
 
+def plain_stand_in():
+    \"\"\"A group of the stand-in for NCCL: no object of ours is between DDP and it.\"\"\"
+    from tests.nccl_stand_in import StandInGroup
+    store = dist.PrefixStore('plain', dist.group.WORLD.get_group_store())
+    group = StandInGroup(store, rank, world_size)
+    group.eager_connect_single_device()
+    return known(group, 'stand_in', store)
+
 def plain_gloo():
     \"\"\"A process group that torch has made all by itself: no object of ours is between DDP and gloo.\"\"\"
-    store = dist.PrefixStore('plain-gloo', dist.group.WORLD.get_group_store())
+    store = dist.PrefixStore('plain', dist.group.WORLD.get_group_store())
     backend = dist.ProcessGroupGloo(store, rank, world_size)
     group = dist.ProcessGroup(store, rank, world_size)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
     backend._set_sequence_number_for_group()
     group._register_backend(torch.device('cpu'), kind, backend)
-    group._set_group_name(dist.distributed_c10d.GroupName('plain-gloo'))
-    dist.distributed_c10d._world.pg_map[group] = ('gloo', store)
-    dist.distributed_c10d._world.pg_names[group] = 'plain-gloo'
+    return known(group, 'gloo', store)
+
+def known(group, backend, store):
+    group._set_group_name(dist.distributed_c10d.GroupName('plain'))
+    dist.distributed_c10d._world.pg_map[group] = (backend, store)
+    dist.distributed_c10d._world.pg_names[group] = 'plain'
     dist.distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(world_size)}
     return group
 
@@ -48,12 +62,12 @@ def model(group):
     layers = [make() for _ in range(LAYERS) for make in (lambda: torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU)]
     return DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
 
-plain = plain_gloo()
+plain = plain_BACKEND()
 assert not isinstance(plain, recoverable_group.RecoverableProcessGroup)
 assert isinstance(dist.group.WORLD, recoverable_group.RecoverableProcessGroup)
 names = ['plain', 'rankbook'] if FIRST else ['rankbook', 'plain']
 models = {name: model(plain if name == 'plain' else None) for name in names}
-assert type(models['plain'].process_group) is dist.ProcessGroup
+assert models['plain'].process_group is plain
 optimizers = {name: torch.optim.SGD(each.parameters(), 1e-3) for name, each in models.items()}
 inputs = torch.randn(BATCH, WIDTH)
 
@@ -78,18 +92,46 @@ for name in order:
 gc.enable()
 print('measured', json.dumps(seconds))"""
 
+COLLECTIVES = """%%distributed
+small = torch.ones(4)
+groups = {'plain': plain, 'rankbook': dist.group.WORLD}
+def collective(name):
+    began = time.perf_counter()
+    dist.all_reduce(small, group=groups[name])
+    return time.perf_counter() - began
+def finish():
+    small.tolist()  # what a device has queued; gloo is done
+chance = random.Random(SEED)
+order = [name for _ in range(2000) for name in chance.sample(['plain', 'rankbook'], 2)]
+for name in order[:200]:
+    collective(name)
+finish()
+dist.barrier()
+finish()
+seconds = {name: [] for name in groups}
+gc.collect(); gc.disable()
+for number, name in enumerate(order):
+    seconds[name].append(collective(name))
+    if number % 20 == 19:
+        finish()
+gc.enable()
+small.fill_(0)
+print('measured', json.dumps(seconds))"""
+
 
 def main() -> int:
     options = _options()
     seed = random.randrange(1_000_000) if options.seed is None else options.seed
+    backend = "stand_in" if options.stand_in else "gloo"
     values = {"LAYERS": options.layers, "WIDTH": options.width, "BATCH": options.batch, "PAIRS": options.pairs}
     seconds: dict[str, list[float]] = {"plain": [], "rankbook": []}
+    added: list[float] = []
     for number in range(options.rounds):
-        with stage(2) as scene:
-            scene.notebook.ok(_filled(SETUP, {**values, "FIRST": number % 2}), timeout=300)
-            said = scene.notebook.ok(_filled(MEASURE, {**values, "SEED": seed + number}), timeout=600).stdout
-        found = next(line for line in said.splitlines() if line.startswith("[0] measured "))
-        taken: dict[str, list[float]] = json.loads(found.removeprefix("[0] measured "))
+        with stage(2, stand_in=options.stand_in) as scene:
+            scene.notebook.ok(_filled(SETUP, {**values, "FIRST": number % 2, "BACKEND": backend}), timeout=300)
+            taken = _measured(scene, _filled(MEASURE, {**values, "SEED": seed + number}))
+            calls = _measured(scene, _filled(COLLECTIVES, {"SEED": seed + number}))
+        added += [1e6 * (ours - plain) for ours, plain in zip(calls["rankbook"], calls["plain"], strict=True)]
         for name, own in taken.items():
             seconds[name] += own
         print(f"round {number + 1}: {statistics.median(_ratios(taken)):.4f}", file=sys.stderr, flush=True)
@@ -101,8 +143,21 @@ def main() -> int:
     low, high = _interval(ratios, random.Random(seed))
     held = ratio <= LIMIT
     spread = f"95 % interval {low:.4f} to {high:.4f}, {len(ratios)} pairs, seed {seed}"
-    print(f"{'held  ' if held else 'BROKEN'} a DDP step, rankbook / plain gloo: {ratio:.4f} <= {LIMIT:g} ({spread})")
-    return 0 if held else 1
+    verdict = "held  " if held else "BROKEN"
+    print(f"{verdict} a DDP step, rankbook / plain {backend}: {ratio:.4f} <= {LIMIT:g} ({spread})")
+    more = statistics.median(added)
+    small = more <= COLLECTIVE_LIMIT
+    verdict = "held  " if small else "BROKEN"
+    print(f"{verdict} a small all_reduce, rankbook - plain {backend}: {more:+.1f} us <= {COLLECTIVE_LIMIT:g} us")
+    return 0 if held and small else 1
+
+
+def _measured(scene: Stage, cell: str) -> dict[str, list[float]]:
+    """Run a cell that prints its measurements on all ranks, and return those of rank 0."""
+    said = scene.notebook.ok(cell, timeout=600).stdout
+    found = next(line for line in said.splitlines() if line.startswith("[0] measured "))
+    taken: dict[str, list[float]] = json.loads(found.removeprefix("[0] measured "))
+    return taken
 
 
 def _ratios(seconds: dict[str, list[float]]) -> list[float]:
@@ -122,11 +177,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12, metavar="N", help="of the network; 12")
     parser.add_argument("--width", type=int, default=512, metavar="N", help="of each layer; 512")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="few, so that communication matters; 8")
+    parser.add_argument("--stand-in", action="store_true", help="on the stand-in for NCCL, not on gloo")
     parser.add_argument("--seed", type=int, help="of the order of steps; a random one, printed")
     return parser.parse_args()
 
 
-def _filled(code: str, values: dict[str, int]) -> str:
+def _filled(code: str, values: Mapping[str, int | str]) -> str:
     for name, value in values.items():
         code = code.replace(name, str(value))
     return code

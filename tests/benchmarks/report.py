@@ -1,7 +1,4 @@
-"""Folds samples into one table with ratios, and holds it against the limits.
-
-Owns: the metrics' words and limits, statistics, Markdown. Refuses: processes.
-"""
+"""Summarize samples in a table with ratios, and compare them with the limits. Starts no process."""
 
 from __future__ import annotations
 
@@ -124,10 +121,10 @@ def verdicts(samples: Samples, tool: str) -> list[tuple[bool, str]]:
     return results
 
 
-def write_readme(readme: Path, text: str) -> None:
-    """Put the table between the README's markers."""
-    before, begin, rest = readme.read_text().partition(BEGIN)
+def write_table(page: Path, text: str) -> None:
+    """Put the table between the markers of the page."""
+    before, begin, rest = page.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"{readme} has no place for the table: {BEGIN} and {END}")
-    readme.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        raise SystemExit(f"{page} has no place for the table: {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")

@@ -27,7 +27,7 @@ from adapters import PEERS, Adapter, Rankbook
 from measures import Sample
 from peers import python_of
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "comparison.md"
 CELLS = 200
 """How many cells of each kind a run has at least, over all rounds."""
 
@@ -68,8 +68,8 @@ def main() -> int:
             "samples": {m: {t: [asdict(s) for s in of] for t, of in tools.items()} for m, tools in samples.items()},
         }
         options.json.write_text(json.dumps(content, indent=1))
-    if options.write_readme:
-        report.write_readme(README, text)
+    if options.write_table:
+        report.write_table(PAGE, text)
     return 1 if failures or not all(held for held, _ in verdicts) else 0
 
 
@@ -83,7 +83,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tools", type=_names(tools), metavar="NAME,...", help=f"some of: {tools}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every sample goes there")
     parser.add_argument("--seed", type=int, help="of the order within the rounds; a random one, printed")
-    parser.add_argument("--write-readme", action="store_true", help="put the table into the README")
+    parser.add_argument("--write-table", action="store_true", help="put the table into docs/comparison.md")
     return parser.parse_args()
 
 

@@ -130,10 +130,10 @@ def run(ranks: int, options: argparse.Namespace, seed: int) -> dict[str, list[fl
                 context.Process(target=measure, args=(rank, ranks, options, seed + number, folder))
                 for rank in range(ranks)
             ]
-            for each in started:
-                each.start()
-            for each in started:
-                each.join(600)
+            for item in started:
+                item.start()
+            for element in started:
+                element.join(600)
             taken = json.loads(Path(folder, "seconds").read_text())
         for name, own in taken.items():
             found.setdefault(name, []).extend(own)
@@ -151,7 +151,7 @@ def main() -> int:
     for ranks in (1, 2):
         found = run(ranks, options, seed)
         for name, own in sorted(found.items()):
-            low, middle, high = (1e3 * each for each in statistics.quantiles(own, n=4))
+            low, middle, high = (1e3 * quantile for quantile in statistics.quantiles(own, n=4))
             print(f"{ranks} ranks, {name}: median {middle:.3f} ms, middle half {low:.3f} to {high:.3f} ms")
         for name in sorted(set(found) - {"bare"}):
             ratio = statistics.median(ours / bare for ours, bare in zip(found[name], found["bare"], strict=True))
@@ -159,8 +159,8 @@ def main() -> int:
             good = ratio <= limit
             held = held and (good or name != "rankbook")
             word = ("held  " if good else "BROKEN") if name == "rankbook" else "beside"
-            said = f"{ratio:.4f} <= {limit:g}" if name == "rankbook" else f"{ratio:.4f}"
-            print(f"{word} {ranks} ranks, a step, {name} / bare: {said} ({len(found[name])} pairs, seed {seed})")
+            text = f"{ratio:.4f} <= {limit:g}" if name == "rankbook" else f"{ratio:.4f}"
+            print(f"{word} {ranks} ranks, a step, {name} / bare: {text} ({len(found[name])} pairs, seed {seed})")
     return 0 if held else 1
 
 

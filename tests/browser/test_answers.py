@@ -9,8 +9,8 @@ import pytest
 
 from rankbook.protocol.telemetry import Holding
 from rankbook.widgets.dashboard import Dashboard
-from rankbook.widgets.placement import fixed_of, state_of
-from rankbook.widgets.shards import fixed_of as shards_of
+from rankbook.widgets.placement import dynamic_data, static_data
+from rankbook.widgets.shards import static_data as shards_of
 from rankbook.widgets.shards import tensor_of
 from rankbook.widgets.view_model import to_json
 from tests.widgets import fakes
@@ -62,7 +62,7 @@ class Opened:
 
     def render(self) -> None:
         ranks = fakes.placement(4)
-        state = {"placement_fixed": to_json(fixed_of(ranks)), "placement_state": to_json(state_of(ranks))}
+        state = {"placement_fixed": to_json(static_data(ranks)), "placement_state": to_json(dynamic_data(ranks))}
         source = str(Dashboard._esm)
         self.page.evaluate(OPEN, {"source": source, "state": {**state, "shards_fixed": SHARDS, "still": "none"}})
 
@@ -113,9 +113,9 @@ def test_a_rank_from_near_is_shown_again_after_it_did_not_answer(opened):
         expect(stack).to_have_text(shown)
     assert page.evaluate("window.row.isConnected")  # what its reader may be copying
     near.get_by_role("button", name="Restart …").click()
-    expect(near).to_contain_text("A restart loses the variables")
+    expect(near).to_contain_text("A restart deletes the rank's variables")
     near.get_by_role("button", name="No", exact=True).click()
-    expect(near).not_to_contain_text("A restart loses the variables")
+    expect(near).not_to_contain_text("A restart deletes the rank's variables")
 
 
 @pytest.mark.full
@@ -127,7 +127,7 @@ def test_a_rank_from_near_stays_marked_and_is_asked_only_while_it_is_seen(opened
     made = fakes.placement(4)
     holding = Holding("model", "net", "Linear", "", 6, 24, ("float32",), "cuda:0", "")
     ranks = tuple(msgspec.structs.replace(each, holdings=(holding,)) for each in made.ranks)
-    view.change("placement_fixed", to_json(fixed_of(msgspec.structs.replace(made, ranks=ranks))))
+    view.change("placement_fixed", to_json(static_data(msgspec.structs.replace(made, ranks=ranks))))
     expect(page.locator(".rb-near")).to_contain_text("model net: Linear")
     expect(page.locator("[data-rank='1']")).to_have_attribute("aria-selected", "true")
     expect(page.locator("[data-rank='1']")).to_be_focused()
@@ -161,7 +161,7 @@ def test_answers_that_overtake_each_other(opened):
         name.press("Enter")
     view.reply("name", 1, answer="nobody has slow")
     view.change("shards_fixed", SHARDS)
-    expect(said).to_have_text("asking …")
+    expect(said).to_have_text("waiting for the ranks …")
     view.reply("name", answer="nobody has fast")
     expect(said).to_have_text("nobody has fast")
 
@@ -214,9 +214,9 @@ def test_a_kernel_that_was_restarted_is_told_at_the_next_look_and_ends_what_was_
     view.tab("shards")
     shards.get_by_label("variable").fill("model")
     page.keyboard.press("Enter")
-    expect(shards).to_contain_text("asking …")
+    expect(shards).to_contain_text("waiting for the ranks …")
     page.evaluate("window.gone = true")
     page.clock.run_for(5000)
-    expect(page.locator(".rb-old")).to_have_text("What stands here is old: the kernel was restarted or is gone.")
-    expect(shards.locator(".rb-said")).to_have_text("the kernel was restarted or is gone")
+    expect(page.locator(".rb-old")).to_have_text("This view is out of date: the kernel was restarted or has ended.")
+    expect(shards.locator(".rb-said")).to_have_text("the kernel was restarted or has ended")
     page.evaluate("end()")

@@ -10,7 +10,7 @@ expect = pytest.importorskip("playwright.sync_api", reason="playwright is not in
 
 from tests.browser.test_looks import KEPT, differs
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.full, pytest.mark.browser, pytest.mark.timeout(240)]
 
 CELLS = [
     "scale = 10",

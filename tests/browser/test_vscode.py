@@ -10,7 +10,7 @@ import pytest
 from rankbook.output.by_rank import OutputBlock
 from rankbook.widgets.live_view import STATIC
 from rankbook.widgets.output_panel import piece_html, skeleton
-from rankbook.widgets.placement import PlacementView, state_of
+from rankbook.widgets.placement import PlacementView, dynamic_data
 from rankbook.widgets.view_model import to_json
 from tests.browser.test_looks import GRAVE
 from tests.widgets import fakes
@@ -63,7 +63,7 @@ def test_a_view_whose_kernel_is_silent_says_so(browser, placement):
     page.clock.run_for(12_000)
     expect(said).to_be_empty()
     page.clock.run_for(12_000)
-    expect(said).to_contain_text("may be old: the kernel does not answer")
+    expect(said).to_contain_text("may be out of date: the kernel does not respond")
     page.evaluate("hear({seen: 'a look'})")
     expect(said).to_be_empty()
     page.close()
@@ -80,7 +80,7 @@ def test_the_memory_of_a_rank_that_has_died_is_nobodys(browser, placement):
     died = msgspec.structs.replace(
         made, ranks=tuple(msgspec.structs.replace(each, state="dead", memory=None, rate=None) for each in made.ranks)
     )
-    page.evaluate("state => change('placement_state', state)", to_json(state_of(died)))
+    page.evaluate("state => change('placement_state', state)", to_json(dynamic_data(died)))
     expect(row).to_contain_text("dead")
     expect(row.locator(".rb-bar")).to_have_count(0)
     expect(row).not_to_contain_text("of 140 GB")

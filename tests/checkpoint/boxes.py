@@ -37,7 +37,7 @@ def cuts(draw, shape):
         else:
             inner = draw(st.sets(st.integers(1, size - 1), max_size=3)) if size > 1 else set()
             edges.append([0, *sorted(inner), size])
-    axes = [list(itertools.pairwise(each)) for each in edges]
+    axes = [list(itertools.pairwise(edge)) for edge in edges]
     return [(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in itertools.product(*axes)]
 
 

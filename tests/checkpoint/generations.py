@@ -1,4 +1,4 @@
-"""State for checkpoint tests: every value of it tells of which generation it is."""
+"""State for checkpoint tests: every value shows which generation (save) it belongs to."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def state(rank: int, world: int, generation: int, rows: int = 512) -> dict[str, 
 
 def train(held: dict[str, Any]) -> None:
     """Change all of it in place, as training does."""
-    for each in (held["w"], held["half"]["rows"], held["everywhere"], held["scalar"]):
-        each.data.fill_(-1)
+    for item in (held["w"], held["half"]["rows"], held["everywhere"], held["scalar"]):
+        item.data.fill_(-1)
     held["random"].data["generation"] = held["generation"] = held["more"]["list"][0] = -1
     held["more"]["list"][2]["deep"] = -1.0
 

@@ -44,11 +44,11 @@ class InMemory:
 
     def move(self, source: str, target: str) -> None:
         self.remove(target)
-        for name in [each for each in self.files if each == source or each.startswith(f"{source}/")]:
+        for name in [file for file in self.files if file == source or file.startswith(f"{source}/")]:
             self.files[target + name.removeprefix(source)] = self.files.pop(name)
 
     def remove(self, path: str) -> None:
-        for name in [each for each in self.files if each == path or each.startswith(f"{path}/")]:
+        for name in [file for file in self.files if file == path or file.startswith(f"{path}/")]:
             del self.files[name]
 
 
@@ -68,7 +68,7 @@ def save_ranks(ranks: Sequence[Any], storage: Any, *, step: int = 0, fully_paral
         for rank, held in enumerate(ranks)
     ]
     try:
-        tasks = writers[0].plan([writer.declare(whole=True) for writer in writers])
+        tasks = writers[0].plan([writer.declare(full=True) for writer in writers])
         writers[0].commit([writer.write(task) for writer, task in zip(writers, tasks, strict=True)])
     except BaseException:
         place.abandon()

@@ -48,8 +48,8 @@ def on_ranks(body):
     """A test whose body runs on two ranks."""
     BODIES[body.__name__] = body
 
-    def test(told):
-        failure = told.get(body.__name__, "it was not come to: a test before it has failed")
+    def test(reported):
+        failure = reported.get(body.__name__, "it was not come to: a test before it has failed")
         if failure:
             pytest.fail(failure)
 
@@ -59,19 +59,19 @@ def on_ranks(body):
 
 def all_bodies(bodies, folder):
     """What each of them failed with, until one does."""
-    told = {}
+    reported = {}
     for name, body in bodies.items():
         try:
             body(f"{folder}/{name}")
-            told[name] = ""
+            reported[name] = ""
         except BaseException:  # noqa: BLE001 - the test fails with it
-            told[name] = traceback.format_exc()
+            reported[name] = traceback.format_exc()
             break
-    return told
+    return reported
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def reported(tmp_path_factory):
     """The failures of all tests on two ranks."""
     folder = tmp_path_factory.mktemp("runs")
     one, other = run_ranks(all_bodies, 2, BODIES, str(folder), timeout=100)
@@ -99,7 +99,7 @@ def test_the_handle_says_how_it_goes_and_training_changes_nothing_of_it(folder):
     import torch
     import torch.distributed as dist
 
-    from rankbook.checkpoint import CheckpointingException, save, steps
+    from rankbook.checkpoint import CheckpointError, save, steps
 
     rank, world, gate = context(folder)
     held = generations.state(rank, world, 1, ROWS)
@@ -108,13 +108,13 @@ def test_the_handle_says_how_it_goes_and_training_changes_nothing_of_it(folder):
     assert gate.reached.wait(20)
     assert (handle.done, handle.error) == (False, None)
     assert "writing, 0%" in repr(handle)
-    with pytest.raises(TimeoutError, match=r"has not ended within 0\.01 s"):
+    with pytest.raises(TimeoutError, match=r"did not finish within 0\.01 s"):
         handle.wait(0.01)
     for _ in range(20):  # training's collectives meet none of the save's
         ones = torch.ones(1000)
         dist.all_reduce(ones)
         assert ones[0] == world
-    with pytest.raises(CheckpointingException, match="still under way"):
+    with pytest.raises(CheckpointError, match="still running"):
         save(generations.state(rank, world, 2, ROWS), folder, step=2, busy="refuse")
     threading.Timer(0.1, gate.open.set).start()
     second = save(generations.state(rank, world, 2, ROWS), folder, step=2, async_=True)  # waits for the first
@@ -136,7 +136,7 @@ def test_buffers_are_used_again_and_those_of_other_sizes_let_go(folder):
     places = []
     for rows in (ROWS, ROWS, 2 * ROWS, 2 * ROWS):
         save(generations.state(rank, world, 1, rows), folder, async_=True).wait()
-        places.append({each.data_ptr(): each.numel() for each in async_save._process.pool})
+        places.append({item.data_ptr(): item.numel() for item in async_save._process.pool})
     assert places[0] == places[1]
     assert places[2] == places[3]
     assert sum(places[2].values()) < 2.2 * sum(places[0].values())
@@ -144,22 +144,22 @@ def test_buffers_are_used_again_and_those_of_other_sizes_let_go(folder):
 
 @on_ranks
 def test_busy_on_one_rank_is_busy_on_all(folder):
-    from rankbook.checkpoint import CheckpointingException, save
+    from rankbook.checkpoint import CheckpointError, save
 
     rank, world, _ = context(folder)
     hold, ended = threading.Event(), threading.Event()
 
-    def told(progress):
+    def reported(progress):
         if progress.phase == "done" and rank == 1:
             ended.set()
             assert hold.wait(20)
 
-    handle = save(generations.state(rank, world, 1, ROWS), folder, async_=True, on_progress=told)
+    handle = save(generations.state(rank, world, 1, ROWS), folder, async_=True, on_progress=reported)
     if rank == 1:
         assert ended.wait(20)
     else:
         handle.wait(20)
-    with pytest.raises(CheckpointingException, match="under way"):
+    with pytest.raises(CheckpointError, match="still running"):
         save(generations.state(rank, world, 2, ROWS), folder, busy="refuse")
     hold.set()
     handle.wait(20)
@@ -168,8 +168,8 @@ def test_busy_on_one_rank_is_busy_on_all(folder):
 
 
 @on_ranks
-def test_a_failure_that_nobody_heard_of_is_told_by_the_next_save(folder):
-    from rankbook.checkpoint import CheckpointingException, save
+def test_a_failure_that_nobody_noticed_of_is_reported_by_the_next_save(folder):
+    from rankbook.checkpoint import CheckpointError, save
 
     rank, world, gate = context(folder)
 
@@ -180,7 +180,9 @@ def test_a_failure_that_nobody_heard_of_is_told_by_the_next_save(folder):
         gate.write = broken
     gate.open.set()
     handle = save(generations.state(rank, world, 1, ROWS), gate, async_=True)
-    with pytest.raises(CheckpointingException, match=r"failed in the background.*rank 1: OSError.*Input/output error"):
+    with pytest.raises(
+        CheckpointError, match=r"the previous asynchronous save failed.*rank 1: OSError.*Input/output error"
+    ):
         save(generations.state(rank, world, 2, ROWS), folder)
     assert "Input/output error" in str(handle.error)
     assert "Input/output error" in repr(handle)
@@ -190,7 +192,7 @@ def test_a_failure_that_nobody_heard_of_is_told_by_the_next_save(folder):
 
 @on_ranks
 def test_a_rank_that_cannot_copy_or_is_interrupted_leaves_nobody_waiting(folder):
-    from rankbook.checkpoint import CheckpointingException, async_save, save
+    from rankbook.checkpoint import CheckpointError, async_save, save
 
     rank, world, _ = context(folder)
     whole = async_save._buffer
@@ -205,11 +207,11 @@ def test_a_rank_that_cannot_copy_or_is_interrupted_leaves_nobody_waiting(folder)
                 save(generations.state(rank, world, 1, ROWS), folder, async_=True)
         else:
             handle = save(generations.state(rank, world, 1, ROWS), folder, async_=True)
-            with pytest.raises(CheckpointingException, match=f"rank 1: {type(error).__name__}"):
+            with pytest.raises(CheckpointError, match=f"rank 1: {type(error).__name__}"):
                 handle.wait(20)
         async_save._buffer = whole
         if isinstance(error, KeyboardInterrupt):
-            with pytest.raises(CheckpointingException, match="failed in the background"):
+            with pytest.raises(CheckpointError, match="the previous asynchronous save failed"):
                 save(generations.state(rank, world, 1, ROWS), folder)
         save(generations.state(rank, world, 2, ROWS), folder, async_=True).wait(20)
         assert latest(rank, world, folder) == 2
@@ -222,8 +224,8 @@ def test_a_listener_that_raises_is_not_the_saves_failure(folder):
     from rankbook.checkpoint import save
 
     rank, world, _ = context(folder)
-    told = []
-    logging.getLogger("rankbook.checkpoint.progress").addFilter(lambda record: told.append(record.getMessage()))
+    reported = []
+    logging.getLogger("rankbook.checkpoint.progress").addFilter(lambda record: reported.append(record.getMessage()))
 
     def raises(progress):
         if rank == 1 and progress.phase == "writing":
@@ -233,7 +235,7 @@ def test_a_listener_that_raises_is_not_the_saves_failure(folder):
         saved = save(generations.state(rank, world, 1, ROWS), folder, async_=background, on_progress=raises)
         if background:
             saved.wait(20)
-    assert len(told) == (2 if rank == 1 else 0)
+    assert len(reported) == (2 if rank == 1 else 0)
     assert latest(rank, world, folder) == 1
 
 
@@ -256,7 +258,7 @@ def test_loaders_workers_are_forked_while_it_writes(folder):
 
 
 @on_ranks
-def test_the_group_is_made_anew_with_the_default_group(folder):
+def test_the_group_is_made_again_with_the_default_group(folder):
     import torch.distributed as dist
 
     from rankbook.checkpoint import save
@@ -296,15 +298,15 @@ def deserted(folder):
 
     Path(folder).mkdir()
     ranks = rank_processes.ForkedRanks(5, Path(folder), work)  # of whom two have nothing to do with the last one
-    assert ranks.end() == [0, 0, 0, 0, -9], ranks.said
-    return [said[-1] for said in ranks.said[:4]]
+    assert ranks.end() == [0, 0, 0, 0, -9], ranks.messages
+    return [messages[-1] for messages in ranks.messages[:4]]
 
 
 def test_a_rank_that_dies_ends_the_wait_of_all(tmp_path):
     for seconds, done, notes in run_ranks(deserted, 1, str(tmp_path / "crew"), group=False)[0]:
         assert done
         assert seconds < 10
-        assert "what was saved before is untouched" in notes[0]
+        assert "Existing checkpoints are unchanged" in notes[0]
 
 
 SCRIPT = """
@@ -317,7 +319,7 @@ print("the script has ended")
 
 @pytest.mark.full
 @pytest.mark.slow  # two interpreters that import torch
-def test_at_the_end_of_a_script_it_is_finished_or_said_to_be_lost(tmp_path):
+def test_async_save_is_finished_or_reported_as_lost_at_exit(tmp_path):
     def run(folder):
         return subprocess.run([sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, check=False)
 

@@ -18,7 +18,7 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def test_ls_lists_the_steps_the_latest_and_what_was_broken_off(run, capsys):
+def test_ls_lists_the_steps_the_latest_and_what_was_aborted(run, capsys):
     steps.begin_step(storage_of(run), 50)
     (run / "step-60.partial").mkdir()
     assert cli.main(["checkpoint", "ls", str(run)]) == 0
@@ -28,17 +28,17 @@ def test_ls_lists_the_steps_the_latest_and_what_was_broken_off(run, capsys):
     assert lines[2].split()[:2] == ["*", "40"]
     assert lines[2].split()[4:6] == ["5", "2"]
     assert lines[3] == "not finished:"
-    assert lines[4] == "  step-60.partial: a save that was broken off; the next save removes it"
+    assert lines[4] == "  step-60.partial: interrupted save; the next save removes it"
     steps.abandon_step(storage_of(run), 50)
 
 
-def test_ls_tells_of_a_damaged_latest_and_a_damaged_manifest(run, capsys):
+def test_ls_reports_a_damaged_latest_and_a_damaged_manifest(run, capsys):
     (run / "latest").write_bytes(b"step-4")
     (run / "step-30/manifest.json").write_bytes(b"{}")
     assert cli.main(["checkpoint", "ls", str(run)]) == 0
     out = capsys.readouterr().out
     assert "latest: the file is damaged" in out
-    assert "step-30/manifest.json: its last line" in out
+    assert "step-30/manifest.json: the last line" in out
 
 
 def test_show_lists_tensors_objects_and_files(run, capsys):
@@ -53,7 +53,7 @@ def test_show_lists_tensors_objects_and_files(run, capsys):
 
 def test_verify_exits_with_1_where_something_is_damaged(run, capsys):
     assert cli.main(["checkpoint", "verify", str(run), "--all"]) == 0
-    assert capsys.readouterr().out.count("whole") == 2
+    assert capsys.readouterr().out.count(": intact (") == 2
     (run / "step-30/common.pt").write_bytes(b"x")
     assert cli.main(["checkpoint", "verify", str(run)]) == 0
     assert cli.main(["checkpoint", "verify", str(run), "--all"]) == 1
@@ -63,17 +63,17 @@ def test_verify_exits_with_1_where_something_is_damaged(run, capsys):
 
 def test_convert_goes_both_ways(run, tmp_path, capsys):
     assert cli.main(["checkpoint", "convert", str(run), str(tmp_path / "hf")]) == 0
-    assert "left out, which safetensors cannot hold: rng/shard_0_2" in capsys.readouterr().out
+    assert "not converted, because safetensors cannot store it: rng/shard_0_2" in capsys.readouterr().out
     assert cli.main(["checkpoint", "convert", str(tmp_path / "hf"), str(tmp_path / "back"), "--step", "9"]) == 0
     assert "5 tensors" in capsys.readouterr().out
     assert cli.main(["checkpoint", "verify", str(tmp_path / "back")]) == 0
 
 
-def test_what_is_no_checkpoint_is_told_in_one_line(tmp_path, capsys):
+def test_path_without_a_checkpoint_is_one_line_of_error(tmp_path, capsys):
     for action in (["ls"], ["show"], ["verify"], ["convert", str(tmp_path / "x")]):
         assert cli.main(["checkpoint", action[0], str(tmp_path / "nowhere"), *action[1:]]) == 2
         err = capsys.readouterr().err
-        assert err.startswith("rankbook: ") and "there is no checkpoint" in err and err.count("\n") == 1
+        assert err.startswith("rankbook: ") and "no checkpoint found" in err and err.count("\n") == 1
 
 
 @pytest.mark.processes

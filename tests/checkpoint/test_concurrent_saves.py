@@ -12,10 +12,10 @@ from rankbook.checkpoint import load_plain, steps, verify
 from rankbook.checkpoint.storage import steps as folders
 from rankbook.checkpoint.storage.local import storage_of
 from rankbook.checkpoint.tools.describe import describe_folder
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 from tests.rank_processes import run_ranks
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 PROCESSES = 2
@@ -25,7 +25,7 @@ def meet(folder, name, process):
     """Go on at the same moment as the other processes."""
     Path(folder, f"{name}-{process}").touch()
     deadline = time.monotonic() + 60
-    while not all(Path(folder, f"{name}-{each}").exists() for each in range(PROCESSES)):
+    while not all(Path(folder, f"{name}-{number}").exists() for number in range(PROCESSES)):
         assert time.monotonic() < deadline, f"the other process did not come to {name}"
         os.sched_yield()
 
@@ -36,31 +36,31 @@ def save_same_steps(place, count, via_url):
 
     from rankbook.checkpoint import save
 
-    process, told = int(os.environ["RANK"]), []
+    process, reported = int(os.environ["RANK"]), []
     run = f"file://{place}/run" if via_url else f"{place}/run"
     for step in range(count):
         held = {"w": torch.full((64, 64), float(process)), "n": torch.arange(1000) + process, "by": process}
         meet(place, f"step-{step}", process)
         try:
             save(held, run, step=step)
-            told.append("")
-        except CheckpointingException as error:
-            told.append(str(error))
-    return told
+            reported.append("")
+        except CheckpointError as error:
+            reported.append(str(error))
+    return reported
 
 
 def check_same_steps(tmp_path, count):
     place = tmp_path / "place"
     place.mkdir()
-    told = run_ranks(save_same_steps, PROCESSES, str(place), count, False, group=False, timeout=400)
+    reported = run_ranks(save_same_steps, PROCESSES, str(place), count, False, group=False, timeout=400)
     run = place / "run"
     assert steps(run) == list(range(count))
     refused = 0
-    for step, each in enumerate(zip(*told, strict=True)):
-        savers = [process for process, said in enumerate(each) if not said]
-        assert savers, f"step {step}: nobody saved it: {each}"
-        assert all(f"step {step} is being saved by process" in said for said in each if said), each
-        refused += len(each) - len(savers)
+    for step, item in enumerate(zip(*reported, strict=True)):
+        savers = [process for process, output in enumerate(item) if not output]
+        assert savers, f"step {step}: nobody saved it: {item}"
+        assert all(f"step {step} is being saved by process" in output for output in item if output), item
+        refused += len(item) - len(savers)
         assert verify(run, step).ok, str(verify(run, step))
         loaded = load_plain(run, step=step)
         assert loaded["by"] in savers
@@ -81,27 +81,27 @@ def test_200_steps_saved_by_two_processes_at_the_same_moment(tmp_path):
     assert check_same_steps(tmp_path, 200)
 
 
-def test_second_saver_of_a_step_is_told_on_every_rank(tmp_path):
+def test_second_saver_of_a_step_is_reported_on_every_rank(tmp_path):
     def attempt():
         import torch
 
         from rankbook.checkpoint import save
 
-        told = []
+        reported = []
         for background in (False, True):
             try:
                 handle = save({"w": torch.ones(4)}, tmp_path / "run", step=5, async_=background)
                 handle.wait(20)
-            except CheckpointingException as error:
-                told.append(str(error))
-        return told
+            except CheckpointError as error:
+                reported.append(str(error))
+        return reported
 
     folders.begin_step(storage_of(tmp_path / "run"), 5)
     try:
         one, other = run_ranks(attempt, 2)
         assert one == other
         assert len(one) == 2
-        assert all(f"step 5 is being saved by process {os.getpid()}" in each for each in one)
+        assert all(f"step 5 is being saved by process {os.getpid()}" in item for item in one)
     finally:
         folders.abandon_step(storage_of(tmp_path / "run"), 5)
 
@@ -112,7 +112,7 @@ def test_named_checkpoint_is_claimed_like_a_step(tmp_path):
     storage = storage_of(tmp_path)
     one, other = CheckpointLocation(storage, "f", name="best"), CheckpointLocation(storage, "f", name="best")
     one.begin()
-    with pytest.raises(CheckpointingException, match="best is being saved by process"):
+    with pytest.raises(CheckpointError, match="best is being saved by process"):
         other.begin()
     other.abandon()
     storage.write("best.partial/manifest.json", [b"x"])
@@ -121,7 +121,7 @@ def test_named_checkpoint_is_claimed_like_a_step(tmp_path):
 
 
 def test_claims_are_exclusive_on_a_storage_without_locks(tmp_path, monkeypatch):
-    from rankbook.checkpoint.storage import lock
+    from rankbook.checkpoint.storage import steps
 
     class Unlocked:
         """As NFS: exclusive creation, and no lock."""
@@ -138,7 +138,7 @@ def test_claims_are_exclusive_on_a_storage_without_locks(tmp_path, monkeypatch):
             return getattr(self.inner, name)
 
     one, other = Unlocked(), Unlocked()
-    claim = lock.claim_lock
+    claim = steps.claim_lock
 
     def late(storage, path):
         if not done:  # another saver comes between the look at the claim and the claim
@@ -147,8 +147,8 @@ def test_claims_are_exclusive_on_a_storage_without_locks(tmp_path, monkeypatch):
         return claim(storage, path)
 
     done = []
-    monkeypatch.setattr(lock, "claim_lock", late)
-    with pytest.raises(CheckpointingException, match="step 5 is being saved by"):
+    monkeypatch.setattr(steps, "claim_lock", late)
+    with pytest.raises(CheckpointError, match="step 5 is being saved by"):
         folders.begin_step(one, 5)
 
 
@@ -170,14 +170,14 @@ def save_own_steps(place, count):
         finally:
             Path(place, f"done-{process}").touch()
         return 0
-    looks, shelf = 0, CheckpointBrowser(run)
-    while not all(Path(place, f"done-{each}").exists() for each in range(PROCESSES)):
+    looks, checkpoint_browser = 0, CheckpointBrowser(run)
+    while not all(Path(place, f"done-{item}").exists() for item in range(PROCESSES)):
         if not (run / "latest").exists():
             os.sched_yield()
             continue
         assert describe_folder(run)
-        assert not (looked := shelf.look()).trouble, looked.trouble
-        assert not [each for each in looked.checkpoints if each.checked == "damaged"]
+        assert not (looked := checkpoint_browser.list_checkpoints()).trouble, looked.trouble
+        assert not [checkpoint for checkpoint in looked.checkpoints if checkpoint.checked == "damaged"]
         assert load_metadata(run).step is not None
         assert cli.main(["checkpoint", "ls", str(run)]) == 0
         looks += 1

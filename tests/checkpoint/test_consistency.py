@@ -1,4 +1,4 @@
-"""Ranks that do not agree, or of which one fails: all raise the same, none waits, and what was there stays."""
+"""Test that all ranks raise the same error when they disagree or one fails, and that no rank waits."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 
 from rankbook.checkpoint import consistency
 from rankbook.checkpoint.consistency import Failure, RankGroup, RanksFailed
-from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.errors import CheckpointError, InvalidArgument
 from tests.rank_processes import run_ranks
 
 
-def said(call):
+def error_text(call):
     """What it raises, as text."""
     try:
         call()
@@ -32,12 +32,12 @@ def attempts(folder):
     rank = dist.get_rank()
     state = {"w": torch.arange(4.0), "lr": 0.5}
     other = f"{folder}/other-{rank}"
-    told, listed = {}, {}
+    errors, listed = {}, {}
 
     def attempt(name, call):
-        told[name] = said(call)
+        errors[name] = error_text(call)
         dist.barrier()
-        listed[name] = sorted(each.name for each in Path(folder).iterdir())
+        listed[name] = sorted(path.name for path in Path(folder).iterdir())
         dist.barrier()
 
     class Fails:
@@ -93,7 +93,7 @@ def attempts(folder):
     attempt("load list", lambda: rc.load(state, Fails("list", RuntimeError("a broken client"), on=0)))
     attempt("load read", lambda: rc.load(state, Fails("read", OSError(5, "I/O error"))))
     attempt("good", lambda: rc.save(state, folder, step=5))
-    return told, listed
+    return errors, listed
 
 
 def shard(rc, data):
@@ -103,30 +103,44 @@ def shard(rc, data):
 
 
 ALIKE = {
-    "step": r"BadRequest: .*step is 5 on rank 0, 6 on rank 1",
-    "folder": r"BadRequest: .*folder is .*other-0' on rank 0, .*other-1' on rank 1",
-    "one bad argument": r"BadRequest: the save has not begun: rank 0: BadRequest: keep=0",
-    "all bad": r"BadRequest: keep=0",
-    "async": r"BadRequest: .*async_ is False on rank 0, True on rank 1",
-    "metadata": r"BadRequest: .*rank 1: .*metadata= is written as JSON",
-    "common": r"CheckpointingException: .*common value 'opt.lr\[1\]': that on rank 0 differs from that on rank 1",
-    "absent": r"CheckpointingException: .*common value 'epoch' is on rank 1, not on rank 0",
-    "dtype": r"CheckpointingException: .*tensor 'w' is not the same on all ranks: int8, .*rank 0; float16, .*rank 1",
-    "hole": r"CheckpointingException: .*'w' \(float32, global shape \(4,\)\)",
-    "unpicklable": r"CheckpointingException: the save failed.*rank 1: TypeError: no pickle of this",
-    "no dict": r"CheckpointingException: .*rank 1: a sharded state dict is a dict, not a list",
-    "no data": r"CheckpointingException: .*'w', the chunk at \(2,\): rank 1 is to store it and has no data",
-    "disk": r"CheckpointingException: the save failed, and nothing was changed: rank 1: OSError: .*No space left",
-    "error": r"CheckpointingException: the save failed, and nothing was changed: rank 1: UnpicklableError: odd",
-    "rank 0": r"CheckpointingException: .*rank 0: OSError: .*I/O error",
-    "commit": r"CheckpointingException: .*rank 0: OSError: .*I/O error",
-    "load step": r"BadRequest: the load has not begun.*step is 1 on rank 0, 2 on rank 1",
-    "load strict": r"BadRequest: .*rank 1: BadRequest: strict='nonsense'",
-    "load missing": r"CheckpointingException: .*there is no finished step 77; finished are 1",
-    "load shape": r"CheckpointingException: .*'w': its global shape .*\(4,\), and \(5,\) was asked for \(rank 1\)",
-    "load key": r"CheckpointingException: .*'v' \(rank 1\)",
-    "load list": r"CheckpointingException: .*RuntimeError: a broken client",
-    "load read": r"CheckpointingException: .*damaged:.*I/O error",
+    "step": r"InvalidArgument: .*step is 5 on rank 0, 6 on rank 1",
+    "folder": r"InvalidArgument: .*folder is .*other-0' on rank 0, .*other-1' on rank 1",
+    "one bad argument": (
+        r"InvalidArgument: save\(\) did not start: rank 0: InvalidArgument: keep must be an integer >= 1 .*, got 0"
+    ),
+    "all bad": r"InvalidArgument: keep must be an integer >= 1 .*, got 0",
+    "async": r"InvalidArgument: .*async_ is False on rank 0, True on rank 1",
+    "metadata": r"InvalidArgument: .*rank 1: .*metadata must be JSON-serializable",
+    "common": (
+        r"CheckpointError: .*common value 'opt.lr\[1\]' differs between ranks "
+        r"\(one value on rank 0, another on rank 1\)"
+    ),
+    "absent": r"CheckpointError: .*common value 'epoch' exists on rank 1, but is missing on rank 0",
+    "dtype": r"CheckpointError: .*tensor 'w' is not the same on all ranks: int8, .*rank 0; float16, .*rank 1",
+    "hole": r"CheckpointError: .*'w' \(float32, global shape \(4,\)\)",
+    "unpicklable": r"CheckpointError: the save failed.*rank 1: TypeError: no pickle of this",
+    "no dict": r"CheckpointError: .*rank 1: sharded_state_dict must be a dict, got list",
+    "no data": (r"CheckpointError: .*'w': rank 1 must store the chunk at \(2,\), but its ShardedTensor has data=None"),
+    "disk": (
+        r"CheckpointError: the save failed \(existing checkpoints are unchanged\): "
+        r"rank 1: OSError: .*No space left"
+    ),
+    "error": (
+        r"CheckpointError: the save failed \(existing checkpoints are unchanged\): "
+        r"rank 1: UnpicklableError: odd"
+    ),
+    "rank 0": r"CheckpointError: .*rank 0: OSError: .*I/O error",
+    "commit": r"CheckpointError: .*rank 0: OSError: .*I/O error",
+    "load step": r"InvalidArgument: load\(\): arguments differ between ranks: step is 1 on rank 0, 2 on rank 1",
+    "load strict": r"InvalidArgument: .*rank 1: InvalidArgument: unknown strict 'nonsense'",
+    "load missing": r"CheckpointError: .*no finished step 77; finished steps: 1",
+    "load shape": (
+        r"CheckpointError: .*'w': global shape is \(4,\) in the checkpoint, "
+        r"but \(5,\) was requested \(rank 1\)"
+    ),
+    "load key": r"CheckpointError: .*'v' \(rank 1\)",
+    "load list": r"CheckpointError: .*RuntimeError: a broken client",
+    "load read": r"CheckpointError: .*damaged:.*I/O error",
     "good": r"",
 }
 
@@ -148,9 +162,9 @@ def test_every_rank_raises_the_same_and_the_last_checkpoint_stays(tmp_path):
     assert first.keys() == {*ALIKE, "interrupt", "listener"}
 
 
-def test_alone_an_argument_that_is_wrong_is_told_as_it_is():
-    with pytest.raises(BadRequest, match=r"^mine$"):
-        consistency.check_same_arguments("save", lambda: (_ for _ in ()).throw(BadRequest("mine")), step=1)
+def test_alone_an_argument_that_is_wrong_is_reported_as_it_is():
+    with pytest.raises(InvalidArgument, match=r"^mine$"):
+        consistency.check_same_arguments("save", lambda: (_ for _ in ()).throw(InvalidArgument("mine")), step=1)
     with pytest.raises(OSError, match="disk"):
         consistency.check_same_arguments("save", lambda: (_ for _ in ()).throw(OSError("disk")))
     assert consistency.check_same_arguments("save", lambda: 7, step=1) == 7
@@ -161,16 +175,16 @@ def failed(errors, rank=0):
     return RanksFailed({which: Failure.of(error) for which, error in errors.items()}, errors.get(rank))
 
 
-def test_one_complaint_is_said_once_whoever_makes_it():
-    own = CheckpointingException("tensor 'w' has a hole")
+def test_equal_errors_of_several_ranks_are_reported_once():
+    own = CheckpointError("tensor 'w' has a hole")
     assert failed({0: own}).message("save") == "tensor 'w' has a hole"
     assert failed({0: own, 3: own}).message("save") == "tensor 'w' has a hole"
 
 
-def test_what_others_raise_is_said_with_its_ranks():
-    disk, other = OSError(28, "No space left"), CheckpointingException("a damaged chunk")
+def test_errors_of_other_ranks_are_reported_with_their_ranks():
+    disk, other = OSError(28, "No space left"), CheckpointError("a damaged chunk")
     assert failed({1: disk, 2: disk}).message("save") == (
-        "the save failed, and nothing was changed: ranks 1-2: OSError: [Errno 28] No space left"
+        "the save failed (existing checkpoints are unchanged): ranks 1-2: OSError: [Errno 28] No space left"
     )
     assert failed({0: other, 5: disk}).message("load") == (
         "the load failed: rank 0: a damaged chunk; rank 5: OSError: [Errno 28] No space left"
@@ -186,16 +200,16 @@ def test_an_interrupt_is_raised_where_it_came_and_names_the_others():
     assert caught.value.__notes__ == [
         "the load failed: rank 1: KeyboardInterrupt: ; rank 2: OSError: [Errno 5] I/O error"
     ]
-    with pytest.raises(CheckpointingException, match=r"^the load failed: rank 1: KeyboardInterrupt: $"):
+    with pytest.raises(CheckpointError, match=r"^the load failed: rank 1: KeyboardInterrupt: $"):
         failed({1: KeyboardInterrupt()}).reraise("load")
 
 
 def test_the_cause_is_kept_where_it_happened():
     disk = OSError(28, "No space left")
-    with pytest.raises(CheckpointingException) as caught:
+    with pytest.raises(CheckpointError) as caught:
         failed({0: disk}).reraise("save")
     assert caught.value.__cause__ is disk
-    with pytest.raises(CheckpointingException) as caught:
+    with pytest.raises(CheckpointError) as caught:
         failed({1: disk}).reraise("save")
     assert caught.value.__cause__ is None
 
@@ -206,7 +220,7 @@ def exchange():
 
     rank = dist.get_rank()
     ranks = RankGroup(dist.new_group())
-    found = [ranks.exchange(lambda: rank + 1, lambda told: [10 * each for each in told])]
+    found = [ranks.exchange(lambda: rank + 1, lambda errors: [10 * item for item in errors])]
 
     def fail(on):
         if rank == on:
@@ -215,17 +229,17 @@ def exchange():
 
     for work, combine in (
         (lambda: fail(2), list),
-        (lambda: rank, lambda told: [fail(0) for _ in told]),
+        (lambda: rank, lambda errors: [fail(0) for _ in errors]),
         (lambda: fail(1), lambda _: fail(0)),  # rank 0 does not combine what is not all there
     ):
         try:
             ranks.exchange(work, combine)
         except RanksFailed as failure:
-            found.append((failure.failures, repr(failure.own)))
+            found.append((failure.failures, repr(failure.local_error)))
     try:
         ranks.run(lambda: fail(1))
     except RanksFailed as failure:
-        found.append((failure.failures, repr(failure.own)))
+        found.append((failure.failures, repr(failure.local_error)))
     ranks.run(lambda: None)
     return found
 

@@ -49,15 +49,15 @@ def swap(chance, file):
     if file.name == "latest":
         file.write_text("step-30 crc32=00000000\n")
         return [file], None
-    other = chance.choice([each for each in others(file) if each.read_bytes() != file.read_bytes()])
+    other = chance.choice([item for item in others(file) if item.read_bytes() != file.read_bytes()])
     mine, its = file.read_bytes(), other.read_bytes()
     file.write_bytes(its)
     other.write_bytes(mine)
-    return [each for each in (file, other) if each.parent == file.parent], None
+    return [element for element in (file, other) if element.parent == file.parent], None
 
 
 def others(file):
-    same_step = [each for each in file.parent.iterdir() if each.suffix == file.suffix == ".distcp"]
+    same_step = [path for path in file.parent.iterdir() if path.suffix == file.suffix == ".distcp"]
     found = [*same_step, file.parent.with_name("step-30") / file.name]
     if file.name in {".metadata", "metadata.json"}:
         found.append(file.with_name("common.pt"))
@@ -66,43 +66,43 @@ def others(file):
 
 def at(manifest, file, place):
     """The key whose blob this byte belongs to, and the rank that wrote it."""
-    names = [each.name for each in manifest.files]
+    names = [item.name for item in manifest.files]
     for stored in (manifest.tensors, manifest.objects):
-        for key, each in stored.items():
-            for blob in getattr(each, "chunks", [each]):
+        for key, element in stored.items():
+            for blob in getattr(element, "chunks", [element]):
                 if names[blob.file] == file.name and blob.start <= place < blob.start + blob.length:
                     return key, blob.rank
     return None
 
 
 def complaint(wanted, root):
-    from rankbook.checkpoint import CheckpointingException, load
+    from rankbook.checkpoint import CheckpointError, load
 
     try:
         load(wanted, root)
-    except CheckpointingException as error:
+    except CheckpointError as error:
         return str(error)
     return None
 
 
-def check(root, names, blob, told, report, number):
+def check(root, names, blob, reported, report, number):
     """The same words on all ranks; the file, and what is in it, by `load` and by `verify`."""
-    assert all(told), f"{number}: damage of {names} was not found by load: {told}"
-    assert len(set(told)) == 1, f"{number}: the ranks say different things of {names}: {told}"
+    assert all(reported), f"{number}: damage of {names} was not found by load: {reported}"
+    assert len(set(reported)) == 1, f"{number}: the ranks say different things of {names}: {reported}"
     assert not report.ok, f"{number}: damage of {names} was not found by verify"
-    by_file = {name: [each for each in report.damages if each.file.endswith(name)] for name in names}
+    by_file = {name: [damage for damage in report.damages if damage.file.endswith(name)] for name in names}
     for name in names:
-        assert name in told[0], f"{number}: load does not name {name}: {told[0]}"
+        assert name in reported[0], f"{number}: load does not name {name}: {reported[0]}"
         assert by_file[name], f"{number}: verify does not name {name}: {report}"
         if name.endswith(".distcp"):
             rank = int(name.split("_")[2])
-            assert f"rank {rank}" in told[0]
-            assert any(rank in each.ranks for each in by_file[name]), f"{number}: {report}"
+            assert f"rank {rank}" in reported[0]
+            assert any(rank in element.ranks for element in by_file[name]), f"{number}: {report}"
     if blob is not None:
         key, rank = blob
-        assert key in told[0], (number, key, told)
-        assert f"rank {rank}" in told[0]
-        assert [(each.key, each.ranks) for each in by_file[names[0]]] == [(key, (rank,))], f"{number}: {report}"
+        assert key in reported[0], (number, key, reported)
+        assert f"rank {rank}" in reported[0]
+        assert [(item.key, item.ranks) for item in by_file[names[0]]] == [(key, (rank,))], f"{number}: {report}"
 
 
 def damaged(root, counts, seed):
@@ -118,7 +118,7 @@ def damaged(root, counts, seed):
     own, manifest = generations.state(rank, world, 9, ROWS), load_metadata(root)
     folder = root / f"step-{STEPS[-1]}"
     files = [*sorted(folder.iterdir()), root / "latest"]
-    chance, struck = random.Random(seed), Counter()
+    chance, damage_counts = random.Random(seed), Counter()
     kinds = [kind for kind, count in zip((flip, truncate, lose, swap), counts, strict=True) for _ in range(count)]
     for number, kind in enumerate(kinds):
         file = files[number % len(files)]
@@ -127,37 +127,37 @@ def damaged(root, counts, seed):
             shutil.copytree(root, f"{root}.kept")
             hit, place = kind(chance, file)
         dist.barrier()
-        told = [None] * world
+        reported = [None] * world
         wanted = own if number // len(files) % 2 else request_everything(manifest)
-        dist.all_gather_object(told, complaint(wanted, root))
+        dist.all_gather_object(reported, complaint(wanted, root))
         if unnamed:
-            assert told == [None] * world
-            told = ["latest"] * world
+            assert reported == [None] * world
+            reported = ["latest"] * world
         if rank == 0:
             blob = None if place is None else at(manifest, file, place)
             assert blob is not None or place is None or file.suffix != ".distcp"
             what = f"{number}, {kind.__name__}"
-            check(root, [each.name for each in hit], blob, told, verify(root), what)
-            struck[kind.__name__, file.name] += 1
+            check(root, [item.name for item in hit], blob, reported, verify(root), what)
+            damage_counts[kind.__name__, file.name] += 1
             shutil.rmtree(root)
             shutil.move(f"{root}.kept", root)
         dist.barrier()
     if rank == 0:
         (folder / "__9_0.distcp").write_bytes(b"surplus")
-        assert [each.file for each in verify(root).damages] == [f"{folder.name}/__9_0.distcp"]
+        assert [damage.file for damage in verify(root).damages] == [f"{folder.name}/__9_0.distcp"]
     dist.barrier()
     assert generations.generation_of(rank, world, load(own, root), ROWS) == len(STEPS) - 1
-    return struck
+    return damage_counts
 
 
-def test_what_is_damaged_is_found_and_named_on_every_rank(tmp_path):
-    struck = run_ranks(damaged, 3, str(tmp_path / "run"), (16, 8, 8, 8), 3, timeout=100)[0]
-    assert {name for _, name in struck} >= {"latest", "manifest.json", ".metadata", "metadata.json", "common.pt"}
+def test_damage_is_reported_on_every_rank(tmp_path):
+    damage_counts = run_ranks(damaged, 3, str(tmp_path / "run"), (16, 8, 8, 8), 3, timeout=100)[0]
+    assert {name for _, name in damage_counts} >= {"latest", "manifest.json", ".metadata", "metadata.json", "common.pt"}
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("world", "seed"), [(2, 1), (3, 2)])
 def test_three_hundred_bits_a_hundred_ends_fifty_files(tmp_path, world, seed):
-    struck = run_ranks(damaged, world, str(tmp_path / "run"), (300, 100, 25, 25), seed, timeout=550)[0]
-    assert struck.total() == 450
+    damage_counts = run_ranks(damaged, world, str(tmp_path / "run"), (300, 100, 25, 25), seed, timeout=550)[0]
+    assert damage_counts.total() == 450

@@ -1,4 +1,4 @@
-"""Factories: applied in place, at any depth; merged back; every error with the whole path."""
+"""Test factories: applied in place at any depth, merged back, with the whole path in every error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rankbook.checkpoint.state_dict.sharded_tensor import (
     apply_factory_merges,
     factories_of,
 )
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 
 F = ShardedTensor.from_rank_offsets
 
@@ -37,7 +37,7 @@ def factory(key="w", data=None, build=halves, merge=joined, **more):
 def loaded_from(value):
     """What a load of this sharded state dict gives: each shard's data in its place."""
     if isinstance(value, dict):
-        return {key: loaded_from(each) for key, each in value.items()}
+        return {key: loaded_from(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(loaded_from, value))
     return value.data.clone() if isinstance(value, ShardedTensor) else value
@@ -73,7 +73,7 @@ def test_factories_are_applied_in_place_and_merged_back():
 
 
 @pytest.mark.parametrize("applied", [True, False])
-def test_what_a_factory_builds_may_hold_factories(applied):
+def test_factories_may_be_nested(applied):
     def quarters(key, data, replica_id, flattened_range):
         return {name: factory(f"{key}.{name}", part) for name, part in zip("ab", data.chunk(2), strict=True)}
 
@@ -87,9 +87,25 @@ def test_what_a_factory_builds_may_hold_factories(applied):
     assert built == [1]
 
 
+def test_a_factory_without_data_merges_as_the_one_that_has_it():
+    def quarters(key, data, replica_id, flattened_range):
+        return {name: factory(f"{key}.{name}", part) for name, part in zip("ab", data.chunk(2), strict=True)}
+
+    templates = {"x": factory().without_data()}
+    assert templates["x"].data is None
+    loaded = {"x": {"a": torch.zeros(1), "b": torch.ones(1)}}
+    assert apply_factory_merges(loaded, templates)["x"].tolist() == [0, 1]
+
+    tree = {"x": factory(build=quarters)}
+    nested = tree["x"]
+    apply_factories(tree)
+    merged = apply_factory_merges(loaded_from(tree), {"x": nested.without_data()})
+    assert merged["x"].equal(torch.arange(4.0))
+
+
 def test_the_outermost_object_is_changed_in_place_or_refused():
     for alone in (factory(), (factory(),)):
-        with pytest.raises(CheckpointingException, match="in place"):
+        with pytest.raises(CheckpointError, match="in place"):
             apply_factories(alone)
     apply_factories((1, {"x": 2}))
 
@@ -104,25 +120,26 @@ def test_a_dict_stands_for_a_list():
 
 
 @pytest.mark.parametrize(
-    ("loaded", "factories", "said"),
+    ("loaded", "factories", "output"),
     [
-        ({"m": {"x": {}}}, {"m": {"y": factory()}}, r"\['m'\]: no key 'y' among what was loaded: \['x'\]"),
-        ({"m": {"l": [1]}}, {"m": {"l": [factory(), 2]}}, r"\['m'\]\['l'\]: 1 elements .* have 2"),
-        ({"m": [[1]]}, {"m": {0: {"0": factory()}}}, r"\['m'\]\[0\]: '0' is no index"),
-        ({"m": [1]}, {"m": {1: factory()}}, r"\['m'\]: 1 is out of the bounds of 1 elements"),
-        ({"m": [1]}, {"m": {-1: factory()}}, r"\['m'\]: -1 is out of the bounds"),
-        ({"m": [{"k": 3}]}, {"m": {0: {"k": 4}}}, r"\['m'\]\[0\]\['k'\]: a int was loaded where .* have a int"),
-        ([], {"m": factory()}, r"the state dict: 'm' is no index"),
-        ({}, {"m": factory()}, r"the state dict: no key 'm'"),
-        ({"a": {}}, {"a": [factory()]}, r"\['a'\]: a dict was loaded where the factories have a list"),
+        ({"m": {"x": {}}}, {"m": {"y": factory()}}, r"\['m'\]: key 'y' was not loaded; loaded keys: \['x'\]"),
+        ({"m": {"l": [1]}}, {"m": {"l": [factory(), 2]}}, r"\['m'\]\['l'\]: loaded 1 elements, .* have 2"),
+        ({"m": [[1]]}, {"m": {0: {"0": factory()}}}, r"\['m'\]\[0\]: expected an integer as list index, got '0'"),
+        ({"m": [1]}, {"m": {1: factory()}}, r"\['m'\]: index 1 is out of range for 1 loaded elements"),
+        ({"m": [1]}, {"m": {-1: factory()}}, r"\['m'\]: index -1 is out of range"),
+        ({"m": [{"k": 3}]}, {"m": {0: {"k": 4}}}, r"\['m'\]\[0\]\['k'\]: loaded a int, but the factories have a int"),
+        ([], {"m": factory()}, r"the state dict: expected an integer as list index, got 'm'"),
+        ({}, {"m": factory()}, r"the state dict: key 'm' was not loaded"),
+        ({"a": {}}, {"a": [factory()]}, r"\['a'\]: loaded a dict, but the factories have a list"),
     ],
 )
-def test_errors_name_the_whole_path(loaded, factories, said):
-    with pytest.raises(CheckpointingException, match=said):
+def test_errors_name_the_whole_path(loaded, factories, output):
+    with pytest.raises(CheckpointError, match=output) as caught:
         apply_factory_merges(loaded, factories)
+    assert isinstance(caught.value, ValueError)  # as Megatron-Core's
 
 
 def test_errors_within_what_a_factory_built_name_the_path():
     tree = {"x": factory(build=lambda *_: {"inner": factory()}, merge=lambda loaded: loaded["inner"])}
-    with pytest.raises(CheckpointingException, match=r"\['x'\]: no key 'inner'"):
+    with pytest.raises(CheckpointError, match=r"\['x'\]: key 'inner' was not loaded"):
         apply_factory_merges({"x": {}}, tree)

@@ -1,4 +1,4 @@
-"""Storages that fail in a save: all ranks raise the same, what was there is there, and the next save works."""
+"""Test saves to storages that fail: all ranks raise the same error, old checkpoints stay, the next save works."""
 
 from __future__ import annotations
 
@@ -87,22 +87,22 @@ FAULTS = {
 
 def attempt(held, folder, background, **options):
     """The words of the error that it ends with, and its type."""
-    from rankbook.checkpoint import CheckpointingException, save
+    from rankbook.checkpoint import CheckpointError, save
 
     try:
         saved = save(held, folder, async_=background, **options)
         if background:
-            with pytest.raises(CheckpointingException) as told:
+            with pytest.raises(CheckpointError) as caught:
                 saved.wait(20)
             assert saved.done
-            assert saved.error is told.value
+            assert saved.error is caught.value
             saved.wait()
-    except CheckpointingException as error:
+    except CheckpointError as error:
         return str(error)
     return None
 
 
-def struck(kind, folder, background):
+def failed_saves(kind, folder, background):
     """Every fault, one after the other, in the same processes."""
     import fsspec
     import torch
@@ -119,13 +119,13 @@ def struck(kind, folder, background):
     generation = 1
     for what, (victim, fault, words) in FAULTS.items():
         broken = Faulty(plain, **(fault if rank == victim else {}))
-        said = attempt(generations.state(rank, world, 7, ROWS), broken, background, step=2)
-        told = [None] * world
-        dist.all_gather_object(told, said)
-        assert said is not None, what
-        assert told == [said] * world, (what, told)
-        assert words in said, (what, said)
-        assert what == "gone at latest" or f"rank {victim}" in said, (what, said)
+        error = attempt(generations.state(rank, world, 7, ROWS), broken, background, step=2)
+        errors = [None] * world
+        dist.all_gather_object(errors, error)
+        assert error is not None, what
+        assert errors == [error] * world, (what, errors)
+        assert words in error, (what, error)
+        assert what == "gone at latest" or f"rank {victim}" in error, (what, error)
         ones = torch.ones(1)
         dist.all_reduce(ones)
         assert ones == world
@@ -150,7 +150,7 @@ def struck(kind, folder, background):
     ids=["in the foreground", "in the background", "by fsspec, in the background"],
 )
 def test_a_storage_that_fails_is_every_ranks_error_and_the_next_save_works(tmp_path, kind, background):
-    assert run_ranks(struck, 2, kind, str(tmp_path / "run"), background, timeout=100) == [True, True]
+    assert run_ranks(failed_saves, 2, kind, str(tmp_path / "run"), background, timeout=100) == [True, True]
 
 
 def full(folder, limit):
@@ -166,20 +166,20 @@ def full(folder, limit):
     if limit and rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.RLIM_INFINITY))
-    said = []
+    errors = []
     for background in (False, True):
-        said.append(attempt(generations.state(rank, world, 7, 1024), folder, background, step=2))
+        errors.append(attempt(generations.state(rank, world, 7, 1024), folder, background, step=2))
         assert generations.generation_of(rank, world, load(generations.state(rank, world, 0, 64), folder), 64) == 1
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     save(generations.state(rank, world, 2, 64), folder, step=2, keep=1)
     assert generations.generation_of(rank, world, load(generations.state(rank, world, 0, 64), folder), 64) == 2
-    return said
+    return errors
 
 
 def test_a_file_that_may_not_grow(tmp_path):
     one, other = run_ranks(full, 2, str(tmp_path / "run"), True)
     assert one == other
-    assert all("rank 1: OSError: [Errno 27] File too large" in each for each in one)
+    assert all("rank 1: OSError: [Errno 27] File too large" in item for item in one)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_a_disk_that_is_full(mounted):
     disk = mounted("-t", "tmpfs", "-o", "size=4m", "tmpfs")
     one, other = run_ranks(full, 2, str(disk / "run"), False)
     assert one == other
-    assert all("No space left on device" in each for each in one)
+    assert all("No space left on device" in item for item in one)
 
 
 def test_a_folder_for_reading_only(tmp_path, mounted):
@@ -226,12 +226,14 @@ def test_a_folder_for_reading_only(tmp_path, mounted):
         from rankbook.checkpoint import load
 
         rank = dist.get_rank()
-        said = [attempt(generations.state(rank, 2, 7, ROWS), disk, background, step=2) for background in (False, True)]
-        return [*said, generations.generation_of(rank, 2, load(generations.state(rank, 2, 0, ROWS), disk), ROWS)]
+        errors = [
+            attempt(generations.state(rank, 2, 7, ROWS), disk, background, step=2) for background in (False, True)
+        ]
+        return [*errors, generations.generation_of(rank, 2, load(generations.state(rank, 2, 0, ROWS), disk), ROWS)]
 
     run_ranks(first, 2)
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     one, other = run_ranks(then, 2)
     assert one == other
-    assert all("rank 0: OSError: [Errno 30] Read-only file system" in each for each in one[:2])
+    assert all("rank 0: OSError: [Errno 30] Read-only file system" in item for item in one[:2])
     assert one[2] == 1

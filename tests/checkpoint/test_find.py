@@ -1,4 +1,4 @@
-"""The checkpoint that a step or a folder means."""
+"""Test which checkpoint a step or a folder selects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import rankbook.checkpoint as rc
 from rankbook.checkpoint.loading import find_checkpoint
 from rankbook.checkpoint.storage.local import storage_of
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 
 
 def test_latest_a_number_and_the_folder_itself_are_found_alike(tmp_path):
@@ -24,14 +24,14 @@ def test_latest_a_number_and_the_folder_itself_are_found_alike(tmp_path):
     assert str(own) == str(own.storage)
 
 
-def test_what_is_damaged_is_not_found_instead_of_another(tmp_path):
+def test_damaged_checkpoint_is_not_replaced_by_another_step(tmp_path):
     rc.save({"w": torch.zeros(1)}, tmp_path, step=1)
     rc.save({"w": torch.zeros(1)}, tmp_path, step=2)
     manifest = tmp_path / "step-2/manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-5])
-    with pytest.raises(CheckpointingException, match=r"step-2/manifest\.json: its last line"):
+    with pytest.raises(CheckpointError, match=r"step-2/manifest\.json: the last line"):
         find_checkpoint(storage_of(tmp_path), "latest")
     (tmp_path / "latest").write_bytes(b"step-9 crc32=00000000\n")
-    with pytest.raises(CheckpointingException, match="latest: the file is damaged"):
+    with pytest.raises(CheckpointError, match="latest: the file is damaged"):
         find_checkpoint(storage_of(tmp_path), "latest")
     assert find_checkpoint(storage_of(tmp_path), 1).manifest.step == 1

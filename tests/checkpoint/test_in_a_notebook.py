@@ -1,4 +1,4 @@
-"""Saves on a notebook's ranks survive the cell and its errors; when a rank has died, the healed one takes part."""
+"""Test saves on a notebook's ranks: they survive the cell and its errors, and healed ranks take part."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def three(kernel, tmp_path):
 
 
 def prepare(notebook):
-    said = notebook.ok(CELLS.format(folder=notebook.folder)).stdout
-    notebook.pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d+)\] pid (\d+)", said)}
+    output = notebook.ok(CELLS.format(folder=notebook.folder)).stdout
+    notebook.pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d+)\] pid (\d+)", output)}
     assert len(notebook.pids) == 3
 
 
@@ -99,7 +99,7 @@ def test_a_rank_that_dies_while_a_save_goes_on_is_healed_and_saves_with_the_othe
     others = ",".join(str(rank) for rank in range(3) if rank != victim)
     lost = three.run(f"%%distributed --ranks {others}\ngate.open.set()\nhandle.wait(20)", timeout=30)
     assert lost.status == "error"
-    assert f"rank {victim} was killed by signal 9" in lost.traceback + lost.text
+    assert f"rank {victim} was killed by SIGKILL" in lost.traceback + lost.text
     three.ok("%distributed heal", timeout=40)
     three.ok(f"%%distributed --ranks {victim}\nprint('here')")
     prepare(three)
@@ -125,10 +125,10 @@ def test_a_rank_that_dies_in_a_save_of_its_cell(three):
 
     lost = three.finish(message, timeout=30, seen=kill)
     assert lost.status == "error"
-    assert "rank 2 was killed by signal 9" in lost.traceback + lost.text
+    assert "rank 2 was killed by SIGKILL" in lost.traceback + lost.text
     three.ok("%distributed heal", timeout=40)
     prepare(three)
     assert "[0-2] loaded 2" in three.ok("%%distributed\nprint('loaded', loaded())").stdout
     three.ok("%%distributed\nsave(generations.state(rank, world_size, 3, 64), folder, step=6)")
     assert "[0-2] loaded 3 [2, 6]" in three.ok("%%distributed\nprint('loaded', loaded(), steps(folder))").stdout
-    assert not [each for each in Path(three.folder).iterdir() if "partial" in each.name]
+    assert not [path for path in Path(three.folder).iterdir() if "partial" in path.name]

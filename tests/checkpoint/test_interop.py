@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import rankbook.checkpoint as rc
 from rankbook.checkpoint.storage.local import storage_of
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 from tests.checkpoint.simulated import save_ranks
 from tests.checkpoint.test_reshard import DTYPES, bits, grid, numbered
 from tests.rank_processes import run_ranks
@@ -44,9 +44,9 @@ def blank(value):
     if isinstance(value, torch.Tensor):
         return torch.zeros(value.shape, dtype=value.dtype)
     if isinstance(value, dict):
-        return {key: blank(each) for key, each in value.items()}
-    if isinstance(value, list) and any(isinstance(each, torch.Tensor | dict) for each in value):
-        return [blank(each) for each in value]
+        return {key: blank(item) for key, item in value.items()}
+    if isinstance(value, list) and any(isinstance(entry, torch.Tensor | dict) for entry in value):
+        return [blank(element) for element in value]
     return None
 
 
@@ -116,7 +116,7 @@ def test_we_read_what_torch_saved_with_its_nesting_and_its_values(tmp_path):
     assert equal(dict(asked.state_dict()), dict(state["model"]))
 
 
-def test_what_is_damaged_in_theirs_is_found(tmp_path):
+def test_damage_in_checkpoints_of_torch_is_found(tmp_path):
     dcp.save({"w": torch.arange(9.0), "epoch": 3}, checkpoint_id=tmp_path, no_dist=True)
     manifest = rc.load_metadata(tmp_path)
     stored = manifest.objects["epoch"]
@@ -128,7 +128,7 @@ def test_what_is_damaged_in_theirs_is_found(tmp_path):
         data = bytearray(path.read_bytes())
         data[at] ^= 1
         path.write_bytes(data)
-        with pytest.raises(CheckpointingException, match=key):
+        with pytest.raises(CheckpointError, match=key):
             rc.load({"w": torch.zeros(9), "epoch": 0}, tmp_path)
         data[at] ^= 1
         path.write_bytes(data)
@@ -168,8 +168,8 @@ def both_ways(folder):
         return {"model": held, "iteration": 7, "args": {"lr": 0.1, "layers": [1, 2]}}
 
     plain = {
-        key: getattr(each, "data", each) if key != "rng" else {"seed": rank}
-        for key, each in state(rc, filled=True)["model"].items()
+        key: getattr(item, "data", item) if key != "rng" else {"seed": rank}
+        for key, item in state(rc, filled=True)["model"].items()
     }
     expected = {"model": plain, "iteration": 7, "args": {"lr": 0.1, "layers": [1, 2]}}
     if not rank:
@@ -184,9 +184,9 @@ def both_ways(folder):
     found = [equal(ours_of_theirs, expected), equal(theirs_of_ours, expected)]
     found.append(bits(whole["model.bf16"]) == bits(numbered((8, 6), torch.bfloat16)))
     found.append(theirs.load_common_state_dict(f"{folder}/ours/step-1")["iteration"] == 7)
-    for each in multiprocessing.active_children():  # Megatron's manager of a queue, which would outlive this process
-        each.terminate()
-        each.join()
+    for child in multiprocessing.active_children():  # Megatron's manager of a queue, which would outlive this process
+        child.terminate()
+        child.join()
     return found
 
 

@@ -47,7 +47,7 @@ def saving(root, kill):
 
         from rankbook.checkpoint import async_save, save
 
-        async_save.MEETING = timedelta(seconds=3)
+        async_save.GROUP_CREATION_TIMEOUT = timedelta(seconds=3)
         held = generations.state(rank, WORLD, NEW)
         dist.barrier()
         say("go")
@@ -80,15 +80,15 @@ def strike(folder, template, kill):
     shutil.copytree(template, root)
     ranks = rank_processes.ForkedRanks(WORLD, folder, saving(root, kill))
     if kill.after is not None:
-        assert ranks.hear(lambda: all(ranks.said))
-        ranks.hear(lambda: False, timeout=kill.after)
+        assert ranks.receive(lambda: all(ranks.messages))
+        ranks.receive(lambda: False, timeout=kill.after)
         ranks.kill(kill.ranks)
     try:
         codes = ranks.end()
     except AssertionError as error:
         raise AssertionError(f"{kill}: {error}") from None
-    ends = [said[-1] for said in ranks.said if said]
-    survivors = [said[-1] for rank, said in enumerate(ranks.said) if codes[rank] != -signal.SIGKILL]
+    ends = [messages[-1] for messages in ranks.messages if messages]
+    survivors = [messages[-1] for rank, messages in enumerate(ranks.messages) if codes[rank] != -signal.SIGKILL]
     return root, survivors, any(end[0] == "saved" for end in ends)
 
 
@@ -112,10 +112,10 @@ def check(folder, root, kill, saved):
     for step in steps(root):
         assert verify(root, step).ok, (kill, str(verify(root, step)))
     rests = folders.list_partials(storage)
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as messages:
         assert cli.main(["checkpoint", "ls", str(root)]) == 0
     for rest in rests:
-        assert f"{rest}: a save that was broken off" in said.getvalue(), (kill, said.getvalue())
+        assert f"{rest}: interrupted save" in messages.getvalue(), (kill, messages.getvalue())
 
     def again(rank):
         save(generations.state(rank, WORLD, 3), root, step=60)
@@ -155,8 +155,8 @@ def many(count, seed):
                     calm = Kill(background, step, [rank], operation=-1)
                     shutil.copytree(template, folder / "run")
                     ranks = rank_processes.ForkedRanks(WORLD, folder, saving(folder / "run", calm))
-                    assert ranks.end() == [0] * WORLD, ranks.said
-                    known[background, step, rank] = ranks.said[rank][-1][1:]
+                    assert ranks.end() == [0] * WORLD, ranks.messages
+                    known[background, step, rank] = ranks.messages[rank][-1][1:]
                     shutil.rmtree(folder)
         for number in range(count):
             folder = base / str(number)
@@ -171,7 +171,9 @@ def many(count, seed):
                 kill.operation = chance.randint(chance.choice([1, max(1, operations - 15)]), operations)
             root, survivors, saved = strike(folder, template, kill)
             generation, rests = check(folder, root, kill, saved)
-            kinds = Counter(each[0] if isinstance(each, tuple) else each.partition(":")[0] for each in survivors)
+            kinds = Counter(
+                survivor[0] if isinstance(survivor, tuple) else survivor.partition(":")[0] for survivor in survivors
+            )
             seen.update({"old": generation == OLD, "new": generation == NEW, "left": rests, **kinds})
             shutil.rmtree(folder)
     return seen

@@ -1,4 +1,4 @@
-"""What one rank holds and asks for, before anything is written or read."""
+"""Test what one rank holds and requests, before anything is written or read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_shard_is_seen_with_all_axes_of_its_global_tensor():
     )
     assert (held.global_shape, held.global_offset, held.local_shape) == ((4, 3, 5), (1, 0, 0), (1, 3, 5))
     assert (held.dtype_name, held.nbytes, held.is_main) == ("float16", 30, False)
-    assert held.wanted().shape == (1, 3, 5)
+    assert held.read_request().shape == (1, 3, 5)
     assert LocalTensor.of(ShardedTensor.from_rank_offsets("k", torch.zeros(2)).without_data()).data.is_meta
     each = LocalObject.of(ShardedObject("o", 3, (2,), (1,), replica_id=(0, 0)))
     assert (each.unique_key, each.is_main) == ("o/shard_1_2", True)
@@ -37,9 +37,9 @@ def test_every_leaf_of_the_common_part_has_its_own_digest():
     assert dict(state_digests({**value, "t": torch.ones(2)})) == found
 
 
-def test_the_layout_and_the_common_part_are_told_apart():
+def test_the_layout_and_the_common_part_are_reported_apart():
     def signature(values, rate):
-        return local_state_of({"w": torch.tensor(values), "lr": rate}).declared().signature()
+        return local_state_of({"w": torch.tensor(values), "lr": rate}).local_plan().signature()
 
     layout, common = signature([1.0, 2.0], 0.1)
     assert signature([3.0, 4.0], 0.1) == (layout, common)
@@ -66,9 +66,9 @@ def test_everything_is_asked_for_whole():
     assert LoadRequest(wanted, MANIFEST, all_values=True).values(MANIFEST.values).keys() == MANIFEST.values.keys()
 
 
-def test_of_plain_values_those_of_named_parts_are_wished_under_the_names_there():
+def test_plain_values_are_requested_under_the_paths_of_the_state_dict():
     wishes = LoadRequest({"optim": {0: {"lr": 0.1}}, "w": torch.zeros(2)}, MANIFEST)
     assert wishes.values(MANIFEST.values) == {"optim.0.lr": ("optim", 0, "lr")}
-    assert wishes.nested([(("optim", 0, "lr"), 3)]) == {"optim": {0: {"lr": 3}}}
-    made = wishes.assembled({}, {"optim": {0: {"lr": 3}}, "more": 1}, skipped={"w"})
+    assert wishes.nest([(("optim", 0, "lr"), 3)]) == {"optim": {0: {"lr": 3}}}
+    made = wishes.assemble({}, {"optim": {0: {"lr": 3}}, "more": 1}, skipped={"w"})
     assert made == {"optim": {0: {"lr": 3}}, "more": 1}

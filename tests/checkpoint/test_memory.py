@@ -1,4 +1,4 @@
-"""What a load needs beside the tensors that it fills: at most the largest local shard and 64 MB, measured."""
+"""Test that a load needs at most the largest local shard and 64 MB beside the tensors that it fills."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.rank_processes import run_ranks
 
 MB = 1_000_000
 ROWS, COLUMNS = 4096, 8192  # of float32: 134 MB
-MOST = 64 * MB
+MAX_BYTES = 64 * MB
 
 pytestmark = [
     pytest.mark.processes,
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def memory(field):
-    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith(field))
+    line = next(item for item in Path("/proc/self/status").read_text().splitlines() if item.startswith(field))
     return int(line.split()[1]) * 1024
 
 
@@ -81,7 +81,7 @@ def test_a_load_needs_little_beside_what_it_fills(tmp_path):
     (measured,) = run_ranks(loads, 1, str(tmp_path), group=False)
     print("\n".join(f"{name}: {used / MB:.1f} MB" for name, used in measured.items()))
     assert len(measured) == 10
-    assert max(measured.values()) <= MOST, measured
+    assert max(measured.values()) <= MAX_BYTES, measured
 
 
 def trainings(folder):
@@ -95,8 +95,8 @@ def trainings(folder):
         model = torch.nn.Sequential(*[torch.nn.Linear(1024, 4096, bias=False) for _ in range(6)])  # of 17 MB each
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         model, optimizer = accelerator.prepare(model, optimizer)
-        for each in model.parameters():
-            each.grad = torch.ones_like(each)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         return model, optimizer
 
@@ -105,7 +105,7 @@ def trainings(folder):
     accelerator.save_state(f"{folder}/state")  # what is imported at the first time is no part of the others
     accelerator.load_state(f"{folder}/state")
     found = {"save": extra(lambda: accelerator.save_state(f"{folder}/state"))}
-    expected = [each.clone() for each in first[0].parameters()]
+    expected = [item.clone() for item in first[0].parameters()]
     accelerator.free_memory()
     model, optimizer = made(2)
     found["load"] = extra(lambda: accelerator.load_state(f"{folder}/state"))
@@ -116,4 +116,4 @@ def trainings(folder):
 def test_a_training_s_state_is_saved_and_loaded_with_little_beside_it(tmp_path):
     ((measured, parameters),) = run_ranks(trainings, 1, str(tmp_path), group=False)
     print("\n".join(f"{name}: {used / MB:.1f} MB" for name, used in measured.items()))
-    assert parameters == 6 and max(measured.values()) <= MOST, measured
+    assert parameters == 6 and max(measured.values()) <= MAX_BYTES, measured

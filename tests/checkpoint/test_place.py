@@ -1,4 +1,4 @@
-"""Where a checkpoint comes to be: steps, names that are no steps, and what is left of a save that failed."""
+"""Test the places of checkpoints: steps, named checkpoints, and the leftovers of failed saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from rankbook.checkpoint.storage import steps
 from rankbook.checkpoint.storage.steps import CheckpointLocation, RetentionPolicy
-from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.errors import CheckpointError, InvalidArgument
 from tests.checkpoint.simulated import InMemory
 
 
@@ -20,9 +20,9 @@ def completed(place):
 def test_the_next_step_is_one_above_the_highest():
     storage = InMemory()
     first, second = CheckpointLocation(storage, "f"), CheckpointLocation(storage, "f")
-    assert first.shown == ""
+    assert first.display_name == ""
     assert [completed(first), completed(second)] == ["step-0.partial", "step-1.partial"]
-    assert second.shown == "step-1"
+    assert second.display_name == "step-1"
     completed(CheckpointLocation(storage, "f", 40))
     third = CheckpointLocation(storage, "f")
     third.begin()
@@ -31,7 +31,7 @@ def test_the_next_step_is_one_above_the_highest():
     assert steps.finished_steps(storage) == [0, 1, 40]
 
 
-def test_what_a_killed_save_left_is_swept_when_the_next_begins():
+def test_leftovers_of_a_killed_save_are_swept_by_the_next_one():
     storage = InMemory()
     storage.write("step-3.partial/__0_0.distcp", [b"half"])
     completed(CheckpointLocation(storage, "f", 4))
@@ -42,7 +42,7 @@ def test_a_step_that_is_being_saved_is_not_begun_again_until_it_is_given_up():
     storage = InMemory()
     one, other = CheckpointLocation(storage, "f", 5), CheckpointLocation(storage, "f", 5)
     one.begin()
-    with pytest.raises(CheckpointingException, match="step 5 is being saved by process"):
+    with pytest.raises(CheckpointError, match="step 5 is being saved by process"):
         other.begin()
     other.abandon()  # it never began, and must not take the other's away
     assert "step-5.partial.owner" in storage.files
@@ -78,7 +78,7 @@ def test_a_step_is_safe_where_old_ones_cannot_be_removed():
 def test_a_name_of_its_own_is_replaced_at_once_or_not_at_all():
     storage = InMemory()
     place = CheckpointLocation(storage, "f", name="best")
-    assert (completed(place), place.shown) == ("best.partial", "best")
+    assert (completed(place), place.display_name) == ("best.partial", "best")
     again = CheckpointLocation(storage, "f", name="best")
     again.begin()
     storage.write("best.partial/manifest.json", [b"other"])
@@ -88,5 +88,5 @@ def test_a_name_of_its_own_is_replaced_at_once_or_not_at_all():
 
 @pytest.mark.parametrize("wrong", [{"keep": 0}, {"keep": -3}, {"keep_every": 0}])
 def test_retention_counts_from_one(wrong):
-    with pytest.raises(BadRequest, match="from 1 on"):
+    with pytest.raises(InvalidArgument, match="must be an integer >= 1"):
         RetentionPolicy(**wrong)

@@ -1,4 +1,4 @@
-"""What a listener hears of a save, and that one that breaks does no harm before its time."""
+"""Test the progress reports of a save, and a callback that raises."""
 
 from __future__ import annotations
 
@@ -9,59 +9,59 @@ from rankbook.checkpoint.progress import SaveProgress
 from rankbook.protocol import telemetry
 
 
-def test_each_phase_is_told_and_bytes_now_and_then(monkeypatch):
+def test_progress_reports_every_phase_and_bytes_at_intervals(monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock) / 100)  # a hundredth for each look at it
-    heard = []
-    told = SaveProgress("runs", background=True, on_progress=heard.append)
-    told.name, told.step, told.total = "step-3", 3, 400
-    told.enter("writing")
+    reports = []
+    save_progress = SaveProgress("runs", background=True, on_progress=reports.append)
+    save_progress.name, save_progress.step, save_progress.total = "step-3", 3, 400
+    save_progress.enter("writing")
     for _ in range(40):
-        told.wrote(10)
-    told.enter("done")
-    assert [each.phase for each in heard][:2] == ["planning", "writing"]
-    assert heard[-1].phase == "done"
-    assert 3 < len(heard) < 20
-    last = heard[-1]
+        save_progress.add_written(10)
+    save_progress.enter("done")
+    assert [item.phase for item in reports][:2] == ["planning", "writing"]
+    assert reports[-1].phase == "done"
+    assert 3 < len(reports) < 20
+    last = reports[-1]
     assert (last.folder, last.name, last.step, last.written, last.total) == ("runs", "step-3", 3, 400, 400)
     assert last.background
     assert last.rate > 0
-    assert heard[0].rate is None
-    assert told._source not in telemetry._sources
+    assert reports[0].rate is None
+    assert save_progress._source not in telemetry._sources
 
 
 def test_a_failure_is_the_last_word():
-    heard = []
-    told = SaveProgress("runs", on_progress=heard.append)
-    assert "planning" in {getattr(each, "phase", "") for each in telemetry.snapshot()}
-    told.failed("no space")
-    assert (heard[-1].phase, heard[-1].error) == ("failed", "no space")
-    assert told._source not in telemetry._sources
+    reports = []
+    save_progress = SaveProgress("runs", on_progress=reports.append)
+    assert "planning" in {getattr(item, "phase", "") for item in telemetry.snapshot()}
+    save_progress.fail("no space")
+    assert (reports[-1].phase, reports[-1].error) == ("failed", "no space")
+    assert save_progress._source not in telemetry._sources
 
 
-def test_a_save_that_does_not_get_as_far_as_its_group_is_told_to_have_failed(monkeypatch):
+def test_a_save_that_does_not_get_as_far_as_its_group_is_reported_to_have_failed(monkeypatch):
     def refuse():
         raise RuntimeError("no group")
 
-    monkeypatch.setattr(async_save, "_meet", refuse)
-    heard = []
-    told = SaveProgress("runs", background=True, on_progress=heard.append)
+    monkeypatch.setattr(async_save, "_ensure_group", refuse)
+    reports = []
+    save_progress = SaveProgress("runs", background=True, on_progress=reports.append)
     with pytest.raises(RuntimeError, match="no group"):
-        async_save.start_save(None, told, None, everything=False)
-    assert (heard[-1].phase, heard[-1].error) == ("failed", "RuntimeError: no group")
-    assert told._source not in telemetry._sources
+        async_save.start_save(None, save_progress, None, target="runs/step-3", copy_replicas=False)
+    assert (reports[-1].phase, reports[-1].error) == ("failed", "RuntimeError: no group")
+    assert save_progress._source not in telemetry._sources
 
 
-def test_what_a_listener_raises_waits_until_it_is_asked_for():
+def test_interrupt_of_the_callback_is_raised_by_check():
     calls = []
 
-    def broken(said):
-        calls.append(said)
+    def broken(report):
+        calls.append(report)
         raise KeyboardInterrupt
 
-    told = SaveProgress("runs", on_progress=broken)
-    told.enter("writing")
+    save_progress = SaveProgress("runs", on_progress=broken)
+    save_progress.enter("writing")
     assert len(calls) == 1  # it is not called again
     with pytest.raises(KeyboardInterrupt):
-        told.check()
+        save_progress.check()
     SaveProgress("runs").check()

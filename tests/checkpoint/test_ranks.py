@@ -1,4 +1,4 @@
-"""Saved on some ranks and loaded on others, by real processes; all grids and dtypes are in test_reshard, simulated."""
+"""Test checkpoints that are saved and loaded by different numbers of real processes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def load_on_three(folder):
     return True
 
 
-def test_one_rank_to_four_to_three_to_one(tmp_path):
+def test_checkpoint_is_resharded_from_one_rank_to_four_to_three_to_one(tmp_path):
     rc.save({"w": WHOLE.clone(), "s": torch.tensor(3.0)}, tmp_path / "one")
     written = run_ranks(save_on_four, 4, str(tmp_path), str(tmp_path / "one"))
     total = 4 * WHOLE.nbytes + WHOLE[:5].nbytes + WHOLE[0].nbytes

@@ -1,15 +1,15 @@
-"""What is damaged is all found and named; what is not read is not looked at."""
+"""Test that all damage is found and named, and that files that are not needed are not read."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from rankbook.checkpoint.loading import MOST_SAID, CheckpointRead, find_checkpoint
+from rankbook.checkpoint.loading import MAX_LISTED, CheckpointRead, find_checkpoint
 from rankbook.checkpoint.local_state import LoadRequest, LocalTensor
 from rankbook.checkpoint.planning.load_plan import plan_read
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 from tests.checkpoint.simulated import InMemory, save_ranks
 
 KEYS = [f"t{number}" for number in range(12)]
@@ -33,27 +33,27 @@ def fetched(storage, keys, **more):
     found = find_checkpoint(storage, "latest")
     held = [LocalTensor.of(ShardedTensor.from_rank_offsets(key, torch.zeros(5))) for key in keys]
     fetch = CheckpointRead(found, **{"verify": True} | more)
-    fetch.tensors(plan_read([each.wanted() for each in held], found.manifest), held, fresh=range(len(held)))
-    return fetch, [each.data for each in held]
+    fetch.read_tensors(
+        plan_read([element.read_request() for element in held], found.manifest), held, fresh=range(len(held))
+    )
+    return fetch, [item.data for item in held]
 
 
-def test_all_damages_are_counted_and_the_first_ones_named(storage):
+def test_error_counts_all_damage_and_names_the_first(storage):
     manifest = find_checkpoint(storage, "latest").manifest
     for key in KEYS[1:]:
         flip(storage, "__0_0.distcp", manifest.tensors[key].chunks[0].data + 1)
     fetch, (first, *_) = fetched(storage, KEYS)
     assert first.tolist() == [0] * 5
     assert len(fetch.damages) == 11
-    with pytest.raises(
-        CheckpointingException, match=r"is damaged:\n.*'t1', the chunk at \(0,\) written by rank 0"
-    ) as told:
-        fetch.conclude()
-    assert str(told.value).count("\n") == MOST_SAID + 1
-    assert str(told.value).endswith("and 3 more")
+    with pytest.raises(CheckpointError, match=r"is damaged:\n.*'t1', the chunk at \(0,\) written by rank 0") as caught:
+        fetch.raise_damage()
+    assert str(caught.value).count("\n") == MAX_LISTED + 1
+    assert str(caught.value).endswith("and 3 more")
     fetch, _ = fetched(storage, KEYS[:1])
-    fetch.conclude()
+    fetch.raise_damage()
     fetch, found = fetched(storage, KEYS, verify=False)
-    fetch.conclude()
+    fetch.raise_damage()
     assert found[0].tolist() == [0] * 5
     assert found[1].tolist() != [1] * 5
 
@@ -62,14 +62,14 @@ def test_objects_and_the_common_part_are_checked_before_they_are_unpickled(stora
     found = find_checkpoint(storage, "latest")
     wishes = LoadRequest({"epoch": 0}, found.manifest)
     fetch = CheckpointRead(found, verify=True)
-    assert fetch.objects(["o/shard_0_1", "unknown"]) == {"o/shard_0_1": {"a": 1}}
-    assert fetch.common(wishes) == {"epoch": 3}
+    assert fetch.read_objects(["o/shard_0_1", "unknown"]) == {"o/shard_0_1": {"a": 1}}
+    assert fetch.read_common(wishes) == {"epoch": 3}
     flip(storage, "__0_0.distcp", found.manifest.objects["o/shard_0_1"].start + 70)
     flip(storage, "common.pt", 70)
-    assert fetch.objects(["o/shard_0_1"]) == {}
-    assert fetch.common(wishes) == {}
-    assert [each.split(":")[0] for each in fetch.damages] == ["__0_0.distcp", "common.pt"]
-    assert all("other bytes than were written" in each for each in fetch.damages)
+    assert fetch.read_objects(["o/shard_0_1"]) == {}
+    assert fetch.read_common(wishes) == {}
+    assert [damage.split(":")[0] for damage in fetch.damages] == ["__0_0.distcp", "common.pt"]
+    assert all("does not match its checksum" in item for item in fetch.damages)
 
 
 def test_files_that_nothing_is_loaded_from_are_checked_where_that_is_asked(storage):
@@ -77,7 +77,7 @@ def test_files_that_nothing_is_loaded_from_are_checked_where_that_is_asked(stora
     storage.files["step-0/__0_0.distcp"] += b"more"
     for verify, count in ((True, 2), (False, 0)):
         fetch = CheckpointRead(find_checkpoint(storage, "latest"), verify=verify)
-        fetch.small_files()
+        fetch.verify_small_files()
         assert len(fetch.damages) == count
 
 
@@ -88,6 +88,6 @@ def test_a_chunk_that_is_not_filled_is_zero_in_every_dtype():
         found = find_checkpoint(storage, "latest")
         entry = ShardedTensor.from_rank_offsets("w", torch.ones(4).to(dtype), allow_shape_mismatch=True)
         fetch = CheckpointRead(found, verify=True)
-        fetch.tensors(plan_read([LocalTensor.of(entry).wanted()], found.manifest), [LocalTensor.of(entry)])
-        fetch.conclude()
+        fetch.read_tensors(plan_read([LocalTensor.of(entry).read_request()], found.manifest), [LocalTensor.of(entry)])
+        fetch.raise_damage()
         assert entry.data.to(torch.complex64).tolist() == [1, 1, 0, 0]

@@ -1,4 +1,4 @@
-"""From any grid of ranks to any other, bit for bit: the real planner, writer and reader, with the ranks simulated."""
+"""Test loads from any grid of ranks onto any other, bit for bit, with simulated ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rankbook.checkpoint.loading import CheckpointRead, find_checkpoint
 from rankbook.checkpoint.local_state import LocalTensor
 from rankbook.checkpoint.planning.load_plan import plan_read
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor, ShardedTensorFactory
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 from tests.checkpoint.boxes import cuts, shapes
 from tests.checkpoint.simulated import InMemory, load_ranks, save_ranks
 
@@ -123,9 +123,9 @@ def grid(key, whole, counts, data=True, **more):
 @pytest.mark.parametrize(("before", "after"), [((4, 1), (3, 1)), ((2, 2), (1, 3)), ((1, 1), (4, 1)), ((4, 3), (1, 1))])
 def test_a_grid_becomes_another_grid(before, after, dtype):
     whole, storage = numbered((12, 6), dtype), InMemory()
-    save_ranks([{"w": each} for each in grid("w", whole, before)], storage)
+    save_ranks([{"w": item} for item in grid("w", whole, before)], storage)
     asked = grid("w", whole, after, data=False)
-    found = load_ranks([{"w": each} for each in asked], storage)
+    found = load_ranks([{"w": element} for element in asked], storage)
     for state, goal in zip(found, grid("w", whole, after), strict=True):
         assert state["w"].dtype == dtype
         assert bits(state["w"]) == bits(goal.data)
@@ -166,8 +166,8 @@ def test_prepended_axes_are_one_more_place_to_cut():
     )
     (all_of_it,) = load_ranks([{"w": grid("layers", whole, (1, 1, 1), data=False)[0]}], storage)
     assert bits(all_of_it["w"]) == bits(whole)
-    pairs = load_ranks([{"w": each} for each in grid("layers", whole, (2, 1, 1), data=False)], storage)
-    assert bits(torch.cat([each["w"] for each in pairs])) == bits(whole)
+    pairs = load_ranks([{"w": element} for element in grid("layers", whole, (2, 1, 1), data=False)], storage)
+    assert bits(torch.cat([pair["w"] for pair in pairs])) == bits(whole)
     cut = [
         {
             "w": ShardedTensor.from_rank_offsets(
@@ -177,31 +177,32 @@ def test_prepended_axes_are_one_more_place_to_cut():
         for layer in range(4)
         for column in range(5)
     ]
-    columns = [each["w"] for each in load_ranks(cut, storage)]
+    columns = [item["w"] for item in load_ranks(cut, storage)]
     assert bits(torch.stack([torch.cat(columns[at : at + 5], dim=1) for at in range(0, 20, 5)])) == bits(whole)
 
 
 def test_a_tensor_of_another_size_keeps_what_both_have():
     storage, whole = InMemory(), numbered((10, 3), torch.float32)
-    save_ranks([{"w": each} for each in grid("w", whole, (2, 1))], storage)
+    save_ranks([{"w": element} for element in grid("w", whole, (2, 1))], storage)
     for rows in (6, 16):
         asked = [
-            {"w": each} for each in grid("w", torch.full((rows, 3), 9.0), (2, 1), data=False, allow_shape_mismatch=True)
+            {"w": entry}
+            for entry in grid("w", torch.full((rows, 3), 9.0), (2, 1), data=False, allow_shape_mismatch=True)
         ]
-        for each in asked:
-            each["w"].data.fill_(7.0)
-        found = torch.cat([each["w"] for each in load_ranks(asked, storage)])
+        for item in asked:
+            item["w"].data.fill_(7.0)
+        found = torch.cat([rank["w"] for rank in load_ranks(asked, storage)])
         assert bits(found[: min(rows, 10)]) == bits(whole[:rows])
         assert not found[10:].any()
-    with pytest.raises(CheckpointingException, match=r"'w'.*\(10, 3\).*\(6, 3\)"):
+    with pytest.raises(CheckpointError, match=r"'w'.*\(10, 3\).*\(6, 3\)"):
         load_ranks([{"w": grid("w", torch.zeros(6, 3), (1, 1))[0]}], storage)
 
 
 def test_another_dtype_is_an_error_or_is_cast():
     storage, whole = InMemory(), torch.arange(12.0).reshape(4, 3)
-    save_ranks([{"w": each} for each in grid("w", whole, (2, 1))], storage)
+    save_ranks([{"w": item} for item in grid("w", whole, (2, 1))], storage)
     asked = {"w": grid("w", torch.zeros(4, 3, dtype=torch.bfloat16), (1, 1))[0]}
-    with pytest.raises(CheckpointingException, match=r"'w'.*float32.*bfloat16.*\(rank 0\)"):
+    with pytest.raises(CheckpointError, match=r"'w'.*float32.*bfloat16.*\(rank 0\)"):
         load_ranks([asked], storage)
     (found,) = load_ranks([asked], storage, cast=True)
     assert found["w"].dtype == torch.bfloat16
@@ -222,7 +223,7 @@ def test_memory_that_holds_its_values_turned_is_filled_with_them():
     assert torch.equal(imaginary, -whole.imag)
 
 
-def test_what_a_factory_cuts_it_puts_together_on_another_grid():
+def test_factory_merges_its_parts_on_another_grid():
     """A fused weight, gate over up, is stored as two tensors; both are cut over the ranks."""
     storage, gate, up = InMemory(), numbered((6, 2), torch.float32), numbered((6, 2), torch.float32, 5)
 
@@ -248,30 +249,30 @@ def test_objects_stay_on_their_grid():
     storage = InMemory()
     save_ranks([{"rng": ShardedObject("rng", {"of": rank}, (3,), (rank,)), "step": 5} for rank in range(3)], storage)
     found = load_ranks([{"rng": ShardedObject("rng", None, (3,), (at,)), "step": 0} for at in (2, 0, 1)], storage)
-    assert [each["rng"]["of"] for each in found] == [2, 0, 1]
-    assert all(each["step"] == 5 for each in found)
+    assert [item["rng"]["of"] for item in found] == [2, 0, 1]
+    assert all(element["step"] == 5 for element in found)
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_of_a_large_chunk_little_more_is_read_than_is_asked_for(verify):
+def test_partial_load_of_a_large_chunk_reads_little_more_than_requested(verify):
     storage = InMemory()
     whole = torch.arange(5_000_000, dtype=torch.int32).reshape(2500, 2000)  # 20 MB
     save_ranks([{"w": grid("w", whole, (1, 1))[0]}], storage)
     rows = shard("w", torch.zeros(500, 2000, dtype=torch.int32), whole, (1003, 0))  # 4 MB
     asked, found = LocalTensor.of(rows), find_checkpoint(storage, "latest")
     before, fetch = storage.read_bytes, CheckpointRead(found, verify=verify)
-    fetch.tensors(plan_read([asked.wanted()], found.manifest), [asked])
-    fetch.conclude()
+    fetch.read_tensors(plan_read([asked.read_request()], found.manifest), [asked])
+    fetch.raise_damage()
     assert torch.equal(rows.data, whole[1003:1503])
     most = 2 * PIECE + 4096 if verify else 0
     assert rows.data.nbytes <= storage.read_bytes - before <= rows.data.nbytes + most
 
 
-def test_of_columns_what_lies_between_them_is_read_once():
+def test_bytes_between_columns_are_read_once():
     storage = InMemory()
     whole = torch.arange(5_000_000, dtype=torch.int32).reshape(2500, 2000)
-    save_ranks([{"w": each} for each in grid("w", whole, (2, 1))], storage)
-    asked = [{"w": each} for each in grid("w", whole, (1, 4), data=False)]
+    save_ranks([{"w": element} for element in grid("w", whole, (2, 1))], storage)
+    asked = [{"w": item} for item in grid("w", whole, (1, 4), data=False)]
     before = storage.read_bytes
     found = load_ranks(asked[1:2], storage)
     assert torch.equal(found[0]["w"], whole[:, 500:1000])

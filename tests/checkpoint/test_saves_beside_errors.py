@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from rankbook.checkpoint import steps, verify
-from tests.conftest import Notebook, check_nothing_left, leftovers
+from tests.conftest import Notebook, check_nothing_left, leftovers, wait_until
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 PREPARE = """%%distributed
@@ -62,8 +62,8 @@ def two(tmp_path_factory):
 
 
 def prepare(notebook):
-    said = notebook.ok(PREPARE.format(folder=str(notebook.folder))).stdout
-    notebook.pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d+)\] pid (\d+)", said)}
+    output = notebook.ok(PREPARE.format(folder=str(notebook.folder))).stdout
+    notebook.pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d+)\] pid (\d+)", output)}
     assert len(notebook.pids) == 2
 
 
@@ -118,35 +118,35 @@ gate = Broken(storage_of(folder))
 handle = begin(60, gate)"""
 
 
-def test_lost_save_is_told_in_the_next_output_and_in_the_view(two):
+def test_lost_save_is_reported_in_the_next_output_and_in_the_view(two):
     two.ok(LOSE)
-    said = two.ok("%%distributed\ngate.open.set()\nassert handle._ended.wait(20)").stderr
-    assert "save of step-60" in said
-    assert "rank 1: OSError: [Errno 5] Input/output error" in said
-    assert "What was saved before is untouched" in said
+    output = two.ok("%%distributed\ngate.open.set()\nassert handle._ended.wait(20)").stderr
+    assert "save of step-60" in output
+    assert "rank 1: OSError: [Errno 5] Input/output error" in output
+    assert "Existing checkpoints are unchanged" in output
     view = two.ok(
         "%%distributed\nfrom rankbook.protocol import telemetry\nprint(telemetry.snapshot('checkpoint ')[0].phase)"
     )
     assert "[0-1] failed" in view.stdout
     assert not view.stderr
-    heard = two.run("%%distributed\nhandle.wait(1)")
-    assert heard.status == "error"
-    assert "Input/output error" in heard.traceback
+    received = two.run("%%distributed\nhandle.wait(1)")
+    assert received.status == "error"
+    assert "Input/output error" in received.traceback
     assert "()" in two.ok("%%distributed\nprint(telemetry.snapshot('checkpoint '))").stdout
 
 
 ONE_CANNOT = """%%distributed
 from rankbook.checkpoint import async_save
-whole = async_save._staged
+whole = async_save._stage
 def fails(*given):
     raise Custom('one', 'two')
 class Custom(Exception):
     def __init__(self, one, two):
         super().__init__(one)
 if rank == 1:
-    async_save._staged = fails
+    async_save._stage = fails
 handle = begin(70)
-async_save._staged = whole"""
+async_save._stage = whole"""
 
 
 def test_wait_of_one_rank_ends_when_another_has_failed(two):
@@ -159,12 +159,55 @@ def test_wait_of_one_rank_ends_when_another_has_failed(two):
     assert "[0-1] saved 71" in two.ok(OUTCOME).stdout
 
 
-def test_save_is_told_as_lost_when_a_rank_died_and_the_next_one_works(two):
+KILLED_WHILE_SAVING = """%%distributed
+gate = Gate(storage_of(folder))
+if rank == 0:
+    gate.open.set()
+handle = begin({step}, gate)
+assert gate.reached.wait(20)"""
+
+
+@pytest.mark.parametrize(("step", "victim"), [(82, 1), (84, 0)])
+def test_loss_of_a_save_is_reported_once_by_heal_and_the_next_save_works(two, step, victim):
+    cell = KILLED_WHILE_SAVING.replace("rank == 0", f"rank != {victim}").format(step=step)
+    two.ok(cell)
+    os.kill(two.pids[victim], signal.SIGKILL)
+    survivor = 1 - victim
+    peek = f"%distributed peek --ranks {survivor} handle.done"
+    wait_until(lambda: "True" in two.run(peek).stdout, timeout=60, what="the save ends")
+    healed = two.ok("%distributed heal", timeout=60)
+    line = 1 + next(n for n, text in enumerate(PREPARE.splitlines()[1:]) if "return save" in text)
+    output = healed.stdout + healed.stderr
+    assert f"the save of step-{step} to {two.folder}, begun at line {line + 1} of Cell In[" in output
+    assert f"was lost: rank {victim} was killed by SIGKILL" in output
+    assert "Existing checkpoints are unchanged" in output
+    assert output.count("was lost") == 1
+    prepare(two)
+    again = two.ok(f"%%distributed\nhandle = begin({step + 1})")
+    assert f"[0-1] saved {step + 1}" in two.ok(OUTCOME).stdout
+    assert "lost" not in again.stderr + again.stdout
+    assert step not in steps(two.folder) and verify(two.folder, step + 1).ok
+
+
+def test_loss_of_a_save_is_reported_once_in_the_next_cell_where_nothing_is_healed(two):
+    two.ok(KILLED_WHILE_SAVING.format(step=86))
+    os.kill(two.pids[1], signal.SIGKILL)
+    peek = "%distributed peek --ranks 0 handle.done"
+    wait_until(lambda: "True" in two.run(peek).stdout, timeout=60, what="the save ends")
+    two.ok("%distributed restart 1", timeout=60)
+    output = two.ok(PREPARE.format(folder=str(two.folder)))
+    assert output.stderr.count("the save of step-86") == 1
+    two.pids.update({int(rank): int(pid) for rank, pid in re.findall(r"\[(\d+)\] pid (\d+)", output.stdout)})
+    assert not two.ok("%%distributed\nhandle = begin(87)").stderr
+    assert "[0-1] saved 87" in two.ok(OUTCOME).stdout
+
+
+def test_save_is_reported_as_lost_when_a_rank_died_and_the_next_one_works(two):
     two.ok("%%distributed\ngate = Gate(storage_of(folder))\nhandle = begin(80, gate)\nassert gate.reached.wait(20)")
     os.kill(two.pids[1], signal.SIGKILL)
     lost = two.run("%%distributed --ranks 0\ngate.open.set()\nhandle.wait(20)", timeout=30)
     assert lost.status == "error"
-    assert "rank 1 was killed by signal 9" in lost.traceback + lost.text
+    assert "rank 1 was killed by SIGKILL" in lost.traceback + lost.text
     two.ok("%distributed heal", timeout=40)
     prepare(two)
     two.ok("%%distributed\nhandle = begin(81)")

@@ -1,4 +1,4 @@
-"""A save from its front door, on one process without a group; several ranks are in test_agreement and test_ranks."""
+"""Test `save` on one process without a group; several ranks are in test_consistency.py and test_ranks.py."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rankbook.checkpoint import consistency, saving
 from rankbook.checkpoint.format.manifest import PIECE
 from rankbook.checkpoint.planning.save_plan import PlanCache
 from rankbook.checkpoint.saving import PlanHistory, Writer
-from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.errors import CheckpointError, InvalidArgument
 from tests.checkpoint.simulated import InMemory
 
 STATE = {"w": torch.arange(6.0).reshape(2, 3), "opt": {"lr": 0.1, "steps": [1, 2]}}
 
 
 def names(folder):
-    return sorted(each.name for each in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir())
 
 
-def test_it_says_what_it_saved_and_counts_its_steps(tmp_path):
+def test_save_returns_what_it_saved_and_numbers_the_steps(tmp_path):
     first = rc.save(STATE, tmp_path)
     assert (first.folder, first.name, first.step, first.bytes) == (str(tmp_path), "step-0", 0, 24)
     assert 0 < first.seconds < 60
@@ -40,7 +40,7 @@ def test_it_says_what_it_saved_and_counts_its_steps(tmp_path):
     assert rc.load_metadata(tmp_path).step == 7
 
 
-def test_old_steps_go_as_they_are_told_to(tmp_path):
+def test_old_steps_go_as_they_are_reported_to(tmp_path):
     for step in range(10):
         rc.save(STATE, tmp_path, step=step, keep=2, keep_every=4)
     assert rc.steps(tmp_path) == [0, 4, 8, 9]
@@ -61,7 +61,7 @@ def test_metadata_is_json_that_comes_back(tmp_path):
     assert rc.load_metadata(tmp_path).metadata == given
     assert json.loads((tmp_path / "step-0/manifest.json").read_bytes())["metadata"] == given
     for wrong in ({"f": len}, {"loss": math.nan}, {1: 2}):
-        with pytest.raises(BadRequest, match="metadata"):
+        with pytest.raises(InvalidArgument, match="metadata"):
             rc.save(STATE, tmp_path, metadata=wrong)
         assert names(tmp_path) == ["latest", "step-0"]
 
@@ -81,7 +81,7 @@ def test_metadata_is_json_that_comes_back(tmp_path):
     ids=str,
 )
 def test_arguments_that_make_no_sense_are_refused(tmp_path, wrong):
-    with pytest.raises(BadRequest, match=next(iter(wrong))):
+    with pytest.raises(InvalidArgument, match=next(iter(wrong))):
         rc.save(STATE, tmp_path, **wrong)
     assert names(tmp_path) == []
 
@@ -94,11 +94,11 @@ def test_a_step_may_be_any_integer_and_is_the_one_that_is_asked_for(tmp_path):
     assert rc.load_plain(tmp_path, step=torch.tensor(3))["w"].item() == 3
     for wrong in ("3", "newest", 3.0, True, -3):
         for call in (partial(rc.load, {"w": torch.zeros(1)}, tmp_path), partial(rc.load_plain, tmp_path)):
-            with pytest.raises(BadRequest, match="step="):
+            with pytest.raises(InvalidArgument, match="step must be"):
                 call(step=wrong)
-        with pytest.raises(BadRequest, match="step="):
+        with pytest.raises(InvalidArgument, match="step must be"):
             rc.verify(tmp_path, step=wrong)
-        with pytest.raises(BadRequest, match="step="):
+        with pytest.raises(InvalidArgument, match="step must be"):
             rc.remove(tmp_path, wrong)
     assert rc.verify(tmp_path, step=np.int64(3)).ok
     rc.remove(tmp_path, np.int64(3))
@@ -116,7 +116,7 @@ def test_a_tensor_that_is_no_box_of_numbers_is_named(tmp_path, kind):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of what it has in prototype
         odd = made()
-    with pytest.raises(CheckpointingException, match=f"'a.b' is a {kind} tensor, on rank 0"):
+    with pytest.raises(CheckpointError, match=f"'a.b' is a {kind} tensor, on rank 0"):
         rc.save({"a": {"b": odd}}, tmp_path)
     assert names(tmp_path) == []
 
@@ -124,13 +124,13 @@ def test_a_tensor_that_is_no_box_of_numbers_is_named(tmp_path, kind):
 def test_progress_goes_through_its_phases(tmp_path):
     seen = []
     rc.save({"w": torch.zeros(3 * PIECE, dtype=torch.uint8)}, tmp_path, step=4, on_progress=seen.append)
-    phases = list(dict.fromkeys(each.phase for each in seen))
+    phases = list(dict.fromkeys(element.phase for element in seen))
     assert phases == ["planning", "writing", "committing", "done"]
     assert (seen[-1].name, seen[-1].step, seen[-1].written, seen[-1].total) == ("step-4", 4, 3 * PIECE, 3 * PIECE)
-    assert [each.written for each in seen] == sorted(each.written for each in seen)
-    assert not any(each.error or each.background for each in seen)
+    assert [item.written for item in seen] == sorted(entry.written for entry in seen)
+    assert not any(member.error or member.background for member in seen)
     seen.clear()
-    with pytest.raises(CheckpointingException):
+    with pytest.raises(CheckpointError):
         rc.save(
             {"w": rc.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, 2))}, tmp_path, on_progress=seen.append
         )
@@ -138,7 +138,7 @@ def test_progress_goes_through_its_phases(tmp_path):
     assert "'w'" in seen[-1].error
 
 
-def test_a_listener_that_breaks_is_told_of_and_costs_no_checkpoint(tmp_path, caplog):
+def test_a_listener_that_breaks_is_reported_with_and_costs_no_checkpoint(tmp_path, caplog):
     called = []
 
     def broken(_):
@@ -151,14 +151,14 @@ def test_a_listener_that_breaks_is_told_of_and_costs_no_checkpoint(tmp_path, cap
     assert rc.steps(tmp_path) == [0]
 
 
-def test_an_unchanged_layout_is_told_by_its_digests(tmp_path, monkeypatch):
-    told = []
+def test_an_unchanged_layout_is_reported_by_its_digests(tmp_path, monkeypatch):
+    reported = []
 
     declare = Writer.declare
 
-    def spied(self, *, whole):
-        declared = declare(self, whole=whole)
-        told.append("digests" if isinstance(declared, tuple) else "all")
+    def spied(self, *, full):
+        declared = declare(self, full=full)
+        reported.append("digests" if isinstance(declared, tuple) else "all")
         return declared
 
     monkeypatch.setattr(Writer, "declare", spied)
@@ -166,15 +166,15 @@ def test_an_unchanged_layout_is_told_by_its_digests(tmp_path, monkeypatch):
     rc.save({"w": torch.zeros(3), "lr": 0.1}, tmp_path)
     rc.save({"w": torch.ones(3), "lr": 0.2}, tmp_path)  # another common part: it alone is told anew
     rc.save({"w": torch.ones(3), "lr": 0.2}, tmp_path)
-    assert told[0] == "all"
-    assert told[-1] == "digests"
-    told.clear()
+    assert reported[0] == "all"
+    assert reported[-1] == "digests"
+    reported.clear()
     rc.save({"w": torch.ones(4), "lr": 0.2}, tmp_path)
-    assert told == ["all"]
-    told.clear()
+    assert reported == ["all"]
+    reported.clear()
     saving._process.history.cache = PlanCache()  # rank 0 is a new process
     rc.save({"w": torch.full((4,), 2.0), "lr": 0.2}, tmp_path)
-    assert told == ["digests", "all"]
+    assert reported == ["digests", "all"]
     assert rc.load_plain(tmp_path)["w"].tolist() == [2, 2, 2, 2]
 
 
@@ -211,7 +211,7 @@ def test_a_file_that_rank_0_does_not_see_is_no_checkpoint():
             return {name: size for name, size in super().list(path).items() if not name.endswith(".distcp")}
 
     storage = Elsewhere()
-    with pytest.raises(CheckpointingException, match=r"rank 0 wrote \d+ bytes .* no such file .* a file system"):
+    with pytest.raises(CheckpointError, match=r"rank 0 wrote \d+ bytes .* no such file.* a shared file system"):
         rc.save(STATE, storage)
     assert storage.files == {}
 

@@ -1,4 +1,4 @@
-"""The files of one save: where their bytes lie, and that every description of them agrees."""
+"""Test the files of one save: the positions of their bytes, and that all descriptions of them agree."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def saved():
 
 def test_every_byte_is_in_one_blob_and_under_its_checksum():
     files, manifest = saved()
-    assert files.keys() == {each.name for each in manifest.files} | {"manifest.json"}
+    assert files.keys() == {item.name for item in manifest.files} | {"manifest.json"}
     spans = {number: [] for number in range(len(manifest.files))}
     for stored in manifest.tensors.values():
         for chunk in stored.chunks:
@@ -78,7 +78,7 @@ def test_torchs_own_description_says_the_same():
         assert (described.tensors[key].dtype, described.tensors[key].shape) == (stored.dtype, stored.shape)
         assert described.tensors[key].chunks == tuple((chunk.offset, chunk.shape) for chunk in stored.chunks)
         for chunk in stored.chunks:
-            place = described.places[key, chunk.offset]
+            place = described.locations[key, chunk.offset]
             assert (place.file, place.start, place.length) == (
                 manifest.files[chunk.file].name,
                 chunk.start,
@@ -95,7 +95,7 @@ def test_a_rank_that_stores_nothing_has_no_file():
     assert [name for name in storage.files if name.endswith(".distcp")] == ["step-0/__0_0.distcp"]
 
 
-def test_with_all_replicas_at_work_each_stores_a_part():
+def test_fully_parallel_save_divides_replicated_chunks():
     storage = InMemory()
     held = [
         {key: ShardedTensor.from_rank_offsets(key, torch.ones(100), replica_id=rank) for key in "abcd"}

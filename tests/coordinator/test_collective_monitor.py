@@ -1,11 +1,14 @@
-"""When a wait is broken off, when the person is told, and when nobody looks at all."""
+"""Test when collectives are aborted, when the user is warned, and when no rank is asked."""
 
 from __future__ import annotations
 
+import zlib
+
+import msgspec
 import pytest
 
 from rankbook.coordinator import actions as act
-from rankbook.coordinator.deadlock import LOOK_EVERY, CollectiveMonitor, CollectiveReport
+from rankbook.coordinator.deadlock import CHECK_INTERVAL, CollectiveMonitor, CollectiveReport
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.states import CellEntry, CellState, RankEntry, RankState
 from rankbook.protocol.messages import Collectives
@@ -36,7 +39,10 @@ class Scene:
         self, rank: int, number: int, op: str = "all_reduce", *, name: str = "0", cell: int | None = None
     ) -> None:
         """It tells that it began this collective at time 50, of all ranks there are."""
-        waiting = CollectiveLaunch(number=number, op=op, data="", alike=True, peer=None, seconds=self.now - 50.0)
+        code = zlib.crc32(op.encode())
+        waiting = CollectiveLaunch(
+            number=number, op=op, data="", peer=None, seconds=self.now - 50.0, position="line 2", code=code, digest=code
+        )
         self.tells(rank, number, waiting, name=name, cell=cell)
 
     def tells(
@@ -44,7 +50,7 @@ class Scene:
     ) -> None:
         members = tuple(sorted(self.ranks))
         report = GroupReport(name=name, ranks=members, count=count, pending=pending, recent=pending)
-        self.supervisor.hear(
+        self.supervisor.record_report(
             rank,
             CollectiveReport(
                 Collectives(token=0, cell=cell or self.ranks[rank].cell, line=2, groups=(report,)), self.now
@@ -53,14 +59,14 @@ class Scene:
 
     def look(self, after: float = 0.0) -> list[act.Action]:
         self.now += after
-        return self.supervisor.look(self.now, self.ranks, self.cells)
+        return self.supervisor.check(self.now, self.ranks, self.cells)
 
 
 def of(kind: type, actions: list[act.Action]) -> list[act.Action]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def test_a_wait_for_a_rank_that_raised_is_broken_off_after_the_grace_and_not_before():
+def test_a_wait_for_a_rank_that_raised_is_aborted_after_the_grace_and_not_before():
     scene = Scene(0, failed={1: "raised ValueError"})
     scene.waits(0, 5)
     scene.tells(1, 4)
@@ -71,7 +77,7 @@ def test_a_wait_for_a_rank_that_raised_is_broken_off_after_the_grace_and_not_bef
     assert scene.cell.aborted
 
 
-def test_ranks_that_wait_for_the_same_one_are_broken_off_together_with_all_their_groups():
+def test_ranks_that_wait_for_the_same_one_are_aborted_together_with_all_their_groups():
     scene = Scene(0, 2, failed={1: "raised ValueError"})
     scene.waits(0, 5)
     scene.waits(2, 3, name="a")
@@ -79,7 +85,7 @@ def test_ranks_that_wait_for_the_same_one_are_broken_off_together_with_all_their
     assert of(act.SendAbort, scene.look(RAISED)) == [act.SendAbort((0, 2), ("0", "a"), "rank 1 raised ValueError")]
 
 
-def test_each_culprit_has_an_abort_of_its_own():
+def test_every_failed_rank_causes_an_abort_of_its_own():
     scene = Scene(0, 2, failed={1: "raised ValueError", 3: "raised KeyError"})
     scene.waits(0, 5)
     scene.waits(2, 3, name="a")
@@ -87,7 +93,7 @@ def test_each_culprit_has_an_abort_of_its_own():
     scene.tells(3, 9)
     # rank 1 has not begun #5 of "0", rank 3 has; in "a" it is the other way round
     aborts = of(act.SendAbort, [*scene.look(), *scene.look(RAISED)])
-    assert {(each.ranks, each.groups, each.cause) for each in aborts} == {
+    assert {(abort.ranks, abort.groups, abort.cause) for abort in aborts} == {
         ((0,), ("0",), "rank 1 raised ValueError"),
         ((2,), ("a",), "rank 3 raised KeyError"),
     }
@@ -95,55 +101,128 @@ def test_each_culprit_has_an_abort_of_its_own():
 
 def test_a_dead_rank_ends_waits_as_one_that_raised_does():
     scene = Scene(0, 1)
-    scene.ranks[1] = RankEntry(1, RankState.DEAD, 1, loss="was killed by signal 9")
+    scene.ranks[1] = RankEntry(1, RankState.DEAD, 1, loss="was killed by SIGKILL")
     scene.cell.running.discard(1)
     scene.waits(0, 5)
     scene.look()
-    assert of(act.SendAbort, scene.look(RAISED)) == [act.SendAbort((0,), ("0",), "rank 1 was killed by signal 9")]
+    assert of(act.SendAbort, scene.look(RAISED)) == [act.SendAbort((0,), ("0",), "rank 1 was killed by SIGKILL")]
 
 
-def test_who_merely_finished_ends_no_wait_but_the_person_is_told_once():
+def test_finished_rank_causes_one_warning_and_no_abort():
     scene = Scene(0, finished=(1,))
     scene.waits(0, 5)
     scene.tells(1, 4)
     assert of(act.NotifyUser, scene.look()) == []
     assert of(act.NotifyUser, scene.look(PERIODS.finished - 0.1)) == []
-    (told,) = of(act.NotifyUser, scene.look(0.2))
-    assert told.cell == CELL
-    assert "rank 0 waits in all_reduce #5 at line 2 for rank 1, which has finished this cell" in told.text
+    (reported,) = of(act.NotifyUser, scene.look(0.2))
+    assert reported.cell == CELL
+    assert "rank 0 waits in all_reduce #5 at line 2 for rank 1, which has finished this cell" in reported.text
     for _ in range(3):
         assert of(act.NotifyUser, scene.look(PERIODS.finished)) == []
     assert not scene.cell.aborted
     assert of(act.SendAbort, scene.look(1000)) == []
 
 
-def test_ranks_that_wait_for_the_same_one_in_the_same_place_are_told_of_in_one_line():
+def test_ranks_that_wait_for_the_same_one_in_the_same_place_are_reported_in_one_line():
     scene = Scene(0, 2, 3, finished=(1,))
     for rank in (0, 2):
         scene.waits(rank, 5)
     scene.waits(3, 5, "barrier")
     scene.tells(1, 4)
     scene.look()
-    told = [each.text for each in of(act.NotifyUser, scene.look(PERIODS.finished)) if "finished" in each.text]
-    assert [text.partition(" for rank 1")[0] for text in told] == [
+    reported = [item.text for item in of(act.NotifyUser, scene.look(PERIODS.finished)) if "finished" in item.text]
+    assert [text.partition(" for rank 1")[0] for text in reported] == [
         "ranks 0,2 wait in all_reduce #5 at line 2",
         "rank 3 waits in barrier #5 at line 2",
     ]
 
 
-def test_ranks_that_disagree_are_told_of_once():
+MISMATCH = "collective #5: rank 0 began all_reduce, rank 1 barrier, at line 2"
+
+
+def test_waits_in_a_collective_that_does_not_match_are_aborted():
     scene = Scene(0, 1)
-    scene.now = 51.0
     scene.waits(0, 5)
     scene.waits(1, 5, "barrier")
-    assert ["disagree" in each.text for each in of(act.NotifyUser, scene.look())] == [True]
+    assert of(act.SendAbort, scene.look()) == [], "torch may still refuse one of the calls"
+    scene.now += 1
+    scene.waits(0, 5)
+    scene.waits(1, 5, "barrier")
+    assert of(act.SendAbort, scene.look()) == [act.SendAbort((0, 1), ("0",), MISMATCH, mismatch=True)]
+    assert scene.cell.aborted
+
+
+def test_a_mismatch_is_noticed_when_the_last_rank_has_answered_and_not_only_at_the_next_look():
+    scene = Scene(0, 1)
+    scene.look()
+    scene.now += 1
+    scene.waits(0, 5)
+    assert scene.supervisor.react(0, scene.ranks, scene.cells) == []
+    scene.waits(1, 5, "barrier")
+    assert of(act.SendAbort, scene.supervisor.react(1, scene.ranks, scene.cells)) != []
+
+
+def test_broken_connection_causes_a_request_to_all_ranks_and_immediate_mismatches():
+    scene = Scene(0, 1)
+    scene.waits(0, 5)
+    scene.waits(1, 5, "barrier")
+    report = scene.supervisor._reports[1].report
+    scene.supervisor.record_groups(1, [msgspec.structs.replace(report.groups[0], broken=True)])
+    assert scene.supervisor.react(1, scene.ranks, scene.cells) == [act.RequestCollectives((0, 1))]
+    assert scene.supervisor.react(1, scene.ranks, scene.cells) == []
+    assert of(act.SendAbort, scene.supervisor.react(0, scene.ranks, scene.cells)) != []
+
+
+def test_a_rank_that_has_finished_its_cell_is_compared_too():
+    scene = Scene(1, finished=(0,))
+    scene.now += 1
+    scene.waits(0, 5)
+    report = scene.supervisor._reports[0].report.groups[0]
+    scene.supervisor.record_groups(0, [msgspec.structs.replace(report, pending=())])
+    scene.waits(1, 5, "barrier")
+    (abort,) = of(act.SendAbort, scene.look())
+    assert abort.ranks == (1,)
+    assert abort.cause == f"{MISMATCH}; rank 0 has already completed it: its result is wrong"
+
+
+def test_a_mismatch_that_no_rank_waits_in_is_reported_once_and_found_at_the_end_of_the_cell():
+    scene = Scene(0, 1)
+    scene.now += 1
+    for rank, op in enumerate(("all_reduce", "barrier")):
+        scene.waits(rank, 5, op)
+        report = scene.supervisor._reports[rank].report.groups[0]
+        scene.supervisor.record_groups(rank, [msgspec.structs.replace(report, pending=())])
+    (reported,) = of(act.NotifyUser, scene.look())
+    assert reported.text == f"{MISMATCH}; ranks 0-1 have already completed it: their results are wrong\n"
     assert of(act.NotifyUser, scene.look(1)) == []
-    scene.waits(0, 6)
-    scene.waits(1, 6, "barrier")
-    assert len(of(act.NotifyUser, scene.look(1))) == 1, "another collective is another matter"
+    found = scene.supervisor.finished_mismatch(scene.cell, 2)
+    assert found.text == MISMATCH
+    assert scene.supervisor.was_reported(found)
+    assert scene.supervisor.finished_mismatch(scene.cell, 2) is None, "an error of one cell only"
 
 
-def test_what_a_rank_told_of_an_earlier_cell_does_not_count():
+def test_numbers_of_a_group_that_was_formed_again_are_not_compared_with_those_before():
+    scene = Scene(0, 1)
+    scene.now += 1
+    scene.waits(0, 5)
+    scene.waits(1, 5, "barrier")
+    report = scene.supervisor._reports[1].report.groups[0]
+    scene.supervisor.record_groups(1, [msgspec.structs.replace(report, generation=2)])
+    assert of(act.SendAbort, scene.look()) == []
+    assert scene.supervisor.finished_mismatch(scene.cell, 2) is None
+
+
+def test_a_rank_that_was_not_selected_is_named_as_such():
+    scene = Scene(0, 1)
+    scene.ranks[2] = RankEntry(2, RankState.IDLE, 1)
+    scene.waits(0, 5)
+    scene.waits(1, 5)
+    scene.look()
+    (reported,) = of(act.NotifyUser, scene.look(PERIODS.finished))
+    assert "for rank 2, which was not selected for this cell (`%%distributed --ranks 0-1`)" in reported.text
+
+
+def test_reports_of_an_earlier_cell_are_ignored():
     scene = Scene(0, failed={1: "raised ValueError"})
     scene.waits(0, 5, cell=CELL - 1)
     scene.look()
@@ -159,7 +238,7 @@ def test_a_rank_that_runs_another_cell_is_not_out():
     assert of(act.NotifyUser, scene.look(PERIODS.finished)) == []
 
 
-def test_the_time_since_an_end_begins_anew_with_the_next_cell():
+def test_the_time_since_an_end_begins_again_with_the_next_cell():
     scene = Scene(0, finished=(1,))
     scene.look()
     scene.cells.clear()
@@ -171,19 +250,19 @@ def test_the_time_since_an_end_begins_anew_with_the_next_cell():
     assert of(act.NotifyUser, scene.look(PERIODS.finished)) != []
 
 
-def test_while_something_runs_all_living_ranks_are_asked_and_the_next_look_is_set():
+def test_running_cell_causes_requests_to_live_ranks_and_the_next_check():
     scene = Scene(0, 1)
     scene.ranks[2] = RankEntry(2, RankState.DEAD, 1, loss="died")
-    assert scene.look() == [act.RequestCollectives((0, 1)), act.ScheduleCheck(LOOK_EVERY)]
+    assert scene.look() == [act.RequestCollectives((0, 1)), act.ScheduleCheck(CHECK_INTERVAL)]
 
 
-def test_it_looks_more_often_once_some_ranks_have_ended():
+def test_checks_are_more_frequent_once_some_ranks_have_ended():
     (soon,) = of(act.ScheduleCheck, Scene(0, finished=(1,)).look())
-    assert soon.seconds < LOOK_EVERY
+    assert soon.seconds < CHECK_INTERVAL
 
 
 @pytest.mark.parametrize("what", ["no cell", "an internal one", "one that waits"])
-def test_while_nothing_runs_nobody_is_asked_and_nobody_looks(what):
+def test_idle_cluster_causes_no_requests_and_no_checks(what):
     scene = Scene(0, 1)
     if what == "no cell":
         scene.cells.clear()
@@ -194,7 +273,7 @@ def test_while_nothing_runs_nobody_is_asked_and_nobody_looks(what):
     assert scene.look() == []
 
 
-def test_who_waits_with_a_lost_rank_is_known_by_the_groups_that_both_are_in():
+def test_ranks_waiting_for_a_lost_rank_are_found_by_common_groups():
     scene = Scene(0, 1, 2)
     scene.waits(0, 5)
     scene.tells(1, 5)

@@ -1,4 +1,4 @@
-"""The notebook's one cluster."""
+"""Test the notebook's default cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rankbook.coordinator import default_cluster
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 
 
 class FakeCluster:
@@ -49,7 +49,7 @@ def test_two_threads_that_start_at_once_get_one_cluster(fake):
 def test_a_cluster_of_another_size_is_refused_until_the_first_is_stopped():
     first = default_cluster.start(2)
     assert default_cluster.start(2, backend="gloo") is first
-    with pytest.raises(BadRequest, match="stop ends them first"):
+    with pytest.raises(InvalidArgument, match="are already running; stop them first with %distributed stop"):
         default_cluster.start(4)
     assert default_cluster.stop()
     assert default_cluster.start(4) is not first

@@ -74,7 +74,7 @@ def wait_gone(pids: dict[str, int]) -> None:
     )
 
 
-def test_they_end_with_their_rank_and_those_of_other_ranks_stay(cluster):
+def test_subprocesses_end_with_their_own_rank_only(cluster):
     pids, kept = cluster.pull("pids"), cluster.pull("kept")
     assert all(lives(pid) for rank in (0, 1) for pid in pids[rank].values())
     cluster.restart([1])
@@ -86,11 +86,11 @@ def test_they_end_with_their_rank_and_those_of_other_ranks_stay(cluster):
     end(kept)
 
 
-def test_they_end_as_the_cluster_stops(cluster):
+def test_subprocesses_end_when_the_cluster_stops(cluster):
     pids, kept = cluster.pull("pids"), cluster.pull("kept")
     cluster.stop()
-    for each in pids:
-        wait_gone(each)
+    for pid in pids:
+        wait_gone(pid)
     assert all(map(lives, kept))
     end(kept)
 
@@ -105,7 +105,7 @@ threading.Event().wait()
 """
 
 
-def test_they_end_when_the_notebook_process_is_killed():
+def test_subprocesses_end_when_the_notebook_process_is_killed():
     with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True) as notebook:
         assert notebook.stdout is not None
         pids = {pid: int(pid) for pid in notebook.stdout.readline().split()}

@@ -1,4 +1,4 @@
-"""The driver over links in memory and a launcher that only takes notes: real threads and timers, no processes."""
+"""Test the driver with links in memory and a launcher that records calls: real threads, no processes."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ from rankbook.protocol.messages import (
     Stack,
     Text,
 )
+from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
 from rankbook.transport.link import Sender
 from tests.conftest import wait_until
 from tests.transport.memory_link import MemoryHub, MemoryRank
@@ -72,7 +73,7 @@ class WaitingHub(MemoryHub):
             os.close(end)
 
 
-class NotingLauncher:
+class RecordingLauncher:
     """Forks nothing; what the tests put into `news` is what it tells."""
 
     def __init__(self) -> None:
@@ -153,12 +154,12 @@ def exited(rank: int, code: int, *, incarnation: int = 1, stdout: bytes = b"", m
     )
 
 
-class Stage:
-    """A driver, and the tests in the place of its ranks and its forkserver."""
+class DriverHarness:
+    """A driver whose ranks and forkserver are played by the test."""
 
     def __init__(self, grace: GracePeriods | None = None, world_size: int = 2) -> None:
         self.hub = WaitingHub()
-        self.launcher = NotingLauncher()
+        self.launcher = RecordingLauncher()
         self.tasks: dict[int, list[Message]] = {}
         self.aborts: list[tuple[int, Abort]] = []
         self.asked = 0
@@ -234,42 +235,71 @@ class Stage:
 
 
 @pytest.fixture
-def stage(request):
-    stage = Stage(getattr(request, "param", None))
-    yield stage
-    stage.close()
+def harness(request):
+    harness = DriverHarness(getattr(request, "param", None))
+    yield harness
+    harness.close()
     assert "rankbook-driver" not in [thread.name for thread in threading.enumerate()]
 
 
 def error_of(cell: RunningCell) -> str:
-    with pytest.raises(Exception) as told:  # noqa: PT011 - which one it is, the caller looks at
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - which one it is, the caller looks at
         cell.result.raise_for_status()
-    return f"{type(told.value).__name__}: {told.value}"
+    return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_a_launch_forks_every_rank_with_a_downlink_of_its_own_and_forms_one_group(stage):
-    stage.launch()
-    assert [(fork.rank, fork.incarnation, fork.downlink) for fork in stage.launcher.forked] == [
+def test_a_launch_forks_every_rank_with_a_downlink_of_its_own_and_forms_one_group(harness):
+    harness.launch()
+    assert [(fork.rank, fork.incarnation, fork.downlink) for fork in harness.launcher.forked] == [
         (0, 1, "memory:0.1"),
         (1, 1, "memory:1.1"),
     ]
-    assert stage.state.grouped
+    assert harness.state.grouped
 
 
-def test_a_process_id_is_known_before_the_rank_says_hello(stage):
-    stage.driver.post(ev.LaunchRanks((0, 1)))
-    stage.launcher.tell(RankForked(rank=1, incarnation=1, pid=4711))
-    wait_until(lambda: stage.driver.infos[1].pid == 4711, timeout=SOON, what="the pid")
+class ThreadKeeper(Keeper):
+    """A sink that also keeps the threads that it was called on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[str] = set()
+
+    def emit(self, items) -> None:
+        self.threads.add(threading.current_thread().name)
+        super().emit(items)
 
 
-def test_an_event_from_another_thread_moves_the_drivers_deadline_forward(stage):
+def test_the_output_of_a_lost_rank_is_shown_on_the_driver_thread_whoever_reports_the_loss(harness):
+    harness.launch()
+    sink = ThreadKeeper()
+    cell = harness.submit(0, 1, sink=sink)
+    assert isinstance(harness.next_task(1), RunCell)
+    harness.say(1, Text(cell=cell.cell, stream="stdout", data=b"half a line"))
+    wait_until(lambda: cell.tail(1), timeout=SOON, what="the output has arrived")
+    harness.driver.post(ev.RankGone(1, 1, "was discarded"))
+    assert isinstance(harness.next_task(0), RunCell)
+    harness.done(0, cell.cell)
+    harness.wait_end(cell)
+    assert "half a line" in sink.text and sink.threads == {"rankbook-driver"}
+    assert "rank 1 was discarded while running cell [7]" in error_of(cell)
+
+
+def test_a_process_id_is_known_before_the_rank_says_ready(harness):
+    harness.driver.post(ev.LaunchRanks((0, 1)))
+    harness.launcher.tell(RankForked(rank=1, incarnation=1, pid=4711))
+    wait_until(lambda: harness.driver.rank_processes[1].pid == 4711, timeout=SOON, what="the pid")
+
+
+def test_an_event_from_another_thread_moves_the_drivers_deadline_forward(harness):
     """The driver thread sleeps without a deadline, and nothing else wakes it."""
-    stage.launch()
-    stage.submit(0, 1)
-    wait_until(lambda: (stage.nothing_for(0), stage.asked)[1], timeout=SOON, what="a question about the collectives")
+    harness.launch()
+    harness.submit(0, 1)
+    wait_until(
+        lambda: (harness.nothing_for(0), harness.asked)[1], timeout=SOON, what="a question about the collectives"
+    )
 
 
-def test_output_may_arrive_while_its_cell_is_sent_for_one_thread_alone_reads_it(stage, monkeypatch):
+def test_output_may_arrive_while_its_cell_is_sent_for_one_thread_alone_reads_it(harness, monkeypatch):
     """Who submits once looked at the output too, and found it changed by the driver meanwhile."""
     threads, deadline = set(), OutputMerger.deadline.fget
 
@@ -278,304 +308,318 @@ def test_output_may_arrive_while_its_cell_is_sent_for_one_thread_alone_reads_it(
         return deadline(merger)
 
     monkeypatch.setattr(OutputMerger, "deadline", property(noted))
-    stage.launch()
-    cell = stage.submit(0, sink=Keeper())
-    stage.next_task(0)
-    stage.say(0, Text(cell=cell.cell, stream="stdout", data=b"half a line"))
-    stage.done(0, cell.cell)
-    stage.wait_end(cell)
+    harness.launch()
+    cell = harness.submit(0, sink=Keeper())
+    harness.next_task(0)
+    harness.say(0, Text(cell=cell.cell, stream="stdout", data=b"half a line"))
+    harness.done(0, cell.cell)
+    harness.wait_end(cell)
     wait_until(lambda: threads, timeout=SOON, what="a look at the output")
     assert threads == {"rankbook-driver"}
 
 
-def test_a_cell_reaches_its_ranks_and_ends_with_the_last_answer(stage):
-    stage.launch()
+def test_a_cell_reaches_its_ranks_and_ends_with_the_last_answer(harness):
+    harness.launch()
     sink = Keeper()
-    cell = stage.submit(0, 1, sink=sink)
-    assert stage.next_task(0) == RunCell(cell=cell.cell, source="x", number=7)
-    assert stage.next_task(1) == RunCell(cell=cell.cell, source="x", number=7)
-    assert stage.driver.active_cells() == [cell]
-    assert stage.driver.cell_of(0) is cell
-    stage.say(0, Text(cell=cell.cell, stream="stdout", data=b"a line\n"))
-    stage.done(0, cell.cell)
-    stage.done(1, cell.cell)
-    stage.wait_end(cell)
+    cell = harness.submit(0, 1, sink=sink)
+    assert harness.next_task(0) == RunCell(cell=cell.cell, source="x", number=7)
+    assert harness.next_task(1) == RunCell(cell=cell.cell, source="x", number=7)
+    assert harness.driver.active_cells() == [cell]
+    assert harness.driver.cell_of(0) is cell
+    harness.say(0, Text(cell=cell.cell, stream="stdout", data=b"a line\n"))
+    harness.done(0, cell.cell)
+    harness.done(1, cell.cell)
+    harness.wait_end(cell)
     cell.result.raise_for_status()
     assert sink.text == "[0] a line\n"
-    assert stage.driver.active_cells() == []
+    assert harness.driver.active_cells() == []
 
 
-def test_output_comes_before_the_end_and_also_while_the_cell_runs(stage):
-    stage.launch()
+def test_output_comes_before_the_end_and_also_while_the_cell_runs(harness):
+    harness.launch()
     sink = Keeper()
-    cell = stage.submit(0, sink=sink)
-    stage.say(0, Text(cell=cell.cell, stream="stdout", data=b"live\n"))
+    cell = harness.submit(0, sink=sink)
+    harness.say(0, Text(cell=cell.cell, stream="stdout", data=b"live\n"))
     wait_until(lambda: "live" in sink.text, timeout=SOON, what="the line while the cell runs")
     assert cell.result is None
-    stage.done(0, cell.cell)
-    stage.wait_end(cell)
+    harness.done(0, cell.cell)
+    harness.wait_end(cell)
 
 
-def test_what_a_background_thread_prints_after_the_cell_ended_still_reaches_it(stage):
-    stage.launch()
+def test_output_of_a_thread_after_the_end_reaches_its_cell(harness):
+    harness.launch()
     sink = Keeper()
-    cell = stage.submit(0, sink=sink)
-    stage.done(0, cell.cell)
-    stage.wait_end(cell)
-    stage.say(0, Text(cell=cell.cell, stream="stdout", data=b"late\n"))
+    cell = harness.submit(0, sink=sink)
+    harness.done(0, cell.cell)
+    harness.wait_end(cell)
+    harness.say(0, Text(cell=cell.cell, stream="stdout", data=b"late\n"))
     wait_until(lambda: "late" in sink.text, timeout=SOON, what="the late line")
 
 
-def test_a_cell_for_a_busy_rank_is_told_whom_it_waits_for_and_starts_after_it(stage):
-    stage.launch()
-    first, second = stage.submit(0), stage.submit(0, 1)
+def test_a_cell_for_a_busy_rank_is_reported_whom_it_waits_for_and_starts_after_it(harness):
+    harness.launch()
+    first, second = harness.submit(0), harness.submit(0, 1)
     assert second.state == "queued"
     assert second.waiting_behind == (0,)
-    assert stage.next_task(0).cell == first.cell
-    assert stage.nothing_for(1)
-    stage.done(0, first.cell)
-    assert stage.next_task(0).cell == second.cell
-    assert stage.next_task(1).cell == second.cell
+    assert harness.next_task(0).cell == first.cell
+    assert harness.nothing_for(1)
+    harness.done(0, first.cell)
+    assert harness.next_task(0).cell == second.cell
+    assert harness.next_task(1).cell == second.cell
 
 
-def test_an_interrupt_goes_to_the_ranks_that_still_run_the_cell(stage):
-    stage.launch()
-    cell = stage.submit(0, 1)
-    stage.next_task(0), stage.next_task(1)
-    stage.done(0, cell.cell)
-    stage.wait_states(RankState.IDLE, RankState.BUSY)
-    stage.driver.post(ev.InterruptCell(cell.cell))
-    assert stage.next_task(1) == Interrupt(cell=cell.cell)
-    assert stage.nothing_for(0)
+def test_an_interrupt_goes_to_the_ranks_that_still_run_the_cell(harness):
+    harness.launch()
+    cell = harness.submit(0, 1)
+    harness.next_task(0), harness.next_task(1)
+    harness.done(0, cell.cell)
+    harness.wait_states(RankState.IDLE, RankState.BUSY)
+    harness.driver.post(ev.InterruptCell(cell.cell))
+    assert harness.next_task(1) == Interrupt(cell=cell.cell)
+    assert harness.nothing_for(0)
 
 
-def test_a_death_is_told_in_words_with_its_cell_after_its_last_words(stage):
-    stage.launch()
+def test_a_death_is_reported_as_text_with_its_cell_after_its_last_output(harness):
+    harness.launch()
     sink = Keeper()
-    cell = stage.submit(1, sink=sink)
-    stage.launcher.tell(exited(1, -9, stdout=b"nobody had read this"))
-    stage.wait_end(cell)
-    assert "rank 1 was killed by signal 9 (out of memory?) while running cell [7]" in error_of(cell)
+    cell = harness.submit(1, sink=sink)
+    harness.launcher.tell(exited(1, -9, stdout=b"nobody had read this"))
+    harness.wait_end(cell)
+    assert "rank 1 was killed by SIGKILL (out of memory?) while running cell [7]" in error_of(cell)
     assert "nobody had read this" in sink.text
-    assert stage.state.ranks[1].loss == "was killed by signal 9 (out of memory?)"
-    stage.wait_states(RankState.IDLE, RankState.DEAD)
+    assert harness.state.ranks[1].loss == "was killed by SIGKILL (out of memory?)"
+    harness.wait_states(RankState.IDLE, RankState.DEAD)
 
 
-def test_what_the_link_still_carries_when_the_exit_is_told_is_part_of_the_result(stage, monkeypatch):
-    after, due, sink = stage.driver.after, [], Keeper()
+def test_messages_in_flight_at_an_exit_are_part_of_the_result(harness, monkeypatch):
+    after, due, sink = harness.driver.after, [], Keeper()
 
     def later(seconds, callback):
-        if seconds == driver._LAST_WORDS_SECONDS:
+        if seconds == driver._EXIT_DELAY:
             due.append(callback)
         else:
             after(seconds, callback)
 
-    monkeypatch.setattr(stage.driver, "after", later)
-    stage.launch()
-    cell = stage.submit(0, sink=sink)
-    stage.launcher.tell(exited(0, 3))
+    monkeypatch.setattr(harness.driver, "after", later)
+    harness.launch()
+    cell = harness.submit(0, sink=sink)
+    harness.launcher.tell(exited(0, 3))
     wait_until(lambda: due, timeout=SOON, what="the exit is heard")
-    stage.say(0, Text(cell=cell.cell, stream="stdout", data=b"sent\n"))
+    harness.say(0, Text(cell=cell.cell, stream="stdout", data=b"sent\n"))
     wait_until(lambda: sink.text, timeout=SOON, what="what was sent")
     after(0.0, due.pop())
-    stage.wait_end(cell)
+    harness.wait_end(cell)
     assert cell.result.stdout[0] == "sent\n"
     assert "rank 0 exited with code 3 while running cell [7]" in error_of(cell)
 
 
-def test_the_others_of_a_cell_that_lost_a_rank_are_interrupted_and_the_notebook_is_released(stage):
-    stage.launch()
-    cell = stage.submit(0, 1)
-    stage.next_task(0)
-    began = time.monotonic()
-    stage.launcher.tell(exited(1, -11))
-    assert stage.next_task(0) == Interrupt(cell=cell.cell)
-    stage.wait_end(cell)
-    assert time.monotonic() - began < SOON
-    told = error_of(cell)
-    assert "rank 1 was killed by signal 11 (segmentation fault) while running cell [7]" in told
-    assert "rank 0 still runs" in told
-    stage.done(0, cell.cell)
-    stage.wait_states(RankState.IDLE, RankState.DEAD)
-
-
-def test_a_queued_cell_that_loses_a_rank_says_that_it_never_ran(stage):
-    stage.launch()
-    stage.submit(0)
-    queued = stage.submit(0, 1)
-    stage.launcher.tell(exited(1, 1))
-    stage.wait_end(queued)
-    assert "rank 1 exited with code 1 before cell [7] could run" in error_of(queued)
-    assert isinstance(stage.next_task(0), RunCell)
-    assert stage.nothing_for(0)
-
-
-def test_news_of_an_earlier_process_of_a_rank_change_nothing(stage):
-    stage.launch()
-    old = stage.ends[0]
-    stage.launcher.tell(exited(0, 1))
-    stage.wait_states(RankState.DEAD, RankState.IDLE)
-    stage.driver.post(ev.LaunchRanks((0,)))
-    stage.dial(0)
+def test_a_cell_whose_collectives_did_not_match_fails_on_its_ranks(harness):
+    harness.launch()
+    cell = harness.submit(0, 1)
     for rank in (0, 1):
-        stage.done(rank, stage.next_task(rank).cell)
-    stage.wait_states(RankState.IDLE, RankState.IDLE)
-    cell = stage.submit(0)
+        harness.next_task(rank)
+        launch = CollectiveLaunch(
+            number=1, op="all_reduce", data=f"float32[{rank}]", peer=None, seconds=1.0, code=rank, digest=rank
+        )
+        group = GroupReport(name="0", ranks=(0, 1), count=1, pending=(), recent=(launch,))
+        harness.say(rank, Done(cell=cell.cell, status="ok", seconds=0.1, collectives=1, groups=(group,)))
+    harness.wait_end(cell)
+    assert "RuntimeError: all_reduce #1: rank 0 gave float32[0], rank 1 float32[1]" in error_of(cell)
+
+
+def test_the_others_of_a_cell_that_lost_a_rank_are_interrupted_and_the_notebook_is_released(harness):
+    harness.launch()
+    cell = harness.submit(0, 1)
+    harness.next_task(0)
+    began = time.monotonic()
+    harness.launcher.tell(exited(1, -11))
+    assert harness.next_task(0) == Interrupt(cell=cell.cell)
+    harness.wait_end(cell)
+    assert time.monotonic() - began < SOON
+    report = error_of(cell)
+    assert "rank 1 was killed by SIGSEGV (segmentation fault) while running cell [7]" in report
+    assert report.index("rank 0 still runs") > report.index("rank 1 was killed"), "the cause comes first"
+    harness.done(0, cell.cell)
+    harness.wait_states(RankState.IDLE, RankState.DEAD)
+
+
+def test_a_queued_cell_that_loses_a_rank_says_that_it_never_ran(harness):
+    harness.launch()
+    harness.submit(0)
+    queued = harness.submit(0, 1)
+    harness.launcher.tell(exited(1, 1))
+    harness.wait_end(queued)
+    assert "rank 1 exited with code 1 before cell [7] could run" in error_of(queued)
+    assert isinstance(harness.next_task(0), RunCell)
+    assert harness.nothing_for(0)
+
+
+def test_messages_of_an_earlier_process_of_a_rank_change_nothing(harness):
+    harness.launch()
+    old = harness.ends[0]
+    harness.launcher.tell(exited(0, 1))
+    harness.wait_states(RankState.DEAD, RankState.IDLE)
+    harness.driver.post(ev.LaunchRanks((0,)))
+    harness.dial(0)
+    for rank in (0, 1):
+        harness.done(rank, harness.next_task(rank).cell)
+    harness.wait_states(RankState.IDLE, RankState.IDLE)
+    cell = harness.submit(0)
     old.send(Done(cell=cell.cell, status="ok", seconds=0.0))
     old.send(Text(cell=cell.cell, stream="stdout", data=b"from the grave"))
-    stage.launcher.tell(exited(0, -9, incarnation=1))
-    stage.say(0, Text(cell=cell.cell, stream="stdout", data=b"alive\n"))
-    stage.done(0, cell.cell)
-    stage.wait_end(cell)
+    harness.launcher.tell(exited(0, -9, incarnation=1))
+    harness.say(0, Text(cell=cell.cell, stream="stdout", data=b"alive\n"))
+    harness.done(0, cell.cell)
+    harness.wait_end(cell)
     cell.result.raise_for_status()
-    assert stage.state.ranks[0].incarnation == 2
+    assert harness.state.ranks[0].incarnation == 2
 
 
-@pytest.mark.parametrize("stage", [GracePeriods(leave=2.0)], indirect=True)
-def test_an_idle_rank_is_asked_to_leave_and_killed_when_it_does_not(stage):
-    stage.launch()
-    stage.driver.post(ev.Stop())
-    assert stage.next_task(0) == Shutdown(patience=30)
-    assert stage.next_task(1) == Shutdown(patience=30)
-    assert stage.launcher.killed == []
-    stage.launcher.tell(exited(1, 0))
-    wait_until(lambda: KillRank(rank=0, incarnation=1) in stage.launcher.killed, timeout=SOON, what="the kill")
-    stage.launcher.tell(exited(0, -9))
-    stage.wait_states(RankState.ABSENT, RankState.ABSENT)
+@pytest.mark.parametrize("harness", [GracePeriods(leave=2.0)], indirect=True)
+def test_an_idle_rank_is_asked_to_leave_and_killed_when_it_does_not(harness):
+    harness.launch()
+    harness.driver.post(ev.Stop())
+    assert harness.next_task(0) == Shutdown(patience=30)
+    assert harness.next_task(1) == Shutdown(patience=30)
+    assert harness.launcher.killed == []
+    harness.launcher.tell(exited(1, 0))
+    wait_until(lambda: KillRank(rank=0, incarnation=1) in harness.launcher.killed, timeout=SOON, what="the kill")
+    harness.launcher.tell(exited(0, -9))
+    harness.wait_states(RankState.ABSENT, RankState.ABSENT)
 
 
-def test_a_busy_rank_that_is_restarted_is_killed_at_once_and_forked_again(stage):
-    stage.launch()
-    cell = stage.submit(0)
-    stage.driver.post(ev.LaunchRanks((0,)))
-    assert stage.launcher.killed == [KillRank(rank=0, incarnation=1)]
-    stage.launcher.tell(exited(0, -9))
-    stage.wait_end(cell)
-    wait_until(lambda: len(stage.launcher.forked) == 3, timeout=SOON, what="the second fork of rank 0")
-    assert (stage.launcher.forked[2].rank, stage.launcher.forked[2].incarnation) == (0, 2)
+def test_a_busy_rank_that_is_restarted_is_killed_at_once_and_forked_again(harness):
+    harness.launch()
+    cell = harness.submit(0)
+    harness.driver.post(ev.LaunchRanks((0,)))
+    assert harness.launcher.killed == [KillRank(rank=0, incarnation=1)]
+    harness.launcher.tell(exited(0, -9))
+    harness.wait_end(cell)
+    wait_until(lambda: len(harness.launcher.forked) == 3, timeout=SOON, what="the second fork of rank 0")
+    assert (harness.launcher.forked[2].rank, harness.launcher.forked[2].incarnation) == (0, 2)
 
 
-def test_the_end_of_the_forkserver_is_the_end_of_every_rank_and_of_every_cell(stage):
-    stage.launch()
-    cell = stage.submit(0, 1)
-    stage.launcher.end()
-    stage.wait_end(cell)
+def test_the_end_of_the_forkserver_is_the_end_of_every_rank_and_of_every_cell(harness):
+    harness.launch()
+    cell = harness.submit(0, 1)
+    harness.launcher.end()
+    harness.wait_end(cell)
     assert "forkserver" in error_of(cell)
-    stage.wait_states(RankState.DEAD, RankState.DEAD)
+    harness.wait_states(RankState.DEAD, RankState.DEAD)
 
 
-def test_a_rank_that_cannot_be_forked_is_dead_and_says_why(stage):
-    stage.launch()
-    stage.launcher.tell(exited(1, 1))
-    stage.wait_states(RankState.IDLE, RankState.DEAD)
-    stage.launcher.failure = OSError(28, "No space left on device")
-    stage.driver.post(ev.LaunchRanks((1,)))
-    stage.wait_states(RankState.IDLE, RankState.DEAD)
-    assert "No space left on device" in stage.driver.start_errors[1]
+def test_a_rank_that_cannot_be_forked_is_dead_and_says_why(harness):
+    harness.launch()
+    harness.launcher.tell(exited(1, 1))
+    harness.wait_states(RankState.IDLE, RankState.DEAD)
+    harness.launcher.failure = OSError(28, "No space left on device")
+    harness.driver.post(ev.LaunchRanks((1,)))
+    harness.wait_states(RankState.IDLE, RankState.DEAD)
+    assert "No space left on device" in harness.driver.start_errors[1]
 
 
-def test_a_rank_that_cannot_be_forked_again_after_its_end_stops_nobody_else(stage):
-    stage.launch()
-    stage.launcher.failure = OSError(28, "No space left on device")
-    stage.driver.post(ev.LaunchRanks((1,)))
-    stage.launcher.tell(exited(1, 0))
-    stage.wait_states(RankState.IDLE, RankState.DEAD)
-    cell = stage.submit(0)
-    stage.done(0, cell.cell)
-    stage.wait_end(cell)
+def test_a_rank_that_cannot_be_forked_again_after_its_end_stops_nobody_else(harness):
+    harness.launch()
+    harness.launcher.failure = OSError(28, "No space left on device")
+    harness.driver.post(ev.LaunchRanks((1,)))
+    harness.launcher.tell(exited(1, 0))
+    harness.wait_states(RankState.IDLE, RankState.DEAD)
+    cell = harness.submit(0)
+    harness.done(0, cell.cell)
+    harness.wait_end(cell)
 
 
-def test_a_rank_that_dies_while_it_starts_is_told_with_its_last_words(stage):
-    stage.driver.post(ev.LaunchRanks((0, 1)))
-    stage.dial(0)
-    stage.launcher.tell(exited(1, 1, incarnation=1))
-    stage.wait_states(RankState.IDLE, RankState.DEAD)
-    assert stage.driver.start_errors == {1: "rank 1 exited with code 1 while it started"}
+def test_a_rank_that_dies_while_it_starts_is_reported_with_its_last_output(harness):
+    harness.driver.post(ev.LaunchRanks((0, 1)))
+    harness.dial(0)
+    harness.launcher.tell(exited(1, 1, incarnation=1))
+    harness.wait_states(RankState.IDLE, RankState.DEAD)
+    assert harness.driver.start_errors == {1: "rank 1 exited with code 1 while it started"}
 
 
-def test_a_question_and_its_answer_find_their_way(stage):
-    stage.launch()
-    cell = stage.submit(1)
-    stage.next_task(1)
+def test_a_question_and_its_answer_find_their_way(harness):
+    harness.launch()
+    cell = harness.submit(1)
+    harness.next_task(1)
     asked = InputRequest(cell=cell.cell, prompt="name? ", password=False)
-    stage.say(1, asked)
+    harness.say(1, asked)
     assert cell.inbox.get(timeout=SOON) == InputQuestion(1, asked)
-    stage.driver.reply(1, InputReply(cell=cell.cell, text="Ada"))
-    assert stage.next_task(1) == InputReply(cell=cell.cell, text="Ada")
+    harness.driver.reply(1, InputReply(cell=cell.cell, text="Ada"))
+    assert harness.next_task(1) == InputReply(cell=cell.cell, text="Ada")
 
 
-def test_stacks_are_those_that_came_in_time(stage):
-    stage.launch()
+def test_stacks_are_those_that_came_in_time(harness):
+    harness.launch()
     frame = Frame(file="Cell In[7]", line=2, function="train", source="loss.backward()")
     answered: dict[int, Stack] = {}
-    asking = threading.Thread(target=lambda: answered.update(stage.driver.wait_stacks(timeout=2.0)))
+    asking = threading.Thread(target=lambda: answered.update(harness.driver.wait_stacks(timeout=2.0)))
     asking.start()
-    asked = stage.next_task(0)
+    asked = harness.next_task(0)
     assert isinstance(asked, GetStack)
-    assert isinstance(stage.next_task(1), GetStack)
-    stage.say(0, Stack(token=asked.token, cell=None, frames=(frame,)))
+    assert isinstance(harness.next_task(1), GetStack)
+    harness.say(0, Stack(token=asked.token, cell=None, frames=(frame,)))
     asking.join(SOON)
     assert answered == {0: Stack(token=asked.token, cell=None, frames=(frame,))}
 
 
-def test_stacks_are_not_waited_for_once_all_have_answered(stage):
-    stage.launch()
-    asking = threading.Thread(target=lambda: stage.driver.wait_stacks(timeout=60))
+def test_stacks_are_not_waited_for_once_all_have_answered(harness):
+    harness.launch()
+    asking = threading.Thread(target=lambda: harness.driver.wait_stacks(timeout=60))
     asking.start()
     for rank in (0, 1):
-        stage.say(rank, Stack(token=stage.next_task(rank).token, cell=None, frames=()))
+        harness.say(rank, Stack(token=harness.next_task(rank).token, cell=None, frames=()))
     asking.join(SOON)
     assert not asking.is_alive()
 
 
-def test_a_message_that_cannot_be_read_costs_the_rank_that_sent_it(stage):
-    stage.launch()
-    cell = stage.submit(0, 1)
-    stage.hub._up.append((Sender(0, 1), (b"\xc1 no message", [])))
-    stage.hub.wake()
-    wait_until(lambda: stage.launcher.killed, timeout=SOON, what="the kill")
-    assert stage.launcher.killed == [KillRank(rank=0, incarnation=1)]
-    stage.done(1, cell.cell)
-    stage.launcher.tell(exited(0, -9))
-    stage.wait_end(cell)
-    told = error_of(cell)
-    assert "rank 0 was killed because it sent a message that cannot be read (" in told
-    assert "no message of this version" in told
-    assert stage.driver.failure is None
-    stage.wait_states(RankState.DEAD, RankState.IDLE)
+def test_a_message_that_cannot_be_read_costs_the_rank_that_sent_it(harness):
+    harness.launch()
+    cell = harness.submit(0, 1)
+    harness.hub._up.append((Sender(0, 1), (b"\xc1 no message", [])))
+    harness.hub.wake()
+    wait_until(lambda: harness.launcher.killed, timeout=SOON, what="the kill")
+    assert harness.launcher.killed == [KillRank(rank=0, incarnation=1)]
+    harness.done(1, cell.cell)
+    harness.launcher.tell(exited(0, -9))
+    harness.wait_end(cell)
+    report = error_of(cell)
+    assert "rank 0 was killed because it sent a message that cannot be decoded (" in report
+    assert "expected a message of this protocol version" in report
+    assert harness.driver.failure is None
+    harness.wait_states(RankState.DEAD, RankState.IDLE)
 
 
-def test_a_message_that_cannot_be_handled_is_reported_once_and_left_out(stage, monkeypatch):
+def test_a_message_that_cannot_be_handled_is_reported_once_and_left_out(harness, monkeypatch):
     reported, sink = [], Keeper()
     monkeypatch.setattr("sys.excepthook", lambda _, value, __: reported.append(value))
-    monkeypatch.setattr(stage.driver.presence.comms, "listener", lambda *_: json.loads("no json"))
-    stage.launch()
-    cell = stage.submit(0, sink=sink)
-    stage.next_task(0)
-    stage.say(0, *[CommFromRank("open", "a", "b", "no json", "{}")] * 3)
-    stage.say(0, Text(cell=cell.cell, stream="stdout", data=b"goes on\n"))
-    stage.done(0, cell.cell)
-    stage.wait_end(cell)
-    assert sink.text.count("rank 0 sent a CommFromRank that cannot be handled, so it is left out (JSONDecodeError") == 1
+    monkeypatch.setattr(harness.driver.liveness.comms, "listener", lambda *_: json.loads("no json"))
+    harness.launch()
+    cell = harness.submit(0, sink=sink)
+    harness.next_task(0)
+    harness.say(0, *[CommFromRank("open", "a", "b", "no json", "{}")] * 3)
+    harness.say(0, Text(cell=cell.cell, stream="stdout", data=b"goes on\n"))
+    harness.done(0, cell.cell)
+    harness.wait_end(cell)
+    assert sink.text.count("dropped a CommFromRank from rank 0 that cannot be handled (JSONDecodeError") == 1
     assert "goes on" in sink.text
     assert [type(error).__name__ for error in reported] == ["JSONDecodeError"]
     cell.result.raise_for_status()
 
 
-def test_a_hello_of_a_rank_that_runs_costs_that_rank(stage, monkeypatch):
+def test_a_ready_message_of_a_rank_that_runs_costs_that_rank(harness, monkeypatch):
     reported = []
     monkeypatch.setattr("sys.excepthook", lambda _, value, __: reported.append(value))
-    stage.launch()
-    stage.say(1, RankReady(rank=1, pid=101, incarnation=1, device="cpu", backend="gloo", threads=1))
-    wait_until(lambda: stage.launcher.killed, timeout=SOON, what="the kill")
-    stage.launcher.tell(exited(1, -9))
-    stage.wait_states(RankState.IDLE, RankState.DEAD)
-    assert "was killed because it sent a RankReady that cannot be handled" in stage.state.ranks[1].loss
+    harness.launch()
+    harness.say(1, RankReady(rank=1, pid=101, incarnation=1, device="cpu", backend="gloo", threads=1))
+    wait_until(lambda: harness.launcher.killed, timeout=SOON, what="the kill")
+    harness.launcher.tell(exited(1, -9))
+    harness.wait_states(RankState.IDLE, RankState.DEAD)
+    assert "was killed because it sent a RankReady that cannot be handled" in harness.state.ranks[1].loss
     assert [type(error).__name__ for error in reported] == ["IllegalTransition"]
-    assert stage.driver.failure is None
+    assert harness.driver.failure is None
 
 
-def test_output_that_the_front_end_refuses_is_left_out_and_said(stage, monkeypatch):
+def test_output_that_the_front_end_refuses_is_left_out_and_said(harness, monkeypatch):
     class Refusing(Keeper):
         def emit(self, items) -> None:
             if any("refused" in item.text for item in items):
@@ -584,35 +628,35 @@ def test_output_that_the_front_end_refuses_is_left_out_and_said(stage, monkeypat
 
     reported, sink = [], Refusing()
     monkeypatch.setattr("sys.excepthook", lambda _, value, __: reported.append(value))
-    stage.launch()
-    cell = stage.submit(0, sink=sink)
-    stage.say(0, Text(cell=cell.cell, stream="stdout", data=b"refused\n"))
+    harness.launch()
+    cell = harness.submit(0, sink=sink)
+    harness.say(0, Text(cell=cell.cell, stream="stdout", data=b"refused\n"))
     wait_until(lambda: sink.text, timeout=SOON, what="the note")
-    stage.say(0, Text(cell=cell.cell, stream="stdout", data=b"shown\n"))
-    stage.done(0, cell.cell)
-    stage.wait_end(cell)
-    assert sink.text == "output of cell [7] cannot be shown, so it is left out (ValueError: not this)\n[0] shown\n"
+    harness.say(0, Text(cell=cell.cell, stream="stdout", data=b"shown\n"))
+    harness.done(0, cell.cell)
+    harness.wait_end(cell)
+    assert sink.text == "dropped output of cell [7] that cannot be shown (ValueError: not this)\n[0] shown\n"
     assert len(reported) == 1
 
 
-def test_a_callback_is_called_on_the_drivers_thread_and_not_too_early(stage):
+def test_a_callback_is_called_on_the_drivers_thread_and_not_too_early(harness):
     called: list[tuple[str, float]] = []
     began = time.monotonic()
-    stage.driver.after(0.05, lambda: called.append((threading.current_thread().name, time.monotonic() - began)))
+    harness.driver.after(0.05, lambda: called.append((threading.current_thread().name, time.monotonic() - began)))
     wait_until(lambda: bool(called), timeout=SOON, what="the callback")
     assert called[0][0] == "rankbook-driver"
     assert called[0][1] >= 0.05
 
 
 def test_a_request_that_cannot_be_made_is_a_start_error_of_that_rank():
-    stage = Stage()
-    stage.driver._request = refuse
+    harness = DriverHarness()
+    harness.driver._request = refuse
     try:
-        stage.driver.post(ev.LaunchRanks((0, 1)))
-        stage.wait_states(RankState.DEAD, RankState.DEAD)
-        assert "no folder" in stage.driver.start_errors[0]
+        harness.driver.post(ev.LaunchRanks((0, 1)))
+        harness.wait_states(RankState.DEAD, RankState.DEAD)
+        assert "no folder" in harness.driver.start_errors[0]
     finally:
-        stage.close()
+        harness.close()
 
 
 def refuse(*_: object) -> ForkRank:
@@ -624,13 +668,13 @@ def refuse(*_: object) -> ForkRank:
     [
         (0, 0, "exited with code 0"),
         (3, 0, "exited with code 3"),
-        (-signal.SIGKILL, 0, "was killed by signal 9 (out of memory?)"),
-        (-signal.SIGKILL, 1, "was killed by the kernel because memory ran out (signal 9)"),
-        (-signal.SIGSEGV, 0, "was killed by signal 11 (segmentation fault)"),
-        (-signal.SIGSEGV, 1, "was killed by signal 11 (segmentation fault)"),
-        (-signal.SIGABRT, 0, "was killed by signal 6 (SIGABRT)"),
-        (-63, 0, "was killed by signal 63 (unknown)"),
+        (-signal.SIGKILL, 0, "was killed by SIGKILL (out of memory?)"),
+        (-signal.SIGKILL, 1, "was killed by the operating system because memory ran out (SIGKILL)"),
+        (-signal.SIGSEGV, 0, "was killed by SIGSEGV (segmentation fault)"),
+        (-signal.SIGSEGV, 1, "was killed by SIGSEGV (segmentation fault)"),
+        (-signal.SIGABRT, 0, "was killed by SIGABRT"),
+        (-63, 0, "was killed by signal 63"),
     ],
 )
-def test_how_a_rank_ended_in_plain_words(code, kills, words):
+def test_how_a_rank_ended_in_plain_text(code, kills, words):
     assert describe_exit(exited(0, code, memory_kills=kills)) == words

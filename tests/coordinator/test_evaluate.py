@@ -1,4 +1,4 @@
-"""Expressions on real ranks, while these run."""
+"""Test the evaluation of expressions on real ranks that are running a cell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import rankbook
 from rankbook.coordinator.evaluate import check_expression
-from rankbook.errors import BadRequest, CellError
+from rankbook.errors import CellError, InvalidArgument
 from tests.conftest import wait_until
 
 TRAIN = """
@@ -24,16 +24,17 @@ train()
 
 
 @pytest.mark.parametrize("source", ["", "x = 1", "x += 1", "del x", "import os", "x; y", "!ls", "return 1", "if x: y"])
-def test_what_is_no_expression_is_refused(source):
-    with pytest.raises(BadRequest):
+def test_peek_refuses_what_is_no_expression(source):
+    with pytest.raises(InvalidArgument):
         check_expression(source)
 
 
 @pytest.mark.parametrize(
-    ("source", "why"), [("(x := 1)", "gives x a value"), ("[await x]", "waits"), ("(yield)", "waits")]
+    ("source", "why"),
+    [("(x := 1)", "assigns to x"), ("[await x]", "contains await or yield"), ("(yield)", "contains await or yield")],
 )
 def test_an_expression_that_does_more_than_read_is_refused(source, why):
-    with pytest.raises(BadRequest, match=why):
+    with pytest.raises(InvalidArgument, match=why):
         check_expression(source)
 
 
@@ -61,16 +62,16 @@ def test_peeks_at_ranks_that_train_leave_them_to_it(cluster):
     try:
         wait_until(lambda: not cluster.peek("total")[0].trouble, timeout=10, what="the loop")
         found = cluster.peek("(rank, total.numel())")
-        assert [each.text for each in found] == ["(0, 1)", "(1, 1)"]
-        assert {each.cell for each in found} == {"a call"}
+        assert [element.text for element in found] == ["(0, 1)", "(1, 1)"]
+        assert {entry.cell for entry in found} == {"a call"}
         barred = cluster.peek("dist.all_reduce(torch.ones(1))")
-        assert all("a peek cannot begin all_reduce" in each.trouble for each in barred)
+        assert all("a peek cannot begin all_reduce:" in member.trouble for member in barred)
         began = time.monotonic()
-        assert [each.trouble for each in cluster.peek("time.sleep(30) or 1", timeout=20)] == [
+        assert [part.trouble for part in cluster.peek("time.sleep(30) or 1", timeout=20)] == [
             "NameError: name 'time' is not defined"
         ] * 2
         hung = cluster.peek("__import__('time').sleep(30)", timeout=0.3, ranks=[1])
-        assert [(each.rank, each.trouble) for each in hung] == [(1, "given up after 0.3 s")]
+        assert [(value.rank, value.trouble) for value in hung] == [(1, "timed out after 0.3 s")]
         assert time.monotonic() - began < 20
         assert cluster.stacks()[1] is not None, "the control thread answers beside a peek that hangs"
         interrupted = time.monotonic()
@@ -81,22 +82,22 @@ def test_peeks_at_ranks_that_train_leave_them_to_it(cluster):
         cluster.interrupt()
         thread.join(20)
     assert cluster.run("x = torch.ones(1); dist.all_reduce(x); print(x.item())").ok
-    assert [(each.text, each.cell) for each in cluster.peek("x")] == [("tensor([2.])", "")] * 2
+    assert [(item.text, item.cell) for item in cluster.peek("x")] == [("tensor([2.])", "")] * 2
 
 
 @pytest.mark.processes
-def test_a_rank_whose_interpreter_is_kept_is_told_and_answers_once_it_has_it_again(cluster):
+def test_a_rank_whose_interpreter_is_kept_is_reported_and_answers_once_it_has_it_again(cluster):
     keeps = "__import__('ctypes').PyDLL(None).usleep(4_000_000)"  # sleeps without letting the interpreter go
     found = cluster.peek(f"rank and {keeps}", timeout=1)
     assert (found[0].text, found[1].text) == ("0", "")
-    assert "no answer within 2 s" in found[1].trouble
-    assert [each.text for each in cluster.peek("rank", timeout=30)] == ["0", "1"]
+    assert "no reply within 2 s" in found[1].trouble
+    assert [item.text for item in cluster.peek("rank", timeout=30)] == ["0", "1"]
 
 
 @pytest.mark.processes
-def test_a_rank_that_is_gone_is_told_beside_those_that_answer():
+def test_a_rank_that_is_gone_is_reported_beside_those_that_answer():
     with rankbook.Cluster(2) as cluster:
-        with contextlib.suppress(CellError, rankbook.LostRank):
+        with contextlib.suppress(CellError, rankbook.RankLostError):
             cluster.run("import os; os._exit(3)", ranks=[1])
         found = cluster.peek("rank")
         assert (found[0].text, found[1].text) == ("0", "")

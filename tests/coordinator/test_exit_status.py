@@ -1,4 +1,4 @@
-"""How a cell went wrong on a rank, in words that stand behind "rank 2"."""
+"""Test the descriptions of how a rank ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from rankbook.coordinator.exit_status import describe_crash, describe_failure
 from rankbook.coordinator.running_cell import RunningCell
 from rankbook.protocol.messages import Done, ErrorReport
-from rankbook.transport import cell_sources
+from rankbook.transport import serialization
 
 
 def done(status: str, name: str = "ValueError", line: int | None = 3) -> Done:
@@ -35,11 +35,18 @@ def test_words(message, cell, words):
     assert describe_failure(message, cell) == words
 
 
+def test_an_error_of_a_call_names_the_cell_of_its_line():
+    error = ErrorReport(name="ValueError", value="", traceback="", plain="", line=3, place="line 3 of cell 2")
+    failed = Done(cell=9, status="error", seconds=0.1, error=error)
+    assert describe_failure(failed, numbered(0)) == "raised ValueError at line 3 of cell 2"
+    assert describe_failure(failed, numbered(5)) == "raised ValueError at cell [5] line 3"
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("RuntimeError", "raised RuntimeError (out of memory)"), ("MemoryError", "raised MemoryError")],
 )
-def test_memory_that_ran_out_is_told_as_such(name, words):
+def test_memory_that_ran_out_is_reported_as_such(name, words):
     error = ErrorReport(name=name, value="", traceback="", plain="", line=3, memory="memory of cpu: none is left")
     assert describe_failure(Done(cell=9, status="error", seconds=0.1, error=error), None) == f"{words} at line 3"
 
@@ -63,7 +70,7 @@ Extension modules: numpy, torch._C (total: 2)
 """
 
 
-def test_a_crash_is_told_down_to_the_line_of_the_cell():
+def test_a_crash_is_reported_down_to_the_line_of_the_cell():
     assert describe_crash(CRASH).splitlines() == [
         "Fatal Python error: Segmentation fault, innermost call first:",
         '  File "ctypes/__init__.py", line 519 in string_at',
@@ -72,16 +79,16 @@ def test_a_crash_is_told_down_to_the_line_of_the_cell():
     ]
 
 
-def test_a_crash_of_a_cell_that_a_debugger_knows_is_told_so_too(monkeypatch):
+def test_a_crash_of_a_cell_that_a_debugger_knows_is_reported_so_too(monkeypatch):
     file = "/tmp/ipykernel_812/3634047808.py"
-    told = describe_crash(CRASH.replace("<ipython-input-4-7403385f>", file))
-    assert told.splitlines()[-1] == f'  File "{file}", line 3 in <module>', "of another notebook"
-    monkeypatch.setattr(cell_sources, "_numbers", {file: 4})
-    told = describe_crash(CRASH.replace("<ipython-input-4-7403385f>", file))
-    assert told.splitlines()[-2:] == ["  Cell In[4], line 2 in deep", "  Cell In[4], line 3 in <module>"]
+    reported = describe_crash(CRASH.replace("<ipython-input-4-7403385f>", file))
+    assert reported.splitlines()[-1] == f'  File "{file}", line 3 in <module>', "of another notebook"
+    monkeypatch.setattr(serialization, "_cell_numbers", {file: 4})
+    reported = describe_crash(CRASH.replace("<ipython-input-4-7403385f>", file))
+    assert reported.splitlines()[-2:] == ["  Cell In[4], line 2 in deep", "  Cell In[4], line 3 in <module>"]
 
 
-def test_a_crash_of_another_thread_is_told_with_all_of_them():
+def test_a_crash_of_another_thread_is_reported_with_all_of_them():
     text = describe_crash(
         CRASH.replace("Current thread", "Thread").replace("Thread 0x00007f4cb36936c0", "Current thread 0x1")
     )

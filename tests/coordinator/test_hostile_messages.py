@@ -17,7 +17,7 @@ from rankbook.magics.output_panel import as_message
 from rankbook.protocol.messages import FromRank, Regroup
 from rankbook.transport.link import Sender
 from tests.conftest import wait_until
-from tests.coordinator.test_driver import SOON, Stage, exited
+from tests.coordinator.test_driver import SOON, DriverHarness, exited
 
 MESSAGES = 500
 SIZES = (0, 1, 2**31, 2**63 - 1, 2**64 - 1, -1, -(2**63))
@@ -79,7 +79,7 @@ def value_of(kind: msgspec.inspect.Type, cell: int) -> Any:
         case msgspec.inspect.TupleType(item_types=items):
             return [value_of(item, cell) for item in items]
         case msgspec.inspect.UnionType(types=types):
-            return value_of(max(types, key=lambda each: not isinstance(each, msgspec.inspect.NoneType)), cell)
+            return value_of(max(types, key=lambda element: not isinstance(element, msgspec.inspect.NoneType)), cell)
         case msgspec.inspect.StructType():
             return fields_of(kind, cell)
         case _:
@@ -115,7 +115,7 @@ def hostile(chance: random.Random, kind: msgspec.inspect.StructType, cell: int) 
     return data[:at] + bytes([chance.randrange(256)]) + data[at + 1 :]
 
 
-class Hostile(Stage):
+class Hostile(DriverHarness):
     """A driver with two ranks, of which rank 0 sends anything at all."""
 
     def bring_back(self) -> None:
@@ -143,53 +143,53 @@ class Hostile(Stage):
         return any(kill.incarnation == self.state.ranks[0].incarnation for kill in self.launcher.killed)
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.full)])
 def test_random_messages_of_every_type_cost_at_most_the_rank_that_sent_them(seed, monkeypatch):
     monkeypatch.setattr("sys.excepthook", lambda *_: None)  # what is reported, another test looks at
     kinds = [msgspec.inspect.type_info(kind) for kind in get_args(FromRank)]
-    chance, stage = random.Random(seed), Hostile()
+    chance, harness = random.Random(seed), Hostile()
     try:
-        stage.launch()
+        harness.launch()
         cells: list[RunningCell] = []
         for number in range(MESSAGES // 2):
-            cells.append(stage.submit(0, 1, sink=JupyterLike()))
+            cells.append(harness.submit(0, 1, sink=JupyterLike()))
             data = hostile(chance, kinds[number % len(kinds)], cells[-1].cell)
-            stage.hub._up.append((Sender(0, stage.state.ranks[0].incarnation), (data, [])))
-            stage.hub.wake()
-            stage.done(1, cells[-1].cell)
-            stage.done(0, cells[-1].cell)
+            harness.hub._up.append((Sender(0, harness.state.ranks[0].incarnation), (data, [])))
+            harness.hub.wake()
+            harness.done(1, cells[-1].cell)
+            harness.done(0, cells[-1].cell)
             wait_until(
-                lambda: stage.killed() or cells[-1].result is not None or stage.driver.failure is not None,
+                lambda: harness.killed() or cells[-1].result is not None or harness.driver.failure is not None,
                 timeout=SOON,
                 what=f"the end of a cell in which rank 0 sent {data[:200]!r}",
             )
-            assert stage.driver.failure is None, data[:200]
-            if stage.killed():
-                stage.bring_back()
-            stage.settle()
+            assert harness.driver.failure is None, data[:200]
+            if harness.killed():
+                harness.bring_back()
+            harness.settle()
             wait_until(lambda: cells[-1].result is not None, timeout=SOON, what="the end of the cell")
             for outcome in cells[-1].result:
                 assert outcome.rank == 0 or outcome.status == "ok"
-        assert all(kill.rank == 0 for kill in stage.launcher.killed)
-        assert stage.launcher.killed, "no message was bad enough to cost its rank"
+        assert all(kill.rank == 0 for kill in harness.launcher.killed)
+        assert harness.launcher.killed, "no message was bad enough to cost its rank"
     finally:
-        stage.close()
+        harness.close()
 
 
 def test_messages_without_a_sender_or_of_an_unknown_one_cost_nothing(monkeypatch):
     reported: list[BaseException] = []
     monkeypatch.setattr("sys.excepthook", lambda _, value, __: reported.append(value))
-    stage = Hostile()
+    harness = Hostile()
     try:
-        stage.launch()
+        harness.launch()
         for sender in ((7, 1), (2**32 - 1, 0), (0, 99)):
-            stage.hub._up.append((Sender(*sender), (b"\xc1", [])))
-        cell = stage.submit(0, 1)
-        stage.done(0, cell.cell)
-        stage.done(1, cell.cell)
+            harness.hub._up.append((Sender(*sender), (b"\xc1", [])))
+        cell = harness.submit(0, 1)
+        harness.done(0, cell.cell)
+        harness.done(1, cell.cell)
         assert isinstance(cell.inbox.get(timeout=SOON), CellEnded)
         cell.result.raise_for_status()
-        assert stage.launcher.killed == []
+        assert harness.launcher.killed == []
         assert len(reported) == 1
     finally:
-        stage.close()
+        harness.close()

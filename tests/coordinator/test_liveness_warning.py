@@ -1,4 +1,4 @@
-"""What is said beside a cell that runs long: the clock is made up, and so are the ranks."""
+"""Test the warnings about unresponsive ranks, with a fake clock and fake ranks."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ import pytest
 
 from rankbook.coordinator import wait
 from rankbook.coordinator.liveness import UnresponsiveRank
-from rankbook.launch.process_info import ProcessInfo
+from rankbook.process_identity import ProcessInfo
 
 STOPPED = ProcessInfo("stopped", 1.0, stopped=True)
 RUNNING = ProcessInfo("running", 1.0)
 
 
-class Stage:
+class Harness:
     """One cell on ranks 0 and 1; those in `looks` have not answered since they were asked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         self.looks: dict[int, ProcessInfo] = {}
-        self.heard: set[int] = set()
+        self.replied: set[int] = set()
         self.asked: dict[int, float] = {}
         self.notes: list[str] = []
         monkeypatch.setattr(wait, "time", SimpleNamespace(monotonic=lambda: self.now))
         cell = SimpleNamespace(ranks=(0, 1), note=self.notes.append)
-        presence = SimpleNamespace(ask=self._ask, silent=self._silent, heard_within=lambda rank, _: rank in self.heard)
-        driver = SimpleNamespace(presence=presence, cell_of=lambda _: cell, after=lambda _, callback: callback())
-        self.vigil = wait.LivenessWarning(driver, cell)
+        liveness = SimpleNamespace(
+            ask=self._ask, unresponsive=self._silent, received_within=lambda rank, _: rank in self.replied
+        )
+        driver = SimpleNamespace(liveness=liveness, cell_of=lambda _: cell, after=lambda _, callback: callback())
+        self.liveness_warning = wait.LivenessWarning(driver, cell)
 
     def _ask(self, ranks) -> None:
         for rank in ranks:
@@ -44,42 +46,42 @@ class Stage:
         """Look as often as whoever waits for a cell does."""
         for _ in range(int(seconds / 0.05)):
             self.now += 0.05
-            self.vigil.look()
+            self.liveness_warning.check()
 
 
 @pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
-    return Stage(monkeypatch)
+def harness(monkeypatch: pytest.MonkeyPatch) -> Harness:
+    return Harness(monkeypatch)
 
 
-def test_in_the_first_seconds_nobody_is_asked(stage):
-    stage.watch(2.5)
-    assert not stage.asked
+def test_no_rank_is_queried_in_the_first_seconds(harness):
+    harness.watch(2.5)
+    assert not harness.asked
 
 
-def test_who_is_heard_is_not_asked(stage):
-    stage.heard = {0}
-    stage.watch(10)
-    assert set(stage.asked) == {1}
-    assert not stage.notes
+def test_rank_that_sends_messages_is_not_queried(harness):
+    harness.replied = {0}
+    harness.watch(10)
+    assert set(harness.asked) == {1}
+    assert not harness.notes
 
 
-def test_a_stopped_rank_is_told_at_the_next_look_and_once(stage):
-    stage.looks = {1: STOPPED}
-    stage.watch(6.5)
-    assert stage.notes == ["rank 1: unresponsive for 3 s, process stopped: kill -CONT 41 lets it go on\n"]
-    stage.watch(60)
-    assert len(stage.notes) == 1
+def test_a_stopped_rank_is_reported_at_the_next_look_and_once(harness):
+    harness.looks = {1: STOPPED}
+    harness.watch(6.5)
+    assert harness.notes == ["rank 1: unresponsive for 3 s, process stopped; kill -CONT 41 resumes it\n"]
+    harness.watch(60)
+    assert len(harness.notes) == 1
 
 
-def test_a_rank_that_may_only_be_in_a_long_call_is_told_later(stage):
-    stage.looks = {0: RUNNING}
-    stage.watch(8)
-    assert not stage.notes
-    stage.watch(8)
-    assert stage.notes == ["rank 0: unresponsive for 9 s, process running, 1.0 s of CPU time\n"]
+def test_a_rank_that_may_only_be_in_a_long_call_is_reported_later(harness):
+    harness.looks = {0: RUNNING}
+    harness.watch(8)
+    assert not harness.notes
+    harness.watch(8)
+    assert harness.notes == ["rank 0: unresponsive for 9 s, process running, 1.0 s of CPU time\n"]
 
 
-def test_an_interrupt_asks_at_once(stage):
-    stage.vigil.ask()
-    assert set(stage.asked) == {0, 1}
+def test_an_interrupt_asks_at_once(harness):
+    harness.liveness_warning.ask()
+    assert set(harness.asked) == {0, 1}

@@ -1,4 +1,4 @@
-"""How a new owner finds a kept cluster: what the ranks tell, what is made of it, where the state begins."""
+"""Test how a new notebook process takes over a detached cluster: replay, output and state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.deadlock import LOOK_AFTER_END
+from rankbook.coordinator.deadlock import CHECK_AFTER_DONE
 from rankbook.coordinator.reattach import (
     OutputReplay,
     RankReport,
@@ -20,14 +20,14 @@ from rankbook.coordinator.reattach import (
 )
 from rankbook.coordinator.recovered_state import ReattachedDriver, RecoveredClusterState
 from rankbook.coordinator.state_machine import RankState
-from rankbook.errors import BadRequest, NoCluster
+from rankbook.errors import InvalidArgument, NoClusterError
 from rankbook.launch.registry import ClusterRecord, DetachedCluster, DetachedRank
 from rankbook.output.merger import Emit, Stream
 from rankbook.protocol.forkserver import RankExited
 from rankbook.protocol.messages import Done, ErrorReport, FromRank, InputReply, InputRequest, Interrupt, RunCell, Text
 from rankbook.protocol.reattach import Acknowledge, ReplayStart
 from rankbook.transport.link import Sender
-from tests.coordinator.test_driver import Keeper, Stage, request
+from tests.coordinator.test_driver import DriverHarness, Keeper, request
 from tests.coordinator.test_state_machine import waits
 
 NONCE = "n"
@@ -52,7 +52,7 @@ def done(cell: int, error: str | None = None, *, collectives: int = 0) -> Done:
     return Done(cell=cell, status=status, seconds=0.1, error=report, collectives=collectives)
 
 
-class Notes:
+class RecordingSink:
     """A sink that keeps what it is given."""
 
     def __init__(self) -> None:
@@ -62,13 +62,13 @@ class Notes:
         self.items += items
 
     def text(self, name: str = "stdout") -> str:
-        return "".join(each.text for each in self.items if isinstance(each, Stream) and each.name == name)
+        return "".join(item.text for item in self.items if isinstance(item, Stream) and item.name == name)
 
 
 # Reunion
 
 
-def test_what_was_on_the_wire_before_a_ranks_answer_is_left_to_what_it_repeats():
+def test_messages_in_flight_before_the_replay_are_discarded():
     reunion = ReattachHandshake({0: 1, 1: 4}, NONCE)
     reunion.take(Sender(0, 1), text(3, "old"), [])
     reunion.take(Sender(0, 1), here(nonce="of an attempt before", entries=1), [])
@@ -83,8 +83,8 @@ def test_what_was_on_the_wire_before_a_ranks_answer_is_left_to_what_it_repeats()
     assert reunion.missing == [1], "an incarnation that is no more does not count"
     reunion.take(Sender(1, 4), here(), [])
     assert reunion.missing == []
-    assert reunion.accounts[0].missed == [text(3, "old"), text(3, "more")]
-    assert reunion.accounts[0].later == [(text(3, "now"), [])]
+    assert reunion.reports[0].missed == [text(3, "old"), text(3, "more")]
+    assert reunion.reports[0].later == [(text(3, "now"), [])]
 
 
 # What is made of it
@@ -98,8 +98,8 @@ def test_tasks_are_those_that_run_or_were_not_seen():
         3: account(here(0)),
         4: account(here(3)),
     }
-    told = [(task.cell, task.ranks, task.running) for task in recovered_tasks(accounts)]
-    assert told == [(3, (4,), ()), (5, (0, 1), (0,))]
+    reported = [(task.cell, task.ranks, task.running) for task in recovered_tasks(accounts)]
+    assert reported == [(3, (4,), ()), (5, (0, 1), (0,))]
 
 
 def test_the_state_begins_where_the_ranks_are():
@@ -108,25 +108,25 @@ def test_the_state_begins_where_the_ranks_are():
     state = RecoveredClusterState(recovered_state(3, {0: 1, 1: 2}, {2: exited}, accounts))
     assert [rank.state for rank in state.ranks.values()] == [RankState.BUSY, RankState.IDLE, RankState.DEAD]
     assert [rank.incarnation for rank in state.ranks.values()] == [1, 2, 6]
-    assert state.ranks[2].loss == "was killed by signal 9 (out of memory?)"
+    assert state.ranks[2].loss == "was killed by SIGKILL (out of memory?)"
     assert not state.grouped
-    assert state.resume() == [act.ScheduleCheck(LOOK_AFTER_END)]
+    assert state.resume() == [act.ScheduleCheck(CHECK_AFTER_DONE)]
     assert state.new_cell() == 6
     assert state.handle(ev.InterruptCell(5))[0] == act.SendInterrupt(5, (0,))
     assert state.handle(ev.CellDone(0, 1, 5)) == [act.EndCell(5, (), interrupted=True)]
     assert state.handle(ev.LaunchRanks((2,))) == [act.Fork(2, 7)]
 
 
-def test_a_wait_for_a_rank_that_raised_while_nobody_was_there_is_broken_off_as_any_other():
+def test_a_wait_for_a_rank_that_raised_while_nobody_was_there_is_aborted_as_any_other():
     accounts = {0: account(here(5, running=True)), 1: account(here(5, entries=1), done(5, "bad", collectives=1))}
     state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
-    assert state.resume() == [act.ScheduleCheck(LOOK_AFTER_END)]
+    assert state.resume() == [act.ScheduleCheck(CHECK_AFTER_DONE)]
     assert act.RequestCollectives((0, 1)) in state.handle(ev.CheckCollectives(10.0))
     state.handle(waits(0, 5, (0, 1), number=2, at=10.0))
-    (aborted,) = [each for each in state.handle(ev.CheckCollectives(12.0)) if isinstance(each, act.SendAbort)]
+    (aborted,) = [item for item in state.handle(ev.CheckCollectives(12.0)) if isinstance(item, act.SendAbort)]
     assert (aborted.ranks, aborted.cause) == ((0,), "rank 1 raised ValueError at cell [5]")
-    after = state.handle(ev.CellDone(0, 1, 5, failed=True, words="raised CollectiveAborted", collectives=2))
-    assert any(isinstance(each, act.FormGroup) for each in after)
+    after = state.handle(ev.CellDone(0, 1, 5, failed=True, reason="raised CollectiveAborted", collectives=2))
+    assert any(isinstance(element, act.FormGroup) for element in after)
 
 
 @pytest.mark.parametrize(("collectives", "error", "anew"), [(3, "bad", True), (0, "bad", False), (3, None, False)])
@@ -134,9 +134,9 @@ def test_a_cell_that_failed_while_nobody_was_there_may_have_left_the_ranks_at_di
     collectives, error, anew
 ):
     ended = [done(5, error, collectives=collectives), done(5, collectives=collectives)]
-    accounts = {rank: account(here(5, entries=1), each) for rank, each in enumerate(ended)}
+    accounts = {rank: account(here(5, entries=1), item) for rank, item in enumerate(ended)}
     state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
-    assert [type(each) for each in state.resume()] == ([act.FormGroup, act.SendTask] if anew else [])
+    assert [type(element) for element in state.resume()] == ([act.FormGroup, act.SendTask] if anew else [])
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_ranks_that_are_in_one_group_stay_in_it():
 
 @pytest.mark.parametrize("generations", [(2, 1), (0, 0), (2, 0)])
 def test_ranks_that_are_not_in_one_group_form_one_of_a_number_that_was_never_used(generations):
-    accounts = {rank: account(here(5, seen=True, generation=each)) for rank, each in enumerate(generations)}
+    accounts = {rank: account(here(5, seen=True, generation=item)) for rank, item in enumerate(generations)}
     state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
     regroup, send = state.resume()
     assert isinstance(regroup, act.FormGroup)
@@ -188,18 +188,18 @@ def test_a_group_that_a_rank_could_not_join_while_nobody_was_there_is_formed_onc
         1: account(here(5, number=-1, generation=0, entries=1), done(5, "bad")),
     }
     state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
-    assert any(isinstance(each, act.FormGroup) for each in state.resume())
-    assert any(isinstance(each, act.SendTask) for each in state.handle(ev.CellDone(0, 1, 5)))
+    assert any(isinstance(item, act.FormGroup) for item in state.resume())
+    assert any(isinstance(element, act.SendTask) for element in state.handle(ev.CellDone(0, 1, 5)))
 
 
 def test_a_cell_that_ended_is_shown_below_a_heading_with_its_errors_and_its_result():
-    sink = Notes()
+    sink = RecordingSink()
     accounts = {
         0: account(here(5, entries=2), text(5, "same\n"), done(5)),
         1: account(here(5, entries=2), text(5, "same\n"), done(5, "bad")),
     }
     adoption = OutputReplay(accounts, cluster_key="k", sink=sink)
-    (result,) = adoption.tell()
+    (result,) = adoption.show_output()
     assert sink.text() == "cell [5] ended on ranks 0-1; its output:\n[0-1] same\n"
     assert "rank 1: ValueError: bad" in sink.text("stderr")
     assert (result.status, result.stdout) == ("error", {0: "same\n", 1: "same\n"})
@@ -207,62 +207,65 @@ def test_a_cell_that_ended_is_shown_below_a_heading_with_its_errors_and_its_resu
 
 
 def test_a_cell_that_runs_is_followed_and_its_question_is_asked():
-    sink = Notes()
+    sink = RecordingSink()
     question = InputRequest(cell=5, prompt="?", password=False)
     accounts = {
         0: account(here(5, running=True), text(5, "first\n"), question),
         1: account(here(5), text(5, "first\n"), done(5)),
     }
     adoption = OutputReplay(accounts, cluster_key="k", sink=sink)
-    assert adoption.tell() == []
+    assert adoption.show_output() == []
     (cell,) = adoption.cells
     assert cell.state == "running"
     assert cell.inbox.get_nowait().request is question
-    assert "cell [5] still runs on rank 0 (rank 1 finished); its output so far, and what follows:\n" in sink.text()
-    cell.done(0, done(5), [])
+    heading = "cell [5] still runs on rank 0 (rank 1 finished); its output so far, followed by new output:\n"
+    assert heading in sink.text()
+    cell.rank_done(0, done(5), [])
     cell.end(())
     assert cell.result.ok
     assert sink.text().count("first") == 1
 
 
-def test_of_a_cell_that_runs_it_is_told_on_whom_it_has_failed():
-    sink = Notes()
+def test_failed_ranks_of_a_running_cell_are_reported():
+    sink = RecordingSink()
     ended = {1: done(5, "bad"), 2: done(5), 3: done(5)}
-    accounts = {rank: account(here(5, entries=1), each) for rank, each in ended.items()}
-    OutputReplay({0: account(here(5, running=True)), **accounts}, cluster_key="k", sink=sink).tell()
+    accounts = {rank: account(here(5, entries=1), item) for rank, item in ended.items()}
+    OutputReplay({0: account(here(5, running=True)), **accounts}, cluster_key="k", sink=sink).show_output()
     assert "still runs on rank 0 (rank 1 raised ValueError at cell [5]; ranks 2-3 finished); its out" in sink.text()
 
 
-def test_what_threads_printed_and_what_was_left_out_is_told_and_the_forming_of_a_group_is_not():
-    sink = Notes()
+def test_output_of_threads_and_omissions_are_reported_and_regroups_are_not():
+    sink = RecordingSink()
     accounts = {
         0: account(here(5, seen=True, entries=1, dropped=3), text(4, "tick\n")),
         1: account(here(6, number=-1), done(6)),
     }
-    assert OutputReplay(accounts, cluster_key="k", sink=sink).tell() == []
-    assert sink.text() == "printed meanwhile by threads of cells that had ended:\n[0] tick\n"
-    assert sink.text("stderr") == "rank 0: the oldest of the output is left out, there was too much of it\n"
+    assert OutputReplay(accounts, cluster_key="k", sink=sink).show_output() == []
+    assert sink.text() == "output of background threads of cells that had already ended:\n[0] tick\n"
+    assert sink.text("stderr") == "rank 0: the oldest output was dropped because there was too much of it\n"
 
 
 def test_output_of_a_cell_that_was_seen_is_shown_once_whether_or_not_it_still_runs():
-    heading = "printed meanwhile by threads of cells that had ended:\n"
+    heading = "output of background threads of cells that had already ended:\n"
     for running, shown in ((False, f"{heading}[0] tick\n"), (True, "[0] tick\n")):
-        sink = Notes()
+        sink = RecordingSink()
         accounts = {0: account(here(5, seen=True, running=running), text(5, "tick\n"))}
         adoption = OutputReplay(accounts, cluster_key="k", sink=sink)
-        adoption.tell()
+        adoption.show_output()
         for cell in adoption.cells:
             cell.end((0,))
         assert sink.text().endswith(shown)
         assert sink.text().count("tick") == 1
 
 
-def test_the_last_words_of_a_rank_that_died_meanwhile_are_told():
-    sink = Notes()
-    told = RankExited(rank=1, incarnation=1, pid=1, code=-11, memory_kills=0, stdout=b"", stderr=b"Fatal Python error")
+def test_the_last_output_of_a_rank_that_died_meanwhile_are_reported():
+    sink = RecordingSink()
+    reported = RankExited(
+        rank=1, incarnation=1, pid=1, code=-11, memory_kills=0, stdout=b"", stderr=b"Fatal Python error"
+    )
     silent = RankExited(rank=2, incarnation=1, pid=2, code=-9, memory_kills=0, stdout=b"", stderr=b"")
-    OutputReplay({}, cluster_key="k", sink=sink, exits={1: told, 2: silent}).tell()
-    words = "rank 1 was killed by signal 11 (segmentation fault); the last that it wrote:\nFatal Python error\n"
+    OutputReplay({}, cluster_key="k", sink=sink, exits={1: reported, 2: silent}).show_output()
+    words = "rank 1 was killed by SIGSEGV (segmentation fault); its last output:\nFatal Python error\n"
     assert sink.text("stderr") == words
 
 
@@ -291,22 +294,24 @@ def test_the_only_one_needs_no_key_and_of_several_one_is_named():
     one, two = record("9-1"), record("9-2")
     assert select_detached(DetachedCluster((one,)), None) is one
     assert select_detached(DetachedCluster((one, two)), "9-2") is two
-    with pytest.raises(BadRequest, match=r"2 sets of ranks are kept; .*KEY takes one:\n9-1: 1 rank on cpu.*\n9-2"):
+    with pytest.raises(
+        InvalidArgument, match=r"found 2 kept clusters; select one with .*KEY:\n9-1: 1 rank on cpu.*\n9-2"
+    ):
         select_detached(DetachedCluster((one, two)), None)
-    with pytest.raises(BadRequest, match="no ranks are kept as 'x'; there are: 9-1, 9-2"):
+    with pytest.raises(InvalidArgument, match="no kept cluster has the key 'x'; choose from 9-1, 9-2"):
         select_detached(DetachedCluster((one, two)), "x")
-    with pytest.raises(NoCluster, match=r"start --keep makes such\nsome have ended"):
+    with pytest.raises(NoClusterError, match=r"no kept ranks found; .*start --keep starts .*\nsome have ended"):
         select_detached(DetachedCluster((), ("some have ended",)), None)
 
 
-def test_without_a_key_this_notebooks_ranks_are_chosen_and_never_another_notebooks(monkeypatch):
+def test_attach_without_a_key_selects_only_this_notebooks_ranks(monkeypatch):
     mine, other = (dataclasses.replace(record(f"9-{name}"), session=f"work/{name}.ipynb") for name in ("a", "b"))
     unknown = record("9-c")
     monkeypatch.setenv("JPY_SESSION_NAME", "work/a.ipynb")
     assert select_detached(DetachedCluster((other, mine, unknown)), None) is mine
     assert select_detached(DetachedCluster((other, unknown)), None) is unknown
     assert select_detached(DetachedCluster((other, unknown)), "9-b") is other
-    with pytest.raises(BadRequest, match=r"kept, but not by this notebook; .*KEY takes one:\n9-b \(b.ipynb\)"):
+    with pytest.raises(InvalidArgument, match=r"1 kept cluster, but none of this notebook; .*KEY:\n9-b \(b.ipynb\)"):
         select_detached(DetachedCluster((other,)), None)
     monkeypatch.delenv("JPY_SESSION_NAME")
     assert select_detached(DetachedCluster((other,)), None) is other
@@ -315,8 +320,8 @@ def test_without_a_key_this_notebooks_ranks_are_chosen_and_never_another_noteboo
 # The driver tells what was seen
 
 
-class KeptStage(Stage):
-    """The driver tests' stage, with a driver of kept ranks."""
+class DetachedHarness(DriverHarness):
+    """The harness of the driver's tests, with the driver of a reattached cluster."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,59 +336,59 @@ class KeptStage(Stage):
 
 
 @pytest.fixture
-def stage() -> Iterator[KeptStage]:
-    made = KeptStage()
+def harness() -> Iterator[DetachedHarness]:
+    made = DetachedHarness()
     yield made
     made.close()
 
 
-def test_every_rank_hears_that_a_cell_was_seen_once_it_has_ended_on_all(stage):
-    stage.launch()
-    cell = stage.submit(0, 1)
+def test_every_rank_hears_that_a_cell_was_seen_once_it_has_ended_on_all(harness):
+    harness.launch()
+    cell = harness.submit(0, 1)
     for rank in (0, 1):
-        assert isinstance(stage.next_task(rank), RunCell)
-    stage.done(0, cell.cell)
-    stage.wait_states(RankState.IDLE, RankState.BUSY)
-    assert stage.nothing_for(0)
-    stage.done(1, cell.cell)
-    stage.wait_end(cell)
+        assert isinstance(harness.next_task(rank), RunCell)
+    harness.done(0, cell.cell)
+    harness.wait_states(RankState.IDLE, RankState.BUSY)
+    assert harness.nothing_for(0)
+    harness.done(1, cell.cell)
+    harness.wait_end(cell)
     for rank in (0, 1):
-        assert stage.next_task(rank) == Acknowledge(cell=cell.cell)
+        assert harness.next_task(rank) == Acknowledge(cell=cell.cell)
 
 
-def test_a_rank_that_goes_on_after_its_cell_was_given_up_hears_it_when_it_has_ended(stage):
-    stage.launch()
-    cell = stage.submit(0, 1)
+def test_a_rank_that_goes_on_after_its_cell_was_given_up_hears_it_when_it_has_ended(harness):
+    harness.launch()
+    cell = harness.submit(0, 1)
     for rank in (0, 1):
-        stage.next_task(rank)
-    stage.done(0, cell.cell)
-    stage.wait_states(RankState.IDLE, RankState.BUSY)
+        harness.next_task(rank)
+    harness.done(0, cell.cell)
+    harness.wait_states(RankState.IDLE, RankState.BUSY)
     for _ in range(2):
-        stage.driver.post(ev.InterruptCell(cell.cell))
-    stage.wait_end(cell)
-    assert stage.next_task(0) == Acknowledge(cell=cell.cell)
-    assert stage.next_task(1) == stage.next_task(1) == Interrupt(cell=cell.cell)
-    assert stage.next_task(1) == InputReply(cell=cell.cell, reason="the cell has ended, so nobody answers here")
-    assert stage.nothing_for(1)
-    stage.done(1, cell.cell)
-    assert stage.next_task(1) == Acknowledge(cell=cell.cell)
+        harness.driver.post(ev.InterruptCell(cell.cell))
+    harness.wait_end(cell)
+    assert harness.next_task(0) == Acknowledge(cell=cell.cell)
+    assert harness.next_task(1) == harness.next_task(1) == Interrupt(cell=cell.cell)
+    assert harness.next_task(1) == InputReply(cell=cell.cell, reason="the cell has ended, so input is not available")
+    assert harness.nothing_for(1)
+    harness.done(1, cell.cell)
+    assert harness.next_task(1) == Acknowledge(cell=cell.cell)
 
 
-def test_a_driver_that_resumes_goes_on_with_the_cell_and_what_came_since(stage):
-    stage.driver.close()
+def test_a_driver_that_resumes_goes_on_with_the_cell_and_what_came_since(harness):
+    harness.driver.close()
     accounts = {0: account(here(5, running=True)), 1: account(here(5, entries=1), done(5))}
     state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
     adoption = OutputReplay(accounts, cluster_key="k", sink=Keeper())
-    adoption.tell()
-    stage.state = state
-    stage.driver = ReattachedDriver(state, stage.hub, stage.launcher, request)
-    stage.ends = {rank: stage.hub.rank_end(stage.hub.open_downlink(rank, 1)) for rank in (0, 1)}
+    adoption.show_output()
+    harness.state = state
+    harness.driver = ReattachedDriver(state, harness.hub, harness.launcher, request)
+    harness.ends = {rank: harness.hub.rank_end(harness.hub.open_downlink(rank, 1)) for rank in (0, 1)}
     later = [(Sender(0, 1), text(5, "since\n"), []), (Sender(0, 1), done(5), [])]
-    stage.driver.resume(state, adoption.cells, adoption.ended, later)
-    stage.driver.start()
+    harness.driver.resume(state, adoption.cells, adoption.ended, later)
+    harness.driver.start()
     (cell,) = adoption.cells
-    stage.wait_end(cell)
+    harness.wait_end(cell)
     assert cell.result.stdout == {0: "since\n", 1: ""}
     for rank in (0, 1):
-        assert stage.next_task(rank) == Acknowledge(cell=5)
-    stage.wait_states(RankState.IDLE, RankState.IDLE)
+        assert harness.next_task(rank) == Acknowledge(cell=5)
+    harness.wait_states(RankState.IDLE, RankState.IDLE)

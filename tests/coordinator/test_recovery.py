@@ -1,4 +1,4 @@
-"""Heal: which rank gives its state, what travels, and what is left behind when something goes wrong."""
+"""Test heal: the donor, the copied variables, and what remains when something fails."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 import rankbook
-from rankbook import BadRequest, Cluster, LostRank, TransferError
-from rankbook.coordinator.recovery import hand_over
+from rankbook import Cluster, InvalidArgument, RankLostError, TransferError
+from rankbook.coordinator.recovery import copy_variables
 from rankbook.coordinator.states import RankEntry, RankState, choose_donor
 from rankbook.launch import local
+from rankbook.magics.views import ClusterViewSource
 from tests.conftest import wait_until
 
 pytestmark = pytest.mark.processes
@@ -40,27 +41,27 @@ class Rejecting:
 
 def test_variables_are_handed_over_at_once_where_nothing_fails():
     attempt = Rejecting([])
-    assert hand_over(["a", "b", "c"], attempt) == {}
+    assert copy_variables(["a", "b", "c"], attempt) == {}
     assert (attempt.attempts, attempt.last) == (1, ["a", "b", "c"])
 
 
 @pytest.mark.parametrize("bad", [["a"], ["d"], ["c"], ["a", "d"], ["b", "c"], ["a", "b", "c", "d"]])
 def test_only_the_variables_to_blame_are_left_out(bad):
     attempt = Rejecting(bad)
-    assert hand_over(["a", "b", "c", "d"], attempt) == {name: f"no {name}" for name in bad}
+    assert copy_variables(["a", "b", "c", "d"], attempt) == {name: f"no {name}" for name in bad}
     assert attempt.last == [name for name in "abcd" if name not in bad], "the rest is handed over in one piece"
 
 
 def test_the_search_takes_few_attempts():
     names = [f"v{number}" for number in range(256)]
     attempt = Rejecting(["v100"])
-    assert list(hand_over(names, attempt)) == ["v100"]
+    assert list(copy_variables(names, attempt)) == ["v100"]
     assert attempt.attempts <= 2 + 2 * 8
 
 
 def test_variables_that_fail_only_together_are_an_error():
     with pytest.raises(TransferError, match="they clash"):
-        hand_over(["a", "b"], Rejecting([], together=["a", "b"]))
+        copy_variables(["a", "b"], Rejecting([], together=["a", "b"]))
 
 
 def test_the_donor_has_the_oldest_state_and_is_idle_if_possible():
@@ -84,7 +85,7 @@ def three() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(three: Cluster) -> Cluster:
-    if any(each.state == "dead" or each.empty for each in three.status()):
+    if any(item.state == "dead" or item.empty for item in three.status()):
         three.restart()
     three.run("for _name in [n for n in globals() if n.startswith('v_')]: del globals()[_name]")
     return three
@@ -124,10 +125,10 @@ v_number = 7"""
     assert set(healed.missing or {}) == {"v_error", "v_p2p", "v_held", "v_exits"}
     assert "TwoArguments" in healed.missing["v_error"]
     assert cluster.pull("v_number") == [7, 7, 7]
-    told = cluster.run("print(v_optimizer.param_groups[0]['params'][0] is next(v_model.parameters()))")
-    assert told.stdout == dict.fromkeys(range(3), "True\n")
+    reported = cluster.run("print(v_optimizer.param_groups[0]['params'][0] is next(v_model.parameters()))")
+    assert reported.stdout == dict.fromkeys(range(3), "True\n")
     cluster.run("v_model(torch.ones(1, 4)).sum().backward(); v_optimizer.step()", timeout=20)
-    assert [each.state for each in cluster.status()] == ["idle"] * 3
+    assert [item.state for item in cluster.status()] == ["idle"] * 3
 
 
 BROKEN = {
@@ -162,14 +163,14 @@ v_after = torch.ones(3)"""
         assert set(healed.missing or {}) == {"v_broken", "v_inside"}
         assert reason in healed.missing["v_broken"]
     assert cluster.pull("v_before") == [1, 1, 1]
-    assert [each.tolist() for each in cluster.pull("v_after")] == [[1, 1, 1]] * 3
+    assert [item.tolist() for item in cluster.pull("v_after")] == [[1, 1, 1]] * 3
     assert {rank: pid_of(cluster, rank) for rank in (0, 2)} == pids
 
 
 def test_a_rank_that_was_restarted_gives_no_state_and_says_that_it_is_empty(cluster):
     cluster.run("v_state = rank")
     cluster.restart([0])
-    assert [each.empty for each in cluster.status()] == [True, False, False]
+    assert [item.empty for item in cluster.status()] == [True, False, False]
     kill(cluster, 2)
     healed = cluster.heal()
     assert healed is not None
@@ -182,26 +183,45 @@ def test_a_rank_that_was_restarted_gives_no_state_and_says_that_it_is_empty(clus
     assert cluster.pull("v_state", ranks=[1, 2]) == [1, 1]
 
 
-def test_an_empty_rank_can_be_healed_by_name_and_one_with_state_cannot(cluster):
+def test_an_empty_rank_can_be_healed_and_one_with_state_cannot(cluster):
     cluster.run("v_state = 5")
-    with pytest.raises(BadRequest, match="rank 1 is not dead"):
+    with pytest.raises(InvalidArgument, match="rank 1 is not dead"):
         cluster.heal([1])
     kill(cluster, 1)
     assert cluster.heal(empty=True).donor is None
-    assert [each.empty for each in cluster.status()] == [False, True, False]
-    assert cluster.heal() is None
+    assert [item.empty for item in cluster.status()] == [False, True, False]
     assert cluster.heal([1]).donor in (0, 2)
     assert cluster.pull("v_state") == [5, 5, 5]
-    assert not any(each.empty for each in cluster.status())
+    assert not any(element.empty for element in cluster.status())
+    assert cluster.heal() is None
+
+
+def test_a_live_rank_that_was_restarted_is_filled_by_heal_without_its_number(cluster):
+    cluster.run("v_state = 5")
+    assert "%distributed heal 1 copies" in ClusterViewSource(cluster).act("restart", 1)
+    assert cluster.heal().donor in (0, 2)
+    assert cluster.pull("v_state") == [5, 5, 5]
+
+
+def test_a_live_rank_that_was_restarted_and_has_run_a_cell_is_filled_by_heal_with_its_number(cluster):
+    cluster.run("v_state = 5")
+    cluster.restart([1])
+    cluster.run("v_later = 1")
+    assert not cluster.status()[1].empty
+    assert cluster.heal() is None, "its variables are not thrown away unasked"
+    assert cluster.heal([1]).donor in (0, 2)
+    assert (cluster.pull("v_state"), cluster.pull("v_later")) == ([5, 5, 5], [1, 1, 1])
+    with pytest.raises(InvalidArgument, match="rank 1 is not dead"):
+        cluster.heal([1])
 
 
 def test_only_empty_ranks_left_is_an_error_and_the_rank_stays_dead(cluster):
     cluster.restart([0])
     cluster.restart([1])
     kill(cluster, 2)
-    with pytest.raises(LostRank, match="no rank is left that has the state"):
+    with pytest.raises(RankLostError, match="no rank with variables to copy is left"):
         cluster.heal()
-    assert [each.state for each in cluster.status()] == ["idle", "idle", "dead"]
+    assert [item.state for item in cluster.status()] == ["idle", "idle", "dead"]
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["the donor", "the new rank"])
@@ -232,7 +252,7 @@ v_slow, v_state = Slow(), 3""",
     def heal():
         try:
             cluster.heal(timeout=60)
-        except LostRank as error:
+        except RankLostError as error:
             errors.append(error)
 
     thread = threading.Thread(target=heal)
@@ -243,7 +263,7 @@ v_slow, v_state = Slow(), 3""",
     go.touch()
     assert not thread.is_alive()
     assert len(errors) == 1
-    assert [each.state for each in cluster.status()] == ["dead" if victim == 0 else "idle", "dead", "idle"]
+    assert [item.state for item in cluster.status()] == ["dead" if victim == 0 else "idle", "dead", "idle"]
     if victim == 0:
         assert "not restored" in (cluster.status()[1].loss or "")
     cluster.run("del v_slow, Slow, wait_for_gate", ranks=[2] if victim == 0 else [0, 2])

@@ -1,4 +1,4 @@
-"""How long a rank may take to leave."""
+"""Test how long a rank may take to exit."""
 
 from __future__ import annotations
 
@@ -10,46 +10,63 @@ from rankbook.coordinator.grace import GracePeriods
 GRACE = GracePeriods(leave=0.25)
 
 
-class Stage:
+class Harness:
     """A hub, a launcher and a clock of callbacks."""
 
-    def __init__(self, hears=True):
-        self.hears, self.sent, self.killed, self.due = hears, [], [], []
-        self.farewells = ShutdownManager(self, self, lambda *due: self.due.append(due), GRACE)
+    def __init__(self, reachable=True):
+        self.reachable, self.sent, self.killed, self.due = reachable, [], [], []
+        self.shutdown_manager = ShutdownManager(self, self, lambda *due: self.due.append(due), GRACE)
 
     def send(self, rank, message):
         self.sent.append((rank, message.patience))
-        return self.hears
+        return self.reachable
 
     def kill(self, rank, incarnation):
         self.killed.append((rank, incarnation))
 
 
 def test_a_rank_that_cannot_listen_is_killed_at_once():
-    deaf = Stage(hears=False)
-    deaf.farewells.part(0, 1, politely=True)
-    deaf.farewells.part(1, 1, politely=False)
-    assert deaf.killed == [(0, 1), (1, 1)]
+    unreachable = Harness(reachable=False)
+    unreachable.shutdown_manager.shut_down(0, 1, graceful=True)
+    unreachable.shutdown_manager.shut_down(1, 1, graceful=False)
+    assert unreachable.killed == [(0, 1), (1, 1)]
 
 
 def test_a_rank_that_saves_gets_the_time_that_it_asks_for_and_no_more_than_there_is(monkeypatch):
-    stage, now = Stage(), [100.0]
+    harness, now = Harness(), [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    stage.farewells.patience = 5.0
+    harness.shutdown_manager.patience = 5.0
     for rank in range(3):
-        stage.farewells.part(rank, 1, politely=True)
-    assert stage.sent == [(0, 5.0), (1, 5.0), (2, 5.0)]
-    stage.farewells.linger(1, 1, 3.0)
-    stage.farewells.linger(2, 1, 60.0)
-    stage.farewells.linger(2, 9, 60.0)  # of another incarnation
-    assert stage.farewells.deadline == 105.0 + GRACE.leave
+        harness.shutdown_manager.shut_down(rank, 1, graceful=True)
+    assert harness.sent == [(0, 5.0), (1, 5.0), (2, 5.0)]
+    harness.shutdown_manager.extend_deadline(1, 1, 3.0)
+    harness.shutdown_manager.extend_deadline(2, 1, 60.0)
+    harness.shutdown_manager.extend_deadline(2, 9, 60.0)  # of another incarnation
+    assert harness.shutdown_manager.deadline == 105.0 + GRACE.leave
     for _ in range(3):
         now[0] += 3.0
-        due, stage.due = stage.due, []
+        due, harness.due = harness.due, []
         for _, callback in due:
             callback()
         if now[0] == 103.0:
-            assert stage.killed == [(0, 1)]
-            assert [seconds for seconds, _ in stage.due] == [GRACE.leave, 2.0 + GRACE.leave]
-    assert stage.killed == [(0, 1), (1, 1), (2, 1)]
-    assert stage.farewells.deadline == 0.0
+            assert harness.killed == [(0, 1)]
+            assert [seconds for seconds, _ in harness.due] == [GRACE.leave, 2.0 + GRACE.leave]
+    assert harness.killed == [(0, 1), (1, 1), (2, 1)]
+    assert harness.shutdown_manager.deadline == 0.0
+
+
+def test_a_request_for_time_counts_even_if_it_arrives_before_the_shutdown_request_has_returned(monkeypatch):
+    harness, now = Harness(), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def answer_at_once(rank, message):
+        harness.shutdown_manager.extend_deadline(rank, 1, 3.0)
+        return True
+
+    monkeypatch.setattr(harness, "send", answer_at_once)
+    harness.shutdown_manager.shut_down(0, 1, graceful=True)
+    assert harness.shutdown_manager.deadline == 103.0 + GRACE.leave
+    now[0] += GRACE.leave
+    [(_, callback)] = harness.due
+    callback()
+    assert harness.killed == []

@@ -1,4 +1,4 @@
-"""The state machine, without a process, a socket or a clock."""
+"""Test the state machine without a process, a socket or a clock."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rankbook.coordinator.state_machine import (
     RankState,
     RankStep,
 )
+from rankbook.coordinator.states import choose_donor
 from rankbook.errors import IllegalTransition
 from rankbook.protocol.messages import Collectives
 from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
@@ -51,7 +52,7 @@ def submit(state: ClusterState, *ranks: int) -> tuple[int, list[act.Action]]:
     return cell, state.handle(ev.Submit(cell, ranks))
 
 
-def test_ranks_are_forked_then_grouped_once_all_said_hello():
+def test_ranks_are_forked_then_grouped_once_all_said_ready():
     state = ClusterState(2)
     assert decided(state.handle(ev.LaunchRanks((0, 1)))) == [act.Fork(0, 1), act.Fork(1, 1)]
     assert decided(state.handle(ev.RankConnected(0, 1))) == []
@@ -95,10 +96,10 @@ def test_cells_for_busy_ranks_wait_in_order_and_others_pass():
 def test_a_death_fails_the_cell_nudges_the_others_and_releases_the_notebook():
     state = started(3)
     cell, _ = submit(state, 0, 1, 2)
-    actions = state.handle(ev.RankGone(2, 1, "was killed by signal 9"))
-    assert actions[0] == act.NotifyRankLost(2, "was killed by signal 9", cell, expected=False)
-    assert [action.step for action in only(actions, act.StartTimer)] == ["nudge", "abort", "release"]
-    assert decided(state.handle(ev.TimerFired(cell, "nudge"))) == [act.SendInterrupt(cell, (0, 1))]
+    actions = state.handle(ev.RankGone(2, 1, "was killed by SIGKILL"))
+    assert actions[0] == act.NotifyRankLost(2, "was killed by SIGKILL", cell, expected=False)
+    assert [action.step for action in only(actions, act.StartTimer)] == ["interrupt", "abort", "release"]
+    assert decided(state.handle(ev.TimerFired(cell, "interrupt"))) == [act.SendInterrupt(cell, (0, 1))]
     state.handle(ev.CellDone(0, 1, cell))
     assert decided(state.handle(ev.TimerFired(cell, "release"))) == [act.EndCell(cell, (1,), interrupted=False)]
     assert state.ranks[0].state is RankState.IDLE
@@ -118,7 +119,7 @@ def test_a_dead_rank_is_unavailable_and_comes_back_in_a_new_group():
     assert state.unavailable((0, 1)) == {}
 
 
-def test_news_of_an_earlier_incarnation_change_nothing():
+def test_messages_of_an_earlier_incarnation_change_nothing():
     state = started(1)
     state.handle(ev.RankGone(0, 1, "died"))
     state.handle(ev.LaunchRanks((0,)))
@@ -131,18 +132,18 @@ def test_restarting_a_busy_rank_kills_it_fails_its_cell_and_forks_again():
     state = started(2)
     cell, _ = submit(state, 1)
     assert decided(state.handle(ev.LaunchRanks((1,)))) == [act.Kill(1, 1, idle=False)]
-    actions = state.handle(ev.RankGone(1, 1, "was killed by signal 9"))
+    actions = state.handle(ev.RankGone(1, 1, "was killed by SIGKILL"))
     assert only(actions, act.EndCell) == [act.EndCell(cell, (), interrupted=False)]
     assert actions[-1] == act.Fork(1, 2)
 
 
-def test_who_waits_for_a_rank_that_is_restarted_is_broken_off_and_told_so():
+def test_rank_waiting_for_a_restarted_rank_is_aborted_with_the_reason():
     state = started(3)
     cell, _ = submit(state, 0, 1, 2)
     state.handle(waits(0, cell, (0, 1)))
     state.handle(ev.LaunchRanks((1,)))
-    state.handle(ev.RankGone(1, 1, "was killed by signal 9"))
-    nudged = state.handle(ev.TimerFired(cell, "nudge"))
+    state.handle(ev.RankGone(1, 1, "was killed by SIGKILL"))
+    nudged = state.handle(ev.TimerFired(cell, "interrupt"))
     assert only(nudged, act.SendAbort) == [act.SendAbort((0,), (), "rank 1 was restarted")]
     assert only(nudged, act.SendInterrupt) == [act.SendInterrupt(cell, (2,))]
     (aborted,) = only(state.handle(ev.TimerFired(cell, "abort")), act.SendAbort)
@@ -206,7 +207,7 @@ def test_interrupting_a_queued_cell_drops_it():
     assert decided(state.handle(ev.InterruptCell(second))) == [act.EndCell(second, (), interrupted=True)]
 
 
-def test_a_slow_cell_is_left_alone():
+def test_a_slow_cell_is_kept():
     state = started(2)
     cell, _ = submit(state, 0, 1)
     assert decided(state.handle(ev.TimerFired(cell, "release"))) == []
@@ -225,11 +226,10 @@ def test_stop_ends_every_cell_and_kills_every_rank():
     assert decided(state.handle(ev.Stop())) == []
 
 
-def test_an_illegal_transition_tells_the_story():
+def test_an_illegal_transition_reports_the_story():
     state = started(1)
-    with pytest.raises(
-        IllegalTransition, match=r"rank 0 is IDLE: no HELLO\n(.|\n)*RankConnected\(rank=0, incarnation=1\)"
-    ):
+    story = r"rank 0 is IDLE and does not accept HELLO\n(.|\n)*RankConnected\(rank=0, incarnation=1\)"
+    with pytest.raises(IllegalTransition, match=story):
         state.handle(ev.RankConnected(0, 1))
 
 
@@ -347,23 +347,33 @@ def grouping(state: ClusterState) -> list[int]:
     return [cell.cell for cell in state.cells.values() if cell.internal]
 
 
+def test_a_group_that_could_not_be_formed_is_formed_by_the_next_cell():
+    state = started(2)
+    state.handle(ev.RankGone(1, 1, "died"))
+    state.handle(ev.LaunchRanks((1,)))
+    (regroup,) = only(state.handle(ev.RankConnected(1, 2)), act.FormGroup)
+    state.handle(ev.CellDone(0, 1, regroup.cell, failed=True, reason="timed out"))
+    state.handle(ev.CellDone(1, 2, regroup.cell, failed=True, reason="timed out"))
+    assert not state.grouped
+    _, actions = submit(state, 0)
+    (again,) = only(actions, act.FormGroup)
+    assert again.generation == regroup.generation + 1
+    assert only(actions, act.SendTask) == [act.SendTask(again.cell, (0, 1))], "the cell waits for its group"
+
+
 def waits(rank: int, cell: int, ranks: tuple[int, ...], *, number: int = 1, at: float = 0.0) -> ev.CollectivesReceived:
     """The rank tells that it has begun a collective of these ranks, and that it has not ended."""
-    pending = (
-        (CollectiveLaunch(number=number, op="all_reduce", data="", alike=True, peer=None, seconds=0.0),)
-        if number
-        else ()
-    )
+    pending = (CollectiveLaunch(number=number, op="all_reduce", data="", peer=None, seconds=0.0),) if number else ()
     report = GroupReport(name="0", ranks=ranks, count=number, pending=pending, recent=pending)
     return ev.CollectivesReceived(
         rank, 1, CollectiveReport(Collectives(token=0, cell=cell, line=3, groups=(report,)), at)
     )
 
 
-def test_a_wait_for_a_rank_that_raised_is_broken_off_and_the_group_formed_anew_before_the_next_cell():
+def test_a_wait_for_a_rank_that_raised_is_aborted_and_the_group_formed_again_before_the_next_cell():
     state = started(2)
     cell, _ = submit(state, 0, 1)
-    actions = state.handle(ev.CellDone(1, 1, cell, failed=True, words="raised ValueError"))
+    actions = state.handle(ev.CellDone(1, 1, cell, failed=True, reason="raised ValueError"))
     assert decided(actions) == []
     assert only(actions, act.ScheduleCheck), "somebody looks after those that still run"
     assert not only(actions, act.RequestCollectives), (
@@ -374,9 +384,9 @@ def test_a_wait_for_a_rank_that_raised_is_broken_off_and_the_group_formed_anew_b
     state.handle(waits(0, cell, (0, 1)))
     assert decided(state.handle(ev.CheckCollectives(1.2))) == []
     assert decided(state.handle(ev.CheckCollectives(2.5))) == [act.SendAbort((0,), ("0",), "rank 1 raised ValueError")]
-    actions = state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised CollectiveAborted", collectives=1))
-    told, ended, regroup, task = actions
-    assert isinstance(told, act.NotifyUser)
+    actions = state.handle(ev.CellDone(0, 1, cell, failed=True, reason="raised CollectiveAborted", collectives=1))
+    reported, ended, regroup, task = actions
+    assert isinstance(reported, act.NotifyUser)
     assert ended == act.EndCell(cell, (), interrupted=False)
     assert regroup.generation == 2
     assert task == act.SendTask(regroup.cell, (0, 1))
@@ -396,24 +406,24 @@ def test_a_cell_that_went_well_leaves_the_group_alone():
 def test_an_error_in_a_cell_without_collectives_leaves_the_group_alone():
     state = started(2)
     cell, _ = submit(state, 0, 1)
-    state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised ValueError"))
+    state.handle(ev.CellDone(0, 1, cell, failed=True, reason="raised ValueError"))
     state.handle(ev.CellDone(1, 1, cell))
     assert grouping(state) == []
 
 
-def test_an_error_in_a_cell_with_collectives_has_the_group_formed_anew():
+def test_an_error_in_a_cell_with_collectives_has_the_group_formed_again():
     state = started(2)
     cell, _ = submit(state, 0, 1)
-    state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised ValueError", collectives=3))
+    state.handle(ev.CellDone(0, 1, cell, failed=True, reason="raised ValueError", collectives=3))
     actions = state.handle(ev.CellDone(1, 1, cell, collectives=4))
     assert only(actions, act.FormGroup)
 
 
-def test_the_group_is_formed_anew_only_once_all_ranks_are_idle_and_a_straggler_holds_up_no_cell():
+def test_the_group_is_formed_again_only_once_all_ranks_are_idle_and_a_straggler_holds_up_no_cell():
     state = started(3)
     other, _ = submit(state, 2)
     cell, _ = submit(state, 0, 1)
-    state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised ValueError", collectives=1))
+    state.handle(ev.CellDone(0, 1, cell, failed=True, reason="raised ValueError", collectives=1))
     assert only(state.handle(ev.CellDone(1, 1, cell, collectives=1)), act.FormGroup) == []
     following, actions = submit(state, 0, 1)
     assert decided(actions) == [act.SendTask(following, (0, 1))]
@@ -424,7 +434,7 @@ def test_the_group_is_formed_anew_only_once_all_ranks_are_idle_and_a_straggler_h
     assert grouping(state) == [regroup.cell]
 
 
-def test_what_a_straggler_began_after_its_cells_end_makes_the_group_anew_too():
+def test_collectives_of_a_straggler_after_its_cell_cause_a_regroup():
     state = started(2)
     cell, _ = submit(state, 0, 1)
     state.handle(ev.InterruptCell(cell))
@@ -432,14 +442,14 @@ def test_what_a_straggler_began_after_its_cells_end_makes_the_group_anew_too():
     state.handle(ev.TimerFired(cell, "release"))
     assert grouping(state) == []
     assert only(
-        state.handle(ev.CellDone(1, 1, cell, failed=True, words="was interrupted", collectives=1)), act.FormGroup
+        state.handle(ev.CellDone(1, 1, cell, failed=True, reason="was interrupted", collectives=1)), act.FormGroup
     )
 
 
-def test_the_group_is_formed_anew_once():
+def test_the_group_is_formed_again_once():
     state = started(2)
     cell, _ = submit(state, 0)
-    (regroup,) = only(state.handle(ev.CellDone(0, 1, cell, failed=True, words="x", collectives=1)), act.FormGroup)
+    (regroup,) = only(state.handle(ev.CellDone(0, 1, cell, failed=True, reason="x", collectives=1)), act.FormGroup)
     for rank in (0, 1):
         state.handle(ev.CellDone(rank, 1, regroup.cell, collectives=7))
     assert (grouping(state), state.grouped) == ([], True)
@@ -456,24 +466,24 @@ def test_an_interrupt_breaks_off_what_has_not_ended_half_a_second_later():
         act.StartTimer(cell, 0.5, "abort"),
         act.StartTimer(cell, 5.0, "release"),
     ]
-    state.handle(ev.CellDone(0, 1, cell, failed=True, words="was interrupted"))
+    state.handle(ev.CellDone(0, 1, cell, failed=True, reason="was interrupted"))
     assert decided(state.handle(ev.TimerFired(cell, "abort"))) == [
         act.SendAbort((1, 2), (), "the cell was interrupted")
     ]
-    state.handle(ev.CellDone(1, 1, cell, failed=True, words="was interrupted", collectives=1))
-    actions = state.handle(ev.CellDone(2, 1, cell, failed=True, words="was interrupted", collectives=1))
+    state.handle(ev.CellDone(1, 1, cell, failed=True, reason="was interrupted", collectives=1))
+    actions = state.handle(ev.CellDone(2, 1, cell, failed=True, reason="was interrupted", collectives=1))
     assert only(actions, act.FormGroup)
     assert decided(state.handle(ev.TimerFired(cell, "release"))) == [], "it has ended"
 
 
-def test_what_was_broken_off_makes_the_group_anew_however_few_collectives_were_counted_and_the_person_is_told():
+def test_aborted_collectives_cause_a_regroup_and_a_notice():
     state = started(2)
     cell, _ = submit(state, 0, 1)
     state.handle(ev.InterruptCell(cell))
     state.handle(ev.TimerFired(cell, "abort"))
-    state.handle(ev.CellDone(0, 1, cell, failed=True, words="was interrupted"))
-    told, ended, regroup, _ = state.handle(ev.CellDone(1, 1, cell, failed=True, words="was interrupted"))
-    assert "formed anew" in told.text
+    state.handle(ev.CellDone(0, 1, cell, failed=True, reason="was interrupted"))
+    reported, ended, regroup, _ = state.handle(ev.CellDone(1, 1, cell, failed=True, reason="was interrupted"))
+    assert "re-formed" in reported.text
     assert ended == act.EndCell(cell, (), interrupted=True)
     assert isinstance(regroup, act.FormGroup)
 
@@ -483,10 +493,48 @@ def test_an_interrupt_that_all_heeded_breaks_nothing_off():
     cell, _ = submit(state, 0, 1)
     state.handle(ev.InterruptCell(cell))
     for rank in (0, 1):
-        actions = state.handle(ev.CellDone(rank, 1, cell, failed=True, words="was interrupted"))
+        actions = state.handle(ev.CellDone(rank, 1, cell, failed=True, reason="was interrupted"))
     assert decided(actions) == [act.EndCell(cell, (), interrupted=True)]
     assert decided(state.handle(ev.TimerFired(cell, "abort"))) == []
     assert grouping(state) == []
+
+
+def reduced(size: int, *, generation: int = 1) -> tuple[GroupReport, ...]:
+    """Return the group of ranks 0 and 1 after one all_reduce of `size` elements."""
+    launch = CollectiveLaunch(
+        number=1, op="all_reduce", data=f"float32[{size}]", peer=None, seconds=1.0, code=size, digest=size
+    )
+    return (GroupReport(name="0", ranks=(0, 1), count=1, pending=(), recent=(launch,), generation=generation),)
+
+
+def test_a_cell_whose_collectives_did_not_match_fails_although_no_rank_raised():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.CellDone(0, 1, cell, collectives=1, groups=reduced(2)))
+    reported, ended, regroup, _ = state.handle(ev.CellDone(1, 1, cell, collectives=1, groups=reduced(3)))
+    assert reported.text.startswith("collectives did not match: the process group is re-formed")
+    assert ended.mismatch == (
+        "all_reduce #1: rank 0 gave float32[2], rank 1 float32[3]; "
+        "ranks 0-1 have already completed it: their results are wrong"
+    )
+    for rank in (0, 1):
+        state.handle(ev.CellDone(rank, 1, regroup.cell))
+    cell, _ = submit(state, 0, 1)
+    for rank in (0, 1):
+        actions = state.handle(ev.CellDone(rank, 1, cell, collectives=1, groups=reduced(2, generation=2)))
+    assert actions == [act.EndCell(cell, (), interrupted=False)]
+
+
+def test_a_cell_that_fails_anyway_names_the_collective_that_did_not_match():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.CellDone(0, 1, cell, collectives=1, groups=reduced(2)))
+    actions = state.handle(
+        ev.CellDone(1, 1, cell, failed=True, reason="raised AssertionError", collectives=1, groups=reduced(3))
+    )
+    (reported,) = only(actions, act.NotifyUser)
+    assert "all_reduce #1: rank 0 gave float32[2], rank 1 float32[3]" in reported.text
+    assert only(actions, act.EndCell) == [act.EndCell(cell, (), interrupted=False)]
 
 
 @pytest.mark.parametrize(("collectives", "regroups"), [(1, 1), (0, 0)])
@@ -499,32 +547,32 @@ def test_an_interrupted_cell_with_collectives_regroups_even_if_no_rank_failed(co
     assert len(only(actions, act.FormGroup)) == regroups
 
 
-def test_a_death_is_told_to_the_living_which_are_asked_where_they_are():
+def test_a_death_is_reported_to_the_living_which_are_asked_where_they_are():
     state = started(3)
     cell, _ = submit(state, 0, 1, 2)
-    actions = state.handle(ev.RankGone(2, 1, "was killed by signal 9"))
-    assert act.SendAbort((), (), "rank 2 was killed by signal 9", lost=2) in actions
+    actions = state.handle(ev.RankGone(2, 1, "was killed by SIGKILL"))
+    assert act.SendAbort((), (), "rank 2 was killed by SIGKILL", lost=2) in actions
     assert act.RequestCollectives((0, 1)) in actions
-    assert [(each.cell, each.step) for each in only(actions, act.StartTimer)] == [
-        (cell, "nudge"),
+    assert [(item.cell, item.step) for item in only(actions, act.StartTimer)] == [
+        (cell, "interrupt"),
         (cell, "abort"),
         (cell, "release"),
     ]
 
 
-def test_after_a_death_who_waits_for_the_dead_is_broken_off_and_the_others_are_interrupted():
+def test_death_aborts_ranks_that_wait_for_the_dead_and_interrupts_the_others():
     state = started(4)
     cell, _ = submit(state, 0, 1, 2, 3)
     state.handle(ev.RankGone(3, 1, "died"))
     state.handle(waits(0, cell, (0, 3)))
     state.handle(waits(1, cell, (0, 1)))
-    assert decided(state.handle(ev.TimerFired(cell, "nudge"))) == [
+    assert decided(state.handle(ev.TimerFired(cell, "interrupt"))) == [
         act.SendAbort((0,), (), "rank 3 died"),
         act.SendInterrupt(cell, (1, 2)),
     ]
-    state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised CollectiveAborted", collectives=1))
+    state.handle(ev.CellDone(0, 1, cell, failed=True, reason="raised CollectiveAborted", collectives=1))
     assert decided(state.handle(ev.TimerFired(cell, "abort"))) == [act.SendAbort((1, 2), (), "rank 3 died")]
-    state.handle(ev.CellDone(1, 1, cell, failed=True, words="was interrupted", collectives=1))
+    state.handle(ev.CellDone(1, 1, cell, failed=True, reason="was interrupted", collectives=1))
     assert decided(state.handle(ev.TimerFired(cell, "release"))) == [act.EndCell(cell, (2,), interrupted=False)]
 
 
@@ -534,19 +582,19 @@ def test_after_a_death_a_rank_with_no_pending_collective_is_interrupted_and_not_
     state.handle(ev.RankGone(2, 1, "died"))
     state.handle(waits(0, cell, (0, 2)))
     state.handle(waits(1, cell, (1, 2), number=0))
-    assert decided(state.handle(ev.TimerFired(cell, "nudge"))) == [
+    assert decided(state.handle(ev.TimerFired(cell, "interrupt"))) == [
         act.SendAbort((0,), (), "rank 2 died"),
         act.SendInterrupt(cell, (1,)),
     ]
 
 
-def test_a_death_forms_the_group_anew_only_when_the_rank_is_back_and_says_nothing_of_it_before():
+def test_a_death_forms_the_group_again_only_when_the_rank_is_back_and_says_nothing_of_it_before():
     state = started(2)
     cell, _ = submit(state, 0, 1)
     state.handle(ev.RankGone(1, 1, "died"))
     state.handle(waits(0, cell, (0, 1)))
-    state.handle(ev.TimerFired(cell, "nudge"))
-    actions = state.handle(ev.CellDone(0, 1, cell, failed=True, words="raised CollectiveAborted", collectives=1))
+    state.handle(ev.TimerFired(cell, "interrupt"))
+    actions = state.handle(ev.CellDone(0, 1, cell, failed=True, reason="raised CollectiveAborted", collectives=1))
     assert decided(actions) == [act.EndCell(cell, (), interrupted=False)]
     state.handle(ev.LaunchRanks((1,)))
     (regroup,) = only(state.handle(ev.RankConnected(1, 2)), act.FormGroup)
@@ -564,12 +612,12 @@ def test_a_rank_that_dies_idle_ends_the_waits_of_the_others():
     assert decided(state.handle(ev.CheckCollectives(11.5))) == [act.SendAbort((0,), ("0",), "rank 2 died")]
 
 
-def test_news_of_collectives_from_an_earlier_incarnation_change_nothing():
+def test_messages_of_collectives_from_an_earlier_incarnation_change_nothing():
     state = started(2)
     cell, _ = submit(state, 0, 1)
-    state.handle(ev.CellDone(1, 1, cell, failed=True, words="raised ValueError"))
-    told = waits(0, cell, (0, 1))
-    state.handle(ev.CollectivesReceived(0, 0, told.told))
+    state.handle(ev.CellDone(1, 1, cell, failed=True, reason="raised ValueError"))
+    reported = waits(0, cell, (0, 1))
+    state.handle(ev.CollectivesReceived(0, 0, reported.report))
     state.handle(ev.CheckCollectives(1.0))
     assert decided(state.handle(ev.CheckCollectives(3.0))) == []
 
@@ -596,10 +644,10 @@ def test_a_rank_that_was_launched_alone_is_empty_until_a_cell_succeeds_or_heal_r
         state.handle(ev.CellDone(rank, incarnation, regroup.cell))
     assert [rank.empty for rank in state.ranks.values()] == [False, True, True]
     pull = state.new_cell()
-    state.handle(ev.Submit(pull, (1,), fills=False))
+    state.handle(ev.Submit(pull, (1,), defines_variables=False))
     state.handle(ev.CellDone(1, 2, pull))
     failed, _ = submit(state, 1)
-    state.handle(ev.CellDone(1, 2, failed, failed=True, words="raised"))
+    state.handle(ev.CellDone(1, 2, failed, failed=True, reason="raised"))
     assert state.ranks[1].empty
     cell, _ = submit(state, 1)
     state.handle(ev.CellDone(1, 2, cell))
@@ -608,3 +656,21 @@ def test_a_rank_that_was_launched_alone_is_empty_until_a_cell_succeeds_or_heal_r
     state.handle(ev.StateRestored((2,), 0))
     assert not state.ranks[2].empty
     assert state.ranks[2].since == first
+
+
+def test_a_rank_that_has_lost_its_device_is_no_donor_and_keeps_the_group_from_being_formed():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    failed = ev.CellDone(0, 1, cell, failed=True, reason="raised AcceleratorError", collectives=1, lost_device="assert")
+    state.handle(failed)
+    actions = state.handle(ev.CellDone(1, 1, cell, failed=True, reason="raised CollectiveAborted", collectives=1))
+    assert not only(actions, act.FormGroup)
+    assert not any("re-formed" in action.text for action in only(actions, act.NotifyUser))
+    assert choose_donor(state.ranks.values()) == 1
+    alone, actions = submit(state, 1)
+    assert act.SendTask(alone, (1,)) in actions
+    state.handle(ev.CellDone(1, 1, alone))
+    state.handle(ev.LaunchRanks((0,)))
+    state.handle(ev.RankGone(0, 1, "exited"))
+    assert only(state.handle(ev.RankConnected(0, 2)), act.FormGroup)
+    assert not state.ranks[0].lost_device

@@ -1,4 +1,4 @@
-"""The picture of all ranks, folded without a process."""
+"""Test how the replies of all ranks are folded into one state, without a process."""
 
 from __future__ import annotations
 
@@ -16,41 +16,43 @@ def view(rank, state=RankState.BUSY, *, incarnation=1, cell=3, task=7, **more):
     return RankView(rank, incarnation, state, 100 + rank, "cpu", None if idle else cell, None if idle else task, **more)
 
 
-def looked(*, cell=7, waits_for="", waited=0.0, steps=None, at=0.0, version=1, holdings=(HOLDING,), saves=()):
+def status_reply(*, cell=7, waits_for="", waited=0.0, steps=None, at=0.0, version=1, holdings=(HOLDING,), saves=()):
     sample = RankSample("here", "a device", cell, 2, waits_for, waited, MEMORY, None, steps, at)
     return StatusReply(1, sample, version, holdings, saves)
 
 
-def fold(board, views, now=1.0):
-    return board.placement(views, now=now, wall=50.0).ranks
+def fold(aggregator, views, now=1.0):
+    return aggregator.placement(views, now=now, wall=50.0).ranks
 
 
-def told(board, views, answers, now=0.0):
-    board.to_ask(views)
+def handle_replies(aggregator, views, answers, now=0.0):
+    aggregator.ranks_to_query(views)
     for rank, answer in answers.items():
-        board.asked(rank, now)
-        board.told(rank, answer)
+        aggregator.mark_requested(rank, now)
+        aggregator.handle_reply(rank, answer)
 
 
 def test_a_rank_is_asked_once_until_it_answers_and_only_if_it_can():
-    board = StatusAggregator("key")
+    aggregator = StatusAggregator("key")
     states = (RankState.IDLE, RankState.BUSY, RankState.STARTING, RankState.DEAD, RankState.LEAVING, RankState.ABSENT)
     views = [view(rank, state) for rank, state in enumerate(states)]
-    assert board.to_ask(views) == {0: -1, 1: -1}
-    board.asked(0, 0.0)
-    board.asked(1, 0.0)
-    assert board.owed()
-    assert board.to_ask(views) == {} and not board.owed(), "it is about those that were to be asked last"
-    board.told(0, looked(version=4))
-    assert board.to_ask(views) == {0: 4}
-    board.refused(1)
-    assert not board.owed()
+    assert aggregator.ranks_to_query(views) == {0: -1, 1: -1}
+    aggregator.mark_requested(0, 0.0)
+    aggregator.mark_requested(1, 0.0)
+    assert aggregator.awaits_reply()
+    assert aggregator.ranks_to_query(views) == {} and not aggregator.awaits_reply(), (
+        "it is about those that were to be asked last"
+    )
+    aggregator.handle_reply(0, status_reply(version=4))
+    assert aggregator.ranks_to_query(views) == {0: 4}
+    aggregator.mark_failed(1)
+    assert not aggregator.awaits_reply()
 
 
-def test_what_a_rank_said_is_in_the_picture():
-    board, views = StatusAggregator("key"), [view(0)]
-    told(board, views, {0: looked()})
-    picture = board.placement(views, now=1.0, wall=50.0)
+def test_replies_of_a_rank_appear_in_the_placement():
+    aggregator, views = StatusAggregator("key"), [view(0)]
+    handle_replies(aggregator, views, {0: status_reply()})
+    picture = aggregator.placement(views, now=1.0, wall=50.0)
     assert (picture.at, picture.cluster) == (50.0, "key")
     assert picture.ranks == (
         RankPlacement(
@@ -68,17 +70,17 @@ def test_what_a_rank_said_is_in_the_picture():
     )
 
 
-def test_holdings_stay_until_others_are_told():
-    board, views = StatusAggregator("key"), [view(0)]
-    told(board, views, {0: looked()})
-    told(board, views, {0: looked(holdings=None)})
-    assert fold(board, views)[0].holdings == (HOLDING,)
-    told(board, views, {0: looked(holdings=(), version=2)})
-    assert fold(board, views)[0].holdings == ()
+def test_holdings_stay_until_others_are_reported():
+    aggregator, views = StatusAggregator("key"), [view(0)]
+    handle_replies(aggregator, views, {0: status_reply()})
+    handle_replies(aggregator, views, {0: status_reply(holdings=None)})
+    assert fold(aggregator, views)[0].holdings == (HOLDING,)
+    handle_replies(aggregator, views, {0: status_reply(holdings=(), version=2)})
+    assert fold(aggregator, views)[0].holdings == ()
 
 
 def test_the_states_of_a_rank():
-    board = StatusAggregator("key")
+    aggregator = StatusAggregator("key")
     views = [
         view(0, RankState.STARTING),
         view(1, RankState.IDLE),
@@ -87,56 +89,66 @@ def test_the_states_of_a_rank():
         view(4),
         view(5, RankState.DEAD),
         view(6, RankState.ABSENT),
-        view(7, RankState.LEAVING, returns=True),
+        view(7, RankState.LEAVING, restarting=True),
         view(8, RankState.LEAVING),
     ]
-    told(
-        board,
+    handle_replies(
+        aggregator,
         views,
         {
-            1: looked(cell=None),
-            2: looked(waits_for="all_reduce #41", waited=0.1),
-            3: looked(waits_for="all_reduce #41", waited=0.3),
+            1: status_reply(cell=None),
+            2: status_reply(waits_for="all_reduce #41", waited=0.1),
+            3: status_reply(waits_for="all_reduce #41", waited=0.3),
         },
     )
-    board.asked(4, 0.0)
-    assert [each.state for each in fold(board, views, now=1.4)][4] == "running"
-    expected = ["starting", "idle", "running", "waiting", "unresponsive", "dead", "dead", "starting", "dead"]
-    assert [each.state for each in fold(board, views, now=1.6)] == expected
-    assert fold(board, views)[3].waits_for == "all_reduce #41"
+    aggregator.mark_requested(4, 0.0)
+    assert [element.state for element in fold(aggregator, views, now=1.4)][4] == "running"
+    expected = ["starting", "idle", "running", "waiting", "unresponsive", "dead", "stopped", "starting", "stopped"]
+    assert [item.state for item in fold(aggregator, views, now=1.6)] == expected
+    assert fold(aggregator, views)[3].waits_for == "all_reduce #41"
+
+
+def test_a_rank_that_prints_is_not_unresponsive_while_its_reply_takes_long():
+    aggregator, views = StatusAggregator("key"), [view(0, last_received=9.5)]
+    handle_replies(aggregator, views, {0: status_reply()})
+    aggregator.mark_requested(0, 1.0)
+    assert fold(aggregator, views, now=10.0)[0].state == "running"
+    assert fold(aggregator, views, now=11.5)[0].state == "unresponsive"
 
 
 def test_an_answer_about_an_earlier_cell_says_nothing_of_this_one():
-    board, views = StatusAggregator("key"), [view(0)]
-    told(board, views, {0: looked(cell=6, waits_for="barrier #2", waited=9.0)})
-    assert [(each.state, each.line, each.waits_for) for each in fold(board, views)] == [("running", None, "")]
+    aggregator, views = StatusAggregator("key"), [view(0)]
+    handle_replies(aggregator, views, {0: status_reply(cell=6, waits_for="barrier #2", waited=9.0)})
+    assert [(item.state, item.line, item.waits_for) for item in fold(aggregator, views)] == [("running", None, "")]
 
 
 def test_a_dead_rank_holds_nothing_and_a_new_process_is_known_by_nothing():
-    board, views = StatusAggregator("key"), [view(0)]
-    told(board, views, {0: looked(steps=5)})
-    dead = fold(board, [view(0, RankState.DEAD)])[0]
+    aggregator, views = StatusAggregator("key"), [view(0)]
+    handle_replies(aggregator, views, {0: status_reply(steps=5)})
+    dead = fold(aggregator, [view(0, RankState.DEAD)])[0]
     assert (dead.state, dead.memory, dead.holdings, dead.cell) == ("dead", None, (), None)
     healed = [view(0, RankState.IDLE, incarnation=2)]
-    assert board.to_ask(healed) == {0: -1}
-    fresh = fold(board, healed)[0]
+    assert aggregator.ranks_to_query(healed) == {0: -1}
+    fresh = fold(aggregator, healed)[0]
     assert (fresh.state, fresh.memory, fresh.steps, fresh.holdings) == ("idle", None, 0, ())
 
 
-def test_the_rate_is_of_the_last_seconds_and_starts_anew_with_the_count():
-    board, views = StatusAggregator("key"), [view(0)]
+def test_the_rate_is_of_the_last_seconds_and_starts_again_with_the_count():
+    aggregator, views = StatusAggregator("key"), [view(0)]
     for second in range(20):
-        told(board, views, {0: looked(steps=second * 10 if second < 10 else 100 + second, at=float(second))})
-    assert fold(board, views)[0].rate == 1.0
-    told(board, views, {0: looked(steps=0, at=20.0)})
-    assert fold(board, views)[0].rate is None
+        handle_replies(
+            aggregator, views, {0: status_reply(steps=second * 10 if second < 10 else 100 + second, at=float(second))}
+        )
+    assert fold(aggregator, views)[0].rate == 1.0
+    handle_replies(aggregator, views, {0: status_reply(steps=0, at=20.0)})
+    assert fold(aggregator, views)[0].rate is None
 
 
 def row(rank, state="running", steps=0, rate=None, cell=3):
     return RankPlacement(rank, "h", 1, "cpu", "", state, cell=cell, steps=steps, rate=rate)
 
 
-def test_the_one_that_all_others_wait_for_lags():
+def test_rank_that_all_others_wait_for_lags():
     assert stragglers_of([row(0, "waiting"), row(1, "waiting"), row(2)]) == {2}
     assert stragglers_of([row(0, "waiting"), row(1, "unresponsive")]) == {1}
     assert stragglers_of([row(0, "waiting"), row(1), row(2)]) == set()
@@ -155,8 +167,8 @@ def test_fewer_steps_lag_where_no_sampling_explains_them():
     assert stragglers_of([row(0, steps=3, rate=0.1), row(1, steps=1, rate=0.1)]) == set()
 
 
-def test_saves_are_told_by_rank():
+def test_saves_are_reported_by_rank():
     save = CheckpointSave("f", "step-1", 1, "writing", 1, 2, 0.5, None, True, "")
-    board, views = StatusAggregator("key"), [view(0), view(1)]
-    told(board, views, {1: looked(saves=(save,))})
-    assert [(each.rank, each.save) for each in board.saves(views, wall=1.0).saves] == [(1, save)]
+    aggregator, views = StatusAggregator("key"), [view(0), view(1)]
+    handle_replies(aggregator, views, {1: status_reply(saves=(save,))})
+    assert [(item.rank, item.save) for item in aggregator.saves(views, wall=1.0).saves] == [(1, save)]

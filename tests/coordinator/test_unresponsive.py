@@ -1,4 +1,4 @@
-"""Ranks that do not answer: what is said of them, and who is asked when."""
+"""Test which ranks count as unresponsive, how they are described, and when they are asked."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from rankbook.coordinator import liveness
 from rankbook.coordinator.liveness import LivenessTracker, UnresponsiveRank, describe_straggler, describe_unresponsive
-from rankbook.launch.process_info import ProcessInfo, process_info
+from rankbook.process_identity import ProcessInfo, process_info
 from rankbook.protocol.messages import GetStack, Stack
 from tests.conftest import wait_until
 
@@ -20,16 +22,16 @@ RUNNING = ProcessInfo("running", 3.14)
 STOPPED = ProcessInfo("stopped", 3.14, stopped=True)
 
 
-def silence(look: ProcessInfo | None, *, seconds: float = 12.0, heard: float = 30.0) -> UnresponsiveRank:
-    return UnresponsiveRank(rank=1, pid=4711, seconds=seconds, heard=heard, look=look)
+def silence(look: ProcessInfo | None, *, seconds: float = 12.0, message_age: float = 30.0) -> UnresponsiveRank:
+    return UnresponsiveRank(rank=1, pid=4711, seconds=seconds, message_age=message_age, process=look)
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("unresponsive", "words"),
     [
         (silence(RUNNING), "unresponsive for 12 s, process running, 3.1 s of CPU time"),
         (silence(ProcessInfo("sleeping", 0)), "unresponsive for 12 s, process sleeping, 0.0 s of CPU time"),
-        (silence(STOPPED), "unresponsive for 12 s, process stopped: kill -CONT 4711 lets it go on"),
+        (silence(STOPPED), "unresponsive for 12 s, process stopped; kill -CONT 4711 resumes it"),
         (
             silence(ProcessInfo("tracing-stop", 1, traced=True)),
             "unresponsive for 12 s, process stopped by a debugger or tracer (pid 4711)",
@@ -38,8 +40,8 @@ def silence(look: ProcessInfo | None, *, seconds: float = 12.0, heard: float = 3
         (silence(RUNNING, seconds=0.3), "unresponsive, last heard from 30 s ago, process running, 3.1 s of CPU time"),
     ],
 )
-def test_a_silence_is_told_with_what_the_process_does_and_never_as_a_death(told, words):
-    assert describe_unresponsive(told) == words
+def test_a_silence_is_reported_with_what_the_process_does_and_never_as_a_death(unresponsive, words):
+    assert describe_unresponsive(unresponsive) == words
     assert "dead" not in words
 
 
@@ -52,6 +54,47 @@ def test_a_straggler_says_why_and_what_to_do():
     assert all("%distributed restart 1" in text for text in (stopped, held))
 
 
+@pytest.mark.parametrize(
+    "unresponsive_rank",
+    [silence(RUNNING, seconds=9.9, message_age=3600.0), silence(STOPPED, seconds=0.2, message_age=9.0)],
+    ids=["running", "stopped"],
+)
+def test_a_restart_which_costs_variables_is_advised_only_after_ten_seconds_of_silence(unresponsive_rank):
+    text = describe_straggler(1, unresponsive_rank)
+    assert text.startswith("rank 1 ")
+    assert "restart" not in text
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def test_a_rank_that_was_noticed_from_a_moment_ago_is_never_called_unresponsive(clock):
+    ranks = Ranks()
+    ranks.liveness.record_message(1)
+    for _ in range(8):  # the interrupt button is pressed again and again; a reply waits behind the output
+        clock.now += 0.05
+        ranks.liveness.ask((1,))
+        clock.now += 0.05
+        assert ranks.liveness.unresponsive((1,)) == {}
+        assert "unresponsive" not in describe_straggler(1, ranks.liveness.straggler(1))
+        ranks.liveness.record_message(1)
+
+
+def test_a_quiet_rank_has_a_second_to_reply_before_a_straggler_counts_as_unresponsive(clock):
+    ranks = Ranks()
+    ranks.liveness.record_message(1)
+    clock.now += 3600.0
+    ranks.liveness.ask((1,))
+    clock.now += 0.5
+    assert ranks.liveness.straggler(1) is None
+    clock.now += 0.6
+    assert "unresponsive for 1 s" in describe_straggler(1, ranks.liveness.straggler(1))
+
+
 @pytest.fixture
 def sleeper() -> Iterator[psutil.Process]:
     with subprocess.Popen(["sleep", "60"]) as process:
@@ -60,8 +103,8 @@ def sleeper() -> Iterator[psutil.Process]:
 
 
 @pytest.mark.processes
-def test_a_look_tells_a_stopped_process_from_a_living_and_a_dead_one(sleeper):
-    wait_until(lambda: process_info(sleeper.pid).doing == "sleeping", timeout=20, what="it sleeps")
+def test_a_look_reports_a_stopped_process_from_a_living_and_a_dead_one(sleeper):
+    wait_until(lambda: process_info(sleeper.pid).status == "sleeping", timeout=20, what="it sleeps")
     assert not process_info(sleeper.pid).stopped
     os.kill(sleeper.pid, signal.SIGSTOP)
     wait_until(lambda: process_info(sleeper.pid).stopped, timeout=20, what="it is stopped")
@@ -76,7 +119,7 @@ class Ranks:
     def __init__(self, *quick: int) -> None:
         self.quick = set(quick)
         self.asked: list[tuple[int, int]] = []
-        self.presence = LivenessTracker(threading.Condition(threading.RLock()), self._send, lambda _: os.getpid())
+        self.liveness = LivenessTracker(threading.Condition(threading.RLock()), self._send, lambda _: os.getpid())
 
     def _send(self, rank: int, message: GetStack) -> bool:
         if rank == 2:
@@ -87,41 +130,41 @@ class Ranks:
         return True
 
     def answer(self, rank: int, token: int) -> None:
-        self.presence.hear(rank)
-        self.presence.answer(rank, Stack(token=token, cell=None, frames=()))
+        self.liveness.record_message(rank)
+        self.liveness.dispatch(rank, Stack(token=token, cell=None, frames=()))
 
 
-def test_who_answers_is_not_silent_and_whom_nobody_can_ask_neither():
+def test_ranks_that_answer_or_cannot_be_asked_are_not_unresponsive():
     ranks = Ranks(0, 1)
-    assert ranks.presence.wait_silent((0, 1, 2), timeout=60) == {}
-    assert set(ranks.presence.wait_stacks((0, 1, 2), timeout=60)) == {0, 1}
+    assert ranks.liveness.wait_unresponsive((0, 1, 2), timeout=60) == {}
+    assert set(ranks.liveness.wait_stacks((0, 1, 2), timeout=60)) == {0, 1}
 
 
-def test_who_owes_an_answer_is_not_asked_again_until_anything_comes_from_it():
+def test_rank_with_an_open_request_is_not_asked_again():
     ranks = Ranks(0)
-    (silent,) = ranks.presence.wait_silent((0, 1), timeout=0.05).values()
-    assert silent.rank == 1 and silent.pid == os.getpid() and silent.look is not None
-    ranks.presence.ask((1,))
+    (silent,) = ranks.liveness.wait_unresponsive((0, 1), timeout=0.05).values()
+    assert silent.rank == 1 and silent.pid == os.getpid() and silent.process is not None
+    ranks.liveness.ask((1,))
     assert [rank for rank, _ in ranks.asked] == [0, 1]
-    assert set(ranks.presence.wait_silent((0, 1), timeout=0)) == {1}, "without time nobody is asked"
-    ranks.presence.hear(1)
-    assert ranks.presence.silent((1,)) == {}
-    ranks.presence.ask((1,))
+    assert set(ranks.liveness.wait_unresponsive((0, 1), timeout=0)) == {1}, "without time nobody is asked"
+    ranks.liveness.record_message(1)
+    assert ranks.liveness.unresponsive((1,)) == {}
+    ranks.liveness.ask((1,))
     assert [rank for rank, _ in ranks.asked] == [0, 1, 1]
 
 
 def test_a_new_process_owes_nothing():
     ranks = Ranks()
-    ranks.presence.ask((1,))
-    ranks.presence.forget(1)
-    assert ranks.presence.silent((1,)) == {}
+    ranks.liveness.ask((1,))
+    ranks.liveness.forget(1)
+    assert ranks.liveness.unresponsive((1,)) == {}
 
 
 def test_an_answer_that_comes_too_late_is_dropped():
     ranks = Ranks()
-    assert ranks.presence.wait_stacks((0,), timeout=0.01) == {}
+    assert ranks.liveness.wait_stacks((0,), timeout=0.01) == {}
     ranks.answer(*ranks.asked[0])
-    assert ranks.presence._stacks == {}
+    assert ranks.liveness._stacks == {}
 
 
 @pytest.mark.processes
@@ -130,22 +173,22 @@ def test_a_message_from_before_its_end_does_not_make_a_rank_alive(sleeper):
 
     def send(rank: int, _: GetStack) -> bool:
         sent.append(rank)
-        presence.hear(rank)  # it was on its way already
+        liveness.record_message(rank)  # it was on its way already
         return True
 
-    presence = LivenessTracker(threading.Condition(threading.RLock()), send, lambda _: sleeper.pid)
-    assert presence.wait_ended((1,), timeout=0.2) == set(), "who is only slow has not ended"
+    liveness = LivenessTracker(threading.Condition(threading.RLock()), send, lambda _: sleeper.pid)
+    assert liveness.wait_exited((1,), timeout=0.2) == set(), "who is only slow has not ended"
     os.kill(sleeper.pid, signal.SIGKILL)
-    assert presence.wait_ended((1,), timeout=20) == {1}
+    assert liveness.wait_exited((1,), timeout=20) == {1}
     assert sent == [1, 1]
     ranks = Ranks(0, 1)
-    assert ranks.presence.wait_ended((0, 1, 2), timeout=60) == set()
+    assert ranks.liveness.wait_exited((0, 1, 2), timeout=60) == set()
 
 
 @pytest.mark.processes
-def test_of_a_straggler_that_was_not_asked_only_a_stop_is_told(sleeper):
-    presence = LivenessTracker(threading.Condition(threading.RLock()), lambda *_: True, lambda _: sleeper.pid)
-    assert presence.straggler(0) is None
+def test_straggler_that_was_not_asked_is_reported_only_if_stopped(sleeper):
+    liveness = LivenessTracker(threading.Condition(threading.RLock()), lambda *_: True, lambda _: sleeper.pid)
+    assert liveness.straggler(0) is None
     os.kill(sleeper.pid, signal.SIGSTOP)
-    wait_until(lambda: presence.straggler(0) is not None, timeout=20, what="it is stopped")
+    wait_until(lambda: liveness.straggler(0) is not None, timeout=20, what="it is stopped")
     os.kill(sleeper.pid, signal.SIGCONT)

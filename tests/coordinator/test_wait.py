@@ -1,4 +1,4 @@
-"""Waiting for a cell on the main thread while the driver thread handles everything else."""
+"""Test waiting for a cell on the main thread while the driver thread handles everything else."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import threading
 
 import pytest
 
+from rankbook.coordinator import deferred_interrupts as deferred_interrupts_module
 from rankbook.coordinator import wait
 from rankbook.coordinator.deferred_interrupts import deferred_interrupts
 from rankbook.coordinator.wait import wait_for_cell
 from rankbook.protocol.messages import InputReply, InputRequest, Interrupt, RunCell, Text
 from tests.conftest import wait_until
-from tests.coordinator.test_driver import SOON, Keeper, Stage
+from tests.coordinator.test_driver import SOON, DriverHarness, Keeper
 
 
 @pytest.fixture
-def stage():
-    stage = Stage()
-    stage.launch()
-    yield stage
-    stage.close()
+def harness():
+    harness = DriverHarness()
+    harness.launch()
+    yield harness
+    harness.close()
 
 
-def wait_here(stage, cell, *, ask=lambda *_: pytest.fail("nothing was asked"), patience=SOON):
+def wait_here(harness, cell, *, ask=lambda *_: pytest.fail("nothing was asked"), patience=SOON):
     with deferred_interrupts() as held:
-        wait_for_cell(stage.driver, cell, held, patience=patience, ask=ask)
+        wait_for_cell(harness.driver, cell, held, patience=patience, ask=ask)
 
 
 def on_a_thread(function):
@@ -34,93 +35,134 @@ def on_a_thread(function):
     return thread
 
 
-def test_it_returns_once_everything_of_the_cell_has_been_shown(stage):
-    cell, order = stage.submit(0), []
+def test_wait_returns_after_all_output_of_the_cell(harness):
+    cell, order = harness.submit(0), []
 
     def show_slowly():
         if cell.result is not None:
-            threading.Event().wait(4 * wait._STEP)
+            threading.Event().wait(4 * wait._INTERRUPT_CHECK_INTERVAL)
             order.append("shown")
 
     cell.on_change.append(show_slowly)
-    stage.done(0, cell.cell)
-    wait_here(stage, cell)
+    harness.done(0, cell.cell)
+    wait_here(harness, cell)
     order.append("returned")
     assert order == ["shown", "returned"]
 
 
-def test_the_driver_thread_shows_output_meanwhile(stage):
+def test_the_driver_thread_shows_output_meanwhile(harness):
     sink = Keeper()
-    cell, threads = stage.submit(0, sink=sink), []
+    cell, threads = harness.submit(0, sink=sink), []
     emit = sink.emit
     sink.emit = lambda items: (threads.append(threading.current_thread().name), emit(items))
-    stage.say(0, *[Text(cell=cell.cell, stream="stdout", data=words) for words in (b"one\n", b"two\n")])
-    stage.done(0, cell.cell)
-    wait_here(stage, cell)
+    harness.say(0, *[Text(cell=cell.cell, stream="stdout", data=words) for words in (b"one\n", b"two\n")])
+    harness.done(0, cell.cell)
+    wait_here(harness, cell)
     assert sink.text == "[0] one\n[0] two\n"
     assert set(threads) == {"rankbook-driver"}
 
 
-def test_an_interrupt_reaches_the_ranks_at_once(stage, monkeypatch):
-    monkeypatch.setattr(wait, "_STEP", 3 * SOON)
-    cell = stage.submit(0)
-    assert isinstance(stage.next_task(0), RunCell)
+def test_an_interrupt_reaches_the_ranks_at_once(harness, monkeypatch):
+    monkeypatch.setattr(wait, "_INTERRUPT_CHECK_INTERVAL", 3 * SOON)
+    cell = harness.submit(0)
+    assert isinstance(harness.next_task(0), RunCell)
 
     def press_and_answer():
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        assert stage.next_task(0) == Interrupt(cell=cell.cell)
-        stage.done(0, cell.cell)
+        assert harness.next_task(0) == Interrupt(cell=cell.cell)
+        harness.done(0, cell.cell)
 
     pressing = threading.Timer(0.05, press_and_answer)
     pressing.start()
-    wait_here(stage, cell)
+    wait_here(harness, cell)
     pressing.join()
     assert cell.result is not None
 
 
-def test_a_question_is_asked_on_the_main_thread_and_answered(stage):
-    cell, asked = stage.submit(1), []
-    assert isinstance(stage.next_task(1), RunCell)
-    stage.say(1, InputRequest(cell=cell.cell, prompt="name? ", password=False))
+def test_a_question_is_asked_on_the_main_thread_and_answered(harness):
+    cell, asked = harness.submit(1), []
+    assert isinstance(harness.next_task(1), RunCell)
+    harness.say(1, InputRequest(cell=cell.cell, prompt="name? ", password=False))
 
     def ask(prompt, password):
         asked.append((prompt, password, threading.current_thread() is threading.main_thread()))
         return "Ada"
 
     def answer():
-        assert stage.next_task(1) == InputReply(cell=cell.cell, text="Ada")
-        stage.done(1, cell.cell)
+        assert harness.next_task(1) == InputReply(cell=cell.cell, text="Ada")
+        harness.done(1, cell.cell)
 
     answering = on_a_thread(answer)
-    wait_here(stage, cell, ask=ask)
+    wait_here(harness, cell, ask=ask)
     answering.join()
     assert asked == [("[1] name? ", False, True)]
 
 
-def test_it_gives_up_after_its_patience_and_the_cell_goes_on(stage):
-    cell = stage.submit(0)
-    wait_here(stage, cell, patience=0.1)
+def test_wait_ends_after_its_timeout_and_the_cell_continues(harness):
+    cell = harness.submit(0)
+    wait_here(harness, cell, patience=0.1)
     assert cell.result is None
-    stage.done(0, cell.cell)
-    wait_here(stage, cell)
+    harness.done(0, cell.cell)
+    wait_here(harness, cell)
     assert cell.result is not None
 
 
-def test_two_threads_that_wait_for_one_cell_both_return(stage):
-    cell = stage.submit(0)
-    waiting = [on_a_thread(lambda: wait_here(stage, cell)) for _ in range(2)]
-    stage.done(0, cell.cell)
+def test_two_threads_that_wait_for_one_cell_both_return(harness):
+    cell = harness.submit(0)
+    waiting = [on_a_thread(lambda: wait_here(harness, cell)) for _ in range(2)]
+    harness.done(0, cell.cell)
     for thread in waiting:
         thread.join(SOON)
     assert not any(thread.is_alive() for thread in waiting)
 
 
-def test_a_failure_of_the_driver_ends_the_wait(stage, monkeypatch):
+def test_a_failure_of_the_driver_ends_the_wait(harness, monkeypatch):
     reported = []
     monkeypatch.setattr("sys.excepthook", lambda _, value, __: reported.append(value))
-    cell = stage.submit(0)
-    monkeypatch.setattr(stage.driver._inbox, "receive", lambda: 1 // 0)
-    stage.done(0, cell.cell)
-    wait_here(stage, cell)
-    assert "rank 0 cannot be followed any more" in str(cell.result.outcomes)
+    cell = harness.submit(0)
+    monkeypatch.setattr(harness.driver._receiver, "receive", lambda: 1 // 0)
+    harness.done(0, cell.cell)
+    wait_here(harness, cell)
+    assert "rank 0 was lost because the coordinator failed" in str(cell.result.outcomes)
     wait_until(lambda: reported, timeout=SOON, what="the error itself")
+
+
+@pytest.fixture
+def own_handler():
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+def press_twice(monkeypatch, window):
+    """Interrupt a wait, and press once more after it; `window` seconds are for repeats."""
+    monkeypatch.setattr(deferred_interrupts_module, "REPEAT_WINDOW", window)
+    with deferred_interrupts() as held:
+        held.ignore_repeats = True
+        signal.raise_signal(signal.SIGINT)
+        held.take()
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("own_handler")
+def test_further_presses_are_ignored_for_a_moment_after_an_interrupted_cell(monkeypatch):
+    press_twice(monkeypatch, 60.0)
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("own_handler")
+def test_a_press_after_that_moment_counts(monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        press_twice(monkeypatch, 0.0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("own_handler")
+@pytest.mark.parametrize(("ignore", "press"), [(True, False), (False, True)])
+def test_the_handler_stays_where_nothing_was_interrupted_or_nothing_is_ignored(ignore, press):
+    with deferred_interrupts() as held:
+        held.ignore_repeats = ignore
+        if press:
+            signal.raise_signal(signal.SIGINT)
+        held.take()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,7 +1,8 @@
-"""Faults, the moments they come at, what the ranks hold meanwhile, and how long each one takes from a person.
+"""Faults for a real notebook: what each one does, when it happens, what the ranks hold, and how long recovery takes.
 
-Owns: the cells, the clocks' beginnings and ends, the checks that the ranks are whole afterwards, the table. Refuses: to
-judge a time; a test only tells "recovered" from "hung", and `tests/benchmarks/faults.py` holds them against limits.
+`Scene` prepares the ranks, injects a fault, measures the times until the user has control again and until the ranks
+work again, and checks afterwards that they are complete. Times are not judged here: a test only tells "recovered" from
+"hung", and `tests/benchmarks/faults.py` compares them with limits.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import textwrap
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,6 +23,7 @@ import psutil
 
 from rankbook.ranks import parse_ranks
 from tests.conftest import Notebook, Outcome, running_kernel, wait_until
+from tests.nccl_stand_in.ranks import environment
 
 HUNG = 10.0
 """Seconds after which a fault has not been recovered from; what is required is less, and the benchmark's business."""
@@ -35,8 +37,8 @@ class Fault:
     """One rank, `CULPRIT` in the code, does `one`, the rest do `others`. The fault comes when it has called `now()`.
 
     `victim` is who is killed, if somebody is: the one, one of the others in the midst of theirs, or the one while idle.
-    `needs` names what the ranks have to hold for it to make sense; `workers`: loaders' workers take part; `told`: the
-    cell says that the ranks disagree, and only then is it interrupted.
+    `needs` names what the ranks have to hold for it to make sense; `workers`: loaders' workers take part; `alone`: the
+    cell ends by itself, without an interrupt.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Fault:
     victim: Victim = "the one"
     needs: str = ""
     workers: bool = False
-    told: bool = False
+    alone: bool = False
 
 
 RAISES = "now()\nraise ValueError('of the culprit')"
@@ -107,12 +109,12 @@ FAULTS = (
            "now()\nwith accelerator.main_process_first():\n    raise ValueError('whose turn it is')",
            needs="Accelerator"),
     Fault("all_reduce against barrier", "mismatch", "now()\ndist.barrier()", "dist.all_reduce(torch.ones(4))",
-          told=True),
+          alone=True),
     Fault("recv against all_reduce", "mismatch", "now()\ndist.all_reduce(torch.ones(4))",
           "dist.recv(torch.ones(4), src=CULPRIT)"),
     Fault("broadcasts from two roots", "mismatch",
           "now()\ndist.broadcast(torch.ones(4), src=NEXT)\ndist.barrier()",
-          "dist.broadcast(torch.ones(4), src=CULPRIT)", told=True),
+          "dist.broadcast(torch.ones(4), src=CULPRIT)", alone=True),
     Fault("SIGKILL in a cell", "kill", "now()\ntime.sleep(60)", "time.sleep(60)"),
     Fault("SIGKILL, others in all_reduce", "kill", "now()\ntime.sleep(60)", "dist.all_reduce(torch.ones(4))"),
     Fault("SIGKILL of one in all_reduce", "kill", "now()\ntime.sleep(60)", "dist.all_reduce(torch.ones(4))",
@@ -298,7 +300,7 @@ class Times:
 
 @dataclass
 class Stage:
-    """A kernel with ranks that hold something."""
+    """A kernel with ranks that hold something. `sound`: no fault is being recovered from, and none has failed to be."""
 
     world: int
     notebook: Notebook
@@ -310,27 +312,29 @@ class Stage:
         """Make it on all ranks, unless they have it."""
         if holdings == self.holdings:
             return
-        made = "".join(HOLDINGS[each] for each in holdings)
-        said = self.notebook.ok(f"%%distributed\n{BASE}{made}\nprint('pid', os.getpid())").stdout
-        self.pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d+)\] pid (\d+)", said)}
-        assert sorted(self.pids) == list(range(self.world)), said
+        made = "".join(HOLDINGS[holding] for holding in holdings)
+        output = self.notebook.ok(f"%%distributed\n{BASE}{made}\nprint('pid', os.getpid())").stdout
+        self.pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d+)\] pid (\d+)", output)}
+        assert sorted(self.pids) == list(range(self.world)), output
         self.holdings = holdings
 
-    def strike(self, case: Case, *, way_back: str = "restart") -> Times:
+    def inject(self, case: Case, *, way_back: str = "restart") -> Times:
         """Let the fault happen, check that all is as it should be afterwards, and give the times.
 
         `way_back`: what brings a killed rank back, "restart" or "heal".
         """
+        self.sound = False
         self.hold(case.holdings)
         assert sorted(self.pids.values()) == sorted(set(self.pids.values()))
         known = set(self.notebook.processes())
         times = self._kill(case, way_back) if case.fault.kind == "kill" else self._survive(case)
         self.check_processes(known, workers=case.fault.workers)
+        self.sound = True
         return times
 
     def _survive(self, case: Case) -> Times:
-        struck, outcome = self._run(case, self.notebook.interrupt)
-        control = time.time() - struck
+        failure_time, outcome = self._run(case, self.notebook.interrupt)
+        control = time.time() - failure_time
         words = outcome.evalue + outcome.traceback
         assert outcome.status == "error", outcome.text
         if case.fault.kind == "raise":
@@ -338,8 +342,9 @@ class Stage:
             assert f"rank {case.culprit}" in words, words
         else:
             assert outcome.ename in ("KeyboardInterrupt", "CollectiveAborted"), words
+            assert not case.fault.alone or re.search(r"#\d+: ranks? \d", words), words
         self.check_works()
-        works = time.time() - struck
+        works = time.time() - failure_time
         self.check_whole()
         return Times(case, control, works)
 
@@ -347,14 +352,14 @@ class Stage:
         victim = (case.culprit + 1) % self.world if case.fault.victim == "another" else case.culprit
         process = psutil.Process(self.pids[victim])
         if case.fault.victim == "idle":
-            struck = time.time()
+            failure_time = time.time()
             process.send_signal(signal.SIGKILL)
             outcome = self.notebook.run(REDUCE, timeout=HUNG)
         else:
-            struck, outcome = self._run(case, lambda: process.send_signal(signal.SIGKILL))
-        control = time.time() - struck
+            failure_time, outcome = self._run(case, lambda: process.send_signal(signal.SIGKILL))
+        control = time.time() - failure_time
         assert outcome.status == "error", outcome.text
-        assert f"rank {victim} was killed by signal 9" in outcome.text + outcome.evalue + outcome.traceback
+        assert f"rank {victim} was killed by SIGKILL" in outcome.text + outcome.evalue + outcome.traceback
         others = ",".join(str(rank) for rank in self.pids if rank != victim)
         before = time.time()
         self.notebook.ok(f"%distributed {way_back} {victim}", timeout=HUNG - 1)  # a hang shows its stacks
@@ -362,32 +367,32 @@ class Stage:
         works = control + time.time() - before
         if others:
             code = "for name, value in holds.items(): assert globals()[name] is value, name\nprint(kept, os.getpid())"
-            said = self.notebook.ok(f"%%distributed --ranks {others}\n{code}").stdout
+            output = self.notebook.ok(f"%%distributed --ranks {others}\n{code}").stdout
             for rank, pid in self.pids.items():
-                assert rank == victim or f"[{rank}] {rank * 10} {pid}" in said, said
+                assert rank == victim or f"[{rank}] {rank * 10} {pid}" in output, output
         kept, self.holdings = self.holdings, ()
         self.hold(kept)  # what needed the lost rank's state is made again; the rest was there
         self.check_whole()
         return Times(case, control, works)
 
-    def _run(self, case: Case, strike: object) -> tuple[float, Outcome]:
+    def _run(self, case: Case, inject: object) -> tuple[float, Outcome]:
         """Run the fault's cell; when it came, and what became of the cell."""
-        struck: list[float] = []
+        failure_time: list[float] = []
 
         def look(outcome: Outcome) -> None:
             found = re.search(rf"\[{case.culprit}\] now ([\d.]+)", outcome.stdout)
-            if found is None or struck:
+            if found is None or failure_time:
                 return
-            if case.fault.kind == "raise":
-                struck.append(float(found[1]))
-            elif not case.fault.told or "disagree" in outcome.stderr:
-                struck.append(time.time())
-                strike()  # type: ignore[operator]
+            if case.fault.kind == "raise" or case.fault.alone:
+                failure_time.append(float(found[1]))
+            else:
+                failure_time.append(time.time())
+                inject()  # type: ignore[operator]
 
         outcome = self.notebook.finish(self.notebook.send(self._cell(case)), timeout=2 * HUNG, seen=look)
-        assert struck, outcome.text + outcome.traceback
-        assert time.time() - struck[0] < HUNG
-        return struck[0], outcome
+        assert failure_time, outcome.text + outcome.traceback
+        assert time.time() - failure_time[0] < HUNG
+        return failure_time[0], outcome
 
     def _cell(self, case: Case) -> str:
         ends = {0, self.world - 1}
@@ -406,9 +411,11 @@ class Stage:
     def check_works(self) -> None:
         """A collective of all ranks, in the very next cell."""
         total = self.world * (self.world - 1) // 2
-        said = self.notebook.ok(REDUCE, timeout=HUNG).stdout
-        labels = re.findall(rf"^\[([\d,-]+)\] sum {total}$", said, re.MULTILINE)  # who is late has a line of its own
-        assert sorted(rank for each in labels for rank in parse_ranks(each, self.world)) == [*range(self.world)], said
+        output = self.notebook.ok(REDUCE, timeout=HUNG).stdout
+        labels = re.findall(rf"^\[([\d,-]+)\] sum {total}$", output, re.MULTILINE)  # who is late has a line of its own
+        assert sorted(rank for label in labels for rank in parse_ranks(label, self.world)) == [*range(self.world)], (
+            output
+        )
 
     def check_whole(self) -> None:
         """All that the ranks hold is there and works: models learn as one process would, groups and loaders go on."""
@@ -429,20 +436,52 @@ class Stage:
 
 
 @contextlib.contextmanager
-def stage(world: int) -> Iterator[Stage]:
-    """A kernel with that many ranks; nothing of it may be left."""
+def stage(world: int, *, stand_in: bool = False) -> Iterator[Stage]:
+    """A kernel with that many ranks, on gloo or on the stand-in for NCCL; nothing of it may be left."""
     # Not patient: a fault comes once its culprit's line is seen, which the others have not.
     # Its ranks need not be waited for as long as a person's: what follows the grace period is the same.
-    env = {"RANKBOOK_ABORT_GRACE": "0.3"}
-    with running_kernel(ranks=world, patient=False, timeout=5, env=env) as notebook:
+    # Every healed rank would import torch._dynamo and FSDP2 anew.
+    env = {"RANKBOOK_ABORT_GRACE": "0.3", "RANKBOOK_PRELOAD": "start"}
+    if stand_in:
+        env |= environment()
+    with running_kernel(patient=False, timeout=5, env=env) as notebook:
+        notebook.ok(f"%distributed start -n {world}{' --backend stand_in' if stand_in else ''}")
         yield Stage(world, notebook)
+
+
+@contextlib.contextmanager
+def stages(*, stand_in: bool = False) -> Iterator[Callable[[int], Stage]]:
+    """Yield a function that returns a stage with that many ranks.
+
+    The one before it ends if it has another number of ranks, or if a fault has failed to be recovered from on it.
+    """
+    with contextlib.ExitStack() as stack:
+        current: list[Stage] = []
+
+        def give(world: int) -> Stage:
+            if not current or current[0].world != world or not current[0].sound:
+                stack.close()
+                current[:] = [stack.enter_context(stage(world, stand_in=stand_in))]
+            return current[0]
+
+        yield give
+
+
+def raise_on_rank_1(notebook: Notebook, others: str, *, timeout: float = 20) -> Outcome:
+    """Let rank 1 raise, while rank 0 executes `others` and then prints "went on"."""
+    code = "\n    ".join(others.splitlines())
+    cell = f"%%distributed\nif rank == 1:\n    raise ValueError('of rank 1')\nelse:\n    {code}\n    print('went on')"
+    outcome = notebook.run(cell, timeout=timeout)
+    assert outcome.status == "error"
+    assert "ValueError: of rank 1" in outcome.traceback
+    return outcome
 
 
 def table(measured: Iterable[Times]) -> str:
     """Markdown: for each fault the median and the longest, over what was held, for each number of ranks."""
     of: dict[str, dict[int, list[Times]]] = defaultdict(lambda: defaultdict(list))
-    for each in measured:
-        of[each.case.fault.name][each.case.world].append(each)
+    for item in measured:
+        of[item.case.fault.name][item.case.world].append(item)
     worlds = sorted({world for row in of.values() for world in row})
     lines = [
         "| fault | " + " | ".join(f"{world} ranks: control back | next collective" for world in worlds) + " |",
@@ -450,7 +489,7 @@ def table(measured: Iterable[Times]) -> str:
     ]
     for name, row in of.items():
         cells = [
-            _brief([getattr(each, column) for each in row[world]])
+            _brief([getattr(element, column) for element in row[world]])
             for world in worlds
             for column in ("control", "works")
         ]

@@ -1,4 +1,4 @@
-"""The browser is reloaded while a cell runs: whoever connects then gets the cell's output, as that cell's."""
+"""Test a browser that reloads during a cell: the new connection gets the cell's output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import Gate, Notebook
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 CELL = """%%distributed {options}
 import os, select
@@ -59,6 +59,6 @@ def test_output_flows_on_into_the_right_cell_after_a_reload(module_notebook, tmp
     notebook.client = connect(notebook)
     gate.open()
     seen = read_until(notebook.client, "[0-1] line 2")
-    texts = [each for each in seen if each["msg_type"] == "stream"]
-    assert "".join(each["content"]["text"] for each in texts) == "".join(f"[0-1] line {i}\n" for i in range(3))
-    assert {each["parent_header"]["msg_id"] for each in texts} == {message}
+    texts = [item for item in seen if item["msg_type"] == "stream"]
+    assert "".join(element["content"]["text"] for element in texts) == "".join(f"[0-1] line {i}\n" for i in range(3))
+    assert {text["parent_header"]["msg_id"] for text in texts} == {message}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
-FOLDERS = "import rankbook, shutil\nc = rankbook.current()\nf = c._crew._folders"
+FOLDERS = "import rankbook, shutil\nc = rankbook.current()\nf = c._processes._folders"
 REMOVE = "for each in {f.sockets, f.segments}: shutil.rmtree(each, ignore_errors=True)"
 
 
-def test_a_removed_runtime_folder_is_made_anew(fresh_notebook):
+def test_a_removed_runtime_folder_is_made_again(fresh_notebook):
     fresh_notebook.ok("%distributed start -n 2")
     fresh_notebook.ok(f"{FOLDERS}\n{REMOVE}")
     fresh_notebook.ok("%%distributed\nbig = torch.ones(1 << 20)\ndist.all_reduce(big)")

@@ -1,10 +1,10 @@
-"""A child of a rank, as a DataLoader's worker is, ends nothing that is the rank's."""
+"""Test that a forked child of a rank, such as a DataLoader worker, ends nothing of the rank."""
 
 from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 FAILS = """%%distributed
 dist.all_reduce(torch.ones(1))

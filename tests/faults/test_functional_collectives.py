@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 SETUP = """%%distributed
 import warnings

@@ -1,4 +1,4 @@
-"""A new rank in the place of a dead one: through a real kernel, with the state of a healthy peer."""
+"""Test the replacement of a dead rank with the state of a healthy one, through a real kernel."""
 
 from __future__ import annotations
 
@@ -101,36 +101,36 @@ def test_a_dead_rank_comes_back_with_the_state_of_a_healthy_one(three, victim, t
         three.ok(SAVED.format(folder=str(tmp_path)))
     kill(three, victim)
     healed = three.ok("%distributed heal")
-    assert f"rank {victim} is back with the state of rank {0 if victim else 1}" in healed.stdout
+    assert f"rank {victim} was healed with the state of rank {0 if victim else 1}" in healed.stdout
     saved = "" if victim else f"; the last checkpoint is {tmp_path}/step-7"
-    assert f"sharded: it is sharded over the ranks: what the dead one held of it is lost{saved}\n" in healed.stdout
+    assert f"sharded: it is sharded over the ranks: the shard of the dead rank is lost{saved}\n" in healed.stdout
     assert "numbers: " in healed.stdout
     assert "generator" in healed.stdout
     if victim == 0:  # its peer was no member of the pair
         three.ok("%%distributed\npair = dist.new_group([0, 2])")
-    told = three.ok(EQUAL, timeout=20).stdout
-    assert "[0-2] model True optimizer True" in told
-    assert "tied True" in told
-    assert "120" in told
-    assert "numpy [0, 1, 2] True Net" in told
-    assert "sums 3.0" in told
-    assert "sums 6.0" in told
+    reported = three.ok(EQUAL, timeout=20).stdout
+    assert "[0-2] model True optimizer True" in reported
+    assert "tied True" in reported
+    assert "120" in reported
+    assert "numpy [0, 1, 2] True Net" in reported
+    assert "sums 3.0" in reported
+    assert "sums 6.0" in reported
 
 
 def test_a_heal_without_state_leaves_the_new_rank_empty_and_its_groups_whole(three):
     three.ok(SETUP)
     kill(three, 2)
-    assert "rank 2 is back with an empty namespace" in three.ok("%distributed heal 2 --empty").stdout
-    told = three.ok(
+    assert "rank 2 was healed with an empty namespace" in three.ok("%distributed heal 2 --empty").stdout
+    reported = three.ok(
         "%%distributed\nprint('model' in globals())\nx = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())"
     )
-    assert "[0-1] True" in told.stdout
-    assert "[2] False" in told.stdout
-    assert "3.0" in told.text
+    assert "[0-1] True" in reported.stdout
+    assert "[2] False" in reported.stdout
+    assert "3.0" in reported.text
     three.ok(SETUP)
 
 
-def test_nothing_to_heal_and_a_rank_that_lives(three):
+def test_heal_without_dead_ranks_and_of_a_live_rank_is_refused(three):
     assert "no rank is dead" in three.ok("%distributed heal").stdout
     refused = three.run("%distributed heal 1")
     assert refused.status == "error"
@@ -140,9 +140,9 @@ def test_nothing_to_heal_and_a_rank_that_lives(three):
 def test_a_cell_after_a_death_names_the_way_back(three):
     kill(three, 1)
     refused = three.run("%%distributed\nstep()")
-    assert "%distributed heal brings it back" in refused.traceback + refused.text
+    assert "%distributed heal restores it" in refused.traceback + refused.text
     refused = three.run("%%distributed --ranks 0,2\ndist.all_reduce(torch.ones(1))")
-    assert "rank 1 was killed by signal 9" in refused.traceback + refused.text
+    assert "rank 1 was killed by SIGKILL" in refused.traceback + refused.text
     assert "so this rank cannot begin all_reduce" in refused.traceback + refused.text
     three.ok("%distributed heal")
     assert "[0-2] model True" in three.ok(EQUAL, timeout=20).stdout
@@ -159,8 +159,8 @@ def test_a_variable_that_cannot_be_opened_is_listed_and_the_others_come_back(thr
     three.ok(BAD)
     kill(three, 1)
     healed = three.ok("%distributed heal").stdout
-    assert "rank 1 is back with the state of rank 0" in healed
-    assert "  bad: cannot open the value here: ValueError" in healed
+    assert "rank 1 was healed with the state of rank 0" in healed
+    assert "  bad: cannot unpickle the value: ValueError" in healed
     three.ok("%%distributed --ranks 0,2\ndel bad")
     assert "[0-2] model True" in three.ok(EQUAL, timeout=20).stdout
 
@@ -169,5 +169,5 @@ def test_the_status_notes_an_empty_rank(three):
     three.ok("%distributed restart 1")
     row = next(line for line in three.ok("%distributed status").text.splitlines() if line.startswith("1 "))
     assert "its namespace is empty; %distributed heal 1 copies the variables of another rank" in row
-    assert "rank 1 is back with the state of rank 0" in three.ok("%distributed heal 1").stdout
+    assert "rank 1 was healed with the state of rank 0" in three.ok("%distributed heal 1").stdout
     assert "empty" not in three.ok("%distributed status").text

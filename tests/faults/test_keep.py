@@ -47,14 +47,14 @@ def open_notebook(place) -> Iterator[Open]:
 
     try:
         yield make
-        for each in opened:
-            each.close()
-            check_nothing_left(each.mark, before)
+        for item in opened:
+            item.close()
+            check_nothing_left(item.mark, before)
     finally:
-        for each in opened:
+        for element in opened:
             with contextlib.suppress(RuntimeError):
-                each.close()
-            for pid in marked_processes(each.mark):  # a test that failed leaves nothing to the next one
+                element.close()
+            for pid in marked_processes(element.mark):  # a test that failed leaves nothing to the next one
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -101,19 +101,21 @@ def ranks_of(notebook: Notebook) -> list[int]:
 @pytest.mark.full
 def test_the_start_line_says_how_long_the_ranks_stay(open_notebook):
     notebook = open_notebook()
-    assert "they stay for 10 minutes: %distributed attach" in notebook.ok("%distributed start --keep").stdout
+    assert "the ranks stay for 10 minutes; %distributed attach" in notebook.ok("%distributed start --keep").stdout
     notebook.ok("%distributed stop")
-    assert "they stay for 45 s" in notebook.ok("import rankbook\nrankbook.start(keep=45)\n%distributed start").stdout
+    assert (
+        "the ranks stay for 45 s" in notebook.ok("import rankbook\nrankbook.start(keep=45)\n%distributed start").stdout
+    )
     notebook.ok("%distributed stop")
 
 
 @pytest.mark.full
-def test_after_a_restart_everything_works_as_before_and_after_a_second_one_too(notebook):
+def test_kept_ranks_work_after_two_kernel_restarts(notebook):
     notebook.ok("%%distributed\nx = rank + 10")
     pids = ranks_of(notebook)
     for _ in range(2):
         restart(notebook)
-        assert "%distributed attach takes them over" in notebook.ok("%distributed status").stdout
+        assert "%distributed attach connects to them" in notebook.ok("%distributed status").stdout
         assert "ranks 0-1 attached" in notebook.ok("%distributed attach").stdout
         assert ranks_of(notebook) == pids
         assert notebook.ok("%distributed status").text.count("idle") == 2
@@ -143,8 +145,8 @@ def away(notebook: Notebook, place: Path, cell: str, *, until: Callable[[], bool
     )
     notebook.ok(head + "tell()\n" + cell)
     wait_until(lambda: len(list(place.glob("ended*"))) == 2, timeout=20, what="the cell's beginning")
-    for each in place.glob("ended*"):
-        each.unlink()
+    for path in place.glob("ended*"):
+        path.unlink()
     kill(notebook)
     gate.open()
     wait_until(until or (lambda: len(list(place.glob("ended*"))) == 2), timeout=20, what="the cell's end")
@@ -153,7 +155,7 @@ def away(notebook: Notebook, place: Path, cell: str, *, until: Callable[[], bool
 
 
 @pytest.mark.full
-def test_what_a_cell_printed_meanwhile_is_shown_with_its_error_once(notebook, place):
+def test_output_of_a_detached_cell_is_shown_once_with_its_error(notebook, place):
     away(
         notebook,
         place,
@@ -173,7 +175,7 @@ def test_what_a_cell_printed_meanwhile_is_shown_with_its_error_once(notebook, pl
 
 
 @pytest.mark.full
-def test_what_was_shown_before_the_kernel_went_is_not_shown_again(notebook):
+def test_output_shown_before_the_restart_is_not_repeated(notebook):
     notebook.ok("%%distributed\nprint('seen')")
     restart(notebook)
     assert "seen" not in notebook.ok("%distributed attach").text
@@ -189,7 +191,7 @@ def test_a_cell_that_still_runs_goes_on_below_the_attach_and_can_be_interrupted(
     away(notebook, place, cell)
     message = notebook.send("%distributed attach")
     outcome = notebook.finish(message)
-    assert "cell [3] still runs on ranks 0-1; its output so far, and what follows:\n" in outcome.stdout
+    assert "cell [3] still runs on ranks 0-1; its output so far, followed by new output:\n" in outcome.stdout
     notebook.follow(message, outcome, lambda seen: "[0-1] meanwhile" in seen.stdout)
     assert "[0-1] first" in outcome.stdout
     assert "cell [3] on ranks 0-1: running" in outcome.text
@@ -216,7 +218,7 @@ def begin_in_foreground(notebook: Notebook, place: Path) -> str:
     return message
 
 
-@pytest.mark.parametrize("now", [False, True])
+@pytest.mark.parametrize("now", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_foreground_cell_goes_on_through_a_restart_of_the_kernel(notebook, place, now):
     begin_in_foreground(notebook, place)
     notebook.manager.restart_kernel(now=now)
@@ -249,14 +251,15 @@ def test_attach_says_that_a_cell_was_interrupted_just_before_the_kernel_ended(no
     begin_in_foreground(notebook, place)
     notebook.manager.restart_kernel(now=False)
     settle(notebook)
-    told = notebook.ok("%distributed attach").stderr
-    assert "cell [4] was interrupted " in told
-    assert " s before the kernel ended, perhaps by its restart" in told
+    reported = notebook.ok("%distributed attach").stderr
+    assert "cell [4] was interrupted " in reported
+    assert " s before the kernel ended, possibly by the restart of the kernel" in reported
     restart(notebook)
     assert "was interrupted" not in notebook.ok("%distributed attach").text, "it was said once"
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_a_plain_attach_takes_the_ranks_of_this_notebook(open_notebook):
     names = ("work/first.ipynb", "work/second.ipynb")
     notebooks = [open_notebook(name) for name in names]
@@ -266,9 +269,9 @@ def test_a_plain_attach_takes_the_ranks_of_this_notebook(open_notebook):
     for notebook in notebooks:
         kill(notebook)
     third = open_notebook("work/third.ipynb")
-    told = refusal(third, "%distributed attach")
-    assert "2 sets of ranks are kept, but not by this notebook; %distributed attach KEY takes one" in told
-    assert "(first.ipynb, " in told and "(second.ipynb, " in told and " s old): 1 rank on cpu, gloo" in told
+    reported = refusal(third, "%distributed attach")
+    assert "found 2 kept clusters, but none of this notebook; select one with %distributed attach KEY" in reported
+    assert "(first.ipynb, " in reported and "(second.ipynb, " in reported and " s old): 1 rank on cpu, gloo" in reported
     again = open_notebook(names[1])
     assert "rank 0 attached" in again.ok("%distributed attach").stdout
     assert again.ok("%%distributed\nprint(number)").stdout == "[0] 1\n"
@@ -281,14 +284,14 @@ def test_a_plain_attach_takes_the_ranks_of_this_notebook(open_notebook):
 @pytest.mark.parametrize("cell", ["%distributed start -n 1", "%%distributed --ranks 0\nprint('hello')"])
 def test_a_start_says_once_that_kept_ranks_wait(open_notebook, cell):
     notebook = open_notebook("work/train.ipynb")
-    assert "kept ranks wait" not in notebook.ok("%distributed start -n 1 --keep 60").text
+    assert "kept ranks are available" not in notebook.ok("%distributed start -n 1 --keep 60").text
     kill(notebook)
     notebook.manager.restart_kernel(now=True)
     settle(notebook)
-    told = notebook.ok(cell).stdout
-    assert told.startswith("kept ranks wait: ")
-    assert " (train.ipynb, " in told
-    assert "kept ranks wait" not in notebook.ok("%%distributed\nprint('again')").text
+    reported = notebook.ok(cell).stdout
+    assert reported.startswith("kept ranks are available: ")
+    assert " (train.ipynb, " in reported
+    assert "kept ranks are available" not in notebook.ok("%%distributed\nprint('again')").text
     notebook.ok("%distributed stop")
     assert "rank 0 attached" in notebook.ok("%distributed attach").stdout
     notebook.ok("%distributed stop")
@@ -317,7 +320,7 @@ def test_a_flood_without_a_notebook_neither_blocks_a_rank_nor_is_kept_whole(note
     outcome = notebook.ok("%distributed attach")
     assert "[0-1] 0 xxx" in outcome.stdout
     assert "the end" in outcome.stdout
-    assert "all of it goes to" in outcome.stderr
+    assert "the complete output is written to" in outcome.stderr
     assert len(outcome.text) < 20 << 20
     notebook.ok("%distributed stop")
 
@@ -330,7 +333,7 @@ def test_many_displays_without_a_notebook_keep_the_newest(notebook, place):
     outcome = notebook.ok("%distributed attach")
     assert "picture 2999 " in outcome.text
     assert "picture 0 " not in outcome.text
-    assert "ranks 0-1: the oldest of the output is left out" in outcome.stderr
+    assert "ranks 0-1: the oldest output was dropped" in outcome.stderr
     notebook.ok("%distributed stop")
 
 
@@ -344,13 +347,14 @@ def test_a_rank_that_died_meanwhile_is_named_and_can_be_healed(notebook, place):
     settle(notebook)
     outcome = notebook.ok("%distributed attach")
     assert "rank 0 attached" in outcome.stdout
-    assert "rank 1 was killed by signal 9 (out of memory?): %distributed heal brings it back" in outcome.stdout
+    assert "rank 1 was killed by SIGKILL (out of memory?): %distributed heal restores it" in outcome.stdout
     assert "dead" in notebook.ok("%distributed status").text
-    assert "rank 1 is back with the state of rank 0" in notebook.ok("%distributed heal").stdout
+    assert "rank 1 was healed with the state of rank 0" in notebook.ok("%distributed heal").stdout
     assert "[0-1] 5" in notebook.ok("%%distributed\ndist.barrier()\nprint(x)").stdout
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.full
 def test_a_shutdown_keeps_them_too_and_another_kernel_attaches(notebook, open_notebook):
     notebook.ok("%%distributed\nx = 5")
     notebook.manager.shutdown_kernel(now=False)
@@ -362,7 +366,7 @@ def test_a_shutdown_keeps_them_too_and_another_kernel_attaches(notebook, open_no
 
 
 @pytest.mark.full
-def test_without_an_owner_they_end_after_the_time_that_was_stated(open_notebook, place):
+def test_kept_ranks_end_after_the_stated_time_without_an_owner(open_notebook, place):
     notebook = open_notebook()
     notebook.ok("%distributed start -n 2 --keep 5")
     notebook.ok(
@@ -379,25 +383,25 @@ def test_without_an_owner_they_end_after_the_time_that_was_stated(open_notebook,
 @pytest.mark.full
 def test_two_notebooks_never_own_one_cluster(notebook, open_notebook):
     other = open_notebook()
-    assert f"the kernel {notebook.pid} still has the ranks" in refusal(other, "%distributed attach")
+    assert f"are still attached to the kernel with pid {notebook.pid}" in refusal(other, "%distributed attach")
     assert "[0-1] fine" in notebook.ok("%%distributed\nprint('fine')").stdout
-    assert "ranks are running here already" in refusal(notebook, "%distributed attach")
+    assert "ranks are already running in this notebook" in refusal(notebook, "%distributed attach")
     notebook.ok("%distributed stop")
-    assert "no ranks are kept here" in refusal(other, "%distributed attach")
+    assert "no kept ranks found" in refusal(other, "%distributed attach")
 
 
 @pytest.mark.full
-def test_of_several_a_key_chooses(notebook, open_notebook):
+def test_key_selects_one_of_several_kept_clusters(notebook, open_notebook):
     second = open_notebook()
     second.ok("%distributed start -n 1 --keep 60")
-    keys = [each.ok("import rankbook\nprint(rankbook.current().key)").stdout.strip() for each in (notebook, second)]
+    keys = [item.ok("import rankbook\nprint(rankbook.current().key)").stdout.strip() for item in (notebook, second)]
     kill(notebook)
     kill(second)
     third = open_notebook()
-    told = refusal(third, "%distributed attach")
-    assert "2 sets of ranks are kept; %distributed attach KEY takes one" in told
-    assert all(key in told for key in keys)
-    assert "no ranks are kept as 'nonsense'" in refusal(third, "%distributed attach nonsense")
+    reported = refusal(third, "%distributed attach")
+    assert "found 2 kept clusters; select one with %distributed attach KEY" in reported
+    assert all(key in reported for key in keys)
+    assert "no kept cluster has the key 'nonsense'" in refusal(third, "%distributed attach nonsense")
     assert "rank 0 attached" in third.ok(f"%distributed attach {keys[1]}").stdout
     third.ok("%distributed stop")
     assert "ranks 0-1 attached" in third.ok("%distributed attach").stdout
@@ -405,7 +409,7 @@ def test_of_several_a_key_chooses(notebook, open_notebook):
 
 
 @pytest.mark.full
-def test_who_does_not_have_the_token_is_refused(notebook, place):
+def test_claim_without_the_token_is_refused(notebook, place):
     (record,) = place.glob("rankbook-*/kept.json")
     assert record.stat().st_mode & 0o777 == 0o600
     assert record.parent.stat().st_mode & 0o777 == 0o700
@@ -417,7 +421,7 @@ def test_who_does_not_have_the_token_is_refused(notebook, place):
     assert "refused" in refusal(notebook, "%distributed attach")
     record.write_text(truth)
     record.chmod(0o644)
-    assert "open to other users (mode 0644)" in refusal(notebook, "%distributed attach")
+    assert "accessible to other users (mode 0644)" in refusal(notebook, "%distributed attach")
     record.chmod(0o600)
     assert "ranks 0-1 attached" in notebook.ok("%distributed attach").stdout
     notebook.ok("%distributed stop")
@@ -432,9 +436,9 @@ def test_a_record_of_ranks_that_have_ended_is_removed_and_said_so(notebook, plac
     wait_until(lambda: not notebook.processes(), timeout=10, what="the end of the ranks")
     notebook.manager.restart_kernel(now=True)
     settle(notebook)
-    told = refusal(notebook, "%distributed attach")
-    assert "no ranks are kept here" in told
-    assert "these ranks have ended; what was left of them is removed" in told
+    reported = refusal(notebook, "%distributed attach")
+    assert "no kept ranks found" in reported
+    assert "these ranks have exited; their files were removed" in reported
     assert not record.parent.exists()
 
 
@@ -442,12 +446,15 @@ def test_a_record_of_ranks_that_have_ended_is_removed_and_said_so(notebook, plac
 def test_ranks_that_were_not_to_be_kept_cannot_be_made_so(open_notebook):
     notebook = open_notebook()
     notebook.ok("%distributed start -n 2")
-    told = refusal(notebook, "%distributed start --keep")
-    assert "2 ranks are running already, and end with the notebook; %distributed stop, then start --keep" in told
+    reported = refusal(notebook, "%distributed start --keep")
+    assert (
+        "2 ranks are already running and end with the notebook; run %distributed stop, then %distributed start --keep"
+        in reported
+    )
 
 
 @pytest.mark.full
-def test_they_stay_from_the_moment_that_it_was_said(open_notebook):
+def test_ranks_are_kept_as_soon_as_start_returns(open_notebook):
     notebook = open_notebook()
     notebook.send("import os, rankbook, signal\nrankbook.start(2, keep=60)\nos.kill(os.getpid(), signal.SIGKILL)")
     wait_until(lambda: not notebook.manager.is_alive(), timeout=30, what="the kernel's end")
@@ -458,7 +465,7 @@ def test_they_stay_from_the_moment_that_it_was_said(open_notebook):
 
 
 @pytest.mark.full
-def test_after_a_stop_ranks_end_with_the_kernel_again(notebook, place):
+def test_ranks_started_after_a_stop_end_with_the_kernel(notebook, place):
     notebook.ok("%distributed stop")
     notebook.ok("%distributed start -n 2")
     kill(notebook)
@@ -514,13 +521,13 @@ def test_a_rank_that_does_not_answer_is_named_and_a_second_try_finds_all_as_it_w
     restart(notebook)
     notebook.ok(
         "from rankbook.coordinator import reattach\nfrom rankbook.transport import zmq_link\n"
-        "reattach._REUNION_TIMEOUT, zmq_link._FIRST_SEND_MS = 1.0, 300"
+        "reattach._HANDSHAKE_TIMEOUT, zmq_link._FIRST_SEND_MS = 1.0, 300"
     )
     stop_process(pids[1])
-    told = refusal(notebook, "%distributed attach")
-    assert f"rank 1 (pid {pids[1]}) did not answer within 1 s" in told
+    reported = refusal(notebook, "%distributed attach")
+    assert f"rank 1 (pid {pids[1]}) did not reply within 1 s" in reported
     os.kill(pids[1], signal.SIGCONT)
-    notebook.ok("reattach._REUNION_TIMEOUT, zmq_link._FIRST_SEND_MS = 10.0, 10_000")
+    notebook.ok("reattach._HANDSHAKE_TIMEOUT, zmq_link._FIRST_SEND_MS = 10.0, 10_000")
     assert "ranks 0-1 attached" in notebook.ok("%distributed attach").stdout
     assert "[0-1] 5" in notebook.ok("%%distributed\nprint(x)").stdout
     notebook.ok("%distributed stop")

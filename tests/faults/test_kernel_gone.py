@@ -1,4 +1,4 @@
-"""Whatever becomes of the kernel: of its ranks nothing is left two seconds later."""
+"""Test that no process of the ranks is left two seconds after the kernel has ended in any way."""
 
 from __future__ import annotations
 

@@ -8,11 +8,10 @@ The time that each case took is printed at the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 
 import pytest
 
-from tests.faults.scenes import FAULTS, HOLDINGS, HUNG, Case, Stage, Times, cases, stage
+from tests.faults.scenes import FAULTS, HOLDINGS, HUNG, Case, Stage, Times, cases, stages
 
 EVERYTHING = tuple(HOLDINGS)
 
@@ -41,24 +40,12 @@ def with_everything() -> Iterator[pytest.ParameterSet]:
 
 @pytest.fixture(scope="module")
 def on_stage() -> Iterator[Callable[[int], Stage]]:
-    """The kernel with that many ranks; the one before it ends, and so does one whose test has failed."""
-    with ExitStack() as stack:
-        current: list[Stage] = []
-
-        def give(world: int) -> Stage:
-            if not current or current[0].world != world or not current[0].sound:
-                stack.close()
-                current[:] = [stack.enter_context(stage(world))]
-            return current[0]
-
+    with stages() as give:
         yield give
 
 
-def strike(on_stage: Callable[[int], Stage], measured: list[Times], case: Case) -> None:
-    scene = on_stage(case.world)
-    scene.sound = False
-    times = scene.strike(case)
-    scene.sound = True
+def inject(on_stage: Callable[[int], Stage], measured: list[Times], case: Case) -> None:
+    times = on_stage(case.world).inject(case)
     measured.append(times)
     assert times.control < HUNG
     assert times.works < HUNG
@@ -66,10 +53,10 @@ def strike(on_stage: Callable[[int], Stage], measured: list[Times], case: Case) 
 
 @pytest.mark.parametrize("case", [*with_everything()])
 def test_fault_costs_only_its_cell(on_stage, measured, case):
-    strike(on_stage, measured, case)
+    inject(on_stage, measured, case)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [*cases()], ids=str)
-def test_fault_costs_only_its_cell_for_each_holding(on_stage, measured, case):
-    strike(on_stage, measured, case)
+def test_fault_costs_only_its_cell_for_every_holding(on_stage, measured, case):
+    inject(on_stage, measured, case)

@@ -5,6 +5,7 @@ In plain PyTorch gloo ends the process that receives more than it expected, from
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -37,7 +38,6 @@ def ranks(request) -> Iterator[Notebook]:
         "dist.all_reduce(torch.ones(4, dtype=torch.float64 if rank else torch.float32))",
         "dist.all_gather([torch.ones(4 + rank) for _ in range(world_size)], torch.ones(4 + rank))",
         "work = dist.all_reduce(torch.ones(4 + 1000 * rank), async_op=True)\nsum(range(300_000))\nwork.wait()",
-        "dist.send(torch.ones(1000), 1) if rank == 0 else dist.recv(torch.ones(4), 0) if rank == 1 else None",
         pytest.param(f"{BACKWARD} if rank else dist.all_reduce(torch.ones(1_000_000))"),
         pytest.param(f"{BACKWARD} if rank else dist.all_reduce(torch.ones(3))"),
         "dist.reduce_scatter_tensor(torch.ones(1 + 1000 * rank), torch.ones(world_size * (1 + 1000 * rank)))",
@@ -54,30 +54,157 @@ def test_tensors_that_differ_from_rank_to_rank_end_the_cell_and_no_process(ranks
     assert ranks.ok("[each.pid for each in __import__('rankbook').current().status()]").text == pids
 
 
-def test_the_error_names_the_collective_and_its_tensors(ranks):
+def test_the_error_names_the_collective_and_the_tensors_of_all_ranks(ranks):
     failed = ranks.run(
-        "%%distributed\ntensor = torch.ones(1_000_000 + 1000 * rank)\ndist.all_reduce(tensor)", timeout=20
+        "%%distributed\ntensor = torch.ones(1_000_000 + 1000 * (rank > 0))\ndist.all_reduce(tensor)", timeout=20
     )
-    told = failed.traceback + failed.text
-    assert "CollectiveAborted: the tensors that the ranks gave to a collective differ in size or type" in told
-    assert "(float32[100" in told
-    assert "at line 3" in told
-    assert "the process group is formed anew" in told
+    reported = failed.traceback + failed.text
+    assert re.search(
+        r"CollectiveAborted: all_reduce #\d+: rank 0 gave float32\[1000000\], ranks? [-\d]+ float32\[1001000\], "
+        r"at line 3",
+        reported,
+    )
+    assert "the process group is re-formed" in reported
     ranks.ok(AFTER, timeout=20)
 
 
-def test_different_collectives_are_named_and_an_interrupt_ends_them(ranks):
-    pressed = []
-
-    def press(outcome):
-        if "the ranks disagree" in outcome.text and not pressed:
-            pressed.append(ranks.interrupt())
-
-    code = "%%distributed\nif rank:\n    dist.all_reduce(torch.ones(5))\nelse:\n    dist.barrier()"
-    failed = ranks.finish(ranks.send(code), timeout=30, seen=press)
-    assert failed.status == "error"
-    told = failed.text + failed.traceback
-    assert "the ranks disagree at collective #" in told
-    assert "all_reduce float32[5], waiting at line 3" in told
-    assert "rank 0: barrier, waiting at line 5" in told
+def test_sends_and_receives_of_different_sizes_are_reported_apart_from_collectives(ranks):
+    code = "dist.send(torch.ones(1000), 1) if rank == 0 else dist.recv(torch.ones(4), 0) if rank == 1 else None"
+    failed = ranks.run(f"%%distributed --timeout 5\n{code}", timeout=20)
+    reported = failed.traceback + failed.text
+    assert "CollectiveAborted: the tensors of a collective differ in size or type between ranks" in reported
     ranks.ok(AFTER, timeout=20)
+
+
+def test_a_result_that_is_wrong_fails_the_cell_although_no_rank_has_waited(ranks):
+    failed = ranks.run("%%distributed\ntotal = torch.ones(6).view(2 + (rank > 0), -1)\ndist.all_reduce(total)")
+    reported = failed.traceback + failed.text
+    assert re.search(
+        r"RuntimeError: all_reduce #\d+: rank 0 gave float32\[2, 3\], ranks? [-\d]+ float32\[3, 2\], at line 3; ranks "
+        r"[-\d]+ have already completed it: their results are wrong",
+        reported,
+    )
+    assert "collectives did not match: the process group is re-formed" in reported
+    ranks.ok(AFTER, timeout=20)
+
+
+HELPER = """%%distributed
+import warnings
+warnings.simplefilter("ignore")
+
+def call(op, size, *, dtype=torch.float32, root=0, how=dist.ReduceOp.SUM):
+    tensor = torch.ones(size, dtype=dtype)
+    parts = [torch.ones(size, dtype=dtype) for _ in range(world_size)]
+    mine = dist.get_rank() == root
+    if op == "all_reduce":
+        dist.all_reduce(tensor, how)
+    elif op == "asynchronous":
+        dist.all_reduce(tensor, how, async_op=True).wait()
+    elif op == "all_reduce_coalesced":
+        dist.all_reduce_coalesced([torch.ones(7, dtype=dtype), tensor], how)
+    elif op == "broadcast":
+        dist.broadcast(tensor, root)
+    elif op == "reduce":
+        dist.reduce(tensor, root, how)
+    elif op == "all_gather":
+        dist.all_gather(parts, tensor)
+    elif op == "all_gather_into_tensor":
+        dist.all_gather_into_tensor(torch.cat(parts), tensor)
+    elif op == "gather":
+        dist.gather(tensor, parts if mine else None, root)
+    elif op == "scatter":
+        dist.scatter(tensor, parts if mine else None, root)
+    elif op == "reduce_scatter":
+        dist.reduce_scatter(tensor, parts, how)
+    elif op == "reduce_scatter_tensor":
+        dist.reduce_scatter_tensor(tensor, torch.cat(parts), how)
+    elif op == "all_to_all":
+        dist.all_to_all([torch.empty_like(part) for part in parts], parts)
+    elif op == "all_to_all_single":
+        dist.all_to_all_single(torch.cat(parts), torch.cat(parts))
+    elif op == "barrier":
+        dist.barrier()
+    else:
+        raise ValueError(op)
+"""
+
+SIZED = (
+    "all_reduce",
+    "asynchronous",
+    "all_reduce_coalesced",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+)
+EXCHANGES = ("all_to_all", "all_to_all_single")
+MAX, PRODUCT = "how=dist.ReduceOp.MAX", "how=dist.ReduceOp.PRODUCT"
+
+
+def pairs() -> Iterator[tuple[str, str, str]]:
+    """Yield what rank 0 runs, what the others run, and a pattern of what the cell must say; from 2 bytes to 2 MB."""
+    gave = r"#\d+: rank 0 gave {}.*?, ranks? [-\d]+ .*?{}.*?, at cell \[\d+\] line \d+"
+    began = r"collective #\d+: rank 0 began {}\b.*, ranks? [-\d]+ {}\b"
+    for op in SIZED:
+        small, large, shape = ("2", "3"), ("524_288", "524_100"), ("(2, 3)", "(3, 2)")
+        for one, other in (small, large, shape):
+            sizes = [re.escape(str(size).replace("_", "").strip("()")) for size in (one, other)]
+            values = [rf"float32\[{size}\]" for size in sizes]
+            if op == "all_reduce_coalesced":
+                values = [rf"float32\[7\], {value}" for value in values]
+            yield f"call('{op}', {one})", f"call('{op}', {other})", gave.format(*values)
+        doubled = "dtype=torch.float64"
+        yield f"call('{op}', 5)", f"call('{op}', 5, {doubled})", gave.format(r".*?float32\[5\]", r"float64\[5\]")
+    yield (
+        "call('all_reduce', 1, dtype=torch.float16)",
+        "call('all_reduce', 2, dtype=torch.float16)",
+        gave.format(r"float16\[1\]", r"float16\[2\]"),
+    )
+    for op in EXCHANGES:
+        for one, other in ((2, 3), (170_000, 170_001)):
+            sent = r"#\d+: rank \d sends \d+ elements to rank \d, which expects \d+, at cell"
+            yield f"call('{op}', {one})", f"call('{op}', {other})", sent
+        doubled = f"call('{op}', 5, dtype=torch.float64)"
+        yield f"call('{op}', 5)", doubled, gave.format("float32", "float64")
+    for op in ("all_reduce", "reduce", "reduce_scatter_tensor"):
+        yield f"call('{op}', 5)", f"call('{op}', 5, {MAX})", gave.format(r".*sum", "max")
+    yield f"call('all_reduce', 5, {PRODUCT})", f"call('all_reduce', 5, {MAX})", gave.format(".*product", "max")
+    for op in ("broadcast", "reduce", "gather", "scatter"):
+        yield f"call('{op}', 5)", f"call('{op}', 5, root=1)", gave.format(".*root 0", "root 1")
+    for first, second in (
+        ("all_reduce", "barrier"),
+        ("all_reduce", "broadcast"),
+        ("all_gather", "all_reduce"),
+        ("reduce_scatter_tensor", "all_to_all_single"),
+        ("gather", "scatter"),
+        ("all_reduce", "reduce"),
+    ):
+        forth, back = f"call('{first}', 5)", f"call('{second}', 5)"
+        yield f"{forth}; {back}", f"{back}; {forth}", began.format(first, second)
+
+
+PAIRS = list(pairs())
+
+
+@pytest.fixture(scope="module")
+def helped(ranks) -> Notebook:
+    ranks.ok(HELPER)
+    return ranks
+
+
+def test_matrix_has_the_documented_number_of_pairs():
+    assert len(PAIRS) >= 60
+
+
+@pytest.mark.parametrize(("one", "other", "words"), PAIRS, ids=[f"{one} - {other}" for one, other, _ in PAIRS])
+def test_every_pair_is_named_with_the_values_of_all_ranks_and_the_next_cell_works(helped, one, other, words):
+    failed = helped.run(f"%%distributed\nif rank == 0:\n    {one}\nelse:\n    {other}", timeout=20)
+    assert failed.status == "error", failed.text
+    reported = failed.traceback + failed.text
+    assert re.search(words, reported), reported
+    assert "KeyboardInterrupt" not in reported
+    assert "sum" in helped.ok(AFTER, timeout=20).stdout

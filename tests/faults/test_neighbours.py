@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 STRANGER = Path(__file__).parent.parent / "stranger.py"

@@ -13,7 +13,7 @@ import pytest
 
 from rankbook.rank.forkserver import find_counter
 from tests.conftest import Notebook, running_kernel, wait_until
-from tests.faults.test_death import pids, told
+from tests.faults.test_death import full_text, pids
 
 pytestmark = pytest.mark.slow
 
@@ -70,9 +70,9 @@ def _removed(group: Path) -> bool:
 
 
 @pytest.mark.full
-def test_a_rank_that_the_oom_killer_ends_is_told_as_that(small):
+def test_a_rank_that_the_oom_killer_ends_is_reported_as_that(small):
     failed = small.run(EAT, timeout=60)
-    assert "rank 1 was killed by the kernel because memory ran out (signal 9)" in told(failed)
+    assert "rank 1 was killed by the operating system because memory ran out (SIGKILL)" in full_text(failed)
     assert "[0] here" in small.ok("%%distributed --ranks 0\nprint('here')").stdout
     assert "because memory ran out" in small.ok("%distributed status").text
     assert "rank 1 restarted" in small.ok("%distributed restart 1", timeout=20).stdout
@@ -81,4 +81,4 @@ def test_a_rank_that_the_oom_killer_ends_is_told_as_that(small):
 def test_a_plain_kill_in_such_a_group_is_only_a_question(small):
     os.kill(pids(small)[1], signal.SIGKILL)
     wait_until(lambda: "dead" in small.ok("%distributed status").text, timeout=20, what="its end is told")
-    assert "was killed by signal 9 (out of memory?)" in small.ok("%distributed status").text
+    assert "was killed by SIGKILL (out of memory?)" in small.ok("%distributed status").text

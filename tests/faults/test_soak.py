@@ -43,9 +43,14 @@ sys.last_value = sys.last_traceback = sys.last_exc = None
 gc.collect()"""
 
 
-@pytest.fixture
-def scene() -> Iterator[Stage]:
-    with stage(WORLD) as scene:
+@pytest.fixture(
+    params=[
+        pytest.param(False, id="gloo", marks=pytest.mark.slow),
+        pytest.param(True, id="stand_in", marks=pytest.mark.full),
+    ]
+)
+def scene(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    with stage(WORLD, stand_in=request.param) as scene:
         yield scene
 
 
@@ -60,12 +65,12 @@ def roles(scene: Stage) -> dict[str, psutil.Process]:
 def held(scene: Stage) -> Held:
     """Descriptors and threads of each process, and how many processes and shared files there are in all."""
     counted = {
-        role: (len([*Path(f"/proc/{each.pid}/fd").iterdir()]), len([*Path(f"/proc/{each.pid}/task").iterdir()]))
-        for role, each in roles(scene).items()
+        role: (len([*Path(f"/proc/{item.pid}/fd").iterdir()]), len([*Path(f"/proc/{item.pid}/task").iterdir()]))
+        for role, item in roles(scene).items()
     }
     paths = (path for folder in cluster_folders(scene.notebook.pid) for path in folder.rglob("*"))
     # a rank has one file for each stream that it has ever written to, and may write to one for the first time
-    files = len({re.sub(r"(words-[\d.]+)\.\w+$", r"\1", str(path)) for path in paths})
+    files = len({re.sub(r"(output-[\d.]+)\.\w+$", r"\1", str(path)) for path in paths})
     torch_files = sum(1 for path in Path("/dev/shm").glob("torch_*") if _of(path, scene))
     return {**counted, SHARED: (len(scene.notebook.processes()), files + torch_files)}
 
@@ -87,7 +92,7 @@ def memory(process: psutil.Process) -> float:
 
 def details(scene: Stage) -> dict[str, list[str]]:
     """What the descriptors are, for the message of a failure."""
-    return {role: describe(each) for role, each in roles(scene).items()}
+    return {role: describe(item) for role, item in roles(scene).items()}
 
 
 def describe(process: psutil.Process) -> list[str]:
@@ -99,7 +104,6 @@ def describe(process: psutil.Process) -> list[str]:
     return sorted(f"{names.count(name)} {name}" for name in set(names))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_random_faults_leave_nothing_behind(scene):
     seed = int(os.environ.get("RANKBOOK_SOAK_SEED") or random.randrange(1_000_000))
@@ -113,7 +117,7 @@ def test_random_faults_leave_nothing_behind(scene):
         case = draw(chance)
         fault = case.fault
         try:
-            times = scene.strike(case, way_back=chance.choice(["restart", "heal"]))
+            times = scene.inject(case, way_back=chance.choice(["restart", "heal"]))
         except BaseException:
             print(f"fault {number}, seed {seed}: {fault.name}")
             raise
@@ -156,4 +160,4 @@ def settled(scene: Stage) -> Held:
 def in_all(samples: list[Held]) -> tuple[float, float]:
     """Return the medians of how many descriptors and threads all processes together have."""
     sums = [[sum(counts[n] for role, counts in sample.items() if role != SHARED) for n in (0, 1)] for sample in samples]
-    return statistics.median(each[0] for each in sums), statistics.median(each[1] for each in sums)
+    return statistics.median(item[0] for item in sums), statistics.median(element[1] for element in sums)

@@ -44,8 +44,8 @@ def test_a_prepared_loop_learns(fresh_notebook, ranks, precision):
     outcome = fresh_notebook.ok(PREPARED.format(precision=precision), timeout=120)
     assert "cuda learnt" in outcome.stdout
     if precision == "fp16":
-        told = fresh_notebook.ok("%%distributed --ranks 0\nprint(accelerator.scaler.get_scale() > 0)").stdout
-        assert told == "[0] True\n"
+        reported = fresh_notebook.ok("%%distributed --ranks 0\nprint(accelerator.scaler.get_scale() > 0)").stdout
+        assert reported == "[0] True\n"
 
 
 def test_a_save_beside_training_comes_back_bit_for_bit(fresh_notebook, tmp_path):
@@ -68,7 +68,7 @@ print(all(torch.equal(before[name], after[name]) for name in before), accelerato
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(0, id="nccl")])
-def test_a_wait_on_the_device_is_broken_off_and_training_goes_on(fresh_notebook, ranks):
+def test_a_wait_on_the_device_is_aborted_and_training_goes_on(fresh_notebook, ranks):
     ranks = ranks or cuda_devices()
     if ranks < 2:
         pytest.skip("nccl between ranks wants two devices")
@@ -96,7 +96,7 @@ def test_a_launched_function_has_the_device_also_when_the_notebook_has_initialis
     assert outcome.displays[-1]["text/plain"] == "[('cuda', 3.0), ('cuda', 3.0)]"
 
 
-def test_what_a_device_holds_is_what_torch_says(fresh_notebook):
+def test_memory_of_a_device_equals_that_of_torch(fresh_notebook):
     fresh_notebook.ok("%distributed start -n 1")
     fresh_notebook.ok(PREPARED.format(precision="no"), timeout=120)
     fresh_notebook.ok("%%distributed\ntold = torch.cuda.mem_get_info(device)[1]")

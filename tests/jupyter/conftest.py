@@ -1,4 +1,4 @@
-"""The kernel, installed as a person would, and run as a front end would."""
+"""Fixtures: the kernel, installed by its command and run as by a front end."""
 
 from __future__ import annotations
 

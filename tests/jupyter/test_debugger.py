@@ -1,8 +1,9 @@
-"""JupyterLab's debugger on the ranks of our kernel: its messages, in its order."""
+"""Test JupyterLab's debugger on the ranks: the messages and their order."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 import time
@@ -15,7 +16,7 @@ from tests.debugger import FrontEnd, finish, said_by_both
 from tests.jupyter.conftest import spec_folder
 from tests.jupyter.test_kernel import started
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 CELL = """\
 base = 10
@@ -46,18 +47,18 @@ def front_end(kernel) -> Iterator[FrontEnd]:
     assert said_by_both(kernel.ok("import sys\nprint(sys.gettrace())")) == "None", "and nobody is slowed down"
 
 
-def test_a_breakpoint_stops_every_rank_and_each_shows_its_own(kernel, front_end):
+def test_a_breakpoint_stops_every_rank_and_every_shows_its_own(kernel, front_end):
     assert front_end.breakpoints(CELL, 5) == [5]
     cell = kernel.send(CELL)
     front_end.wait_paused(2)
     assert sorted(front_end.stack()) == [
         ("rank 0 · <module>", 8), ("rank 0 · train", 5), ("rank 1 · <module>", 8), ("rank 1 · train", 5),
     ]  # fmt: skip
-    frames = {each["name"]: each for each in front_end.frames()}
+    frames = {item["name"]: item for item in front_end.frames()}
     assert front_end.variables(frames["rank 0 · train"]) == {"step": "0", "loss": "10"}
     front_end.move("continue")
     front_end.wait_paused(2)
-    frames = {each["name"]: each for each in front_end.frames()}
+    frames = {element["name"]: element for element in front_end.frames()}
     assert front_end.variables(frames["rank 0 · train"])["loss"] == "11"
     assert front_end.variables(frames["rank 1 · train"])["loss"] == "12"
     frame = frames["rank 1 · train"]["id"]
@@ -103,15 +104,15 @@ def test_ranks_wait_in_a_collective_for_one_that_is_paused_for_as_long_as_it_tak
     assert not outcome.stderr, "nobody was told that the wait is vain"
 
 
-def test_status_and_stacks_tell_of_the_pause_and_an_interrupt_ends_it(kernel, front_end):
+def test_status_and_stacks_report_the_pause_and_an_interrupt_ends_it(kernel, front_end):
     code = "%%distributed --background\nimport time\nif rank == 0:\n    here = 1\nelse:\n    time.sleep(60)"
     assert front_end.breakpoints(code, 4) == [4]
     cell = kernel.send(code)
     assert finish(front_end, cell).status == "ok"
     front_end.wait_paused(1)
     assert front_end.stack() == [("rank 0 · <module>", 4)], "as the person counts, with the magic's line"
-    told = kernel.ok("%distributed status").text
-    assert "paused at line 4" in told and "running" in told
+    reported = kernel.ok("%distributed status").text
+    assert re.search(r"paused at line 4 of cell \[\d+\]", reported) and "running" in reported
     assert "rank 0: paused in the debugger\n  Cell In[" in kernel.ok("%distributed stacks").text
     kernel.ok("%distributed interrupt")
     front_end.wait("continued")
@@ -128,7 +129,7 @@ def test_a_timeout_waits_for_whoever_looks_and_the_variables_shown_are_the_ranks
     wait_until(lambda: time.monotonic() - began > 3, timeout=20, what="a pause that is longer than the timeout")
     front_end.move("continue")
     assert finish(front_end, cell).status == "ok"
-    found = {each["name"]: each for each in front_end.body("inspectVariables")["variables"]}
+    found = {item["name"]: item for item in front_end.body("inspectVariables")["variables"]}
     assert found["name"]["value"] == "'seen'" and "float32" in found["here"]["value"]
     assert "world_size" not in found
     assert front_end.body("richInspectVariables", variableName="name")["data"] == {"text/plain": "'seen'"}
@@ -179,6 +180,6 @@ def test_kept_ranks_that_a_kernel_left_paused_go_on_for_the_next_one(kernel):
         shutil.rmtree(folder)
 
 
-def test_the_kernelspec_tells_front_ends_that_there_is_a_debugger(kernel):
+def test_the_kernelspec_reports_front_ends_that_there_is_a_debugger(kernel):
     spec = json.loads((spec_folder("rankbook-debug") / "kernel.json").read_text())
     assert spec["metadata"] == {"debugger": True}

@@ -1,11 +1,11 @@
-"""Where ranks go and what they are given."""
+"""Test the devices and environment variables of ranks."""
 
 from __future__ import annotations
 
 import pytest
 
-from rankbook.errors import BadRequest
-from rankbook.launch.environment import abort_grace, assign_devices, rank_environment
+from rankbook.errors import InvalidArgument
+from rankbook.launch.environment import abort_grace, assign_devices, changed_variables, rank_environment
 
 
 def test_one_rank_per_cuda_device_with_nccl_beside_gloo(monkeypatch):
@@ -24,7 +24,7 @@ def test_ranks_that_share_a_device_use_gloo():
 
 
 def test_nccl_with_shared_devices_is_refused():
-    with pytest.raises(BadRequest, match="3 ranks, 2 devices"):
+    with pytest.raises(InvalidArgument, match="3 ranks, 2 devices"):
         assign_devices(3, 2, backend="nccl", cores=2)
 
 
@@ -34,13 +34,13 @@ def test_two_ranks_on_the_cpu_unless_the_environment_says_otherwise(monkeypatch)
     monkeypatch.setenv("RANKBOOK_RANKS", "3")
     assert len(assign_devices(None, 0, backend=None, cores=2).devices) == 3
     monkeypatch.setenv("RANKBOOK_RANKS", "many")
-    with pytest.raises(BadRequest, match="RANKBOOK_RANKS=many"):
+    with pytest.raises(InvalidArgument, match="invalid RANKBOOK_RANKS='many': expected a positive integer"):
         assign_devices(None, 0, backend=None, cores=2)
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 65, 100_000])
 def test_more_ranks_than_sense_or_none_at_all(ranks):
-    with pytest.raises(BadRequest, match=f"^{ranks} ranks make no sense here; from 1 to 64"):
+    with pytest.raises(InvalidArgument, match=f"^invalid number of ranks: {ranks}; expected 1 to 64"):
         assign_devices(ranks, 0, backend=None, cores=2)
 
 
@@ -53,13 +53,20 @@ def test_torchs_contract_wins_over_the_notebooks_environment_and_hints_do_not():
     assert made["MINE"] == "x"
 
 
+def test_changed_variables_are_those_of_the_user():
+    before = {"KEPT": "1", "CHANGED": "1", "REMOVED": "1", "RANK": "0", "CUDA_VISIBLE_DEVICES": "0,1"}
+    now = {"KEPT": "1", "CHANGED": "2", "NEW": "", "MPLBACKEND": "agg", "CUDA_VISIBLE_DEVICES": "1"}
+    assert changed_variables(before, now) == {"CHANGED": "2", "NEW": "", "REMOVED": None}
+    assert changed_variables(now, now) == {}
+
+
 @pytest.mark.parametrize(
     ("wish", "seconds"), [("", None), ("0.2", 0.2), ("0", 0.0), ("soon", None), ("-1", None), ("inf", None)]
 )
 def test_the_grace_before_an_abort_is_a_number_of_seconds(monkeypatch, wish, seconds):
     monkeypatch.setenv("RANKBOOK_ABORT_GRACE", wish)
     if seconds is None:
-        with pytest.raises(BadRequest, match="RANKBOOK_ABORT_GRACE"):
+        with pytest.raises(InvalidArgument, match="RANKBOOK_ABORT_GRACE"):
             abort_grace()
     else:
         assert abort_grace() == seconds
@@ -68,3 +75,12 @@ def test_the_grace_before_an_abort_is_a_number_of_seconds(monkeypatch, wish, sec
 def test_the_grace_is_a_second_unless_it_is_said_otherwise(monkeypatch):
     monkeypatch.delenv("RANKBOOK_ABORT_GRACE", raising=False)
     assert abort_grace() == 1.0
+
+
+def test_nothing_of_nccl_ends_a_rank_or_listens_on_the_network_unless_the_user_says_so():
+    made = rank_environment({"NCCL_SOCKET_IFNAME": "eth0"}, rank=0, world_size=2, port=5, threads=1)
+    assert made["NCCL_SOCKET_IFNAME"] == "eth0"
+    made = rank_environment({}, rank=0, world_size=2, port=5, threads=1)
+    assert made["NCCL_SOCKET_IFNAME"] == made["GLOO_SOCKET_IFNAME"]
+    names = ("RETHROW_CUDA_ERRORS", "DUMP_ON_TIMEOUT", "ENABLE_MONITORING")
+    assert {made[f"TORCH_NCCL_{name}"] for name in names} == {"0"}

@@ -1,4 +1,4 @@
-"""What is said where no rank can be started on this machine."""
+"""Test the errors when no rank can be started on this machine."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ except rankbook.StartError as error:
 
 def test_a_platform_without_fork_hears_where_rankbook_runs():
     run = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, check=False, timeout=60)
-    told = "Rankbook runs on Linux and macOS; this is win32. On Windows use it under WSL 2.\n"
-    assert (run.stdout, run.returncode) == (told, 0), run.stderr
+    reported = "Rankbook runs on Linux and macOS; this is win32. On Windows use it under WSL 2.\n"
+    assert (run.stdout, run.returncode) == (reported, 0), run.stderr
 
 
 def test_without_torch_one_line_names_the_python_that_lacks_it(tmp_path, monkeypatch):
@@ -45,11 +45,12 @@ def test_without_torch_one_line_names_the_python_that_lacks_it(tmp_path, monkeyp
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     launcher = LocalLauncher()
     try:
+        launcher.request_open(())
         with pytest.raises(StartError) as caught:
-            launcher.open((), timeout=60)
+            launcher.wait_opened(timeout=60)
     finally:
         launcher.terminate()
-    assert str(caught.value) == f"there is no torch for {sys.executable}: install it there, then %distributed start"
+    assert str(caught.value) == f"torch is not installed for {sys.executable}; install it, then run %distributed start"
 
 
 @pytest.fixture
@@ -66,19 +67,21 @@ def stopped_launcher() -> Iterator[LocalLauncher]:
 def test_a_start_says_what_a_forkserver_that_does_not_answer_does(stopped_launcher, monkeypatch):
     monkeypatch.setattr(local, "_CLOSE_TIMEOUT", 0.5)
     pid = stopped_launcher.pid
+    stopped_launcher.request_open(())
     with pytest.raises(StartError) as caught:
-        stopped_launcher.open((), timeout=1)
+        stopped_launcher.wait_opened(timeout=1)
     assert str(caught.value) == (
-        "the forkserver is not ready within 1 s: torch is not imported yet, "
-        f"process stopped: kill -CONT {pid} lets it go on (pid {pid})"
+        "the forkserver was not ready within 1 s: torch is not imported yet, "
+        f"process stopped; kill -CONT {pid} resumes it (pid {pid})"
     )
     assert not psutil.pid_exists(pid)
 
 
 def test_the_start_after_one_that_timed_out_has_a_new_forkserver(stopped_launcher, monkeypatch):
     monkeypatch.setattr(local, "_CLOSE_TIMEOUT", 0.5)
+    stopped_launcher.request_open(())
     with pytest.raises(StartError):
-        stopped_launcher.open((), timeout=1)
+        stopped_launcher.wait_opened(timeout=1)
     stopped_launcher.close()  # as a start that failed does
     launcher = local.acquire_forkserver()
     try:
@@ -94,14 +97,15 @@ def test_a_forkserver_that_closes_its_connection_and_stays_is_named(tmp_path, mo
     monkeypatch.setattr(local, "_CLOSE_TIMEOUT", 0.5)
     launcher = LocalLauncher()
     try:
+        launcher.request_open(())
         with pytest.raises(StartError, match="it closed its connection, but has not exited"):
-            launcher.open((), timeout=60)
+            launcher.wait_opened(timeout=60)
     finally:
         launcher.terminate()
 
 
 def test_a_launch_that_times_out_is_bounded_by_the_timeout_of_the_start(stopped_launcher, monkeypatch):
     monkeypatch.setattr(local, "_CLOSE_TIMEOUT", 0.5)
-    monkeypatch.setattr(local, "_warm", stopped_launcher)
-    with pytest.raises(StartError, match="the forkserver is not ready within 1 s"):
+    monkeypatch.setattr(local, "_prestarted", stopped_launcher)
+    with pytest.raises(StartError, match="the forkserver was not ready within 1 s"):
         Cluster(2, timeout=1)

@@ -1,4 +1,4 @@
-"""Where sockets, shared memory and logs lie."""
+"""Test the folders of sockets, shared memory and logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rankbook.launch.paths import make_folders
 from rankbook.process_identity import OWNER_FILE, PATIENCE, claim_folder, hold_folder
 
 
-def test_they_can_be_entered_by_their_owner_only_and_are_gone_after_remove():
+def test_folders_are_private_and_removed():
     made = make_folders()
     for folder in (made.sockets, made.segments):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -46,7 +46,7 @@ def make_claimed(path: Path, pid: int, **fields: str) -> Path:
 
 
 @pytest.mark.processes
-def test_what_a_dead_process_left_is_swept_and_what_a_living_one_has_is_not(short_path, monkeypatch, dead):
+def test_folders_of_dead_processes_only_are_swept(short_path, monkeypatch, dead):
     monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
     left = make_claimed(short_path / f"rankbook-{os.getuid()}-{dead}-abc", dead)
     alive = make_claimed(short_path / f"rankbook-{os.getuid()}-{os.getpid()}-abc", os.getpid())
@@ -59,7 +59,7 @@ def test_what_a_dead_process_left_is_swept_and_what_a_living_one_has_is_not(shor
 
 
 @pytest.mark.parametrize("pid", ["²", "4294967296", "99999999999999999999", "-1", "", "x", "1\n"])
-def test_a_folder_whose_name_is_not_understood_is_left_alone(short_path, monkeypatch, pid):
+def test_a_folder_whose_name_is_not_understood_is_kept(short_path, monkeypatch, pid):
     monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
     monkeypatch.setenv("RANKBOOK_LOG_DIR", str(short_path))
     foreign = short_path / f"rankbook-{os.getuid()}-{pid}-x"
@@ -70,7 +70,7 @@ def test_a_folder_whose_name_is_not_understood_is_left_alone(short_path, monkeyp
 
 @pytest.mark.processes
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
-def test_a_folder_of_another_user_is_left_alone_whatever_it_holds(short_path, monkeypatch, dead):
+def test_a_folder_of_another_user_is_kept_whatever_it_holds(short_path, monkeypatch, dead):
     monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
     foreign = make_claimed(short_path / f"rankbook-{os.getuid()}-{dead}-x", dead)
     os.chown(foreign, 65534, 65534)
@@ -86,7 +86,7 @@ def test_a_folder_of_another_user_is_left_alone_whatever_it_holds(short_path, mo
 
 
 @pytest.mark.processes
-def test_a_cluster_of_another_pid_namespace_is_left_alone_for_a_day(short_path, monkeypatch, dead):
+def test_a_cluster_of_another_pid_namespace_is_kept_for_a_day(short_path, monkeypatch, dead):
     monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
     folder = make_claimed(short_path / f"rankbook-{os.getuid()}-{dead}-x", dead, machine="another pid namespace")
     make_folders().remove()
@@ -139,7 +139,7 @@ def test_a_folder_that_is_missing_or_a_file_names_it_and_the_variable(short_path
             make_folders()
 
 
-def test_a_full_folder_is_said_to_be_full(short_path, monkeypatch):
+def test_a_full_folder_is_reported_as_full(short_path, monkeypatch):
     monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
 
     def full(**_):

@@ -1,4 +1,4 @@
-"""Which clusters are kept: what is believed, and what becomes of those that have ended."""
+"""Test the records of detached clusters: which are trusted, and which are removed."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ def test_a_record_is_found_as_it_was_written_and_only_its_user_can_read_it(base)
     assert (set(found.records), found.notes) == ({record, other}, ())
     assert record.describe() == "7-abc: 2 ranks on cpu, gloo"
     write_record(dataclasses.replace(record, notebook=8))
-    assert {each.notebook for each in find_detached().records} == {7, 8}
+    assert {item.notebook for item in find_detached().records} == {7, 8}
 
 
-def test_what_others_could_have_written_is_not_believed(base):
+def test_record_that_others_could_have_written_is_ignored(base):
     record = make(base)
     folder, file = Path(record.sockets), Path(record.sockets, RECORD)
     for path, mode, words in (
-        (file, 0o644, "file is open to other users (mode 0644)"),
-        (file, 0o640, "file is open to other users (mode 0640)"),
-        (folder, 0o755, "folder is open"),
-        (folder, 0o710, "folder is open"),
+        (file, 0o644, "file is accessible to other users (mode 0644)"),
+        (file, 0o640, "file is accessible to other users (mode 0640)"),
+        (folder, 0o755, "folder is accessible to other users"),
+        (folder, 0o710, "folder is accessible to other users"),
     ):
         was = stat.S_IMODE(path.stat().st_mode)
         path.chmod(mode)
@@ -92,18 +92,18 @@ def test_what_others_could_have_written_is_not_believed(base):
     elsewhere = base / "elsewhere"
     file.rename(elsewhere)
     file.symlink_to(elsewhere)
-    assert "no plain file" in find_detached().notes[0]
+    assert "it is not a regular file" in find_detached().notes[0]
 
 
 def test_another_users_record_is_not_believed(base, monkeypatch):
     folder = Path(make(base).sockets)
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     folder.rename(base / f"rankbook-{os.getuid()}-1-abc")
-    assert "the folder is another user's" in find_detached().notes[0]
+    assert "the folder belongs to another user" in find_detached().notes[0]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"ranks": []}', '{"ranks": 3}'])
-def test_one_that_cannot_be_read_is_told_and_left_alone(base, text):
+def test_unreadable_record_is_reported_and_kept(base, text):
     file = Path(make(base).sockets, RECORD)
     file.write_text(text)
     found = find_detached()
@@ -112,7 +112,33 @@ def test_one_that_cannot_be_read_is_told_and_left_alone(base, text):
     assert file.exists()
 
 
-def test_one_that_tells_of_another_folder_is_not_believed(base):
+@pytest.mark.parametrize("version", [None, 1, 99])
+def test_ranks_of_another_protocol_version_are_named_and_kept(base, version):
+    record = make(base)
+    file = Path(record.sockets, RECORD)
+    fields = json.loads(file.read_text())
+    del fields["protocol"]
+    file.write_text(json.dumps(fields if version is None else fields | {"protocol": version, "a field": "of tomorrow"}))
+    detached = find_detached()
+    assert detached.records == ()
+    (note,) = detached.notes
+    assert "another version of Rankbook" in note
+    assert f"protocol {version or 1}" in note
+    assert f"kill {record.forkserver}" in note
+    assert file.exists()
+
+
+def test_ended_ranks_of_another_protocol_version_are_removed(base):
+    record = make(base)
+    change_owner(record, started="1")
+    file = Path(record.sockets, RECORD)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"protocol": 1}))
+    detached = find_detached()
+    assert (detached.records, detached.notes) == ((), ())
+    assert not Path(record.sockets).exists()
+
+
+def test_record_of_another_folder_is_ignored(base):
     record = make(base)
     file = Path(record.sockets, RECORD)
     file.write_text(file.read_text().replace(record.sockets, "/somewhere"))
@@ -120,14 +146,14 @@ def test_one_that_tells_of_another_folder_is_not_believed(base):
 
 
 @pytest.mark.processes
-def test_one_whose_process_has_ended_is_removed_and_told(base):
+def test_record_of_an_ended_process_is_removed_and_reported(base):
     run = subprocess.run(
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
     )
     record = make(base, holder=int(run.stdout))
     found = find_detached()
     assert found.records == ()
-    assert found.notes == ("7-abc: 2 ranks on cpu, gloo: these ranks have ended; what was left of them is removed",)
+    assert found.notes == ("7-abc: 2 ranks on cpu, gloo: these ranks have exited; their files were removed",)
     assert not Path(record.sockets).exists()
     assert find_detached().notes == ()
 
@@ -142,7 +168,7 @@ def test_only_a_segment_folder_with_a_name_of_ours_is_removed_with_its_ended_clu
     (segments / "file").touch()
     write_record(dataclasses.replace(record, started=record.started - 3600, segments=str(segments)))
     change_owner(record, started="1")
-    assert "have ended" in find_detached().notes[0]
+    assert "have exited" in find_detached().notes[0]
     assert not Path(record.sockets).exists()
     assert (segments / "file").exists() is not removed
 
@@ -151,16 +177,16 @@ def test_a_process_that_has_got_the_number_of_one_that_ended_is_not_taken_for_it
     record = make(base)
     write_record(dataclasses.replace(record, started=record.started - 3600))
     change_owner(record, started="1")
-    assert "have ended" in find_detached().notes[0]
+    assert "have exited" in find_detached().notes[0]
 
 
-def test_a_cluster_of_another_pid_namespace_is_told_and_left_alone(base):
+def test_a_cluster_of_another_pid_namespace_is_reported_and_kept(base):
     record = make(base)
     write_record(dataclasses.replace(record, forkserver=(1 << 22) + 1))
     change_owner(record, machine="another pid namespace")
     found = find_detached()
     assert found.records == ()
-    assert "cannot be seen from here" in found.notes[0]
+    assert "is not visible here (another container?)" in found.notes[0]
     assert Path(record.sockets).exists()
 
 
@@ -168,12 +194,12 @@ def test_a_lock_that_is_held_keeps_a_cluster_whose_process_cannot_be_found(base)
     record = make(base, holder=(1 << 22) + 1)
     lock = hold_folder(Path(record.sockets))
     assert lock is not None
-    assert "cannot be seen from here" in find_detached().notes[0]
+    assert "is not visible here (another container?)" in find_detached().notes[0]
     os.close(lock)
-    assert "have ended" in find_detached().notes[0]
+    assert "have exited" in find_detached().notes[0]
 
 
-def test_a_folder_that_is_gone_or_full_is_told(base):
+def test_a_folder_that_is_gone_or_full_is_reported(base):
     record = make(base)
     with pytest.raises(StartError, match=r"nowhere/kept\.json"):
         write_record(dataclasses.replace(record, sockets=str(base / "nowhere")))

@@ -1,4 +1,4 @@
-"""In a rank `accelerator` is there without being made."""
+"""Test the predefined variable `accelerator` on a rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_cell_that_uses_it_has_one_for_its_rank(notebook):
     assert "[1] 1 2 <class 'rankbook.runtime.accelerator.Accelerator'>" in shown.stdout
 
 
-def test_it_is_the_same_one_in_the_next_cell(notebook):
+def test_predefined_accelerator_is_the_same_in_the_next_cell(notebook):
     notebook.ok("%%distributed\naccelerator.seen = rank")
     assert "[1] 1" in notebook.ok("%%distributed\nprint(accelerator.seen)").stdout
 

@@ -1,4 +1,4 @@
-"""The arguments of the two lines and their completion, without a kernel."""
+"""Test the arguments of both magics and their completion, without a kernel."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import argparse
 
 import pytest
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.magics import arguments
 from rankbook.magics.arguments import COMMANDS, complete, help_text, is_peek, parse_cell_line, parse_line, split_peek
 
 CELL_OPTIONS = ("--ranks", "--background", "--out", "--timeout", "--time", "--profile", "--quiet", "--view")
 
 
-def told(parse, line: str) -> str:
+def reported(parse, line: str) -> str:
     """The one line that `line` is answered with."""
-    with pytest.raises(BadRequest) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         parse(line)
     text = str(caught.value)
     assert "\n" not in text
     return text
 
 
-def test_nothing_behind_the_cell_magic_is_every_default():
+def test_cell_magic_without_options_uses_the_defaults():
     assert vars(parse_cell_line("")) == {
         "ranks": None,
         "background": False,
@@ -36,7 +36,7 @@ def test_nothing_behind_the_cell_magic_is_every_default():
     }
 
 
-def test_each_line_gets_a_namespace_of_its_own():
+def test_every_line_is_parsed_into_a_new_namespace():
     parse_cell_line("").quiet = True
     assert not parse_cell_line("").quiet
 
@@ -61,7 +61,7 @@ def test_each_line_gets_a_namespace_of_its_own():
         ("-q", "quiet", True),
     ],
 )
-def test_each_option_of_a_cell_is_understood(line, name, value):
+def test_every_option_of_a_cell_is_understood(line, name, value):
     assert getattr(parse_cell_line(line), name) == value
 
 
@@ -71,8 +71,8 @@ def test_options_of_a_cell_go_together():
 
 
 @pytest.mark.parametrize("line", ["--foo", "--rank 0", "0,1", "--ranks 0 1", "--ranks", "--out", "--help"])
-def test_what_a_cell_line_does_not_know_is_one_line_with_the_valid_options(line):
-    text = told(parse_cell_line, line)
+def test_unknown_cell_option_is_one_line_with_the_valid_options(line):
+    text = reported(parse_cell_line, line)
     assert text.startswith("%%distributed: ")
     assert all(option in text for option in CELL_OPTIONS)
     assert "--auto" not in text
@@ -80,14 +80,14 @@ def test_what_a_cell_line_does_not_know_is_one_line_with_the_valid_options(line)
 
 @pytest.mark.parametrize("seconds", ["soon", "0", "-1", "nan", "inf", "1e300"])
 def test_a_timeout_that_is_no_time_says_so(seconds):
-    text = told(parse_cell_line, f"--timeout {seconds}")
-    assert f"'{seconds}' is not a time in seconds" in text
+    text = reported(parse_cell_line, f"--timeout {seconds}")
+    assert f"expected a positive number of seconds, got '{seconds}'" in text
     assert "_seconds" not in text
 
 
 def test_a_quote_that_is_not_closed_is_one_line():
-    assert told(parse_cell_line, "--out 'res").startswith("%%distributed: ")
-    assert told(parse_line, "push 'x").startswith("%distributed: ")
+    assert reported(parse_cell_line, "--out 'res").startswith("%%distributed: ")
+    assert reported(parse_line, "push 'x").startswith("%distributed: ")
 
 
 @pytest.mark.parametrize(
@@ -118,19 +118,43 @@ def test_a_quote_that_is_not_closed_is_one_line():
         ("auto off  # back", {"state": "off"}),
     ],
 )
-def test_each_command_is_understood(line, expected):
+def test_every_command_is_understood(line, expected):
     assert parse_line(line) == argparse.Namespace(command=line.split()[0], **expected)
 
 
 @pytest.mark.parametrize("line", ["", "bogus", "--ranks 0", "help"])
 def test_a_command_that_is_none_is_one_line_with_every_command(line):
-    text = told(parse_line, line)
+    text = reported(parse_line, line)
     assert all(command in text for command in COMMANDS)
 
 
 def test_a_command_that_is_nearly_one_is_guessed():
-    assert "did you mean restart" in told(parse_line, "restrat")
-    assert "did you mean status" in told(parse_line, "statsu")
+    assert "did you mean restart" in reported(parse_line, "restrat")
+    assert "did you mean status" in reported(parse_line, "statsu")
+
+
+@pytest.mark.parametrize(
+    ("parse", "line", "close"),
+    [
+        (parse_cell_line, "--rank 0", "--ranks"),
+        (parse_cell_line, "--rank=0", "--ranks"),
+        (parse_cell_line, "--backgroud", "--background"),
+        (parse_cell_line, "--tiem", "--time"),
+        (parse_cell_line, "--view tab", "tabs"),
+        (parse_line, "start --backed nccl", "--backend"),
+        (parse_line, "push x --rank 1", "--ranks"),
+        (parse_line, "auto onn", "on"),
+        (parse_line, "view gird", "grid"),
+    ],
+)
+def test_an_option_that_is_nearly_one_is_guessed(parse, line, close):
+    assert f"; did you mean {close}?; valid arguments: " in reported(parse, line)
+
+
+@pytest.mark.parametrize("line", ["--foo", "ranks 0", "--ranks", "--out 'x'  y"])
+def test_option_without_a_near_match_gets_no_suggestion(line):
+    text = reported(parse_cell_line, line)
+    assert "did you mean" not in text and "wanted" not in text
 
 
 @pytest.mark.parametrize(
@@ -139,7 +163,7 @@ def test_a_command_that_is_nearly_one_is_guessed():
         ("start --foo", "-n, --backend, --keep"),
         ("start 4", "-n, --backend, --keep"),
         ("start -n many", "-n, --backend, --keep"),
-        ("status now", "nothing"),
+        ("status now", "none"),
         ("restart 0 1", "RANKS"),
         ("peek", "EXPR, --ranks, --timeout"),
         ("peek x --timeout soon", "EXPR, --ranks, --timeout"),
@@ -152,29 +176,29 @@ def test_a_command_that_is_nearly_one_is_guessed():
     ],
 )
 def test_a_word_too_many_or_too_few_names_what_the_command_takes(line, valid):
-    text = told(parse_line, line)
+    text = reported(parse_line, line)
     assert text.startswith(f"%distributed {line.split()[0]}: ")
-    assert text.endswith(f"; valid here: {valid}")
+    assert text.endswith(f"; valid arguments: {valid}")
 
 
 def test_the_help_names_every_option_and_every_command():
     text = help_text()
     assert all(option in text for option in CELL_OPTIONS)
     assert all(f"usage: %distributed {command}" in text for command in COMMANDS)
-    assert "%%local opts one out" in text
+    assert "%%local runs a cell in the notebook" in text
     assert "%%%%" not in text
     assert "--auto" not in text
     assert "--help" not in text
     words = " ".join(text.split())
     parsers = (arguments._cell_parser, *arguments._command_parsers.values())
-    told = [action.help for parser in parsers for action in parser.actions if action.help]
-    assert [each for each in told if each.replace("%%", "%") not in words] == []
+    reported = [action.help for parser in parsers for action in parser.actions if action.help]
+    assert [item for item in reported if item.replace("%%", "%") not in words] == []
 
 
 @pytest.mark.parametrize("word", ["-h", "--help"])
-def test_who_asks_for_help_as_in_a_terminal_is_told_where_it_is(word):
+def test_help_option_names_the_question_mark(word):
     for parse, line in ((parse_cell_line, ""), (parse_line, ""), (parse_line, "help"), (parse_line, "pull ")):
-        text = told(parse, line if line == "help" else line + word)
+        text = reported(parse, line if line == "help" else line + word)
         assert "distributed? shows the help; valid" in text
         assert "did you mean" not in text
 

@@ -1,10 +1,11 @@
-"""Plain cells that run on the ranks, and those that do not."""
+"""Test which plain cells run on the ranks in auto mode."""
 
 from __future__ import annotations
 
 import pytest
 
 from rankbook.magics.auto_mode import run_locally, runs_locally
+from tests.conftest import ANSI, shows_frame
 
 pytestmark = pytest.mark.processes
 
@@ -19,7 +20,12 @@ pytestmark = pytest.mark.processes
         "# a comment\n",
         "%distributed status",
         "# see\n%distributed status\n",
-        "%load_ext autoreload\n%autoreload 2",
+        "%load_ext rankbook",
+        "%load_ext tensorboard\n%autoreload 2",
+        "exit",
+        "quit()",
+        "# leave\nexit",
+        "%history",
         "%pip install x",
         "%%distributed --ranks 0\nx",
         "%%local\nx = 1",
@@ -39,6 +45,15 @@ def test_cells_for_the_notebook_stay_there(cell):
         "x = 1",
         "# a comment\nx = 1",
         "!ls",
+        "%sx ls",
+        "!!ls",
+        "%%sx\nls",
+        "%rerun 3",
+        "%load_ext autoreload\n%autoreload 2",
+        "%load_ext autoreload",
+        "%reload_ext autoreload\n%autoreload 2\n%aimport net",
+        "exit_code = 1",
+        "exit = 2\nexit",
         "%time x = 1",
         "%timeit f()",
         "%matplotlib inline",
@@ -89,7 +104,7 @@ def test_plain_cells_run_on_the_ranks(auto):
 def test_line_numbers_are_the_editors(auto):
     outcome = auto.run("x = 1\n\n1 / 0")
     assert outcome.ename == "ZeroDivisionError"
-    assert "line 3" in outcome.traceback.replace("\x1b[39m", "").replace("\x1b[32m", "").replace("\x1b[36m", "")
+    assert shows_frame(ANSI.sub("", outcome.traceback), outcome.count, 3)
 
 
 def test_await_and_commands_and_magics_for_code_run_on_the_ranks(auto):
@@ -100,7 +115,7 @@ def test_await_and_commands_and_magics_for_code_run_on_the_ranks(auto):
     assert auto.ok("%%bash\necho $RANK").stdout == "[0] 0\n[1] 1\n"
 
 
-def test_one_line_that_gives_a_name_its_value_is_what_it_looks_like(auto):
+def test_assignments_to_names_of_magics_are_assignments(auto):
     assert auto.ok("cd = 5\ncd").text == auto.ok("cd").text == "[0-1] 5\n", "a variable, and not the magic"
     assert auto.ok("cd = 7").text == "" and auto.ok("cd").text == "[0-1] 7\n"
     auto.ok("words = !echo one two")
@@ -198,3 +213,18 @@ def test_unloading_the_extension_leaves_plain_cells(fresh_notebook):
     assert "not found" in fresh_notebook.run("%distributed status").stderr
     fresh_notebook.ok("%load_ext rankbook")
     assert "no ranks" in fresh_notebook.ok("%distributed status").stdout
+
+
+def test_a_question_below_code_shows_one_answer_in_the_pager(auto):
+    outcome = auto.ok("def documented():\n    'Say so.'\n\n'no value'\ndocumented?")
+    assert outcome.text == "" and len(outcome.payload) == 1
+    assert outcome.payload[0]["data"]["text/plain"].count("Say so.") == 1
+    assert auto.ok("y = 1\nno_such_name?").stdout == "Object `no_such_name` not found.\n"
+    assert auto.run("1 / 0\ndocumented?").payload == []
+
+
+def test_pip_says_how_the_ranks_come_to_use_a_package(auto):
+    for cell in ("%pip --version", "%%distributed\n%pip --version"):
+        outcome = auto.ok(cell)
+        assert "Note: the ranks use updated packages after %distributed restart" in outcome.stdout
+        assert "Traceback" not in outcome.text

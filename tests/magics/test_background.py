@@ -1,4 +1,4 @@
-"""Cells in the background: a live handle, free ranks, a visible queue."""
+"""Test background cells: the live handle, free ranks, and the queue."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def value(notebook: Notebook, expression: str) -> str:
     return notebook.ok(expression).displays[-1]["text/plain"]
 
 
-def test_it_returns_at_once_and_its_display_follows_it_to_the_end(notebook, gate):
+def test_background_cell_returns_at_once_and_updates_its_display(notebook, gate):
     message, outcome = start(notebook, f"{gate.wait}\nprint('let go')", "handle")
     assert state(outcome) == f"cell [{outcome.count}] on ranks 0-1: running"
     assert len(outcome.displays) == 1, "one display, not a second one that stands still"
@@ -90,7 +90,7 @@ def test_wait_has_patience(notebook, gate):
     start(notebook, gate.wait, "handle")
     outcome = notebook.run("handle.wait(0.2)")
     assert (outcome.status, outcome.ename) == ("error", "TimeoutError")
-    assert "it goes on" in outcome.evalue
+    assert "continues to run" in outcome.evalue
     gate.open()
     notebook.ok("handle.wait(20)")
 
@@ -143,12 +143,14 @@ def test_a_second_cell_for_a_busy_rank_is_queued_visibly_and_in_order(notebook, 
     assert state(two) == f"cell [{two.count}] on rank 1: queued, waiting for rank 1"
     assert "queued" in state(three)
     status = notebook.ok("%distributed status").text
-    assert f"cell [{two.count}] is queued" in status and f"cell [{three.count}] is queued" in status
+    assert f"cell [{two.count}] on rank 1: queued" in status and f"cell [{three.count}] on rank 1: queued" in status
     assert f"cell [{one.count}]" in status
     message = notebook.send("%%distributed --ranks 1\nprint(order)")
-    last = notebook.finish(message, seen=lambda outcome: gate.open() if "is queued" in outcome.stderr else None)
+    last = notebook.finish(
+        message, seen=lambda outcome: gate.open() if "queued, waiting for" in outcome.stderr else None
+    )
     assert last.stdout == "[1] ['one', 'two', 'three']\n"
-    assert f"cell [{last.count}] is queued: it waits for rank 1" in last.stderr
+    assert f"cell [{last.count}] on rank 1: queued, waiting for rank 1" in last.stderr
     for message, outcome, word in ((first, one, "one"), (second, two, "two"), (third, three, "three")):
         notebook.follow(message, outcome, lambda o: "ok after" in state(o))
         assert word in outcome.stdout

@@ -1,4 +1,4 @@
-"""A checkpoint that is written in the background outlives its cell, and its ranks' last moments."""
+"""Test checkpoints that are written in the background after their cell has ended."""
 
 from __future__ import annotations
 
@@ -33,30 +33,31 @@ def ranks(module_notebook):
     module_notebook.ok("%distributed stop")
 
 
-def test_it_is_finished_before_the_ranks_end(ranks, tmp_path):
+def test_background_save_is_finished_before_the_ranks_end(ranks, tmp_path):
     assert ranks.ok(SAVE.format(folder=str(tmp_path), seconds=0.3, step=1)).stdout == "[0-1] under way\n"
     ended = ranks.ok("%distributed stop")
-    assert (ended.stderr, steps(tmp_path), verify(tmp_path).ok) == ("", [1], True)
+    assert (ended.stderr, steps(tmp_path)) == ("", [1]), (ended.stderr, ended.text, ended.seconds)
+    assert verify(tmp_path).ok
     assert ended.seconds < 20
     ranks.ok("%distributed start -n 2")
     ranks.ok(SAVE.format(folder=str(tmp_path), seconds=0.3, step=2))
-    ranks.ok("%distributed restart")
-    assert steps(tmp_path) == [1, 2]
+    again = ranks.ok("%distributed restart")
+    assert steps(tmp_path) == [1, 2], (again.text, again.stderr, again.seconds, sorted(map(str, tmp_path.rglob("*"))))
 
 
-def test_one_that_takes_too_long_is_said_to_be_lost_and_what_was_there_stays(ranks, tmp_path):
+def test_save_that_takes_too_long_is_reported_as_lost(ranks, tmp_path):
     ranks.ok(SAVE.format(folder=str(tmp_path), seconds=0, step=1))
     ranks.ok("%%distributed\nhandle.wait()")
     message = ranks.send(SAVE.format(folder=str(tmp_path), seconds=60, step=2))
     outcome = ranks.finish(message)
-    ended = ranks.ok("import rankbook\nrankbook.current()._crew.stop(patience=0.7)")
+    ended = ranks.ok("import rankbook\nrankbook.current()._processes.stop(patience=0.7)")
     assert ended.seconds < 20
     ranks.follow(message, outcome, lambda o: "is lost" in o.stderr)
-    assert "was not done 0.7 s after the rank was to leave, and is lost" in outcome.stderr
+    assert "did not finish within 0.7 s of the shutdown and is lost" in outcome.stderr
     assert steps(tmp_path) == [1]
 
 
-def test_a_failure_that_nobody_was_told_is_told_by_the_handle_the_next_save_and_the_end(ranks, tmp_path):
+def test_a_failure_that_nobody_was_reported_is_reported_by_the_handle_the_next_save_and_the_end(ranks, tmp_path):
     fails = (
         "%%distributed\nfrom rankbook.checkpoint import async_save, save\n"
         "from rankbook.checkpoint.storage.local import LocalStorage\n"
@@ -64,13 +65,14 @@ def test_a_failure_that_nobody_was_told_is_told_by_the_handle_the_next_save_and_
         f"LocalStorage.write = full\nhandle = save({{'x': torch.ones(2)}}, {str(tmp_path)!r}, async_=True)\n"
     )
     ranks.ok(fails)
-    told = ranks.ok(
+    reported = ranks.ok(
         "%%distributed\nasync_save.wait_for_saves(20)\nprint('the disk is full' in str(handle.error), handle.done)"
     )
-    assert told.stdout == "[0-1] True True\n"
+    # One line of both ranks or, where one of them was late, a line per rank.
+    assert set(reported.stdout.splitlines()) in ({"[0-1] True True"}, {"[0] True True", "[1] True True"})
     again = ranks.run(f"%%distributed\nsave({{'x': torch.ones(2)}}, {str(tmp_path)!r})")
-    assert again.ename == "CheckpointingException"
-    assert "the save before this one failed in the background" in again.evalue
+    assert again.ename == "CheckpointError"
+    assert "the previous asynchronous save failed" in again.evalue
     ranks.ok(fails)
     message = ranks.send("%%distributed\nassert async_save.wait_for_saves(20)")
     outcome = ranks.finish(message)
@@ -80,12 +82,12 @@ def test_a_failure_that_nobody_was_told_is_told_by_the_handle_the_next_save_and_
 
 
 @pytest.mark.full
-def test_it_is_finished_when_the_kernel_ends(tmp_path):
+def test_background_save_is_finished_when_the_kernel_ends(tmp_path):
     with running_kernel(ranks=2) as notebook:
         notebook.manager.shutdown_wait_time = 30.0  # half of it until the kernel is ended by a signal
         notebook.ok(
-            "import dataclasses, rankbook\ncrew = rankbook.current()._crew\n"
-            "crew.grace = dataclasses.replace(crew.grace, last_save=10.0)  # for a slow machine"
+            "import dataclasses, rankbook\nprocesses = rankbook.current()._processes\n"
+            "processes.grace = dataclasses.replace(processes.grace, last_save=10.0)  # for a slow machine"
         )
         notebook.ok(SAVE.format(folder=str(tmp_path), seconds=0.1, step=1))
     assert steps(tmp_path) == [1]

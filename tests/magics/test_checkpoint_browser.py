@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints, and what is done to it."""
+"""Test the list of checkpoints in a folder and the actions on them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from rankbook.checkpoint.format.manifest import encode
 from rankbook.checkpoint.storage import steps
 from rankbook.checkpoint.storage.local import storage_of
-from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.errors import CheckpointError, InvalidArgument
 from rankbook.magics.views import CheckpointBrowser
 from tests.checkpoint.hand_made import write_checkpoint
 
@@ -20,45 +20,50 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-def states(shelf: CheckpointBrowser) -> dict[str, tuple[str, str]]:
-    return {each.name: (each.state, each.checked) for each in shelf.look().checkpoints}
+def states(checkpoint_browser: CheckpointBrowser) -> dict[str, tuple[str, str]]:
+    return {
+        checkpoint.name: (checkpoint.state, checkpoint.checked)
+        for checkpoint in checkpoint_browser.list_checkpoints().checkpoints
+    }
 
 
-def test_it_tells_each_steps_size_world_size_and_which_is_the_latest(run):
-    found = CheckpointBrowser(run).look()
-    assert [(each.name, each.step, each.latest, each.world_size) for each in found.checkpoints] == [
+def test_list_has_size_world_size_and_latest_of_every_step(run):
+    found = CheckpointBrowser(run).list_checkpoints()
+    assert [
+        (checkpoint.name, checkpoint.step, checkpoint.latest, checkpoint.world_size) for checkpoint in found.checkpoints
+    ] == [
         ("step-30", 30, False, 2),
         ("step-40", 40, True, 2),
     ]
     files = sum(file.stat().st_size for file in (run / "step-40").iterdir() if file.name != "manifest.json")
     assert found.checkpoints[1].bytes == files
-    assert all(each.created for each in found.checkpoints) and not found.trouble
+    assert all(item.created for item in found.checkpoints) and not found.trouble
 
 
 def test_verifying_is_known_from_then_on_until_the_files_change(run):
-    shelf = CheckpointBrowser(run)
-    assert "whole" in shelf.verify("step-30")
-    assert states(shelf) == {"step-30": ("finished", "verified"), "step-40": ("finished", "")}
+    checkpoint_browser = CheckpointBrowser(run)
+    assert "intact" in checkpoint_browser.verify("step-30")
+    assert states(checkpoint_browser) == {"step-30": ("finished", "verified"), "step-40": ("finished", "")}
     (run / "step-30/common.pt").write_bytes(b"x")
-    assert states(shelf)["step-30"] == ("finished", "")
-    assert "common.pt" in shelf.verify("step-30")
-    assert states(shelf)["step-30"] == ("finished", "damaged")
+    assert states(checkpoint_browser)["step-30"] == ("finished", "")
+    assert "common.pt" in checkpoint_browser.verify("step-30")
+    assert states(checkpoint_browser)["step-30"] == ("finished", "damaged")
 
 
 def test_a_step_that_is_saved_again_is_another_one_though_it_is_as_large(run):
-    shelf, manifest = CheckpointBrowser(run), write_checkpoint(run, 30)
-    shelf.verify("step-30")
-    assert states(shelf)["step-30"] == ("finished", "verified")
+    checkpoint_browser, manifest = CheckpointBrowser(run), write_checkpoint(run, 30)
+    checkpoint_browser.verify("step-30")
+    assert states(checkpoint_browser)["step-30"] == ("finished", "verified")
     storage_of(run).write("step-30/manifest.json", [encode(replace(manifest, created="2001-02-03T04:05:06+00:00"))])
-    found = shelf.look().checkpoints[0]
+    found = checkpoint_browser.list_checkpoints().checkpoints[0]
     assert (found.checked, found.created) == ("", 981173106.0)
 
 
-def test_a_damaged_manifest_and_a_damaged_latest_are_told(run):
+def test_a_damaged_manifest_and_a_damaged_latest_are_reported(run):
     (run / "step-30/manifest.json").write_bytes(b"{}")
     (run / "latest").write_bytes(b"step-4")
-    found = CheckpointBrowser(run).look()
-    assert found.checkpoints[0].checked == "damaged" and "its last line" in found.checkpoints[0].detail
+    found = CheckpointBrowser(run).list_checkpoints()
+    assert found.checkpoints[0].checked == "damaged" and "the last line" in found.checkpoints[0].detail
     assert "the file is damaged" in found.trouble
 
 
@@ -66,24 +71,27 @@ def test_only_what_nobody_saves_is_deleted(run):
     steps.begin_step(storage_of(run), 50)
     (run / "step-50.partial").mkdir()
     (run / "step-60.partial").mkdir()
-    shelf = CheckpointBrowser(run)
-    assert states(shelf)["step-50.partial"] == ("partial", "")
-    with pytest.raises(BadRequest, match="is being saved by"):
-        shelf.delete("step-50.partial")
-    assert shelf.delete("step-60.partial") == "step-60.partial was deleted"
-    assert shelf.delete("step-40") == "step-40 was deleted"
-    assert set(states(shelf)) == {"step-30", "step-50.partial"} and shelf.look().checkpoints[0].latest
-    with pytest.raises(CheckpointingException):
-        shelf.delete("step-40")
+    checkpoint_browser = CheckpointBrowser(run)
+    assert states(checkpoint_browser)["step-50.partial"] == ("partial", "")
+    with pytest.raises(InvalidArgument, match="is being saved by"):
+        checkpoint_browser.delete("step-50.partial")
+    assert checkpoint_browser.delete("step-60.partial") == "step-60.partial was deleted"
+    assert checkpoint_browser.delete("step-40") == "step-40 was deleted"
+    assert (
+        set(states(checkpoint_browser)) == {"step-30", "step-50.partial"}
+        and checkpoint_browser.list_checkpoints().checkpoints[0].latest
+    )
+    with pytest.raises(CheckpointError):
+        checkpoint_browser.delete("step-40")
     for name in ("..", "latest", "", "../run"):
-        with pytest.raises(BadRequest):
-            shelf.delete(name)
+        with pytest.raises(InvalidArgument):
+            checkpoint_browser.delete(name)
     steps.abandon_step(storage_of(run), 50)
 
 
 def test_load_does_what_it_was_given_or_says_how(run):
     assert f"load(sharded_state_dict, {str(run)!r}, step=30)" in CheckpointBrowser(run).load("step-30")
-    assert CheckpointBrowser(run, lambda _where, _manifest: None).load("step-30").startswith("In a cell")
+    assert CheckpointBrowser(run, lambda _where, _manifest: None).load("step-30").startswith("run this in a cell")
     assert (
         CheckpointBrowser(run, lambda where, manifest: f"{where} {manifest.step}").load("step-30")
         == f"{run}/step-30 30"
@@ -92,16 +100,16 @@ def test_load_does_what_it_was_given_or_says_how(run):
 
 def test_checkpoints_that_are_no_steps_are_there_too(run):
     (run / "step-40").rename(run / "checkpoint_7")
-    shelf = CheckpointBrowser(run)
-    assert states(shelf) == {"step-30": ("finished", ""), "checkpoint_7": ("finished", "")}
-    assert "whole" in shelf.verify("checkpoint_7")
-    assert states(shelf)["checkpoint_7"] == ("finished", "verified")
-    assert f"{run}/checkpoint_7" in shelf.load("checkpoint_7")
-    assert shelf.delete("checkpoint_7") == "checkpoint_7 was deleted"
-    assert set(states(shelf)) == {"step-30"}
+    checkpoint_browser = CheckpointBrowser(run)
+    assert states(checkpoint_browser) == {"step-30": ("finished", ""), "checkpoint_7": ("finished", "")}
+    assert "intact" in checkpoint_browser.verify("checkpoint_7")
+    assert states(checkpoint_browser)["checkpoint_7"] == ("finished", "verified")
+    assert f"{run}/checkpoint_7" in checkpoint_browser.load("checkpoint_7")
+    assert checkpoint_browser.delete("checkpoint_7") == "checkpoint_7 was deleted"
+    assert set(states(checkpoint_browser)) == {"step-30"}
 
 
 def test_a_checkpoint_itself_and_an_empty_folder(run, tmp_path):
-    shelf = CheckpointBrowser(run / "step-30")
-    assert states(shelf) == {"step-30": ("finished", "")}
-    assert CheckpointBrowser(tmp_path / "nothing").look().checkpoints == ()
+    checkpoint_browser = CheckpointBrowser(run / "step-30")
+    assert states(checkpoint_browser) == {"step-30": ("finished", "")}
+    assert CheckpointBrowser(tmp_path / "nothing").list_checkpoints().checkpoints == ()

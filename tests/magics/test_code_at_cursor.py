@@ -1,10 +1,17 @@
-"""What the code at a cursor is for: the ranks, the notebook or a magic's own line; without a kernel."""
+"""Test where the code at a cursor would run: on the ranks, in the notebook, or as a magic's own line."""
 
 from __future__ import annotations
 
 import pytest
 
-from rankbook.magics.completion import MagicLine, RankCode, keyword_completions, parse_question, target_of
+from rankbook.magics.completion import (
+    MagicLine,
+    RankCode,
+    keyword_completions,
+    parse_question,
+    split_question,
+    target_of,
+)
 
 CURSOR = "|"
 
@@ -78,7 +85,25 @@ def test_cells_that_ask_about_a_name(cell, asked):
     assert parse_question(cell) == asked
 
 
-def test_without_ranks_there_are_the_languages_own_names():
+def test_completion_without_ranks_offers_keywords_and_builtins():
     assert keyword_completions("x = zi", 6) == (4, ["zip"])
     assert keyword_completions("model.zi", 8) == (8, [])
     assert keyword_completions("", 0) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("cell", "code", "question"),
+    [
+        ("y = 1\nx?", "y = 1\npass", "x?"),
+        ("y = 1\nx??\n\n", "y = 1\npass", "x??"),
+        ("y = 1\n\n?x", "y = 1\n\npass", "?x"),
+        ("x?", "x?", ""),
+        ("\nx?", "\nx?", ""),
+        ("%%time\nx?", "%%time\nx?", ""),
+        ("if y:\n    x?", "if y:\n    x?", ""),
+        ("x?\ny = 1", "x?\ny = 1", ""),
+        ("y = 1\n%time?", "y = 1\n%time?", ""),
+    ],
+)
+def test_a_question_below_code_is_apart_from_it(cell, code, question):
+    assert split_question(cell) == (code, question)

@@ -1,4 +1,4 @@
-"""JupyterLab's debugger is on before the ranks start, as after a restart of the kernel with the debugger on."""
+"""Test a debugger that is on before the ranks start, as after a restart of the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who answers what a front end's debugger asks: with ranks that are made up, and no process."""
+"""Test who answers the requests of a front end's debugger, with fake ranks and no process."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class FakeRanks:
 
     def __init__(self, count):
         self.count, self.mute, self.gone, self.running = count, set(), set(), ()
-        self.heard, self.events, self.notes = [], [], {}
-        self.desk, self.auto, self.refused = None, True, {}
+        self.requests, self.events, self.notes = [], [], {}
+        self.multiplexer, self.auto, self.refused = None, True, {}
 
     def ranks(self):
         return tuple(range(self.count))
@@ -48,15 +48,15 @@ class FakeRanks:
     def busy(self):
         return self.running
 
-    def tell(self, rank, content):
+    def send(self, rank, content):
         request = json.loads(content)
         command, arguments = request["command"], request["arguments"]
-        self.heard.append((rank, command, arguments))
+        self.requests.append((rank, command, arguments))
         if rank in self.gone:
             return False
         if rank not in self.mute:
             body = {
-                "setBreakpoints": {"breakpoints": [dict(each) for each in arguments.get("breakpoints", ())]},
+                "setBreakpoints": {"breakpoints": [dict(argument) for argument in arguments.get("breakpoints", ())]},
                 "stackTrace": {
                     "stackFrames": [{"id": 5, "name": "f", "line": 4, "source": {"path": CELL}}],
                     "totalFrames": 30,
@@ -76,7 +76,9 @@ class FakeRanks:
         return True
 
     def say(self, rank, message):
-        asyncio.get_running_loop().call_soon(self.desk.hear, rank, json.dumps(message) if message else "")
+        asyncio.get_running_loop().call_soon(
+            self.multiplexer.message_received, rank, json.dumps(message) if message else ""
+        )
 
     def stop(self, *ranks):
         for rank in ranks:
@@ -86,7 +88,7 @@ class FakeRanks:
     def publish(self, event):
         self.events.append((event["event"], event["body"]["threadId"] - THREADS))
 
-    def note(self, rank, path, line):
+    def record_pause(self, rank, path, line):
         self.notes[rank] = (path, line)
 
     def is_for_ranks(self, path):
@@ -95,11 +97,11 @@ class FakeRanks:
     async def variables(self, rank):
         return [{"name": f"of_{rank}"}] if self.auto else None
 
-    async def show(self, rank, name):
+    async def display_bundle(self, rank, name):
         return {"data": {"text/plain": f"{name} of {rank}"}, "metadata": {}} if self.auto else None
 
     def commands(self, rank):
-        return [command for whose, command, _ in self.heard if whose == rank]
+        return [command for whose, command, _ in self.requests if whose == rank]
 
 
 def scene(play, *, count=2, client="jupyterlab"):
@@ -107,19 +109,19 @@ def scene(play, *, count=2, client="jupyterlab"):
 
     async def run():
         stock, ranks = FakeStock(), FakeRanks(count)
-        desk = ranks.desk = DebugMultiplexer(stock, ranks)
+        multiplexer = ranks.multiplexer = DebugMultiplexer(stock, ranks)
 
         async def ask(command, **arguments):
             request = {"type": "request", "seq": 99, "command": command, "arguments": arguments}
-            reply = await desk.handle(request)
+            reply = await multiplexer.handle(request)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             return reply
 
         await ask("initialize", clientID=client)
         await ask("attach")
-        ranks.heard.clear()
-        await play(desk, ranks, stock, ask)
+        ranks.requests.clear()
+        await play(multiplexer, ranks, stock, ask)
 
     asyncio.run(run())
 
@@ -132,17 +134,17 @@ async def settle():
 def test_before_it_is_on_the_notebooks_own_debugger_answers_all():
     async def run():
         stock, ranks = FakeStock(), FakeRanks(2)
-        desk = ranks.desk = DebugMultiplexer(stock, ranks)
-        reply = await desk.handle({"type": "request", "seq": 1, "command": "inspectVariables", "arguments": {}})
-        assert reply["body"] == {"own": True} and not ranks.heard
-        reply = await desk.handle({"type": "request", "seq": 2, "command": "debugInfo"})
+        multiplexer = ranks.multiplexer = DebugMultiplexer(stock, ranks)
+        reply = await multiplexer.handle({"type": "request", "seq": 1, "command": "inspectVariables", "arguments": {}})
+        assert reply["body"] == {"own": True} and not ranks.requests
+        reply = await multiplexer.handle({"type": "request", "seq": 2, "command": "debugInfo"})
         assert reply["body"] == {"breakpoints": [], "stoppedThreads": [], "hashSeed": 7}
 
     asyncio.run(run())
 
 
 def test_breakpoints_of_a_cell_for_the_ranks_are_theirs_alone_and_reach_those_that_come_later():
-    async def play(desk, ranks, stock, ask):
+    async def play(multiplexer, ranks, stock, ask):
         stock.asked.clear()
         reply = await ask("setBreakpoints", source={"path": CELL}, breakpoints=[{"line": 3}])
         assert reply["body"]["breakpoints"] == [{"verified": True, "line": 3, "source": {"path": CELL}}]
@@ -154,10 +156,10 @@ def test_breakpoints_of_a_cell_for_the_ranks_are_theirs_alone_and_reach_those_th
         info = (await ask("debugInfo"))["body"]
         assert {"source": CELL, "breakpoints": [{"line": 3}]} in info["breakpoints"] and info["hashSeed"] == 7
         ranks.count = 3
-        assert await desk.attach((0, 1, 2)) == {}
-        placed = [arguments for rank, command, arguments in ranks.heard if (rank, command) == (2, "setBreakpoints")]
-        assert [each["source"]["path"] for each in placed] == [CELL, MODULE]
-        assert [each["breakpoints"] for each in placed] == [[{"line": 3}], [{"line": 8}]]
+        assert await multiplexer.attach((0, 1, 2)) == {}
+        placed = [arguments for rank, command, arguments in ranks.requests if (rank, command) == (2, "setBreakpoints")]
+        assert [item["source"]["path"] for item in placed] == [CELL, MODULE]
+        assert [element["breakpoints"] for element in placed] == [[{"line": 3}], [{"line": 8}]]
         last = [
             "initialize",
             "attach",
@@ -172,35 +174,37 @@ def test_breakpoints_of_a_cell_for_the_ranks_are_theirs_alone_and_reach_those_th
 
 
 def test_a_breakpoint_that_is_set_while_a_rank_gets_its_debugger_reaches_it():
-    async def play(desk, ranks, stock, ask):
+    async def play(multiplexer, ranks, stock, ask):
         await ask("setBreakpoints", source={"path": CELL}, breakpoints=[{"line": 3}])
         ranks.mute.add(2)
-        attached = asyncio.ensure_future(desk.attach((2,)))
+        attached = asyncio.ensure_future(multiplexer.attach((2,)))
         await settle()
         await ask("setBreakpoints", source={"path": CELL}, breakpoints=[{"line": 4}])
         await ask("setBreakpoints", source={"path": MODULE}, breakpoints=[{"line": 8}])
         ranks.mute.clear()
         ranks.say(2, {"type": "response", "request_seq": 1, "success": True})
         assert await attached == {}
-        placed = {a["source"]["path"]: a["breakpoints"] for r, c, a in ranks.heard if (r, c) == (2, "setBreakpoints")}
+        placed = {
+            a["source"]["path"]: a["breakpoints"] for r, c, a in ranks.requests if (r, c) == (2, "setBreakpoints")
+        }
         assert placed == {CELL: [{"line": 4}], MODULE: [{"line": 8}]}
 
     scene(play)
 
 
-def test_where_plain_cells_run_there_are_their_breakpoints_and_their_variables():
-    async def play(desk, ranks, stock, ask):
+def test_breakpoints_and_variables_follow_auto_mode():
+    async def play(multiplexer, ranks, stock, ask):
         await ask("setBreakpoints", source={"path": CELL}, breakpoints=[{"line": 3}])
         assert stock.placed == {}
         assert (await ask("inspectVariables"))["body"] == {"variables": [{"name": "of_0"}]}
         assert (await ask("richInspectVariables", variableName="x"))["body"]["data"] == {"text/plain": "x of 0"}
         ranks.auto = False
         assert (await ask("richInspectVariables", variableName="x"))["body"] == {"own": True}
-        await desk.move_in()
+        await multiplexer.move_breakpoints()
         assert stock.placed == {CELL: [{"line": 3}]}
         assert (await ask("inspectVariables"))["body"] == {"own": True}
         ranks.auto = True
-        await desk.move_in()
+        await multiplexer.move_breakpoints()
         assert stock.placed == {CELL: []}
         ranks.stop(1)
         await settle()
@@ -210,25 +214,25 @@ def test_where_plain_cells_run_there_are_their_breakpoints_and_their_variables()
 
 
 def test_one_view_shows_the_frames_of_all_paused_ranks_and_looking_at_one_chooses_it():
-    async def play(desk, ranks, stock, ask):
+    async def play(multiplexer, ranks, stock, ask):
         ranks.stop(1, 0)
         await settle()
         assert ranks.events == [("stopped", 1), ("stopped", 0)]
         assert ranks.notes == {0: (CELL, 4), 1: (CELL, 4)}
         assert (await ask("debugInfo"))["body"]["stoppedThreads"] == [THREADS, THREADS + 1]
         frames = (await ask("stackTrace", threadId=1))["body"]["stackFrames"]
-        assert [each["name"] for each in frames] == ["rank 0 · f", "rank 1 · f"]
+        assert [frame["name"] for frame in frames] == ["rank 0 · f", "rank 1 · f"]
         scopes = (await ask("scopes", frameId=frames[0]["id"]))["body"]["scopes"]
-        assert ranks.heard[-1] == (0, "scopes", {"frameId": 5})
+        assert ranks.requests[-1] == (0, "scopes", {"frameId": 5})
         found = await ask("variables", variablesReference=scopes[0]["variablesReference"])
-        assert ranks.heard[-1] == (0, "variables", {"variablesReference": 6})
-        assert [each["name"] for each in found["body"]["variables"]] == ["a"], "as in the notebook"
+        assert ranks.requests[-1] == (0, "variables", {"variablesReference": 6})
+        assert [item["name"] for item in found["body"]["variables"]] == ["a"], "as in the notebook"
         frames = (await ask("stackTrace", threadId=THREADS + 1))["body"]["stackFrames"]
-        assert [each["name"] for each in frames] == ["rank 0 · f", "rank 1 · f"]
+        assert [element["name"] for element in frames] == ["rank 0 · f", "rank 1 · f"]
         rich = await ask("richInspectVariables", variableName="a", frameId=frames[0]["id"])
         assert rich["body"] == {"data": {"text/plain": "1", "image/png": b"x"}, "metadata": {}}
         await ask("copyToGlobals", srcVariableName="a", dstVariableName="b", srcFrameId=frames[0]["id"])
-        assert ranks.heard[-1] == (0, "setExpression", {"expression": "globals()['b']", "value": "a", "frameId": 5})
+        assert ranks.requests[-1] == (0, "setExpression", {"expression": "globals()['b']", "value": "a", "frameId": 5})
         refused = await ask("copyToGlobals", srcVariableName="a.b", dstVariableName="b", srcFrameId=frames[0]["id"])
         assert not refused["success"]
         await ask("scopes", frameId=frames[1]["id"])
@@ -236,39 +240,39 @@ def test_one_view_shows_the_frames_of_all_paused_ranks_and_looking_at_one_choose
         ranks.stop(0, 1)
         await settle()
         frames = (await ask("stackTrace", threadId=THREADS + 1))["body"]["stackFrames"]
-        assert [each["name"] for each in frames] == ["rank 1 · f", "rank 0 · f"]
+        assert [entry["name"] for entry in frames] == ["rank 1 · f", "rank 0 · f"]
 
     scene(play)
 
 
-def test_a_client_that_knows_threads_has_one_for_each_rank():
-    async def play(desk, ranks, stock, ask):
+def test_a_client_that_knows_threads_has_one_for_every_rank():
+    async def play(multiplexer, ranks, stock, ask):
         ranks.stop(0, 1)
         await settle()
         threads = (await ask("threads"))["body"]["threads"]
-        assert [each["name"] for each in threads] == ["rank 0", "rank 1", "MainThread"]
+        assert [thread["name"] for thread in threads] == ["rank 0", "rank 1", "MainThread"]
         stack = (await ask("stackTrace", threadId=THREADS + 1, levels=1))["body"]
-        assert [each["name"] for each in stack["stackFrames"]] == ["rank 1 · f"]
+        assert [item["name"] for item in stack["stackFrames"]] == ["rank 1 · f"]
         assert stack["totalFrames"] == 30, "or nobody would ask for the others"
         assert (await ask("exceptionInfo", threadId=THREADS + 1))["success"]
-        assert ranks.heard[-1] == (1, "exceptionInfo", {"threadId": 41})
+        assert ranks.requests[-1] == (1, "exceptionInfo", {"threadId": 41})
         frames = (await ask("stackTrace", threadId=1))["body"]["stackFrames"]
-        assert [each["name"] for each in frames] == ["local"]
+        assert [frame["name"] for frame in frames] == ["local"]
         await ask("next", threadId=THREADS + 1, singleThread=True)
-        assert ranks.heard[-1] == (1, "next", {"threadId": 41, "singleThread": True})
-        assert list(desk.stopped.threads) == [0]
+        assert ranks.requests[-1] == (1, "next", {"threadId": 41, "singleThread": True})
+        assert list(multiplexer.stopped.threads) == [0]
 
     scene(play, client="vscode")
 
 
-def test_what_moves_all_is_told_before_any_of_them_stops_again_and_what_they_tell_of_it_is_not():
-    async def play(desk, ranks, stock, ask):
+def test_continued_event_for_all_ranks_precedes_their_next_stops():
+    async def play(multiplexer, ranks, stock, ask):
         ranks.stop(0, 1)
         await settle()
         ranks.events.clear()
         reply = await ask("next", threadId=1)
         assert reply["success"] and ranks.events == [("continued", 0), ("continued", 1)]
-        moved = [(rank, arguments) for rank, command, arguments in ranks.heard if command == "next"]
+        moved = [(rank, arguments) for rank, command, arguments in ranks.requests if command == "next"]
         assert moved == [(0, {"threadId": 40}), (1, {"threadId": 41})]
         assert ranks.notes == {0: ("", 0), 1: ("", 0)}
         ranks.say(0, {"type": "event", "event": "continued", "body": {"threadId": 40}})
@@ -281,28 +285,28 @@ def test_what_moves_all_is_told_before_any_of_them_stops_again_and_what_they_tel
 
 
 def test_a_rank_that_stops_and_goes_on_at_once_is_looked_for_no_more():
-    async def play(desk, ranks, stock, ask):
+    async def play(multiplexer, ranks, stock, ask):
         event = {"type": "event", "event": "stopped", "body": {"threadId": 40, "reason": "breakpoint"}}
-        desk.hear(0, json.dumps(event))
-        desk.hear(0, json.dumps({"type": "event", "event": "continued", "body": {"threadId": 40}}))
+        multiplexer.message_received(0, json.dumps(event))
+        multiplexer.message_received(0, json.dumps({"type": "event", "event": "continued", "body": {"threadId": 40}}))
         await settle()
         assert ranks.commands(0) == [] and ranks.notes == {0: ("", 0)}
 
     scene(play)
 
 
-def test_with_the_chosen_one_alone_the_others_stay_and_are_shown():
-    async def play(desk, ranks, stock, ask):
-        desk.stopped.single = True
+def test_moves_of_the_chosen_rank_leave_the_others_paused():
+    async def play(multiplexer, ranks, stock, ask):
+        multiplexer.stopped.single = True
         ranks.stop(0, 1)
         await settle()
         frames = (await ask("stackTrace", threadId=1))["body"]["stackFrames"]
-        assert [each["name"] for each in frames] == ["rank 1 · f", "rank 0 · f"], "the last one that stopped first"
+        assert [frame["name"] for frame in frames] == ["rank 1 · f", "rank 0 · f"], "the last one that stopped first"
         await ask("scopes", frameId=frames[1]["id"])
         await ask("scopes", frameId=frames[0]["id"])
         ranks.events.clear()
         reply = await ask("continue", threadId=THREADS)
-        assert ranks.heard[-1][:2] == (1, "continue"), "the one whose frame is selected"
+        assert ranks.requests[-1][:2] == (1, "continue"), "the one whose frame is selected"
         assert not reply["body"]["allThreadsContinued"]
         assert ranks.events == [("continued", 1), ("stopped", 0)]
         late = await ask("variables", variablesReference=frames[0]["id"])
@@ -312,87 +316,87 @@ def test_with_the_chosen_one_alone_the_others_stay_and_are_shown():
 
 
 def test_pause_is_for_the_ranks_that_run_and_else_for_the_notebook():
-    async def play(desk, ranks, stock, ask):
+    async def play(multiplexer, ranks, stock, ask):
         stock.asked.clear()
         await ask("pause", threadId=1)
         assert stock.asked == ["pause"]
         ranks.running = (0, 1)
         await ask("pause", threadId=1)
-        assert [each for each in ranks.heard if each[1] == "pause"] == [
+        assert [item for item in ranks.requests if item[1] == "pause"] == [
             (0, "pause", {"threadId": 9}), (1, "pause", {"threadId": 9}),
         ]  # fmt: skip
         assert stock.asked == ["pause"]
-        ranks.refused = {"pause": "it runs nothing"}
+        ranks.refused = {"pause": "the rank is idle"}
         reply = await ask("pause", threadId=1)
-        assert reply["message"] == "rank 0: it runs nothing; rank 1: it runs nothing" and not reply["success"]
+        assert reply["message"] == "rank 0: the rank is idle; rank 1: the rank is idle" and not reply["success"]
 
     scene(play)
 
 
 def test_the_notebook_may_be_paused_itself():
-    async def play(desk, ranks, stock, ask):
+    async def play(multiplexer, ranks, stock, ask):
         stock.asked.clear()
-        assert [each["name"] for each in (await ask("stackTrace", threadId=1))["body"]["stackFrames"]] == ["local"]
+        assert [item["name"] for item in (await ask("stackTrace", threadId=1))["body"]["stackFrames"]] == ["local"]
         await ask("continue", threadId=1)
         assert stock.asked == ["stackTrace", "continue"]
         stock.paused = True
         ranks.stop(1)
         await settle()
         frames = (await ask("stackTrace", threadId=1))["body"]["stackFrames"]
-        assert [each["name"] for each in frames] == ["local", "rank 1 · f"]
+        assert [frame["name"] for frame in frames] == ["local", "rank 1 · f"]
         await ask("scopes", frameId=3)
         assert stock.asked[-1] == "scopes"
         await ask("next", threadId=1)
-        assert stock.asked[-1] == "next" and (1, "next", {"threadId": 41}) in ranks.heard
+        assert stock.asked[-1] == "next" and (1, "next", {"threadId": 41}) in ranks.requests
 
     scene(play)
 
 
 def test_a_rank_that_is_gone_is_paused_no_more_and_gets_a_debugger_as_it_comes_back():
-    async def play(desk, ranks, stock, ask):
+    async def play(multiplexer, ranks, stock, ask):
         ranks.stop(0, 1)
         await settle()
         ranks.events.clear()
         ranks.mute.add(1)
         asked = asyncio.ensure_future(ask("stackTrace", threadId=1))
         await settle()
-        desk.lose(1)
+        multiplexer.rank_exited(1)
         frames = (await asked)["body"]["stackFrames"]
-        assert [each["name"] for each in frames] == ["rank 0 · f"], "and nobody waits for it"
+        assert [frame["name"] for frame in frames] == ["rank 0 · f"], "and nobody waits for it"
         assert ranks.events == [("continued", 1), ("stopped", 0)] and ranks.notes[1] == ("", 0)
         ranks.mute.clear()
-        ranks.heard.clear()
-        assert await desk.attach((0, 1)) == {}
+        ranks.requests.clear()
+        assert await multiplexer.attach((0, 1)) == {}
         assert ranks.commands(0) == [] and "configurationDone" in ranks.commands(1)
 
     scene(play)
 
 
-def test_a_rank_without_a_debugger_is_told_of_and_asked_for_nothing(monkeypatch):
+def test_a_rank_without_a_debugger_is_reported_with_and_asked_for_nothing(monkeypatch):
     monkeypatch.setattr(debug_multiplexer, "_START_SECONDS", 0.05)
 
-    async def play(desk, ranks, stock, ask):
+    async def play(multiplexer, ranks, stock, ask):
         ranks.count = 4
         ranks.gone, ranks.mute = {2}, {3}
-        told = await desk.attach((0, 1, 2, 3))
-        assert told == {2: "rank 2 is gone", 3: "rank 3 has not answered within 0.05 s"}
-        ranks.heard.clear()
+        reported = await multiplexer.attach((0, 1, 2, 3))
+        assert reported == {2: "rank 2 has exited", 3: "rank 3 did not reply within 0.05 s"}
+        ranks.requests.clear()
         await ask("setBreakpoints", source={"path": CELL}, breakpoints=[])
-        assert {rank for rank, _, _ in ranks.heard} == {0, 1}
+        assert {rank for rank, _, _ in ranks.requests} == {0, 1}
 
     scene(play)
 
 
 def test_a_disconnect_lets_all_go_on_and_forgets_the_breakpoints():
-    async def play(desk, ranks, stock, ask):
+    async def play(multiplexer, ranks, stock, ask):
         await ask("setBreakpoints", source={"path": CELL}, breakpoints=[{"line": 3}])
         ranks.stop(0)
         await settle()
         await ask("disconnect")
-        assert not desk.on and stock.asked[-1] == "disconnect"
+        assert not multiplexer.is_active and stock.asked[-1] == "disconnect"
         assert ranks.commands(0)[-1] == ranks.commands(1)[-1] == "disconnect"
         assert ranks.events[-1] == ("continued", 0)
-        ranks.heard.clear()
+        ranks.requests.clear()
         await ask("initialize", clientID="jupyterlab")
         await ask("attach")
         assert ranks.commands(0) == ["initialize", "attach", "configurationDone"]
@@ -402,7 +406,7 @@ def test_a_disconnect_lets_all_go_on_and_forgets_the_breakpoints():
 
 @pytest.mark.parametrize("handle", [REFERENCES, REFERENCES + 1000])
 def test_a_frame_of_long_ago_is_nobodys(handle):
-    async def play(desk, ranks, stock, ask):
+    async def play(multiplexer, ranks, stock, ask):
         stock.asked.clear()
         reply = await ask("scopes", frameId=handle)
         assert reply["body"] == {"scopes": []} and not reply["success"] and not stock.asked

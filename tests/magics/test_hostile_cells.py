@@ -1,4 +1,4 @@
-"""Cells that give the rank's own code odd values: they cost an error in the cell at most, and no rank."""
+"""Test cells that give the rank's own code odd values: at most the cell fails, never the rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def ranks(notebook):
         ("display({'text/plain': 'hello', 'application/json': {'n': 2**70, (): 1}}, raw=True)", "cannot display"),
         ("display({'text/plain': 'hello', 'application/json': {'n': 2**70}}, raw=True)", "hello"),
         ("display({'text/plain': 'hello', 'application/json': float('nan')}, raw=True)", "hello"),
-        ("deep = []\nfor _ in range(940): deep = [deep]\ndisplay({'application/json': deep}, raw=True)", "nested"),
+        (
+            "deep = []\nfor _ in range(940): deep = [deep]\ndisplay({'application/json': deep}, raw=True)",
+            "levels of nesting",
+        ),
         ("class S(str): pass\ndisplay({S('text/plain'): S('hello')}, raw=True)", "hello"),
         ("from IPython.display import clear_output\nprint('gone')\nclear_output('x')\nprint('stays')", "stays"),
         ("import comm\ncomm.create_comm(target_name=5)\nprint('made')", "made"),
@@ -68,11 +71,15 @@ EXCEPTIONS = {
     ),
     "words that exit": (
         "class E(Exception):\n    def __str__(self): raise SystemExit(3)\nraise E",
-        "E: <SystemExit while this E was put into words>",
+        "E: <SystemExit while formatting this E>",
     ),
     "words that interrupt": (
         "class E(Exception):\n    def __str__(self): raise KeyboardInterrupt\nraise E",
-        "E: <KeyboardInterrupt while this E was put into words>",
+        "E: <KeyboardInterrupt while formatting this E>",
+    ),
+    "interrupt while words are made": (
+        "import signal\nclass E(Exception):\n    def __str__(self): signal.raise_signal(2); return 'all'\nraise E",
+        "E: all",
     ),
     "traceback that is none": ("class E(Exception):\n    __traceback__ = 5\nraise E('x')", "E: x"),
     "cause that is none": ("class E(Exception):\n    __cause__ = __context__ = 5\nraise E('x')", "E: x"),
@@ -93,11 +100,11 @@ EXCEPTIONS = {
 
 
 @pytest.mark.parametrize("name", EXCEPTIONS)
-def test_an_odd_exception_is_told_and_costs_no_rank(ranks, name):
-    code, told = EXCEPTIONS[name]
+def test_an_odd_exception_is_reported_and_costs_no_rank(ranks, name):
+    code, reported = EXCEPTIONS[name]
     outcome = ranks.run(f"%%distributed -r 1\n{code}")
     assert outcome.status == "error"
-    assert f"rank 1: {told}" in re.sub(r"\x1b\[[\d;]*m", "", outcome.traceback or outcome.text)
+    assert f"rank 1: {reported}" in re.sub(r"\x1b\[[\d;]*m", "", outcome.traceback or outcome.text)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +114,7 @@ def test_an_odd_exception_is_told_and_costs_no_rank(ranks, name):
         "class F:\n    def flush(self): os.write(1, b'asleep\\n'); time.sleep(600)\nsys.stdout = F()",
     ],
 )
-def test_what_user_code_does_at_the_end_of_its_cell_can_be_interrupted(ranks, code):
+def test_user_code_at_the_end_of_a_cell_can_be_interrupted(ranks, code):
     message = ranks.send(f"%%distributed -r 1\nimport os, sys, time\nkept = sys.stdout\n{code}")
     interrupted: list[bool] = []
 
@@ -152,7 +159,7 @@ signal.setitimer(signal.ITIMER_REAL, 0.2)
         (ALARM, "time.sleep(0.5)\nsignal.signal(signal.SIGALRM, kept)"),
     ],
 )
-def test_what_a_cell_leaves_behind_costs_no_rank(ranks, patch, undo):
+def test_leftovers_of_a_cell_do_not_end_a_rank(ranks, patch, undo):
     ranks.run(f"%%distributed -r 1\n{patch}")
     ranks.run("%%distributed -r 1\nprint('between')\n1 / 0")
     for _ in range(2):  # the first one may be told what was put back
@@ -163,9 +170,9 @@ def test_what_a_cell_leaves_behind_costs_no_rank(ranks, patch, undo):
 def test_an_error_of_300_megabytes_is_cut_before_it_travels(ranks):
     outcome = ranks.run("%%distributed -r 1\nraise ValueError('begin' + 300_000_000 * 'x' + 'end')", timeout=120)
     assert outcome.status == "error"
-    told = outcome.traceback or outcome.text
-    assert len(told) < 2_000_000
-    assert "begin" in told and "characters left out here" in told and "xend" in told
+    reported = outcome.traceback or outcome.text
+    assert len(reported) < 2_000_000
+    assert "begin" in reported and "characters left out here" in reported and "xend" in reported
 
 
 @pytest.mark.parametrize(
@@ -180,12 +187,12 @@ def test_an_error_of_300_megabytes_is_cut_before_it_travels(ranks):
 )
 def test_a_broken_frame_on_a_ranks_own_link_costs_that_rank_at_most(fresh_notebook, cut):
     fresh_notebook.ok("%distributed start -n 2")
-    code = "from rankbook.rank.io import comms\nlink = comms._office.link\nhead = link._sender\n"
+    code = "from rankbook.rank.io import comms\nlink = comms._registry.link\nhead = link._sender\n"
     outcome = fresh_notebook.run(f"%%distributed -r 1\n{code}link._up.send({cut})\nimport time; time.sleep(1)")
     if "head" in cut:
         assert outcome.status == "error"
-        assert "rank 1 was killed because it sent a message that cannot be read" in outcome.traceback
+        assert "rank 1 was killed because it sent a message that cannot be decoded" in outcome.traceback
     assert "[0] here" in fresh_notebook.ok("%%distributed -r 0\nprint('here')").stdout
     fresh_notebook.ok("%distributed heal")
-    told = fresh_notebook.ok("%%distributed\nprint('healed')").stdout
-    assert "[0-1] healed" in told
+    reported = fresh_notebook.ok("%%distributed\nprint('healed')").stdout
+    assert "[0-1] healed" in reported

@@ -1,4 +1,4 @@
-"""Questions of the ranks reach the person through the front end's own prompt, and answers the rank that asked."""
+"""Test `input()` on ranks through the front end's prompt."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Debugger:
         return self._commands[turn]
 
 
-def test_input_asks_for_each_rank_with_its_label(notebook):
+def test_input_asks_for_every_rank_with_its_label(notebook):
     outcome = notebook.run(
         "%%distributed\nname = input('name? ')\nprint('hello', name)", answers=lambda prompt: f"from {prompt[:3]}"
     )
@@ -67,7 +67,7 @@ def test_several_questions_in_a_row_stay_in_order(notebook):
         assert [prompt for prompt in prompts_of(outcome) if prompt[1] == rank] == [f"[{rank}] {i}? " for i in range(3)]
 
 
-def test_what_was_printed_before_is_shown_before_the_question(notebook):
+def test_output_before_input_is_shown_before_the_prompt(notebook):
     message = notebook.send("%%distributed --ranks 1\nprint('think about it', end='')\ninput('well? ')\nprint('so')")
     early = []
 
@@ -107,7 +107,7 @@ def test_a_subprocess_of_a_rank_does_not_wait_for_the_keyboard(notebook):
 # Debugger ------------------------------------------------------------------------------------------------------------
 
 
-def test_breakpoint_opens_a_debugger_on_each_rank(notebook):
+def test_breakpoint_opens_a_debugger_on_every_rank(notebook):
     outcome = notebook.run(
         "%%distributed\ndef work(x):\n    y = x * 10\n    breakpoint()\n    return y\nprint('result', work(rank + 1))",
         answers=Debugger("p y", "p rank", "c"),
@@ -142,7 +142,7 @@ def test_quitting_the_debugger_ends_the_cell_in_one_line(notebook):
     assert "not reached" not in outcome.stdout
 
 
-def test_debug_inspects_the_last_error_on_each_rank(notebook):
+def test_debug_inspects_the_last_error_on_every_rank(notebook):
     notebook.run("%%distributed\ndef inner(secret):\n    raise ValueError('stop')\ninner(rank + 41)")
     outcome = notebook.run("%%distributed\n%debug", answers=Debugger("p secret", "q"))
     assert sorted(prompts_of(outcome)) == ["[0] ipdb> ", "[0] ipdb> ", "[1] ipdb> ", "[1] ipdb> "]
@@ -184,7 +184,7 @@ def test_a_timeout_holds_at_the_prompt_too(notebook):
     assert outcome.seconds < 3
 
 
-def test_a_rank_that_dies_while_the_person_is_asked_ends_the_question(notebook):
+def test_a_rank_that_dies_while_the_user_is_asked_ends_the_question(notebook):
     message = notebook.send(
         "%%distributed\nimport os, signal, threading\n"
         "if rank == 1: threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
@@ -192,7 +192,7 @@ def test_a_rank_that_dies_while_the_person_is_asked_ends_the_question(notebook):
     )
     wait_for_prompt(notebook, message)
     outcome = notebook.finish(message, timeout=20)
-    assert (outcome.status, outcome.ename) == ("error", "LostRank")
-    assert "rank 1 was killed by signal 9" in outcome.traceback
+    assert (outcome.status, outcome.ename) == ("error", "RankLostError")
+    assert "rank 1 was killed by SIGKILL" in outcome.traceback
     assert notebook.ok("%%distributed --ranks 0\nprint('next')").stdout == "[0] next\n"
     notebook.ok("%distributed restart 1")

@@ -89,13 +89,38 @@ def test_an_error_names_the_rank_that_caused_it_and_its_line_and_the_next_call_w
     assert failed.status == "error"
     assert failed.ename == "ValueError"
     assert "rank 1: ValueError: of rank one" in failed.evalue
-    told = re.sub(r"\x1b\[[0-9;]*m", "", failed.traceback)
-    assert "raise ValueError('of rank one')" in told
-    assert "CollectiveAborted: rank 1 raised ValueError" in told
-    assert "rankbook/coordinator" not in told
+    reported = re.sub(r"\x1b\[[0-9;]*m", "", failed.traceback)
+    assert "raise ValueError('of rank one')" in reported
+    assert "CollectiveAborted: rank 1 raised ValueError" in reported
+    assert "rankbook/coordinator" not in reported
     caught = ranks.ok("try:\n    notebook_launcher(fails)\nexcept ValueError as error:\n    print('caught', error)")
     assert "caught rank 1: ValueError: of rank one" in caught.stdout
     assert "[(22.0, 0), (22.0, 1)]" in ranks.ok("notebook_launcher(add, (1,))").text
+
+
+def test_an_error_looks_like_that_of_a_cell(ranks):
+    code = "import time\ndef fails():\n    return 1 / 0\ndef waits(seconds):\n    print('begun')\n    time.sleep(60)"
+    defined = ranks.ok(code)
+    failed = ranks.run("notebook_launcher(fails)")
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", failed.traceback).splitlines()
+    assert shown[0] == "ranks 0-1: ZeroDivisionError: division by zero"
+    assert f"Cell In[{defined.count}], line 3, in fails()" in shown
+    assert not [line for line in shown if "rankbook/" in line or "hidden" in line or "notebook_launcher" in line]
+    pressed = []
+
+    def press(outcome):
+        if "begun" in outcome.text and not pressed:
+            pressed.append(ranks.interrupt())
+
+    stopped = ranks.finish(ranks.send("notebook_launcher(waits, (1,))"), seen=press, timeout=20)
+    assert f"KeyboardInterrupt at line 6 of cell {defined.count}" in stopped.traceback
+
+
+@pytest.mark.parametrize("option", ["num_nodes=2", "mixed_precision='int3'", "num_processes='two'", "num_processes=7"])
+def test_a_wrong_option_is_one_line(ranks, option):
+    failed = ranks.run(f"notebook_launcher(add, (1,), {option})")
+    assert failed.ename == "InvalidArgument"
+    assert failed.traceback.startswith("InvalidArgument: ") and "\n" not in failed.traceback
 
 
 def test_an_interrupt_ends_the_call_and_leaves_the_ranks(ranks):
@@ -120,37 +145,66 @@ def test_settings_of_a_call_are_its_own(ranks):
         "AcceleratorState(mixed_precision='bf16'); GradientState().sync_gradients = False"
     )
     look = "lambda: (rankbook.AcceleratorState().mixed_precision, rankbook.GradientState().sync_gradients)"
-    assert "[('fp16', True), ('fp16', True)]" in ranks.ok(f"notebook_launcher({look}, mixed_precision='fp16')").text
+    ranks.ok("%%distributed\nAcceleratorState(mixed_precision='no')")
+    assert "[('bf16', True), ('bf16', True)]" in ranks.ok(f"notebook_launcher({look}, mixed_precision='bf16')").text
+    ranks.ok("%%distributed\nAcceleratorState(mixed_precision='bf16')")
     assert "[('no', True), ('no', True)]" in ranks.ok(f"notebook_launcher({look})").text
     after = ranks.ok("%%distributed\nAcceleratorState().mixed_precision, GradientState().sync_gradients")
     assert "('bf16', False)" in after.text
 
 
+def test_a_call_has_the_variables_that_the_notebook_has_set_since_and_the_ranks_keep_theirs(ranks):
+    ranks.ok("%%distributed\nimport os\nos.environ['OF_THE_RANKS'] = 'theirs'")
+    ranks.ok(
+        "import os\nos.environ['SET_SINCE'] = 'new'\nos.environ['MASTER_PORT'] = '1'\nhome = os.environ.pop('HOME')\n"
+        "def look():\n    names = 'SET_SINCE', 'OF_THE_RANKS', 'HOME'\n"
+        "    return [os.environ.get(name) for name in names], os.environ['MASTER_PORT'] != '1'"
+    )
+    seen = "(['new', 'theirs', None], True)"
+    assert f"[{seen}, {seen}]" in ranks.ok("notebook_launcher(look)").text
+    after = ranks.ok("%%distributed\n'SET_SINCE' in os.environ, 'HOME' in os.environ").text
+    assert "(False, True)" in after
+    ranks.ok("os.environ['HOME'] = home\ndel os.environ['SET_SINCE'], os.environ['MASTER_PORT']")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("num_nodes=2", "num_nodes=2 cannot be honoured: one machine is all there is so far"),
-        ("max_restarts=3", "max_restarts=3 cannot be honoured"),
-        ("use_port='1234'", "use_port='1234' cannot be honoured"),
-        ("num_processes=3", "num_processes=3, but 2 ranks are running"),
-        ("num_processes='two'", "num_processes='two' is no number of ranks"),
-        ("mixed_precision='fp8'", "mixed_precision='fp8' is not there; use one of no, fp16, bf16"),
-        ("args=5", "args=5 is no tuple; for one argument write args=(5,)"),
+        ("num_nodes=2", "num_nodes=2 is not supported: only one machine is supported"),
+        ("max_restarts=3", "max_restarts=3 is not supported"),
+        ("use_port='1234'", "use_port='1234' is not supported"),
+        ("num_processes='two'", "num_processes must be an integer, got 'two'"),
+        ("mixed_precision='fp16'", 'the ranks run on the CPU; use "bf16" or "no"'),
+        ("mixed_precision='fp8'", "unknown mixed_precision 'fp8'; choose from no, fp16, bf16"),
+        ("args=5", "args must be a tuple, got 5; for one argument write args=(5,)"),
     ],
 )
 def test_an_option_that_cannot_be_honoured_is_an_error_that_says_why(ranks, options, words):
     refused = ranks.run(f"notebook_launcher(add, {options})")
-    assert refused.ename == "BadRequest"
+    assert refused.ename == "InvalidArgument"
     assert words in refused.evalue
+
+
+def test_ranks_that_hold_nothing_are_replaced_by_as_many_as_are_wanted(ranks):
+    ranks.ok("%distributed restart")  # without the names of earlier tests
+    ranks.ok("notebook_launcher(add, (1,))")
+    assert "[(33.0, 0), (33.0, 1), (33.0, 2)]" in ranks.ok("notebook_launcher(add, (1,), num_processes=3)").text
+    ranks.ok("%%distributed\ndef kept(): pass")
+    refused = ranks.run("notebook_launcher(add, (1,), num_processes=2)")
+    assert "num_processes=2, but 3 ranks are running" in refused.evalue
+    ranks.ok("%%distributed\ndel kept\nvalue = 1")
+    assert ranks.run("notebook_launcher(add, (1,), num_processes=2)").ename == "InvalidArgument"
+    assert "[(33.0, 0)" in ranks.ok("notebook_launcher(add, (1,), num_processes=3)").text
+    ranks.ok("%distributed stop")
 
 
 def test_on_a_rank_it_says_where_it_belongs(ranks):
     refused = ranks.run("%%distributed\nimport rankbook\nrankbook.notebook_launcher(print)")
     assert refused.status == "error"
-    assert "this process is a rank already" in refused.text
+    assert "this process is already a rank" in refused.text
 
 
-def test_without_ranks_it_starts_them_and_they_stay(fresh_notebook):
+def test_launcher_starts_ranks_that_stay(fresh_notebook):
     called = fresh_notebook.ok("import rankbook, os\nrankbook.notebook_launcher(os.getpid, num_processes=3)")
     pids = eval(called.text)
     assert len(set(pids)) == 3

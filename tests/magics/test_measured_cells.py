@@ -7,26 +7,26 @@ from itertools import pairwise
 
 import pytest
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.magics.arguments import parse_cell_line
 from rankbook.magics.profiling import (
     Measuring,
     Trace,
     check_file,
-    latecomers,
+    late_ranks,
     merge_ops,
     profile_table,
     seconds,
     times_table,
 )
-from rankbook.protocol.profiling import OpTime, Times
+from rankbook.protocol.telemetry import CollectiveSpan, OpTime, Times
 from tests.conftest import Kernel
 
 MARK = '{"rankbook": "profile of cell [7]"'
 
 
 def waited(*amounts, wall=10.0):
-    return {rank: Times(wall, 2.5, 1.25, each, 3) for rank, each in enumerate(amounts)}
+    return {rank: Times(wall, 2.5, 1.25, item, 3) for rank, item in enumerate(amounts)}
 
 
 # Times ---------------------------------------------------------------------------------------------------------------
@@ -44,7 +44,31 @@ def waited(*amounts, wall=10.0):
     ],
 )
 def test_others_wait_for_those_that_wait_least(amounts, late):
-    assert latecomers(waited(*amounts)) == late
+    assert late_ranks(waited(*amounts)) == late
+
+
+def in_turn(*launches):
+    """Times of ranks that launch collective after collective and wait for the last one; `launches` has a row each."""
+    spans = [
+        [CollectiveSpan("0", number, at, at, max(row)) for at in row] for number, row in enumerate(launches, start=1)
+    ]
+    columns = [tuple(row[rank] for row in spans) for rank in range(len(launches[0]))]
+    return {
+        rank: Times(10.0, 2.5, 1.25, sum(span.ends - span.waits for span in column), len(column), column)
+        for rank, column in enumerate(columns)
+    }
+
+
+def test_every_rank_that_others_waited_for_is_late_also_if_they_were_late_in_turn():
+    assert late_ranks(in_turn((2.0, 1.0, 1.0), (5.0, 6.0, 5.0))) == {0, 1}
+    assert late_ranks(in_turn((2.0, 1.0, 1.0), (5.0, 6.0, 5.0), (8.0, 8.0, 9.0))) == {0, 1, 2}
+    assert late_ranks(in_turn((2.0, 1.9, 1.0))) == {0, 1}, "rank 2 waited for both"
+    assert late_ranks(in_turn((1.01, 1.0, 1.02), (2.01, 2.0, 2.03))) == set()
+
+
+def test_a_collective_that_overlaps_with_computation_makes_nobody_late():
+    early, late = CollectiveSpan("0", 1, 1.0, 1.0, 5.0), CollectiveSpan("0", 1, 4.0, 4.0, 5.0)
+    assert late_ranks({0: Times(10.0, 9.0, 9.0, 0.1, 1, (early,)), 1: Times(10.0, 9.0, 9.0, 0.1, 1, (late,))}) == set()
 
 
 def test_the_table_of_times_has_a_row_per_rank():
@@ -73,12 +97,12 @@ def test_ops_are_merged_over_ranks_the_largest_total_first():
             1: [OpTime("mm", "cpu", 4, 3.0), OpTime("gemm", "cuda:1", 4, 1.0), OpTime("only", "cpu", 1, 0.5)],
         }
     )
-    assert [(each.name, each.where, each.total) for each in merged] == [
+    assert [(item.name, item.where, item.total) for item in merged] == [
         ("gemm", "cuda", 6.0),
         ("mm", "cpu", 4.0),
         ("only", "cpu", 0.5),
     ]
-    assert [each.imbalance for each in merged] == [pytest.approx(5 / 3), 1.5, 2.0]
+    assert [element.imbalance for element in merged] == [pytest.approx(5 / 3), 1.5, 2.0]
     assert merged[2].calls == {0: 0, 1: 1}
 
 
@@ -91,10 +115,10 @@ def test_the_table_shows_the_largest_and_says_how_many_there_are():
     assert words.startswith("20 of 25 ops")
 
 
-def test_of_many_ranks_there_are_the_least_the_mean_and_the_most():
+def test_times_of_many_ranks_are_minimum_mean_and_maximum():
     ops = {rank: [OpTime("mm", "cpu", 1, 0.001 * (rank + 1)), OpTime("k", f"cuda:{rank}", 1, 1)] for rank in range(9)}
     head, _, row = profile_table(ops)[0]["text/plain"].splitlines()
-    assert head.split() == ["op", "on", "calls", "least", "mean", "most", "imbalance"]
+    assert head.split() == ["op", "device", "calls", "least", "mean", "most", "imbalance"]
     assert row.split() == ["mm", "cpu", "1", "1.00", "ms", "5.00", "ms", "9.00", "ms", "1.80×", "(rank", "8)"]
 
 
@@ -107,12 +131,12 @@ def test_a_trace_is_one_json_of_all_ranks_and_replaces_only_one_of_ours(tmp_path
     trace = Trace('cell "7"', 12, {1: b'{"pid":1}', 0: b'{"pid":0},\n{"pid":0}', 2: b""})
     trace.write(check_file(file))
     found = json.loads(file.read_text())
-    assert [each["pid"] for each in found["traceEvents"]] == [0, 0, 1]
+    assert [item["pid"] for item in found["traceEvents"]] == [0, 0, 1]
     assert (found["baseTimeNanoseconds"], found["rankbook"]) == (12, 'profile of cell "7"')
     trace.write(check_file(file))
-    assert [each.name for each in tmp_path.iterdir()] == ["run.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     file.write_text('{"mine": 1}')
-    with pytest.raises(BadRequest, match="no trace of Rankbook's"):
+    with pytest.raises(InvalidArgument, match="not a trace of Rankbook"):
         check_file(file)
     with pytest.raises(FileExistsError):
         trace.write(file)
@@ -120,12 +144,12 @@ def test_a_trace_is_one_json_of_all_ranks_and_replaces_only_one_of_ours(tmp_path
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
-    with pytest.raises(BadRequest, match="there is no folder"):
+    with pytest.raises(InvalidArgument, match="nowhere does not exist"):
         check_file(tmp_path / "nowhere" / "run.json")
-    with pytest.raises(BadRequest, match="no trace"):
+    with pytest.raises(InvalidArgument, match="not a trace"):
         check_file(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "gone")
-    with pytest.raises(BadRequest, match="no trace"):
+    with pytest.raises(InvalidArgument, match="not a trace"):
         check_file(tmp_path / "link")
 
 
@@ -169,7 +193,7 @@ def module_notebook(kernel: Kernel, folder):
 
 def rows(outcome, heading):
     """The table whose first heading is `heading`, by first cell: its row's words."""
-    (text,) = [each["text/plain"] for each in outcome.displays if each["text/plain"].startswith(heading)]
+    (text,) = [display["text/plain"] for display in outcome.displays if display["text/plain"].startswith(heading)]
     return {line.split("  ")[0]: line.split("  ", 1)[1].split() for line in text.splitlines()[1:]}
 
 
@@ -181,7 +205,7 @@ def milliseconds(words):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("work", ["dist.all_reduce(total)", "step()", "dist.barrier()"])
-def test_who_waited_and_for_whom(notebook, work):
+def test_times_name_the_ranks_that_were_waited_for(notebook, work):
     outcome = notebook.ok(f"%%distributed --time\nprint('there')\nif rank == 1:\n    time.sleep(0.4)\n{work}")
     assert outcome.text.startswith("[0-1] there\n"), "the table comes after what the cell prints"
     found = rows(outcome, "rank")
@@ -193,6 +217,14 @@ def test_who_waited_and_for_whom(notebook, work):
 
 
 @pytest.mark.processes
+def test_ranks_that_were_late_in_turn_are_both_named(notebook):
+    outcome = notebook.ok(
+        "%%distributed --time\nfor late in range(2):\n    if rank == late:\n        time.sleep(0.4)\n    dist.barrier()"
+    )
+    assert all(" ".join(words).endswith("the others waited for it") for words in rows(outcome, "rank").values())
+
+
+@pytest.mark.slow
 def test_the_time_of_threads_counts_but_not_as_the_main_threads(notebook):
     spin = "def spin():\n    until = time.thread_time() + 0.3\n    while time.thread_time() < until: pass\n"
     outcome = notebook.ok(
@@ -204,25 +236,27 @@ def test_the_time_of_threads_counts_but_not_as_the_main_threads(notebook):
     assert not found and cpu > 290 and main < 150 and wall > 290
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_cell_in_the_background_and_one_that_fails_are_measured_too(notebook):
     outcome = notebook.run("%%distributed --time\n1 / (rank - 1)")
     assert outcome.status == "error" and "ZeroDivisionError" in outcome.traceback
     assert set(rows(outcome, "rank")) == {"0", "1"}
     message = notebook.send("%%distributed --time --background\ntime.sleep(0.3)")
     outcome = notebook.finish(message)
-    notebook.follow(message, outcome, lambda so_far: any("waited" in each["text/plain"] for each in so_far.displays))
+    notebook.follow(
+        message, outcome, lambda so_far: any("waited" in display["text/plain"] for display in so_far.displays)
+    )
     assert min(milliseconds(rows(outcome, "rank")["0"])[:1]) > 290
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_profile_is_a_table_and_a_trace_whose_times_fit_together(notebook, folder):
     outcome = notebook.ok(
         "%%distributed --profile\n"
         "dist.barrier()\nif rank == 1:\n    time.sleep(0.3)\n"
         "dist.all_reduce(total)\nstep()\ny = torch.ones(60, 60) @ torch.ones(60, 60)\nprint(time.time_ns())"
     )
-    assert "stderr" not in {each.get("name") for each in outcome.outputs}
+    assert "stderr" not in {output.get("name") for output in outcome.outputs}
     found = rows(outcome, "op")
     assert found["dist.all_reduce: wait"][:1] == ["1"] and milliseconds(found["dist.all_reduce: wait"])[0] > 250
     assert "(rank 0)" in " ".join(found["dist.all_reduce: wait"])
@@ -230,20 +264,22 @@ def test_a_profile_is_a_table_and_a_trace_whose_times_fit_together(notebook, fol
     name = f"rankbook-profile-{outcome.count}.json"
     assert outcome.stdout.endswith(f": {name}\n")
     trace = json.loads((folder / name).read_text())
-    spans = [each for each in trace["traceEvents"] if each["ph"] == "X"]
-    assert {each["pid"] for each in spans} == {0, 1}
-    names = {each["pid"]: each["args"]["name"] for each in trace["traceEvents"] if each["name"] == "process_name"}
+    spans = [item for item in trace["traceEvents"] if item["ph"] == "X"]
+    assert {entry["pid"] for entry in spans} == {0, 1}
+    names = {
+        element["pid"]: element["args"]["name"] for element in trace["traceEvents"] if element["name"] == "process_name"
+    }
     assert names[0].startswith("rank 0 (cpu, process ")
-    (waits,) = [each for each in spans if each["name"] == "dist.all_reduce: wait" and each["pid"] == 0]
-    begun = min(each["ts"] for each in spans if each["name"] == "dist.all_reduce" and each["pid"] == 1)
+    (waits,) = [span for span in spans if span["name"] == "dist.all_reduce: wait" and span["pid"] == 0]
+    begun = min(member["ts"] for member in spans if member["name"] == "dist.all_reduce" and member["pid"] == 1)
     assert waits["ts"] + 200_000 < begun < waits["ts"] + waits["dur"] + 1000, "the clocks of the ranks are one"
     printed = [int(line.split()[-1]) for line in outcome.stdout.splitlines() if line.startswith("[")]
-    last = max(each["ts"] + each["dur"] for each in spans)
+    last = max(part["ts"] + part["dur"] for part in spans)
     assert abs(trace["baseTimeNanoseconds"] / 1e3 + last - max(printed) / 1e3) < 200_000, "microseconds since 1970"
 
 
-@pytest.mark.processes
-def test_what_ran_before_an_error_or_an_interrupt_is_in_the_profile(notebook, folder):
+@pytest.mark.slow
+def test_profile_has_the_ops_before_an_error_or_an_interrupt(notebook, folder):
     outcome = notebook.run("%%distributed --profile=err.json\ntotal.exp()\nstep()\n1 / 0")
     assert outcome.status == "error"
     assert "aten::exp" in rows(outcome, "op") and (folder / "err.json").exists()
@@ -261,45 +297,45 @@ def test_what_ran_before_an_error_or_an_interrupt_is_in_the_profile(notebook, fo
     assert "aten::exp" not in (folder / "err.json").read_text(), "an earlier trace of ours is replaced"
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_file_of_the_persons_is_not_overwritten_and_the_cell_does_not_run(notebook, folder):
     (folder / "notes.json").write_text("{}")
     outcome = notebook.run("%%distributed --profile=notes.json\nran = True")
-    assert outcome.status == "error" and "no trace of Rankbook's" in outcome.stderr
+    assert outcome.status == "error" and "not a trace of Rankbook" in outcome.stderr
     assert notebook.run("%%distributed\nran").status == "error"
     assert (folder / "notes.json").read_text() == "{}"
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_cell_without_the_options_is_watched_by_nobody(notebook):
     notebook.ok("%%distributed --profile --time\ndist.all_reduce(total)")
     notebook.ok("%%distributed\nfrom rankbook.rank.process_groups import interruptible_work\nimport os")
-    code = "print(interruptible_work.watching.by, os.environ.get('KINETO_LOG_LEVEL'))"
+    code = "print(interruptible_work.active_observer.value, os.environ.get('KINETO_LOG_LEVEL'))"
     assert "[0-1] None None" in notebook.ok(f"%%distributed\n{code}").stdout
     outcome = notebook.ok("%%distributed --profile\nx = 3")
-    assert "nothing of torch ran" in outcome.stdout
+    assert "no torch op ran" in outcome.stdout
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_profiler_in_the_cell_is_the_persons_and_ours_gives_way(notebook):
     seen = "print('aten::exp' in {e.name for e in mine.events()})"
     cell = f"with torch.profiler.profile() as mine:\n    total.exp()\n{seen}"
     outcome = notebook.ok(f"%%distributed --profile --time\n{cell}")
     assert "[0-1] True" in outcome.stdout and set(rows(outcome, "rank")) == {"0", "1"}
-    assert "ranks 0-1: torch's profiler did not see the cell: the cell has started one itself" in outcome.stderr
+    assert "ranks 0-1: torch's profiler could not record the cell: the cell started a profiler itself" in outcome.stderr
     outcome = notebook.ok("%%distributed --profile\nmine = torch.profiler.profile()\nmine.start()\ntotal.sin()")
-    assert "the cell has started one itself" in outcome.stderr
+    assert "the cell started a profiler itself" in outcome.stderr
     outcome = notebook.ok("%%distributed --profile\ntotal.cos()")
-    assert "an earlier cell has started still runs" in outcome.stderr
+    assert "a profiler started by an earlier cell is still running" in outcome.stderr
     cell = "mine.stop()\nprint({'aten::sin', 'aten::cos'} <= {e.name for e in mine.events()})"
     assert "[0-1] True" in notebook.ok(f"%%distributed\n{cell}").stdout
     assert "aten::exp" in rows(notebook.ok("%%distributed --profile\ntotal.exp()"), "op")
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_without_a_profile_the_profiling_is_not_even_imported(fresh_notebook):
     fresh_notebook.ok("%distributed start -n 1\n")
     fresh_notebook.ok("%%distributed --time\nx = 1")
     names = "'rankbook.rank.profiler', 'rankbook.rank.measurement'"
-    told = f"import sys\nprint(*(name in sys.modules for name in ({names})))"
-    assert "False True" in fresh_notebook.ok(f"%%distributed\n{told}").stdout
+    reported = f"import sys\nprint(*(name in sys.modules for name in ({names})))"
+    assert "False True" in fresh_notebook.ok(f"%%distributed\n{reported}").stdout

@@ -1,4 +1,4 @@
-"""A cell that runs out of memory: it says what holds it, and gives back what it held itself."""
+"""Test cells that run out of memory: the report, and the memory that is freed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loaded(notebook):
 @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 def test_the_error_says_what_holds_the_memory_and_the_cells_own_is_freed(loaded, error):
     _, text = failed(loaded, f"%%distributed --ranks 0\nstep({error})")
-    assert text.count("rank 0, memory of cpu: this process has ") == 1
+    assert text.count("rank 0, memory of cpu: this process uses ") == 1
     assert re.search(r"^ +12 MB  step\(\): activations +\(3000000,\) +float32  cpu$", text, re.MULTILINE)
     assert re.search(r"^ +8 MB  batches\[0\] ", text, re.MULTILINE)
     assert re.search(r"^ +4 MB  batches\[1\] ", text, re.MULTILINE)
@@ -65,11 +65,11 @@ except MemoryError as error: raise RuntimeError('wrapped') from error"""
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "reported"),
     [("MemoryError()", "rank 0 raised MemoryError"), (ERRORS["CPU"], "rank 0 raised RuntimeError (out of memory)")],
     ids=["Python", "CPU"],
 )
-def test_what_a_rank_held_that_waited_for_the_one_without_memory_is_let_go_too(loaded, error, told):
+def test_memory_of_ranks_that_waited_for_the_failed_one_is_freed(loaded, error, reported):
     code = f"""%%distributed
 def wait():
     activations = note(torch.zeros(3_000_000))
@@ -78,7 +78,7 @@ if rank == 0:
     step({error})
 wait()"""
     _, text = failed(loaded, code)
-    assert told in text
+    assert reported in text
     assert text.count("memory of cpu") == 1, "only of the rank that has none left"
     assert "[0-1] 0 left" in loaded.ok(LEFT).stdout
 
@@ -98,7 +98,7 @@ except MemoryError as error:
     assert "[0-1] 0 left" in loaded.ok(LEFT).stdout
 
 
-def test_what_is_the_same_is_told_once_and_what_differs_by_rank(loaded):
+def test_equal_memory_reports_are_shown_once_and_others_per_rank(loaded):
     _, text = failed(loaded, "%%distributed\nraise MemoryError")
     assert text.count("ranks 0-1: MemoryError") == 1
     assert text.count("Traceback") <= 1, "the error is the same, only what holds the memory is not"
@@ -123,5 +123,5 @@ def test_an_ordinary_error_says_nothing_of_it_and_keeps_its_frames_for_a_debugge
 def test_a_real_error_of_torch_on_the_cpu(loaded):
     outcome, text = failed(loaded, "%%distributed\ntorch.empty(1 << 60, dtype=torch.uint8)")
     assert outcome.ename == "RuntimeError"
-    assert "memory of cpu: this process has" in text
+    assert "memory of cpu: this process uses" in text
     assert loaded.ok("%%distributed\nprint(torch.ones(2).sum().item())").stdout == "[0-1] 2.0\n"

@@ -1,4 +1,4 @@
-"""A cell's output by rank, and the line above a cell that takes a while, in a real kernel with real ranks."""
+"""Test a cell's output by rank and its status line, in a real kernel with real ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRINTS = "\nprint('same'); print('of', rank); rank"
 
 def panel(outcome):
     """The display that a front end shows in the end, after its updates."""
-    (shown,) = [each for each in outcome.displays if "rankbook-panel" in each.get("text/html", "")]
+    (shown,) = [display for display in outcome.displays if "rankbook-panel" in display.get("text/html", "")]
     assert WIDGET not in shown
     return shown
 
@@ -34,7 +34,7 @@ def by_rank(html):
     return found
 
 
-def test_what_only_a_front_end_can_show_is_live_below_the_panel(notebook):
+def test_widgets_are_live_below_the_panel(notebook):
     outcome = notebook.ok(
         "%%distributed --view tabs\nimport ipywidgets\nfrom IPython.display import display\n"
         "display(ipywidgets.IntSlider(value=3 + rank))\n"
@@ -43,14 +43,14 @@ def test_what_only_a_front_end_can_show_is_live_below_the_panel(notebook):
     )
     shown = panel(outcome)
     assert by_rank(shown["text/html"]) == {rank: f"IntSlider(value={3 + rank})second" for rank in (0, 1)}
-    below = [each for each in outcome.displays if each is not shown]
-    assert [list(each) for each in below[::2]] == [["text/plain"]] * 4
-    assert sorted(each["text/plain"] for each in below[::2]) == ["[0]", "[0]", "[1]", "[1]"]
-    assert len([each for each in below[1::2] if WIDGET in each]) == 2
-    assert sorted(each["application/x-chart"] for each in below[1::2] if WIDGET not in each) == [5, 6]
+    below = [display for display in outcome.displays if display is not shown]
+    assert [list(item) for item in below[::2]] == [["text/plain"]] * 4
+    assert sorted(element["text/plain"] for element in below[::2]) == ["[0]", "[0]", "[1]", "[1]"]
+    assert len([entry for entry in below[1::2] if WIDGET in entry]) == 2
+    assert sorted(member["application/x-chart"] for member in below[1::2] if WIDGET not in member) == [5, 6]
 
 
-def test_what_is_cleared_is_gone_below_the_panel_too(notebook):
+def test_cleared_displays_are_removed_below_the_panel(notebook):
     outcome = notebook.ok(
         "%%distributed --view tabs\nfrom IPython.display import clear_output, display\nimport time\n"
         "for step in range(3):\n    clear_output(wait=True)\n    time.sleep(0.1)\n"
@@ -58,9 +58,9 @@ def test_what_is_cleared_is_gone_below_the_panel_too(notebook):
     )
     shown = panel(outcome)
     assert by_rank(shown["text/html"]) == {0: "a chart", 1: "a chart"}
-    below = [each for each in outcome.displays if each is not shown and each["text/plain"]]
-    assert sorted(each["application/x-chart"] for each in below if "application/x-chart" in each) == [2, 12]
-    assert sorted(each["text/plain"] for each in below if "application/x-chart" not in each) == ["[0]", "[1]"]
+    below = [display for display in outcome.displays if display is not shown and display["text/plain"]]
+    assert sorted(item["application/x-chart"] for item in below if "application/x-chart" in item) == [2, 12]
+    assert sorted(element["text/plain"] for element in below if "application/x-chart" not in element) == ["[0]", "[1]"]
 
 
 @pytest.mark.parametrize(("view", "first"), [("tabs", "0"), ("grid", "grid"), ("merged", "merged")])
@@ -95,14 +95,14 @@ def test_a_cell_that_shows_nothing_has_no_panel(notebook):
     assert outcome.displays == []
 
 
-def test_an_error_is_told_below_the_panel_and_what_was_printed_before_is_in_it(notebook):
+def test_an_error_is_reported_below_the_panel_and_what_was_printed_before_is_in_it(notebook):
     outcome = notebook.run("%%distributed --view tabs\nprint('before', rank)\n1 / rank")
     assert outcome.status == "error"
     assert "ZeroDivisionError" in outcome.traceback
     assert panel(outcome)["text/plain"].splitlines() == ["[0] before 0", "[1] before 1", "[1] 1.0"]
 
 
-def test_what_a_thread_prints_after_the_end_is_shown_below(notebook, tmp_path):
+def test_output_of_a_thread_after_the_end_is_shown_below(notebook, tmp_path):
     gate = Gate(tmp_path / "gate")
     message = notebook.send(
         "%%distributed --view tabs\nimport os, threading, time\nprint('now')\n"
@@ -168,7 +168,7 @@ def held(notebook, tmp_path):
 
 
 def strip(outcome):
-    return [each["text/plain"] for each in outcome.displays if each.get("text/plain", "").startswith("cell [")]
+    return [display["text/plain"] for display in outcome.displays if display.get("text/plain", "").startswith("cell [")]
 
 
 def test_a_cell_that_takes_a_while_has_a_line_above_it_and_keeps_its_output(held):
@@ -176,7 +176,7 @@ def test_a_cell_that_takes_a_while_has_a_line_above_it_and_keeps_its_output(held
 
     def at_line(outcome):
         seen.extend(strip(outcome))
-        return any("at line 4" in each for each in strip(outcome))
+        return any("at line 4" in item for item in strip(outcome))
 
     outcome = held("", at_line)
     assert re.fullmatch(r"cell \[\d+\] on ranks 0-1 · [1-9]\d*\.\d s · running", seen[0])
@@ -184,8 +184,8 @@ def test_a_cell_that_takes_a_while_has_a_line_above_it_and_keeps_its_output(held
     assert outcome.stdout == "[0-1] first\n[0-1] last\n"
 
 
-def test_it_stands_in_the_panel_of_a_cell_that_has_one(held):
-    outcome = held(" --view tabs", lambda outcome: any(WIDGET in each for each in outcome.displays))
+def test_status_line_is_in_the_panel_of_its_cell(held):
+    outcome = held(" --view tabs", lambda outcome: any(WIDGET in display for display in outcome.displays))
     assert "first" in panel(outcome)["text/plain"]
     assert "last" in panel(outcome)["text/plain"]
 
@@ -200,12 +200,12 @@ def test_a_cell_that_has_ended_before_anybody_follows_it_is_shown_whole():
     shown = []
     cell = SimpleNamespace(on_change=[], result=None)
     panel = Panel(SimpleNamespace(emit=shown.extend), 3, (0,), "tabs")
-    merger = OutputMerger([0], key="k", cluster_key="c", page=panel.page)
-    merger.feed(0, Text(cell=1, stream="stdout", data=b"early\n"), 0.0)
+    merger = OutputMerger([0], key="k", cluster_key="c", view=panel.page)
+    merger.add_output(0, Text(cell=1, stream="stdout", data=b"early\n"), 0.0)
     merger.close(1.0)
     cell.result = object()
     panel.follow(cell)
-    assert [each.update for each in shown] == [False, True]
+    assert [item.update for item in shown] == [False, True]
     assert shown[1].data["text/plain"] == "[0] early"
     cell.on_change[0]()
     assert len(shown) == 2

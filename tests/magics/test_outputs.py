@@ -1,4 +1,4 @@
-"""ipywidgets' `Output` on a rank, as a front end sees it: what is captured, when, and what is not."""
+"""Test ipywidgets' `Output` on a rank: what is captured, and what is not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.magics.test_comm_bridge import move, said
+from tests.magics.test_comm_bridge import comm_messages, move
 
 pytestmark = pytest.mark.processes
 
@@ -18,23 +18,23 @@ SETUP = "%%distributed\nimport ipywidgets, sys, time\nfrom IPython.display impor
 def states(messages):
     """What each widget's state is after these messages, by its comm's id."""
     found = {}
-    for each in messages:
-        if each["msg_type"] in ("comm_open", "comm_msg") and "state" in each["content"]["data"]:
-            found.setdefault(each["content"]["comm_id"], {}).update(each["content"]["data"]["state"])
+    for message in messages:
+        if message["msg_type"] in ("comm_open", "comm_msg") and "state" in message["content"]["data"]:
+            found.setdefault(message["content"]["comm_id"], {}).update(message["content"]["data"]["state"])
     return found
 
 
 def outputs_of(outcome, *, rank=0):
     """What stands in the ranks' widgets, which were made in this cell: `out` on each."""
-    found = [each for each in states(outcome.messages).values() if each.get("_model_name") == "OutputModel"]
+    found = [state for state in states(outcome.messages).values() if state.get("_model_name") == "OutputModel"]
     return found[rank]["outputs"]
 
 
 def texts(outputs):
-    return [each.get("text") or each.get("data", {}).get("text/plain") or each.get("ename") for each in outputs]
+    return [output.get("text") or output.get("data", {}).get("text/plain") or output.get("ename") for output in outputs]
 
 
-def test_what_is_printed_and_displayed_within_stands_in_the_widget_and_nowhere_else(notebook):
+def test_output_within_the_block_appears_only_in_the_widget(notebook):
     outcome = notebook.ok(
         SETUP + "out = ipywidgets.Output()\nprint('before')\nwith out:\n    print('rank', rank)\n"
         "    print('wrong', file=sys.stderr)\n    display(HTML('<b>bold</b>'))\n    !echo from a shell\n"
@@ -70,15 +70,15 @@ def test_an_error_stands_in_the_widget_and_an_interrupt_ends_the_cell(notebook):
     outcome = notebook.ok(
         SETUP + "out = ipywidgets.Output()\nwith out:\n    print('so far')\n    1 / 0\nprint('goes on')"
     )
-    told = outputs_of(outcome)
-    assert texts(told) == ["so far\n", "ZeroDivisionError"] and outcome.stdout == "[0-1] goes on\n"
-    assert any("1 / 0" in re.sub(r"\x1b\[[0-9;]*m", "", line) for line in told[1]["traceback"])
+    reported = outputs_of(outcome)
+    assert texts(reported) == ["so far\n", "ZeroDivisionError"] and outcome.stdout == "[0-1] goes on\n"
+    assert any("1 / 0" in re.sub(r"\x1b\[[0-9;]*m", "", line) for line in reported[1]["traceback"])
 
     message = notebook.send("%%distributed\nwith out:\n    print('again')\n    time.sleep(60)")
     pressed = []
 
     def press(outcome):
-        if not pressed and any("again" in str(each) for each in states(outcome.messages).values()):
+        if not pressed and any("again" in str(state) for state in states(outcome.messages).values()):
             pressed.append(notebook.interrupt())
 
     stopped = notebook.finish(message, seen=press, timeout=20)
@@ -101,8 +101,8 @@ def test_a_callback_captures_its_own_while_a_cell_prints(notebook):
     move(notebook, slider, 41)
     outcome = notebook.ok("%%distributed --ranks 0\nran")
     assert outcome.text.endswith("[0] [41]\n")
-    told = states(made.messages + notebook.late + outcome.messages).values()
-    (outputs,) = [state["outputs"] for state in told if state.get("_model_name") == "OutputModel"]
+    reported = states(made.messages + notebook.late + outcome.messages).values()
+    (outputs,) = [state["outputs"] for state in reported if state.get("_model_name") == "OutputModel"]
     assert texts(outputs) == ["moved to 41\n", "41"], "and no tick"
 
 
@@ -120,9 +120,9 @@ def test_a_flood_sends_a_few_states_and_keeps_its_end(notebook):
         "    with out:\n        for n in range(100): print(f'\\r{n}%', end='')"
     )
     last = outputs_of(outcome)
-    assert texts(last)[0].startswith("(what was printed before is left out)\n") and texts(last)[0].endswith("\n99%")
-    updates = [each for each in said(outcome, "msg") if "outputs" in each["content"]["data"].get("state", {})]
-    sent = sum(len(str(each["content"])) for each in updates)
+    assert texts(last)[0].startswith("(earlier output is left out)\n") and texts(last)[0].endswith("\n99%")
+    updates = [item for item in comm_messages(outcome, "msg") if "outputs" in item["content"]["data"].get("state", {})]
+    sent = sum(len(str(update["content"])) for update in updates)
     assert sent < 4_000_000, "each state is sent whole, so they come at a pace"
 
 
@@ -134,15 +134,15 @@ def test_a_subprocess_prints_into_the_widget_and_has_none_of_its_own(notebook):
         "        process.start(); process.join()\n    print(process.exitcode)"
     )
     assert outcome.stdout == "[0] 0\n" and texts(outputs_of(outcome)) == ["of the child\n"]
-    heard = notebook.ok(
+    outcome = notebook.ok(
         "%%distributed --ranks 0\nimport threading\ndef run():\n    with out:\n"
         "        process = multiprocessing.get_context('fork').Process(target=print, args=('of its child',))\n"
         "        process.start(); process.join()\nthread = threading.Thread(target=run)\nthread.start(); thread.join()"
     )
-    assert heard.stdout == "[0] of its child\n", "which writes where the process writes"
+    assert outcome.stdout == "[0] of its child\n", "which writes where the process writes"
 
 
-def test_where_there_is_no_front_end_it_is_printed_as_in_any_script(tmp_path):
+def test_output_without_a_front_end_is_printed(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import rankbook\nwith rankbook.Cluster(1) as cluster:\n"
                       "    cell = 'import ipywidgets\\nout = ipywidgets.Output()\\nwith out: print(1)'\n"

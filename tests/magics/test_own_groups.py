@@ -1,4 +1,4 @@
-"""Process groups that user code makes in the place of the one that it found."""
+"""Test process groups that user code creates in place of the predefined one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.rank_processes import free_port
 
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 ADD = "x = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())"

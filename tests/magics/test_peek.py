@@ -1,4 +1,4 @@
-"""`%distributed peek`: what is said of the answers, and in a kernel beside a cell that runs."""
+"""Test `%distributed peek`: the text of the answers, and peeks beside a running cell."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from rankbook.coordinator.evaluate import Peeked
 from rankbook.magics.reports import describe_peeks
 
 
-def test_equal_answers_are_shown_once_and_a_moving_target_is_told():
+def test_equal_answers_are_shown_once_and_a_moving_target_is_reported():
     peeks = [
         Peeked(0, "<L at 0x7f00aa>\nb", "", "cell [3]"),
         Peeked(1, "<L at 0x7f11bb>\nb", "", ""),
         Peeked(2, "5", "", "cell [3]"),
-        Peeked(3, "", "given up after 2 s", "cell [3]"),
+        Peeked(3, "", "timed out after 2 s", "cell [3]"),
     ]
     text, trouble = describe_peeks(peeks)
-    assert text.startswith("[0-1] <L at 0x7f00aa>\n[0-1] b\n[2] 5\n(a moving target: cell [3] runs on ranks 0,2, and")
-    assert trouble == "[3] given up after 2 s\n"
+    assert text.startswith(
+        "[0-1] <L at 0x7f00aa>\n[0-1] b\n[2] 5\n(cell [3] is running on ranks 0,2; the values were read"
+    )
+    assert trouble == "[3] timed out after 2 s\n"
     assert describe_peeks([Peeked(0, "1", "", "")]) == ("[0] 1\n", "")
 
 
@@ -41,7 +43,7 @@ def test_a_peek_beside_a_cell_and_between_two(notebook):
     outcome = notebook.run("%distributed peek loss.sum().item()  # of rank 1 too")
     while outcome.status == "error" or outcome.stderr:  # a rank has not come so far
         outcome = notebook.run("%distributed peek loss.sum().item()")
-    assert re.search(r"^\[0\] 6\.0\n\[1\] 8\.0\n\(a moving target: cell \[\d+\] runs on ranks 0-1", outcome.stdout)
+    assert re.search(r"^\[0\] 6\.0\n\[1\] 8\.0\n\(cell \[\d+\] is running on ranks 0-1", outcome.stdout)
     rank = 'rank = "the notebook\'s"\n'
     assert '[1] "1+"\n' in notebook.ok(rank + '%distributed peek f"{rank}+" --ranks 1').stdout.replace("'", '"')
     outcome = notebook.run("%distributed peek 1 // rank")
@@ -51,10 +53,12 @@ def test_a_peek_beside_a_cell_and_between_two(notebook):
     notebook.ok("%%distributed\nvalue = 7")
     assert notebook.ok("%distributed peek value").stdout == "[0-1] 7\n"
     refused = notebook.run("%distributed peek value = 8")
-    assert refused.status == "error" and "no Python expression" in refused.stderr
+    assert refused.status == "error" and "is not a Python expression" in refused.stderr
     failed = notebook.run("%distributed peek valeu")
     assert failed.status == "error"
-    assert failed.stderr.endswith("%distributed peek: [0-1] NameError: name 'valeu' is not defined; near: value\n")
+    assert failed.stderr.endswith(
+        "%distributed peek: [0-1] NameError: name 'valeu' is not defined; did you mean: value?\n"
+    )
 
 
 @pytest.mark.processes

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from rankbook.magics.cell_handle import describe_running
+from types import SimpleNamespace
+
+from rankbook.magics.cell_handle import StatusLine, describe_running
+from rankbook.magics.debugger import describe_pause
 from rankbook.protocol.telemetry import RankPlacement
 from rankbook.widgets.status_line import line
 
@@ -27,3 +30,24 @@ def test_the_line_says_who_does_what():
     )
     waiting = describe(1.0, [row(0, "waiting", waits_for="<")])
     assert "&lt;" in line(waiting, "running")["text/html"]
+
+
+def test_the_line_of_a_running_cell_says_when_nothing_more_comes_and_the_last_one_does_not():
+    status_line = object.__new__(StatusLine)
+    vars(status_line).update(
+        _cell=SimpleNamespace(number=3, ranks=(0, 1), started=None),
+        _paused={},
+        _monitor=SimpleNamespace(placement=lambda: SimpleNamespace(ranks=()), close=lambda: None),
+    )
+    running = status_line.current_bundle()
+    assert "not updated any more" in running["text/html"]
+    assert "not updated" not in running["text/plain"]
+    ended = status_line.final_bundle(SimpleNamespace(status="ok", seconds=2.0))
+    assert "not updated" not in ended["text/html"]
+
+
+def test_the_place_of_a_pause_names_its_cell():
+    assert describe_pause("", 10, 3) == "paused at line 10 of cell [3]"
+    assert describe_pause("", 10, None) == "paused at line 10"
+    assert describe_pause("train.py", 10, None) == "paused at train.py:10"
+    assert describe_pause("", -1, None) == "paused"

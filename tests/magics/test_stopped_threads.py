@@ -1,4 +1,4 @@
-"""The stopped ranks as a front end sees them: its events, its call stack, and the references that it is given."""
+"""Test the stopped ranks as a front end sees them: events, call stack and references."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rankbook.magics.debug_multiplexer import REFERENCES, THREADS, ReferenceMap,
 
 
 def names(events):
-    return [(each["event"], rank_of_thread(each["body"]["threadId"])) for each in events]
+    return [(event["event"], rank_of_thread(event["body"]["threadId"])) for event in events]
 
 
 def stop(stopped, *ranks):
@@ -25,12 +25,12 @@ def test_a_reference_leads_to_its_rank_until_that_resumes():
     first, second = references.add(0, 4), references.add(1, 4)
     assert REFERENCES <= first < second < 1 << 31 and references.add(0, 4) == first
     assert references.add(0, 0) == 0, "which stands for nothing to look into"
-    references.forget(0)
+    references.drop(0)
     assert (references.find(first), references.find(second)) == (None, (1, 4))
     assert references.add(0, 4) not in (first, second), "what is the rank's number 4 now is something else"
 
 
-def test_each_rank_that_stops_is_a_thread_that_stops():
+def test_every_stopped_rank_is_a_stopped_thread():
     stopped = StoppedThreads()
     assert names(stop(stopped, 2, 0)) == [("stopped", 2), ("stopped", 0)]
     (event,) = stopped.stop(1, {"threadId": 3, "reason": "exception", "text": "ValueError", "allThreadsStopped": True})
@@ -38,14 +38,14 @@ def test_each_rank_that_stops_is_a_thread_that_stops():
     assert event["body"] == {**body, "description": "rank 1"} and stopped.threads[1] == 3
 
 
-def test_ranks_that_resume_are_told_once():
+def test_ranks_that_resume_are_reported_once():
     stopped = StoppedThreads()
     stop(stopped, 0, 1)
     assert names(stopped.resume((0, 1))) == [("continued", 0), ("continued", 1)]
     assert stopped.resume((0, 1)) == [], "what a rank itself tells of it comes after this, and is nothing new"
 
 
-def test_a_view_that_is_emptied_as_one_rank_resumes_is_told_of_one_that_is_still_stopped():
+def test_a_view_that_is_emptied_as_one_rank_resumes_is_reported_with_one_that_is_still_stopped():
     stopped = one_view()
     stop(stopped, 0, 1, 2)
     assert names(stopped.resume((0,))) == [("continued", 0), ("stopped", 1)]
@@ -59,7 +59,7 @@ def test_an_empty_call_stack_begins_with_the_chosen_rank_and_its_rows_then_stay_
     stopped = one_view()
     stop(stopped, 1, 0)
     assert stopped.call_stack() == [0, 1]
-    stopped.chosen = 1
+    stopped.selected_rank = 1
     assert stopped.call_stack() == [0, 1], "it is selected already, and the rows need not move"
     stopped.resume((0, 1))
     stop(stopped, 0, 1)
@@ -76,7 +76,7 @@ def test_a_rank_that_moves_alone_is_shown_first_when_it_stops_again():
     stop(stopped, 0, 1, 2)
     assert names(stopped.resume((1,))) == [("continued", 1), ("stopped", 0)]
     stopped.call_stack()
-    stopped.chosen = 0  # JupyterLab selects what it is shown meanwhile
+    stopped.selected_rank = 0  # JupyterLab selects what it is shown meanwhile
     assert names(stop(stopped, 1)) == [("continued", 1), ("stopped", 1)], "which makes JupyterLab forget rank 0"
     assert stopped.call_stack() == [1, 0, 2]
 
@@ -89,7 +89,7 @@ def test_continue_and_step_are_for_all_stopped_ranks_or_for_one():
     assert stopped.targets(THREADS + 2, single=True) == [0], "which does not stand for a rank that runs"
     stopped.single = True
     assert stopped.targets(THREADS + 3, single=False) == [3]
-    stopped.one_view, stopped.chosen = True, 1
+    stopped.one_view, stopped.selected_rank = True, 1
     assert stopped.targets(1, single=False) == [1]
     assert stopped.targets(THREADS + 3, single=False) == [1], "JupyterLab names the thread that stopped last"
     assert StoppedThreads().targets(1, single=True) == []

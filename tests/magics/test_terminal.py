@@ -1,4 +1,4 @@
-"""A terminal instead of a browser: IPython's own with the extension, and `jupyter console` on our kernel."""
+"""Test IPython's terminal with the extension, and `jupyter console` with the kernel."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ class Terminal:
         return self.wait_prompt()
 
     def close(self) -> None:
-        """Leave as a person does."""
-        self.process.sendcontrol("d")
+        """Leave as a person does, unless the terminal has ended."""
+        if self.process.isalive():
+            self.process.sendcontrol("d")
         self.process.expect(pexpect.EOF)
         self.process.close()
 
@@ -100,8 +101,8 @@ def ask_each(terminal: Terminal) -> None:
         terminal.process.expect(r"\[(\d)\] name\? ")
         terminal.process.send(f"person {terminal.process.match[1]}\r")
     terminal.wait_prompt()
-    told = _CODES.sub("", terminal.seen.getvalue())
-    assert "[0] 'person 0'" in told and "[1] 'person 1'" in told
+    reported = _CODES.sub("", terminal.seen.getvalue())
+    assert "[0] 'person 0'" in reported and "[1] 'person 1'" in reported
 
 
 def test_ipython_with_the_extension(opened):
@@ -153,3 +154,6 @@ def test_jupyter_console_on_our_kernel(opened, install):
 
     interrupt(terminal)
     assert "[0-1] 7" in terminal.run("unique_name_on_ranks")
+
+    terminal.process.send("exit\r")
+    terminal.process.expect(pexpect.EOF)

@@ -1,10 +1,10 @@
-"""The ranks' variables side by side."""
+"""Test the table of the ranks' variables."""
 
 from __future__ import annotations
 
 import pytest
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.magics.reports import VARIABLE_HEADINGS, variable_rows
 from rankbook.protocol.telemetry import Variable
 
@@ -17,13 +17,13 @@ def plain(name, value):
     return Variable(name, type(value).__name__, None, "", "", None, repr(value))
 
 
-def told(variables, *names):
+def reported(variables, *names):
     rows = variable_rows(variables, names)
     return [{key: cell for key, cell in zip(VARIABLE_HEADINGS, row, strict=True) if cell} for row in rows]
 
 
-def test_what_all_ranks_have_alike_is_one_row():
-    assert told({rank: (tensor("x", 2, 3), plain("n", 5)) for rank in range(4)}) == [
+def test_variable_that_is_equal_on_all_ranks_is_one_row():
+    assert reported({rank: (tensor("x", 2, 3), plain("n", 5)) for rank in range(4)}) == [
         {"name": "x", "ranks": "all", "type": "Tensor", "shape": "[2, 3]", "dtype": "float32"}
         | {"device": "cpu", "size": "4 kB"},
         {"name": "n", "ranks": "all", "type": "int", "value": "5"},
@@ -31,7 +31,7 @@ def test_what_all_ranks_have_alike_is_one_row():
 
 
 def test_another_make_is_another_row_that_says_in_what():
-    rows = told({0: (tensor("x", 2),), 1: (tensor("x", 2),), 2: (tensor("x", 3, dtype="bfloat16"),)})
+    rows = reported({0: (tensor("x", 2),), 1: (tensor("x", 2),), 2: (tensor("x", 3, dtype="bfloat16"),)})
     assert [(row["ranks"], row["shape"], row["dtype"]) for row in rows] == [
         ("0-1", "[2]", "float32"),
         ("2", "[3]", "bfloat16"),
@@ -40,27 +40,27 @@ def test_another_make_is_another_row_that_says_in_what():
 
 
 def test_values_of_the_same_make_share_a_row_with_their_ranks():
-    (row,) = told({rank: (plain("n", rank // 2),) for rank in range(4)})
+    (row,) = reported({rank: (plain("n", rank // 2),) for rank in range(4)})
     assert (row["ranks"], row["value"], row["differs in"]) == ("all", "[0-1] 0 · [2-3] 1", "value")
-    (row,) = told({rank: (plain("n", rank),) for rank in range(40)})
+    (row,) = reported({rank: (plain("n", rank),) for rank in range(40)})
     assert row["value"] == "[0] 0 · [1] 1 · [2] 2 · [3] 3 · …"
 
 
-def test_what_some_ranks_have_not_is_told():
-    (row,) = told({0: (), 1: (plain("n", 5),), 2: ()})
+def test_variable_that_some_ranks_lack_is_marked():
+    (row,) = reported({0: (), 1: (plain("n", 5),), 2: ()})
     assert (row["ranks"], row["differs in"]) == ("1", "not on ranks 0,2")
 
 
 def test_names_and_patterns_choose():
     variables = {0: (plain("loss", 1), plain("loss_sum", 2), plain("n", 3))}
-    assert [row["name"] for row in told(variables, "loss*")] == ["loss", "loss_sum"]
-    assert [row["name"] for row in told(variables, "n", "loss")] == ["loss", "n"]
-    with pytest.raises(BadRequest, match="no variable 'los' on rank 0; near: loss"):
-        told(variables, "los")
+    assert [row["name"] for row in reported(variables, "loss*")] == ["loss", "loss_sum"]
+    assert [row["name"] for row in reported(variables, "n", "loss")] == ["loss", "n"]
+    with pytest.raises(InvalidArgument, match="no variable matches 'los' on rank 0; did you mean: loss"):
+        reported(variables, "los")
 
 
 @pytest.mark.processes
-def test_in_a_notebook_also_while_the_ranks_run(notebook):
+def test_vars_is_answered_while_a_cell_runs(notebook):
     assert "no variables" in notebook.ok("%distributed vars").stdout
     notebook.ok(
         "%%distributed\nweights = torch.ones(2 + rank)\nshared = 'same'\nmine = rank * 10\nif rank: only_second = 1"
@@ -77,4 +77,4 @@ def test_in_a_notebook_also_while_the_ranks_run(notebook):
     assert "not on rank 0" in lines["only_second", "1"]
     assert "torch" not in text and "world_size" not in text
     assert notebook.ok("%distributed vars mine --ranks 1").text.count("mine") == 1
-    assert "near: mine" in notebook.run("%distributed vars min").stderr
+    assert "did you mean: mine" in notebook.run("%distributed vars min").stderr

@@ -1,8 +1,10 @@
-"""The front door's views, in a real kernel with real ranks: what stands below them where nothing is installed."""
+"""Test the public views in a real kernel, and their static form."""
 
 from __future__ import annotations
 
 import pytest
+
+from tests.conftest import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -26,21 +28,25 @@ def holding(module_notebook):
 def shown(notebook, code):
     """The still picture's text, and that it stands beside a widget in standard mime types."""
     displays = notebook.ok(code).displays
-    assert any("application/vnd.jupyter.widget-view+json" in each for each in displays), displays
-    still = [each for each in displays if "text/html" in each and "text/plain" in each]
+    assert any("application/vnd.jupyter.widget-view+json" in item for item in displays), displays
+    still = [display for display in displays if "text/html" in display and "text/plain" in display]
     assert still, displays
     return still[-1]["text/plain"]
 
 
-def test_placement_shows_what_each_rank_holds(holding, notebook):
-    text = shown(notebook, "rankbook.placement()")
-    assert "2 ranks" in text
-    assert "whole: Linear" in text
-    assert "shared: FSDP2 Sequential" in text
-    assert "optimizer: Adam" in text
+def test_placement_shows_what_every_rank_holds(holding, notebook):
+    # The first picture is shown without ranks that have not answered within two seconds, as on a busy machine.
+    wanted = ["2 ranks", "whole: Linear", "shared: FSDP2 Sequential", "optimizer: Adam"]
+    texts: list[str] = []
+
+    def is_complete() -> bool:
+        texts.append(shown(notebook, "rankbook.placement()"))
+        return all(words in texts[-1] for words in wanted)
+
+    wait_until(is_complete, timeout=20, what=f"{wanted} in {texts}")
 
 
-def test_shards_shows_where_each_parameter_lies(holding, notebook):
+def test_shards_shows_where_every_parameter_lies(holding, notebook):
     text = shown(notebook, "rankbook.shards('shared')")
     assert "4 tensors" in text
     assert "0.weight" in text
@@ -49,8 +55,8 @@ def test_shards_shows_where_each_parameter_lies(holding, notebook):
     assert "1.weight" not in found
 
 
-def test_a_variable_that_is_not_there_is_told_with_what_is(holding, notebook):
-    assert "no variable" in shown(notebook, "rankbook.shards('nothing_of_that_name')")
+def test_a_variable_that_is_not_there_is_reported_with_what_is(holding, notebook):
+    assert "is not defined on this rank" in shown(notebook, "rankbook.shards('nothing_of_that_name')")
 
 
 def test_checkpoints_shows_a_folder_and_an_accelerators_is_loaded_by_it(holding, notebook, tmp_path):
@@ -67,12 +73,12 @@ def test_checkpoints_shows_a_folder_and_an_accelerators_is_loaded_by_it(holding,
     text = shown(notebook, f"rankbook.checkpoints({str(tmp_path)!r})")
     assert "step-40" in text
     assert "checkpoint_0" in text
-    said = notebook.ok(
-        "from rankbook.magics.views import _shelf\n"
-        f"print(_shelf({str(tmp_path)!r}).load('checkpoint_0'))\nprint(_shelf({str(tmp_path)!r}).load('step-40'))"
+    output = notebook.ok(
+        "from rankbook.magics.views import _checkpoint_source\n"
+        f"print(_checkpoint_source({str(tmp_path)!r}).load('checkpoint_0'))\nprint(_checkpoint_source({str(tmp_path)!r}).load('step-40'))"
     ).stdout
-    assert "is loaded into what the ranks' accelerator has prepared" in said
-    assert "step=40" in said
+    assert "into the objects that the ranks' accelerator has prepared" in output
+    assert "step=40" in output
     notebook.ok("%%distributed\nassert all(torch.equal(one, two) for one, two in zip(model.parameters(), kept))")
     notebook.ok("%%distributed\ndel accelerator, model, adam\nfrom rankbook import AcceleratorState\n"
                 "AcceleratorState._reset_state()")  # fmt: skip
@@ -87,5 +93,5 @@ def test_the_dashboard_has_all_three_and_moves(holding, notebook):
 
 def test_without_ranks_a_view_says_how_to_make_some(fresh_notebook):
     failed = fresh_notebook.run("import rankbook\nrankbook.placement()")
-    assert failed.ename == "NoCluster"
+    assert failed.ename == "NoClusterError"
     assert "%distributed start" in failed.evalue

@@ -1,4 +1,4 @@
-"""The output of several ranks, kept apart, as somebody sees it who only hears of the changes."""
+"""Test the output grouped by rank, as a panel sees it that receives only the changes."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ class Reader:
 
     def __init__(self, ranks: int = 2) -> None:
         self.there: dict[int, OutputBlock] = {}
-        self.told = 0
+        self.reported = 0
         self.head = ""
         self.page = ByRankOutput(self.tell, key="k")
-        self.merger = OutputMerger(range(ranks), key="k", cluster_key="c", page=self.page)
+        self.merger = OutputMerger(range(ranks), key="k", cluster_key="c", view=self.page)
 
     def tell(self, changes: list[Change]) -> None:
         for change in changes:
             match change:
                 case BlockAdded(piece):
                     self.there[piece.key] = piece
-                    self.told += len(piece.text)
+                    self.reported += len(piece.text)
                 case TextAppended(key, text):
                     self.there[key] = replace(self.there[key], text=self.there[key].text + text)
-                    self.told += len(text)
+                    self.reported += len(text)
                 case BlockRemoved(key):
                     del self.there[key]
                 case OutputHeader(bundle):
                     self.head = bundle["text/plain"]
 
-    def feed(self, rank: int, text: str, now: float = 0.0) -> None:
-        self.merger.feed(rank, Text(cell=1, stream="stdout", data=text.encode()), now)
+    def add_output(self, rank: int, text: str, now: float = 0.0) -> None:
+        self.merger.add_output(rank, Text(cell=1, stream="stdout", data=text.encode()), now)
 
     def show(self, rank: int, data: dict[str, str], kind: str = "display", name: str | None = None) -> None:
-        self.merger.feed(rank, Display(cell=1, kind=kind, data=data, metadata={}, display_id=name), 0.0)
+        self.merger.add_output(rank, Display(cell=1, kind=kind, data=data, metadata={}, display_id=name), 0.0)
 
     def close(self) -> list[tuple[tuple[int, ...], str]]:
         assert self.merger.close(9.0) == []  # nothing is left for the cell's stream
-        assert list(self.there.values()) == self.page.pieces
+        assert list(self.there.values()) == self.page.blocks
         return [(piece.ranks, piece.text) for piece in self.there.values()]
 
     def of(self, rank: int) -> str:
         return "".join(piece.text for piece in self.there.values() if rank in piece.ranks and piece.data is None)
 
 
-def test_what_all_print_is_one_piece_and_what_differs_one_for_each_rank():
+def test_equal_output_is_one_block_and_different_output_one_per_rank():
     reader = Reader()
     for rank in (0, 1):
-        reader.feed(rank, "same\n" + "".join(f"{rank}: {line}\n" for line in range(50)) + "again\n")
+        reader.add_output(rank, "same\n" + "".join(f"{rank}: {line}\n" for line in range(50)) + "again\n")
     assert reader.close() == [
         ((0, 1), "same\n"),
         ((0,), "".join(f"0: {line}\n" for line in range(50))),
@@ -78,27 +78,27 @@ LINES = st.lists(st.sampled_from(["same", "one", "two", "three"]), max_size=8)
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(LINES, LINES, LINES), max_size=6))
-def test_each_rank_has_all_of_its_own_in_order(turns):
+def test_output_of_every_rank_is_complete_and_in_order(turns):
     reader, wanted = Reader(3), ["", "", ""]
     for now, turn in enumerate(turns):
         for rank, lines in enumerate(turn):
             text = "".join(f"{line}\n" for line in lines)
             wanted[rank] += text
             if text:
-                reader.feed(rank, text, now)
+                reader.add_output(rank, text, now)
         reader.merger.flush(now + 0.5)
     reader.close()
     assert [reader.of(rank) for rank in range(3)] == wanted
-    assert reader.told <= sum(map(len, wanted))
+    assert reader.reported <= sum(map(len, wanted))
 
 
-def test_text_is_told_once_however_often_there_is_more():
+def test_text_is_reported_once_however_often_there_is_more():
     reader = Reader(1)
     for turn in range(200):
-        reader.feed(0, f"line {turn}\n", turn)
+        reader.add_output(0, f"line {turn}\n", turn)
         reader.merger.flush(turn + 0.5)
     assert reader.close() == [((0,), "".join(f"line {turn}\n" for turn in range(200)))]
-    assert reader.told == sum(len(f"line {turn}\n") for turn in range(200))
+    assert reader.reported == sum(len(f"line {turn}\n") for turn in range(200))
 
 
 def test_a_display_stays_with_its_rank_and_is_replaced_where_it_stands():
@@ -106,7 +106,7 @@ def test_a_display_stays_with_its_rank_and_is_replaced_where_it_stands():
     reader.show(0, {"text/plain": "a"}, name="x")
     reader.show(1, {"text/plain": "b"}, name="x")
     for rank in (0, 1):
-        reader.feed(rank, "below\n")
+        reader.add_output(rank, "below\n")
     reader.show(1, {"text/plain": "c"}, "update", name="x")
     reader.close()
     assert [(piece.ranks, piece.data or piece.text) for piece in reader.there.values()] == [
@@ -120,7 +120,7 @@ def test_a_progress_bar_is_one_piece_of_its_rank_until_it_is_done():
     reader = Reader()
     for step in range(5):
         for rank in (0, 1):
-            reader.feed(rank, f"\r{rank} at {step}", step)
+            reader.add_output(rank, f"\r{rank} at {step}", step)
         reader.merger.flush(step + 0.5)
         assert [(piece.ranks, piece.text, piece.live) for piece in reader.there.values()] == [
             ((0,), f"0 at {step}", True),
@@ -129,43 +129,43 @@ def test_a_progress_bar_is_one_piece_of_its_rank_until_it_is_done():
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_what_one_rank_clears_stays_for_the_others(wait):
+def test_clear_of_one_rank_keeps_the_blocks_of_the_others(wait):
     reader = Reader()
     for rank in (0, 1):
-        reader.feed(rank, f"same\nof {rank}\n")
+        reader.add_output(rank, f"same\nof {rank}\n")
     reader.merger.flush(1.0)
-    reader.merger.feed(0, Clear(cell=1, wait=wait), 1.0)
+    reader.merger.add_output(0, Clear(cell=1, wait=wait), 1.0)
     reader.merger.flush(2.0)
     assert reader.of(0) == ("same\nof 0\n" if wait else "")
-    reader.feed(0, "new\n", 2.0)
+    reader.add_output(0, "new\n", 2.0)
     reader.close()
     assert (reader.of(0), reader.of(1)) == ("new\n", "same\nof 1\n")
 
 
 def test_a_bar_of_another_rank_survives_a_clearing_once():
     reader = Reader()
-    reader.feed(0, "\r0 at 1", 0.0)
-    reader.feed(1, "\r1 at 1", 0.0)
+    reader.add_output(0, "\r0 at 1", 0.0)
+    reader.add_output(1, "\r1 at 1", 0.0)
     reader.merger.flush(1.0)
-    reader.merger.feed(0, Clear(cell=1, wait=False), 1.0)
+    reader.merger.add_output(0, Clear(cell=1, wait=False), 1.0)
     reader.merger.flush(2.0)
     reader.merger.flush(3.0)
     assert [(piece.ranks, piece.text) for piece in reader.there.values()] == [((1,), "1 at 1")]
 
 
 def test_the_oldest_goes_when_there_is_too_much(monkeypatch):
-    monkeypatch.setattr(by_rank, "_MOST_TEXT", 100)
-    monkeypatch.setattr(by_rank, "_LARGEST", 30)
+    monkeypatch.setattr(by_rank, "_MAX_TEXT", 100)
+    monkeypatch.setattr(by_rank, "_MAX_BLOCK_TEXT", 30)
     reader = Reader(1)
     for turn in range(20):
-        reader.feed(0, f"{turn:09}\n", turn)
+        reader.add_output(0, f"{turn:09}\n", turn)
         reader.merger.flush(turn + 0.5)
     reader.close()
     assert reader.of(0).endswith(f"{19:09}\n")
     assert 50 < len(reader.of(0)) <= 100
 
 
-def test_the_head_is_told_as_it_changes():
+def test_the_head_is_reported_as_it_changes():
     reader = Reader()
-    assert reader.merger.head({"text/plain": "one"}, 0.0) == []
+    assert reader.merger.set_header({"text/plain": "one"}, 0.0) == []
     assert reader.head == "one"

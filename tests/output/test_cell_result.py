@@ -1,4 +1,4 @@
-"""What the ranks send becomes one result, and one story of what went wrong."""
+"""Test the result of a cell and the text of its errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rankbook.errors import BadRequest, CellError, CollectiveAborted, LostRank
+from rankbook.errors import CellError, CollectiveAborted, InvalidArgument, RankLostError
 from rankbook.output.cell_result import CellResult, RankOutcome, ResultBuilder, describe_errors
 from rankbook.protocol.messages import Display, Done, ErrorReport, Text, TextCut
 
@@ -38,9 +38,9 @@ def result(*ends: Done | str | None, number: int = 5) -> CellResult:
     builder = ResultBuilder(1, number, range(len(ends)))
     for rank, end in enumerate(ends):
         if isinstance(end, Done):
-            builder.done(rank, end)
+            builder.rank_done(rank, end)
         elif end is not None:
-            builder.lost(rank, end)
+            builder.rank_lost(rank, end)
     return builder.build(0.02)
 
 
@@ -54,10 +54,10 @@ def plain(found: CellResult) -> str:
 def test_output_is_kept_by_rank_and_stream():
     builder = ResultBuilder(1, 5, [2, 0])
     for part in (b"a\xc3", b"\xa4\n"):
-        builder.feed(0, text(part))
-    builder.feed(2, text(b"\xff", "stderr"))
+        builder.add_output(0, text(part))
+    builder.add_output(2, text(b"\xff", "stderr"))
     for rank in (2, 0):
-        builder.done(rank, done(seconds=rank))
+        builder.rank_done(rank, done(seconds=rank))
     found = builder.build(0.5)
     assert found.ranks == (0, 2)
     assert found.stdout == {0: "aä\n", 2: ""}
@@ -69,11 +69,11 @@ def test_output_is_kept_by_rank_and_stream():
 def test_a_flood_is_cut_and_says_so():
     builder = ResultBuilder(1, 5, [0, 1], keep=10)
     for _ in range(1000):
-        builder.feed(0, text("äöü".encode()))
-    builder.feed(0, text(b"all", "stderr"))
-    builder.feed(1, text(b"0123456789"))
+        builder.add_output(0, text("äöü".encode()))
+    builder.add_output(0, text(b"all", "stderr"))
+    builder.add_output(1, text(b"0123456789"))
     for rank in range(2):
-        builder.done(rank, done())
+        builder.rank_done(rank, done())
     found = builder.build(0.0)
     assert found[0].stdout == "äöüäö"
     assert found[0].stderr == "all"
@@ -84,26 +84,26 @@ def test_a_flood_is_cut_and_says_so():
 
 def test_a_character_that_the_cut_divides_is_left_out():
     builder = ResultBuilder(1, 5, [0], keep=3)
-    builder.feed(0, text("ää".encode()))
-    builder.done(0, done())
+    builder.add_output(0, text("ää".encode()))
+    builder.rank_done(0, done())
     assert builder.build(0.0)[0].stdout == "ä"
 
 
-def test_a_cut_on_the_rank_is_told():
+def test_a_cut_on_the_rank_is_reported():
     builder = ResultBuilder(1, 5, [0])
-    builder.feed(0, TextCut(cell=1, lines=3, size=9, log="x"))
-    builder.done(0, done())
+    builder.add_output(0, TextCut(cell=1, lines=3, size=9, log="x"))
+    builder.rank_done(0, done())
     assert builder.build(0.0)[0].truncated
 
 
 def test_displays_come_in_order_in_their_last_state_with_the_result_apart():
     builder = ResultBuilder(1, 5, [0])
-    builder.feed(0, display({"text/plain": "a"}))
-    builder.feed(0, display({"text/plain": "b"}, display_id="d"))
-    builder.feed(0, display({"text/plain": "42"}, "result"))
-    builder.feed(0, display({"text/plain": "c"}, "update", "d"))
-    builder.feed(0, display({"text/plain": "unknown"}, "update", "e"))
-    builder.done(0, done())
+    builder.add_output(0, display({"text/plain": "a"}))
+    builder.add_output(0, display({"text/plain": "b"}, display_id="d"))
+    builder.add_output(0, display({"text/plain": "42"}, "result"))
+    builder.add_output(0, display({"text/plain": "c"}, "update", "d"))
+    builder.add_output(0, display({"text/plain": "unknown"}, "update", "e"))
+    builder.rank_done(0, done())
     found = builder.build(0.0)
     assert found[0].displays == ({"text/plain": "a"}, {"text/plain": "c"})
     assert found[0].result == {"text/plain": "42"}
@@ -113,17 +113,17 @@ def test_displays_come_in_order_in_their_last_state_with_the_result_apart():
 
 def test_a_result_that_is_updated_is_the_updated_one():
     builder = ResultBuilder(1, 5, [0])
-    builder.feed(0, display({"text/plain": "old"}, "result", "d"))
-    builder.feed(0, display({"text/plain": "new"}, "update", "d"))
-    builder.done(0, done())
+    builder.add_output(0, display({"text/plain": "old"}, "result", "d"))
+    builder.add_output(0, display({"text/plain": "new"}, "update", "d"))
+    builder.rank_done(0, done())
     assert builder.build(0.0).text(0) == "new"
 
 
 def test_a_hundred_displays_are_kept():
     builder = ResultBuilder(1, 5, [0])
     for number in range(101):
-        builder.feed(0, display({"text/plain": str(number)}))
-    builder.done(0, done())
+        builder.add_output(0, display({"text/plain": str(number)}))
+    builder.rank_done(0, done())
     (outcome,) = builder.build(0.0)
     assert len(outcome.displays) == 100
     assert outcome.truncated
@@ -132,18 +132,18 @@ def test_a_hundred_displays_are_kept():
 def test_a_rank_without_a_last_expression_has_no_text():
     assert result(done()).text(0) is None
     builder = ResultBuilder(1, 5, [0])
-    builder.feed(0, display({"image/png": "x"}, "result"))
+    builder.add_output(0, display({"image/png": "x"}, "result"))
     assert builder.build(0.0).text(0) is None
 
 
-def test_what_comes_after_the_end_changes_nothing():
+def test_output_after_the_end_does_not_change_the_result():
     builder = ResultBuilder(1, 5, [0])
-    builder.done(0, done())
+    builder.rank_done(0, done())
     found = builder.build(0.0)
-    builder.feed(0, text(b"late"))
-    builder.feed(0, display({"text/plain": "late"}))
+    builder.add_output(0, text(b"late"))
+    builder.add_output(0, display({"text/plain": "late"}))
     assert found[0].stdout == ""
-    assert builder._parts == {}
+    assert builder._messages == {}
 
 
 # The result -----------------------------------------------------------------------------------------------------------
@@ -153,9 +153,9 @@ def test_a_result_is_a_sequence_of_its_ranks():
     found = result(done(), done())
     assert len(found) == 2
     assert [outcome.rank for outcome in found] == [0, 1]
-    with pytest.raises(BadRequest, match="no rank 2 in this result; it has ranks 0-1"):
+    with pytest.raises(InvalidArgument, match="rank 2 is not in this result; valid ranks are 0-1"):
         found[2]
-    with pytest.raises(BadRequest):
+    with pytest.raises(InvalidArgument):
         found.text(-1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.cell = 2
@@ -172,7 +172,7 @@ def test_a_result_is_a_sequence_of_its_ranks():
         ),
     ],
 )
-def test_it_is_told_in_one_line(found, shown):
+def test_result_is_summarized_in_one_line(found, shown):
     assert repr(found) == shown
 
 
@@ -195,16 +195,16 @@ def test_the_worst_rank_decides(ends, status):
 
 def test_a_rank_that_has_answered_is_not_lost():
     builder = ResultBuilder(1, 5, [0])
-    builder.done(0, done())
-    builder.lost(0, "rank 0 exited")
+    builder.rank_done(0, done())
+    builder.rank_lost(0, "rank 0 exited")
     assert builder.build(0.0)[0] == RankOutcome(0, "ok", 0.01)
 
 
 def test_a_lost_rank_has_words_and_the_cells_seconds():
     assert result("rank 0 exited")[0] == RankOutcome(0, "lost", 0.02, loss="rank 0 exited")
     builder = ResultBuilder(1, 5, [0])
-    builder.lost(0, "first")
-    builder.lost(0, "second")
+    builder.rank_lost(0, "first")
+    builder.rank_lost(0, "second")
     assert builder.build(0.0)[0].loss == "first"
 
 
@@ -222,13 +222,13 @@ def test_an_error_is_raised_as_what_it_was():
 
 
 def test_a_lost_rank_comes_before_the_errors_that_it_may_have_caused():
-    with pytest.raises(LostRank, match="rank 1 was killed") as caught:
+    with pytest.raises(RankLostError, match="rank 1 was killed") as caught:
         result(done("error", VALUE), "rank 1 was killed", "rank 2 was killed").raise_for_status()
     assert caught.value.ranks == (1, 2)
     assert "ValueError: bad" in str(caught.value)
 
 
-def test_what_a_rank_raised_comes_before_what_that_broke_off_elsewhere():
+def test_errors_precede_their_consequences_on_other_ranks():
     aborted = ErrorReport(name="CollectiveAborted", value="rank 1 raised", traceback="Trace", plain="Trace")
     found = result(done("error", aborted), done("error", VALUE))
     assert plain(found).splitlines()[::2] == ["rank 1: ValueError: bad", "rank 0: CollectiveAborted: rank 1 raised"]
@@ -246,11 +246,11 @@ def test_an_interrupt_is_an_interrupt():
 # The story ------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_told_of_a_cell_that_went_well():
+def test_successful_cell_has_no_error_text():
     assert plain(result(done(), done())) == ""
 
 
-def test_each_distinct_error_is_told_once_with_its_ranks():
+def test_every_distinct_error_is_reported_once_with_its_ranks():
     ends = [done("error", VALUE)] * 7 + [done("error", KEY)]
     assert plain(result(*ends)).splitlines() == [
         "ranks 0-6: ValueError: bad",
@@ -264,7 +264,7 @@ def test_ranks_that_were_fine_are_named_last():
     assert plain(result(done("error", KEY), done(), done())).splitlines()[-1] == ("ranks 1-2 finished without an error")
 
 
-def test_interrupts_take_a_line_for_each_place():
+def test_interrupts_take_a_line_for_every_place():
     ends = [done("interrupted", interrupt(3)), done("interrupted", interrupt(3)), done("interrupted", interrupt(7))]
     assert plain(result(*ends, done("interrupted", interrupt(None)), None)).splitlines() == [
         "ranks 0-1: KeyboardInterrupt at line 3",
@@ -272,6 +272,11 @@ def test_interrupts_take_a_line_for_each_place():
         "rank 3: KeyboardInterrupt",
         "rank 4: interrupted",
     ]
+
+
+def test_an_interrupt_names_the_innermost_line_of_the_users_code():
+    deep = ErrorReport("KeyboardInterrupt", "", "long", "long", line=3, place="line 12 of cell 5")
+    assert plain(result(done("interrupted", deep))).splitlines() == ["rank 0: KeyboardInterrupt at line 12 of cell 5"]
 
 
 def test_losses_come_first_and_equal_ones_once():
@@ -284,9 +289,11 @@ def test_losses_come_first_and_equal_ones_once():
     ]
 
 
-def test_an_error_without_a_traceback_is_told_once():
-    report = ErrorReport(name="BadRequest", value="no 'x'", traceback="BadRequest: no 'x'", plain="BadRequest: no 'x'")
-    assert plain(result(done("error", report))) == "rank 0: BadRequest: no 'x'"
+def test_an_error_without_a_traceback_is_reported_once():
+    report = ErrorReport(
+        name="InvalidArgument", value="no 'x'", traceback="InvalidArgument: no 'x'", plain="InvalidArgument: no 'x'"
+    )
+    assert plain(result(done("error", report))) == "rank 0: InvalidArgument: no 'x'"
 
 
 def test_the_head_of_an_error_is_one_line():
@@ -300,7 +307,7 @@ def test_the_head_of_an_error_is_one_line():
     ]
 
 
-def test_what_holds_the_memory_is_told_once_for_the_ranks_with_the_same_error_and_the_same_to_tell():
+def test_equal_memory_tables_are_shown_once():
     reports = [
         ErrorReport(name="MemoryError", value="", traceback="Trace", plain="Trace", memory=memory)
         for memory in ("memory of cpu: full", "memory of cpu: full", "memory of cpu: half")
@@ -313,10 +320,10 @@ def test_what_holds_the_memory_is_told_once_for_the_ranks_with_the_same_error_an
     ]
 
 
-def test_an_error_without_a_report_is_told_all_the_same():
+def test_an_error_without_a_report_is_reported_all_the_same():
     found = result(done("error"))
-    assert plain(found) == "rank 0: failed, and did not say how"
-    with pytest.raises(CellError, match="did not say how"):
+    assert plain(found) == "rank 0 failed without reporting an error"
+    with pytest.raises(CellError, match="failed without reporting an error"):
         found.raise_for_status()
 
 
@@ -326,3 +333,29 @@ def test_the_story_is_coloured_for_people():
     assert "\x1b[31mTrace\x1b[0m of bad" in story
     assert "\x1b[1;31mrank 0: ValueError: bad\x1b[0m" in story
     assert story.count("\x1b[1;31m") == 3
+
+
+def test_the_rank_that_died_is_named_before_those_that_still_run_because_of_it():
+    builder = ResultBuilder(1, 1, (0, 1, 2))
+    builder.rank_lost(1, "rank 1 exited with code 1")
+    builder.rank_lost(0, "rank 0 still runs", still_running=True)
+    builder.rank_done(2, Done(cell=1, status="ok", seconds=0.1))
+    found = builder.build(1.0)
+    assert describe_errors(found.outcomes, plain=True).splitlines() == [
+        "rank 1 exited with code 1",
+        "rank 0 still runs",
+        "rank 2 finished without an error",
+    ]
+    assert [outcome.still_running for outcome in found] == [True, False, False]
+
+
+def test_wrong_results_turn_the_success_of_all_ranks_into_an_error():
+    builder = ResultBuilder(1, 1, (0, 1))
+    for rank in (0, 1):
+        builder.rank_done(rank, Done(cell=1, status="ok", seconds=0.1))
+    builder.fail("all_reduce #1: rank 0 gave float32[2], rank 1 float32[3]")
+    found = builder.build(1.0)
+    assert found.status == "error"
+    with pytest.raises(RuntimeError, match=r"^ranks 0-1: RuntimeError: all_reduce #1: rank 0 gave") as caught:
+        found.raise_for_status()
+    assert isinstance(caught.value, CellError)

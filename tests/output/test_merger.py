@@ -1,4 +1,4 @@
-"""What several ranks print and display becomes what one notebook shows."""
+"""Test how the output of several ranks becomes the output of one notebook cell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankbook.output.merger import ClearOutput, Emit, OutputMerger, RichOutput, Stream
-from rankbook.protocol.messages import Clear, Display, Text, TextCut
+from rankbook.protocol.messages import Clear, Display, OutputBarrier, Text, TextCut
 
 HOLD, AFTER, EVERY = 0.1, 0.3, 0.1
 
@@ -35,8 +35,8 @@ def printed(emits: Iterable[Emit], name: str = "stdout") -> str:
 
 
 def feed_all(output: OutputMerger, *texts: str, now: float = 0.0) -> None:
-    for rank, each in enumerate(texts):
-        output.feed(rank, text(each), now)
+    for rank, item in enumerate(texts):
+        output.add_output(rank, text(item), now)
 
 
 class Notebook:
@@ -121,7 +121,7 @@ def test_subsets_of_the_ranks_are_grouped():
 
 def test_a_single_rank_is_labelled_too():
     output = OutputMerger([3], key="k", cluster_key="c")
-    output.feed(3, text("a\n\n"), 0.0)
+    output.add_output(3, text("a\n\n"), 0.0)
     assert printed(output.flush(0.0)) == "[3] a\n[3]\n"
 
 
@@ -143,7 +143,7 @@ def test_a_rank_whose_lines_begin_earlier_meets_the_others(late):
 
 
 @pytest.mark.parametrize("more", [0, 1000])
-def test_what_comes_up_only_far_ahead_is_not_waited_for(more):
+def test_item_beyond_the_look_ahead_is_not_waited_for(more):
     output = merger(2)
     feed_all(output, "done\n" + "own\n" * more, "".join(f"{i}\n" for i in range(500)) + "done\n" + "x\n" * more)
     shown = printed(output.flush(0.0)).split("\n")
@@ -162,8 +162,8 @@ def test_long_stretches_that_differ_end_where_a_common_line_comes(before):
 
 def test_streams_are_not_mixed_up():
     output = merger(2)
-    output.feed(0, text("x\n"), 0.0)
-    output.feed(1, text("x\n", "stderr"), 0.0)
+    output.add_output(0, text("x\n"), 0.0)
+    output.add_output(1, text("x\n", "stderr"), 0.0)
     assert output.flush(0.0) == [Stream("stdout", "[0] x\n"), Stream("stderr", "[1] x\n")]
 
 
@@ -171,9 +171,9 @@ def test_one_flush_joins_neighbouring_text():
     output = merger(2)
     for rank in range(2):
         for part in ("a\n", f"own {rank}\n", "b\n"):
-            output.feed(rank, text(part), 0.0)
-        output.feed(rank, text("warn\n", "stderr"), 0.0)
-        output.feed(rank, text("c\n"), 0.0)
+            output.add_output(rank, text(part), 0.0)
+        output.add_output(rank, text("warn\n", "stderr"), 0.0)
+        output.add_output(rank, text("c\n"), 0.0)
     assert output.flush(0.0) == [
         Stream("stdout", "[0-1] a\n[0] own 0\n[1] own 1\n[0-1] b\n"),
         Stream("stderr", "[0-1] warn\n"),
@@ -184,15 +184,15 @@ def test_one_flush_joins_neighbouring_text():
 def test_text_that_differs_on_stderr_takes_turns_as_well():
     output = merger(2)
     for rank in range(2):
-        output.feed(rank, text(f"w{rank}1\nw{rank}2\n", "stderr"), 0.0)
+        output.add_output(rank, text(f"w{rank}1\nw{rank}2\n", "stderr"), 0.0)
     assert output.flush(0.0) == [Stream("stderr", "[0] w01\n[1] w11\n[0] w02\n[1] w12\n")]
 
 
 def test_lines_are_whole_wherever_the_chunks_end():
     output = merger(1)
     for byte in "gr\u00fc\u00dfe \U0001f600\n".encode():
-        output.feed(0, text(bytes([byte])), 0.0)
-    output.feed(0, text(b"\xff\xfe\n"), 0.0)
+        output.add_output(0, text(bytes([byte])), 0.0)
+    output.add_output(0, text(b"\xff\xfe\n"), 0.0)
     assert printed(output.flush(0.0)) == "[0] gr\u00fc\u00dfe \U0001f600\n[0] \ufffd\ufffd\n"
 
 
@@ -202,12 +202,12 @@ def test_carriage_returns_in_what_was_never_live_leave_the_final_text():
     assert printed(output.flush(0.0)) == "[0-1] 100%\n[0-1] done\n"
 
 
-def test_a_cut_is_told_in_its_place():
+def test_a_cut_is_reported_in_its_place():
     output = merger(2)
-    output.feed(0, text("before"), 0.0)
-    output.feed(0, TextCut(cell=1, lines=9_900_000, size=188_000_000, log="/logs/cell-1.log"), 0.0)
-    output.feed(0, text("after\n"), 0.0)
-    output.feed(1, TextCut(cell=1, lines=1, size=12, log="(no log)"), 0.0)
+    output.add_output(0, text("before"), 0.0)
+    output.add_output(0, TextCut(cell=1, lines=9_900_000, size=188_000_000, log="/logs/cell-1.log"), 0.0)
+    output.add_output(0, text("after\n"), 0.0)
+    output.add_output(1, TextCut(cell=1, lines=1, size=12, log="(no log)"), 0.0)
     assert output.close(0.0) == [
         Stream("stdout", "[0] before\n"),
         Stream(
@@ -224,59 +224,59 @@ def test_a_cut_is_told_in_its_place():
 
 def test_a_rank_waits_for_the_others_and_merges_with_them():
     output = merger(2)
-    output.feed(0, text("x\n"), 5.0)
+    output.add_output(0, text("x\n"), 5.0)
     assert output.deadline == pytest.approx(5.0 + HOLD)
     assert output.flush(5.05) == []
-    output.feed(1, text("x\n"), 5.06)
+    output.add_output(1, text("x\n"), 5.06)
     assert output.deadline <= 5.06
     assert printed(output.flush(5.06)) == "[0-1] x\n"
 
 
 def test_a_rank_does_not_wait_for_ever():
     output = merger(2)
-    output.feed(0, text("x\n"), 5.0)
+    output.add_output(0, text("x\n"), 5.0)
     assert printed(output.flush(output.deadline)) == "[0] x\n"
     assert output.deadline is None
 
 
 def test_only_what_has_waited_is_shown():
     output = merger(2)
-    output.feed(0, text("old\n"), 5.0)
-    output.feed(0, text("new\n"), 5.08)
+    output.add_output(0, text("old\n"), 5.0)
+    output.add_output(0, text("new\n"), 5.08)
     assert printed(output.flush(5.11)) == "[0] old\n"
     assert output.deadline == pytest.approx(5.18)
-    output.feed(1, text("new\n"), 5.12)
+    output.add_output(1, text("new\n"), 5.12)
     assert printed(output.flush(5.12)) == "[0-1] new\n"
 
 
-def test_those_who_are_there_are_merged_when_one_is_missing():
+def test_ranks_with_output_are_merged_without_a_missing_one():
     output = merger(3)
-    output.feed(0, text("x\nonly 0\n"), 5.0)
-    output.feed(1, text("x\n"), 5.09)
+    output.add_output(0, text("x\nonly 0\n"), 5.0)
+    output.add_output(1, text("x\n"), 5.09)
     assert printed(output.flush(5.1)) == "[0-1] x\n[0] only 0\n"
 
 
-def test_what_stands_before_the_common_line_is_shown_to_reach_it():
+def test_lines_before_a_common_line_are_shown_first():
     output = merger(3)
-    output.feed(0, text("x\n"), 5.0)
-    output.feed(1, text("y\nx\n"), 5.09)
+    output.add_output(0, text("x\n"), 5.0)
+    output.add_output(1, text("y\nx\n"), 5.09)
     assert printed(output.flush(5.1)) == "[1] y\n[0-1] x\n"
 
 
-def test_nobody_waits_for_a_rank_that_has_finished():
+def test_finished_rank_is_not_waited_for():
     output = merger(2)
     output.finish(1, 5.0)
-    output.feed(0, text("x\n"), 5.0)
+    output.add_output(0, text("x\n"), 5.0)
     assert output.deadline <= 5.0
     assert printed(output.flush(5.0)) == "[0] x\n"
 
 
-def test_what_a_finished_rank_said_still_merges():
+def test_output_of_a_finished_rank_is_merged():
     output = merger(2)
-    output.feed(1, text("x\nhalf"), 5.0)
+    output.add_output(1, text("x\nhalf"), 5.0)
     output.finish(1, 5.01)
     assert output.flush(5.02) == []
-    output.feed(0, text("x\n"), 5.03)
+    output.add_output(0, text("x\n"), 5.03)
     assert printed(output.flush(5.03)) == "[0-1] x\n"
     assert printed(output.flush(5.03 + HOLD)) == "[1] half\n"
 
@@ -285,7 +285,7 @@ def test_late_text_of_a_finished_rank_is_shown():
     output = merger(1)
     output.finish(0, 5.0)
     assert output.close(5.0) == []
-    output.feed(0, text("late\nhalf"), 6.0)
+    output.add_output(0, text("late\nhalf"), 6.0)
     assert printed(output.flush(output.deadline)) == "[0] late\n"
     (rich,) = output.flush(output.deadline)
     assert rich.data == {"text/plain": "[0] half"}
@@ -293,20 +293,20 @@ def test_late_text_of_a_finished_rank_is_shown():
 
 def test_a_rank_far_ahead_is_not_kept_in_memory():
     output = merger(2)
-    output.feed(0, text(b"x" * 99 + b"\n"), 5.0)
+    output.add_output(0, text(b"x" * 99 + b"\n"), 5.0)
     assert output.flush(5.01) == []
-    output.feed(0, text((b"y" * 99 + b"\n") * 50_000), 5.0)
+    output.add_output(0, text((b"y" * 99 + b"\n") * 50_000), 5.0)
     assert output.deadline <= 5.01
     assert printed(output.flush(5.01)).count("\n") == 50_001
     assert output.deadline is None
-    output.feed(0, text("x\n"), 6.0)
+    output.add_output(0, text("x\n"), 6.0)
     assert output.deadline == pytest.approx(6.0 + HOLD)
 
 
 def test_many_small_displays_of_one_rank_are_not_kept_either():
     output, shown = merger(2), 0
     for number in range(50_000):
-        output.feed(0, display({"text/plain": str(number)}), 5.0)
+        output.add_output(0, display({"text/plain": str(number)}), 5.0)
         if output.deadline <= 5.0:
             shown += len(output.flush(5.0))
     assert shown >= 30_000
@@ -317,7 +317,7 @@ def test_a_flood_asks_for_few_flushes():
     now, flushes = 5.0, 0
     for number in range(1000):
         now += 0.001
-        output.feed(0, text(f"{number}\n"), now)
+        output.add_output(0, text(f"{number}\n"), now)
         if output.deadline <= now:
             output.flush(now)
             flushes += 1
@@ -330,14 +330,14 @@ def test_draining_a_rank_shows_all_of_it_and_leaves_the_others():
     feed_all(output, "x\nName: ", "x\ny\n", "z\n")
     emits = output.drain_rank(0, 0.0)
     assert printed(emits) == "[0-1] x\n[0] Name: \n"
-    output.feed(0, text("y\n"), 0.01)
+    output.add_output(0, text("y\n"), 0.01)
     assert printed(output.close(0.02)) == "[0-1] y\n[2] z\n"
 
 
 def test_close_shows_half_lines():
     output = merger(2)
     feed_all(output, "a\nhalf", "a\nhalf")
-    output.feed(0, text(b"\xe2\x82"), 0.0)
+    output.add_output(0, text(b"\xe2\x82"), 0.0)
     assert printed(output.close(0.0)) == "[0-1] a\n[0] half\ufffd\n[1] half\n"
     assert output.deadline is None
     assert output.close(0.0) == []
@@ -361,16 +361,16 @@ def live(emits: Sequence[Emit]) -> list[tuple[str | None, str, bool]]:
 
 def test_progress_bars_are_shown_at_once_and_updated_in_place():
     output = merger(2)
-    output.feed(1, text("\r 40%|###", "stderr"), 5.0)
+    output.add_output(1, text("\r 40%|###", "stderr"), 5.0)
     assert output.deadline <= 5.0
     assert live(output.flush(5.0)) == [("cell-live-0", "[1]  40%|###", False)]
-    output.feed(0, text("\r 42%|####", "stderr"), 5.01)
+    output.add_output(0, text("\r 42%|####", "stderr"), 5.01)
     assert output.flush(5.01) == []
     assert output.deadline == pytest.approx(5.0 + EVERY)
-    output.feed(0, text("\r 43%|####", "stderr"), 5.02)
+    output.add_output(0, text("\r 43%|####", "stderr"), 5.02)
     assert live(output.flush(output.deadline)) == [("cell-live-0", "[0]  43%|####\n[1]  40%|###", True)]
     assert output.deadline is None
-    output.feed(0, text("\r 44%|####", "stderr"), 5.15)
+    output.add_output(0, text("\r 44%|####", "stderr"), 5.15)
     assert output.deadline == pytest.approx(5.0 + 2 * EVERY)
     assert output.flush(5.15) == []
     assert live(output.flush(output.deadline)) == [("cell-live-0", "[0]  44%|####\n[1]  40%|###", True)]
@@ -378,20 +378,20 @@ def test_progress_bars_are_shown_at_once_and_updated_in_place():
 
 def test_the_last_state_is_always_sent_and_frozen_not_printed():
     output = merger(1)
-    output.feed(0, text("\r50%"), 5.0)
+    output.add_output(0, text("\r50%"), 5.0)
     output.flush(5.0)
-    output.feed(0, text("\r100%\n"), 5.01)
+    output.add_output(0, text("\r100%\n"), 5.01)
     assert output.flush(5.01) == []
     assert output.close(5.02) == [RichOutput({"text/plain": "[0] 100%"}, {}, "cell-live-0", update=True)]
 
 
 def test_a_half_line_gets_time_to_be_completed():
     output = merger(1)
-    output.feed(0, text("loading"), 5.0)
+    output.add_output(0, text("loading"), 5.0)
     assert output.flush(5.0) == []
     assert output.deadline == pytest.approx(5.0 + AFTER)
     assert live(output.flush(5.0 + AFTER)) == [("cell-live-0", "[0] loading", False)]
-    output.feed(0, text(" … done\nnext\n"), 5.5)
+    output.add_output(0, text(" … done\nnext\n"), 5.5)
     emits = output.flush(5.5)
     assert printed(emits) == "[0] next\n"
     assert live(emits) == [("cell-live-0", "[0] loading … done", True)]
@@ -407,30 +407,30 @@ def test_a_half_line_completed_in_time_merges_as_any_line():
 
 def test_a_line_that_is_returned_at_its_end_is_live():
     output = merger(1)
-    output.feed(0, text("1 of 3\r"), 5.0)
+    output.add_output(0, text("1 of 3\r"), 5.0)
     assert live(output.flush(5.0)) == [("cell-live-0", "[0] 1 of 3", False)]
-    output.feed(0, text("2 of 3\r"), 5.2)
+    output.add_output(0, text("2 of 3\r"), 5.2)
     assert live(output.flush(5.2)) == [("cell-live-0", "[0] 2 of 3", True)]
 
 
 def test_a_bar_that_blanks_itself_out_is_gone():
     output = merger(2)
     for rank in range(2):
-        output.feed(rank, text("\r10%"), 5.0)
+        output.add_output(rank, text("\r10%"), 5.0)
     output.flush(5.0)
-    output.feed(0, text("\r   \r"), 5.2)
+    output.add_output(0, text("\r   \r"), 5.2)
     assert live(output.flush(5.2)) == [("cell-live-0", "[1] 10%", True)]
-    output.feed(0, text("done\n"), 5.3)
+    output.add_output(0, text("done\n"), 5.3)
     assert printed(output.flush(5.5)) == "[0] done\n"
 
 
-def test_a_bar_that_is_drawn_anew_below_a_message_stays_where_it_is():
+def test_a_bar_that_is_drawn_again_below_a_message_stays_where_it_is():
     output = merger(1)
-    output.feed(0, text("\r10%", "stderr"), 5.0)
+    output.add_output(0, text("\r10%", "stderr"), 5.0)
     output.flush(5.0)
-    output.feed(0, text("\r   \r", "stderr"), 5.2)  # as tqdm.write does
-    output.feed(0, text("message\n"), 5.2)
-    output.feed(0, text("\r11%", "stderr"), 5.2)
+    output.add_output(0, text("\r   \r", "stderr"), 5.2)  # as tqdm.write does
+    output.add_output(0, text("message\n"), 5.2)
+    output.add_output(0, text("\r11%", "stderr"), 5.2)
     assert output.flush(5.2) == [
         Stream("stdout", "[0] message\n"),
         RichOutput({"text/plain": "[0] 11%"}, {}, "cell-live-0", update=True),
@@ -441,9 +441,9 @@ def test_a_new_bar_below_printed_text_opens_a_new_region():
     output = merger(1)
     book = Notebook()
     for epoch in range(2):
-        output.feed(0, text(f"\repoch {epoch}: 10%"), 5.0 + epoch)
+        output.add_output(0, text(f"\repoch {epoch}: 10%"), 5.0 + epoch)
         book.show(output.flush(5.0 + epoch))
-        output.feed(0, text(f"\repoch {epoch}: 99%\nloss {epoch}\n"), 5.2 + epoch)
+        output.add_output(0, text(f"\repoch {epoch}: 99%\nloss {epoch}\n"), 5.2 + epoch)
         book.show(output.flush(5.2 + epoch))
     assert book.lines == ["[0] epoch 0: 99%", "[0] loss 0", "[0] epoch 1: 99%", "[0] loss 1"]
     assert [item["id"] for item in book.items if isinstance(item, dict)] == ["cell-live-0", "cell-live-1"]
@@ -453,26 +453,26 @@ def test_a_second_bar_joins_the_region_while_another_rank_is_at_its_first():
     output = merger(2)
     book = Notebook()
     for rank in range(2):
-        output.feed(rank, text(f"\ra{rank} 10%"), 5.0)
+        output.add_output(rank, text(f"\ra{rank} 10%"), 5.0)
     book.show(output.flush(5.0))
-    output.feed(0, text("\ra0 99%\nprinted\n"), 5.1)
+    output.add_output(0, text("\ra0 99%\nprinted\n"), 5.1)
     book.show(output.flush(5.3))
-    output.feed(0, text("\rb0 10%"), 5.4)
+    output.add_output(0, text("\rb0 10%"), 5.4)
     book.show(output.flush(5.4))
     assert book.lines == ["[0] a0 99%", "[1] a1 10%", "[0] b0 10%", "[0] printed"]
 
 
 def test_a_region_with_nothing_printed_below_goes_on():
     output = merger(1)
-    output.feed(0, text("\ra 10%"), 5.0)
+    output.add_output(0, text("\ra 10%"), 5.0)
     output.flush(5.0)
-    output.feed(0, text("\ra 99%\n\rb 10%"), 5.2)
+    output.add_output(0, text("\ra 99%\n\rb 10%"), 5.2)
     assert live(output.flush(5.2)) == [("cell-live-0", "[0] a 99%\n[0] b 10%", True)]
 
 
 def test_a_live_line_comes_after_what_its_rank_printed_before():
     output = merger(2)
-    output.feed(0, text("first\n\r10%"), 5.0)
+    output.add_output(0, text("first\n\r10%"), 5.0)
     assert output.flush(5.0) == []
     emits = output.flush(output.deadline)
     assert [type(emit) for emit in emits] == [Stream, RichOutput]
@@ -480,7 +480,7 @@ def test_a_live_line_comes_after_what_its_rank_printed_before():
 
 def test_the_end_of_a_colour_is_no_live_line():
     output = merger(1)
-    output.feed(0, text("\x1b[31mred\n\x1b[0m"), 5.0)
+    output.add_output(0, text("\x1b[31mred\n\x1b[0m"), 5.0)
     output.flush(5.0)
     assert output.deadline is None
     assert output.close(6.0) == []
@@ -488,26 +488,26 @@ def test_the_end_of_a_colour_is_no_live_line():
 
 def test_two_streams_of_a_rank_have_a_row_each():
     output = merger(1)
-    output.feed(0, text("\rout"), 5.0)
-    output.feed(0, text("\rerr", "stderr"), 5.0)
+    output.add_output(0, text("\rout"), 5.0)
+    output.add_output(0, text("\rerr", "stderr"), 5.0)
     assert live(output.flush(5.0)) == [("cell-live-0", "[0] out\n[0] err", False)]
 
 
 def test_draining_freezes_a_live_line():
     output = merger(1)
-    output.feed(0, text("\r10%"), 5.0)
+    output.add_output(0, text("\r10%"), 5.0)
     output.flush(5.0)
-    output.feed(0, text("\r20%"), 5.01)
+    output.add_output(0, text("\r20%"), 5.01)
     assert live(output.drain_rank(0, 5.02)) == [("cell-live-0", "[0] 20%", True)]
-    output.feed(0, text("asked\n"), 5.03)
+    output.add_output(0, text("asked\n"), 5.03)
     assert printed(output.flush(5.03)) == "[0] asked\n"
 
 
 def test_updates_that_change_nothing_are_not_sent():
     output = merger(1)
-    output.feed(0, text("\r10%"), 5.0)
+    output.add_output(0, text("\r10%"), 5.0)
     output.flush(5.0)
-    output.feed(0, text("\r10%"), 5.5)
+    output.add_output(0, text("\r10%"), 5.5)
     assert output.flush(5.5) == []
     assert output.deadline is None
 
@@ -518,21 +518,21 @@ def test_updates_that_change_nothing_are_not_sent():
 def test_equal_displays_of_all_ranks_show_once():
     output = merger(3)
     for rank in range(3):
-        output.feed(rank, display({"text/plain": "tensor(1)\ntensor(2)"}, "result", a=1), 0.0)
+        output.add_output(rank, display({"text/plain": "tensor(1)\ntensor(2)"}, "result", a=1), 0.0)
     assert output.flush(0.0) == [RichOutput({"text/plain": "[0-2] tensor(1)\n      tensor(2)"}, {"a": 1})]
 
 
 def test_displays_that_differ_show_rank_by_rank():
     output = merger(2)
-    output.feed(0, display({"text/plain": "1"}), 0.0)
-    output.feed(1, display({"text/plain": "1"}, other=True), 0.0)
+    output.add_output(0, display({"text/plain": "1"}), 0.0)
+    output.add_output(1, display({"text/plain": "1"}, other=True), 0.0)
     assert [emit.data["text/plain"] for emit in output.flush(0.0)] == ["[0] 1", "[1] 1"]
 
 
 def test_html_gets_a_label_before_it():
     output = merger(2)
     for rank in range(2):
-        output.feed(rank, display({"text/html": "<table/>", "text/plain": "a\nb"}), 0.0)
+        output.add_output(rank, display({"text/html": "<table/>", "text/plain": "a\nb"}), 0.0)
     (emit,) = output.flush(0.0)
     assert isinstance(emit, RichOutput)
     assert emit.data["text/plain"] == "[0-1] a\n      b"
@@ -544,7 +544,7 @@ def test_an_image_gets_a_label_of_its_own_where_there_are_several_ranks():
     for ranks in (1, 2):
         output = merger(ranks)
         for rank in range(ranks):
-            output.feed(rank, display(data), 0.0)
+            output.add_output(rank, display(data), 0.0)
         *label, image = output.flush(0.0)
         assert label == ([RichOutput({"text/plain": "[0-1]"}, {})] if ranks == 2 else [])
         who = "[0-1]" if ranks == 2 else "[0]"
@@ -555,52 +555,52 @@ def test_a_display_id_is_the_ranks_own_in_all_cells():
     for key in ("one", "two"):
         output = OutputMerger([0, 2], key=key, cluster_key="77-1")
         for rank in (0, 2):
-            output.feed(rank, display({"text/plain": "x"}, display_id="abc"), 0.0)
+            output.add_output(rank, display({"text/plain": "x"}, display_id="abc"), 0.0)
         ids = [emit.display_id for emit in output.flush(0.0)]
         assert ids == ["rankbook-77-1-0-abc", "rankbook-77-1-2-abc"]
 
 
 def test_updates_are_not_merged_not_labelled_apart_and_wait_for_nobody():
     output = merger(2)
-    output.feed(0, display({"image/png": "b"}, "update", "abc"), 5.0)
+    output.add_output(0, display({"image/png": "b"}, "update", "abc"), 5.0)
     assert output.deadline <= 5.0
     assert output.flush(5.0) == [RichOutput({"image/png": "b"}, {}, "rankbook-c-0-abc", update=True)]
 
 
-def test_of_many_updates_in_a_flush_the_last_is_sent():
+def test_only_the_last_update_of_a_flush_is_sent():
     output = merger(1)
-    output.feed(0, display({"text/plain": "0"}, display_id="abc"), 5.0)
+    output.add_output(0, display({"text/plain": "0"}, display_id="abc"), 5.0)
     for number in range(1, 100):
-        output.feed(0, display({"text/plain": str(number)}, "update", "abc"), 5.0)
-        output.feed(0, text(f"{number}\n"), 5.0)
+        output.add_output(0, display({"text/plain": str(number)}, "update", "abc"), 5.0)
+        output.add_output(0, text(f"{number}\n"), 5.0)
     rich, stream, update = output.flush(5.0)
     assert (rich.update, update.update) == (False, True)
     assert update.data == {"text/plain": "[0] 99"}
     assert stream.text.count("\n") == 99
 
 
-def test_an_update_does_not_outlive_the_display_that_was_shown_anew():
+def test_an_update_does_not_outlive_the_display_that_was_shown_again():
     output = merger(1)
-    output.feed(0, display({"text/plain": "old"}, "update", "abc"), 5.0)
-    output.feed(0, display({"text/plain": "new"}, display_id="abc"), 5.0)
+    output.add_output(0, display({"text/plain": "old"}, "update", "abc"), 5.0)
+    output.add_output(0, display({"text/plain": "new"}, display_id="abc"), 5.0)
     assert output.flush(5.0) == [RichOutput({"text/plain": "[0] new"}, {}, "rankbook-c-0-abc")]
 
 
 def test_a_half_line_before_a_display_is_a_line():
     output = merger(1)
-    output.feed(0, text("x:"), 5.0)
-    output.feed(0, display({"text/plain": "1"}), 5.0)
-    output.feed(0, text("y\n"), 5.0)
+    output.add_output(0, text("x:"), 5.0)
+    output.add_output(0, display({"text/plain": "1"}), 5.0)
+    output.add_output(0, text("y\n"), 5.0)
     emits = output.flush(5.0)
     assert [getattr(emit, "text", None) for emit in emits] == ["[0] x:\n", None, "[0] y\n"]
 
 
-def test_displays_keep_their_place_among_the_lines_of_each_rank():
+def test_displays_keep_their_place_among_the_lines_of_every_rank():
     output = merger(2)
     for rank in range(2):
-        output.feed(rank, text("before\n"), 0.0)
-        output.feed(rank, display({"text/plain": str(rank)}), 0.0)
-        output.feed(rank, text("after\n"), 0.0)
+        output.add_output(rank, text("before\n"), 0.0)
+        output.add_output(rank, display({"text/plain": str(rank)}), 0.0)
+        output.add_output(rank, text("after\n"), 0.0)
     book = Notebook()
     book.show(output.flush(0.0))
     assert book.lines == ["[0-1] before", "[0] 0", "[1] 1", "[0-1] after"]
@@ -613,9 +613,9 @@ def test_displays_keep_their_place_among_the_lines_of_each_rank():
 def test_when_all_ranks_clear_the_cell_is_cleared(wait):
     output = merger(2)
     for rank in range(2):
-        output.feed(rank, text(f"{rank}\n"), 0.0)
-        output.feed(rank, Clear(cell=1, wait=wait), 0.0)
-        output.feed(rank, text("new\n"), 0.0)
+        output.add_output(rank, text(f"{rank}\n"), 0.0)
+        output.add_output(rank, Clear(cell=1, wait=wait), 0.0)
+        output.add_output(rank, text("new\n"), 0.0)
     assert output.flush(0.0) == [
         Stream("stdout", "[0] 0\n[1] 1\n"),
         ClearOutput(wait),
@@ -628,13 +628,13 @@ def test_when_one_rank_clears_the_others_output_stays(wait):
     output = merger(3)
     book = Notebook()
     for rank in range(3):
-        output.feed(rank, text("shared\n"), 0.0)
-        output.feed(rank, text(f"own {rank}\n"), 0.0)
-        output.feed(rank, text("warning\n", "stderr"), 0.0)
-        output.feed(rank, display({"image/png": "x"}), 0.0)
+        output.add_output(rank, text("shared\n"), 0.0)
+        output.add_output(rank, text(f"own {rank}\n"), 0.0)
+        output.add_output(rank, text("warning\n", "stderr"), 0.0)
+        output.add_output(rank, display({"image/png": "x"}), 0.0)
     book.show(output.flush(0.0))
-    output.feed(1, Clear(cell=1, wait=wait), 1.0)
-    output.feed(1, text("new\n"), 1.0)
+    output.add_output(1, Clear(cell=1, wait=wait), 1.0)
+    output.add_output(1, text("new\n"), 1.0)
     book.show(output.flush(1.0 + HOLD))
     assert book.lines == [
         "[0,2] shared",
@@ -645,8 +645,8 @@ def test_when_one_rank_clears_the_others_output_stays(wait):
         "",
         "[1] new",
     ]
-    output.feed(0, Clear(cell=1, wait=wait), 2.0)
-    output.feed(0, text("newer\n"), 2.0)
+    output.add_output(0, Clear(cell=1, wait=wait), 2.0)
+    output.add_output(0, text("newer\n"), 2.0)
     book.show(output.flush(2.0 + HOLD))
     assert book.lines == ["[2] shared", "[2] own 2", "[2] warning", "[2]", "", "[1] new", "[0] newer"]
 
@@ -654,62 +654,64 @@ def test_when_one_rank_clears_the_others_output_stays(wait):
 def test_an_animation_of_one_rank_clears_only_when_the_next_picture_is_there():
     output = merger(2)
     book = Notebook()
-    output.feed(1, text("stays\n"), 0.0)
-    output.feed(0, display({"text/plain": "frame 0"}), 0.0)
+    output.add_output(1, text("stays\n"), 0.0)
+    output.add_output(0, display({"text/plain": "frame 0"}), 0.0)
     book.show(output.flush(0.0))
     for number in range(1, 4):
-        output.feed(0, Clear(cell=1, wait=True), number)
+        output.add_output(0, Clear(cell=1, wait=True), number)
         book.show(output.flush(number + HOLD))
         assert f"[0] frame {number - 1}" in book.lines
-        output.feed(0, display({"text/plain": f"frame {number}"}), number + 0.5)
+        output.add_output(0, display({"text/plain": f"frame {number}"}), number + 0.5)
         book.show(output.flush(number + 0.5 + HOLD))
         assert book.lines == ["[1] stays", f"[0] frame {number}"]
 
 
-def test_what_is_replayed_is_the_last_state_of_a_display():
+def test_replay_shows_the_last_state_of_a_display():
     output = merger(2)
     book = Notebook()
-    output.feed(1, display({"text/plain": "old"}, display_id="d"), 0.0)
+    output.add_output(1, display({"text/plain": "old"}, display_id="d"), 0.0)
     book.show(output.flush(0.0))
-    output.feed(1, display({"text/plain": "new"}, "update", "d"), 0.0)
+    output.add_output(1, display({"text/plain": "new"}, "update", "d"), 0.0)
     book.show(output.flush(0.0))
-    output.feed(0, Clear(cell=1, wait=False), 1.0)
+    output.add_output(0, Clear(cell=1, wait=False), 1.0)
     book.show(output.flush(2.0))
     assert book.items == [{"id": "rankbook-c-1-d", "data": {"text/plain": "[1] new"}}]
-    output.feed(1, display({"text/plain": "newer"}, "update", "d"), 3.0)
+    output.add_output(1, display({"text/plain": "newer"}, "update", "d"), 3.0)
     book.show(output.flush(3.0))
     assert book.lines == ["[1] newer"]
 
 
 @pytest.mark.parametrize("kind", ["text", "text, line by line", "displays"])
-def test_what_is_too_much_to_be_replayed_is_told(kind):
+def test_output_that_cannot_be_replayed_is_mentioned(kind):
     output = merger(3)
     book = Notebook()
     for number in range(300):
-        output.feed(1, display({"text/plain": str(number)}) if kind == "displays" else text("x" * 2000 + "\n"), 0.0)
+        output.add_output(
+            1, display({"text/plain": str(number)}) if kind == "displays" else text("x" * 2000 + "\n"), 0.0
+        )
         if kind == "text, line by line":
             book.show(output.flush(HOLD))
     book.show(output.flush(HOLD))
-    output.feed(2, text("kept\n"), 0.5)
+    output.add_output(2, text("kept\n"), 0.5)
     book.show(output.flush(1.0))
-    output.feed(0, Clear(cell=1, wait=False), 1.0)
+    output.add_output(0, Clear(cell=1, wait=False), 1.0)
     book.show(output.flush(2.0))
     assert book.items[0] == ["stderr", "earlier output of rank 1 was cleared together with that of rank 0\n"]
     assert book.lines[-1] == "[2] kept"
     assert {"text": 70, "text, line by line": 120, "displays": 198}[kind] < len(book.lines) < 203
-    output.feed(0, Clear(cell=1, wait=False), 3.0)
+    output.add_output(0, Clear(cell=1, wait=False), 3.0)
     book.show(output.flush(4.0))
     assert "earlier output" not in "".join(book.lines)
 
 
-def test_nothing_is_told_of_what_a_rank_cleared_itself():
+def test_output_that_a_rank_cleared_itself_is_not_mentioned():
     output = merger(2)
     book = Notebook()
-    output.feed(0, text("x" * 2000 + "\n"), 0.0)
+    output.add_output(0, text("x" * 2000 + "\n"), 0.0)
     for _ in range(300):
-        output.feed(1, text("x" * 2000 + "\n"), 0.0)
+        output.add_output(1, text("x" * 2000 + "\n"), 0.0)
     book.show(output.flush(HOLD))
-    output.feed(1, Clear(cell=1, wait=False), 1.0)
+    output.add_output(1, Clear(cell=1, wait=False), 1.0)
     book.show(output.flush(2.0))
     assert book.lines == ["[0] " + "x" * 2000]
 
@@ -718,10 +720,10 @@ def test_many_lines_that_come_one_by_one_are_replayed():
     output = merger(2)
     book = Notebook()
     for number in range(1000):
-        output.feed(0, text(f"a{number}\n"), number)
-        output.feed(1, text(f"b{number}\n"), number)
+        output.add_output(0, text(f"a{number}\n"), number)
+        output.add_output(1, text(f"b{number}\n"), number)
         book.show(output.flush(number))
-    output.feed(0, Clear(cell=1, wait=False), 2000.0)
+    output.add_output(0, Clear(cell=1, wait=False), 2000.0)
     book.show(output.flush(2001.0))
     assert book.lines == [f"[1] b{number}" for number in range(1000)]
 
@@ -729,19 +731,19 @@ def test_many_lines_that_come_one_by_one_are_replayed():
 def test_live_lines_are_shown_afresh_below_what_is_replayed():
     output = merger(2)
     book = Notebook()
-    output.feed(1, text("printed\n\ra 10%", "stderr"), 0.0)
-    output.feed(0, text("\rmine 10%"), 0.0)
+    output.add_output(1, text("printed\n\ra 10%", "stderr"), 0.0)
+    output.add_output(0, text("\rmine 10%"), 0.0)
     book.show(output.flush(HOLD))
-    output.feed(1, text("\ra 99%\n\rb 10%", "stderr"), 0.5)
+    output.add_output(1, text("\ra 99%\n\rb 10%", "stderr"), 0.5)
     book.show(output.flush(0.5))
     assert book.lines == ["[1] printed", "[0] mine 10%", "[1] a 99%", "[1] b 10%"]
-    output.feed(0, Clear(cell=1, wait=False), 1.0)
-    output.feed(0, text("\rmine 50%"), 1.0)
+    output.add_output(0, Clear(cell=1, wait=False), 1.0)
+    output.add_output(0, text("\rmine 50%"), 1.0)
     book.show(output.flush(1.0 + HOLD))
     book.show(output.flush(1.0 + HOLD + EVERY))
     assert book.lines == ["[1] printed", "[0] mine 50%", "[1] a 99%", "[1] b 10%"]
     assert {item["id"] for item in book.items if isinstance(item, dict)} == {"cell-live-1"}
-    output.feed(1, text("\rb 20%", "stderr"), 2.0)
+    output.add_output(1, text("\rb 20%", "stderr"), 2.0)
     book.show(output.flush(2.0))
     assert book.lines[-1] == "[1] b 20%"
 
@@ -750,11 +752,11 @@ def test_rows_of_regions_long_past_survive_another_ranks_clearing():
     output = merger(2)
     book = Notebook()
     for number in range(50):
-        output.feed(1, text(f"\rbar {number}", "stderr"), number)
+        output.add_output(1, text(f"\rbar {number}", "stderr"), number)
         book.show(output.flush(number))
-        output.feed(1, text("\n", "stderr"), number + 0.5)
+        output.add_output(1, text("\n", "stderr"), number + 0.5)
         book.show(output.flush(number + 0.5))
-    output.feed(0, Clear(cell=1, wait=False), 60.0)
+    output.add_output(0, Clear(cell=1, wait=False), 60.0)
     book.show(output.flush(61.0))
     assert book.lines == [f"[1] bar {number}" for number in range(50)]
 
@@ -762,21 +764,21 @@ def test_rows_of_regions_long_past_survive_another_ranks_clearing():
 def test_a_live_line_is_something_new_that_a_waiting_clear_makes_room_for():
     output = merger(1)
     book = Notebook()
-    output.feed(0, text("old\n"), 0.0)
-    output.feed(0, Clear(cell=1, wait=True), 0.0)
+    output.add_output(0, text("old\n"), 0.0)
+    output.add_output(0, Clear(cell=1, wait=True), 0.0)
     book.show(output.flush(0.0))
     assert book.lines == ["[0] old"]
-    output.feed(0, text("\r10%"), 1.0)
+    output.add_output(0, text("\r10%"), 1.0)
     book.show(output.flush(1.0))
     assert book.lines == ["[0] 10%"]
 
 
-def test_what_a_rank_had_begun_is_cleared_with_the_rest():
+def test_unfinished_row_is_cleared_with_the_rest():
     output = merger(1)
     book = Notebook()
-    output.feed(0, text("half"), 0.0)
-    output.feed(0, Clear(cell=1, wait=False), 0.1)
-    output.feed(0, text(" a line\n"), 0.1)
+    output.add_output(0, text("half"), 0.0)
+    output.add_output(0, Clear(cell=1, wait=False), 0.1)
+    output.add_output(0, text(" a line\n"), 0.1)
     book.show(output.flush(0.1))
     assert book.lines == ["[0]  a line"]
 
@@ -805,7 +807,7 @@ def run(ranks, seed, *, returns: bool = False, **options):
         for _ in range(dice.randrange(20)):
             if waiting[rank]:
                 stream, data = waiting[rank].pop(0)
-                output.feed(rank, text(data, stream), now)
+                output.add_output(rank, text(data, stream), now)
         if not waiting[rank]:
             del waiting[rank]
             if dice.random() < 0.5:
@@ -821,6 +823,27 @@ def run(ranks, seed, *, returns: bool = False, **options):
         book.show(output.flush(now))
         assert output.deadline is None or output.deadline > now
     return output, book, now
+
+
+def test_what_comes_before_a_barrier_is_shown_before_what_comes_after_it():
+    output = merger(3)
+
+    def mark(rank, name, now=0.0):
+        output.add_output(rank, OutputBarrier(cell=1, name=name), now)
+
+    feed_all(output, "a\n", "one\ntwo\nthree\nb\n")
+    for name in ("0", "1"):
+        for rank in (2, 0, 1):
+            mark(rank, name)
+    feed_all(output, "", "", "c\n")
+    assert printed(output.flush(HOLD)) == "[0] a\n[1] one\n[1] two\n[1] three\n[1] b\n[2] c\n"
+    mark(0, "2", 1.0)  # which no other rank has
+    output.add_output(0, text("d\n"), 1.0)
+    assert printed(output.flush(1.0)) == ""
+    assert output.deadline == 1.0 + HOLD
+    assert printed(output.flush(1.0 + HOLD)) == "[0] d\n"
+    mark(1, "3", 2.0)
+    assert output.close(2.0) == []
 
 
 @settings(max_examples=300, deadline=None)
@@ -846,7 +869,7 @@ def test_lines_recovered_from_the_labels_are_exactly_the_lines(ranks, seed):
     while any(data):
         rank = dice.choice([rank for rank, left in enumerate(data) if left])
         size = dice.choice([1, 5, 40, len(data[rank])])
-        output.feed(rank, text(data[rank][:size]), now)
+        output.add_output(rank, text(data[rank][:size]), now)
         data[rank] = data[rank][size:]
         now += dice.choice([0.0, 0.05])
         if dice.random() < 0.5:
@@ -857,7 +880,7 @@ def test_lines_recovered_from_the_labels_are_exactly_the_lines(ranks, seed):
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(RANK, min_size=1, max_size=3), st.integers(0, 2**32))
-def test_nothing_is_lost_among_live_lines(ranks, seed):
+def test_lines_between_live_rows_are_kept(ranks, seed):
     ranks = [[(stream, line.strip() or "q") for stream, line in lines] for lines in ranks]
     output, book, now = run(ranks, seed, returns=True, live_after=0.02)
     book.show(output.close(now))
@@ -867,36 +890,36 @@ def test_nothing_is_lost_among_live_lines(ranks, seed):
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(LINE, max_size=20), min_size=2, max_size=3), st.integers(0, 2**32))
-def test_clearing_leaves_exactly_what_each_rank_printed_since(ranks, seed):
+def test_clearing_leaves_exactly_what_every_rank_printed_since(ranks, seed):
     dice = random.Random(seed)
     output, book, now = merger(len(ranks), live_after=1e9), Notebook(), 0.0
     expected = {rank: [] for rank in range(len(ranks))}
     for _ in range(40):
         rank = dice.randrange(len(ranks))
         if dice.random() < 0.15:
-            output.feed(rank, Clear(cell=1, wait=dice.random() < 0.5), now)
+            output.add_output(rank, Clear(cell=1, wait=dice.random() < 0.5), now)
             expected[rank] = []
         elif ranks[rank]:
             line = ranks[rank].pop()
-            output.feed(rank, text(f"{line}\n"), now)
+            output.add_output(rank, text(f"{line}\n"), now)
             expected[rank].append(line)
         now += dice.choice([0.0, 0.05])
         book.show(output.flush(now))
     for rank, lines in expected.items():
-        output.feed(rank, text("end\n"), now)  # for whoever cleared with `wait` and has printed nothing since
+        output.add_output(rank, text("end\n"), now)  # for whoever cleared with `wait` and has printed nothing since
         lines.append("end")
     book.show(output.close(now))
     assert of_ranks(book.lines) == {rank: lines for rank, lines in expected.items() if lines}
 
 
 @pytest.mark.parametrize("kind", ["equal", "apart", "mixed"])
-def test_what_is_sent_is_hardly_more_than_what_was_printed(kind):
+def test_messages_are_hardly_larger_than_the_output(kind):
     book, output, now, size = Notebook(), merger(4), 0.0, 0
     for number in range(4000):
         for rank in range(4):
             own = kind == "apart" or (kind == "mixed" and number % 3 == 0)
             line = f"step {number:06} loss 0.123456789" + (f" on {rank}" if own else " everywhere") + "\n"
-            output.feed(rank, text(line), now)
+            output.add_output(rank, text(line), now)
             size += len(line)
         now += 0.001
         if output.deadline <= now:
@@ -912,7 +935,7 @@ def test_many_bars_one_after_the_other_send_little_more_than_they_print():
         for percent in range(0, 101, 10):
             for rank in range(2):
                 bar = f"\repoch {epoch}: {percent:3}%|{'#' * (percent // 2):50}|" + "\n" * (percent == 100)
-                output.feed(rank, text(bar, "stderr"), now)
+                output.add_output(rank, text(bar, "stderr"), now)
                 size += len(bar)
             now += EVERY
             book.show(output.flush(now))

@@ -1,4 +1,4 @@
-"""Bytes become lines, and rows are what a terminal would show."""
+"""Test how bytes become lines, and rows what a terminal shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
-from rankbook.output.terminal import WIDEST, LiveDisplays, TerminalStream
+from rankbook.output.terminal import MAX_LIVE_WIDTH, LiveDisplays, TerminalStream
 
 
 def terminal(text: str) -> list[str]:
@@ -48,7 +48,7 @@ def chunked(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 def lines_of(screen: TerminalStream, chunks: list[bytes]) -> list[str]:
-    blocks = [screen.feed(chunk, 0.0) for chunk in chunks] + [screen.end(0.0)]
+    blocks = [screen.process(chunk, 0.0) for chunk in chunks] + [screen.end(0.0)]
     return [line for block in blocks if block is not None for line in block.split("\n")]
 
 
@@ -69,7 +69,7 @@ def test_plain_lines_come_out_as_they_went_in_wherever_the_chunks_end(lines, cut
 
 
 @given(st.binary(), st.lists(st.integers(0, 10_000)))
-def test_no_bytes_break_it_and_chunk_borders_change_no_text(data, cuts):
+def test_any_bytes_in_any_chunks_give_the_same_text(data, cuts):
     data = re.sub(rb"[\x1b\r\b]", b"?", data)
     expected = data.decode("utf-8", "replace").split("\n")
     assert lines_of(TerminalStream(0, "stdout"), chunked(data, cuts)) == expected[: None if expected[-1] else -1]
@@ -128,25 +128,25 @@ def test_a_chunk_may_end_inside_an_escape_sequence_or_a_line_end():
 def test_repeated_colours_do_not_pile_up_in_a_row():
     screen = TerminalStream(0, "stdout")
     for number in range(1000):
-        screen.feed(b"\r\x1b[31m%3d\x1b[0m \x1b[32mtail\x1b[0m" % number, 0.0)
-        screen.feed(b"\r\x1b[33mxy\x1b[0m\b\x1b[34mz\x1b[0m", 0.0)
-    (row,) = screen.hidden()
+        screen.process(b"\r\x1b[31m%3d\x1b[0m \x1b[32mtail\x1b[0m" % number, 0.0)
+        screen.process(b"\r\x1b[33mxy\x1b[0m\b\x1b[34mz\x1b[0m", 0.0)
+    (row,) = screen.hidden_rows()
     assert len(row.final) < 100
 
 
 def test_nothing_is_overwritten_in_a_row_that_no_terminal_could_hold():
-    wide = "x" * (WIDEST + 1)
+    wide = "x" * (MAX_LIVE_WIDTH + 1)
     assert lines_of(TerminalStream(0, "stdout"), [f"{wide}\rshort\n".encode()]) == [wide, "short"]
     assert lines_of(TerminalStream(0, "stdout"), [f"{wide}\r".encode(), b"\nshort\n"]) == [wide, "short"]
 
 
 def test_a_half_line_is_ended_only_where_something_else_comes():
     screen = TerminalStream(0, "stdout")
-    screen.feed(b"half", 0.0)
-    assert screen.end_half() == "half"
-    assert screen.end_half() is None
-    screen.feed(b"\r50%", 0.0)
-    assert screen.end_half() is None  # a progress bar goes on below a display
+    screen.process(b"half", 0.0)
+    assert screen.end_plain_line() == "half"
+    assert screen.end_plain_line() is None
+    screen.process(b"\r50%", 0.0)
+    assert screen.end_plain_line() is None  # a progress bar goes on below a display
 
 
 class Bars(io.StringIO):
@@ -159,14 +159,14 @@ class Bars(io.StringIO):
 
     def write(self, text: str) -> int:
         self.written += text
-        block = self.screen.feed(text.encode(), 0.0)
+        block = self.screen.process(text.encode(), 0.0)
         self.lines += [] if block is None else block.split("\n")
         self.show()
         return len(text)
 
     def show(self) -> None:
-        for row in self.screen.hidden():
-            self.regions.place(row)
+        for row in self.screen.hidden_rows():
+            self.regions.add_row(row)
         for name, rows, update in self.regions.updates(0.0):
             assert update == (name in self.shown)
             self.shown[name] = "\n".join(f"[{rank}] {text}" for rank, text in rows)
@@ -180,7 +180,7 @@ class Bars(io.StringIO):
 
 
 def bars() -> Bars:
-    return Bars(TerminalStream(0, "stderr"), LiveDisplays("k", after=0.3, every=0.1))
+    return Bars(TerminalStream(0, "stderr"), LiveDisplays("k", after=0.3))
 
 
 def test_nested_bars_of_tqdm_keep_a_row_each():
@@ -231,18 +231,18 @@ def test_a_frozen_row_is_out_of_reach_once_a_line_was_printed_below_it():
 def test_a_bar_that_the_cursor_comes_back_to_goes_on_in_its_region():
     file = bars()
     file.write("\router 0%")
-    file.regions.bury()
+    file.regions.mark_output_below()
     for piece in ("\n", "\rinner 0%", "\x1b[A", "\router 50%"):  # chunks may end between them
         file.write(piece)
-        file.regions.retire()
+        file.regions.remove_finished()
     assert file.shown == {"k-0": "[0] outer 50%", "k-1": "[0] inner 0%"}
 
 
 def test_a_live_row_that_grew_too_wide_is_printed_whole():
     file = bars()
-    long = "".join(chr(ord("a") + i % 26) for i in range(3 * WIDEST))
+    long = "".join(chr(ord("a") + i % 26) for i in range(3 * MAX_LIVE_WIDTH))
     file.write(f"\r{long}")
-    assert file.shown["k-0"] == "[0] …" + long[1 - WIDEST :]
+    assert file.shown["k-0"] == "[0] …" + long[1 - MAX_LIVE_WIDTH :]
     file.write("\n")
     assert file.lines == [long]
     assert file.shown["k-0"] == ""

@@ -1,12 +1,15 @@
-"""The wire's vocabulary."""
+"""Test the encoding of messages, and that the protocol's version changes with them."""
 
 from __future__ import annotations
+
+import hashlib
 
 import msgspec
 import pytest
 
 from rankbook.errors import ProtocolError
 from rankbook.protocol import messages
+from rankbook.protocol.base import PROTOCOL_VERSION
 from rankbook.protocol.queries import QueryReply, QueryRequest
 
 
@@ -33,3 +36,17 @@ def test_every_message_belongs_to_a_direction():
     known = {kind for union in directions for kind in union.__args__}
     kinds = set(messages.Message.__subclasses__()) - {QueryRequest, QueryReply}
     assert known == kinds | {*QueryRequest.__subclasses__(), *QueryReply.__subclasses__()}
+
+
+WIRE = (4, "39907633555582dd")
+"""The protocol's version, and a digest of the messages and their fields that it stands for."""
+
+
+def test_a_changed_message_has_a_new_protocol_version():
+    directions = (messages.ToRank, messages.FromRank, messages.ToForkserver, messages.FromForkserver)
+    kinds = [kind for union in directions for kind in union.__args__]
+    _, components = msgspec.json.schema_components(kinds)
+    for component in components.values():
+        component.pop("description", None)
+    digest = hashlib.sha256(msgspec.json.encode(components, order="deterministic")).hexdigest()[:16]
+    assert (PROTOCOL_VERSION, digest) == WIRE, "increase PROTOCOL_VERSION once per release, then record both here"

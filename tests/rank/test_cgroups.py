@@ -1,4 +1,4 @@
-"""Where the OOM killer's victims are counted: files as kernels write them, in a folder of the test's."""
+"""Test the counters of the OOM killer, with files as the kernel writes them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_counter_of_our_own_group_is_found(tmp_path, each):
 @pytest.mark.parametrize(
     "text", ["", "oom_kill_disable 0\nunder_oom 0\n", "low 0\noom 1\n"], ids=["empty", "an old kernel", "no kills"]
 )
-def test_where_nothing_is_counted_nothing_is_told(tmp_path, text):
+def test_missing_counter_is_not_reported(tmp_path, text):
     assert find_counter(machine(tmp_path, **{**MACHINES["version 2"], "text": text})) is None
     assert find_counter(tmp_path / "no such process") is None
     assert RecentKills(None).recent(1.0) == 0
@@ -92,13 +92,13 @@ def test_a_kill_counts_for_some_seconds(tmp_path):
     counter = tmp_path / "memory.events"
     counter.write_text(EVENTS.format(5))
     kills = RecentKills(counter)
-    kills.look(100.0)
+    kills.update(100.0)
     assert kills.recent(101.0) == 0, "those before our time are not ours"
     counter.write_text(EVENTS.format(7))
     assert kills.recent(102.0) == 2
     assert kills.recent(109.0) == 2, "whoever ends a little later may have been one of them"
     for second in range(110, 130):
-        kills.look(float(second))
+        kills.update(float(second))
     assert kills.recent(130.0) == 0, "whoever ends now was not"
     counter.write_text(EVENTS.format(8))
     assert kills.recent(130.1) == 1

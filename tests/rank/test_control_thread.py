@@ -1,4 +1,4 @@
-"""Where an interrupt may hit the main thread, and where it has to wait a moment."""
+"""Test where an interrupt may be raised in the main thread, and where it is delayed."""
 
 from __future__ import annotations
 
@@ -35,6 +35,19 @@ def go_on_for(seconds):
 def request_and_go_on(interrupts, cell):
     interrupts.request(cell)
     go_on_for(5)
+
+
+def test_a_postponed_interrupt_is_dropped_if_the_cell_ends(interrupts):
+    with interrupts.postponed(600):
+        interrupts.request(1)
+        signal.raise_signal(signal.SIGINT)
+    assert not interrupts.delivered
+    interrupts.disarm()
+
+
+def test_an_interrupt_is_postponed_by_a_bounded_time(interrupts):
+    with pytest.raises(KeyboardInterrupt), interrupts.postponed(0.05):
+        request_and_go_on(interrupts, 1)
 
 
 class Gate:
@@ -74,7 +87,7 @@ def test_a_lock_that_is_being_given_back_is(interrupts):
     assert gate.lock.acquire(blocking=False)
 
 
-def test_who_waits_for_a_lock_is_interrupted_all_the_same(interrupts):
+def test_thread_waiting_in_enter_is_interrupted(interrupts):
     class Slow:
         def __enter__(self):
             timer.start()
@@ -108,7 +121,7 @@ control_thread.os_utils.interrupt_group = lambda: None
 interrupts = control_thread.Interrupts()
 holding_the_gil = ctypes.PyDLL(None)
 os.register_at_fork(before=lambda: holding_the_gil.usleep(6000))  # a rank's fork takes so long
-interrupts.guard()
+interrupts.install_hooks()
 os.register_at_fork(after_in_parent=lambda: time.sleep(0.005))
 for turn in range(1, 6):
     interrupts.arm(turn)
@@ -134,3 +147,84 @@ def test_an_interrupt_is_delivered_to_a_loop_of_slow_forks():
         [sys.executable, "-c", FORKS_IN_STEP], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.split() == ["raised"] * 5, done.stderr
+
+
+# Subprocesses of a cell -----------------------------------------------------------------------------------------------
+
+
+def raise_for_child(_number, _frame):
+    raise RuntimeError("a worker was killed")
+
+
+def test_error_of_a_child_handler_is_raised_in_a_cell(interrupts):
+    signal.signal(signal.SIGCHLD, raise_for_child)
+    with pytest.raises(RuntimeError, match="a worker was killed"):
+        signal.raise_signal(signal.SIGCHLD)
+
+
+def test_error_of_a_child_handler_does_not_replace_an_interrupt(interrupts):
+    signal.signal(signal.SIGCHLD, raise_for_child)
+    with pytest.raises(KeyboardInterrupt):
+        request_and_go_on(interrupts, 1)
+    signal.raise_signal(signal.SIGCHLD)
+    interrupts.disarm()
+    interrupts.arm(2)
+    assert signal.getsignal(signal.SIGCHLD) is raise_for_child, "the next cell has the handler of the user"
+    with pytest.raises(RuntimeError, match="a worker was killed"):
+        signal.raise_signal(signal.SIGCHLD)
+
+
+def test_error_of_a_child_handler_between_cells_is_printed_by_the_next_one(interrupts, capsys):
+    signal.signal(signal.SIGCHLD, raise_for_child)
+    interrupts.disarm()
+    signal.raise_signal(signal.SIGCHLD)
+    interrupts.arm(2)
+    assert capsys.readouterr().err == "Between two cells: a worker was killed\n"
+
+
+def raise_and_go_on(interrupts, seconds):
+    interrupts.raise_error(ValueError("a collective was aborted"))
+    go_on_for(seconds)
+
+
+def test_an_error_of_another_thread_is_raised_in_the_cell(interrupts):
+    with pytest.raises(ValueError, match="a collective was aborted"):
+        raise_and_go_on(interrupts, 5)
+    assert not interrupts.delivered
+
+
+def test_an_interrupt_takes_precedence_over_the_error_of_another_thread(interrupts):
+    def both():
+        with interrupts.shield():
+            interrupts.raise_error(ValueError("a collective was aborted"))
+            interrupts.request(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        both()
+    assert interrupts.delivered
+
+
+def test_a_shield_delays_the_error_of_another_thread(interrupts):
+    reached = []
+
+    def shielded():
+        with interrupts.shield():
+            raise_and_go_on(interrupts, 0.05)
+            reached.append(True)
+
+    with pytest.raises(ValueError, match="a collective was aborted"):
+        shielded()
+    assert reached
+
+
+def test_the_error_of_another_thread_does_not_hit_the_report_of_an_error(interrupts):
+    with interrupts.postponed(600):
+        raise_and_go_on(interrupts, 0.05)
+    interrupts.disarm()
+
+
+def test_between_cells_the_error_of_another_thread_is_dropped(interrupts):
+    interrupts.disarm()
+    interrupts.raise_error(ValueError("a collective was aborted"))
+    interrupts.arm(2)
+    go_on_for(0.05)

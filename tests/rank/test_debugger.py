@@ -1,4 +1,4 @@
-"""A rank's debugger: when it is there, whom it trusts, and what is left of it."""
+"""Test a rank's debugger: when it runs, whom it trusts, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Client:
     """Speaks to the debugger of a cluster's only rank."""
 
     def __init__(self, cluster):
-        self.cluster, self.seq, self.heard = cluster, 0, queue.SimpleQueue()
-        cluster.debugs.listener = lambda _, content: self.heard.put(content)
+        self.cluster, self.seq, self.messages = cluster, 0, queue.SimpleQueue()
+        cluster.debugs.listener = lambda _, content: self.messages.put(content)
 
     def ask(self, command, **arguments):
         self.seq += 1
         request = {"type": "request", "seq": self.seq, "command": command, "arguments": arguments}
-        self.cluster.debugs.tell(0, json.dumps(request))
+        self.cluster.debugs.send(0, json.dumps(request))
         return self.wait(lambda message: message.get("request_seq") == self.seq)
 
     def wait(self, is_it):
         while True:
-            content = self.heard.get(timeout=20)
+            content = self.messages.get(timeout=20)
             message = json.loads(content) if content else {"event": "ended"}
             if is_it(message):
                 return message
@@ -59,24 +59,25 @@ print('debugpy' in sys.modules, sys.gettrace() is not None, sys.breakpointhook i
 
 
 @pytest.mark.processes
-def test_it_is_not_there_until_somebody_asks_and_leaves_nothing_that_costs():
+def test_debugger_starts_on_request_and_leaves_no_tracing():
     with Cluster(1) as cluster:
         client = Client(cluster)
         assert cluster.run(STATE).outcomes[0].stdout == "False False True\n"
         client.start()
         refused = client.ask("pause", threadId=1)
-        assert not refused["success"] and "runs nothing" in refused["message"], "the next cell would stop at its start"
+        assert not refused["success"], "the next cell would stop at its start"
+        assert "cannot pause: the rank is idle" in refused["message"]
         assert cluster.run(STATE).outcomes[0].stdout == "True True False\n", "breakpoint() opens it now"
         client.stop()
         assert cluster.run(STATE).outcomes[0].stdout == "True False True\n"
         refused = client.ask("disconnect")
-        assert not refused["success"] and "ended" in refused["message"]
+        assert not refused["success"] and "the debugger has stopped" in refused["message"]
         client.start()
         cell = cluster.submit_code("x = 1\nbreakpoint()\ny = 2", number=1, ranks=None, sink=None)
-        told = client.wait(lambda message: message.get("event") == "stopped")
+        reported = client.wait(lambda message: message.get("event") == "stopped")
         stack = cluster.stacks()[0]
         assert stack.paused and stack.frames[-1].line == 3, "as ipykernel's: at the line behind it"
-        client.ask("continue", threadId=told["body"]["threadId"])
+        client.ask("continue", threadId=reported["body"]["threadId"])
         cluster.wait(cell)
         assert cell.result.ok
         client.stop()
@@ -85,7 +86,7 @@ def test_it_is_not_there_until_somebody_asks_and_leaves_nothing_that_costs():
         cluster.run(f"import debugpy\ndebugpy.listen(('127.0.0.1', {port}), in_process_debug_adapter=True)")
         wait_until(lambda: listens(port), timeout=10, what="a debugger of one's own, where it was told to be")
         refused = client.ask("initialize", clientID="test", adapterID="test")
-        assert "this rank has another debugger" in refused["message"]
+        assert "another debugger is already attached to this rank" in refused["message"]
 
 
 def test_messages_are_read_whole_or_not_at_all():
@@ -97,47 +98,47 @@ def test_messages_are_read_whole_or_not_at_all():
     assert read_message(stream) is None
 
 
-def test_whoever_connects_without_the_word_is_sent_away():
+def test_connection_without_the_token_is_closed():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
-        said = []
+        bytes_read = []
 
         def serve(connection, answer):
             with connection, connection.makefile("rb") as stream:
-                said.append(read_message(stream)["command"])
+                bytes_read.append(read_message(stream)["command"])
                 content = json.dumps(answer).encode()
                 connection.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(content), content))
-                said.append(stream.read(1))
+                bytes_read.append(stream.read(1))
 
         def answer(word):
-            return {"type": "response", "request_seq": debugger._OWN, "body": {"clientAccessToken": word}}
+            return {"type": "response", "request_seq": debugger._FIRST_SEQ, "body": {"clientAccessToken": word}}
 
         threads = []
-        for each in ({"type": "event", "event": "x", "body": None}, answer(None), answer("wrong"), answer("right")):
+        for item in ({"type": "event", "event": "x", "body": None}, answer(None), answer("wrong"), answer("right")):
             connection = socket.create_connection(address)  # in this order they are accepted
-            threads.append(threading.Thread(target=serve, args=(connection, each)))
+            threads.append(threading.Thread(target=serve, args=(connection, item)))
             threads[-1].start()
         began = time.monotonic()
-        debug_seconds, debugger._SECONDS = debugger._SECONDS, 2.0
+        debug_seconds, debugger._TIMEOUT = debugger._TIMEOUT, 2.0
         try:
             connection, stream = debugger._wait_for_engine(listener, "right")
         finally:
-            debugger._SECONDS = debug_seconds
+            debugger._TIMEOUT = debug_seconds
         assert time.monotonic() - began < 20
         assert connection.getpeername()[0] == "127.0.0.1"
         stream.close()
         connection.close()
         for thread in threads:
             thread.join(timeout=20)
-        assert said.count("pydevdAuthorize") == 4
+        assert bytes_read.count("pydevdAuthorize") == 4
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_its_end_is_told_once_and_when_there_may_be_another_one(monkeypatch, asked):
-    told: queue.SimpleQueue = queue.SimpleQueue()
-    debuggee, gone = debugger.Debuggee(told.put, lambda _: None), threading.Event()
+def test_its_end_is_reported_once_and_when_there_may_be_another_one(monkeypatch, asked):
+    reported: queue.SimpleQueue = queue.SimpleQueue()
+    debuggee, gone = debugger.Debuggee(reported.put, lambda _: None), threading.Event()
     monkeypatch.setattr(debugger, "_engine", lambda: None if gone.is_set() else object())
-    debuggee._leaving, debuggee._own_hook = 7 if asked else None, sys.breakpointhook
+    debuggee._disconnect_seq, debuggee._original_hook = 7 if asked else None, sys.breakpointhook
     ours, its = socket.socketpair()
     reader = threading.Thread(target=debuggee._read, args=(ours, ours.makefile("rb")))
     reader.start()
@@ -146,23 +147,23 @@ def test_its_end_is_told_once_and_when_there_may_be_another_one(monkeypatch, ask
         if asked:
             its.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(content), content))
     with pytest.raises(queue.Empty):
-        told.get(timeout=0.2)
+        reported.get(timeout=0.2)
     gone.set()
-    content = told.get(timeout=10).content
+    content = reported.get(timeout=10).content
     reader.join(timeout=10)
     assert json.loads(content)["request_seq"] == 7 if asked else content == ""
-    assert told.empty()  # an end told late would be taken for that of the next one
+    assert reported.empty()  # an end told late would be taken for that of the next one
 
 
 @pytest.mark.parametrize("words", ["ImportError: no debugpy here"])
 def test_a_rank_that_cannot_have_one_says_why(words, monkeypatch):
-    told: queue.SimpleQueue = queue.SimpleQueue()
-    debuggee = debugger.Debuggee(told.put, lambda _: None)
+    reported: queue.SimpleQueue = queue.SimpleQueue()
+    debuggee = debugger.Debuggee(reported.put, lambda _: None)
 
     def fail():
         raise ImportError(words.removeprefix("ImportError: "))
 
     monkeypatch.setattr(debuggee, "_start", fail)
-    debuggee.hear(debugger.DapToRank(json.dumps({"type": "request", "seq": 3, "command": "initialize"})))
-    answer = json.loads(told.get(timeout=10).content)
+    debuggee.queue_message(debugger.DapToRank(json.dumps({"type": "request", "seq": 3, "command": "initialize"})))
+    answer = json.loads(reported.get(timeout=10).content)
     assert (answer["success"], answer["request_seq"], answer["message"]) == (False, 3, words)

@@ -1,4 +1,4 @@
-"""A real forkserver, spoken to over its own socket; the tests are the notebook."""
+"""Test a real forkserver over its own socket; the tests act as the notebook."""
 
 from __future__ import annotations
 
@@ -62,47 +62,47 @@ class Home:
             )
         self.stream: MessageStream[Any] = MessageStream(ours, decode_from_forkserver)
         self.hub = ZmqHub(self.folder)
-        self._heard: list[Any] = []
-        self._said: list[tuple[int, Any]] = []
+        self._forkserver_messages: list[Any] = []
+        self._messages: list[tuple[int, Any]] = []
 
-    def hear(self, kind: type, where: Callable[[Any], bool] = lambda _: True, *, timeout: float = SOON) -> Any:
+    def receive(self, kind: type, where: Callable[[Any], bool] = lambda _: True, *, timeout: float = SOON) -> Any:
         """The next message of that kind from the forkserver."""
         deadline = time.monotonic() + timeout
         while True:
-            for message in self._heard:
+            for message in self._forkserver_messages:
                 if isinstance(message, kind) and where(message):
-                    self._heard.remove(message)
+                    self._forkserver_messages.remove(message)
                     return message
             left = deadline - time.monotonic()
             if left <= 0:
-                pytest.fail(f"no {kind.__name__} within {timeout} s; there is {self._heard}")
+                pytest.fail(f"no {kind.__name__} within {timeout} s; there is {self._forkserver_messages}")
             select.select([self.stream], [], [], left)
-            self._heard += self.stream.read()
+            self._forkserver_messages += self.stream.read()
 
     def listen(self, kind: type, *, rank: int = 0, timeout: float = SOON) -> Any:
         """The next message of that kind from a rank."""
         deadline = time.monotonic() + timeout
         while True:
-            for said in self._said:
-                if said[0] == rank and isinstance(said[1], kind):
-                    self._said.remove(said)
-                    return said[1]
+            for message in self._messages:
+                if message[0] == rank and isinstance(message[1], kind):
+                    self._messages.remove(message)
+                    return message[1]
             left = deadline - time.monotonic()
             if left <= 0:
-                pytest.fail(f"no {kind.__name__} of rank {rank} within {timeout} s; there is {self._said}")
+                pytest.fail(f"no {kind.__name__} of rank {rank} within {timeout} s; there is {self._messages}")
             self.hub.wait(left, ())
-            while (parcel := self.hub.receive()) is not None:
-                self._said.append((parcel[0].rank, parcel[1]))
+            while (received_message := self.hub.receive()) is not None:
+                self._messages.append((received_message[0].rank, received_message[1]))
 
     def open(self, *folders: Path) -> None:
         self.stream.send(OpenCluster(folders=tuple(str(folder) for folder in folders)))
-        self.hear(ClusterOpened, timeout=60)
+        self.receive(ClusterOpened, timeout=60)
 
     def close(self) -> None:
         self.stream.send(CloseCluster())
-        self.hear(ClusterClosed)
-        self._heard.clear()
-        self._said.clear()
+        self.receive(ClusterClosed)
+        self._forkserver_messages.clear()
+        self._messages.clear()
 
     def request(self, rank: int, *, incarnation: int = 1, **changes: Any) -> ForkRank:
         fields = {
@@ -126,7 +126,7 @@ class Home:
     def fork(self, rank: int = 0, *, incarnation: int = 1, **changes: Any) -> int:
         """A rank that has said Hello; its process id."""
         self.stream.send(self.request(rank, incarnation=incarnation, **changes))
-        pid = self.hear(RankForked, lambda told: told.rank == rank).pid
+        pid = self.receive(RankForked, lambda reported: reported.rank == rank, timeout=60).pid
         while self.listen(RankReady, rank=rank).pid != pid:
             pass  # a rank of the test before, which has said it since
         return int(pid)
@@ -166,7 +166,7 @@ def alive(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def server():
     home = Home()
-    home.up = home.hear(ForkserverUp, timeout=120)
+    home.up = home.receive(ForkserverUp, timeout=120)
     yield home
     home.end()
 
@@ -180,16 +180,35 @@ def home(server):
     assert not [process for process in family if alive(process.pid)], "CloseCluster answers when nothing is left"
 
 
-def test_it_says_what_it_imported(server):
+def test_forkserver_reports_its_versions(server):
     torch_version = server.up.torch.split(".")
     assert int(torch_version[0]) >= 2
     assert server.up.python == sys.version.split()[0]
 
 
-def test_nothing_listens_on_a_port_before_there_is_a_group(home):
+@pytest.mark.parametrize("when", ["start", "idle"])
+def test_optimizer_imports_are_preloaded_on_request(when):
+    home = Home(environment={"RANKBOOK_PRELOAD": when})
+    try:
+        home.receive(ForkserverUp, timeout=120)
+        home.open()
+        home.fork()
+        imported = home.printed("import sys\nprint('torch._dynamo' in sys.modules)")
+        home.close()
+    finally:
+        home.end()
+    assert imported == str(when == "start")
+
+
+def test_no_port_is_open_before_the_group_is_formed(home):
     home.fork()
     processes = [psutil.Process(home.process.pid), *psutil.Process(home.process.pid).children()]
-    listening = {each.laddr for process in processes for each in process.net_connections() if each.status == "LISTEN"}
+    listening = {
+        connection.laddr
+        for process in processes
+        for connection in process.net_connections()
+        if connection.status == "LISTEN"
+    }
     assert listening == set()
 
 
@@ -204,20 +223,19 @@ def test_a_rank_is_given_the_notebooks_folder_environment_and_path(home):
     environment = {**os.environb, b"GIVEN": b"by the notebook", b"ODD": b"\xff"}
     environment.pop(b"HOME", None)
     home.fork(cwd=str(home.folder), env=environment, path=("/somewhere", *sys.path))
-    told = home.printed(
+    reported = home.printed(
         "import os, sys\n"
         "print(os.getcwd(), os.environ['GIVEN'], os.environb[b'ODD'], 'HOME' in os.environ, sys.path[0])"
     )
-    assert told == f"{home.folder} by the notebook b'\\xff' False /somewhere"
+    assert reported == f"{home.folder} by the notebook b'\\xff' False /somewhere"
 
 
 def test_ranks_do_not_draw_each_others_random_numbers(home):
     for rank in (0, 1):
         home.fork(rank)
-    draw = "import random, numpy; print(random.random(), numpy.random.rand())"
+    draw = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1).item())"
     ours, theirs = (home.printed(draw, rank=rank).split() for rank in (0, 1))
-    assert ours[0] != theirs[0]
-    assert ours[1] != theirs[1]
+    assert len(set(ours + theirs)) == 6
 
 
 @pytest.mark.parametrize(
@@ -231,32 +249,32 @@ def test_ranks_do_not_draw_each_others_random_numbers(home):
         ("import os; os.abort()", -signal.SIGABRT),
     ],
 )
-def test_the_end_of_a_rank_is_told_with_its_code_or_signal(home, source, code):
+def test_the_end_of_a_rank_is_reported_with_its_code_or_signal(home, source, code):
     pid = home.fork()
     home.cell(source)
-    told = home.hear(RankExited)
-    assert (told.rank, told.incarnation, told.pid, told.code) == (0, 1, pid, code)
+    reported = home.receive(RankExited)
+    assert (reported.rank, reported.incarnation, reported.pid, reported.code) == (0, 1, pid, code)
     assert not alive(pid)
 
 
 def test_leave_ends_a_rank_with_code_0(home):
     home.fork()
     home.hub.send(0, Shutdown())
-    assert home.hear(RankExited).code == 0
+    assert home.receive(RankExited).code == 0
 
 
-def test_last_words_that_nobody_has_read_come_with_the_exit(home):
+def test_last_output_that_nobody_has_read_come_with_the_exit(home):
     home.fork()
     home.cell(LAST_WORDS)
-    told = home.hear(RankExited)
-    assert told.code == -signal.SIGABRT
-    assert told.stdout == b"to stdout"
-    assert told.stderr == b"to stderr"
+    reported = home.receive(RankExited)
+    assert reported.code == -signal.SIGABRT
+    assert reported.stdout == b"to stdout"
+    assert reported.stderr == b"to stderr"
 
 
 def test_a_kill_takes_the_ranks_children_and_their_orphans_along(home):
     home.fork()
-    told = home.printed(
+    reported = home.printed(
         """
 import subprocess
 child = subprocess.Popen(["sleep", "600"])
@@ -265,11 +283,11 @@ command = "sleep 600 > /dev/null & echo $!"  # the shell, its parent, ends at on
 orphan = subprocess.check_output(command, shell=True, text=True, process_group=0)
 print(child.pid, other_group.pid, orphan)"""
     )
-    pids = [int(pid) for pid in told.split()]
+    pids = [int(pid) for pid in reported.split()]
     assert len(pids) == 3
     assert all(alive(pid) for pid in pids)
     home.stream.send(KillRank(rank=0, incarnation=1))
-    home.hear(RankExited)
+    home.receive(RankExited)
     wait_until(lambda: not any(alive(pid) for pid in pids), timeout=10, what="the children's end")
 
 
@@ -277,14 +295,14 @@ def test_the_death_of_a_rank_takes_its_children_along(home):
     home.fork()
     pid = int(home.printed("import subprocess; child = subprocess.Popen(['sleep', '600']); print(child.pid)"))
     home.cell("import os; os._exit(1)")
-    home.hear(RankExited)
+    home.receive(RankExited)
     wait_until(lambda: not alive(pid), timeout=10, what="the child's end")
 
 
 def test_a_kill_of_an_earlier_process_leaves_the_new_one_alone(home):
     home.fork(incarnation=1)
     home.stream.send(KillRank(rank=0, incarnation=1))
-    home.hear(RankExited)
+    home.receive(RankExited)
     pid = home.fork(incarnation=2)
     home.stream.send(KillRank(rank=0, incarnation=1))
     assert home.printed("print('still here')") == "still here"
@@ -295,15 +313,15 @@ def test_a_kill_right_after_the_fork_is_not_too_early(home):
     for incarnation in range(1, 21):
         home.stream.send(home.request(0, incarnation=incarnation))
         home.stream.send(KillRank(rank=0, incarnation=incarnation))
-        told = home.hear(RankExited)
-        assert (told.incarnation, told.code) == (incarnation, -signal.SIGKILL)
+        reported = home.receive(RankExited)
+        assert (reported.incarnation, reported.code) == (incarnation, -signal.SIGKILL)
 
 
 def test_a_rank_that_cannot_be_set_up_ends_and_says_why(home):
     home.stream.send(home.request(0, cwd="/no/such/folder"))
-    told = home.hear(RankExited)
-    assert told.code == 1
-    assert b"/no/such/folder" in told.stderr
+    reported = home.receive(RankExited)
+    assert reported.code == 1
+    assert b"/no/such/folder" in reported.stderr
 
 
 def test_an_interrupt_from_outside_ends_neither_the_forkserver_nor_an_idle_rank(home):
@@ -328,7 +346,7 @@ def test_descriptors_do_not_pile_up(home):
     def cycle(incarnation: int) -> None:
         home.fork(incarnation=incarnation)
         home.cell("import os; os._exit(0)")
-        home.hear(RankExited)
+        home.receive(RankExited)
 
     server = psutil.Process(home.process.pid)
     cycle(1)
@@ -369,7 +387,7 @@ def test_when_the_notebook_is_gone_everything_is(when, tmp_path):
     family = psutil.Process(home.process.pid).children(recursive=True)
     home.stream.close()
     wait_until(lambda: home.process.poll() is not None, timeout=10, what="the forkserver's end")
-    wait_until(lambda: not any(alive(each.pid) for each in family), timeout=10, what="the ranks' end")
+    wait_until(lambda: not any(alive(item.pid) for item in family), timeout=10, what="the ranks' end")
     assert not folder.exists()
     home.end()
 

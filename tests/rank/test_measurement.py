@@ -1,4 +1,4 @@
-"""What counts as waiting, with clocks that the test turns."""
+"""Test what counts as waiting, with fake clocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from rankbook.rank.measurement import WaitClock, cpu_clock_of
+from rankbook.protocol.telemetry import CollectiveSpan
+from rankbook.rank.measurement import SpanRecorder, WaitClock, cpu_clock_of
 
 
 class Future:
@@ -18,8 +19,8 @@ class Future:
         self.callbacks.append(callback)
 
     def end(self):
-        for each in self.callbacks:
-            each(self)
+        for callback in self.callbacks:
+            callback(self)
 
 
 @pytest.fixture
@@ -40,15 +41,15 @@ def passes(hands, wall, cpu=0.0):
 def test_waits_add_up_and_what_lies_between_does_not_count(clock, hands):
     passes(hands, 5)
     for _ in range(2):
-        with clock.during("all_reduce"):
+        with clock.waiting("all_reduce"):
             passes(hands, 1.5, cpu=0.5)
         passes(hands, 7, cpu=7)
     assert clock.stop() == 2.0
 
 
-def test_what_the_main_thread_computes_beside_a_promised_collective_is_no_waiting(clock, hands):
+def test_computing_beside_a_collective_does_not_count_as_waiting(clock, hands):
     future = Future()
-    clock.promised(future)
+    clock.waiting_for_future(future)
     passes(hands, 3, cpu=3)
     passes(hands, 1)
     future.end()
@@ -56,11 +57,11 @@ def test_what_the_main_thread_computes_beside_a_promised_collective_is_no_waitin
     assert clock.stop() == 1.0
 
 
-def test_what_overlaps_counts_once(clock, hands):
+def test_overlapping_waits_count_once(clock, hands):
     first, second = Future(), Future()
-    clock.promised(first)
-    clock.promised(second)
-    with clock.during("barrier"):
+    clock.waiting_for_future(first)
+    clock.waiting_for_future(second)
+    with clock.waiting("barrier"):
         passes(hands, 1)
         first.end()
         passes(hands, 1)
@@ -70,7 +71,7 @@ def test_what_overlaps_counts_once(clock, hands):
 
 
 def interrupt_in_a_wait(clock, hands):
-    with clock.during("barrier"):
+    with clock.waiting("barrier"):
         passes(hands, 1)
         raise KeyboardInterrupt
 
@@ -79,7 +80,7 @@ def test_a_wait_that_was_interrupted_and_one_that_goes_on_count_up_to_the_end(cl
     with pytest.raises(KeyboardInterrupt):
         interrupt_in_a_wait(clock, hands)
     late = Future()
-    clock.promised(late)
+    clock.waiting_for_future(late)
     passes(hands, 2)
     assert clock.stop() == 3.0
     passes(hands, 4)
@@ -97,3 +98,19 @@ def test_a_threads_processor_time_is_read_from_another():
     thread.start()
     thread.join()
     assert turned[0] >= 0.05
+
+
+def test_the_times_of_a_collective_are_its_launch_and_its_whole_wait(hands):
+    spans = SpanRecorder(clock=lambda: hands["wall"])
+    for number in range(4):
+        passes(hands, 1)
+        spans.launch("0", number)
+    passes(hands, 1)
+    for _ in range(2):
+        spans.begin_wait("0", 1)
+        passes(hands, 1)
+        spans.end_wait("0", 1)
+    spans.begin_wait("0", 2)
+    passes(hands, 3)
+    expected = (CollectiveSpan("0", 1, 2, 5, 7), CollectiveSpan("0", 2, 3, 7, 10), CollectiveSpan("0", 3, 4))
+    assert spans.stop() == expected, "a send has no number"

@@ -1,4 +1,4 @@
-"""Whose a cluster is, over real sockets; the tests are the notebooks."""
+"""Test the ownership of a cluster over real sockets; the tests act as notebooks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rankbook.transport.framed_socket import MessageStream
 TOKEN = "secret"
 
 
-class Stage:
+class Harness:
     """An owner at one end of a socket, its first notebook at the other."""
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +34,7 @@ class Stage:
         self.callers: list[MessageStream[FromForkserver]] = []
 
     def keep(self, seconds: float = 60.0) -> None:
-        self.owner.keep(DetachCluster(address=str(self.folder / "owner"), token=TOKEN, seconds=seconds))
+        self.owner.detach(DetachCluster(address=str(self.folder / "owner"), token=TOKEN, seconds=seconds))
 
     def leave(self) -> None:
         self.notebook.close()
@@ -50,15 +50,15 @@ class Stage:
 
     def close(self) -> None:
         self.notebook.close()
-        self.owner.forget()
+        self.owner.close_in_child()
         for caller in self.callers:
             caller.close()
 
 
 @pytest.fixture
-def stage() -> Iterator[Stage]:
+def harness() -> Iterator[Harness]:
     with tempfile.TemporaryDirectory(prefix="rb-", dir="/tmp") as folder:
-        made = Stage(Path(folder))
+        made = Harness(Path(folder))
         yield made
         made.close()
 
@@ -72,106 +72,106 @@ def claim(token: str = TOKEN) -> ClaimCluster:
     return ClaimCluster(token=token, pid=os.getpid())
 
 
-def test_one_that_is_not_kept_ends_with_its_owner(stage):
-    assert stage.owner.look()
-    stage.leave()
-    assert not stage.owner.look()
-    assert not stage.owner.there()
+def test_cluster_that_is_not_kept_ends_with_its_owner(harness):
+    assert harness.owner.check_owner()
+    harness.leave()
+    assert not harness.owner.check_owner()
+    assert not harness.owner.is_owned()
 
 
-def test_a_kept_one_goes_on_for_its_time(stage):
-    stage.keep(seconds=60)
-    stage.leave()
-    assert stage.owner.look()
-    assert not stage.owner.there()
-    stage.owner.lost -= 61
-    assert not stage.owner.look()
+def test_a_kept_one_goes_on_for_its_time(harness):
+    harness.keep(seconds=60)
+    harness.leave()
+    assert harness.owner.check_owner()
+    assert not harness.owner.is_owned()
+    harness.owner.lost_at -= 61
+    assert not harness.owner.check_owner()
 
 
-def test_a_claim_with_the_token_makes_a_new_owner_which_can_go_as_well(stage):
-    stage.keep()
-    stage.leave()
-    stage.owner.look()
-    caller = stage.call(claim())
-    assert stage.owner.hear_claims(2)
-    assert answers(caller) == [ClaimAccepted(ranks=2, lost=stage.owner.lost)]
-    assert stage.owner.there()
-    assert stage.owner.look()
+def test_a_claim_with_the_token_makes_a_new_owner_which_can_go_as_well(harness):
+    harness.keep()
+    harness.leave()
+    harness.owner.check_owner()
+    caller = harness.call(claim())
+    assert harness.owner.accept_claims(2)
+    assert answers(caller) == [ClaimAccepted(ranks=2, lost=harness.owner.lost_at)]
+    assert harness.owner.is_owned()
+    assert harness.owner.check_owner()
     caller.send(CloseCluster())
-    assert list(stage.owner.stream.read()) == [CloseCluster()]
+    assert list(harness.owner.stream.read()) == [CloseCluster()]
     caller.close()
-    list(stage.owner.stream.read())
-    assert stage.owner.look()
-    assert not stage.owner.there()
-    assert stage.call(claim())
-    assert stage.owner.hear_claims(0)
+    list(harness.owner.stream.read())
+    assert harness.owner.check_owner()
+    assert not harness.owner.is_owned()
+    assert harness.call(claim())
+    assert harness.owner.accept_claims(0)
 
 
 @pytest.mark.parametrize("message", [claim("wrong"), claim(""), claim("sécret"), CloseCluster()])
-def test_whoever_has_no_token_is_refused(stage, message):
-    stage.keep()
-    stage.leave()
-    stage.owner.look()
-    caller = stage.call(message)
-    assert not stage.owner.hear_claims(0)
+def test_claim_without_the_token_is_refused(harness, message):
+    harness.keep()
+    harness.leave()
+    harness.owner.check_owner()
+    caller = harness.call(message)
+    assert not harness.owner.accept_claims(0)
     assert answers(caller) == [ClaimRejected(owner=0)]
-    assert not stage.owner.there()
-    assert stage.owner.look()
+    assert not harness.owner.is_owned()
+    assert harness.owner.check_owner()
 
 
-def test_as_long_as_there_is_an_owner_a_claim_is_refused_with_its_process_id(stage):
-    stage.keep()
-    caller = stage.call(claim())
-    assert not stage.owner.hear_claims(0)
+def test_as_long_as_there_is_an_owner_a_claim_is_refused_with_its_process_id(harness):
+    harness.keep()
+    caller = harness.call(claim())
+    assert not harness.owner.accept_claims(0)
     assert answers(caller) == [ClaimRejected(owner=os.getppid())]
-    assert stage.owner.there()
+    assert harness.owner.is_owned()
 
 
-def test_of_two_that_claim_at_once_one_is_the_owner(stage):
-    stage.keep()
-    stage.leave()
-    stage.owner.look()
-    first, second = stage.call(claim()), stage.call(claim())
-    assert stage.owner.hear_claims(0)
-    assert answers(first) == [ClaimAccepted(ranks=0, lost=stage.owner.lost)]
+def test_one_of_two_concurrent_claims_succeeds(harness):
+    harness.keep()
+    harness.leave()
+    harness.owner.check_owner()
+    first, second = harness.call(claim()), harness.call(claim())
+    assert harness.owner.accept_claims(0)
+    assert answers(first) == [ClaimAccepted(ranks=0, lost=harness.owner.lost_at)]
     assert answers(second) == [ClaimRejected(owner=os.getpid())]
 
 
-def test_who_sends_no_message_of_ours_is_hung_up_on(stage):
-    stage.keep()
-    stage.leave()
-    stage.owner.look()
+def test_connection_with_invalid_messages_is_closed(harness):
+    harness.keep()
+    harness.leave()
+    harness.owner.check_owner()
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(str(stage.folder / "owner"))
+    connection.connect(str(harness.folder / "owner"))
     with connection:
         connection.sendall(b"\x03\x00\x00\x00GET")
-        assert not stage.owner.hear_claims(0)
+        assert not harness.owner.accept_claims(0)
         assert connection.recv(16) == b""
 
 
-def test_after_the_cluster_was_closed_it_ends_with_its_owner_again(stage):
-    stage.keep()
-    stage.owner.let_go()
-    assert not stage.owner.keeps
-    stage.leave()
-    assert not stage.owner.look()
+def test_forkserver_ends_with_its_owner_after_the_cluster_was_closed(harness):
+    harness.keep()
+    harness.owner.stop_accepting()
+    assert not harness.owner.is_detached
+    harness.leave()
+    assert not harness.owner.check_owner()
 
 
 @pytest.mark.processes
-def test_a_child_process_sees_whether_there_is_an_owner(stage):
-    stage.keep()
+def test_a_child_process_sees_whether_there_is_an_owner(harness):
+    harness.keep()
     read, write = os.pipe()
     go_read, go_write = os.pipe()
     child = os.fork()
     if child == 0:
-        stage.notebook.close()
+        harness.notebook.close()
         os.write(write, b"ready")
         os.read(go_read, 1)
-        os.write(write, b"yes" if stage.owner.there() else b"no")
+        os.write(write, b"yes" if harness.owner.is_owned() else b"no")
         os._exit(0)
     assert os.read(read, 8) == b"ready"
-    stage.leave()
-    stage.owner.look()
+    harness.leave()
+    harness.owner.check_owner()
     os.write(go_write, b"g")
     assert os.read(read, 8) == b"no"
     os.waitpid(child, 0)
@@ -193,5 +193,5 @@ def test_a_dead_owner_counts_as_gone_though_its_child_has_the_socket_still():
     ours, theirs = socket.socketpair()
     with ours:
         owner = Ownership(MessageStream(theirs, decode_to_forkserver), os.getpid())  # which is not our parent
-        assert not owner.look()
-        assert not owner.there()
+        assert not owner.check_owner()
+        assert not owner.is_owned()

@@ -1,4 +1,4 @@
-"""A trace of torch's becomes a rank's piece of one of all ranks."""
+"""Test how a trace of torch's profiler becomes a rank's part of a trace of all ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from rankbook.protocol.profiling import OpTime
-from rankbook.rank.profiler import Profiling, RankTrace, add_up
+from rankbook.protocol.telemetry import OpTime
+from rankbook.rank.profiler import Profiling, RankTrace, sum_op_times
 
 
 def span(name, ts, dur, *, pid=50, tid=50, cat="cpu_op"):
@@ -16,7 +16,7 @@ def span(name, ts, dur, *, pid=50, tid=50, cat="cpu_op"):
 
 
 def times(events):
-    return {(each.name, each.where): (each.calls, round(each.seconds * 1e6, 3)) for each in add_up(events)}
+    return {(time.name, time.where): (time.calls, round(time.seconds * 1e6, 3)) for time in sum_op_times(events)}
 
 
 def test_time_is_without_what_was_called():
@@ -28,7 +28,7 @@ def test_time_is_without_what_was_called():
         span("outer", 200, 1),
     ]
     assert times(events) == {("outer", "cpu"): (2, 51), ("inner", "cpu"): (2, 45), ("leaf", "cpu"): (1, 5)}
-    assert [each.name for each in add_up(events)] == ["outer", "inner", "leaf"]
+    assert [time.name for time in sum_op_times(events)] == ["outer", "inner", "leaf"]
 
 
 def test_equal_starts_and_ends_nest_and_neighbours_do_not():
@@ -36,7 +36,7 @@ def test_equal_starts_and_ends_nest_and_neighbours_do_not():
     assert times(events) == {("a", "cpu"): (1, 0), ("b", "cpu"): (1, 10), ("c", "cpu"): (1, 20)}
 
 
-def test_what_goes_on_after_its_caller_runs_beside_it():
+def test_op_that_outlives_its_caller_is_not_nested():
     events = [span("step", 0, 100), span("gloo:all_reduce", 50, 500), span("next", 60, 20), span("later", 200, 10)]
     assert times(events) == {
         ("step", "cpu"): (1, 80),
@@ -83,13 +83,13 @@ def piece(rank):
 
 def test_a_rank_is_one_process_with_its_threads_and_streams():
     events = piece(3).events()
-    assert {each["pid"] for each in events} == {3}
-    told = {(each["name"], each["tid"]): each["args"] for each in events if each["ph"] == "M"}
-    assert told["process_name", 0] == {"name": "rank 3 (cuda:0, process 50)"}
-    assert told["process_sort_index", 0] == {"sort_index": 3}
-    names = {args["name"]: tid for (what, tid), args in told.items() if what == "thread_name"}
+    assert {element["pid"] for element in events} == {3}
+    reported = {(event["name"], event["tid"]): event["args"] for event in events if event["ph"] == "M"}
+    assert reported["process_name", 0] == {"name": "rank 3 (cuda:0, process 50)"}
+    assert reported["process_sort_index", 0] == {"sort_index": 3}
+    names = {args["name"]: tid for (what, tid), args in reported.items() if what == "thread_name"}
     assert set(names) == {"main thread", "thread 61 (gloo)", "cuda:0 stream 7"}
-    placed = {each["name"]: (each["tid"], each["ts"]) for each in events if each["ph"] == "X"}
+    placed = {item["name"]: (item["tid"], item["ts"]) for item in events if item["ph"] == "X"}
     assert placed == {
         "op": (names["main thread"], 1.25),
         "late": (names["thread 61 (gloo)"], 9.5),
@@ -99,12 +99,12 @@ def test_a_rank_is_one_process_with_its_threads_and_streams():
 
 
 def test_arrows_of_two_ranks_are_different_ones():
-    flows = [next(each["id"] for each in piece(rank).events() if each["ph"] == "s") for rank in (0, 1)]
+    flows = [next(event["id"] for event in piece(rank).events() if event["ph"] == "s") for rank in (0, 1)]
     assert flows[0] != flows[1] and max(flows) < 1 << 53
 
 
-def test_what_only_spans_others_is_no_op():
-    assert {each.name for each in piece(0).ops()} == {"late", "op", "gemm"}
+def test_spans_around_ops_are_not_counted():
+    assert {item.name for item in piece(0).ops()} == {"late", "op", "gemm"}
 
 
 def test_a_trace_without_its_zero_is_refused():
@@ -119,20 +119,20 @@ def test_torchs_own_profiler_is_read_and_agrees_with_its_sums(capfd):
     profiling = Profiling(epoch, 2, torch.device("cpu"))
     profiling.start()
     started = time.time_ns()
-    with profiling.note("barrier"):
+    with profiling.span("barrier"):
         x = torch.randn(200, 200)
         for _ in range(20):
             x = (x @ x).tanh()
     profiling.stop()
     ended = time.time_ns()
-    found = profiling.tell()
-    ours: dict[str, OpTime] = {each.name: each for each in found.ops}
+    found = profiling.result()
+    ours: dict[str, OpTime] = {item.name: item for item in found.ops}
     for theirs in profiling._profiler.key_averages():
         if theirs.key in ("aten::mm", "aten::tanh", "aten::matmul"):
             assert ours[theirs.key].calls == theirs.count
             assert ours[theirs.key].seconds * 1e6 == pytest.approx(theirs.self_cpu_time_total, rel=0.01, abs=5)
     events = json.loads(b"[" + found.events + b"]")
-    (noted,) = [each for each in events if each["name"] == "dist.barrier"]
+    (noted,) = [event for event in events if event["name"] == "dist.barrier"]
     assert (started - epoch) / 1e3 - 1000 <= noted["ts"]
     assert noted["ts"] + noted["dur"] <= (ended - epoch) / 1e3 + 1000
     assert capfd.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""The variables that a new rank takes over from a peer, and the reasons for those that it does not."""
+"""Test the variables that a new rank receives from a peer, and the reasons for those that it does not."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_variables_functions_and_imports_are_taken_over_and_counted(tmp_path):
     exec(CELL, peer)
     peer["tensor"] = torch.arange(3)
     fresh, adopted = taken_over(peer, {}, tmp_path)
-    assert adopted == {"variables": 2, "functions": 2, "imports": 1, "missing": {}, "refused": ""}
+    assert adopted == {"variables": 2, "functions": 2, "imports": 1, "missing": {}, "refused": "", "lost_save": ""}
     assert (fresh["scale"], fresh["tensor"].tolist(), fresh["math"]) == (3, [0, 1, 2], math)
     fresh["scale"] = 5
     assert fresh["scaled"](2) == 10, "it sees the variables of the rank that it is on"
 
 
-def test_private_names_and_what_each_rank_has_by_itself_stay_behind(tmp_path):
+def test_private_names_and_what_every_rank_has_by_itself_stay_behind(tmp_path):
     peer = {"_private": 1, "rank": 0, "kept": 2}
     fresh, adopted = taken_over(peer, {"rank": None}, tmp_path)
     assert set(fresh) - {"__name__", "__builtins__"} == {"kept"}

@@ -1,4 +1,4 @@
-"""What a kept rank remembers of what it sent."""
+"""Test what a detached rank keeps of its messages."""
 
 from __future__ import annotations
 
@@ -48,85 +48,85 @@ def picture(kind: str, words: str, display_id: str | None = None) -> Display:
     return Display(cell=1, kind=kind, data={"text/plain": words}, metadata={}, display_id=display_id)
 
 
-def recalled(outbox: ReplayBuffer, since: float = 100.0) -> list[Message]:
-    return list(outbox.recall("n", since)[1])
+def recalled(buffer: ReplayBuffer, since: float = 100.0) -> list[Message]:
+    return list(buffer.replay("n", since)[1])
 
 
-def test_a_cell_is_told_from_its_beginning_until_it_was_seen():
-    outbox = ReplayBuffer()
-    outbox.begin(RunCell(cell=1, source="", number=7))
-    outbox.add(text(1, "a"), 0.0)
-    here, kept = outbox.recall("nonce", 100.0)
+def test_a_cell_is_reported_from_its_beginning_until_it_was_seen():
+    buffer = ReplayBuffer()
+    buffer.begin(RunCell(cell=1, source="", number=7))
+    buffer.add(text(1, "a"), 0.0)
+    here, kept = buffer.replay("nonce", 100.0)
     assert (here.nonce, here.cell, here.number, here.label) == ("nonce", 1, 7, "cell [7]")
     assert (here.running, here.seen, here.entries) == (True, False, 1)
-    outbox.add(done(1), 1.0)
-    here, kept = outbox.recall("nonce", 100.0)
+    buffer.add(done(1), 1.0)
+    here, kept = buffer.replay("nonce", 100.0)
     assert kept == [text(1, "a"), done(1)]
     assert (here.running, here.seen) == (False, False)
-    outbox.seen(1)
-    here, kept = outbox.recall("nonce", 100.0)
+    buffer.acknowledge(1)
+    here, kept = buffer.replay("nonce", 100.0)
     assert kept == []
     assert here.seen
 
 
 def test_a_new_task_says_that_the_one_before_was_seen():
-    outbox = ReplayBuffer()
+    buffer = ReplayBuffer()
     for cell in (1, 2):
-        outbox.begin(RunCell(cell=cell, source="", number=cell))
-        outbox.add(text(cell, "a"), 0.0)
-        outbox.add(done(cell), 0.0)
-    assert recalled(outbox) == [text(2, "a"), done(2)]
+        buffer.begin(RunCell(cell=cell, source="", number=cell))
+        buffer.add(text(cell, "a"), 0.0)
+        buffer.add(done(cell), 0.0)
+    assert recalled(buffer) == [text(2, "a"), done(2)]
 
 
-def test_what_a_thread_prints_after_its_cell_was_seen_is_told_from_when_the_owner_went():
-    outbox = ReplayBuffer()
-    outbox.begin(RunCell(cell=1, source="", number=1))
-    outbox.add(done(1), 0.0)
-    outbox.seen(1)
-    outbox.add(text(1, "shown"), 5.0)
-    outbox.add(text(1, "missed"), 7.0)
-    assert recalled(outbox, since=6.0) == [text(1, "missed")]
+def test_output_of_threads_is_replayed_from_the_loss_of_the_owner_on():
+    buffer = ReplayBuffer()
+    buffer.begin(RunCell(cell=1, source="", number=1))
+    buffer.add(done(1), 0.0)
+    buffer.acknowledge(1)
+    buffer.add(text(1, "shown"), 5.0)
+    buffer.add(text(1, "missed"), 7.0)
+    assert recalled(buffer, since=6.0) == [text(1, "missed")]
 
 
-def test_there_is_a_bound_the_oldest_goes_first_and_the_end_never():
-    outbox = ReplayBuffer(most=1_000)
-    outbox.begin(RunCell(cell=1, source="", number=1))
+def test_full_buffer_drops_the_oldest_and_never_done():
+    buffer = ReplayBuffer(limit=1_000)
+    buffer.begin(RunCell(cell=1, source="", number=1))
     for i in range(20):
-        outbox.add(text(1, f"{i:>100}"), 0.0)
-    outbox.add(done(1), 0.0)
+        buffer.add(text(1, f"{i:>100}"), 0.0)
+    buffer.add(done(1), 0.0)
     for i in range(20, 40):
-        outbox.add(text(1, f"{i:>100}"), 0.0)
-    here, kept = outbox.recall("n", 100.0)
+        buffer.add(text(1, f"{i:>100}"), 0.0)
+    here, kept = buffer.replay("n", 100.0)
     assert done(1) in kept
     assert kept[-1] == text(1, f"{39:>100}")
     assert len(kept) + here.dropped == 41
     assert here.dropped > 30
-    outbox.seen(1)
-    assert outbox.recall("n", 100.0)[0].dropped == 0
+    buffer.acknowledge(1)
+    assert buffer.replay("n", 100.0)[0].dropped == 0
 
 
-def test_of_a_display_that_changes_the_last_state_is_kept_in_its_place():
-    outbox = ReplayBuffer()
-    outbox.begin(RunCell(cell=1, source="", number=1))
-    outbox.add(picture("display", "0%", "bar"), 0.0)
-    outbox.add(text(1, "between"), 0.0)
+def test_updated_display_is_replayed_in_its_last_state():
+    buffer = ReplayBuffer()
+    buffer.begin(RunCell(cell=1, source="", number=1))
+    buffer.add(picture("display", "0%", "bar"), 0.0)
+    buffer.add(text(1, "between"), 0.0)
     for i in range(1_000):
-        outbox.add(picture("update", f"{i}", "bar"), 0.0)
-    assert recalled(outbox) == [picture("display", "999", "bar"), text(1, "between")]
-    outbox.add(picture("update", "of an older cell's", "other"), 0.0)
-    assert len(recalled(outbox)) == 3
+        buffer.add(picture("update", f"{i}", "bar"), 0.0)
+    assert recalled(buffer) == [picture("display", "999", "bar"), text(1, "between")]
+    buffer.add(picture("update", "of an older cell's", "other"), 0.0)
+    assert len(recalled(buffer)) == 3
 
 
 def test_the_group_that_a_rank_is_in_is_the_last_one_that_it_joined():
-    outbox = ReplayBuffer()
+    buffer = ReplayBuffer()
     for generation, status, expected in ((1, "ok", 1), (2, "error", 0), (3, "ok", 3)):
-        outbox.begin(Regroup(cell=generation, generation=generation))
-        outbox.add(done(generation, status), 0.0)
-        here = outbox.recall("n", 0.0)[0]
+        buffer.begin(Regroup(cell=generation, generation=generation))
+        buffer.add(done(generation, status), 0.0)
+        here = buffer.replay("n", 0.0)[0]
         assert (here.generation, here.number, here.label) == (expected, -1, "forming the group")
-    outbox.begin(RunCell(cell=9, source="", number=4))
-    outbox.add(done(9, "error"), 0.0)
-    assert outbox.recall("n", 0.0)[0].generation == 3
+    buffer.begin(RunCell(cell=9, source="", number=4))
+    buffer.add(done(9, "error"), 0.0)
+    assert buffer.replay("n", 0.0)[0].generation == 3
 
 
 @pytest.mark.parametrize(
@@ -139,9 +139,9 @@ def test_the_group_that_a_rank_is_in_is_the_last_one_that_it_joined():
     ],
 )
 def test_a_task_is_called_as_people_call_it(task, label):
-    outbox = ReplayBuffer()
-    outbox.begin(task)
-    assert outbox.recall("n", 0.0)[0].label == label
+    buffer = ReplayBuffer()
+    buffer.begin(task)
+    assert buffer.replay("n", 0.0)[0].label == label
 
 
 class FakeLink:
@@ -179,12 +179,12 @@ class Rank:
     def gets(self, *messages: ToRank) -> list[ToRank]:
         self.wire.coming += messages
         received = []
-        while (parcel := self.link.receive()) is not None:
-            received.append(parcel[0])
+        while (received_message := self.link.receive()) is not None:
+            received.append(received_message[0])
         return received
 
 
-def test_without_a_notebook_nothing_is_sent_and_nothing_waits():
+def test_messages_without_a_notebook_are_buffered_without_waiting():
     rank = Rank()
     cell = RunCell(cell=1, source="", number=1)
     assert rank.gets(cell) == [cell]
@@ -207,13 +207,13 @@ def test_a_full_link_is_waited_for_as_long_as_there_is_a_notebook():
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "sécret"])
-def test_who_does_not_have_the_token_gets_no_answer(token):
+def test_request_without_the_token_is_ignored(token):
     rank = Rank()
     assert rank.gets(RequestReplay(token=token, nonce="n", since=0.0)) == []
     assert rank.wire.sent == []
 
 
-def test_what_was_seen_is_not_repeated():
+def test_acknowledged_messages_are_not_replayed():
     rank = Rank()
     rank.gets(RunCell(cell=1, source="", number=1))
     rank.link.send(done(1))
@@ -248,9 +248,9 @@ def test_a_question_is_repeated_until_it_was_answered_or_interrupted(end):
         CommToRank(kind="msg", comm="a slider", content="{}", metadata="{}"),
         DapToRank(content="{}"),
     ],
-    ids=lambda each: type(each).__name__,
+    ids=lambda item: type(item).__name__,
 )
-def test_what_a_rank_is_asked_beside_its_cell_takes_the_cells_place_neither_while_it_runs_nor_afterwards(aside):
+def test_queries_beside_a_cell_do_not_replace_it_in_the_replay(aside):
     rank = Rank()
     rank.gets(RunCell(cell=1, source="", number=7))
     rank.link.send(text(1, "before"))
@@ -265,7 +265,7 @@ def test_what_a_rank_is_asked_beside_its_cell_takes_the_cells_place_neither_whil
     assert (here.cell, here.number, here.running, here.seen, here.entries) == (1, 7, False, False, 2)
 
 
-def test_what_is_about_no_cell_is_sent_and_not_kept():
+def test_messages_without_a_cell_are_not_buffered():
     rank = Rank()
     hello = RankReady(rank=0, pid=1, incarnation=1, device="cpu", backend="gloo", threads=1)
     rank.link.send(hello)

@@ -1,4 +1,4 @@
-"""What a rank does about a save in the background before it leaves."""
+"""Test how a rank waits for background saves before it exits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MODULE = "rankbook.checkpoint.async_save"
 class Handle:
     """A save that ends when it is waited for, if it `ends`."""
 
-    def __init__(self, *, done=False, ends=True, error=None, heard=False):
-        self.done, self.ends, self.error, self.heard = done, ends, error, heard
+    def __init__(self, *, done=False, ends=True, error=None, error_retrieved=False):
+        self.done, self.ends, self.error, self.error_retrieved = done, ends, error, error_retrieved
 
     def __repr__(self):
         return "<save>"
@@ -26,26 +26,26 @@ class Handle:
         return self.done
 
 
-def told(monkeypatch, handle):
+def reported(monkeypatch, handle):
     asked: list[float] = []
     finish = handle.finish if handle is not None else None
     monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(current_save=lambda: handle, wait_for_saves=finish))
     return wait_for_saves(7.0, asked.append), asked
 
 
-def test_who_has_not_imported_the_package_has_nothing_to_wait_for(monkeypatch):
+def test_shutdown_without_the_checkpoint_package_waits_for_nothing(monkeypatch):
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     assert wait_for_saves(7.0, pytest.fail) == ""
     assert MODULE not in sys.modules
 
 
 def test_time_is_asked_for_only_where_something_is_being_saved(monkeypatch):
-    assert told(monkeypatch, None) == ("", [])
-    assert told(monkeypatch, Handle()) == ("", [7.0])
-    assert told(monkeypatch, Handle(done=True, error=OSError("full"))) == ("<save> in the background", [])
-    assert told(monkeypatch, Handle(done=True, error=OSError("full"), heard=True)) == ("", [])
+    assert reported(monkeypatch, None) == ("", [])
+    assert reported(monkeypatch, Handle()) == ("", [7.0])
+    assert reported(monkeypatch, Handle(done=True, error=OSError("full"))) == ("<save> in the background", [])
+    assert reported(monkeypatch, Handle(done=True, error=OSError("full"), error_retrieved=True)) == ("", [])
 
 
-def test_what_is_not_done_in_time_is_said_to_be_lost(monkeypatch):
-    words, asked = told(monkeypatch, Handle(ends=False))
-    assert (words, asked) == ("<save> was not done 7 s after the rank was to leave, and is lost", [7.0])
+def test_save_that_is_not_done_in_time_is_reported_as_lost(monkeypatch):
+    words, asked = reported(monkeypatch, Handle(ends=False))
+    assert (words, asked) == ("<save> did not finish within 7 s of the shutdown and is lost", [7.0])

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from rankbook.runtime.launch_environment import SPELLINGS
+from rankbook.runtime.launch_environment import LAUNCHERS
 from rankbook.runtime.state import AcceleratorState, GradientState
 
 
 @pytest.fixture(autouse=True)
 def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     names = {
-        name for each in SPELLINGS for name in (each.rank, each.world_size, each.local_rank, each.local_world_size)
+        name for each in LAUNCHERS for name in (each.rank, each.world_size, each.local_rank, each.local_world_size)
     }
     for name in os.environ:
         if name.startswith(("MASTER_", "SLURM_", "ACCELERATE_", "RANKBOOK_")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 from typing import NamedTuple
 
@@ -12,12 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.protocol import telemetry
 from rankbook.runtime import (
     Accelerator,
     AutocastKwargs,
     DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     ParallelismConfig,
     ProfileKwargs,
@@ -38,7 +40,7 @@ def fresh_state(monkeypatch):
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    window.abandon(GradientState())
+    window.abort(GradientState())
     GradientState._reset_state()
 
 
@@ -166,6 +168,20 @@ def test_the_scheduler_steps_once_per_real_step_or_as_the_option_says():
         assert scheduler.get_last_lr() == pytest.approx([0.1**expected])
 
 
+def test_a_one_cycle_schedule_ends_with_its_last_rate_and_does_not_raise():
+    accelerator = Accelerator()
+    model, optimizer = one_weight()
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=3)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    rates = []
+    for _ in range(5):
+        accelerator.backward(model(ROWS[:2]).mean())
+        optimizer.step()
+        scheduler.step()
+        rates += scheduler.get_last_lr()
+    assert rates[2] == rates[3] == rates[4] != rates[1]  # torch takes three steps
+
+
 def test_prepare_keeps_the_order_and_lets_everything_else_through():
     accelerator = Accelerator()
     model, optimizer = one_weight()
@@ -204,11 +220,97 @@ def test_a_second_plain_accelerator_keeps_the_shared_settings_and_another_change
     ids=str,
 )
 def test_an_accelerator_that_cannot_be_made_leaves_nothing_behind(options):
-    with pytest.raises(BadRequest):
+    with pytest.raises(InvalidArgument):
         Accelerator(gradient_accumulation_steps=5, **options)
     assert not PartialState._shared_state
     assert not AcceleratorState._shared_state
     assert Accelerator().gradient_accumulation_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mixedprecision": "bf16"}, "'mixedprecision'; did you mean: mixed_precision"),
+        ({"fp16": True}, 'use mixed_precision="fp16"'),
+        ({"even_batches": False}, r"use dataloader_config=DataLoaderConfiguration\(even_batches=\.\.\.\)"),
+        ({"logging_dir": "logs"}, r"use project_config=ProjectConfiguration\(logging_dir=\.\.\.\)"),
+        ({"deepspeed_plugin": 1}, "deepspeed_plugin is not supported: use fsdp_plugin=Fully"),
+        ({"megatron_lm_plugin": 1}, r"not supported: use parallelism_config=ParallelismConfig\(tp_size"),
+        ({"torch_tp_plugin": 1}, r"not supported: use parallelism_config=ParallelismConfig\(tp_size"),
+        ({"deepspeed_plugins": 1}, "deepspeed_plugins is not supported: use fsdp_plugin=Fully"),
+    ],
+    ids=str,
+)
+def test_an_argument_that_is_not_there_is_an_error_that_names_what_is(options, words):
+    with pytest.raises(InvalidArgument, match=words):
+        Accelerator(**options)
+    assert not PartialState._shared_state
+
+
+def test_errors_about_arguments_name_the_accelerator():
+    accelerator = Accelerator(cpu=True)
+    for call in (accelerator.backward, accelerator.gather, accelerator.save_model, accelerator.get_tracker):
+        with pytest.raises(TypeError, match=rf"^Accelerator\.{call.__name__}\(\) missing"):
+            call()
+    with pytest.raises(TypeError, match=r"^Accelerator\.__init__\(\) takes"):
+        Accelerator(*[None] * 30)
+
+
+def test_positional_arguments_are_in_the_order_of_accelerate():
+    order = [
+        "device_placement",
+        "split_batches",
+        "mixed_precision",
+        "gradient_accumulation_steps",
+        "cpu",
+        "dataloader_config",
+        "deepspeed_plugin",
+        "fsdp_plugin",
+        "torch_tp_plugin",
+        "megatron_lm_plugin",
+        "rng_types",
+        "log_with",
+        "project_dir",
+        "project_config",
+        "gradient_accumulation_plugin",
+        "step_scheduler_with_optimizer",
+        "kwargs_handlers",
+        "dynamo_backend",
+        "dynamo_plugin",
+        "deepspeed_plugins",
+        "parallelism_config",
+    ]
+    parameters = inspect.signature(Accelerator).parameters.values()
+    assert [entry.name for entry in parameters if entry.kind is entry.POSITIONAL_OR_KEYWORD] == order
+    handler = AutocastKwargs(enabled=False)
+    given = Accelerator(*[None] * 2, "bf16", 3, True, *[None] * 5, ["numpy"], *[None] * 3, None, False, [handler])
+    assert (given.mixed_precision, given.gradient_accumulation_steps, given.rng_types) == ("bf16", 3, ["numpy"])
+    assert given.autocast_handler is handler and not given.step_scheduler_with_optimizer
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python", "generator"])
+def test_all_generators_that_can_be_synchronized_can_be_asked_for(kind):
+    loader = Accelerator(cpu=True, rng_types=[kind]).prepare(DataLoader(range(4), shuffle=True))
+    assert loader.rng_types == [kind] and sorted(torch.cat(list(loader)).tolist()) == [0, 1, 2, 3]
+
+
+def test_attributes_that_code_for_accelerate_reads(tmp_path):
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    assert accelerator.native_amp and accelerator.should_save_model and accelerator.state.deepspeed_plugin is None
+    assert not accelerator.ddp_handler.find_unused_parameters and accelerator.scaler_handler.enabled
+    assert accelerator.init_handler.backend is None and accelerator.profile_handler.activities is None
+    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)  # as transformers does
+    assert accelerator.handlers.ddp.find_unused_parameters
+    with pytest.raises(InvalidArgument, match="unsupported kwargs_handlers entry int"):
+        accelerator.ddp_handler = 3
+    accelerator.sync_gradients = False
+    assert not accelerator.gradient_state.sync_gradients
+    steps = []
+    for _ in accelerator.prepare(DataLoader(range(3))):
+        with accelerator.accumulate():
+            steps.append((accelerator.step, accelerator.sync_gradients))
+    assert steps == [(1, False), (2, True), (0, True)]
+    assert not Accelerator(mixed_precision="no").native_amp
 
 
 def test_mixed_precision_never_nests_and_goes_with_copies_and_pickles():
@@ -257,6 +359,30 @@ def test_outputs_of_any_shape_come_in_fp32():
     assert [out["a"][0].dtype, out["b"].left.dtype, out["c"][0].dtype] == [torch.float32] * 3
     assert isinstance(out["b"], Pair)
     assert out["c"][1:] == (None, "x")
+
+
+def test_what_to_compile_with_may_come_from_the_environment(monkeypatch):
+    assert TorchDynamoPlugin().to_kwargs() == {}
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "0")
+    monkeypatch.setenv("RANKBOOK_DYNAMO_BACKEND", "eager")
+    assert TorchDynamoPlugin().to_kwargs() == {"backend": "eager", "mode": "reduce-overhead", "dynamic": False}
+    given = TorchDynamoPlugin(backend="no", mode="default", dynamic=True)
+    assert (given.active, given.mode, given.dynamic) == (False, "default", True)
+    assert Accelerator().dynamo_plugin.backend == "eager"
+    monkeypatch.setenv("RANKBOOK_DYNAMO_BACKEND", "nothing")
+    with pytest.raises(InvalidArgument, match=r"unknown dynamo_backend 'nothing'; choose from .*inductor"):
+        Accelerator()
+
+
+def test_a_backend_that_torch_does_not_have_is_refused_where_it_is_used():
+    plugin = TorchDynamoPlugin(backend="AOT_TS_NVFUSER")  # code for Accelerate may compare with it
+    assert (plugin.backend, plugin.to_kwargs()) == ("aot_ts_nvfuser", {"backend": "aot_ts_nvfuser"})
+    with pytest.raises(InvalidArgument, match="unknown dynamo_backend 'aot_ts_nvfuser'"):
+        Accelerator(dynamo_plugin=plugin)
+    with pytest.raises(InvalidArgument, match="unknown dynamo_backend 'nothing'"):
+        TorchDynamoPlugin(backend="nothing")
 
 
 def test_a_model_is_compiled_in_place_and_again_not():

@@ -59,7 +59,7 @@ def test_after_a_reset_an_attribute_says_to_build_it_first():
     GradientState._reset_state()
     assert not state.initialized
     for name in ("sync_gradients", "num_steps", "active_dataloader", "in_dataloader"):
-        with pytest.raises(AttributeError, match="Build it first"):
+        with pytest.raises(AttributeError, match="Create it again"):
             getattr(state, name)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         getattr(state, "nonsense")  # noqa: B009 - it raises

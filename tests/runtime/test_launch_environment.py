@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime.launch_environment import LaunchSetup, local_rank_of, read_flag, read_setup, read_text
 
 MASTER = {"MASTER_ADDR": "node7", "MASTER_PORT": "1234"}
@@ -72,18 +72,18 @@ def test_a_script_that_sbatch_runs_without_srun_is_alone():
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"WORLD_SIZE": "2"}, "no RANK"),
-        ({"RANK": "1"}, "no WORLD_SIZE"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is no rank of WORLD_SIZE=2: ranks go from 0 to 1"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "is no rank"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x is no number"),
+        ({"WORLD_SIZE": "2"}, "set without RANK"),
+        ({"RANK": "1"}, "set without WORLD_SIZE"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "invalid RANK=2 with WORLD_SIZE=2: expected a rank from 0 to 1"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "invalid RANK=-1"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "invalid RANK='x': expected an integer"),
         (TORCHRUN, "MASTER_ADDR is not set"),
-        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK is missing"),
-        (SLURM | MASTER | {"SLURM_STEP_TASKS_PER_NODE": "four"}, "no list of sizes"),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK is not set"),
+        (SLURM | MASTER | {"SLURM_STEP_TASKS_PER_NODE": "four"}, "expected a list of sizes"),
     ],
 )
 def test_a_description_with_a_hole_is_an_error_that_names_it(told, words):
-    with pytest.raises(BadRequest, match=words):
+    with pytest.raises(InvalidArgument, match=words):
         read_setup(told)
 
 
@@ -92,5 +92,5 @@ def test_the_first_variable_that_is_set_counts():
     assert read_flag("A", "B", environment={"A": "0", "B": "1"}) is False
     assert read_flag("A", environment={"A": "True"}) is True
     assert read_flag("A", environment={}) is False
-    with pytest.raises(BadRequest, match="either 1 or 0"):
+    with pytest.raises(InvalidArgument, match=r"invalid \w+=.*: expected 1 or 0"):
         read_flag("A", environment={"A": "perhaps"})

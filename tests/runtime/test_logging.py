@@ -27,6 +27,21 @@ def test_a_record_names_its_rank_and_the_line_that_made_it(caplog):
     assert third.getMessage() == "to all"
 
 
+def test_an_adapter_around_it_names_the_line_of_its_own_caller(caplog):
+    class Own(logging.LoggerAdapter):
+        def log(self, level, msg, *args, **kwargs):
+            self.logger.log(level, msg, *args, **{"stacklevel": kwargs.pop("levels", 3), **kwargs})
+
+    log = Own(get_logger("rankbook.test"), {})
+    log.warning("here")
+    for levels in (1, 2):
+        log.warning("in the adapter", levels=levels)
+    assert [each.funcName for each in caplog.records] == [
+        "test_an_adapter_around_it_names_the_line_of_its_own_caller", "log", "log"
+    ]  # fmt: skip
+    assert {each.filename for each in caplog.records} == {"test_logging.py"}
+
+
 def test_a_level_that_is_off_is_off(caplog, monkeypatch):
     get_logger("rankbook.test", "error").warning("no")
     monkeypatch.setenv("RANKBOOK_LOG_LEVEL", "info")
@@ -39,6 +54,24 @@ def test_a_warning_is_given_once(caplog):
     for text in ("a", "a", "b"):
         log.warning_once(text)
     assert [each.getMessage() for each in caplog.records] == ["a", "b"]
+
+
+@pytest.mark.processes
+def test_a_notebook_shows_the_turns_in_order_also_of_a_rank_that_comes_late(fresh_notebook):
+    notebook = fresh_notebook
+    notebook.ok("%distributed start -n 3")
+    shown = notebook.ok(
+        "%%distributed\nimport rankbook, sys, logging\nrankbook.PartialState()\n"
+        "log = rankbook.get_logger('turns', 'info')\n"
+        "log.logger.addHandler(logging.StreamHandler(sys.stdout))\nlog.logger.propagate = False\n"
+        "store = dist.distributed_c10d._get_default_store()\n"
+        "for step in range(3):\n    if rank == 1:\n        store.wait([f'{step} 0', f'{step} 2'])  # they wait for it\n"
+        "    for line in range(rank % 2 * 3):\n        print('before', step, line)\n"
+        "    store.set(f'{step} {rank}', '')\n"
+        "    log.info('turn %d of rank %d', step, rank, in_order=True)"
+    )
+    turns = [line.partition(" ")[2] for line in shown.stdout.splitlines() if "turn" in line]
+    assert turns == [f"turn {step} of rank {rank}" for step in range(3) for rank in range(3)]
 
 
 @pytest.mark.processes
@@ -62,10 +95,11 @@ def test_on_several_ranks_the_first_one_speaks_or_all_in_turn():
         state.wait_for_everyone()
         log.info("turn", main_process_only=False, in_order=True)
         log.debug("too low, and still everybody's turn", main_process_only=False, in_order=True)
+        log.info("all", in_order=True)
         return seen
 
     assert run_ranks(on_rank, 3) == [
-        [("main", 0, 1), ("turn", 0, 2)],
-        [("turn", 1, 3)],
-        [("turn", 2, 4)],
+        [("main", 0, 1), ("turn", 0, 2), ("all", 0, 5)],
+        [("turn", 1, 3), ("all", 1, 6)],
+        [("turn", 2, 4), ("all", 2, 7)],
     ]

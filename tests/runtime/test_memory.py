@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from rankbook.errors import BadRequest, PeerFailed
+from rankbook.errors import InvalidArgument, PeerFailedError
 from rankbook.runtime.memory import find_executable_batch_size, release_memory, should_reduce_batch_size
 from rankbook.runtime.process_state import PartialState
 from tests.rank_processes import run_ranks
@@ -40,7 +40,7 @@ def test_the_decorator_takes_both_forms_and_another_way_to_shrink():
     train = find_executable_batch_size(starting_batch_size=64, reduce_batch_size_fn=lambda: next(sizes))
     assert train(fits_up_to(20, []))() == (10, "run")
     stuck = find_executable_batch_size(fits_up_to(1, []), starting_batch_size=8, reduce_batch_size_fn=lambda: 8)
-    with pytest.raises(BadRequest, match="gave 8 after 8"):
+    with pytest.raises(InvalidArgument, match="smaller than 8, got 8"):
         stuck()
 
 
@@ -52,7 +52,7 @@ def test_when_nothing_fits_it_says_so():
 
 def test_a_batch_size_in_the_call_is_an_error_that_says_to_leave_it_out():
     PartialState(cpu=True)
-    with pytest.raises(TypeError, match=r"train is called with a batch size first .* leave the batch size out"):
+    with pytest.raises(TypeError, match=r"train is called with the batch size followed by .* omit the batch size"):
         find_executable_batch_size(fits_up_to(9, []))(128, "name")
 
 
@@ -70,6 +70,8 @@ def test_other_errors_are_raised_as_they_are():
 def test_what_says_that_memory_ran_out():
     said = [
         "CUDA out of memory.",
+        "CPU out of memory.",
+        "XPU out of memory. Tried to allocate 2 GiB",
         "DefaultCPUAllocator: can't allocate memory: you tried",
         "MPS backend out of memory (M",
     ]
@@ -128,7 +130,7 @@ def _on_rank():
             raise MemoryError
         return batch_size
 
-    with pytest.raises(KeyError if rank == 2 else PeerFailed) as caught:
+    with pytest.raises(KeyError if rank == 2 else PeerFailedError) as caught:
         fails()
     state.wait_for_everyone()
     return result, tried, str(caught.value)
@@ -139,5 +141,5 @@ def test_all_ranks_agree_on_the_size_and_an_error_of_one_is_an_error_of_all():
     results = run_ranks(_on_rank, 3)
     sizes = [100, 90, 81, 72, 64, 57, 51, 45]
     assert [each[:2] for each in results] == [((45, "run"), sizes)] * 3
-    told = "rank 2 raised KeyError, and this rank waited for it: 8"
+    told = "rank 2 raised KeyError while this rank was waiting for it: 8"
     assert [each[2] for each in results] == [told, told, "8"]

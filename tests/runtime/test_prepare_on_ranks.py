@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -40,7 +40,7 @@ def traces():
     return {
         "groups": len(c10d._world.pg_map),
         "generations": prepared.count_prepared(),
-        "successors": len(prepared._successors),
+        "successors": len(prepared._replacements),
         "modules": sum(isinstance(each, torch.nn.Module) for each in gc.get_objects()),
         "objects": len(gc.get_objects()),
         "memory": psutil.Process().memory_info().rss,
@@ -101,6 +101,59 @@ def test_cells_that_prepare_again_and_again_leave_nothing_behind(strategy, cells
             assert after["objects"] <= before["objects"] + 500, what
             assert after["memory"] <= before["memory"] + 8e6, what
             assert hooks_before == hooks_after, what
+
+
+def evaluate_then_prepare_again():
+    """A forward pass without a backward pass leaves full parameters in the modules; then come other settings."""
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    from rankbook.runtime import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = small_model()
+            self.scale = nn.Parameter(torch.ones(2))  # of the root itself
+
+        def forward(self, inputs):
+            return self.layers(inputs) * self.scale.sum()
+
+    found = {}
+    for keeps in (False, True):
+        start_over()
+        plugin = FullyShardedDataParallelPlugin(
+            reshard_after_forward=not keeps, auto_wrap_policy=lambda module: isinstance(module, nn.Linear)
+        )
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        raw = Scaled()
+        model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), 0.5))
+        shards = list(model.parameters())
+        before = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+        assert accelerator.prepare(model, optimizer) == (model, optimizer)
+        same = [one is other for one, other in zip(model.parameters(), shards, strict=True)]
+
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+        accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2))
+        model, optimizer = accelerator.prepare(model, optimizer)
+        after = accelerator.get_state_dict(model)
+        equal = all(torch.equal(after[name], before[name]) for name in before) and before.keys() == after.keys()
+        accelerator.backward(model(torch.ones(2, 8)).sum())
+        optimizer.step()
+        changed = [not torch.equal(value, before[name]) for name, value in accelerator.get_state_dict(model).items()]
+        found[keeps] = (same, equal, changed, isinstance(model, DistributedDataParallel))
+    return found
+
+
+@pytest.mark.slow
+def test_a_model_that_was_evaluated_is_prepared_again_with_its_optimizer():
+    for found in run_ranks(evaluate_then_prepare_again, 2):
+        for keeps, (same, equal, changed, wrapped) in found.items():
+            assert (all(same), equal, all(changed), wrapped) == (True,) * 4, (keeps, same, equal, changed)
 
 
 def change_everything():
@@ -257,7 +310,7 @@ def wrong_in_many_ways():
 SAID = {
     "mesh": "dp_replicate(2) * dp_shard(1) * tp(3) = 6 != world size (2)",
     "axis": "cp_size=2",
-    "size": "tp_size=0",
+    "size": "tp_size must be an integer >= 1, got 0",
     "version": "fsdp_version=1",
     "handlers": "two AutocastKwargs",
     "handler": "ParallelismConfig",
@@ -270,14 +323,14 @@ SAID = {
     "both": "not both",
     "rng": "dice",
     "backend": "magic",
-    "placement": "1 entries for 2",
+    "placement": "one entry per argument (2), got 1",
     "no plan": "tp_plan",
-    "no module": "no such module",
+    "no module": "'9' in the tensor-parallel plan matches no module",
     "style": "sideways",
     "folder": "project_dir",
     "checkpoint": "/nowhere",
     "registered": "state_dict",
-    "join": "cannot join",
+    "join": "expects models under DDP, got ",
 }
 
 
@@ -325,7 +378,7 @@ def save_and_load(folder):
         from rankbook.checkpoint.storage.local import LocalStorage
 
         LocalStorage.write = fail
-    with pytest.raises(CheckpointingException, match=r"rank 1: OSError: the disk is full"):
+    with pytest.raises(CheckpointError, match=r"rank 1: OSError: the disk is full"):
         accelerator.save_state(folder)
     accelerator.load_state(folder)
     return True

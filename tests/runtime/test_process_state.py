@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rankbook.errors import BadRequest, PeerFailed
+from rankbook.errors import InvalidArgument, PeerFailedError
 from rankbook.runtime.process_state import DistributedType, PartialState
 from tests.rank_processes import free_port, run_ranks
 
@@ -47,7 +47,10 @@ def test_after_a_reset_an_attribute_says_to_build_it_first():
     state = PartialState(cpu=True)
     PartialState._reset_state()
     for name in ("device", "num_processes", "is_main_process", "debug", "use_distributed"):
-        with pytest.raises(AttributeError, match=f"no '{name}' now: its state was reset. Build it first, with Partial"):
+        with pytest.raises(
+            AttributeError,
+            match=f"PartialState.{name} is not available: the state was reset. Create it again with Partial",
+        ):
             getattr(state, name)
     with pytest.raises(AttributeError, match="object has no attribute 'nonsense'"):
         getattr(state, "nonsense")  # noqa: B009 - it raises
@@ -56,7 +59,7 @@ def test_after_a_reset_an_attribute_says_to_build_it_first():
 
 def test_an_attempt_that_fails_leaves_nothing_and_the_next_one_succeeds(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(BadRequest, match="no RANK"):
+    with pytest.raises(InvalidArgument, match="set without RANK"):
         PartialState(cpu=True)
     assert not PartialState._shared_state
     monkeypatch.setenv("RANK", "0")
@@ -82,7 +85,9 @@ def test_flags_come_from_the_environment(monkeypatch):
 def test_a_device_that_is_not_there_is_an_error(monkeypatch):
     monkeypatch.setenv("RANKBOOK_DEVICE", "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BadRequest, match="torch finds no CUDA device here"):
+    with pytest.raises(
+        InvalidArgument, match="RANKBOOK_DEVICE=cuda requires a CUDA device, but torch finds no CUDA device"
+    ):
         PartialState()
     assert not PartialState._shared_state
 
@@ -182,7 +187,7 @@ def test_a_rank_that_failed_once_alone_still_meets_the_others():
             raise OSError("no network")
 
         if os.environ["RANK"] == "1":
-            with pytest.raises(BadRequest, match=r"the backend 'nonsense' is not there; use one of .*gloo"):
+            with pytest.raises(InvalidArgument, match=r"backend 'nonsense' is not available; choose from .*gloo"):
                 PartialState(backend="nonsense")
             dist.Backend.register_backend("broken", fail, devices=["cpu"])
             with pytest.raises(OSError, match="no network"):
@@ -239,15 +244,15 @@ def test_an_error_of_the_first_one_is_an_error_of_all_and_the_group_goes_on():
                 entered = True
                 if state.process_index == first:
                     raise FileNotFoundError("no data.csv")  # noqa: TRY301 - as a person's block would
-        except (PeerFailed, FileNotFoundError) as error:
+        except (PeerFailedError, FileNotFoundError) as error:
             seen = (type(error).__name__, str(error), getattr(error, "rank", None))
         state.wait_for_everyone()
         with state.main_process_first():
             pass
         return entered, seen
 
-    told = "rank 0 raised FileNotFoundError, and this rank waited for it: no data.csv"
-    expected = [(True, ("FileNotFoundError", "no data.csv", None))] + [(False, ("PeerFailed", told, 0))] * 2
+    told = "rank 0 raised FileNotFoundError while this rank was waiting for it: no data.csv"
+    expected = [(True, ("FileNotFoundError", "no data.csv", None))] + [(False, ("PeerFailedError", told, 0))] * 2
     assert run_ranks(on_rank, 3, "main_process_first", 0) == expected
     assert run_ranks(on_rank, 3, "local_main_process_first", 0) == expected
 
@@ -280,4 +285,4 @@ def test_when_the_others_cannot_be_told_the_first_error_is_still_the_one_that_is
 
     notes = run_ranks(on_rank, 2)
     assert notes[1] == "gone"
-    assert notes[0].startswith("The other ranks could not be told: ")
+    assert notes[0].startswith("Could not report this error to the other ranks: ")

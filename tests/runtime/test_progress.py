@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime.logging import tqdm
 from rankbook.runtime.process_state import PartialState
 
@@ -33,11 +33,11 @@ def test_a_bar_that_is_off_stays_off(capsys):
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with pytest.raises(BadRequest, match="pip install tqdm"):
+    with pytest.raises(InvalidArgument, match="pip install tqdm"):
         tqdm([])
 
 
 def test_the_old_signature_is_an_error():
     PartialState(cpu=True)
-    with pytest.raises(BadRequest, match="main_process_only by its name"):
+    with pytest.raises(InvalidArgument, match="pass main_process_only by keyword"):
         tqdm(True, [1])

@@ -43,7 +43,7 @@ def importable(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_seed():
-    rng._remembered = None
+    rng._last_seed = None
 
 
 class Draws(Dataset):
@@ -150,6 +150,32 @@ def test_generators_that_the_dataset_holds(options):
         assert duplicated(plain[0]) == 1, "each number by both workers"
         if not options.get("persistent_workers"):
             assert plain[0] == plain[1], "across epochs"
+    assert duplicated(*prepared) == 0
+
+
+GENERATORS = {"numpy": np.random.default_rng(0)}
+MANY = [random.Random(0) for _ in range(300)]
+
+
+def draw_python(index):
+    return MANY[index].random()
+
+
+class ReachedDraws(Draws):
+    """The same of generators in a global dict and in a long list, and of one that is made with the first sample."""
+
+    lazy = None
+
+    def __getitem__(self, index):
+        if self.lazy is None:
+            self.lazy = np.random.default_rng(5)
+        drawn = [draw_python(index % 2), GENERATORS["numpy"].random(), self.lazy.random()]
+        return torch.tensor(drawn, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("options", WORKERS)
+def test_generators_that_only_the_code_of_the_dataset_names(options):
+    _, prepared = plain_and_prepared(lambda _, o: half(ReachedDraws(), o), options, lambda _: set_seed(3))
     assert duplicated(*prepared) == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.errors import CheckpointError, InvalidArgument
 from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -147,7 +147,7 @@ def what_goes_wrong(folder):
     def said(call):
         try:
             call()
-        except (BadRequest, CheckpointingException) as error:
+        except (InvalidArgument, CheckpointError) as error:
             return f"{type(error).__name__}: {error}"
         return None
 
@@ -165,14 +165,14 @@ def what_goes_wrong(folder):
     accelerator.register_for_checkpointing(bad)
     try:
         accelerator.save_state(f"{folder}/good")
-    except (BadRequest, ValueError) as error:
+    except (InvalidArgument, ValueError) as error:
         found["object"] = str(error)
     accelerator._custom_objects.clear()
     found["folder"] = said(lambda: accelerator.load_state(folder if rank else f"{folder}/good"))
     found["folders"] = said(lambda: accelerator.save_state(f"{folder}/of-rank-{rank}"))
 
     def hook(*_):
-        raise BadRequest("the hook does not want to")
+        raise InvalidArgument("the hook does not want to")
 
     if rank == 1:
         handle = accelerator.register_save_state_pre_hook(hook)
@@ -191,10 +191,10 @@ def what_goes_wrong(folder):
 def test_what_goes_wrong_on_one_rank_is_said_on_all(tmp_path):
     wanted = {
         "object": "no state here",
-        "folder": "there is no checkpoint",
+        "folder": "no checkpoint found at",
         "folders": f"rank 1: the folder {tmp_path}/of-rank-1",
         "hook": "the hook does not want to",
-        "loader": "has no loader_1",
+        "loader": "does not contain loader_1",
         "shape": "model.2.bias",
     }
     for found in run_ranks(what_goes_wrong, 2, str(tmp_path)):
@@ -217,7 +217,7 @@ def write_files(folder):
             raise OSError("the disk is full")
 
         LocalStorage.write = fail
-    with pytest.raises(OSError if accelerator.process_index == 0 else BadRequest, match="the disk is full"):
+    with pytest.raises(OSError if accelerator.process_index == 0 else InvalidArgument, match="the disk is full"):
         accelerator.save_model(model, folder)
     return whole
 

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime.state import AcceleratorState, DistributedType, PartialState
 from tests.rank_processes import run_ranks
 
@@ -28,17 +28,20 @@ def test_another_precision_counts_from_now_on_and_says_so(caplog):
         AcceleratorState(mixed_precision="bf16")
     assert first.mixed_precision == "bf16"
     assert [each.getMessage() for each in caplog.records] == [
-        "mixed_precision is 'bf16' now, it was 'no'. What was prepared before keeps it until it is prepared again."
+        (
+            "mixed_precision changed from 'no' to 'bf16'. Objects that are already prepared keep 'no' until they are "
+            "prepared again."
+        )
     ]
 
 
 def test_a_precision_that_is_not_there_changes_nothing():
     for name in ("fp8", "half", ""):
-        with pytest.raises(BadRequest, match=f"mixed_precision='{name}' is not there; use one of 'no', 'fp16', 'bf16'"):
+        with pytest.raises(InvalidArgument, match=f"unknown mixed_precision '{name}'; choose from no, fp16, bf16"):
             AcceleratorState(mixed_precision=name, cpu=True)
     assert not AcceleratorState._shared_state
     state = AcceleratorState(mixed_precision="fp16", cpu=True)
-    with pytest.raises(BadRequest):
+    with pytest.raises(InvalidArgument):
         AcceleratorState(mixed_precision="fp8")
     assert state.mixed_precision == "fp16"
 
@@ -50,6 +53,36 @@ def test_the_first_default_comes_from_the_environment(monkeypatch):
     assert AcceleratorState().mixed_precision == "bf16"
     AcceleratorState._reset_state()
     assert AcceleratorState().mixed_precision == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fp16": True}, r"got an unexpected keyword argument 'fp16'; use mixed_precision=\"fp16\""),
+        ({"mixedprecision": "bf16"}, "'mixedprecision'; did you mean: mixed_precision"),
+        ({"time_out": 3}, "'time_out'; did you mean: timeout"),
+        ({"nonsense": 3}, "'nonsense'$"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("initialized", [False, True])
+def test_a_misspelt_keyword_is_an_error_that_names_the_right_one(options, words, initialized):
+    if initialized:
+        AcceleratorState(cpu=True)
+    with pytest.raises(InvalidArgument, match=rf"^AcceleratorState\(\) .*{words}") as caught:
+        AcceleratorState(**options)
+    assert isinstance(caught.value, TypeError)
+    assert bool(PartialState._shared_state) == initialized
+    with pytest.raises(InvalidArgument, match=r"^PartialState\(\) got"):
+        PartialState(**options)
+
+
+def test_every_kind_of_setup_can_be_compared_with():
+    state = AcceleratorState(cpu=True)
+    for name in ("MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON"):
+        assert state.distributed_type != DistributedType[name]
+    assert state.distributed_type not in {DistributedType.DEEPSPEED, DistributedType.XLA, DistributedType.MEGATRON_LM}
+    assert state.deepspeed_plugin is None and state.megatron_lm_plugin is None
 
 
 def test_what_the_process_knows_can_be_read_here():
@@ -69,16 +102,16 @@ def test_after_a_reset_an_attribute_says_to_build_it_first():
     AcceleratorState._reset_state()
     assert PartialState._shared_state
     for name in ("mixed_precision", "device", "distributed_type", "fsdp_plugin", "is_main_process"):
-        with pytest.raises(AttributeError, match="Build it first"):
+        with pytest.raises(AttributeError, match=r"the state was reset\. Create it again"):
             getattr(state, name)
     AcceleratorState._reset_state(reset_partial_state=True)
     assert not PartialState._shared_state
     state = AcceleratorState(cpu=True)
     PartialState._reset_state()
     for name in ("device", "distributed_type", "is_main_process"):
-        with pytest.raises(AttributeError, match=r"PartialState has no .* Build it first"):
+        with pytest.raises(AttributeError, match=r"PartialState\..* is not available: .* Create it again"):
             getattr(state, name)
-    with pytest.raises(AttributeError, match="Build it first"):
+    with pytest.raises(AttributeError, match=r"the state was reset\. Create it again"):
         state.wait_for_everyone()
     assert not PartialState._shared_state
 
@@ -88,12 +121,12 @@ def test_one_process_moves_to_the_cpu_live_and_says_so(monkeypatch, caplog):
     state = AcceleratorState()
     AcceleratorState(cpu=True)
     assert state.device == torch.device("cpu")
-    assert "The device is the CPU now, it was meta." in caplog.text
+    assert "The device changed from meta to cpu." in caplog.text
 
 
 def test_plugins_of_other_engines_are_refused():
     for name in ("deepspeed_plugin", "megatron_lm_plugin"):
-        with pytest.raises(BadRequest, match=f"{name}: Rankbook shards by"):
+        with pytest.raises(InvalidArgument, match=f"{name} is not supported: Rankbook uses"):
             AcceleratorState(cpu=True, **{name: object()})
     assert not AcceleratorState._shared_state
 
@@ -109,7 +142,7 @@ def test_on_several_ranks():
         logging.getLogger("rankbook").addHandler(handler)
         AcceleratorState(mixed_precision="bf16")
         PartialState().device = torch.device("meta")
-        with pytest.raises(BadRequest, match=f"rank {state.process_index} works on meta already"):
+        with pytest.raises(InvalidArgument, match=f"rank {state.process_index} already uses meta"):
             AcceleratorState(cpu=True)
         return kinds, len(records)
 

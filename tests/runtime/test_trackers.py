@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 import types
 
 import pytest
 import torch
 
-from rankbook.errors import BadRequest
-from rankbook.runtime import trackers
+from rankbook.errors import InvalidArgument
+from rankbook.runtime import Accelerator, trackers
 from rankbook.runtime.process_state import PartialState
 from rankbook.runtime.trackers import (
     GeneralTracker,
     JSONLinesTracker,
+    MLflowTracker,
     TensorBoardTracker,
     Tracker,
+    WandBTracker,
     filter_trackers,
     make_tracker,
 )
@@ -58,6 +61,53 @@ def writer(monkeypatch):
     return Writer.made
 
 
+class Hosted:
+    """As the packages wandb and mlflow: every call is recorded, and what is called returns this object."""
+
+    def __init__(self):
+        self.calls = []
+        self.active = None
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.calls.append((name, *args, kwargs))
+
+    def init(self, **kwargs):
+        self.calls.append(("init", kwargs))
+        return self
+
+    @property
+    def config(self):
+        return self
+
+    def Image(self, data, **kwargs):
+        return ("image", data, kwargs)
+
+    def set_experiment(self, name):
+        self.calls.append(("set_experiment", name))
+        return types.SimpleNamespace(experiment_id=f"id of {name}")
+
+    def active_run(self):
+        return self.active
+
+    def start_run(self, **kwargs):
+        assert self.active is None, "Run is already active"
+        self.calls.append(("start_run", kwargs))
+        self.active = types.SimpleNamespace(info=types.SimpleNamespace(run_id=f"run {len(self.calls)}"))
+        return self.active
+
+    def end_run(self):
+        self.calls.append(("end_run",))
+        self.active = None
+
+
+@pytest.fixture
+def hosted(monkeypatch):
+    package = Hosted()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    return package
+
+
 def lines(path):
     return [json.loads(each) for each in path.read_text().splitlines()]
 
@@ -79,9 +129,14 @@ def test_json_lines_are_appended_and_hold_plain_numbers(tmp_path):
     assert (told[1]["step"], told[1]["note"]) == (3, "x")
 
 
-def test_other_ranks_write_nothing(tmp_path, writer):
+def test_other_ranks_write_nothing(tmp_path, writer, hosted):
     PartialState(cpu=True).process_index = 1
-    for tracker in (JSONLinesTracker("run", tmp_path), TensorBoardTracker("run", tmp_path)):
+    for tracker in (
+        JSONLinesTracker("run", tmp_path),
+        TensorBoardTracker("run", tmp_path),
+        WandBTracker("run"),
+        MLflowTracker("run"),
+    ):
         tracker.start()
         tracker.store_init_configuration({})
         tracker.log({"x": 1})
@@ -89,6 +144,24 @@ def test_other_ranks_write_nothing(tmp_path, writer):
         assert tracker.tracker is None
     assert not list(tmp_path.iterdir())
     assert not writer
+    assert not hosted.calls
+
+
+def test_what_other_ranks_get_in_place_of_a_writer_can_be_used(tmp_path, writer):
+    PartialState(cpu=True).process_index = 1
+    kept, everywhere = Kept(), Kept()
+    everywhere.name, everywhere.main_process_only = "everywhere", False
+    accelerator = Accelerator(log_with=["tensorboard", kept, everywhere], project_dir=tmp_path)
+    early = accelerator.get_tracker("tensorboard", unwrap=True)
+    accelerator.init_trackers("run")
+    assert accelerator.get_tracker("kept") is kept
+    assert accelerator.get_tracker("everywhere", unwrap=True) is everywhere.calls
+    for name in ("tensorboard", "kept"):
+        for inner in (early, accelerator.get_tracker(name, unwrap=True)):
+            assert inner.add_histogram("weights", torch.ones(3), global_step=1) is None
+            assert inner.log({"x": 1}, step=2) is inner.finish() is None
+    assert pickle.loads(pickle.dumps(inner)).tracker.name == "kept"
+    assert not writer and not hasattr(inner, "_ipython_display_")
 
 
 def test_tensorboard_is_given_each_kind_its_own_chart(tmp_path, writer):
@@ -98,7 +171,7 @@ def test_tensorboard_is_given_each_kind_its_own_chart(tmp_path, writer):
     tracker.store_init_configuration({"lr": 0.1, "layers": [1, 2]})
     tracker.log({"loss": torch.tensor(0.5), "note": "x", "both": {"a": 1}}, step=2)
     tracker.log_images({"i": "images"}, step=2)
-    with pytest.raises(BadRequest, match="no chart for 'bad', a NoneType"):
+    with pytest.raises(InvalidArgument, match="cannot log 'bad' of type NoneType"):
         tracker.log({"bad": None})
     tracker.finish()
     calls = [each for each in writer[0].calls if each[0] != "flush"]
@@ -127,13 +200,123 @@ def test_tensorboard_reads_the_scalars_that_were_logged(tmp_path):
     assert [(each.step, each.value) for each in events.Scalars("loss")] == [(0, 0.5), (1, 0.25)]
 
 
+def test_wandb_gets_plain_numbers_and_its_own_objects(hosted):
+    PartialState(cpu=True)
+    tracker = make_tracker("wandb", "project", None, mode="offline")
+    assert isinstance(tracker, WandBTracker)
+    tracker.start()
+    assert tracker.tracker is hosted
+    tracker.store_init_configuration({"lr": torch.tensor(0.5)})
+    table = object()
+    tracker.log({"loss": torch.tensor(0.25), "per": {"a": 1}, "table": table}, step=2, commit=False)
+    tracker.log_images({"digits": ["one", "two"]}, step=2, caption="x")
+    tracker.finish()
+    tracker.finish()
+    assert tracker.tracker is None
+    assert hosted.calls == [
+        ("init", {"project": "project", "mode": "offline"}),
+        ("update", {"lr": 0.5}, {"allow_val_change": True}),
+        ("log", {"loss": 0.25, "per": {"a": 1}, "table": table}, {"step": 2, "commit": False}),
+        ("log", {"digits": [("image", each, {"caption": "x"}) for each in ("one", "two")]}, {"step": 2}),
+        ("finish", {}),
+    ]
+
+
+def test_mlflow_gets_numbers_by_name_and_parameters_in_requests_of_100(hosted):
+    PartialState(cpu=True)
+    tracker = make_tracker("mlflow", "experiment", None, run_name="first")
+    tracker.start()
+    tracker.store_init_configuration({f"setting {number}": number for number in range(150)})
+    tracker.log({"loss": {"train": torch.tensor(0.5), "test": 1}}, step=3)
+    with pytest.raises(InvalidArgument, match="MLflow cannot log 'loss/note' of type str: expected a number"):
+        tracker.log({"loss": {"note": "x"}})
+    tracker.finish()
+    tracker.finish()
+    experiment, run, *parameters, metrics, end = hosted.calls
+    assert experiment == ("set_experiment", "experiment")
+    assert run == ("start_run", {"experiment_id": "id of experiment", "run_name": "first"})
+    assert [(name, len(values)) for name, values, _ in parameters] == [("log_params", 100), ("log_params", 50)]
+    assert metrics == ("log_metrics", {"loss/train": 0.5, "loss/test": 1}, {"step": 3})
+    assert end == ("end_run",)
+
+
+def test_a_run_of_mlflow_that_a_failed_cell_left_open_is_ended_by_the_next_one(hosted):
+    PartialState(cpu=True)
+    make_tracker("mlflow", "experiment").start()
+    make_tracker("mlflow", "experiment").start()
+    assert [call[0] for call in hosted.calls][2:] == ["end_run", "set_experiment", "start_run"]
+    hosted.active = types.SimpleNamespace(info=types.SimpleNamespace(run_id="of the user"))
+    with pytest.raises(AssertionError, match="already active"):
+        make_tracker("mlflow", "experiment").start()
+
+
+@pytest.mark.parametrize("kind", [WandBTracker, MLflowTracker])
+def test_every_rank_has_a_run_on_demand(hosted, kind):
+    PartialState(cpu=True).process_index = 1
+    tracker = kind("run", main_process_only=False)
+    tracker.start()
+    assert tracker.tracker is not None
+    tracker.finish()
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_without_the_package_of_a_tracker_it_says_what_to_install(monkeypatch, name):
+    PartialState(cpu=True)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(InvalidArgument, match=f"pip install {name}, or use log_with='jsonl'"):
+        make_tracker(name, "run").start()
+
+
+def test_a_folder_with_the_name_of_a_package_is_not_this_package(tmp_path, monkeypatch):
+    (tmp_path / "folder_of_runs").mkdir()  # as ./wandb, which wandb makes
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not trackers._is_installed("folder_of_runs")
+    assert not trackers._is_installed("no_such_package")
+    assert trackers._is_installed("json")
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("default")  # wandb's own
+def test_wandb_itself_writes_a_run_without_a_network(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    PartialState(cpu=True)
+    tracker = WandBTracker("project", mode="offline", dir=str(tmp_path))
+    tracker.start()
+    tracker.store_init_configuration({"lr": 0.1})
+    tracker.log({"loss": torch.tensor(0.5)}, step=3)
+    assert tracker.tracker.config["lr"] == 0.1
+    tracker.finish()
+    (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"loss" in written.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # mlflow's own
+def test_mlflow_itself_reads_what_was_logged(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(tmp_path.as_uri())
+    PartialState(cpu=True)
+    tracker = MLflowTracker("experiment", run_name="first")
+    tracker.start()
+    tracker.store_init_configuration({"lr": 0.1})
+    tracker.log({"loss": {"train": torch.tensor(0.5)}}, step=3)
+    run = tracker.tracker.info.run_id
+    tracker.finish()
+    assert mlflow.active_run() is None
+    (point,) = mlflow.MlflowClient().get_metric_history(run, "loss/train")
+    assert (point.step, point.value) == (3, 0.5)
+    assert mlflow.get_run(run).data.params == {"lr": "0.1"}
+
+
 def test_without_tensorboard_it_says_what_to_install(tmp_path, monkeypatch):
     PartialState(cpu=True)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(BadRequest, match="pip install tensorboard, or log_with='jsonl'"):
+    with pytest.raises(InvalidArgument, match="pip install tensorboard, or use log_with='jsonl'"):
         TensorBoardTracker("run", tmp_path).start()
-    monkeypatch.setattr(trackers, "find_spec", lambda _: None)
-    with pytest.raises(BadRequest, match="needs a package that is not installed: pip install tensorboard"):
+    monkeypatch.setattr(trackers, "_is_installed", lambda _: False)
+    with pytest.raises(InvalidArgument, match="requires a package that is not installed: pip install tensorboard"):
         filter_trackers("tensorboard", tmp_path)
 
 
@@ -142,8 +325,8 @@ def test_what_was_asked_for_is_found_once(tmp_path, monkeypatch):
     assert filter_trackers(None) == []
     assert filter_trackers(own) == [own]
     assert filter_trackers(["jsonl", own, "jsonl"], tmp_path) == [own, "jsonl"]
-    monkeypatch.setattr(trackers, "find_spec", lambda _: True)
-    assert filter_trackers(["all", own], tmp_path) == [own, "jsonl", "tensorboard"]
+    monkeypatch.setattr(trackers, "_is_installed", lambda _: True)
+    assert filter_trackers(["all", own], tmp_path) == [own, "jsonl", "mlflow", "tensorboard", "wandb"]
     assert make_tracker(own, "run") is own
 
 
@@ -162,9 +345,11 @@ def test_a_tracker_whose_destination_is_not_open_yet_is_one():
 
 
 def test_a_name_that_is_not_there_and_a_missing_folder_are_errors():
-    with pytest.raises(BadRequest, match="log_with='wandb' is not there; use one of 'jsonl', 'tensorboard', 'all'"):
-        filter_trackers(["wandb"])
-    with pytest.raises(BadRequest, match="say where, with logging_dir or project_dir"):
+    with pytest.raises(
+        InvalidArgument, match="unknown log_with 'comet'; choose from jsonl, mlflow, tensorboard, wandb, all"
+    ):
+        filter_trackers(["comet"])
+    with pytest.raises(InvalidArgument, match="set logging_dir or project_dir"):
         filter_trackers("jsonl")
 
 
@@ -172,7 +357,7 @@ def test_a_tracker_of_the_persons_own_has_to_be_complete():
     class Half(GeneralTracker):
         name = "half"
 
-    with pytest.raises(NotImplementedError, match="Half has to define requires_logging_directory, tracker"):
+    with pytest.raises(NotImplementedError, match="Half must define requires_logging_directory, tracker"):
         Half()
     assert isinstance(Kept(), Tracker)
     assert GeneralTracker(_blank=True).main_process_only

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime import (
     Accelerator,
     AutocastKwargs,
@@ -76,7 +76,7 @@ METHODS = {  # what a script that was written for Accelerate may give by positio
 @pytest.fixture(autouse=True)
 def no_window():
     yield
-    window.abandon(GradientState())
+    window.abort(GradientState())
     window.scaler = None
 
 
@@ -153,6 +153,146 @@ def test_clipping_sees_gradients_without_the_scale_which_is_taken_off_once(half_
             optimizer.zero_grad()
     assert seen == [(3.0, 1.0), (3.0, 0.5)]
     assert model.weight.item() == pytest.approx(-0.5, abs=1e-3)
+
+
+def two_models(accelerator, make=torch.optim.SGD):
+    """Two models of one weight 1.0, and their prepared optimizers."""
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    for model in models:
+        nn.init.ones_(model.weight)
+    prepared = accelerator.prepare(*models, *(make(model.parameters(), lr=1.0) for model in models))
+    return prepared[:2], prepared[2:]
+
+
+def fp16(init_scale=8.0, growth_interval=1000):
+    handler = GradScalerKwargs(init_scale=init_scale, growth_interval=growth_interval)
+    return Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[handler])
+
+
+def backward(accelerator, *terms):
+    """A loss whose gradient for the weight of every model is its factor."""
+    accelerator.backward(sum(model(torch.ones(1, 1)).sum() * factor for model, factor in terms))
+
+
+def test_the_scale_of_a_loss_changes_when_all_its_optimizers_have_stepped(half_precision):
+    accelerator = fp16(growth_interval=1)
+    (first, second), (one, other) = two_models(accelerator)
+    for scale in (8.0, 16.0):
+        assert accelerator.scaler.get_scale() == scale
+        backward(accelerator, (first, 0.25), (second, 0.25))
+        accelerator.clip_grad_norm_([first.weight, second.weight], 10.0)  # unscales both
+        one.step()
+        assert accelerator.scaler.get_scale() == scale, "the other one's gradients have this scale"
+        other.step()
+        assert (first.weight.grad.item(), second.weight.grad.item()) == (0.25, 0.25)
+        one.zero_grad()
+        other.zero_grad()
+    assert (first.weight.item(), second.weight.item()) == (0.5, 0.5)
+
+
+def test_an_overflow_of_one_optimizer_leaves_the_gradients_of_the_other_as_they_are(half_precision):
+    accelerator = fp16()
+    (first, second), (one, other) = two_models(accelerator)
+    backward(accelerator, (first, float("inf")), (second, 0.25))
+    one.step()
+    other.step()
+    assert (one.step_was_skipped, other.step_was_skipped, second.weight.item()) == (True, False, 0.75)
+    assert accelerator.scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("cleared", [True, False], ids=["cleared", "with-old-gradients"])
+@pytest.mark.parametrize("clips", [True, False], ids=["clips", "steps-only"])
+def test_one_optimizer_may_step_several_times_before_another(half_precision, cleared, clips):
+    accelerator = fp16(growth_interval=1)
+    (generator, critic), (seldom, often) = two_models(accelerator)
+    for _ in range(2):
+        for factor in (0.25, 0.5, 0.125):
+            before = critic.weight.item()
+            often.zero_grad()
+            backward(accelerator, (critic, factor))
+            if clips:
+                assert accelerator.clip_grad_norm_(critic.parameters(), 10.0).item() == factor
+            often.step()
+            assert critic.weight.item() == before - factor
+        before = generator.weight.item()
+        seldom.zero_grad()
+        backward(accelerator, (generator, 0.5), (critic, 2.0))
+        if clips:
+            accelerator.unscale_gradients()
+            assert generator.weight.grad.item() == 0.5
+        seldom.step()
+        assert generator.weight.item() == before - 0.5
+        if cleared:
+            seldom.zero_grad()
+            often.zero_grad()
+
+
+def test_an_optimizer_of_an_earlier_run_of_the_cell_changes_nothing(half_precision):
+    accelerator = fp16(growth_interval=1)
+    model, earlier = accelerator.prepare(*one_weight())
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    for factor in (0.25, 0.25, float("inf"), 0.25):
+        backward(accelerator, (model, factor))
+        before = model.weight.item()
+        optimizer.step()
+        assert model.weight.item() == before - (0.0 if factor == float("inf") else factor)
+        optimizer.zero_grad()
+    assert (optimizer.steps, earlier.steps) == (3, 0)
+
+
+def test_losses_of_two_models_are_clipped_one_after_the_other(half_precision):
+    accelerator = fp16()
+    (first, second), (one, other) = two_models(accelerator)
+    for model in (first, second):
+        backward(accelerator, (model, 0.5))
+        assert accelerator.clip_grad_norm_(model.parameters(), 0.25).item() == 0.5
+    one.step()
+    other.step()
+    assert (first.weight.item(), second.weight.item()) == pytest.approx((0.75, 0.75), abs=1e-5)
+
+
+def test_gradients_that_were_unscaled_and_never_used_do_not_count_for_the_next(half_precision):
+    accelerator = fp16()
+    model, optimizer = accelerator.prepare(*one_weight())
+    for in_place in (False, True):
+        backward(accelerator, (model, 4.0))
+        accelerator.unscale_gradients()
+        optimizer.zero_grad(set_to_none=not in_place)  # without a step, such as for a loss that makes no sense
+    backward(accelerator, (model, 0.5))
+    assert accelerator.clip_grad_norm_(model.parameters(), 10.0).item() == 0.5
+    optimizer.step()
+    assert model.weight.item() == 0.5
+
+
+def test_a_fused_optimizer_tells_that_it_left_a_step_out(half_precision):
+    accelerator = fp16()
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0, fused=True))
+    for factor, skipped in ((float("inf"), True), (0.5, False)):
+        backward(accelerator, (model, factor))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.step_was_skipped is skipped
+    assert optimizer.steps == 1
+
+
+def test_a_closure_is_refused_under_fp16_and_runs_otherwise(half_precision):
+    accelerator = fp16()
+    model, optimizer = accelerator.prepare(*one_weight())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 1)).sum() * 0.5
+        accelerator.backward(loss)
+        return loss
+
+    with pytest.raises(InvalidArgument, match=r"step\(closure\) is not supported with mixed_precision='fp16'"):
+        optimizer.step(closure)
+    assert model.weight.item() == 1.0
+    accelerator = Accelerator(mixed_precision="bf16")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert optimizer.step(closure).item() == 0.5
+    assert model.weight.item() == 0.5
 
 
 def test_values_are_clipped_where_gradients_sync_alone():
@@ -232,7 +372,7 @@ def test_repeated_blocks_are_compiled_alone_if_that_is_asked():
     model = Accelerator(dynamo_plugin=plugin).prepare(Blocks())
     compiled = [name for name, each in model.named_modules() if each._compiled_call_impl is not None]
     assert compiled == ["blocks.0", "blocks.1"] and model(torch.ones(1, 2)).shape == (1, 1)
-    with pytest.raises(BadRequest, match="not both"):
+    with pytest.raises(InvalidArgument, match="not both"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=plugin)
     torch._dynamo.reset()
 
@@ -240,15 +380,19 @@ def test_repeated_blocks_are_compiled_alone_if_that_is_asked():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"comm_hook": "fp8"}, "comm_hook='fp8' is unknown: choose 'no', 'fp16', 'bf16', 'power_sgd'"),
-        ({"comm_hook": "fp16", "comm_wrapper": "power_sgd"}, "comm_wrapper='power_sgd' is unknown"),
-        ({"comm_wrapper": "fp16"}, "and there is none"),
-        ({"comm_hook": DDPCommunicationHookType.BATCHED_POWER_SGD}, "'batched_power_sgd' is not offered"),
-        ({"comm_hook": "fp16", "comm_state_option": {"matrix_approximation_rank": 1}}, "'fp16' has no state"),
+        ({"comm_hook": "fp8"}, "unknown comm_hook 'fp8'; choose from no, fp16, bf16, power_sgd$"),
+        ({"comm_hook": "BATCHED_POWER_SGD"}, "'batched_power_sgd' is not supported"),
+        ({"comm_hook": "fp16", "comm_wrapper": "power_sgd"}, "unknown comm_wrapper 'power_sgd'"),
+        ({"comm_wrapper": "fp16"}, "requires a comm_hook, got comm_hook='no'"),
+        ({"comm_hook": DDPCommunicationHookType.BATCHED_POWER_SGD}, "'batched_power_sgd' is not supported"),
+        (
+            {"comm_hook": "fp16", "comm_state_option": {"matrix_approximation_rank": 1}},
+            "requires comm_hook='power_sgd', got comm_hook='fp16'",
+        ),
     ],
 )
 def test_a_hook_that_makes_no_sense_is_refused(options, words):
-    with pytest.raises(BadRequest, match=words):
+    with pytest.raises(InvalidArgument, match=words):
         DistributedDataParallelKwargs(**options)
 
 
@@ -262,15 +406,15 @@ def test_a_rank_knows_its_place_in_the_mesh():
     assert (enabled, parallelism.data_parallel_size, parallelism.non_data_parallel_size) == ((True,) * 3, 6, 4)
     accelerator = Accelerator()
     assert accelerator.torch_device_mesh is None
-    with pytest.raises(BadRequest, match="no mesh with an axis tp"):
+    with pytest.raises(InvalidArgument, match="mesh axis 'tp' is not defined"):
         _ = accelerator.tensor_parallel_rank
 
 
 def test_a_precision_that_the_device_cannot_do_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     device = torch.device("cuda", 0)
-    with pytest.raises(BadRequest, match="'bf16' is more than cuda:0 can do"):
+    with pytest.raises(InvalidArgument, match="'bf16' is not supported on cuda:0"):
         precision.check_precision("bf16", device)
     precision.check_precision("fp16", device)
-    with pytest.raises(BadRequest, match="this rank's is cpu: use 'bf16' or 'no'"):
+    with pytest.raises(InvalidArgument, match="the device of this rank is cpu; use 'bf16' or 'no'"):
         precision.check_precision("fp16", torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Code that brings its cell along, and code that does not."""
+"""Test pickled functions with and without the source of their cell."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from rankbook.transport import cell_sources
+from rankbook.transport import serialization
 from rankbook.transport.serialization import pack, unpack
 
 CELL = "def outer():\n    def inner():\n        raise ValueError(7)\n    return inner\n"
@@ -17,9 +17,9 @@ CELL = "def outer():\n    def inner():\n        raise ValueError(7)\n    return 
 def cell(monkeypatch):
     """A function of cell [7], in a process that knows nothing else, and the table of its cells."""
     monkeypatch.setattr(linecache, "cache", {"<cell>": (len(CELL), None, CELL.splitlines(keepends=True), "<cell>")})
-    monkeypatch.setattr(cell_sources, "_numbers", None)
+    monkeypatch.setattr(serialization, "_cell_numbers", None)
     numbers = {"<cell>": 7}
-    cell_sources.set_cell_numbers(numbers)
+    serialization.set_cell_numbers(numbers)
     space = {"__name__": "__main__"}
     exec(compile(CELL, "<cell>", "exec"), space)
     return space["outer"], numbers

@@ -1,13 +1,15 @@
-"""Messages over a stream socket: each is given once it is complete, whatever pieces it arrives in."""
+"""Test messages over a stream socket that arrive in pieces of any size."""
 
 from __future__ import annotations
 
+import select
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from rankbook.protocol.messages import Interrupt, encode
+from rankbook.protocol.messages import Interrupt, Text, encode
 from rankbook.transport.framed_socket import MessageStream
 
 ONE, OTHER = encode(Interrupt(cell=1)), encode(Interrupt(cell=2))
@@ -57,6 +59,22 @@ def test_messages_before_the_end_are_given_and_the_stream_is_closed(pair):
     theirs.close()
     assert list(stream.read()) == [ONE]
     assert stream.closed
+
+
+def test_messages_of_several_threads_stay_whole(pair):
+    stream, theirs = pair
+    messages = [Text(cell=number, stream="stdout", data=bytes([number]) * 1_000_000) for number in range(4)]
+    senders = [threading.Thread(target=stream.send, args=(message,)) for message in messages]
+    for sender in senders:
+        sender.start()
+    peer: MessageStream[bytes] = MessageStream(theirs, bytes)
+    received = []
+    while len(received) < len(messages):
+        select.select([peer], [], [], 10)
+        received += peer.read()
+    for sender in senders:
+        sender.join()
+    assert sorted(received) == sorted(encode(message) for message in messages)
 
 
 def test_a_send_to_a_peer_that_is_gone_closes_the_stream(pair):

@@ -1,4 +1,4 @@
-"""Both links keep the same promises."""
+"""Test that the link in memory and the ZeroMQ link behave alike."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_messages_and_frames_arrive_with_their_sender_and_in_order(pair):
     assert pair.hub.receive() is None
 
 
-def test_what_is_sent_before_the_rank_reads_waits_for_it(pair):
+def test_messages_wait_for_a_rank_that_does_not_read_yet(pair):
     rank = pair.dial(0, 1)
     for cell in range(100):
         assert pair.hub.send(0, Interrupt(cell=cell))

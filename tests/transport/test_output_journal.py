@@ -1,4 +1,4 @@
-"""The files that a rank leaves behind."""
+"""Test the recovery of a dead rank's last output from its journal."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def pipe():
 
 def say(words, pipe, cell, data, stream="stdout", most=1 << 20):
     os.write(pipe[1], data)
-    return words.take(pipe[0], stream, cell, most)
+    return words.transfer(pipe[0], stream, cell, most)
 
 
-def test_what_was_taken_last_is_there_and_the_files_are_gone(path, pipe):
+def test_last_bytes_are_recovered_and_the_files_removed(path, pipe):
     words = OutputJournal(path)
     assert say(words, pipe, 5, b"one\n") == b"one\n"
     assert say(words, pipe, 5, b"oh\n", "stderr") == b"oh\n"
@@ -46,40 +46,40 @@ def test_what_was_taken_last_is_there_and_the_files_are_gone(path, pipe):
     assert [*read_journal(path)] == []
 
 
-def test_another_cell_counts_anew(path, pipe):
+def test_another_cell_counts_again(path, pipe):
     words = OutputJournal(path)
     say(words, pipe, 5, b"a long line of the cell before\n")
     say(words, pipe, 6, b"new\n")
     assert next(read_journal(path)) == JournalTail(6, "stdout", 4, b"new\n")
 
 
-def test_no_more_is_taken_than_was_asked_for(path, pipe):
+def test_transfer_takes_at_most_the_limit(path, pipe):
     words = OutputJournal(path)
     assert say(words, pipe, 5, b"one two", most=3) == b"one"
     assert os.read(pipe[0], 10) == b" two"
 
 
-def test_a_long_file_begins_anew_and_still_counts_all(path, pipe, monkeypatch):
-    monkeypatch.setattr(output_journal, "_MOST", 30)
+def test_a_long_file_begins_again_and_still_counts_all(path, pipe, monkeypatch):
+    monkeypatch.setattr(output_journal, "_MAX_SIZE", 30)
     words = OutputJournal(path)
     for _ in range(3):
         say(words, pipe, 5, b"0123456789" * 2)
     assert next(read_journal(path)) == JournalTail(5, "stdout", 60, b"0123456789" * 2)
 
 
-def test_what_is_not_sent_any_more_is_forgotten(path, pipe):
+def test_ended_journal_recovers_nothing(path, pipe):
     words = OutputJournal(path)
     say(words, pipe, 5, b"text")
     words.end()
     assert [*read_journal(path)] == []
 
 
-@pytest.mark.parametrize(("heard", "missing"), [(0, b"one\ntwo\n"), (4, b"two\n"), (8, b""), (9, b"")])
-def test_only_what_has_not_come_is_missing(heard, missing):
-    assert JournalTail(5, "stdout", 8, b"one\ntwo\n").missing(heard) == missing
+@pytest.mark.parametrize(("received", "missing"), [(0, b"one\ntwo\n"), (4, b"two\n"), (8, b""), (9, b"")])
+def test_only_what_has_not_come_is_missing(received, missing):
+    assert JournalTail(5, "stdout", 8, b"one\ntwo\n").missing(received) == missing
 
 
-def test_of_more_than_there_is_the_end_is_there():
+def test_journal_keeps_the_end_of_long_output():
     assert JournalTail(5, "stdout", 1000, b"the end").missing(0) == b"the end"
 
 

@@ -1,4 +1,4 @@
-"""Values cross whole: by file or by frame, shared memory stays shared, and what cannot cross is named."""
+"""Test the transfer of values: by file or frame, with shared storages, and errors for what cannot be pickled."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_value_may_be_changed_once_it_is_packed(store, by):
     assert their_tensor.sum() == their_array.sum() == 0
 
 
-def test_each_receiver_has_its_own_copy_and_the_sender_removes_the_file(store):
+def test_every_receiver_gets_a_copy_and_the_sender_removes_the_file(store):
     packed = pack(torch.zeros(LARGE), store=store)
     one, other = (open_packed(packed, store, unlink=False) for _ in range(2))
     store.discard(packed.segments[0])
@@ -239,7 +239,7 @@ def test_every_dtype_crosses_bit_by_bit(store, dtype, by):
         theirs, _ = sent(tensor, store, by=by)
         assert (theirs.dtype, theirs.size()) == (dtype, tensor.size())
         assert torch.equal(
-            *(torch.empty(0, dtype=torch.uint8).set_(each) for each in (storage, theirs.untyped_storage()))
+            *(torch.empty(0, dtype=torch.uint8).set_(item) for item in (storage, theirs.untyped_storage()))
         )
 
 
@@ -308,7 +308,7 @@ def test_views_of_one_storage_alias_again(store, by, rows):
     assert not any(theirs[name].any() for name in theirs)
 
 
-def test_of_a_storage_only_what_is_used_is_sent(store):
+def test_only_the_used_part_of_a_storage_is_sent(store):
     data = torch.arange(4 * LARGE, dtype=torch.float32).reshape(-1, 1024)
     batch, size = sent(data[8:40], store)
     assert same(batch, data[8:40])
@@ -345,7 +345,7 @@ def test_many_scattered_views_of_one_storage_cross(store):
 def test_a_tensor_whose_memory_was_released_is_refused_in_words(store):
     released = torch.zeros(LARGE)
     released.untyped_storage().resize_(0)
-    with pytest.raises(TransferError, match=r"Tensor at value\[0\] cannot be pickled: its memory was released"):
+    with pytest.raises(TransferError, match=r"Tensor at value\[0\] cannot be pickled: its storage was freed"):
         pack([released], store=store)
 
 
@@ -409,7 +409,7 @@ def test_a_default_device_of_the_receiver_is_not_asked(store):
 
 @pytest.mark.parametrize("by", ["segment", "frames"])
 def test_memory_of_another_device_is_fetched_once_and_only_where_it_is_used(store, monkeypatch, by):
-    monkeypatch.setattr("rankbook.transport.tensors._is_here", lambda _: False)  # as if this were that device
+    monkeypatch.setattr("rankbook.transport.tensors._is_on_cpu", lambda _: False)  # as if this were that device
     base = torch.arange(LARGE)
     value = (base, base[5:], torch.empty(0), torch.tensor(3.5), base)
     theirs, size = sent(value, store, by=by)
@@ -561,14 +561,14 @@ UNSENDABLE = [
 ]
 
 
-@pytest.mark.parametrize(("make", "names", "told"), UNSENDABLE)
-def test_what_cannot_be_pickled_is_named_with_its_place_and_reason(store, make, names, told):
+@pytest.mark.parametrize(("make", "names", "reported"), UNSENDABLE)
+def test_unpicklable_part_is_named_with_its_path_and_reason(store, make, names, reported):
     value = make()
     with pytest.raises(TransferError) as caught:
         pack(value, store=store, names=names)
     message = str(caught.value)
     assert message.startswith("cannot send ")
-    assert told in message
+    assert reported in message
     assert "\n" not in message
     assert len(message) < 300
 
@@ -623,23 +623,23 @@ class Grumpy:
         return int, ("not a number",)
 
 
-def test_an_error_while_opening_is_told_and_the_file_is_gone(store):
+def test_an_error_while_opening_is_reported_and_the_file_is_gone(store):
     packed = pack([torch.zeros(LARGE), Grumpy()], store=store)
-    with pytest.raises(TransferError, match="cannot open the value here: ValueError: invalid literal"):
+    with pytest.raises(TransferError, match="cannot unpickle the value: ValueError: invalid literal"):
         open_packed(packed, store)
 
 
 @pytest.mark.parametrize(
     ("buffers", "frames", "message"),
     [
-        ((), [], "0 of 0 buffers are in frames, of which 0 came"),
-        ((Buffer(3),), [], "1 of 1 buffers are in frames, of which 0 came"),
-        ((Buffer(3),), [b"abc", b"def"], "1 of 1 buffers are in frames, of which 2 came"),
-        ((Buffer(3),), [b"ab"], "a buffer from byte 0 to 3 does not fit 2 bytes"),
-        ((Buffer(3),), [b"abcd"], "a buffer from byte 0 to 3 does not fit 4 bytes"),
-        ((Buffer(-1),), [b""], "a buffer from byte 0 to -1 does not fit 0 bytes"),
-        ((Buffer(3),), [b"abc"], "a payload of 3 bytes is no pickle of ours"),
-        ((Buffer(0),), [b""], "a payload of 0 bytes is no pickle of ours"),
+        ((), [], "invalid payload without buffers"),
+        ((Buffer(3),), [], "invalid payload of 1 buffers: expected 1 frames, got 0"),
+        ((Buffer(3),), [b"abc", b"def"], "invalid payload of 1 buffers: expected 1 frames, got 2"),
+        ((Buffer(3),), [b"ab"], "invalid buffer: bytes 0 to 3 do not match a memory of 2 bytes"),
+        ((Buffer(3),), [b"abcd"], "invalid buffer: bytes 0 to 3 do not match a memory of 4 bytes"),
+        ((Buffer(-1),), [b""], "invalid buffer: bytes 0 to -1 do not match a memory of 0 bytes"),
+        ((Buffer(3),), [b"abc"], "invalid payload of 3 bytes, expected a pickle"),
+        ((Buffer(0),), [b""], "invalid payload of 0 bytes, expected a pickle"),
         ((Buffer(3, "../x"),), [], "'../x' is not the name of a shared memory file"),
         ((Buffer(3, "segment"),), [], "'segment' is not the name of a shared memory file"),
     ],
@@ -652,13 +652,13 @@ def test_a_payload_that_does_not_hold_together_is_a_protocol_error(store, buffer
 @pytest.mark.parametrize(("size", "offset"), [(10, 0), (1, 9), (3, -3), (-1, 3), (1 << 40, 0)])
 def test_a_buffer_outside_its_file_is_a_protocol_error(store, size, offset):
     segment = store.write([[b"123456789"]])
-    with pytest.raises(ProtocolError, match="does not fit"):
+    with pytest.raises(ProtocolError, match="do not match a memory"):
         unpack(Payload((Buffer(size, segment.name, offset),)), [], unlink=True, folder=store.folder)
 
 
 def test_a_pickle_that_lacks_its_buffers_is_a_protocol_error(store):
     packed = pack(np.zeros(LARGE), store=None)
-    with pytest.raises(ProtocolError, match="no pickle of ours"):
+    with pytest.raises(ProtocolError, match="expected a pickle"):
         unpack(Payload(packed.payload.buffers[:1]), packed.frames[:1], unlink=True, folder=store.folder)
 
 

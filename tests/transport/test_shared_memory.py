@@ -1,4 +1,4 @@
-"""Shared memory files: written whole or not at all, mapped privately, and gone when they are not needed."""
+"""Test shared memory segments: complete or absent, private, and removed when unused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refuse(code):
     return fail
 
 
-def test_buffers_arrive_each_at_its_aligned_offset_and_pieces_end_to_end(store):
+def test_buffers_arrive_every_at_its_aligned_offset_and_pieces_end_to_end(store):
     pieces = [b"one", memoryview(b"two"), bytearray(b"three")]
     segment = store.write([[b"x" * 65], [], pieces])
     assert segment.offsets == (0, 128, 128)
@@ -78,14 +78,14 @@ def test_the_memory_outlives_its_file(store):
     assert part == b"zbc"
 
 
-def test_what_was_read_holds_no_file_descriptor(store):
+def test_read_segment_holds_no_file_descriptor(store):
     def open_files():
         return len(os.listdir("/dev/fd"))  # noqa: PTH208 - one of them is the listing itself, in both counts
 
     before = open_files()
     kept = [store.read(segment_of(store, b"abc").name, unlink=True) for _ in range(50)]
     assert open_files() == before
-    assert {bytes(each) for each in kept} == {b"abc"}
+    assert {bytes(item) for item in kept} == {b"abc"}
 
 
 def test_an_empty_segment_can_be_read(store):
@@ -132,7 +132,7 @@ def test_an_interrupted_write_leaves_nothing(store, monkeypatch):
         store.write([[b"abc"]])
 
 
-def test_other_trouble_is_told_in_words(store, monkeypatch):
+def test_other_trouble_is_reported_in_words(store, monkeypatch):
     with pytest.raises(TransferError, match=r"cannot write shared memory in .*: No such file"):
         SegmentStore(store.folder / "gone").write([[b"abc"]])
     monkeypatch.setattr(os, "pwrite", refuse(errno.EIO))
@@ -140,7 +140,7 @@ def test_other_trouble_is_told_in_words(store, monkeypatch):
         store.write([[b"abc"]])
 
 
-def test_a_segment_that_is_gone_is_told_in_words(store):
+def test_a_segment_that_is_gone_is_reported_in_words(store):
     with pytest.raises(TransferError, match="removed before it was read"):
         store.read(a_name())
 
@@ -155,7 +155,7 @@ def test_a_name_that_we_did_not_make_is_refused(store, name):
         store.discard(name)
 
 
-def test_what_is_no_regular_file_is_refused_and_left_alone(store, tmp_path):
+def test_special_files_are_refused_and_kept(store, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("secret")
     evil = store.folder / a_name()
@@ -180,7 +180,7 @@ def test_what_is_no_regular_file_is_refused_and_left_alone(store, tmp_path):
 def test_another_users_file_is_refused(store, monkeypatch):
     segment = segment_of(store, b"abc")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(ProtocolError, match="no regular file of this user"):
+    with pytest.raises(ProtocolError, match="not a regular file owned by this user"):
         store.read(segment.name)
     store.discard(segment.name)
 
@@ -204,7 +204,7 @@ def test_clear_after_the_folder_is_gone_is_fine(store):
 
 
 @pytest.mark.processes
-def test_what_a_dead_process_wrote_can_be_cleared_by_its_pid(store):
+def test_segments_of_a_dead_process_are_cleared_by_pid(store):
     script = (
         "import os, sys, pathlib\n"
         "from rankbook.transport.shared_memory import SegmentStore\n"

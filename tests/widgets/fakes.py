@@ -1,4 +1,4 @@
-"""Ranks that are made up: a feed and a shelf that say what a cluster would, at any size, and remember what was clicked.
+"""Fake ranks: a cluster source and a checkpoint source of any size, which record what was clicked.
 
 Also imported by the notebooks of the browser tests and of the benchmark, whose kernels have no ranks.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.protocol.telemetry import (
     CheckpointFolder,
     CheckpointSave,
@@ -96,7 +96,7 @@ def sharded_tensor(index: int, ranks: int) -> ShardedTensorMap:
         for size in local:
             count *= size
         copies = range(ranks) if kind == 2 else [rank]
-        shards += [Shard(each, offset, local, copy, f"cuda:{each}", count) for copy, each in enumerate(copies)]
+        shards += [Shard(item, offset, local, copy, f"cuda:{item}", count) for copy, item in enumerate(copies)]
     return ShardedTensorMap(key, "float32", shape, tuple(shards))
 
 
@@ -144,6 +144,8 @@ class FakeFeed:
         self.asked.append((kind, options))
         rank = options.get("rank")
         match kind:
+            case "placement":
+                return placement(self.ranks)
             case "detail" if isinstance(rank, int) and rank < self.ranks:
                 stack = ("cell [3], line 12: loss.backward()", "torch/_tensor.py, line 521: backward")
                 variables = (
@@ -157,7 +159,7 @@ class FakeFeed:
                 return shard_map(str(options["name"]), parameters=self.parameters, ranks=self.ranks)
             case "statistic" if isinstance(rank, int):
                 return Statistic(rank, -0.5, 0.25, 1.5, 2, 0)
-        raise BadRequest(f"there is no {kind} of {options}")
+        raise InvalidArgument(f"there is no {kind} of {options}")
 
     def act(self, kind: str, rank: int | None) -> str:
         """See `ClusterSource`."""
@@ -191,7 +193,7 @@ class FakeShelf:
         self.checked: dict[str, str] = {"step-20": "damaged"}
         self.names = ["step-20", "step-30", "step-40.partial"]
 
-    def look(self) -> CheckpointFolder:
+    def list_checkpoints(self) -> CheckpointFolder:
         """See `CheckpointSource`."""
         return CheckpointFolder("/ckpt", tuple(self._stored(name) for name in self.names), "")
 

@@ -1,4 +1,4 @@
-"""A view while the interpreter shuts down: from Python 3.12 on no thread can start then."""
+"""Test a view during the interpreter's shutdown: from Python 3.12 on no thread can start then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from rankbook.widgets.live_view import Throttle, start_thread
 
 SHUTDOWN = (
-    "import atexit\nfrom rankbook.widgets.live_view import Throttle\natexit.register(Throttle(lambda: None).note)\n"
+    "import atexit\nfrom rankbook.widgets.live_view import Throttle\natexit.register(Throttle(lambda: None).schedule)\n"
 )
 
 
@@ -28,9 +28,9 @@ def test_an_update_of_a_view_at_interpreter_shutdown_prints_nothing():
 def test_a_pacer_whose_thread_cannot_start_sends_nothing_and_raises_nothing(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
     sent = []
-    pacer = Throttle(lambda: sent.append(1))
-    pacer.note()
-    pacer.note()
+    throttle = Throttle(lambda: sent.append(1))
+    throttle.schedule()
+    throttle.schedule()
     assert not sent
 
 

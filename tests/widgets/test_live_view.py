@@ -1,15 +1,21 @@
-"""A view without and with a kernel: who looks, what is sent, and that a click acts while a cell runs."""
+"""Test a view with and without a kernel: visibility, messages, and actions during a cell."""
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from threading import Event
+from types import ModuleType, SimpleNamespace
 from xml.etree import ElementTree as ET
 
 import ipykernel
 import pytest
+from anywidget._util import enable_custom_widget_manager_once
 
+from rankbook.magics.output_panel import as_message
+from rankbook.output.merger import RichOutput
+from rankbook.protocol.base import RESULT, WIDGET_VIEW
 from rankbook.widgets import live_view
 from rankbook.widgets.checkpoints import CheckpointsView
 from rankbook.widgets.dashboard import Dashboard
@@ -29,7 +35,7 @@ def feed():
 
 
 def look(view, op="look", **more):
-    view._arrived({"rankbook": f"{time.monotonic_ns()}", "view": "page", "op": op, **more})
+    view._message_received({"rankbook": f"{time.monotonic_ns()}", "view": "page", "op": op, **more})
 
 
 @pytest.mark.parametrize(
@@ -46,7 +52,7 @@ def test_every_view_has_its_state_in_the_bundle_and_as_a_picture(feed, make, tmp
     view = make(feed)
     data, _metadata = view._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in data
-    for name in view._parts:
+    for name in view._models:
         word = {"placement": "4 ranks of main", "shards": "6 tensors", "checkpoints": "3 checkpoints"}[name]
         assert word in data["text/html"] and word in data["text/plain"] and word in view.summary()
     assert ET.parse(view.save(tmp_path / "x.svg")).getroot().tag.endswith("svg")
@@ -54,13 +60,30 @@ def test_every_view_has_its_state_in_the_bundle_and_as_a_picture(feed, make, tmp
     assert not any(feed.watchers.values())
 
 
-def test_nothing_is_watched_before_anybody_looks_and_after_they_have_gone(feed, monkeypatch):
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (PlacementView, "4 ranks of main"),
+        (lambda feed: ShardsView(feed, "model"), "6 tensors"),
+        (lambda feed: CheckpointsView(feed, FakeShelf()), "3 checkpoints"),
+        (lambda feed: Dashboard(feed, FakeShelf()), "4 ranks of main"),
+    ],
+    ids=["placement", "shards", "checkpoints", "dashboard"],
+)
+def test_a_view_that_was_never_shown_asks_the_ranks_before_it_is_saved(feed, make, text, tmp_path):
+    view = make(feed)
+    assert text in view.save(tmp_path / "x.svg").read_text(encoding="utf-8")
+    assert not any(feed.watchers.values())
+    view.close()
+
+
+def test_view_watches_only_while_it_is_visible(feed, monkeypatch):
     view = PlacementView(feed)
-    told = []
-    monkeypatch.setattr(view, "send", told.append)
+    reported = []
+    monkeypatch.setattr(view, "send", reported.append)
     assert not feed.watchers["placement"]
     look(view, parts=["placement"])
-    wait_until(lambda: [*map(list, told)] == [["seen"]], timeout=10, what="the browser hears that it was heard")
+    wait_until(lambda: [*map(list, reported)] == [["seen"]], timeout=10, what="the browser hears that it was heard")
     wait_until(lambda: len(feed.watchers["placement"]) == 1, timeout=10, what="it is watched")
     look(view, "away")
     wait_until(lambda: not feed.watchers["placement"], timeout=10, what="it is not")
@@ -73,7 +96,7 @@ def test_nothing_is_watched_before_anybody_looks_and_after_they_have_gone(feed, 
     assert not feed.watchers["placement"]  # who has gone has gone, whichever thread was faster
     view.close()
     look(view, parts=["placement"])
-    wait_until(lambda: len(told) == 4, timeout=10, what="it is heard")
+    wait_until(lambda: len(reported) == 4, timeout=10, what="it is heard")
     assert not feed.watchers["placement"]  # of a page that does not know yet
 
 
@@ -105,21 +128,21 @@ def test_the_last_state_is_always_sent(feed):
     view.close()
 
 
-def test_what_one_thread_has_read_is_not_sent_after_what_another_one_has(feed, monkeypatch):
+def test_older_state_is_not_sent_after_a_newer_one(feed, monkeypatch):
     view = PlacementView(feed)
     look(view, parts=["placement"])
     wait_until(lambda: bool(feed.watchers["placement"]), timeout=10, what="it is watched")
-    part = view._parts["placement"]
-    state = part.state
+    part = view._models["placement"]
+    state = part.dynamic_json
 
     def slow() -> str:
         old = state()
-        monkeypatch.setattr(part, "state", state)
+        monkeypatch.setattr(part, "dynamic_json", state)
         feed.push("placement", placement(4, at=7.0))
         Event().wait(0.3)  # in which the other thread would send it
         return old
 
-    monkeypatch.setattr(part, "state", slow)
+    monkeypatch.setattr(part, "dynamic_json", slow)
     view._send_state()  # as a cell's thread does that shows it
     wait_until(lambda: '"at":7.0' in view.placement_state, timeout=10, what="the last one")
     view.close()
@@ -132,19 +155,22 @@ def test_an_error_is_the_answer(feed, monkeypatch):
     look(view, "detail", part="placement", rank=99)
     look(view, "detail", part="nowhere", rank=0)
     wait_until(lambda: len(answers) == 2, timeout=10, what="both are answered")
-    assert {next(iter(each["error"].split(":"))) for each in answers} == {"there is no detail of {'rank'", "KeyError"}
+    assert {next(iter(answer["error"].split(":"))) for answer in answers} == {
+        "there is no detail of {'rank'",
+        "KeyError",
+    }
     view.close()
 
 
-def test_a_message_that_comes_twice_is_heard_once(feed):
+def test_a_message_that_comes_twice_is_noticed_once(feed):
     view = PlacementView(feed)
     message = {"rankbook": "m1", "op": "act", "part": "placement", "kind": "interrupt", "rank": 1}
-    view._arrived(message, early=True)
-    view._arrived(dict(message))
+    view._message_received(message, early=True)
+    view._message_received(dict(message))
     wait_until(lambda: bool(feed.acts), timeout=10, what="it is heard")
-    assert feed.acts == [("interrupt", 1)] and not view._taken
+    assert feed.acts == [("interrupt", 1)] and not view._handled_early
     for noise in (None, {}, {"rankbook": 3}, "text"):
-        view._arrived(noise)
+        view._message_received(noise)
     view.close()
 
 
@@ -166,8 +192,92 @@ def test_reopening_leaves_one_dashboard(feed):
     second.close()
 
 
-VIEW = f"""import sys; sys.path.insert(0, {str(ROOT)!r})
-from tests.widgets.fakes import FakeFeed
+class FakeColab(ModuleType):
+    """The part of `google.colab.output` that widgets need."""
+
+    def __init__(self):
+        super().__init__("google.colab.output")
+        self._widgets = SimpleNamespace(_installed_url=None)
+        self.calls = 0
+
+    def enable_custom_widget_manager(self):
+        self.calls += 1
+        self._widgets._installed_url = "https://colab.example/manager.js"
+
+
+@pytest.fixture
+def colab(monkeypatch):
+    module = FakeColab()
+    monkeypatch.setitem(sys.modules, "google.colab.output", module)
+    enable_custom_widget_manager_once.cache_clear()
+    return module
+
+
+IN_COLAB = {WIDGET_VIEW: {"colab": {"custom_widget_manager": {"url": "https://colab.example/manager.js"}}}}
+
+
+def test_the_first_view_switches_colabs_widget_manager_on(feed, colab, monkeypatch):
+    shown = []
+    monkeypatch.setattr(live_view, "display", lambda data, **options: shown.append((data, options.get("metadata"))))
+    monkeypatch.setattr(live_view, "has_front_end", lambda: True)
+    view = PlacementView(feed)
+    view._ipython_display_()
+    view.close()
+    (metadata,) = [metadata for data, metadata in shown if WIDGET_VIEW in data]
+    assert metadata == {**IN_COLAB, "rankbook_still": view.still}
+    assert colab.calls == 1
+
+
+def test_panels_and_widgets_of_ranks_reach_colabs_widget_manager(colab):
+    assert as_message(RichOutput({"text/plain": "text"}, {}))[1]["metadata"] == {}
+    assert colab.calls == 0, "it is needed for widgets only"
+    for number in (None, 3):
+        _, content = as_message(RichOutput({WIDGET_VIEW: {"model_id": "m"}}, {RESULT: True}), number)
+        assert content["metadata"] == IN_COLAB
+    assert colab.calls == 1
+
+
+def test_other_front_ends_get_widgets_without_metadata(monkeypatch):
+    monkeypatch.delitem(sys.modules, "google.colab.output", raising=False)
+    assert as_message(RichOutput({WIDGET_VIEW: {"model_id": "m"}}, {}))[1]["metadata"] == {}
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_kernel_that_delivers_clicks_late_says_so_once(feed, monkeypatch, late):
+    shown = []
+    monkeypatch.setattr(live_view, "show_display", lambda bundle, *_, **__: shown.append(bundle["text/plain"]))
+    monkeypatch.setattr(live_view, "has_front_end", lambda: True)
+    monkeypatch.setattr(live_view, "_late_messages_reported", False)
+    for _ in range(2):
+        view = PlacementView(feed)
+        view._delivered_late = late
+        view._ipython_display_()
+        view.close()
+    line = "With this version of ipykernel, views answer clicks after the running cell."
+    assert shown.count(line) == int(late)
+
+
+def test_the_last_state_is_in_the_saved_notebook_also_if_it_came_soon_after_another_one(feed, monkeypatch):
+    shown = []
+    monkeypatch.setattr(live_view, "show_display", lambda bundle, *_, **__: shown.append(bundle.get("text/html", "")))
+    monkeypatch.setattr(live_view, "has_front_end", lambda: True)
+    monkeypatch.setattr(live_view, "LEASE", 1.5)
+    monkeypatch.setattr(live_view, "STATIC_HTML_INTERVAL", 1.0)
+    view = PlacementView(feed)
+    view._ipython_display_()
+
+    def last_state_is_shown() -> bool:
+        look(view, parts=["placement"])  # the page stays open
+        return "line 17" in shown[-1]
+
+    feed.push("placement", placement(4, tick=7))
+    wait_until(last_state_is_shown, timeout=10, what="it is renewed without another state")
+    view.close()
+
+
+# IPython 7 has a package `tests` on the path, which would hide ours
+VIEW = f"""import sys; sys.path.insert(0, {str(ROOT / "tests" / "widgets")!r})
+from fakes import FakeFeed
 from rankbook.widgets.placement import PlacementView
 feed = FakeFeed()
 view = PlacementView(feed)
@@ -211,7 +321,7 @@ def test_a_click_acts_while_a_cell_runs_and_never_again(module_notebook):
 @pytest.mark.processes
 def test_the_stored_outputs_are_the_view_and_its_html(module_notebook):
     outcome = module_notebook.ok(f"{VIEW}\nview")
-    live_one, still = [data for data in outcome.displays if "rankbook" in str(data) or "ranks" in str(data)][:2]
+    live_one, still = [data for data in outcome.displays if "widget-view" in str(data) or "ranks" in str(data)][:2]
     assert set(live_one) == {"application/vnd.jupyter.widget-view+json", "text/plain"}
-    assert "4 ranks of main" in live_one["text/plain"]
+    assert live_one["text/plain"] == "", "where only text can be shown, the other output says it"
     assert "<table>" in still["text/html"] and "4 ranks of main" in still["text/plain"]

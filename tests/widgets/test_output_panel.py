@@ -1,4 +1,4 @@
-"""The panel of a cell without a kernel: its markup, what it sends, and the line above a cell."""
+"""Test a cell's panel without a kernel: its HTML, its messages, and the status line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ import pytest
 
 from rankbook.output.by_rank import BlockAdded, BlockRemoved, OutputBlock, OutputHeader, TextAppended
 from rankbook.widgets import output_panel
-from rankbook.widgets.output_panel import CellPanel, bundle_html, is_live, piece_html, skeleton, text_of
+from rankbook.widgets.output_panel import (
+    CellPanel,
+    bundle_html,
+    columns_per_row,
+    is_live,
+    piece_html,
+    skeleton,
+    text_of,
+    with_rows,
+)
 from rankbook.widgets.rendering import to_html
 
 
@@ -28,8 +37,8 @@ def shown(panel):
     return json.loads(panel.whole)
 
 
-def test_what_comes_before_it_is_shown_is_in_what_it_opens_with(panel):
-    panel.tell(
+def test_output_before_the_display_is_in_the_first_bundle(panel):
+    panel.apply(
         [
             BlockAdded(OutputBlock(0, (0,), text="one\n")),
             TextAppended(0, "two & three\n"),
@@ -43,21 +52,21 @@ def test_what_comes_before_it_is_shown_is_in_what_it_opens_with(panel):
     assert shown(panel)["head"] == "<i>head</i>"
 
 
-def test_what_comes_later_is_sent_once_and_numbered(panel):
+def test_later_changes_are_sent_once_with_numbers(panel):
     panel.bundle()
-    panel.tell([BlockAdded(OutputBlock(0, (0,), text="x" * 500))])
+    panel.apply([BlockAdded(OutputBlock(0, (0,), text="x" * 500))])
     for _ in range(50):
-        panel.tell([TextAppended(0, "y")])
+        panel.apply([TextAppended(0, "y")])
     numbers = [message["number"] for message in panel.sent]
     assert numbers == list(range(1, 52))
     assert panel.sent[-1]["changes"] == [["more", 0, "y"]]
     assert shown(panel)["number"] <= 2  # not again for each
 
 
-def test_who_was_not_there_asks_for_all(panel):
+def test_late_browser_requests_the_whole_output(panel):
     panel.bundle()
-    panel.tell([BlockAdded(OutputBlock(0, (0,), text="one"))])
-    panel.tell([BlockAdded(OutputBlock(1, (1,), data={"text/html": "<b>two</b>"})), BlockRemoved(0)])
+    panel.apply([BlockAdded(OutputBlock(0, (0,), text="one"))])
+    panel.apply([BlockAdded(OutputBlock(1, (1,), data={"text/html": "<b>two</b>"})), BlockRemoved(0)])
     panel._handle({"op": "all"})
     assert shown(panel)["number"] == 2
     assert "<b>two</b>" in shown(panel)["pieces"]
@@ -71,25 +80,25 @@ def test_everything_is_sent_again_for_browsers_that_are_not_heard(panel, monkeyp
     wholes = []
     for tick in range(200):
         clock[0] = tick / 10
-        panel.tell([TextAppended(0, "y")] if tick else [BlockAdded(OutputBlock(0, (0,), text="x"))])
+        panel.apply([TextAppended(0, "y")] if tick else [BlockAdded(OutputBlock(0, (0,), text="x"))])
         if (number := shown(panel)["number"]) not in wholes:
             wholes.append(number)
     assert 4 <= len(wholes) <= 10
 
 
-def test_what_the_reader_has_chosen_stays(panel):
-    panel.tell([BlockAdded(OutputBlock(0, (1,), text="one"))])
+def test_selection_of_the_reader_is_kept(panel):
+    panel.apply([BlockAdded(OutputBlock(0, (1,), text="one"))])
     panel._handle({"op": "choose", "choice": "1", "arrived": 2})
     panel._handle({"op": "choose", "choice": "0", "arrived": 1})  # its thread was slower
     panel._handle({"op": "choose", "choice": "<script>", "arrived": 3})
     reloaded = panel.skeleton
     html = panel.end([OutputBlock(0, (1,), text="one")])["text/html"]
-    for each in (reloaded, html):
-        assert re.findall(r'value="(\w+)"[^>]* checked', each) == ["1"]
+    for item in (reloaded, html):
+        assert re.findall(r'value="(\w+)"[^>]* checked', item) == ["1"]
 
 
 def test_forgotten_output_is_named(panel):
-    panel.tell(
+    panel.apply(
         [
             BlockAdded(OutputBlock(0, (0,), text="earlier")),
             BlockAdded(OutputBlock(1, (0,), text="new")),
@@ -97,7 +106,7 @@ def test_forgotten_output_is_named(panel):
         ]
     )
     html = panel.end([])["text/html"]
-    assert "left out here" in html
+    assert "previous output is omitted" in html
     assert "earlier" not in html
 
 
@@ -156,7 +165,7 @@ def test_a_bundle_shows_what_html_can():
     )
     assert bundle_html({"application/x-own": {}}) == "<p>(application/x-own)</p>"
     retina = OutputBlock(0, (0,), data={"image/png": "QUJD"}, metadata={"image/png": {"width": 432, "height": 288}})
-    assert 'alt="a picture" width="432">' in piece_html(retina, (0,))
+    assert 'alt="image" width="432">' in piece_html(retina, (0,))
     table = {"application/vnd.dataresource+json": {}, "text/html": "<table></table>", "text/plain": "t"}
     assert not is_live(table) and bundle_html(table) == "<table></table>"
     chart = {"application/vnd.plotly.v1+json": {}, "text/html": "<div></div><script>draw()</script>", "text/plain": "c"}
@@ -164,3 +173,43 @@ def test_a_bundle_shows_what_html_can():
     slider = {"application/vnd.jupyter.widget-view+json": {}, "text/html": "<p>3</p>", "text/plain": "s"}
     assert is_live(slider) and bundle_html(slider) == "<pre>s</pre>"
     assert text_of([OutputBlock(0, (0, 1), data={"application/x-own": {}})]) == "[0-1] (application/x-own)"
+
+
+def placed(*of: tuple[int, ...], ranks: int = 6) -> list[tuple[str, int]]:
+    """The columns and rows of blocks in the grid."""
+    chosen = range(ranks)
+    htmls = [piece_html(OutputBlock(key, block, text="x"), chosen) for key, block in enumerate(of)]
+    whole = with_rows(htmls, of, chosen)
+    rows = re.findall(r"--rb-columns:([^;\"]+)(?:;--rb-row:(\d+))?", whole)
+    return [(columns, int(row or 0)) for columns, row in rows]
+
+
+@pytest.mark.parametrize(("count", "columns"), [(0, 1), (1, 1), (4, 4), (5, 3), (6, 3), (8, 4), (9, 3), (64, 4)])
+def test_the_grid_has_at_most_four_columns(count, columns):
+    assert columns_per_row(count) == columns
+
+
+def test_up_to_four_ranks_are_in_one_row_of_the_grid():
+    assert placed((0,), (3,), (0, 1, 2, 3), (0, 2), ranks=4) == [("1/2", 0), ("4/5", 0), ("1/5", 0), ("1/-1", 0)]
+
+
+def test_more_ranks_are_below_and_a_block_of_both_rows_separates():
+    assert placed((0,), (1,), (0,), (4,), (3,), (1, 2), (0, 1, 2, 3, 4, 5), (3,), (0,)) == [
+        ("1/2", 2),
+        ("2/3", 2),
+        ("1/2", 3),
+        ("2/3", 4),
+        ("1/2", 4),
+        ("2/4", 3),
+        ("1/-1", 5),
+        ("1/2", 7),
+        ("1/2", 6),
+    ]
+
+
+def test_the_panel_that_stays_has_the_rows():
+    panel = CellPanel("rankbook-panel-1", "cell [3]", range(5), "grid")
+    blocks = [OutputBlock(key, (rank,), text=f"of {rank}\n") for key, rank in enumerate((4, 0))]
+    panel.apply([BlockAdded(block) for block in blocks])
+    html = panel.end(blocks)["text/html"]
+    assert [row for _, row in re.findall(r"(--rb-columns:[^;\"]+);--rb-row:(\d+)", html)] == ["3", "2"]

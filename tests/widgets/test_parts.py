@@ -1,4 +1,4 @@
-"""The parts: what they watch and for how long, what they send, what they answer."""
+"""Test the view models: what they watch and for how long, what they send, what they answer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import threading
 import pytest
 from msgspec import Struct
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.protocol.telemetry import CheckpointFolder
 from rankbook.widgets.checkpoints import CheckpointsModel
 from rankbook.widgets.placement import PlacementModel
-from rankbook.widgets.shards import MOST_DRAWN, ShardsModel, chunks_of, tensor_of
+from rankbook.widgets.shards import MAX_DRAWN, ShardsModel, chunks_of, tensor_of
 from tests.conftest import wait_until
 from tests.widgets.fakes import FakeFeed, FakeShelf, placement, saves, shard_map, sharded_tensor
 
@@ -23,13 +23,13 @@ def nothing() -> None:
 
 def names_of_threads() -> set[str]:
     """Of those that run now."""
-    return {each.name for each in threading.enumerate()}
+    return {item.name for item in threading.enumerate()}
 
 
 def test_placement_is_watched_only_while_it_is_open():
     feed = FakeFeed()
     part = PlacementModel(feed)
-    assert not part.ready() and part.state() == "{}" and not feed.watchers["placement"]
+    assert not part.ready() and part.dynamic_json() == "{}" and not feed.watchers["placement"]
     part.open(nothing)
     assert part.ready() and len(feed.watchers["placement"]) == 1
     part.close()
@@ -37,18 +37,18 @@ def test_placement_is_watched_only_while_it_is_open():
     assert not feed.watchers["placement"] and feed.ended == 1
 
 
-def test_what_moves_is_sent_apart_from_what_stays():
+def test_dynamic_and_static_state_are_sent_separately():
     feed = FakeFeed(64)
     part = PlacementModel(feed)
     part.open(nothing)
-    fixed, states = part.fixed(), set()
+    fixed, states = part.static_json(), set()
     for tick in range(5):
         feed.push("placement", placement(64, tick=tick))
-        assert part.fixed() == fixed
-        states.add(part.state())
+        assert part.static_json() == fixed
+        states.add(part.dynamic_json())
     assert len(states) == 5
     assert max(map(len, states)) * 10 < 200_000  # bytes a second, at ten updates
-    first = json.loads(part.state())["ranks"][0]
+    first = json.loads(part.dynamic_json())["ranks"][0]
     assert first[:3] == [0, "running", "running cell [3] line 14"] and len(first[7]) == 7
 
 
@@ -60,7 +60,7 @@ def test_clicks_on_a_rank_reach_the_feed():
     detail = part.answer("detail", {"rank": 1})
     assert detail["variables"][1] == ["x", "Tensor", "32 × 128", "float32", "cuda:1", "16.4 kB", "tensor([[0.1, …"]
     for op, message in (("act", {"kind": "explode"}), ("what", {}), ("detail", {"rank": "0"}), ("detail", {"rank": 9})):
-        with pytest.raises(BadRequest):
+        with pytest.raises(InvalidArgument):
             part.answer(op, message)
 
 
@@ -72,16 +72,16 @@ def test_shards_are_asked_for_once_and_again_when_wanted():
         wait_until(part.ready, timeout=10, what="the shards are there")
         part.close()
     assert [kind for kind, _ in feed.asked] == ["shards"]
-    assert len(json.loads(part.fixed())["tensors"]) == 10
+    assert len(json.loads(part.static_json())["tensors"]) == 10
     assert part.answer("name", {"name": "nothing"}) == "no rank has a variable `nothing`"
-    assert json.loads(part.fixed())["trouble"] and "no rank has" in part.text()
-    with pytest.raises(BadRequest, match="which variable"):
+    assert json.loads(part.static_json())["trouble"] and "no rank has" in part.text()
+    with pytest.raises(InvalidArgument, match="no variable was given"):
         part.answer("name", {"name": " "})
-    with pytest.raises(BadRequest, match="press Show again"):
+    with pytest.raises(InvalidArgument, match="press Show again"):
         part.answer("tensor", {"key": "layers.0.weight"})
 
 
-def test_of_two_questions_for_a_variable_the_last_one_counts():
+def test_last_of_two_requests_for_a_variable_wins():
     class Slow(FakeFeed):
         gate = threading.Event()
 
@@ -97,11 +97,11 @@ def test_of_two_questions_for_a_variable_the_last_one_counts():
     wait_until(lambda: bool(feed.asked), timeout=10, what="it is asked for")
     part.answer("name", {"name": "model"})
     feed.gate.set()
-    wait_until(lambda: "rankbook-shards" not in names_of_threads(), timeout=10, what="it is answered")
-    fixed = part.fixed()
+    wait_until(lambda: "rankbook-shard-query" not in names_of_threads(), timeout=10, what="it is answered")
+    fixed = part.static_json()
     assert json.loads(fixed)["name"] == "model" and part.text().startswith("model")
     part.answer("name", {"name": "model"})
-    assert part.fixed() != fixed  # whoever presses Show is shown what there is now
+    assert part.static_json() != fixed  # whoever presses Show is shown what there is now
 
 
 def test_a_statistic_is_fetched_on_demand_only():
@@ -110,8 +110,8 @@ def test_a_statistic_is_fetched_on_demand_only():
     part.answer("name", {"name": "model"})
     assert part.answer("tensor", {"key": "layers.0.weight"})["shape"] == [256, 128]
     assert "statistic" not in [kind for kind, _ in feed.asked]
-    said = part.answer("statistic", {"key": "layers.0.weight", "rank": 3})
-    assert said == "min -0.5, mean 0.25, max 1.5, 2 NaN"
+    output = part.answer("statistic", {"key": "layers.0.weight", "rank": 3})
+    assert output == "min -0.5, mean 0.25, max 1.5, 2 NaN"
     assert feed.asked[-1] == ("statistic", {"name": "model", "key": "layers.0.weight", "rank": 3})
     assert "layers.0.weight" in part.svg()
 
@@ -123,42 +123,45 @@ def test_replicas_are_one_chunk_with_many_holders():
 
 
 def test_a_tensor_in_very_many_parts_says_how_many_are_not_drawn():
-    made = tensor_of(sharded_tensor(0, ranks=MOST_DRAWN + 10))
-    assert (len(made["chunks"]), made["left"]) == (MOST_DRAWN, 10)
+    made = tensor_of(sharded_tensor(0, ranks=MAX_DRAWN + 10))
+    assert (len(made["chunks"]), made["left"]) == (MAX_DRAWN, 10)
 
 
 def test_two_thousand_parameters_on_64_ranks_make_a_small_first_message():
     part = ShardsModel(FakeFeed(64, 2000), "")
     part.answer("name", {"name": "model"})
-    assert len(part.fixed()) < 150_000
+    assert len(part.static_json()) < 150_000
     assert len(shard_map(parameters=2000, ranks=64).tensors[0].shards) == 64
 
 
 def test_a_folder_is_read_again_when_a_save_ends_and_never_when_nobody_looks():
-    feed, shelf = FakeFeed(), FakeShelf()
-    part = CheckpointsModel(feed, shelf)
+    feed, checkpoint_browser = FakeFeed(), FakeShelf()
+    part = CheckpointsModel(feed, checkpoint_browser)
     changed = threading.Event()
     part.open(changed.set)
     wait_until(part.ready, timeout=10, what="the folder is read")
     feed.push("saves", saves(0.5))
-    shelf.names.append("step-40")
+    checkpoint_browser.names.append("step-40")
     feed.push("saves", saves(1.0, phase="done"))
-    wait_until(lambda: 'step-40"' in part.fixed(), timeout=1.5, what="the new step is listed")
+    wait_until(lambda: 'step-40"' in part.static_json(), timeout=1.5, what="the new step is listed")
     part.close()
-    wait_until(lambda: "rankbook-shelf" not in names_of_threads(), timeout=10, what="nobody reads on")
+    wait_until(lambda: "rankbook-checkpoints" not in names_of_threads(), timeout=10, what="nobody reads on")
     assert not feed.watchers["saves"]
 
 
-def test_what_is_done_to_a_checkpoint_is_seen_at_once():
-    shelf = FakeShelf()
-    part = CheckpointsModel(FakeFeed(), shelf)
+def test_action_on_a_checkpoint_updates_the_list_at_once():
+    checkpoint_browser = FakeShelf()
+    part = CheckpointsModel(FakeFeed(), checkpoint_browser)
     assert "every byte" in part.answer("verify", {"name": "step-30"})
     assert "✓ verified" in part.text()
     part.answer("delete", {"name": "step-20"})
-    assert shelf.done == [("verify", "step-30"), ("delete", "step-20")] and "step-20" not in part.fixed()
-    with pytest.raises(BadRequest, match="knows no"):
+    assert (
+        checkpoint_browser.done == [("verify", "step-30"), ("delete", "step-20")]
+        and "step-20" not in part.static_json()
+    )
+    with pytest.raises(InvalidArgument, match="unknown operation 'burn'"):
         part.answer("burn", {"name": "step-30"})
-    with pytest.raises(BadRequest, match="no folder was given"):
+    with pytest.raises(InvalidArgument, match="no folder was given"):
         CheckpointsModel(FakeFeed(), None).answer("verify", {"name": "step-30"})
 
 
@@ -170,26 +173,26 @@ def test_a_checkpoint_is_not_deleted_while_it_is_read():
             self.gate.wait(5)
             return super().verify(name)
 
-    shelf = Slow()
-    part = CheckpointsModel(FakeFeed(), shelf)
+    checkpoint_browser = Slow()
+    part = CheckpointsModel(FakeFeed(), checkpoint_browser)
     verifies = threading.Thread(target=part.answer, args=("verify", {"name": "step-30"}))
     verifies.start()
-    wait_until(lambda: bool(part._doing), timeout=10, what="it is verified")
+    wait_until(lambda: bool(part._running_operations), timeout=10, what="it is verified")
     for op in ("delete", "verify"):
-        with pytest.raises(BadRequest, match="step-30 is being verified: wait until that is over"):
+        with pytest.raises(InvalidArgument, match="step-30 is being verified; wait until this has finished"):
             part.answer(op, {"name": "step-30"})
     part.answer("load", {"name": "step-30"})
     part.answer("delete", {"name": "step-20"})
-    shelf.gate.set()
+    checkpoint_browser.gate.set()
     verifies.join(5)
     part.answer("delete", {"name": "step-30"})
-    assert [op for op, _ in shelf.done] == ["load", "delete", "verify", "delete"]
+    assert [op for op, _ in checkpoint_browser.done] == ["load", "delete", "verify", "delete"]
 
 
 def test_a_folder_that_cannot_be_read_says_why():
     class Broken(FakeShelf):
-        def look(self) -> CheckpointFolder:
-            raise BadRequest("no such folder")
+        def list_checkpoints(self) -> CheckpointFolder:
+            raise InvalidArgument("no such folder")
 
     part = CheckpointsModel(FakeFeed(), Broken())
     part.answer("look", {})

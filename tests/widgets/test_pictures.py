@@ -1,4 +1,4 @@
-"""The still pictures: every view in HTML, text and SVG, from structs alone."""
+"""Test the static HTML, text and SVG of every view."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rankbook.widgets import rendering as drawing
 from rankbook.widgets import shards as shards_picture
 from tests.widgets.fakes import GB, FakeShelf, placement, rank_placement, saves, shard_map
 
-FOLDER = FakeShelf().look()
+FOLDER = FakeShelf().list_checkpoints()
 STATIC = Path(__file__).resolve().parent.parent.parent / "widgets" / "static"
 PICTURES = {
     "placement": [getattr(placement_picture, kind)(placement(4)) for kind in ("html", "text", "svg")],
@@ -68,7 +68,7 @@ def test_placement_says_who_waits_for_what_and_who_lags():
     assert "node-0" in text and "4.13/s" in text
 
 
-def test_what_people_name_is_no_html():
+def test_user_names_are_escaped_in_html():
     evil = rank_placement(0, host="<script>", device_name="<b>", waits_for="<i>", state="waiting")
     made = placement_picture.html(Placement((evil,), 0.0, "<u>")) + placement_picture.svg(
         Placement((evil,), 0.0, "<u>")
@@ -87,8 +87,112 @@ def test_a_device_without_memory_or_with_none_left_draws():
         assert kind(Placement((empty, unknown), 0.0, "main"))
 
 
+def on_cpu(ranks: int = 2) -> Placement:
+    """Ranks that use 300 and 400 MB of a machine with 20 GB."""
+    used = [MemoryUse(20 * GB, 4_000_000, 0, 0, 296_000_000 + rank * 100_000_000, 0, 0) for rank in range(ranks)]
+    made = [
+        rank_placement(
+            rank, device="cpu", memory=msgspec.structs.replace(use, free=20 * GB - use.parameters - use.other)
+        )
+        for rank, use in enumerate(used)
+    ]
+    return Placement(tuple(made), 100.0, "main")
+
+
+def test_bars_of_cpu_ranks_are_scaled_to_the_largest_rank_with_the_machine_s_as_a_thin_one():
+    made = on_cpu()
+    assert placement_picture.bar_scales(made.ranks) == {0: 400_000_000, 1: 400_000_000}
+    assert placement_picture.bar_scales(placement(2).ranks) == {0: 140 * GB, 1: 140 * GB}
+    html, svg = placement_picture.html(made), placement_picture.svg(made)
+    assert 'title="parameters" style="background:#0072B2;width:1.00%"' in html
+    assert html.count("height:0.2em") == 2 and "width:1.50%" in html and "width:2.00%" in html
+    assert "scaled to the largest rank" in html and "scaled to the largest rank" in svg
+    for still in (placement_picture.html(placement(2)), placement_picture.svg(placement(2))):
+        assert "height:0.2em" not in still and "scaled" not in still
+
+
+def test_the_course_of_the_last_minutes_is_sampled_and_drawn():
+    history = placement_picture.PlacementHistory()
+    history.add(placement(2, tick=0, at=100.0))
+    history.add(placement(2, tick=1, at=101.0))
+    assert [len(samples) for samples in history.samples().values()] == [1, 1], "at most one in two seconds"
+    for number in range(200):
+        history.add(placement(2, tick=number, at=102.0 + 2 * number))
+    samples = history.samples()
+    assert [len(of) for of in samples.values()] == [placement_picture.MAX_SAMPLES] * 2
+    assert samples[0][-1].at == 500.0 and samples[0][0].at == 322.0
+    html, svg = (getattr(placement_picture, kind)(placement(2), samples) for kind in ("html", "svg"))
+    assert len(re.findall(r"[▁▂▃▄▅▆▇█]{2,}", html)) == 4, "memory and speed of two ranks"
+    assert svg.count("<polyline") == 4
+    assert "<polyline" not in placement_picture.svg(placement(2)) and "▇" not in placement_picture.html(placement(2))
+    history.add(placement(1, at=900.0))
+    assert set(history.samples()) == {0}, "a rank that is gone is forgotten"
+    common = (STATIC / "placement.js").read_text()
+    assert (
+        f"SAMPLE_INTERVAL = {placement_picture.SAMPLE_INTERVAL:g}, MAX_SAMPLES = {placement_picture.MAX_SAMPLES};"
+        in common
+    )
+    assert f'CPU_SCALE = "{placement_picture.CPU_SCALE}"' in common
+
+
+def test_a_course_is_drawn_from_zero_to_its_largest_value():
+    assert drawing.sparkline([0, 1, 2, 4]) == "▁▃▅█"
+    assert drawing.sparkline([1, 1], most=2) == "▅▅"
+    assert drawing.sparkline([0, 0]) == "▁▁" and drawing.sparkline([]) == ""
+    assert "points='0.0,10.0 5.0,5.0 10.0,0.0'" in drawing.polyline([0, 1, 2], 0, 0, 10, 10, title="x")
+
+
+def test_the_newest_checkpoint_is_on_top_and_unfinished_ones_above_it():
+    names = [checkpoint.name for checkpoint in checkpoints.newest_first(FOLDER)]
+    assert names == ["step-40.partial", "step-30", "step-20"]
+    assert [row[0] for row in checkpoints.folder_data(FOLDER)["checkpoints"]] == names
+    for still in (getattr(checkpoints, kind)(None, FOLDER) for kind in ("html", "text", "svg")):
+        places = [still.rindex(name) for name in names]
+        assert places == sorted(places), still
+    named = [
+        msgspec.structs.replace(FOLDER.checkpoints[0], name=name, step=None, created=created)
+        for name, created in (("first", 1.0), ("last", 3.0), ("second", 2.0), ("unknown", None))
+    ]
+    ordered = checkpoints.newest_first(CheckpointFolder("/ckpt", tuple(named), ""))
+    assert [checkpoint.name for checkpoint in ordered] == ["last", "second", "first", "unknown"]
+
+
+def test_the_running_save_is_on_top_and_of_several_the_last_one():
+    done, running = saves(1.0, ranks=1, phase="done").saves[0], saves(0.5, ranks=1).saves[0]
+    rename = msgspec.structs.replace
+    of = [
+        rename(save, save=rename(save.save, name=name))
+        for save, name in ((running, "a"), (done, "b"), (running, "c"), (done, "d"))
+    ]
+    combined = checkpoints.combine_saves(type(saves())(tuple(of), 0.0))
+    assert [save.title.split()[0] for save in combined] == ["c", "a", "d", "b"]
+
+
+@pytest.mark.parametrize("folder", [FOLDER, None])
+def test_a_static_picture_says_what_a_save_does_once(folder):
+    for kind in ("html", "svg"):
+        still = getattr(checkpoints, kind)(saves(), folder)
+        shown = re.sub(r"<title>.*?</title>", "", still)
+        assert shown.count("step-40 in /ckpt") == 1, still
+
+
+def test_the_cells_of_a_table_do_not_wrap():
+    html = drawing.table(("size",), [["4 GB"]])["text/html"]
+    assert "white-space:nowrap" in html.partition("<tbody>")[2]
+
+
+@pytest.mark.parametrize("style", ["view.css", "panel"])
+def test_what_is_printed_is_whole_and_has_its_bars(style):
+    text = (STATIC / style).read_text() if style == "view.css" else output_panel.skeleton("p", "", (0,), "merged")
+    printed = text.partition("@media print")[2]
+    assert "max-height: none" in printed.replace("max-height:none", "max-height: none")
+    if style == "view.css":
+        assert "print-color-adjust: exact" in text
+    assert "print-color-adjust:exact" in drawing.bar([("a", 1, "#000000")], 2)
+
+
 def test_imbalance_names_the_rank():
-    assert shards_picture.imbalance({0: 100, 1: 100}) == "100 B on each rank"
+    assert shards_picture.imbalance({0: 100, 1: 100}) == "100 B per rank"
     assert shards_picture.imbalance({0: 100, 1: 300}) == "rank 1 holds 300 B, 50 % above the mean of 200 B"
     assert shards_picture.imbalance({}) == ""
 
@@ -101,16 +205,16 @@ def test_totals_are_the_sum_of_the_parts():
 
 
 def test_a_save_is_as_far_as_its_last_rank():
-    (whole,) = checkpoints.together(saves(0.25))
+    (whole,) = checkpoints.combine_saves(saves(0.25))
     assert (whole.phase, whole.written, whole.total, whole.rate) == ("writing", GB, 4 * GB, 0.4 * GB)
-    assert whole.left() == pytest.approx(7.5)
-    assert whole.words() == "writing, 1 GB of 4 GB, 400 MB/s, 7.5 s left, for 2.5 s"
+    assert whole.seconds_left() == pytest.approx(7.5)
+    assert whole.progress_text() == "writing, 1 GB of 4 GB, 400 MB/s, 7.5 s left, for 2.5 s"
     mixed = saves(1.0, ranks=2, phase="done").saves + saves(0.5, ranks=1, phase="failed", error="disk full").saves
-    (whole,) = checkpoints.together(type(saves())(mixed, 0.0))
+    (whole,) = checkpoints.combine_saves(type(saves())(mixed, 0.0))
     assert whole.phase == "failed" and whole.error == "rank 0: disk full"
 
 
-def test_one_is_one_and_many_are_many():
+def test_counts_have_singular_and_plural():
     (one,) = placement(1).ranks
     late = [msgspec.structs.replace(one, rank=rank, lags=True, rate=1234.5) for rank in range(3)]
     assert placement_picture.summary(Placement((one,), 0.0, "")).startswith("1 rank: ")

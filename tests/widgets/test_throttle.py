@@ -1,4 +1,4 @@
-"""At most ten a second, and the last one always."""
+"""Test the throttle: at most ten updates a second, and always the last one."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from tests.conftest import wait_until
 LAST = 1 << 60
 
 
-def test_what_comes_faster_is_one_and_the_last_is_always_sent():
-    sent, said, enough = [], [0], threading.Event()
+def test_throttle_joins_fast_changes_and_sends_the_last():
+    sent, output, enough = [], [0], threading.Event()
 
     def send() -> None:
-        sent.append((time.monotonic(), said[0]))
-        if said[0] == LAST:
+        sent.append((time.monotonic(), output[0]))
+        if output[0] == LAST:
             enough.set()
 
-    pacer = Throttle(send, interval=0.05)
+    throttle = Throttle(send, interval=0.05)
     began = time.monotonic()
     while len(sent) < 10 and time.monotonic() - began < 20:
-        said[0] += 1
-        pacer.note()
-    said[0] = LAST
-    pacer.note()
+        output[0] += 1
+        throttle.schedule()
+    output[0] = LAST
+    throttle.schedule()
     assert enough.wait(10)
     assert 10 <= len(sent) <= (sent[-1][0] - began) / 0.05 + 3  # one that is late may come right before the next
 
 
-def test_nothing_runs_while_there_is_nothing_to_send_and_nothing_is_sent_once_closed():
+def test_throttle_has_no_timer_when_idle_or_closed():
     sent = threading.Event()
-    pacer = Throttle(sent.set)
+    throttle = Throttle(sent.set)
     assert not [thread for thread in threading.enumerate() if thread.name == "rankbook-view"]
-    pacer.note()
+    throttle.schedule()
     assert sent.wait(10)
     sent.clear()
-    pacer.note()
-    pacer.close()
-    pacer.note()
+    throttle.schedule()
+    throttle.close()
+    throttle.schedule()
     assert not sent.wait(0.3)
 
 
@@ -51,12 +51,12 @@ def test_an_update_that_waits_for_the_one_before_it_is_not_sent_once_closed():
         entered.set()
         gate.wait(10)
 
-    pacer = Throttle(send, interval=0.01)
-    pacer.note()
+    throttle = Throttle(send, interval=0.01)
+    throttle.schedule()
     assert entered.wait(10)
-    pacer.note()
-    wait_until(lambda: pacer._timer is None, timeout=10, what="the second update waits for the first")
-    pacer.close()
+    throttle.schedule()
+    wait_until(lambda: throttle._timer is None, timeout=10, what="the second update waits for the first")
+    throttle.close()
     gate.set()
     for thread in threading.enumerate():
         if thread.name == "rankbook-view":

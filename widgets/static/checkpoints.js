@@ -4,13 +4,15 @@ function drawCheckpoints(channel, root) {
   const title = make("h2", {});
   const said = make("p", {class: "rb-said", role: "status"});
   const saves = make("div", {});
-  const none = make("p", {class: "rb-faint"}, "no save under way");
+  const none = make("p", {class: "rb-faint"}, "no save in progress");
   const body = make("tbody", {});
-  const names = ["", "checkpoint", "step", "saved", "size", "ranks", "state", "do"];
+  const names = ["", "checkpoint", "step", "saved", "size", "ranks", "state", "actions"];
   const head = make("tr", {}, ...names.map((name) => (name ? make("th", {scope: "col"}, name) : make("td", {}))));
   const scroll = make("div", {class: "rb-scroll", tabindex: "0", role: "region", "aria-label": "checkpoints in the folder"},
     make("table", {}, make("thead", {}, head), body));
-  root.append(title, make("h3", {}, "Saves"), none, saves, make("h3", {}, "In the folder"), scroll, said);
+  const heading = make("h3", {}, "In the folder");
+  const empty = make("p", {class: "rb-faint"}, "There is no checkpoint yet. accelerator.save_state() and rankbook.checkpoint.save() make one.");
+  root.append(title, make("h3", {}, "Saves"), none, saves, heading, empty, scroll, said);
   const drawn = new Map(), rows = new Map();
 
   async function act(op, name) {
@@ -25,7 +27,10 @@ function drawCheckpoints(channel, root) {
   return {
     fixed(fixed) {
       const checkpoints = fixed.checkpoints || [];
-      setText(title, fixed.trouble || (fixed.folder ? `${many(checkpoints.length, "checkpoint")} in ${fixed.folder}` : "saves of any cell"));
+      setText(title, fixed.trouble || (fixed.folder ? `${many(checkpoints.length, "checkpoint")} in ${fixed.folder}` : "saves of all cells"));
+      heading.hidden = !fixed.folder;
+      empty.hidden = heading.hidden || checkpoints.length > 0 || Boolean(fixed.trouble);
+      scroll.hidden = !checkpoints.length;
       const seen = new Set();
       for (const [name, latest, step, saved, bytes, ranks, state, can] of checkpoints) {
         seen.add(name);
@@ -57,6 +62,10 @@ function drawCheckpoints(channel, root) {
         }
         drawn.get(save.what).update(save);
       }
+      found.forEach(({what}, index) => {
+        const {element} = drawn.get(what);
+        if (saves.children[index] !== element) saves.insertBefore(element, saves.children[index] || null);
+      });
       for (const [what, box] of drawn) {
         if (seen.has(what)) continue;
         box.element.remove();
@@ -75,11 +84,15 @@ function saveBox(what) {
     setText(words, `${what}: ${save.words}`);
     whole.value = save.total ? save.written / save.total : save.phase === "done" ? 1 : 0;
     setText(wrong, save.error);
+    whole.hidden = ranks.hidden = save.phase === "done";  // full bars say nothing more
     for (const [rank, phase, written, total] of save.ranks) {
       if (!bars.has(rank)) {
         const bar = make("i", {class: "rb-amount"}), told = make("span", {});
-        ranks.append(make("span", {}, `rank ${rank}`), make("span", {class: "rb-bar"}, bar), told);
-        bars.set(rank, {bar, told});
+        const cells = [make("span", {}, `rank ${rank}`), make("span", {class: "rb-bar"}, bar), told];
+        const after = [...bars.keys()].filter((other) => other > rank).sort((one, other) => one - other)[0];
+        if (after === undefined) ranks.append(...cells);
+        else bars.get(after).cells[0].before(...cells);  // a rank may report later than a higher one
+        bars.set(rank, {bar, told, cells});
       }
       const {bar, told} = bars.get(rank);
       const width = `${total ? (100 * written / total).toFixed(1) : 0}%`;
@@ -94,8 +107,8 @@ function checkpointRow(name, can, act) {
   const cells = ["td", "th", "td", "td", "td", "td", "td"].map((tag) => make(tag, tag === "th" ? {scope: "row"} : {}));
   const place = make("td", {});
   const questions = {
-    load: [`Load ${name}? What the ranks hold now is replaced.`],
-    delete: [`Delete ${name}?`, `It cannot be brought back. Delete ${name} for good?`],
+    load: [`Load ${name}? This replaces the current values on the ranks.`],
+    delete: [`Delete ${name}?`, `A deleted checkpoint cannot be restored. Delete ${name} permanently?`],
   };
   const answers = {load: ["Cancel", "Yes, load"], delete: ["Keep", "Yes, delete"]};
   const button = (words, does) => make("button", {type: "button", onclick: does, "aria-label": `${words} ${name}`}, words);

@@ -2,10 +2,10 @@
 
 const RANK_COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"];
 const DARK = new Set(["#0072B2"]);
-const STATE_MARKS = {starting: "◌", idle: "○", running: "▶", waiting: "‖", unresponsive: "?", dead: "✕"};
+const STATE_MARKS = {starting: "◌", idle: "○", running: "▶", waiting: "‖", unresponsive: "?", dead: "✕", stopped: "□"};
 const LOOK_EVERY = 5000;  // ms; Python takes 15 s of silence for nobody looking
 const SILENCE = 16000;  // ms without an answer to three looks, after which what stands here may be old
-const GONE = "the kernel was restarted or is gone";
+const GONE = "the kernel was restarted or has ended";
 const HERE = Math.random().toString(36).slice(2, 8);  // each view on a page has a module of its own
 let unique = 0;
 
@@ -220,9 +220,9 @@ function mount(name, parts, frame = null) {
       let looking = Object.keys(parts);
       const look = () => {
         const hidden = document.visibilityState === "hidden";
-        if (!link.tell(hidden ? {op: "away"} : {op: "look", parts: looking})) setText(old, `What stands here is old: ${GONE}.`);
+        if (!link.tell(hidden ? {op: "away"} : {op: "look", parts: looking})) setText(old, `This view is out of date: ${GONE}.`);
         else if (!hidden && performance.now() - link.heardAt > SILENCE) {
-          setText(old, "What stands here may be old: the kernel does not answer. It is busy, was restarted or is gone.");
+          setText(old, "This view may be out of date: the kernel does not respond. It is busy, was restarted or has ended.");
         }
       };
       const seen = () => {

@@ -32,10 +32,45 @@ function render({model, el}) {
     head(_, html) { head.innerHTML = html; },
   };
 
+  /** The rows of a grid that breaks into bands; grid_rows in output_panel.py says how, and does it at the end. */
+  function arrange() {
+    if (!("bands" in pieces.dataset)) return;
+    let top = 1, section = [], used = new Map();
+    const put = (piece, row) => {
+      if (piece.rbRow !== row) piece.style.setProperty("--rb-row", piece.rbRow = row);
+    };
+    const endSection = () => {
+      const starts = new Map();
+      for (const band of [...used.keys()].sort((one, other) => one - other)) {
+        starts.set(band, top);
+        top += Math.max(...used.get(band).values());
+      }
+      for (const [piece, band, row] of section) put(piece, starts.get(band) + row);
+      section = [];
+      used = new Map();
+    };
+    for (const piece of pieces.children) {
+      if (!piece.dataset.place) {
+        endSection();
+        put(piece, top++);
+        continue;
+      }
+      const [band, first, end] = piece.dataset.place.split(" ").map(Number);
+      if (!used.has(band)) used.set(band, new Map());
+      const columns = used.get(band);
+      let row = 0;
+      for (let column = first; column < end; column++) row = Math.max(row, columns.get(column) || 0);
+      for (let column = first; column < end; column++) columns.set(column, row + 1);
+      section.push([piece, band, row]);
+    }
+    endSection();
+  }
+
   /** Whoever reads the end goes on reading the end; whoever reads above it is left there. */
   function keepingPlace(change) {
     const atEnd = pieces.scrollHeight - pieces.scrollTop - pieces.clientHeight < 24;
     change();
+    arrange();
     if (atEnd) pieces.scrollTop = pieces.scrollHeight;
     pieces.dataset.number = number;
   }

@@ -3,6 +3,10 @@
 const MEMORY = ["parameters", "gradients", "optimizer", "other"];
 const COLUMNS = ["rank", "state", "device", "memory", "used", "busy", "steps"];
 const AGAIN = 2000;  // ms between two looks at a rank from near
+const SAMPLE_INTERVAL = 2, MAX_SAMPLES = 90;  // seconds, and how many: placement.py has the same
+const SHORTEST = 30;  // seconds that the whole width of a course stands for at least
+const COURSE = {width: 48, height: 14};
+const CPU_SCALE = "The bars of CPU ranks are scaled to the largest rank; the thin bars show the part of the machine's memory.";
 
 function drawPlacement(channel, root) {
   const title = make("h2", {});
@@ -11,10 +15,13 @@ function drawPlacement(channel, root) {
     make("span", {}, make("span", {class: `rb-swatch rb-${part}`, "aria-hidden": "true"}),
       part === "other" ? "activations and other" : part)), make("span", {},
     make("span", {class: "rb-swatch", "aria-hidden": "true"}), "free"));
+  const scaled = make("p", {class: "rb-faint", hidden: ""}, CPU_SCALE);
   const grid = make("div", {class: "rb-ranks", role: "grid", "aria-label": "ranks", "aria-readonly": "true"});
   const near = nearPanel(channel, () => focusRow(current));
-  root.append(title, late, grid, legend, near.element);
+  root.append(title, late, grid, legend, scaled, near.element);
   const rows = new Map();
+  const courses = new Map();  // of each rank: [time, used bytes, steps per second], oldest first
+  let sampled = -Infinity;
   let order = [], current = null, opened = null, cluster = "";
 
   function focusRow(rank, options) {
@@ -31,6 +38,37 @@ function drawPlacement(channel, root) {
     for (const [each, row] of rows) setAttribute(row.element, "aria-selected", String(each === rank));
     focusRow(rank);
     near.open(rank);
+  }
+
+  /** What Python has seen before this page did. */
+  channel.ask("history").then((history) => {
+    for (const [rank, samples] of Object.entries(history || {})) {
+      const later = courses.get(Number(rank)) || [];
+      const before = samples.filter(([at]) => !later.length || at < later[0][0]);
+      courses.set(Number(rank), [...before, ...later].slice(-MAX_SAMPLES));
+    }
+    for (const [rank, row] of rows) row.course(courses.get(rank) || []);
+  }).catch(() => {});  // the kernel has ended, or is of another version: the course begins here
+
+  function sample(state) {
+    if (!(state.at - sampled >= SAMPLE_INTERVAL)) return;
+    sampled = state.at;
+    for (const [rank, , , , , , rate, bytes] of state.ranks) {
+      const samples = [...(courses.get(rank) || []), [state.at, bytes ? bytes[0] - bytes[5] : 0, rate || 0]].slice(-MAX_SAMPLES);
+      courses.set(rank, samples);
+      if (rows.has(rank)) rows.get(rank).course(samples);
+    }
+  }
+
+  /** The bytes that the whole bar of a rank stands for: the device's, or the most that a CPU rank of its host uses. */
+  function scales(states) {
+    const most = new Map(), found = new Map();
+    for (const [rank, , , , , , , bytes] of states) {
+      const row = rows.get(rank);
+      if (row && bytes && row.onCpu) most.set(row.host, Math.max(most.get(row.host) || 1, bytes[0] - bytes[5]));
+    }
+    for (const [rank, row] of rows) found.set(rank, row.onCpu ? most.get(row.host) : null);
+    return found;
   }
 
   grid.addEventListener("keydown", (event) => {
@@ -62,9 +100,12 @@ function drawPlacement(channel, root) {
         }
         const row = rankRow(rank);
         rows.set(rank.rank, row);
+        row.course(courses.get(rank.rank) || []);
         grid.append(row.element);
       }
       order = [...rows.keys()];
+      grid.hidden = legend.hidden = !order.length;
+      scaled.hidden = ![...rows.values()].some((row) => row.onCpu);
       if (!rows.has(current)) current = order.length ? order[0] : null;
       if (current !== null) rows.get(current).element.tabIndex = 0;
       if (rows.has(opened)) setAttribute(rows.get(opened).element, "aria-selected", "true");
@@ -73,15 +114,16 @@ function drawPlacement(channel, root) {
     },
     state(state) {
       const states = state.ranks || [];
-      const lagging = [], counts = {};
+      const lagging = [], counts = {}, scale = scales(states);
+      if (states.length) sample(state);
       for (const each of states) {
         counts[each[1]] = (counts[each[1]] || 0) + 1;
         if (each[3]) lagging.push(each[0]);
         const row = rows.get(each[0]);
-        if (row) row.update(each);
+        if (row) row.update(each, scale.get(each[0]));
       }
       setText(title, states.length ? `${many(states.length, "rank")}${cluster && ` of ${cluster}`}: ` +
-        Object.entries(counts).map(([name, count]) => `${count} ${name}`).join(", ") : "no rank has answered yet");
+        Object.entries(counts).map(([name, count]) => `${count} ${name}`).join(", ") : "no rank has replied yet");
       setText(late, !lagging.length ? "" : lagging.length === 1 ? `▲ rank ${lagging[0]} lags its peers` :
         `▲ ranks ${lagging.join(", ")} lag their peers`);
       near.state(states);
@@ -96,31 +138,66 @@ function rankRow(rank) {
   const [state, memory, used, busy, steps] = [cell(), cell(), cell(), cell(), cell()];
   const parts = MEMORY.map((part) => make("i", {class: `rb-${part}`}));
   const bar = make("div", {class: "rb-bar", role: "img", "aria-label": "memory unknown"}, ...parts);
-  const device = make("div", {role: "gridcell", title: rank.model}, `${rank.device} ${rank.model}`.trim());
+  const onCpu = rank.device.split(":")[0] === "cpu";
+  const machine = make("i", {}), thin = make("div", {class: "rb-bar rb-thin", "aria-hidden": "true"}, machine);
+  const bars = make("div", {}, bar, ...(onCpu ? [thin] : []));
+  const usedCourse = course("memory"), rateCourse = course("steps per second");
+  const speed = make("span", {});
+  memory.classList.add("rb-course");
+  steps.classList.add("rb-course");
+  steps.append(speed, rateCourse.element);
+  const device = make("div", {role: "gridcell", title: `${rank.device} ${rank.model}`.trim()}, `${rank.device} ${rank.model}`.trim());
   const element = make("div", {class: "rb-row", role: "row", tabindex: "-1", "data-rank": rank.rank, "aria-selected": "false"},
     make("div", {role: "gridcell"}, String(rank.rank)), state, device, memory, used, busy, steps);
   const widths = [];
-  return {element, update([, name, words, lags, utilisation, count, rate, bytes]) {
+  return {element, onCpu, host: rank.host, course(samples) {
+    usedCourse.draw(samples.map(([at, used]) => [at, used]), size);
+    rateCourse.draw(samples.some(([, , rate]) => rate) ? samples.map(([at, , rate]) => [at, rate]) : [], (rate) => `${digits(rate)}/s`);
+  }, update([, name, words, lags, utilisation, count, rate, bytes], scale) {
     setText(state, `${STATE_MARKS[name] || ""} ${lags ? "▲ lags, " : ""}${words}`);
     if (state.title !== words) state.title = words;
     setAttribute(element, "data-state", name);
     setAttribute(element, "data-lags", String(lags));
     setText(busy, utilisation === null ? "" : `${utilisation} %`);
-    setText(steps, [count || null, rate === null ? null : `${rate}/s`].filter((each) => each !== null).join(" · "));
+    setText(speed, [count || null, rate === null ? null : `${rate}/s`].filter((each) => each !== null).join(" · "));
     if (!bytes) {
-      bar.remove();
+      bars.remove();
+      usedCourse.element.remove();
       setText(used, "");
       return;
     }
-    if (!bar.parentNode) memory.append(bar);
+    if (!bars.parentNode) memory.append(bars, usedCourse.element);
     const [total, ...rest] = bytes;
     MEMORY.forEach((part, index) => {
-      const width = `${(100 * rest[index] / (total || 1)).toFixed(1)}%`;
+      const width = `${(100 * rest[index] / (scale || total || 1)).toFixed(1)}%`;
       if (widths[index] !== width) parts[index].style.width = widths[index] = width;
     });
+    const share = `${(100 * (total - rest[4]) / (total || 1)).toFixed(1)}%`;
+    if (onCpu && machine.style.width !== share) machine.style.width = share;
     setText(used, `${size(total - rest[4])} of ${size(total)}`);
     setAttribute(bar, "aria-label", memoryWords(bytes));
     if (bar.title !== bar.getAttribute("aria-label")) bar.title = bar.getAttribute("aria-label");
+  }};
+}
+
+/** The course of a number over the last minutes as a small line, from 0 to its largest value. */
+function course(what) {
+  const line = makeSvg("polyline", {});
+  const element = makeSvg("svg", {viewBox: `0 0 ${COURSE.width} ${COURSE.height}`, preserveAspectRatio: "none", "aria-hidden": "true"});
+  element.append(line);
+  return {element, draw(samples, words) {
+    element.style.visibility = samples.length > 1 ? "" : "hidden";
+    if (samples.length < 2) return;
+    const values = samples.map(([, value]) => value), most = Math.max(...values) || 1;
+    const end = samples[samples.length - 1][0], seconds = Math.max(SHORTEST, end - samples[0][0]);
+    setAttribute(line, "points", samples.map(([at, value]) => {
+      const x = COURSE.width * Math.max(0, 1 - (end - at) / seconds), y = 1 + (COURSE.height - 2) * (1 - value / most);
+      return `${x.toFixed(1)},${y.toFixed(1)}`;
+    }).join(" "));
+    const told = `${what}, last ${duration(end - samples[0][0])}: ${words(Math.min(...values))} to ${words(most)}`;
+    if (element.rbTold === told) return;
+    element.rbTold = told;
+    element.replaceChildren(makeSvg("title", {}, told), line);
   }};
 }
 
@@ -134,7 +211,7 @@ function nearPanel(channel, back) {
   const heading = make("h3", {});
   const said = make("p", {class: "rb-said", role: "status"});
   const memory = make("p", {});
-  const holdings = make("div", {class: "rb-scroll", tabindex: "0", role: "region", "aria-label": "what lives there"});
+  const holdings = make("div", {class: "rb-scroll", tabindex: "0", role: "region", "aria-label": "objects on the rank"});
   const pre = (label) => make("pre", {tabindex: "0", role: "region", "aria-label": label});
   const stack = pre("stack"), output = pre("last lines of output");
   const body = make("tbody", {});
@@ -144,7 +221,7 @@ function nearPanel(channel, back) {
   let rank = null, fixed = [], states = [], every = 0, last = "", asking = false;
 
   async function act(kind) {
-    setText(said, `${kind}: asking …`);
+    setText(said, `${kind}: waiting for the ranks …`);
     try {
       setText(said, await channel.ask("act", {kind, rank}));
     } catch (error) {
@@ -161,7 +238,7 @@ function nearPanel(channel, back) {
   function sure(asked) {
     restart.hidden = asked;
     yes.hidden = no.hidden = !asked;
-    setText(said, asked ? "A restart loses the variables. Restart?" : "");
+    setText(said, asked ? "A restart deletes the rank's variables. Restart?" : "");
     (asked ? no : restart).focus();
   }
 
@@ -182,8 +259,8 @@ function nearPanel(channel, back) {
   }
 
   function show(detail) {
-    setText(stack, detail.stack.join("\n") || "no frame of a cell");
-    setText(output, detail.output.join("\n") || "nothing printed");
+    setText(stack, detail.stack.join("\n") || "no stack frames of a cell");
+    setText(output, detail.output.join("\n") || "no output");
     const text = JSON.stringify(detail.variables);
     if (text === last) return;  // a row that is being copied stays
     last = text;
@@ -198,10 +275,10 @@ function nearPanel(channel, back) {
     back();
   }
 
-  const element = make("section", {class: "rb-near", hidden: "", "aria-label": "one rank",
+  const element = make("section", {class: "rb-near", hidden: "", "aria-label": "details of one rank",
     onkeydown: (event) => { if (event.key === "Escape") { close(); event.stopPropagation(); } }},
   make("div", {class: "rb-line"}, heading, interrupt, restart, yes, no, away), said, memory,
-  make("h3", {}, "Lives there"), holdings, make("h3", {}, "Stack"), stack, make("h3", {}, "Last lines"), output,
+  make("h3", {}, "Objects"), holdings, make("h3", {}, "Stack"), stack, make("h3", {}, "Last lines of output"), output,
   make("h3", {}, "Variables"), variables);
 
   function holds() {
@@ -209,7 +286,7 @@ function nearPanel(channel, back) {
     if (!found) return;
     setText(heading, `rank ${rank} on ${found.host}, process ${found.pid}, ${found.device} ${found.model}`);
     const lines = found.holdings.map(([kind, name, what, facts]) => `${kind} ${name}: ${what}${facts ? ` (${facts})` : ""}`);
-    holdings.replaceChildren(...(lines.length ? lines : ["nothing that was found"]).map((line) => make("p", {}, line)));
+    holdings.replaceChildren(...(lines.length ? lines : ["no objects found"]).map((line) => make("p", {}, line)));
   }
 
   return {
@@ -219,7 +296,7 @@ function nearPanel(channel, back) {
       last = "";
       element.hidden = false;
       setText(said, "");
-      setText(stack, "asking …");
+      setText(stack, "waiting for the rank …");
       setText(output, "");
       body.replaceChildren();
       sureQuietly();

@@ -2,6 +2,7 @@
 
 const ITEM = 24;  // px, as in view.css
 const EXTRA = 6;  // rows made beyond what is seen
+const NOTHING_CHOSEN = "Enter the name of a variable of the ranks: a model, an optimizer, a state dict or a tensor.";
 const PANE = {width: 400, height: 260};
 
 function drawShards(channel, root) {
@@ -17,9 +18,11 @@ function drawShards(channel, root) {
   const tensor = tensorPane(channel, id);
   const uneven = make("p", {});
   const totals = make("div", {class: "rb-totals", role: "img", tabindex: "0", "aria-label": "bytes per rank"});
-  root.append(title, show, said, make("div", {class: "rb-columns"},
+  const columns = make("div", {class: "rb-columns"},
     make("div", {}, make("div", {class: "rb-line"}, make("label", {for: `${id}-search`}, "search"), search, count), list.element),
-    tensor.element), make("h3", {}, "Held by each rank"), uneven, totals);
+    tensor.element);
+  const perRank = make("div", {}, make("h3", {}, "Bytes per rank"), uneven, totals);
+  root.append(title, show, said, columns, perRank);
   let tensors = [], searched = false, wanted = null, picks = 0, shows = 0, showing = false;
 
   /** A tensor that is drawn is not asked for again, which would take away the answer that its reader waits for. */
@@ -53,7 +56,7 @@ function drawShards(channel, root) {
     event.preventDefault();
     const asked = ++shows;
     showing = true;
-    setText(said, "asking …");
+    setText(said, "waiting for the ranks …");
     const words = await channel.ask("name", {name: name.value}).catch((error) => error.message);
     if (asked !== shows) return;
     showing = false;
@@ -68,15 +71,16 @@ function drawShards(channel, root) {
       if (!searched && fixed.search) search.value = fixed.search;
       searched = true;
       setText(title, fixed.kind ? `${fixed.name} (${fixed.kind}): ${many(tensors.length, "tensor")}` : "shards of a variable on the ranks");
-      if (!showing) setText(said, fixed.trouble || "");
+      columns.hidden = perRank.hidden = !tensors.length;
+      if (!showing) setText(said, fixed.trouble || (fixed.name || tensors.length ? "" : NOTHING_CHOSEN));
       filter(true);
       const amounts = fixed.totals || [];
       const most = Math.max(1, ...amounts.map(([, amount]) => amount));
       const mean = amounts.reduce((sum, [, amount]) => sum + amount, 0) / (amounts.length || 1);
       const [heavy] = amounts.filter(([, amount]) => amount === most);
-      setText(uneven, !heavy ? "" : most <= 1.005 * mean ? `${size(mean)} on each rank` :
+      setText(uneven, !heavy ? "" : most <= 1.005 * mean ? `${size(mean)} per rank` :
         `rank ${heavy[0]} holds ${size(most)}, ${Math.round(100 * most / mean - 100)} % above the mean of ${size(mean)}`);
-      totals.setAttribute("aria-label", amounts.map(([rank, amount]) => `rank ${rank}: ${size(amount)}`).join(", ") || "nothing");
+      totals.setAttribute("aria-label", amounts.map(([rank, amount]) => `rank ${rank}: ${size(amount)}`).join(", ") || "no bytes");
       totals.replaceChildren(...amounts.flatMap(([rank, amount]) => [make("span", {}, `rank ${rank}`),
         make("span", {}, make("i", {class: "rb-amount", style: `width:${(100 * amount / most).toFixed(1)}%`})),
         make("span", {}, size(amount))]));
@@ -98,7 +102,7 @@ function tensorList(id, chosen) {
     for (let index = first; index < last; index++) {
       const [key, dtype, shape] = items[index];
       const row = made.get(index) || make("div", {class: "rb-item", role: "option", id: `${id}-${index}`,
-        style: `top:${index * ITEM}px`, "aria-posinset": index + 1, "aria-setsize": items.length, "data-index": index},
+        title: `${key}  ${shapeWords(shape)}  ${dtype}`, style: `top:${index * ITEM}px`, "aria-posinset": index + 1, "aria-setsize": items.length, "data-index": index},
       `${key}  ${shapeWords(shape)}  ${dtype}`);
       setAttribute(row, "aria-selected", String(index === current));
       if (!row.parentNode) space.append(row);
@@ -155,7 +159,7 @@ function tensorPane(channel, id) {
   const heading = make("h3", {});
   const dims = make("div", {class: "rb-line"});
   const svg = makeSvg("svg", {viewBox: `0 0 ${PANE.width} ${PANE.height}`, role: "presentation"});
-  const box = make("div", {class: "rb-tensor", role: "listbox", tabindex: "0", "aria-label": "parts of the tensor",
+  const box = make("div", {class: "rb-tensor", role: "listbox", tabindex: "0", "aria-label": "shards of the tensor",
     "aria-orientation": "horizontal"}, svg);
   const told = make("p", {role: "status"});
   const statistic = make("button", {type: "button", onclick: () => ask()}, "Statistic");
@@ -166,7 +170,7 @@ function tensorPane(channel, id) {
   async function ask() {
     const asked = shown[current];
     if (!asked) return;
-    setText(values, "asking …");
+    setText(values, "waiting for the ranks …");
     const lines = [];
     try {
       for (const [rank] of asked.holders.slice(0, 4)) {
@@ -200,7 +204,7 @@ function tensorPane(channel, id) {
       .map(([offset, local, holders], index) => part(offset, local, holders, index));
     current = 0;
     point(0);
-    if (tensor.left) setText(told, `${tensor.left} parts are not drawn`);
+    if (tensor.left) setText(told, `${tensor.left} shards are not drawn`);
   }
 
   function part(offset, local, holders, index) {

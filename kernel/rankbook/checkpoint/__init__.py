@@ -43,7 +43,6 @@ storage/, the place where files are stored:
     local.py    local and mounted folders
     fsspec.py   object stores and other file systems of fsspec
     steps.py    a folder of steps: claim, commit, latest, sweep, retention
-    lock.py     which process writes a step
 
 tools/, offline:
 
@@ -74,9 +73,10 @@ if TYPE_CHECKING:
     )
     from rankbook.checkpoint.storage.steps import remove, steps
     from rankbook.checkpoint.tools.verify import Report, verify
-    from rankbook.errors import CheckpointingException
+    from rankbook.errors import CheckpointError, CheckpointingException
 
 __all__ = [
+    "CheckpointError",
     "CheckpointingException",
     "LocalNonpersistentObject",
     "Report",
@@ -135,6 +135,6 @@ __getattr__, __dir__ = lazy_imports(
             "Report",
             "verify",
         ),
-        "rankbook.errors": ("CheckpointingException",),
+        "rankbook.errors": ("CheckpointError", "CheckpointingException"),
     },
 )

@@ -4,8 +4,8 @@ Theory of operation
 ===================
 
 The thread that calls `save` runs, on every rank: `join_previous`, which waits for the previous save and raises its
-error; `_meet`, in which the ranks meet in the saving group; and `_staged`, which copies the data to be written. Then it
-starts the thread `rankbook-checkpoint` and returns a `SaveHandle`. The thread plans, writes and commits
+error; `_ensure_group`, in which the ranks meet in the saving group; and `_stage`, which copies the data to be written.
+Then it starts the thread `rankbook-checkpoint` and returns a `SaveHandle`. The thread plans, writes and commits
 (`saving.run_save`), and sets the result or the error in the handle.
 
 **Process group.** The threads of the ranks communicate over a gloo group of their own. In the default group their
@@ -20,8 +20,12 @@ after that point finds every rank with a save thread.
 
 **No rank waits forever.** A rank that has begun to save always takes part in the plan, since the threads of the others
 wait there for it. If staging fails, the plan receives the error instead of a declaration (`FailedStaging`) and raises
-it on every rank. A rank that cannot take part, or whose group breaks, destroys its group at once (`_let_go`): the
-closed connections end the waiting of the others.
+it on every rank. A rank that cannot take part, or whose group breaks, destroys its group at once (`_destroy_group`):
+the closed connections end the waiting of the others.
+
+**Errors are told once.** A rank whose own part failed raises the error in the next save, on all ranks, unless `wait`
+has raised it before. A rank that only lost the others, because one of them died, says so in the next cell or in the
+result of `heal` (`lost_saves`); the next save is not concerned.
 """
 
 from __future__ import annotations
@@ -32,9 +36,10 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,8 +48,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from rankbook.checkpoint.local_state import FailedStaging, LocalState, LocalTensor
 from rankbook.checkpoint.progress import SaveProgress
-from rankbook.checkpoint.state_dict.replicas import control_device
-from rankbook.errors import CheckpointingException
+from rankbook.control_collectives import all_min, gather_objects
+from rankbook.errors import CheckpointError, CollectiveAborted
+from rankbook.package_folders import PACKAGE_FOLDERS
 
 if TYPE_CHECKING:
     from rankbook.checkpoint.saving import Saved
@@ -52,10 +58,10 @@ if TYPE_CHECKING:
 NICENESS = 8
 """Niceness of the save thread, added to that of the process: a tenth of a core that training wants all of."""
 
-MEETING = timedelta(seconds=60)
+GROUP_CREATION_TIMEOUT = timedelta(seconds=60)
 """Timeout for creating the group, in which a rank that dies is not noticed."""
 
-PATIENCE = timedelta(hours=6)
+COLLECTIVE_TIMEOUT = timedelta(hours=6)
 """Timeout of collectives in the group: a rank may write for a long time. A dead rank is noticed at once."""
 
 
@@ -78,20 +84,27 @@ _process = _AsyncSaves()
 class SaveHandle:
     """Handle of an asynchronous save on this rank. Every rank has one.
 
-    `save(..., async_=True)` returns it:
+    `save(..., async_=True)` returns it.
+
+    Example::
 
         handle = save(state_dict, "checkpoints", step=100, async_=True)
         ...
         saved = handle.wait()
     """
 
-    def __init__(self, telling: SaveProgress) -> None:
-        self._telling = telling
+    def __init__(self, telling: SaveProgress, target: str = "") -> None:
+        self._save_progress = telling
+        self._target = target
+        self._called_at = _user_line()
+        self._lost_peer = ""
+        # Set by the saving thread, last. What it writes before, `_saved` and `_failure`, may be read by any thread
+        # after it.
         self._ended = threading.Event()
         self._saved: Saved | None = None
         self._failure: BaseException | None = None
-        self._announced = False
-        self.heard = False
+        self._loss_reported = False
+        self.error_retrieved = False
 
     @property
     def done(self) -> bool:
@@ -106,7 +119,7 @@ class SaveHandle:
     @property
     def progress(self) -> Any:  # noqa: ANN401 - a telemetry.CheckpointSave
         """Return a snapshot of this rank's progress, a `CheckpointSave`."""
-        return self._telling.now()
+        return self._save_progress.snapshot()
 
     def wait(self, timeout: float | None = None) -> Saved:
         """Wait for the save to end, and return the checkpoint.
@@ -114,9 +127,10 @@ class SaveHandle:
         Raises the error of the save, and TimeoutError after `timeout` seconds.
         """
         if not self._ended.wait(timeout):
-            raise TimeoutError(f"the save to {self._telling.folder} has not ended within {timeout:g} s")
-        self.heard = True
-        self._telling.withdraw()
+            raise TimeoutError(f"the save to {self._save_progress.folder} did not finish within {timeout:g} s")
+        # Also if the user catches the error below and ignores it. The next save does not raise it again.
+        self.error_retrieved = True
+        self._save_progress.withdraw()
         if self._failure is not None:
             raise self._failure
         assert self._saved is not None
@@ -128,8 +142,19 @@ class SaveHandle:
             return f"<save of {progress.name} to {progress.folder}: writing, {progress.written / progress.total:.0%}>"
         return f"<save of {progress.name or 'a checkpoint'} to {progress.folder}: {progress.error or progress.phase}>"
 
+    def _describe_loss(self, cells: Mapping[str, int]) -> str:
+        """Describe the failed save. `cells` has the numbers of the cells by file."""
+        if not self._lost_peer:
+            return f"{self!r}. Existing checkpoints are unchanged."
+        (file, line), progress = self._called_at, self.progress
+        place = f"Cell In[{cells[file]}]" if file in cells else Path(file).name
+        return (
+            f"the save of {progress.name or self._target or 'a checkpoint'} to {progress.folder}, begun at line {line} "
+            f"of {place}, was lost: {self._lost_peer}. Existing checkpoints are unchanged."
+        )
+
     def _run(self, work: Callable[[], Saved]) -> None:
-        _step_back()
+        _lower_priority()
         try:
             self._saved = work()
         except BaseException as error:  # noqa: BLE001 - raised in `wait`, or by the next save
@@ -138,7 +163,16 @@ class SaveHandle:
             self._ended.set()
 
 
-def _step_back() -> None:
+def _user_line() -> tuple[str, int]:
+    """Return the file and the line of the caller outside of this package."""
+    # Walk up the stack until a frame that is not of this package: the user's cell or script.
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE_FOLDERS):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _lower_priority() -> None:
     """Lower the priority of this thread, so that training gets the CPU first.
 
     Linux has a niceness per thread, which threads started by it inherit. Other systems do nothing.
@@ -151,63 +185,66 @@ def _step_back() -> None:
 def join_previous(*, refuse: bool) -> None:
     """Wait for the previous asynchronous save to end. A collective.
 
-    With `refuse`, raise instead if it is still running. Raises `CheckpointingException` on every rank if the previous
-    save failed and its error was not retrieved on some rank.
+    With `refuse`, raise instead if it is still running. Raises `CheckpointError` on every rank if the previous
+    save failed on some rank and its error was not retrieved there. A rank that only lost another one writes so to
+    stderr if it was not said before.
     """
+    # The previous save may have ended differently on every rank, and one rank may have none. So nothing is raised
+    # before the collective below.
     handle, busy, failed = _process.current, "", ""
     if handle is not None:
         if refuse and not handle.done:
-            busy = f"{handle!r} is still under way: wait for it, or save without busy='refuse'"
+            busy = f"{handle!r} is still running; wait for it, or save without busy='refuse'"
         else:
+            # Without a timeout: the save ends by itself, or with an error when a connection breaks.
             handle._ended.wait()
-            if handle.error is not None and not handle.heard:
-                failed = f"the save before this one failed in the background: {handle.error}"
+            if handle._lost_peer:
+                if message := lost_saves():
+                    sys.stderr.write(f"rankbook: {message}\n")
+            elif handle.error is not None and not handle.error_retrieved:
+                failed = f"the previous asynchronous save failed: {handle.error}"
     # Every rank takes part in this collective before it raises, and all ranks then raise or none does.
-    have_group, no_complaint = _least(_has_group(), not (busy or failed))
-    if not have_group and no_complaint:  # some rank lacks the group: `_meet` creates a new one on all ranks
-        _let_go()
+    # One collective for both questions, see `control_collectives.all_min`: each result is the minimum over all ranks,
+    # so True only if it is True on all of them.
+    have_group, all_ready = all_min(_has_group(), not (busy or failed))
+    if not have_group and all_ready:  # some rank lacks the group: `_ensure_group` creates a new one on all ranks
+        _destroy_group()
     if not busy:
         if handle is not None:
-            handle._telling.withdraw()
+            handle._save_progress.withdraw()
         _process.current = None
-    if not no_complaint:
-        raise CheckpointingException(_first(busy or failed))
+    if not all_ready:
+        raise CheckpointError(_lowest_rank_message(busy or failed))
 
 
-def _least(*values: bool) -> list[bool]:
-    """Return the logical AND over all ranks of every value. A collective."""
-    if not dist.is_initialized():
-        return list(values)
-    flags = torch.tensor(values, dtype=torch.int32, device=control_device())
-    dist.all_reduce(flags, op=dist.ReduceOp.MIN)
-    return [bool(flag) for flag in flags.tolist()]
-
-
-def _first(complaint: str) -> str:
-    """Return the complaint of the lowest rank that has one, on all ranks. A collective."""
-    if not dist.is_initialized():
-        return complaint
-    complaints: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(complaints, complaint)
-    return next(message for message in complaints if message)
+def _lowest_rank_message(problem: str) -> str:
+    """Return the error text of the lowest rank that has one, on all ranks. A collective."""
+    # A second collective, only in the case of an error. All ranks come here, because `all_ready` is the same on all.
+    return next(str(message) for message in gather_objects(problem) if message)
 
 
 def current_save() -> SaveHandle | None:
     """Return the asynchronous save that is running, or whose error was not retrieved; None otherwise."""
     handle = _process.current
-    return handle if handle is not None and not (handle.done and (handle.heard or handle.error is None)) else None
+    return (
+        handle
+        if handle is not None and not (handle.done and (handle.error_retrieved or handle.error is None))
+        else None
+    )
 
 
-def lost_saves() -> str:
+def lost_saves(cells: Mapping[str, int] | None = None) -> str:
     """Return a message about a failed save whose error was not retrieved; "" if there is none.
 
-    The message is returned only once per save.
+    The message is returned only once per save. `cells` has the numbers of the cells by file.
     """
     handle = _process.current
-    if handle is None or handle.error is None or handle.heard or handle._announced:
+    if handle is None or handle.error is None or handle.error_retrieved or handle._loss_reported:
         return ""
-    handle._announced = True
-    return f"rankbook: {handle!r}. What was saved before is untouched."
+    handle._loss_reported = True
+    # A rank that only lost another one has nothing to complain about in the next save.
+    handle.error_retrieved = bool(handle._lost_peer)  # otherwise the next save raises it
+    return handle._describe_loss(cells or {})
 
 
 def wait_for_saves(timeout: float | None = None) -> bool:
@@ -216,49 +253,66 @@ def wait_for_saves(timeout: float | None = None) -> bool:
 
 
 def start_save(
-    contents: LocalState, telling: SaveProgress, perform: Callable[[LocalState, Any], Saved], *, everything: bool
+    contents: LocalState,
+    progress: SaveProgress,
+    run_save: Callable[[LocalState, Any], Saved],
+    *,
+    target: str,
+    copy_replicas: bool,
 ) -> SaveHandle:
-    """Copy what this rank writes and run `perform(copies, group)` in a thread. A collective.
+    """Copy what this rank writes and run `run_save(copies, group)` in a thread. A collective.
 
-    With `everything`, replicas are copied too, since the plan may choose any of them. If this rank cannot copy, the
+    `target` is the name of the checkpoint, "" if it is not yet known.
+
+    With `copy_replicas`, replicas are copied too, since the plan may choose any of them. If this rank cannot copy, the
     save fails on all ranks.
     """
-    handle = SaveHandle(telling)
+    # Created here and not in the thread: it records the line of the user's cell that called `save`.
+    handle = SaveHandle(progress, target)
     try:
-        _meet()
+        _ensure_group()
     except BaseException as error:
-        telling.failed(f"{type(error).__name__}: {error}")
-        telling.withdraw()  # the error is raised here, so telemetry need not show it
+        progress.fail(f"{type(error).__name__}: {error}")
+        progress.withdraw()  # the error is raised here, so telemetry need not show it
         raise
-    taken: list[torch.Tensor] = []
+    buffers: list[torch.Tensor] = []
     failure: BaseException | None = None
     try:
-        telling.enter("staging")
-        staged = _staged(contents, everything, taken)
+        progress.enter("staging")
+        staged = _stage(contents, copy_replicas, buffers)
     except BaseException as error:  # noqa: BLE001 - raised in the plan, on every rank
+        # The thread is started nevertheless: the threads of the other ranks wait for this rank in the plan.
         staged, failure = FailedStaging(error), error
 
     def work() -> Saved:
+        # The group of this save: `_process.group` may be replaced before this function ends.
+        group = _process.group
         try:
-            return perform(staged, _process.group)
-        except (CheckpointingException, KeyboardInterrupt):  # raised on all ranks; the group is intact
+            return run_save(staged, group)
+        except (CheckpointError, KeyboardInterrupt):  # raised on all ranks; the group is intact
             raise
         except BaseException as error:
+            if isinstance(error, CollectiveAborted):
+                handle._lost_peer = getattr(group, "cause", None) or str(error)
+            del group
             # The connections close with the last reference to the group, and the frames of the traceback hold one.
             traceback.clear_frames(error.__traceback__)
-            _let_go()
+            _destroy_group()
             raise
         finally:
-            _process.pool.extend(taken)
+            # Also after a failure. The next save has tensors of the same sizes.
+            _process.pool.extend(buffers)
 
     thread = threading.Thread(target=handle._run, args=(work,), name="rankbook-checkpoint")
     _process.current = handle
     try:
         thread.start()
     except BaseException:
+        # An interrupt may arrive while `start` waits for the thread. If the thread runs, it owns the save and the
+        # group.
         if thread.ident is None:
             _process.current = None
-            _let_go()
+            _destroy_group()
         raise
     if failure is not None and not isinstance(failure, Exception):  # an interrupt ends the user's cell at once
         raise failure
@@ -266,10 +320,11 @@ def start_save(
 
 
 def _has_group() -> bool:
+    # A group of an earlier default group is dead, for example after a restart of a rank.
     return _process.group is not None and _process.world is dist.group.WORLD
 
 
-def _meet() -> None:
+def _ensure_group() -> None:
     """Wait for all ranks in the saving group, and create the group if this rank has none. A collective.
 
     `join_previous` has made sure that either all ranks have the group or none has. A rank that fails here leaves the
@@ -279,44 +334,54 @@ def _meet() -> None:
         return
     try:
         if _process.group is None:
-            # the short timeout applies to the creation only: see MEETING and PATIENCE
-            _process.group, _process.world = dist.new_group(backend="gloo", timeout=MEETING), dist.group.WORLD
-            _set_pg_timeout(PATIENCE, _process.group)
+            # the short timeout applies to the creation only: see GROUP_CREATION_TIMEOUT and COLLECTIVE_TIMEOUT
+            _process.group, _process.world = (
+                dist.new_group(backend="gloo", timeout=GROUP_CREATION_TIMEOUT),
+                dist.group.WORLD,
+            )
+            _set_pg_timeout(COLLECTIVE_TIMEOUT, _process.group)
             if hasattr(_process.group, "background"):  # a notebook's ranks
                 _process.group.background = True
+        # No rank passes this point before all have reached it.
         dist.all_reduce(torch.zeros(1), group=_process.group)
     except BaseException:
-        _let_go()
+        _destroy_group()
         raise
 
 
-def _let_go() -> None:
+def _destroy_group() -> None:
     """Destroy this rank's end of the group, so that no other rank waits in it."""
+    # Forget it first, so that a failure below leaves no half-destroyed group behind.
     group, _process.group, _process.world = _process.group, None, None
     if group is not None and dist.is_initialized():
-        if hasattr(group, "break_off"):  # a notebook's ranks: dropping the reference would not close the connections
-            group.break_off("a rank gave up the save")
+        # In a notebook, dropping the reference to the group would not close its connections.
+        if hasattr(group, "abort_with_cause"):
+            group.abort_with_cause("a rank aborted the save")
         with contextlib.suppress(ValueError):  # destroyed together with its default group
             dist.destroy_process_group(group)
 
 
-def _staged(contents: LocalState, everything: bool, taken: list[torch.Tensor]) -> LocalState:
+def _stage(contents: LocalState, copy_replicas: bool, buffers: list[torch.Tensor]) -> LocalState:
     """Return a copy of the state that the caller cannot change.
 
-    The buffers that hold the copies are appended to `taken`. Tensors that this rank will not write are not copied.
+    The buffers that hold the copies are appended to `buffers`. Tensors that this rank will not write are not copied.
     """
     copies: list[LocalTensor] = []
     for tensor in contents.tensors:
-        if not (tensor.is_main or everything) or not tensor.nbytes:
+        if not (tensor.is_main or copy_replicas) or not tensor.nbytes:
+            # Only its metadata is used: another rank writes this tensor, or it has no elements.
             copies.append(tensor)
             continue
+        # One buffer per tensor. Pinned memory lets the device copy in the background, and allocating it takes long, so
+        # buffers are kept for the next save.
         buffer = _buffer(tensor.nbytes)
-        taken.append(buffer)
+        buffers.append(buffer)
+        # A view of the bytes with the tensor's dtype and shape. Buffers of torch are aligned for every dtype.
         copy = buffer[: tensor.nbytes].view(tensor.data.dtype).view(tensor.data.shape)
         copy.copy_(tensor.data.detach(), non_blocking=True)
         copies.append(replace(tensor, data=copy))
     _process.pool.clear()  # the remaining buffers have sizes that are not needed now
-    staged = contents.frozen(copies, is_coordinator=not dist.is_initialized() or dist.get_rank() == 0)
+    staged = contents.snapshot(copies, is_coordinator=not dist.is_initialized() or dist.get_rank() == 0)
     # the copies from a device are asynchronous: they must end before the caller changes the tensors
     if torch.cuda.is_available() and any(tensor.data.is_cuda for tensor in contents.tensors):
         torch.cuda.synchronize()
@@ -326,19 +391,20 @@ def _staged(contents: LocalState, everything: bool, taken: list[torch.Tensor]) -
 def _buffer(size: int) -> torch.Tensor:
     """Take a buffer of at least `size` bytes from the pool, or allocate one: pinned if CUDA is available."""
     for number, buffer in enumerate(_process.pool):
+        # A buffer at most a quarter larger than needed. Sizes rarely change between saves.
         if size <= buffer.numel() <= size + size // 4:
             return _process.pool.pop(number)
     return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
-def _last_words() -> None:
+def _write_lost_error() -> None:
     """Write an error that was not retrieved to stderr. Called at exit, after the threads have ended."""
     handle = _process.current
-    if handle is not None and handle.error is not None and not handle.heard:
+    if handle is not None and handle.error is not None and not handle.error_retrieved:
         sys.stderr.write(f"rankbook: {handle!r}\n")
 
 
-def _in_child() -> None:
+def _reset_in_child() -> None:
     """Forget the running save in a forked child, which does not have the thread.
 
     The child keeps the group: destroying it would close the parent's connections.
@@ -346,5 +412,6 @@ def _in_child() -> None:
     _process.current = None
 
 
-atexit.register(_last_words)
-os.register_at_fork(after_in_child=_in_child)
+# Threads that are not daemons are joined before exit handlers run, so a save that is under way ends first.
+atexit.register(_write_lost_error)
+os.register_at_fork(after_in_child=_reset_in_child)

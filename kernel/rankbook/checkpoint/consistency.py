@@ -9,16 +9,13 @@ and gathers the arguments themselves only if they differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import blake2b
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from rankbook.checkpoint.planning.validation import said
-from rankbook.checkpoint.state_dict.replicas import control_device, gather_objects
-from rankbook.errors import BadRequest, CheckpointingException
-from rankbook.ranks import group_ranks
+from rankbook.control_collectives import all_ranks_equal, gather_objects
+from rankbook.errors import CheckpointError, InvalidArgument
+from rankbook.ranks import abbreviate_ranks, group_ranks
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -31,46 +28,51 @@ class Failure(NamedTuple):
     """
 
     text: str
-    expected: bool  # True for CheckpointingException, whose message is shown without the type name
+    expected: bool  # True for CheckpointError, whose message is shown without the type name
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Convert an exception."""
-        expected = isinstance(error, CheckpointingException)
+        # An interrupt becomes a Failure as well. Its own rank raises it again in `reraise`.
+        expected = isinstance(error, CheckpointError)
         return cls(str(error) if expected else f"{type(error).__name__}: {error}", expected)
 
 
 class RanksFailed(Exception):
     """Raised on every rank if at least one rank has failed.
 
-    `failures` maps the failed ranks to their errors; `own` is this rank's exception, if it failed.
+    `failures` maps the failed ranks to their errors; `local_error` is this rank's exception, if it failed.
     """
 
-    def __init__(self, failures: Mapping[int, Failure], own: BaseException | None) -> None:
+    def __init__(self, failures: Mapping[int, Failure], local_error: BaseException | None) -> None:
         super().__init__(failures)
         self.failures = failures
-        self.own = own
+        self.local_error = local_error
 
     def message(self, operation: str) -> str:
         """Return a message that names all failed ranks with their reasons; it is the same on every rank."""
         ranks = group_ranks((rank, failure.text) for rank, failure in sorted(self.failures.items()))
+        # All failed ranks say the same, and it is written for the user.
         if len(ranks) == 1 and all(failure.expected for failure in self.failures.values()):
             return next(iter(ranks))
-        unchanged = ", and nothing was changed" if operation == "save" else ""
-        reasons = "; ".join(f"{said(which)}: {text}" for text, which in ranks.items())
+        unchanged = " (existing checkpoints are unchanged)" if operation == "save" else ""
+        reasons = "; ".join(f"{abbreviate_ranks(which)}: {text}" for text, which in ranks.items())
         return f"the {operation} failed{unchanged}: {reasons}"
 
     def reraise(self, operation: str) -> NoReturn:
-        """Raise `CheckpointingException` with the message, chained to this rank's own exception.
+        """Raise `CheckpointError` with the message, chained to this rank's own exception.
 
         If this rank was interrupted, raise its KeyboardInterrupt instead.
         """
         message = self.message(operation)
-        if isinstance(self.own, KeyboardInterrupt):
+        # The user has interrupted this rank's cell. A CheckpointError instead would look like a failure of the save.
+        if isinstance(self.local_error, KeyboardInterrupt):
             if len(self.failures) > 1:
-                self.own.add_note(message)
-            raise self.own from None
-        raise CheckpointingException(message) from (None if isinstance(self.own, CheckpointingException) else self.own)
+                self.local_error.add_note(message)
+            raise self.local_error from None
+        raise CheckpointError(message) from (
+            None if isinstance(self.local_error, CheckpointError) else self.local_error
+        )
 
 
 class RankGroup:
@@ -94,6 +96,7 @@ class RankGroup:
         """
         # Rank 0 gets the failures from the gather, all other ranks from the scatter. `combine` runs only if no rank has
         # failed, and its own exception is scattered in the same way.
+        # Also catches KeyboardInterrupt: an interrupt must not keep this rank from the collective.
         result, error = _attempt(work)
         results = self._gather(result if error is None else Failure.of(error))
         replies: list[tuple[dict[int, Failure], Any]] = []
@@ -104,7 +107,14 @@ class RankGroup:
                 failures = {} if error is None else {0: Failure.of(error)}
                 replies = [({}, reply) for reply in combined or ()]
             if failures:
+                # Every rank gets all failures, so that all ranks raise the same message.
                 replies = [(failures, None)] * self._size
+        # Example of two ranks, of which rank 1 fails in `work`:
+        #
+        #     gather      rank 0 receives [result 0, Failure("OSError: disk full")]
+        #     combine     is not called
+        #     scatter     both ranks receive ({1: Failure(...)}, None)
+        #     raise       both ranks raise RanksFailed with the same message; that of rank 1 has its OSError as cause
         failures, reply = self._scatter(replies)
         if failures:
             raise RanksFailed(failures, error)
@@ -118,6 +128,7 @@ class RankGroup:
         _, error = _attempt(work)
         results: list[Any] = [None if error is None else Failure.of(error)] * self._size
         if not self.alone:
+            # Nobody combines anything here, so one collective does what `exchange` needs two for.
             dist.all_gather_object(results, results[0], group=self._group)
         if failures := _failures(results):
             raise RanksFailed(failures, error)
@@ -151,48 +162,43 @@ def _failures(results: Sequence[object]) -> dict[int, Failure]:
 def check_same_arguments(what: str, check: Callable[[], T], **given: object) -> T:
     """Return the result of `check()`, after all ranks have passed the same `given` arguments.
 
-    `what` names the call in messages. A collective; one small all-reduce if all ranks agree. Raises `BadRequest`, the
-    same on every rank, if the check raised it on a rank or if the arguments differ, and `CheckpointingException` for
-    any other error of a check.
+    `what` names the call in messages. A collective; one small all-reduce if all ranks agree. Raises `InvalidArgument`,
+    the same on every rank, if the check raised it on a rank or if the arguments differ, and `CheckpointError` for any
+    other error of a check.
     """
     error: Exception | None = None
-    made: list[T] = []
+    results: list[T] = []
     try:
-        made = [check()]
+        results = [check()]
     except Exception as raised:  # noqa: BLE001 - raised below, on every rank
         error = raised
+    # `repr`, because values are compared as text: they need not be picklable or hashable.
     arguments = {name: repr(value) for name, value in given.items()}
-    complaint = "" if error is None else f"{type(error).__name__}: {error}"
-    if not _all_alike(repr((complaint, sorted(arguments.items())))):
-        _raise(what, gather_objects((complaint, isinstance(error, BadRequest), arguments)), error)
+    problem = "" if error is None else f"{type(error).__name__}: {error}"
+    # The problem is part of the digest: ranks with the same error raise without a second collective.
+    if not all_ranks_equal(repr((problem, sorted(arguments.items())))):
+        _raise(what, gather_objects((problem, isinstance(error, InvalidArgument), arguments)), error)
     if error is not None:  # the same error on every rank
         raise error
-    return made[0]
+    return results[0]
 
 
-def _all_alike(text: str) -> bool:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return True
-    number = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
-    # One reduction gives the minimum of `number` and, negated, its maximum: equal if all ranks have the same digest.
-    bounds = torch.tensor([number, -number], dtype=torch.int64, device=control_device())
-    dist.all_reduce(bounds, op=dist.ReduceOp.MIN)
-    least, most = bounds.tolist()
-    return bool(least == -most)
-
-
-def _raise(what: str, told: list[tuple[str, bool, Mapping[str, str]]], error: Exception | None) -> None:
-    failed = group_ranks((rank, complaint) for rank, (complaint, _, _) in enumerate(told) if complaint)
+def _raise(what: str, reports: list[tuple[str, bool, Mapping[str, str]]], error: Exception | None) -> None:
+    failed = group_ranks((rank, problem) for rank, (problem, _, _) in enumerate(reports) if problem)
     if failed:
-        reasons = "; ".join(f"{said(ranks)}: {complaint}" for complaint, ranks in failed.items())
-        misuse = all(bad for complaint, bad, _ in told if complaint)
-        raise (BadRequest if misuse else CheckpointingException)(f"the {what} has not begun: {reasons}") from error
+        reasons = "; ".join(f"{abbreviate_ranks(ranks)}: {problem}" for problem, ranks in failed.items())
+        # A mistake in the call on every failed rank is InvalidArgument; any other error among them makes it
+        # CheckpointError.
+        all_invalid = all(bad for problem, bad, _ in reports if problem)
+        raise (InvalidArgument if all_invalid else CheckpointError)(f"{what}() did not start: {reasons}") from error
     differing = []
-    for name in told[0][2]:
-        sides = group_ranks((rank, arguments[name]) for rank, (_, _, arguments) in enumerate(told))
+    for name in reports[0][2]:
+        sides = group_ranks((rank, arguments[name]) for rank, (_, _, arguments) in enumerate(reports))
         if len(sides) > 1:
-            differing.append(f"{name} is " + ", ".join(f"{value} on {said(ranks)}" for value, ranks in sides.items()))
-    raise BadRequest(f"the {what} has not begun, for the ranks do not ask for the same: {'; '.join(differing)}")
+            differing.append(
+                f"{name} is " + ", ".join(f"{value} on {abbreviate_ranks(ranks)}" for value, ranks in sides.items())
+            )
+    raise InvalidArgument(f"{what}(): arguments differ between ranks: {'; '.join(differing)}")
 
 
 def folder_key(folder: Any) -> str:  # noqa: ANN401 - a path or a storage

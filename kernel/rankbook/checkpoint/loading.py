@@ -41,22 +41,21 @@ import torch.distributed as dist
 from rankbook.checkpoint.consistency import RankGroup, RanksFailed, check_same_arguments, folder_key
 from rankbook.checkpoint.format import dcp_metadata, torch_blobs
 from rankbook.checkpoint.format.checksums import crc32
-from rankbook.checkpoint.format.manifest import MANIFEST, PIECE, Manifest, StoredObject
+from rankbook.checkpoint.format.manifest import COMMON, MANIFEST, PIECE, Manifest, StoredObject
 from rankbook.checkpoint.format.structure import decode, sizes_match
 from rankbook.checkpoint.format.tensor_io import ChunkDamage, data_matches, envelope_matches, read_into, verify_chunk
 from rankbook.checkpoint.format.torch_zip import is_plain, zip_is_intact
 from rankbook.checkpoint.local_state import LoadRequest, LocalTensor, request_everything
-from rankbook.checkpoint.planning.load_plan import ChunkRead, ReadPlan, plan_read
-from rankbook.checkpoint.planning.validation import said
-from rankbook.checkpoint.saving import Folder
+from rankbook.checkpoint.planning.load_plan import CAST_HINT, ChunkRead, ReadPlan, plan_read
 from rankbook.checkpoint.storage import steps
 from rankbook.checkpoint.storage.base import ASIDE, Storage, read_all, read_range
-from rankbook.checkpoint.storage.local import storage_of
-from rankbook.errors import BadRequest, CheckpointingException
-from rankbook.ranks import group_ranks
+from rankbook.checkpoint.storage.local import Folder, storage_of
+from rankbook.errors import CheckpointError, InvalidArgument
+from rankbook.formatting import truncate_list
+from rankbook.ranks import abbreviate_ranks, group_ranks
 
-MOST_KEYS_SAID = 8
-"""Maximum number of keys of one kind that an error message lists."""
+MAX_LISTED = 8
+"""Maximum number of keys, or of damaged parts, that an error message lists."""
 
 
 class StrictHandling(Enum):
@@ -78,11 +77,11 @@ class StrictHandling(Enum):
 
     @classmethod
     def of(cls, mode: str | StrictHandling) -> StrictHandling:
-        """Return the mode with this name; return a mode unchanged. Raises `BadRequest` for an unknown name."""
+        """Return the mode with this name; return a mode unchanged. Raises `InvalidArgument` for an unknown name."""
         if isinstance(mode, str) and mode.lower() in cls._value2member_map_:
             return cls(mode.lower())
         if not isinstance(mode, cls):
-            raise BadRequest(f"strict={mode!r} is no mode: one of {', '.join(member.value for member in cls)}")
+            raise InvalidArgument(f"unknown strict {mode!r}; choose from {', '.join(member.value for member in cls)}")
         return mode
 
     @property
@@ -111,17 +110,20 @@ class Decision(NamedTuple):
 
 
 def decide_keys(
-    asked: Sequence[Collection[str]], stored: Collection[str], mode: StrictHandling, where: str
+    requested: Sequence[Collection[str]], stored: Collection[str], mode: StrictHandling, where: str
 ) -> Decision:
     """Decide about the keys that do not match between the ranks' requests and the checkpoint.
 
-    `asked` holds the keys that the ranks request, in order of ranks, `stored` the keys of the checkpoint, and `where`
-    its name for messages.
+    `requested` holds the keys that the ranks request, in order of ranks, `stored` the keys of the checkpoint, and
+    `where` its name for messages.
     """
+    # Only rank 0 runs this, with the keys of all ranks, and sends the decision to all.
     stored_keys = set(stored)
-    ranks = group_ranks((rank, key) for rank, keys in enumerate(asked) for key in set(keys) - stored_keys)
+    # Example: rank 0 requests "a" and "b", rank 1 requests "b" and "c", and "b" and "d" are stored. Unexpected are
+    # {"a": [0], "c": [1]}, with the ranks that request them, and missing is ["d"], which no rank requests.
+    ranks = group_ranks((rank, key) for rank, keys in enumerate(requested) for key in set(keys) - stored_keys)
     unexpected = dict(sorted(ranks.items()))
-    missing = sorted(stored_keys.difference(*asked)) if mode.asks_all_ranks else []
+    missing = sorted(stored_keys.difference(*requested)) if mode.asks_all_ranks else []
     none: frozenset[str] = frozenset()
     decision = Decision("", "", frozenset(unexpected), none, none)
     if not unexpected and not missing:
@@ -132,25 +134,23 @@ def decide_keys(
         case StrictHandling.RETURN_UNEXPECTED | StrictHandling.RETURN_ALL:
             return decision._replace(missing=frozenset(missing), unexpected=frozenset(unexpected))
         case StrictHandling.LOG_UNEXPECTED | StrictHandling.LOG_ALL:
-            return decision._replace(warning=f"{_say(unexpected, missing, where)}. The rest is loaded")
+            return decision._replace(warning=f"{_describe_keys(unexpected, missing, where)}. All other keys are loaded")
+    # What remains are the modes that raise. The advice is the mode that logs the same keys.
     more = "log_all" if missing else "log_unexpected"
-    return decision._replace(error=f"{_say(unexpected, missing, where)}. strict={more!r} loads the rest", skipped=none)
+    error = f"{_describe_keys(unexpected, missing, where)}. Pass strict={more!r} to load all other keys"
+    return decision._replace(error=error, skipped=none)
 
 
-def _say(unexpected: dict[str, list[int]], missing: Sequence[str], where: str) -> str:
+def _describe_keys(unexpected: dict[str, list[int]], missing: Sequence[str], where: str) -> str:
     parts = []
     if unexpected:
-        keys = [f"{key!r} ({said(ranks)})" for key, ranks in unexpected.items()]
-        parts.append(f"unexpected keys, asked for and not in the checkpoint: {_some(keys)}")
+        keys = [f"{key!r} ({abbreviate_ranks(ranks)})" for key, ranks in unexpected.items()]
+        text = ", ".join(truncate_list(keys, MAX_LISTED))
+        parts.append(f"unexpected keys (requested, but not in the checkpoint): {text}")
     if missing:
-        keys = [repr(key) for key in missing]
-        parts.append(f"missing keys, in the checkpoint and asked for by no rank: {_some(keys)}")
+        text = ", ".join(truncate_list([repr(key) for key in missing], MAX_LISTED))
+        parts.append(f"missing keys (in the checkpoint, but not requested by any rank): {text}")
     return f"{where}: {'; '.join(parts)}"
-
-
-def _some(keys: Sequence[str]) -> str:
-    more = len(keys) - MOST_KEYS_SAID
-    return ", ".join([*keys[:MOST_KEYS_SAID], f"and {more} more"] if more > 0 else keys)
 
 
 Step = int | Literal["latest"]
@@ -179,7 +179,7 @@ def load(
     With `verify`, checksums are compared. A dtype that differs from the stored one is an error unless `cast` is set.
     `allow` lists classes, or their names, that stored objects may have in addition to those that torch considers safe.
 
-    Raises `BadRequest` if arguments are invalid or differ between ranks. Raises `CheckpointingException`, the same on
+    Raises `InvalidArgument` if arguments are invalid or differ between ranks. Raises `CheckpointError`, the same on
     every rank, if the checkpoint does not exist, if keys, shapes or dtypes do not match, or if a part of it is damaged;
     the message names the file, the key and the rank that wrote it.
 
@@ -187,6 +187,8 @@ def load(
     checkpoint leaves all tensors unchanged. The exceptions are loads that read the bytes only once: without `verify`,
     with more bytes than the machine's memory can hold until the second read, or with many bytes from remote storage. If
     such a load fails, the error names the tensors that are partly overwritten.
+
+    Example::
 
         state = load(sharded_state_dict(model, optimizer), "checkpoints", step=100)
     """
@@ -206,11 +208,14 @@ def prepare_load(
     verify: bool = True,
     cast: bool = False,
     allow: Sequence[type | str] = (),
+    dtype_hint: str = CAST_HINT,
 ) -> Loader:
     """Perform all phases of `load` before the first write to a tensor, and return the loader.
 
-    `Loader.fill` does the rest.
+    `Loader.fill` does the rest. `dtype_hint` says what to do about another dtype than the stored one.
     """
+    # `allow` and the state dict itself are not compared. The first may hold classes, whose texts need not be equal, and
+    # the second differs by design.
     mode, storage, _ = check_same_arguments(
         "load",
         lambda: (StrictHandling.of(strict), storage_of(folder), steps.requested_step(step)),
@@ -223,11 +228,13 @@ def prepare_load(
     checkpoint = find_checkpoint(storage, step)
     loader = Loader(
         checkpoint,
+        # Not called here: the request is made inside of the first exchange, so that its errors reach all ranks.
         lambda: LoadRequest(sharded_state_dict, checkpoint.manifest),
         mode=mode,
         verify=verify,
         cast=cast,
         allow=allow,
+        dtype_hint=dtype_hint,
         ranks=RankGroup(),
     )
     return loader.prepare()
@@ -251,26 +258,30 @@ class Loader:
 
     def __init__(
         self,
-        found: CheckpointRef,
-        wishes: Callable[[], LoadRequest],
+        checkpoint: CheckpointRef,
+        make_request: Callable[[], LoadRequest],
         *,
         mode: StrictHandling,
         verify: bool,
         cast: bool = False,
         allow: Sequence[type | str] = (),
+        dtype_hint: str = CAST_HINT,
         ranks: RankGroup,
     ) -> None:
         self.mode = mode
         self.decision = Decision("", "", frozenset(), frozenset(), frozenset())
-        self._found = found
-        self._make_wishes = wishes
+        self._checkpoint = checkpoint
+        self._make_request = make_request
         self._cast = cast
-        self._fetch = CheckpointRead(found, verify=verify, allow=allow)
+        self._dtype_hint = dtype_hint
+        self._reader = CheckpointRead(checkpoint, verify=verify, allow=allow)
         self._ranks = ranks
 
     def prepare(self) -> Self:
         """Plan and verify on all ranks, without writing to a tensor. A collective; raises as `load`."""
         try:
+            # Phases 2 and 3 of the module's docstring. `exchange` and `run` are the only collectives of a load after
+            # the manifest was broadcast.
             self.decision = self._ranks.exchange(self.plan, self.decide)
             self._ranks.run(self.verify)
         except RanksFailed as failure:
@@ -289,57 +300,68 @@ class Loader:
 
     def plan(self) -> Request:
         """Plan this rank's reads and return the summary for rank 0."""
-        self._wishes = self._make_wishes()
-        stored = self._found.manifest
-        self._read_plan = plan_read([tensor.wanted() for tensor in self._wishes.tensors], stored, cast=self._cast)
-        keys = {tensor.key for tensor in self._wishes.tensors} | {entry.unique_key for entry in self._wishes.objects}
+        self._request = self._make_request()
+        stored = self._checkpoint.manifest
+        self._read_plan = plan_read(
+            [tensor.read_request() for tensor in self._request.tensors],
+            stored,
+            cast=self._cast,
+            dtype_hint=self._dtype_hint,
+        )
+        keys = {tensor.key for tensor in self._request.tensors} | {entry.unique_key for entry in self._request.objects}
         if not self.mode.asks_all_ranks:
+            # Most modes need only the unexpected keys, so the others are not sent: a model has thousands of keys, and a
+            # job may have thousands of ranks.
             keys = {key for key in keys if key not in stored.tensors and key not in stored.objects}
         return Request(keys, [mismatch.what for mismatch in self._read_plan.mismatches])
 
     def decide(self, requests: list[Request]) -> list[Decision]:
         """Decide on rank 0 about mismatches and unmatched keys, and return the same decision for every rank.
 
-        Raises `CheckpointingException` for mismatched shapes or dtypes, and for keys if the mode says so.
+        Raises `CheckpointError` for mismatched shapes or dtypes, and for keys if the mode says so.
         """
         mismatches = group_ranks(
             (rank, mismatch) for rank, request in enumerate(requests) for mismatch in request.mismatches
         )
         if mismatches:
-            lines = [f"{mismatch} ({said(ranks)})" for mismatch, ranks in mismatches.items()]
-            more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
-            raise CheckpointingException(
-                f"the checkpoint {self._found} does not have what was asked for:\n  " + "\n  ".join([*lines[:8], *more])
+            lines = [f"{mismatch} ({abbreviate_ranks(ranks)})" for mismatch, ranks in mismatches.items()]
+            raise CheckpointError(
+                f"the checkpoint {self._checkpoint} does not match the request:\n  "
+                + "\n  ".join(truncate_list(lines, MAX_LISTED))
             )
-        manifest = self._found.manifest
+        manifest = self._checkpoint.manifest
+        # Values that another program has stored as objects belong to the common part, and are not missing.
         sharded = [*manifest.tensors, *(key for key in manifest.objects if key not in manifest.values)]
-        decision = decide_keys([request.keys for request in requests], sharded, self.mode, str(self._found))
+        decision = decide_keys([request.keys for request in requests], sharded, self.mode, str(self._checkpoint))
         if decision.error:
-            raise CheckpointingException(decision.error)
+            raise CheckpointError(decision.error)
         return [decision] * len(requests)
 
     def verify(self) -> None:
         """Read the objects and the common part, and compare the tensors' bytes with their checksums."""
-        fetch = self._fetch
-        self._objects = fetch.objects([entry.unique_key for entry in self._wishes.objects])
-        self._common = fetch.common(self._wishes)
+        reader = self._reader
+        self._objects = reader.read_objects([entry.unique_key for entry in self._request.objects])
+        # Every rank reads the common part itself. It is small, and sending it would be one more collective.
+        self._common = reader.read_common(self._request)
+        # Small files are read by other programs only, so one rank verifies them for all.
         if self._ranks.rank == 0:
-            fetch.small_files()
-        fetch.verify(self._read_plan, self._wishes.fresh, ranks=1 if self._ranks.alone else _ranks_of_this_machine())
-        fetch.conclude()
+            reader.verify_small_files()
+        reader.verify(self._read_plan, self._request.fresh, ranks=1 if self._ranks.alone else _ranks_of_this_machine())
+        reader.raise_damage()
 
     def read(self) -> None:
         """Read the stored data into the tensors."""
-        self._fetch.tensors(self._read_plan, self._wishes.tensors, self._wishes.fresh)
-        self._fetch.conclude()
+        self._reader.read_tensors(self._read_plan, self._request.tensors, self._request.fresh)
+        self._reader.raise_damage()
 
     def assemble(self) -> Any:  # noqa: ANN401 - nested as the given one
         """Return the state dict, with loaded values in place of the sharded entries."""
-        return self._wishes.assembled(self._objects, self._common, self.decision.skipped)
+        return self._request.assemble(self._objects, self._common, self.decision.skipped)
 
 
 def _ranks_of_this_machine() -> int:
     """Return the number of ranks on this machine, which load at the same time."""
+    # All ranks, if the number is unknown: memory and cores are then shared among too many, which is the safe side.
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(count) if count.isdecimal() and int(count) else dist.get_world_size()
 
@@ -349,11 +371,14 @@ def load_plain(
 ) -> Any:  # noqa: ANN401 - nested dicts and lists
     """Load a whole checkpoint in this process alone: full tensors and objects by key, and the common part.
 
-    No sharded state dict and no process group are needed. Raises `CheckpointingException` as `load` does.
+    No sharded state dict and no process group are needed. Raises `CheckpointError` as `load` does.
+
+    Example::
 
         state = load_plain("checkpoints", step=100)
+        state["bias"].shape  # torch.Size([1])
     """
-    checkpoint = find_checkpoint(storage_of(folder), step, together=False)
+    checkpoint = find_checkpoint(storage_of(folder), step, collective=False)
     checkpoint.check_sizes()  # before memory is allocated according to the manifest
     loader = Loader(
         checkpoint,
@@ -369,9 +394,13 @@ def load_plain(
 def load_metadata(folder: Folder, *, step: Step | None = "latest") -> Manifest:
     """Read the manifest of a checkpoint: step, time, world size, user metadata, and the chunks of every tensor.
 
-    Raises `CheckpointingException` if there is no checkpoint, or if its manifest is damaged.
+    Raises `CheckpointError` if there is no checkpoint, or if its manifest is damaged.
+
+    Example::
+
+        sorted(load_metadata("checkpoints", step=100).tensors)[:2]  # ['bias', 'optimizer.state.bias.exp_avg']
     """
-    return find_checkpoint(storage_of(folder), step, together=False).manifest
+    return find_checkpoint(storage_of(folder), step, collective=False).manifest
 
 
 @dataclass(frozen=True)
@@ -391,47 +420,50 @@ class CheckpointRef:
         return f"{self.folder}/{name}" if self.folder else name
 
     def check_sizes(self) -> None:
-        """Raise `CheckpointingException` if a file is smaller than the manifest says."""
+        """Raise `CheckpointError` if a file is smaller than the manifest says."""
         sizes_match(self.manifest, self.storage.list(self.folder), str(self))
 
     def __str__(self) -> str:
         return f"{self.storage}/{self.folder}" if self.folder else str(self.storage)
 
 
-def find_checkpoint(storage: Storage, step: Step | None, *, together: bool = True) -> CheckpointRef:
+def find_checkpoint(storage: Storage, step: Step | None, *, collective: bool = True) -> CheckpointRef:
     """Return the checkpoint that `step` selects in `storage`.
 
-    With `together` this is a collective: rank 0 chooses and broadcasts. Raises `CheckpointingException`, the same on
+    With `collective` this is a collective: rank 0 chooses and broadcasts. Raises `CheckpointError`, the same on
     every rank, if there is no checkpoint or if its manifest is damaged.
     """
-    if not (together and dist.is_initialized()):
+    if not (collective and dist.is_initialized()):
         try:
-            return _choose(storage, step)
+            return _find_step(storage, step)
         except OSError as error:
-            raise CheckpointingException(f"{storage} cannot be read: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{storage} cannot be read: {type(error).__name__}: {error}") from error
+    # What rank 0 sends: (folder, manifest, error text). One of the last two is None. An exception object is not sent,
+    # because not every exception can be unpickled.
     payload: list[Any] = [None]
+    # The other ranks get folder and manifest from rank 0. On a network file system they might see another `latest`.
     checkpoint: CheckpointRef | None = None
     if dist.get_rank() == 0:
         try:
-            checkpoint = _choose(storage, step)
+            checkpoint = _find_step(storage, step)
             payload = [(checkpoint.folder, checkpoint.manifest, None)]
-        except CheckpointingException as error:
+        except CheckpointError as error:
             payload = [("", None, f"{error}")]
         except Exception as error:  # noqa: BLE001 - raised below on every rank: the others wait in the broadcast
             payload = [("", None, f"{storage} cannot be read: {type(error).__name__}: {error}")]
     dist.broadcast_object_list(payload, src=0)
-    folder, manifest, complaint = payload[0]
-    if complaint is not None:
-        raise CheckpointingException(complaint)
+    folder, manifest, problem = payload[0]
+    if problem is not None:
+        raise CheckpointError(problem)
     return checkpoint or CheckpointRef(storage, folder, manifest)
 
 
-def _choose(storage: Storage, step: Step | None) -> CheckpointRef:
+def _find_step(storage: Storage, step: Step | None) -> CheckpointRef:
     while True:
         folder = steps.locate(storage, step)
         try:
             return _read(storage, folder)
-        except (CheckpointingException, FileNotFoundError):
+        except (CheckpointError, FileNotFoundError):
             if steps.requested_step(step) is not None or steps.locate(storage, step) == folder:
                 raise
             # `latest` has changed: another process has saved the next step and removed this one, so try again
@@ -443,19 +475,16 @@ def _read(storage: Storage, folder: str) -> CheckpointRef:
         where = f"{storage}/{prefix}{MANIFEST}"
         manifest = decode(read_all(storage, f"{prefix}{MANIFEST}"), where)
         step = steps.parse_step(folder.removesuffix(ASIDE))
+        # The root of a storage may have any name, a step's folder may not.
         if folder and manifest.step != step:
-            raise CheckpointingException(
-                f"{where}: it is of step {manifest.step}, and lies in the folder of step {step}"
-            )
+            raise CheckpointError(f"{where}: the manifest is of step {manifest.step}, but the folder is of step {step}")
         return CheckpointRef(storage, folder, manifest)
     return CheckpointRef(storage, folder, dcp_metadata.manifest_from_dcp(storage, folder))
 
 
-COMMON = "common.pt"
-MOST_SAID = 8
-_LITTLE = 64 * PIECE
+_SMALL_READ = 64 * PIECE
 """Limit in bytes up to which data is read twice even from remote storage."""
-_SCRATCH = 2 * PIECE
+_SCRATCH_BYTES = 2 * PIECE
 """Bytes that a thread verifies at a time: few enough to stay in the CPU cache between read and checksum."""
 
 
@@ -463,13 +492,15 @@ class Refused(ChunkDamage):
     """Intact bytes that are not unpickled, because they may run code."""
 
 
-def _named(allowed: Any) -> Any:  # noqa: ANN401 - a class or a function, or its name
+def _resolve_allowed(allowed: Any) -> Any:  # noqa: ANN401 - a class or a function, or its name
     if not isinstance(allowed, str):
         return allowed
     try:
         return pkgutil.resolve_name(allowed)
     except (ImportError, AttributeError, ValueError) as error:
-        raise BadRequest(f'allow=[{allowed!r}]: "package.module.Name" of a class that can be imported here') from error
+        raise InvalidArgument(
+            f'invalid allow=[{allowed!r}]: expected "package.module.Name" of an importable class'
+        ) from error
 
 
 class CheckpointRead:
@@ -478,15 +509,17 @@ class CheckpointRead:
     `allow` lists classes, or their names, that objects may have in addition to those that torch considers safe.
     """
 
-    def __init__(self, found: CheckpointRef, *, verify: bool, allow: Sequence[Any] = ()) -> None:
-        self._found = found
+    def __init__(self, checkpoint: CheckpointRef, *, verify: bool, allow: Sequence[Any] = ()) -> None:
+        self._checkpoint = checkpoint
         self._verify = verify
-        self._allow = [_named(entry) for entry in allow]
+        # torch's allow-list takes classes only, so names are imported. That runs the module's code, with the user's
+        # consent.
+        self._allow = [_resolve_allowed(entry) for entry in allow]
         if np.dtype in self._allow:  # a dtype object is an instance of a subclass such as `Float64DType`
             self._allow += [dtype_class for dtype_class in vars(np.dtypes).values() if isinstance(dtype_class, type)]
         self.damages: list[str] = []
-        self._refused = 0
-        self._torn: dict[str, None] = {}
+        self._refused_count = 0
+        self._overwritten: dict[str, None] = {}
 
     def verify(self, plan: ReadPlan, fresh: Collection[int], *, ranks: int = 1) -> None:
         """Compare the bytes of all targets except the `fresh` ones with their checksums, without writing.
@@ -495,126 +528,141 @@ class CheckpointRead:
         """
         # A chunk that is read only into fresh memory is not read twice: its checksum is compared during the read.
         chunks = [chunk for chunk in plan.chunks if not all(part.wanted in fresh for part in chunk.reads)]
+        # The bytes from the first to the last wanted one of every box, gaps included, since that is what is read.
         nbytes = sum(last - first for chunk in chunks for first, last in map(chunk.span, chunk.reads))
-        if not self._verify or not _may_be_read_twice(self._found, nbytes * ranks):
+        if not self._verify or not _may_be_read_twice(self._checkpoint, nbytes * ranks):
             return
+        # At least 16 pieces per thread; below that, starting a thread costs more than it saves.
         threads = max(1, min(4, (os.cpu_count() or 1) // ranks, nbytes // (16 * PIECE)))
         if threads == 1:
             self._verify_chunks(chunks)
             return
+        # Reading and CRC-32 release the GIL. `list.append` in `_collect_damage` is atomic.
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(self._verify_chunks, [chunks[number::threads] for number in range(threads)]))
 
     def _verify_chunks(self, chunks: Sequence[ChunkRead]) -> None:
-        scratch = memoryview(bytearray(_SCRATCH))
+        scratch = memoryview(bytearray(_SCRATCH_BYTES))
         for chunk in chunks:
-            with self._naming(_where(chunk)):
+            with self._collect_damage(_chunk_location(chunk)):
                 verify_chunk(chunk, self._reader(chunk), scratch)
 
     def _reader(self, chunk: ChunkRead) -> Any:  # noqa: ANN401 - a tensor_io.ReadRange
-        return partial(self._found.storage.read, self._found.path(chunk.file))
+        return partial(self._checkpoint.storage.read, self._checkpoint.path(chunk.file))
 
-    def tensors(self, plan: ReadPlan, targets: Sequence[LocalTensor], fresh: Collection[int] = ()) -> None:
+    def read_tensors(self, plan: ReadPlan, targets: Sequence[LocalTensor], fresh: Collection[int] = ()) -> None:
         """Read stored data into the targets.
 
         If that fails, the memory of `fresh` targets is discarded; other targets are reported as partly overwritten.
         """
+        # With prepended axes of extent 1. A view, so reading fills the caller's memory.
         views = [target.data.detach().view(target.local_shape) for target in targets]
+        # Targets with `allow_shape_mismatch` that extend beyond the stored tensor: zero where nothing is stored.
         for number in plan.zeros:
+            # Some dtypes of one byte, such as float8, may have no fill operation in torch.
             views[number].zero_() if views[number].element_size() > 1 else views[number].view(torch.uint8).zero_()
         for chunk in plan.chunks:
+            # Damage is collected and not raised, so that one report names all damaged chunks. `fill` raises at the end.
             before = len(self.damages)
-            with self._naming(_where(chunk)):
+            with self._collect_damage(_chunk_location(chunk)):
                 self._chunk(chunk, views)
             if len(self.damages) > before and not all(part.wanted in fresh for part in chunk.reads):
-                self._torn[chunk.key] = None
+                self._overwritten[chunk.key] = None
 
     def _chunk(self, chunk: ChunkRead, views: Sequence[torch.Tensor]) -> None:
         read = self._reader(chunk)
         check, stored = self._verify, chunk.chunk
         if check and not envelope_matches(stored, read):
-            raise ChunkDamage("has other bytes around its data than were written")
+            raise ChunkDamage("the bytes around its data do not match their checksum")
+        # One checksum for all of the data: verified once, and not for every box.
         if check and len(stored.pieces) == 1 and stored.nbytes > PIECE:  # of another program: one checksum
             if not data_matches(stored, read):
-                raise ChunkDamage("has other data than was written")
+                raise ChunkDamage("its data does not match its checksum")
             check = False
         for part in chunk.reads:
             target = views[part.wanted]
+            # `narrow` makes views: what is read into the last one lands in the caller's tensor.
             for axis, (at, size) in enumerate(zip(part.target, part.shape, strict=True)):
                 target = target.narrow(axis, at, size)
             read_into(target, chunk, part, read, check)
 
-    def objects(self, keys: Collection[str]) -> dict[str, Any]:
+    def read_objects(self, keys: Collection[str]) -> dict[str, Any]:
         """Return the objects with these unique keys, as far as the checkpoint has them."""
         # every object is stored in a list of one element, as Megatron-Core does
-        values = self._objects(keys)
+        values = self._read_objects(keys)
         return {
             key: value[0] if isinstance(value, list) and len(value) == 1 else value for key, value in values.items()
         }
 
-    def _objects(self, keys: Collection[str]) -> dict[str, Any]:
+    def _read_objects(self, keys: Collection[str]) -> dict[str, Any]:
         loaded: dict[str, Any] = {}
         for key in keys:
-            stored = self._found.manifest.objects.get(key)
+            stored = self._checkpoint.manifest.objects.get(key)
             if stored is None:
                 continue
-            name = self._found.manifest.files[stored.file].name
-            with self._naming(f"{name}: object {key!r}, written by rank {stored.rank}"):
-                loaded[key] = self._object(stored)
+            name = self._checkpoint.manifest.files[stored.file].name
+            with self._collect_damage(f"{name}: object {key!r}, written by rank {stored.rank}"):
+                loaded[key] = self._read_object(stored)
         return loaded
 
-    def _object(self, stored: StoredObject) -> Any:  # noqa: ANN401 - whatever was saved
-        blob = read_range(self._found.storage, self._found.path(stored.file), stored.start, stored.length)
+    def _read_object(self, stored: StoredObject) -> Any:  # noqa: ANN401 - whatever was saved
+        blob = read_range(self._checkpoint.storage, self._checkpoint.path(stored.file), stored.start, stored.length)
         if len(blob) != stored.length:
-            raise ChunkDamage("ends too early")
+            raise ChunkDamage("is truncated")
         if self._verify and stored.crc is not None and crc32(blob) != stored.crc:
-            raise ChunkDamage("has other bytes than were written")
+            raise ChunkDamage("does not match its checksum")
+        # Another program's checkpoint: the zip has checksums of its own.
         if self._verify and stored.crc is None and not zip_is_intact(bytes(blob)):
-            raise ChunkDamage("has other bytes than were written")
-        return self._unpickled(blob)
+            raise ChunkDamage("does not match its checksum")
+        return self._unpickle(blob)
 
-    def common(self, wishes: LoadRequest) -> Any:  # noqa: ANN401 - nested dicts and lists
+    def read_common(self, request: LoadRequest) -> Any:  # noqa: ANN401 - nested dicts and lists
         """Return the common part, {} if there is none.
 
-        If every value of it is stored as an object of its own, return those that `wishes` asks for.
+        If every value of it is stored as an object of its own, return those that `request` asks for.
         """
-        files = {file.name: file for file in self._found.manifest.files}
+        files = {file.name: file for file in self._checkpoint.manifest.files}
         stored = files.get(COMMON)
         if stored is None:
-            paths = wishes.values(self._found.manifest.values)
-            values = self._objects(paths)
-            return wishes.nested((path, values[key]) for key, path in paths.items() if key in values)
-        with self._naming(f"{COMMON}: the common part, written by rank {stored.rank}"):
-            data = read_all(self._found.storage, self._found.path(COMMON))
+            paths = request.values(self._checkpoint.manifest.values)
+            # Checkpoints of torch have no common part. Plain values are objects of their own, with paths in the state
+            # dict.
+            values = self._read_objects(paths)
+            return request.nest((path, values[key]) for key, path in paths.items() if key in values)
+        with self._collect_damage(f"{COMMON}: the common part, written by rank {stored.rank}"):
+            data = read_all(self._checkpoint.storage, self._checkpoint.path(COMMON))
             if self._verify and stored.crc is not None and (crc32(data), len(data)) != (stored.crc, stored.size):
-                raise ChunkDamage("has other bytes than were written")
+                raise ChunkDamage("does not match its checksum")
             if self._verify and stored.crc is None and not zip_is_intact(data):
-                raise ChunkDamage("has other bytes than were written")
-            return self._unpickled(data)
+                raise ChunkDamage("does not match its checksum")
+            return self._unpickle(data)
         return {}
 
-    def small_files(self) -> None:
+    def verify_small_files(self) -> None:
         """Verify the files that only other programs read, and the sizes of all files."""
-        for file in self._found.manifest.files:
+        for file in self._checkpoint.manifest.files:
             if self._verify and file.crc is not None and file.name != COMMON:
-                with self._naming(f"{file.name}, written by rank {file.rank}"):
-                    data = read_all(self._found.storage, self._found.path(file.name))
+                with self._collect_damage(f"{file.name}, written by rank {file.rank}"):
+                    data = read_all(self._checkpoint.storage, self._checkpoint.path(file.name))
                     if (crc32(data), len(data)) != (file.crc, file.size):
-                        raise ChunkDamage("has other bytes than were written")
-        sizes = self._found.storage.list(self._found.folder)
-        for file in self._found.manifest.files:
+                        raise ChunkDamage("does not match its checksum")
+        sizes = self._checkpoint.storage.list(self._checkpoint.folder)
+        for file in self._checkpoint.manifest.files:
+            # A missing file is reported where it is read. Files without blobs that are missing do no harm to a load.
             if self._verify and sizes.get(file.name, file.size) != file.size:
                 self.damages.append(
-                    f"{file.name}, written by rank {file.rank}: has {sizes[file.name]} bytes, not {file.size}"
+                    f"{file.name}, written by rank {file.rank}: has {sizes[file.name]} bytes, expected {file.size}"
                 )
 
-    def _unpickled(self, data: Any) -> Any:  # noqa: ANN401 - whatever was saved
+    def _unpickle(self, data: Any) -> Any:  # noqa: ANN401 - whatever was saved
         if not is_plain(data):
-            raise ChunkDamage("is no plain zip of torch.save")
+            raise ChunkDamage("is not an uncompressed zip file of torch.save")
         with torch.serialization.safe_globals(self._allow):
             try:
                 return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
             except Exception as error:
+                # The difference matters for the message: intact bytes that may run code are the user's decision,
+                # damaged ones are not.
                 kind = Refused if self._verify else ChunkDamage  # verified bytes are intact
                 # torch names the first unsafe global; `unsafe_globals` finds all of them
                 if (named := re.search(r"GLOBAL (\S+)", str(error))) is None:
@@ -622,62 +670,62 @@ class CheckpointRead:
                     raise kind(f"cannot be read: {short[1] if short else error}") from error
                 names = torch_blobs.unsafe_globals(data) or [named[1]]
                 raise kind(
-                    f"holds {', '.join(names)}, which may run code when it is loaded: if you trust it, give that to "
-                    f"allow={names}"
+                    f"contains {', '.join(names)}, which may execute code when loaded; if you trust the checkpoint, "
+                    f"pass allow={names}"
                 ) from error
 
     @contextmanager
-    def _naming(self, where: str) -> Iterator[None]:
+    def _collect_damage(self, where: str) -> Iterator[None]:
         try:
             yield
         except ChunkDamage as damage:
             self.damages.append(f"{where}: {damage.what}")
-            self._refused += isinstance(damage, Refused)
+            self._refused_count += isinstance(damage, Refused)
         except OSError as error:
             self.damages.append(f"{where}: {error.strerror or error}")
         except KeyboardInterrupt as error:
             error.add_note(
-                f"The load of {self._found} was broken off at {where}: what it has loaded so far is changed."
+                f"The load of {self._checkpoint} was interrupted at {where}. Tensors loaded so far have new values."
             )
             raise
         except Exception as error:  # noqa: BLE001 - reported like damage: out of device memory, a read-only tensor
             self.damages.append(f"{where}: {type(error).__name__}: {error}")
 
-    def conclude(self) -> None:
-        """Raise `CheckpointingException` if damage was found."""
+    def raise_damage(self) -> None:
+        """Raise `CheckpointError` if damage was found."""
         if self.damages:
-            more = len(self.damages) - MOST_SAID
-            text = "\n  ".join([*self.damages[:MOST_SAID], *([f"and {more} more"] if more > 0 else [])])
-            whole = "is whole, and not all of it is loaded unasked"
-            verdict = whole if self._refused == len(self.damages) else "is damaged"
-            raise CheckpointingException(f"the checkpoint {self._found} {verdict}:\n  {text}{self._state()}")
+            text = "\n  ".join(truncate_list(self.damages, MAX_LISTED))
+            refused = "is intact, but some of its objects are not loaded without allow="
+            verdict = refused if self._refused_count == len(self.damages) else "is damaged"
+            raise CheckpointError(f"the checkpoint {self._checkpoint} {verdict}:\n  {text}{self._state()}")
 
     def _state(self) -> str:
         """Return a sentence about the tensors that were overwritten only in part, or ""."""
-        if not self._torn:
+        if not self._overwritten:
             return ""
-        keys = [repr(key) for key in self._torn]
-        more = f" and {len(keys) - MOST_SAID} more" if len(keys) > MOST_SAID else ""
+        keys = [repr(key) for key in self._overwritten]
+        more = f" and {len(keys) - MAX_LISTED} more" if len(keys) > MAX_LISTED else ""
         return (
-            f"\n  neither old nor new are now {', '.join(keys[:MOST_SAID])}{more}, and all other tensors are as "
-            "stored: load again before any of them is used"
+            f"\n  partly overwritten: {', '.join(keys[:MAX_LISTED])}{more}; all other tensors have the stored values; "
+            "load again before you use any of them"
         )
 
 
-def _where(chunk: ChunkRead) -> str:
+def _chunk_location(chunk: ChunkRead) -> str:
     return f"{chunk.file}: key {chunk.key!r}, the chunk at {chunk.chunk.offset} written by rank {chunk.chunk.rank}"
 
 
-def _may_be_read_twice(found: CheckpointRef, nbytes: int) -> bool:
+def _may_be_read_twice(checkpoint: CheckpointRef, nbytes: int) -> bool:
     """Return True if reading these bytes a second time is cheap.
 
     The second read of a local file comes from the page cache, if memory has room for it; a remote one uses the network.
     """
-    if getattr(found.storage, "remote", False):
-        return nbytes <= _LITTLE
+    # A local file is in the page cache after the first read.
+    if getattr(checkpoint.storage, "remote", False):
+        return nbytes <= _SMALL_READ
     try:
         match = re.search(r"^MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
     except OSError:  # not Linux
         match = None
     available = int(match[1]) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-    return nbytes <= max(_LITTLE, available // 2)
+    return nbytes <= max(_SMALL_READ, available // 2)

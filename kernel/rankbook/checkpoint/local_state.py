@@ -1,6 +1,6 @@
 """Represent one rank's part of a state dict for planning, writing and loading.
 
-`LocalState` holds the tensors, objects and common part that a save writes, with their digests; `frozen` makes a copy
+`LocalState` holds the tensors, objects and common part that a save writes, with their digests; `snapshot` makes a copy
 that training cannot change. `LoadRequest` holds what a load asks for. Neither communicates with other ranks or accesses
 files.
 """
@@ -49,11 +49,13 @@ class LocalTensor:
 
         If it has no data, as on a rank that writes nothing, the data is a meta tensor.
         """
+        # Planning knows no prepended axes: a shard with them is a box of extent 1 along these axes.
         shape = (1,) * tensor.prepend_axis_num + tuple(tensor.local_shape)
         return cls(
             tensor.key,
             tensor.data
             if tensor.data is not None
+            # A meta tensor has shape and dtype and no memory.
             else torch.empty(tensor.local_shape, dtype=tensor.dtype, device="meta"),
             tuple(tensor.global_shape),
             tuple(tensor.global_offset),
@@ -63,7 +65,7 @@ class LocalTensor:
             tensor.allow_shape_mismatch,
         )
 
-    def wanted(self) -> WantedChunk:
+    def read_request(self) -> WantedChunk:
         """Return the read request for this tensor."""
         return WantedChunk(
             key=self.key,
@@ -84,7 +86,7 @@ class LocalTensor:
 class LocalObject:
     """`ShardedObject` in the form that planning uses.
 
-    `pickled` is the serialized data, if the object is `frozen`.
+    `pickled` is the serialized data, if the object is a `snapshot`.
     """
 
     key: str
@@ -99,15 +101,15 @@ class LocalObject:
         """Return the bytes that are stored for the object."""
         return object_blob(self.data) if self.pickled is None else self.pickled
 
-    def frozen(self) -> LocalObject:
+    def snapshot(self) -> LocalObject:
         """Return a copy with the data already serialized."""
         return replace(self, data=None, pickled=self.blob())
 
     @classmethod
-    def of(cls, each: ShardedObject) -> LocalObject:
+    def of(cls, shard: ShardedObject) -> LocalObject:
         """Convert a `ShardedObject`."""
-        shape, offset = tuple(each.global_shape), tuple(each.global_offset)
-        return cls(each.key, each.unique_key, each.data, shape, offset, is_main_replica(each.replica_id))
+        shape, offset = tuple(shard.global_shape), tuple(shard.global_offset)
+        return cls(shard.key, shard.unique_key, shard.data, shape, offset, is_main_replica(shard.replica_id))
 
 
 @dataclass
@@ -115,7 +117,7 @@ class LocalState:
     """State dict of one rank, taken apart for planning and writing.
 
     `common` is everything that is neither a sharded tensor nor a sharded object: nested, with plain values as leaves.
-    `common_pickled` is its serialized form, if the state is `frozen`.
+    `common_pickled` is its serialized form, if the state is a `snapshot`.
     """
 
     tensors: Sequence[LocalTensor]
@@ -124,7 +126,8 @@ class LocalState:
     common_pickled: bytes | None = None
 
     @cached_property
-    def _declared(self) -> LocalPlan:
+    # Computed once: a save that has to declare in full after it has sent its digests uses it twice.
+    def _local_plan(self) -> LocalPlan:
         return LocalPlan.of(
             [
                 LocalShard(e.key, e.global_shape, e.global_offset, e.local_shape, e.dtype_name, e.is_main)
@@ -134,9 +137,9 @@ class LocalState:
             common=dict(state_digests(self.common)),
         )
 
-    def declared(self) -> LocalPlan:
+    def local_plan(self) -> LocalPlan:
         """Return the declaration that this rank sends to rank 0."""
-        return self._declared
+        return self._local_plan
 
     def common_file(self) -> bytes:
         """Return the common part in the format of `torch.save`."""
@@ -146,28 +149,31 @@ class LocalState:
         torch.save(self.common, stream)
         return stream.getvalue()
 
-    def frozen(self, tensors: Sequence[LocalTensor], *, is_coordinator: bool) -> LocalState:
+    def snapshot(self, tensors: Sequence[LocalTensor], *, is_coordinator: bool) -> LocalState:
         """Return a copy of the state with the given tensors, which the caller cannot change.
 
         Objects are serialized now, and so is the common part on the coordinator, which is the rank that writes it.
         """
-        objects = [entry.frozen() for entry in self.objects]
-        made = LocalState(tensors, objects, {}, self.common_file() if is_coordinator else b"")
-        made._declared = self._declared
-        return made
+        # Objects have no general way to be copied, so they are pickled now, in the calling thread.
+        objects = [entry.snapshot() for entry in self.objects]
+        copy = LocalState(tensors, objects, {}, self.common_file() if is_coordinator else b"")
+        # The plan was made from the original: the copy no longer has the common part that its digests are computed
+        # from.
+        copy._local_plan = self._local_plan
+        return copy
 
 
 class FailedStaging(LocalState):
     """State that could not be copied.
 
-    `declared` raises the error of the copy. It is called in the plan, so the error is raised on every rank.
+    `local_plan` raises the error of the copy. It is called in the plan, so the error is raised on every rank.
     """
 
     def __init__(self, error: BaseException) -> None:
         super().__init__((), ())
         self._error = error
 
-    def declared(self) -> LocalPlan:
+    def local_plan(self) -> LocalPlan:
         """Raise the error of the copy."""
         raise self._error
 
@@ -176,19 +182,24 @@ def state_digests(value: Any, path: str = "") -> Iterator[tuple[str, str]]:  # n
     """Yield the path and a digest of every leaf, so that ranks can compare their common parts."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
+            # Example: {"lr": 0.1, "betas": (0.9, 0.99)} yields ("lr", ...), ("betas[0]", ...) and ("betas[1]", ...). An
+            # empty container is a leaf, so that {} and a missing entry differ.
             yield from state_digests(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple) and value:
         for number, item in enumerate(value):
             yield from state_digests(item, f"{path}[{number}]")
     else:
-        yield path, blake2b(_spelt(value), digest_size=8).hexdigest()
+        yield path, blake2b(_leaf_bytes(value), digest_size=8).hexdigest()
 
 
-def _spelt(value: Any) -> bytes:  # noqa: ANN401 - a leaf
+def _leaf_bytes(value: Any) -> bytes:  # noqa: ANN401 - a leaf
+    # `repr` of these is the same in all processes, unlike a pickle, which depends on which objects are shared.
+    # Containers come here only if they are empty.
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | dict | list | tuple):
         return f"{type(value).__name__} {value!r}".encode()
     if isinstance(value, torch.Tensor):
         stream = io.BytesIO()
+        # With dtype and shape, which the raw bytes alone would not tell.
         torch.save(value.detach().cpu(), stream)
         return stream.getvalue()
     return pickle.dumps(value)
@@ -197,11 +208,11 @@ def _spelt(value: Any) -> bytes:  # noqa: ANN401 - a leaf
 def local_state_of(sharded_state_dict: Any) -> LocalState:  # noqa: ANN401
     """Return this rank's part of a sharded state dict.
 
-    A collective. Raises `CheckpointingException`.
+    A collective. Raises `CheckpointError`.
     """
-    made = partition(sharded_state_dict)
-    tensors = [LocalTensor.of(tensor.shard) for tensor in made.tensors]
-    return LocalState(tensors, [LocalObject.of(shard) for _, shard in made.objects], made.common)
+    split = partition(sharded_state_dict)
+    tensors = [LocalTensor.of(tensor.shard) for tensor in split.tensors]
+    return LocalState(tensors, [LocalObject.of(shard) for _, shard in split.objects], split.common)
 
 
 class LoadRequest:
@@ -212,12 +223,16 @@ class LoadRequest:
 
     def __init__(self, sharded_state_dict: Any, manifest: Manifest, *, all_values: bool = False) -> None:  # noqa: ANN401
         stored = {key: (tensor.shape, tensor.dtype) for key, tensor in manifest.tensors.items()}
+        # No collective: which replica is the main one has no meaning for a load.
         self._split = partition(sharded_state_dict, stored=stored, gather=None)
         self._all_values = all_values
         # positions of the tensors whose memory is allocated here, and may be overwritten in part by a failed load
         self.fresh: set[int] = set()
+        # Memory is allocated before the reads are planned, so that a lack of it is an error of this phase, on all
+        # ranks.
         for position, entry in enumerate(self._split.tensors):
             if entry.shard.data is None:
+                # The caller has passed an entry without data and gets new memory.
                 entry.shard.init_data("cpu")
                 self.fresh.add(position)
         self.tensors = [LocalTensor.of(tensor.shard) for tensor in self._split.tensors]
@@ -233,23 +248,25 @@ class LoadRequest:
         return {
             key: normalize_path(path, requested)
             for key, path in paths.items()
+            # The first step decides: who asks for "optimizer" wants all of its plain values, also those that it does
+            # not have yet.
             if self._all_values or path[0] in requested
         }
 
-    def nested(self, leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
+    def nest(self, leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:
         """Build a part of the state dict from leaves, given as (path, value)."""
         return nest(leaves, self._split.containers)
 
-    def assembled(self, objects: Mapping[str, Any], common: Any, skipped: Collection[str]) -> Any:  # noqa: ANN401
+    def assemble(self, objects: Mapping[str, Any], common: Any, skipped: Collection[str]) -> Any:  # noqa: ANN401
         """Return the state dict with the loaded tensors, objects and common part; skipped keys are left out."""
-        made = self._split
+        split = self._split
         values: dict[tuple[Any, ...], Any] = {
-            entry.path: entry.restored(entry.shard.data)
-            for entry in made.tensors
+            entry.path: entry.restore(entry.shard.data)
+            for entry in split.tensors
             if entry.shard.key not in skipped and entry.shard.data is not None
         }
-        values.update({path: objects[shard.unique_key] for path, shard in made.objects if shard.unique_key in objects})
-        return made.assemble(values, common)
+        values.update({path: objects[shard.unique_key] for path, shard in split.objects if shard.unique_key in objects})
+        return split.assemble(values, common)
 
 
 def request_everything(manifest: Manifest) -> dict[str, Any]:

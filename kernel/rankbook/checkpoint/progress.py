@@ -1,6 +1,6 @@
 """Report the progress of a save to the user's callback and to telemetry.
 
-A report is made at the start of every phase, and while bytes are written at most once per `OFTEN` seconds.
+A report is made at the start of every phase, and while bytes are written at most once per `REPORT_INTERVAL` seconds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from rankbook.protocol.telemetry import CheckpointSave
 
 logger = logging.getLogger(__name__)
 
-OFTEN = 0.1
+REPORT_INTERVAL = 0.1
 """Minimum time in seconds between two reports of written bytes."""
 
+# Names of the telemetry sources. `next` on an iterator is atomic under the GIL, and saves start in several threads.
 _numbers = iter(range(1, 1 << 62))
 
 
@@ -35,26 +36,28 @@ class SaveProgress:
         self.step: int | None = None
         self.phase, self.error = "planning", ""
         self.written = self.total = 0
-        self._began = self._told = time.monotonic()
-        self._writing_began = 0.0
+        self._start_time = self._last_report = time.monotonic()
+        self._writing_start = 0.0
         self._on_progress = on_progress
-        self._raised: BaseException | None = None
+        self._interrupt: BaseException | None = None
+        # A source of its own per save: a background save and the next one may exist at the same time.
         self._source = f"checkpoint {next(_numbers)}"
-        telemetry.offer_source(self._source, self.now)
-        self._tell()
+        telemetry.offer_source(self._source, self.snapshot)
+        self._report()
 
     def check(self) -> None:
         """Raise the interrupt that occurred in the callback, if any.
 
         Called where an error of one rank is propagated to all ranks.
         """
-        if self._raised is not None:
-            raise self._raised
+        if self._interrupt is not None:
+            raise self._interrupt
 
-    def now(self) -> CheckpointSave:
+    def snapshot(self) -> CheckpointSave:
         """Return a snapshot of the progress, with durations in seconds and the rate in bytes per second."""
-        seconds = time.monotonic() - self._began
-        writing = time.monotonic() - self._writing_began if self._writing_began else 0.0
+        seconds = time.monotonic() - self._start_time
+        # The rate counts from the first byte of the file. Planning and waiting for other ranks are not writing.
+        writing = time.monotonic() - self._writing_start if self._writing_start else 0.0
         return CheckpointSave(
             folder=self.folder,
             name=self.name,
@@ -72,18 +75,20 @@ class SaveProgress:
         """Begin a phase: planning, staging, writing, committing, done or failed."""
         self.phase = phase
         if phase == "writing":
-            self._writing_began = time.monotonic()
+            self._writing_start = time.monotonic()
+        # A failed background save stays visible until its error was reported; a failed save in the foreground has
+        # raised already.
         elif phase == "done" or (phase == "failed" and not self.background):
             telemetry.withdraw_source(self._source)
-        self._tell()
+        self._report()
 
-    def wrote(self, count: int) -> None:
+    def add_written(self, count: int) -> None:
         """Count `count` more written bytes."""
         self.written += count
-        if time.monotonic() - self._told > OFTEN:
-            self._tell()
+        if time.monotonic() - self._last_report > REPORT_INTERVAL:
+            self._report()
 
-    def failed(self, error: str) -> None:
+    def fail(self, error: str) -> None:
         """End the save without a checkpoint."""
         self.error = error
         self.enter("failed")
@@ -92,15 +97,17 @@ class SaveProgress:
         """Stop showing a failed asynchronous save in telemetry, because its error was reported."""
         telemetry.withdraw_source(self._source)
 
-    def _tell(self) -> None:
-        self._told = time.monotonic()
-        progress = self.now()
+    def _report(self) -> None:
+        self._last_report = time.monotonic()
+        progress = self.snapshot()
         telemetry.report_value(progress)
         if self._on_progress is not None:
             try:
                 self._on_progress(progress)
             except Exception:  # a failing callback must not fail the save on all ranks
-                logger.exception("on_progress= has failed and is not called again for this save to %s", self.folder)
+                logger.exception(
+                    "on_progress raised an exception and is not called again during this save to %s", self.folder
+                )
                 self._on_progress = None
             except BaseException as error:  # noqa: BLE001 - `check` raises it: raised here, it could leave other ranks waiting
-                self._raised, self._on_progress = error, None
+                self._interrupt, self._on_progress = error, None

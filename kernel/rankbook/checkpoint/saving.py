@@ -76,7 +76,6 @@ raise torch's error, with a note.
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -100,8 +99,9 @@ from rankbook.checkpoint import async_save
 from rankbook.checkpoint.async_save import SaveHandle
 from rankbook.checkpoint.consistency import RankGroup, RanksFailed, check_same_arguments, folder_key
 from rankbook.checkpoint.format import torch_blobs
-from rankbook.checkpoint.format.checksums import crc32, whole
+from rankbook.checkpoint.format.checksums import combine_pieces, crc32
 from rankbook.checkpoint.format.manifest import (
+    COMMON,
     MANIFEST,
     METADATA,
     PIECE,
@@ -118,12 +118,12 @@ from rankbook.checkpoint.local_state import LocalState, local_state_of
 from rankbook.checkpoint.planning.local_plan import LocalPlan
 from rankbook.checkpoint.planning.save_plan import Assignment, PlanCache, SavePlan, plan_save
 from rankbook.checkpoint.progress import SaveProgress
-from rankbook.checkpoint.storage.base import Storage
-from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.storage.local import Folder, storage_of
 from rankbook.checkpoint.storage.steps import CheckpointLocation, RetentionPolicy, check_int
-from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.errors import CheckpointError, InvalidArgument
 from rankbook.protocol.telemetry import CheckpointSave
 
+# Rankbook writes the layout of Megatron-Core's "torch_dist" backend, version 1.
 MEGATRON = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -132,14 +132,13 @@ MEGATRON = {
 }
 """Content of `metadata.json`, the file by which Megatron-Core recognizes a checkpoint format."""
 
-MOST_LOOKED_AT = 1 << 20
+MAX_SCANNED_BYTES = 1 << 20
 """Size limit in bytes of a pickle that is scanned for unsafe globals while it is saved."""
 
 logger = logging.getLogger(__name__)
-_told_unsafe: set[str] = set()
+_warned_unsafe: set[str] = set()
 
-COMMON = "common.pt"
-OF_MEGATRON = "metadata.json"
+MEGATRON_METADATA = "metadata.json"
 
 
 Signature = tuple[str, str]
@@ -172,15 +171,16 @@ class WrittenFile:
 class PlanHistory:
     """Data that this process keeps from one save to the next, so that an equal save is not planned again.
 
-    Rank 0 keeps the plan in `cache`; every rank keeps in `sent` the signature that it last sent to rank 0.
+    Rank 0 keeps the plan in `cache`; every rank keeps in `last_signature` the signature that it last sent to rank 0.
     """
 
     def __init__(self) -> None:
         self.cache = PlanCache()
-        self.sent: Signature | None = None
+        self.last_signature: Signature | None = None
 
     def clear(self) -> None:
         """Forget the plan and the signature, after a save that failed."""
+        # The plan of a failed save may not be the one that the other ranks have. All ranks declare in full next time.
         self.__init__()  # type: ignore[misc]
 
 
@@ -194,8 +194,8 @@ class Writer:
         self,
         rank: int,
         contents: LocalState,
-        place: CheckpointLocation,
-        telling: SaveProgress,
+        location: CheckpointLocation,
+        progress: SaveProgress,
         history: PlanHistory,
         *,
         metadata: dict[str, Any],
@@ -203,68 +203,75 @@ class Writer:
     ) -> None:
         self._rank = rank
         self._contents = contents
-        self._place = place
-        self._telling = telling
+        self._location = location
+        self._progress = progress
         self._history = history
         self._metadata = metadata
         self._fully_parallel = fully_parallel
         self._plan: SavePlan | None = None
         self._partial = ""
 
-    def declare(self, *, whole: bool) -> Signature | bytes:
+    def declare(self, *, full: bool) -> Signature | bytes:
         """Return this rank's declaration for rank 0: its digests if it equals that of the previous save.
 
-        With `whole`, return the full declaration in any case.
+        With `full`, return the full declaration in any case.
         """
-        self._telling.check()
-        declared = self._contents.declared()
+        # Here an interrupt of the user's callback can be raised: `RankGroup.exchange` passes it to all ranks.
+        self._progress.check()
+        declared = self._contents.local_plan()
         signature = declared.signature()
-        unchanged = not whole and self._history.sent == signature
-        self._history.sent = signature
-        return signature if unchanged else declared.packed()
+        unchanged = not full and self._history.last_signature == signature
+        self._history.last_signature = signature
+        return signature if unchanged else declared.pack()
 
     def plan(self, declarations: list[Signature | bytes]) -> list[WriteTask | None]:
         """Plan the save, claim the partial folder, and return one task per rank.
 
         Return None for every rank if one of them sent digests that this process does not know: all ranks must then
-        declare in full. Raises `CheckpointingException` if the declarations do not fit together.
+        declare in full. Raises `CheckpointError` if the declarations do not fit together.
         """
-        parts = [LocalPlan.unpacked(part) if isinstance(part, bytes) else part for part in declarations]
+        # A declaration is bytes, digests are a tuple of two texts.
+        parts = [LocalPlan.unpack(part) if isinstance(part, bytes) else part for part in declarations]
         signatures = [part.signature() if isinstance(part, LocalPlan) else part for part in parts]
         cache, parallel = self._history.cache, self._fully_parallel
-        plan = cache.recall(signatures, fully_parallel=parallel)
+        plan = cache.get(signatures, fully_parallel=parallel)
         if plan is None:
             declared = [part for part in parts if isinstance(part, LocalPlan)]
+            # Nothing was claimed yet, so declaring again has no cost but time.
             if len(declared) < len(parts):
                 return [None] * len(parts)
             plan = plan_save(declared, fully_parallel=parallel)
-            cache.keep(plan, signatures, fully_parallel=parallel)
+            cache.put(plan, signatures, fully_parallel=parallel)
         self._plan = plan
-        partial = self._place.begin()
-        name, step = self._place.shown, self._place.step
+        # After planning: shards that do not fit together must not touch the folder.
+        partial = self._location.begin()
+        name, step = self._location.display_name, self._location.step
         return [WriteTask(plan.of_rank(rank), partial, name, step) for rank in range(len(parts))]
 
     def write(self, task: WriteTask) -> WrittenFile:
         """Write this rank's file and return the positions and checksums in it. Raises OSError."""
-        telling, assignment = self._telling, task.assignment
-        self._partial, telling.name, telling.step = task.partial, task.name, task.step
-        telling.total = sum(self._contents.tensors[number].nbytes for number in assignment.tensors)
-        telling.enter("writing")
-        telling.check()
+        progress, assignment = self._progress, task.assignment
+        # The step number is chosen by rank 0, so the other ranks know it only now.
+        self._partial, progress.name, progress.step = task.partial, task.name, task.step
+        progress.total = sum(self._contents.tensors[number].nbytes for number in assignment.tensors)
+        progress.enter("writing")
+        progress.check()
         for number in assignment.tensors:
+            # Checked before the file is created. The data is a meta tensor if the entry was made without data.
             if (tensor := self._contents.tensors[number]).data.is_meta:
-                raise CheckpointingException(
-                    f"tensor {tensor.key!r}, the chunk at {tensor.global_offset}: rank {self._rank} is to store it "
-                    "and has no data for it"
+                raise CheckpointError(
+                    f"tensor {tensor.key!r}: rank {self._rank} must store the chunk at {tensor.global_offset}, but "
+                    "its ShardedTensor has data=None"
                 )
         file = WrittenFile(self._rank, f"__{self._rank}_0.distcp")
+        # A rank with nothing to write creates no file.
         if len(assignment.tensors) or len(assignment.objects):
-            file.size = self._place.storage.write(f"{self._partial}/{file.name}", self._parts(file, assignment))
-        telling.enter("committing")
-        telling.check()
+            file.size = self._location.storage.write(f"{self._partial}/{file.name}", self._file_parts(file, assignment))
+        progress.enter("committing")
+        progress.check()
         return file
 
-    def _parts(self, file: WrittenFile, assignment: Assignment) -> Iterator[memoryview | bytes]:
+    def _file_parts(self, file: WrittenFile, assignment: Assignment) -> Iterator[memoryview | bytes]:
         # The file is a sequence of blobs without gaps. Every blob is a zip as `torch.save` writes it. The blob of a
         # tensor consists of the beginning of this envelope, the raw data, and the ending. The data is written straight
         # from the tensor's memory, in pieces of PIECE bytes, and the manifest has a CRC-32 per piece. The ending must
@@ -280,8 +287,8 @@ class Writer:
                 piece = data[begin : begin + PIECE]
                 pieces.append(crc32(piece))
                 yield piece
-                self._telling.wrote(len(piece))
-            ending = envelope.ending(whole(pieces, len(data)))
+                self._progress.add_written(len(piece))
+            ending = envelope.ending(combine_pieces(pieces, len(data)))
             yield ending
             begin, after = at + len(envelope.before), len(data) + len(ending)
             around = crc32(ending, crc32(envelope.before))
@@ -302,26 +309,28 @@ class Writer:
         for number in assignment.objects:
             stored = self._contents.objects[number]
             blob = stored.blob()
-            _tell_unsafe(f"object {stored.unique_key!r}", blob)
+            _warn_unsafe(f"object {stored.unique_key!r}", blob)
             yield blob
             file.objects.append((stored.unique_key, StoredObject(0, at, len(blob), crc32(blob), file.rank)))
             at += len(blob)
 
     def _check_visible(self, written: list[WrittenFile]) -> None:
-        sizes = self._place.storage.list(self._partial)
+        # Rank 0 lists the folder. On a network file system it may see the other machines' files late, or, if the path
+        # is a local disk of every machine, not at all.
+        sizes = self._location.storage.list(self._partial)
         for file in written:
             if file.size and sizes.get(file.name) != file.size:
-                path = f"{self._place.folder}/{self._partial}/{file.name}"
-                raise CheckpointingException(
-                    f"rank {file.rank} wrote {file.size} bytes to {path}, and rank {self._rank} finds "
-                    f"{sizes.get(file.name, 'no such file')} there: all ranks must write to the same place, a file "
-                    "system that they share"
+                path = f"{self._location.folder}/{self._partial}/{file.name}"
+                visible = f"{sizes[file.name]} bytes" if file.name in sizes else "no such file"
+                raise CheckpointError(
+                    f"rank {file.rank} wrote {file.size} bytes to {path}, but rank {self._rank} sees {visible}: all "
+                    "ranks must write to the same folder on a shared file system"
                 )
 
     def commit(self, written: list[WrittenFile]) -> list[None]:
         """Write the manifest for the files of all ranks and commit the checkpoint. Return one None per rank.
 
-        Raises `CheckpointingException` if this rank does not see the file of another rank, or sees it with another
+        Raises `CheckpointError` if this rank does not see the file of another rank, or sees it with another
         size.
         """
         # A rank does not know the number of its file: the manifest numbers the files with content, in order of ranks.
@@ -345,14 +354,14 @@ class Writer:
             for key, stored in file.objects
         }
         common = self._contents.common_file()
-        _tell_unsafe("the common part", common)
+        _warn_unsafe("the common part", common)
         small = {
             COMMON: common,
-            OF_MEGATRON: msgspec.json.encode(MEGATRON),
-            METADATA: pickle.dumps(for_torch(tensors, objects, [file.name for file in files])),
+            MEGATRON_METADATA: msgspec.json.encode(MEGATRON),
+            METADATA: pickle.dumps(to_dcp_metadata(tensors, objects, [file.name for file in files])),
         }
         for name, content in small.items():
-            self._place.storage.write(f"{self._partial}/{name}", [content])
+            self._location.storage.write(f"{self._partial}/{name}", [content])
             files.append(StoredFile(name, len(content), crc32(content), self._rank))
         manifest = Manifest(
             created=now(),
@@ -360,55 +369,58 @@ class Writer:
             tensors=tensors,
             objects=objects,
             files=tuple(files),
-            step=self._place.step,
+            step=self._location.step,
             metadata=self._metadata,
             rankbook=version("rankbook"),
             torch=str(torch.__version__),
         )
-        self._place.storage.write(f"{self._partial}/{MANIFEST}", [encode(manifest)])
-        self._place.commit()
+        # The manifest is last: a folder with a manifest has all other files.
+        self._location.storage.write(f"{self._partial}/{MANIFEST}", [encode(manifest)])
+        self._location.commit()
         return [None] * len(written)
 
 
-def _tell_unsafe(what: str, blob: bytes) -> None:
+def _warn_unsafe(what: str, blob: bytes) -> None:
     """Log a warning, once per object name, if `load` will refuse the object without `allow=`.
 
     The user can still change the object now; at load time it may be too late.
     """
-    if len(blob) > MOST_LOOKED_AT or what in _told_unsafe:
+    if len(blob) > MAX_SCANNED_BYTES or what in _warned_unsafe:
         return
     if names := torch_blobs.unsafe_globals(blob):
-        _told_unsafe.add(what)
-        advice = f"a load takes it with allow={names} only"
+        _warned_unsafe.add(what)
+        advice = f"load() requires allow={names} for it"
         if never := torch_blobs.NEVER.intersection(names):
-            advice = f"torch cannot load {' and '.join(sorted(never))} again, allowed or not: make it a list or a dict"
+            advice = (
+                f"torch cannot load {' and '.join(sorted(never))}, even with allow=: convert it to a list or a dict"
+            )
         logger.warning(
-            "%s holds %s. It is stored, and %s; numbers, strings, tensors, and dicts, lists and tuples of them are "
-            "loaded unasked",
+            "%s contains %s. It is saved, but %s. Numbers, strings, tensors, and dicts, lists and tuples of them are "
+            "loaded without allow=",
             what,
             ", ".join(names),
             advice,
         )
 
 
-def for_torch(tensors: dict[str, StoredTensor], objects: dict[str, StoredObject], files: list[str]) -> Metadata:
+def to_dcp_metadata(tensors: dict[str, StoredTensor], objects: dict[str, StoredObject], files: list[str]) -> Metadata:
     """Return the metadata of the checkpoint in the format of `torch.distributed.checkpoint`."""
     described: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    # `.metadata` lets `torch.distributed.checkpoint` and Megatron-Core load the checkpoint. `_StorageInfo` is private
+    # in torch.
+    locations: dict[MetadataIndex, _StorageInfo] = {}
     for key, tensor in tensors.items():
         chunks = [ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.shape)) for part in tensor.chunks]
         properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
         described[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         for number, chunk in enumerate(tensor.chunks):
+            # The third field is a hint only: DCP looks for the chunk at this position of the list first.
             index = MetadataIndex(key, torch.Size(chunk.offset), number)
-            places[index] = _StorageInfo(files[chunk.file], chunk.start, chunk.length)
+            locations[index] = _StorageInfo(files[chunk.file], chunk.start, chunk.length)
     for key, stored in objects.items():
         described[key] = BytesStorageMetadata()
-        places[MetadataIndex(key)] = _StorageInfo(files[stored.file], stored.start, stored.length)
-    return Metadata(described, planner_data={key: (key,) for key in described}, storage_data=places, version="1.0.0")
-
-
-Folder = str | os.PathLike[str] | Storage
+        locations[MetadataIndex(key)] = _StorageInfo(files[stored.file], stored.start, stored.length)
+    return Metadata(described, planner_data={key: (key,) for key in described}, storage_data=locations, version="1.0.0")
 
 
 @dataclass(frozen=True)
@@ -416,6 +428,11 @@ class Saved:
     """Complete checkpoint, as `save` returns it.
 
     `bytes` counts what this rank wrote, `seconds` is the duration of the save on this rank.
+
+    Example::
+
+        saved = save(sharded_state_dict(model, optimizer), "checkpoints", step=300)
+        saved.name  # 'step-300'
     """
 
     folder: str
@@ -469,23 +486,26 @@ def save(
     With `async_` the data is copied and a `SaveHandle` is returned; otherwise a `Saved`. If the previous asynchronous
     save is still running, this call waits for it, or raises with `busy="refuse"`.
 
-    Raises `BadRequest` if arguments are invalid or differ between ranks. Raises `CheckpointingException` if the parts
+    Raises `InvalidArgument` if arguments are invalid or differ between ranks. Raises `CheckpointError` if the parts
     of the ranks do not fit together, if a rank cannot write, or if an earlier asynchronous save failed and its error
     was not retrieved. The error is the same on every rank, and existing checkpoints stay unchanged.
+
+    Example::
 
         save(sharded_state_dict(model, optimizer), "checkpoints", step=100, keep=3)
     """
 
-    def checked() -> tuple[dict[str, Any], CheckpointLocation]:
+    # Runs inside `check_same_arguments`, so that a rank with invalid arguments does not leave the others waiting.
+    def check_arguments() -> tuple[dict[str, Any], CheckpointLocation]:
         if busy not in {"wait", "refuse"}:
-            raise BadRequest(f'busy={busy!r}: "wait" for the save before this one, or "refuse"')
+            raise InvalidArgument(f"unknown busy {busy!r}; choose from wait (for the previous save), refuse")
         number = None if step is None else check_int("step", step, 0)
         retention = RetentionPolicy(keep, keep_every)
         return _metadata(metadata), CheckpointLocation(storage_of(folder), str(folder), number, retention=retention)
 
-    given, place = check_same_arguments(
+    given, location = check_same_arguments(
         "save",
-        checked,
+        check_arguments,
         folder=folder_key(folder),
         step=step,
         async_=async_,
@@ -496,7 +516,7 @@ def save(
     )
     return save_contents(
         local_state_of(sharded_state_dict),
-        place,
+        location,
         metadata=given,
         async_=async_,
         on_progress=on_progress,
@@ -507,7 +527,7 @@ def save(
 
 def save_contents(
     contents: LocalState,
-    place: CheckpointLocation,
+    location: CheckpointLocation,
     *,
     metadata: dict[str, Any],
     async_: bool = False,
@@ -516,21 +536,23 @@ def save_contents(
     busy: str = "wait",
 ) -> Saved | SaveHandle:
     """Save a state dict that has been taken apart, to a step or to a folder of any name. See `save`."""
+    # Two saves at the same time would share the process group, the plan history and possibly the step.
     async_save.join_previous(refuse=busy == "refuse")
-    telling = SaveProgress(place.folder, background=async_, on_progress=on_progress)
+    progress = SaveProgress(location.folder, background=async_, on_progress=on_progress)
 
-    def run(held: LocalState, group: Any) -> Saved:  # noqa: ANN401 - a process group
-        return run_save(held, place, telling, metadata=metadata, fully_parallel=fully_parallel, group=group)
+    def run(staged: LocalState, group: Any) -> Saved:  # noqa: ANN401 - a process group
+        return run_save(staged, location, progress, metadata=metadata, fully_parallel=fully_parallel, group=group)
 
+    # Without a group: the default group, in the calling thread.
     if not async_:
         return run(contents, None)
-    return async_save.start_save(contents, telling, run, everything=fully_parallel)
+    return async_save.start_save(contents, progress, run, target=location.display_name, copy_replicas=fully_parallel)
 
 
 def run_save(
     contents: LocalState,
-    place: CheckpointLocation,
-    telling: SaveProgress,
+    location: CheckpointLocation,
+    progress: SaveProgress,
     *,
     metadata: dict[str, Any],
     fully_parallel: bool = False,
@@ -538,17 +560,17 @@ def run_save(
 ) -> Saved:
     """Save on the calling thread, together with every rank of `group`: plan, write and commit.
 
-    The module docstring describes the order of events. Raises `CheckpointingException`, the same on every rank.
+    The module docstring describes the order of events. Raises `CheckpointError`, the same on every rank.
     """
     began = time.monotonic()
     ranks = RankGroup(group)
     writer = Writer(
-        ranks.rank, contents, place, telling, _process.history, metadata=metadata, fully_parallel=fully_parallel
+        ranks.rank, contents, location, progress, _process.history, metadata=metadata, fully_parallel=fully_parallel
     )
     try:
-        task = ranks.exchange(lambda: writer.declare(whole=False), writer.plan)
+        task = ranks.exchange(lambda: writer.declare(full=False), writer.plan)
         if task is None:  # rank 0 does not know the digests of some rank
-            task = ranks.exchange(lambda: writer.declare(whole=True), writer.plan)
+            task = ranks.exchange(lambda: writer.declare(full=True), writer.plan)
         assert task is not None
         assigned = task
         ranks.exchange(lambda: writer.write(assigned), writer.commit)
@@ -556,18 +578,21 @@ def run_save(
         # `RanksFailed` is raised on all ranks together. Any other exception comes from the collectives themselves; this
         # rank then raises alone, since it can no longer reach the others.
         _process.history.clear()
+        # Only rank 0 has claimed anything. The other ranks' files are in the partial folder, which it removes.
         if ranks.rank == 0:
-            place.abandon()
+            location.abandon()
         if isinstance(error, RanksFailed):
-            telling.failed(error.message("save"))
+            progress.fail(error.message("save"))
             error.reraise("save")
-        telling.failed(f"{type(error).__name__}: {error}")  # the process group has broken
-        error.add_note(f"The save to {place.folder} was broken off; what was saved before is untouched.")
+        progress.fail(f"{type(error).__name__}: {error}")  # the process group has broken
+        error.add_note(
+            f"The save to {location.folder} was aborted. Existing checkpoints are unchanged, or the save has completed."
+        )
         raise
-    saved = Saved(place.folder, telling.name, telling.step, telling.written, time.monotonic() - began)
+    saved = Saved(location.folder, progress.name, progress.step, progress.written, time.monotonic() - began)
     _process.last = saved
-    telling.enter("done")
-    telling.check()  # the checkpoint is complete, but an interrupt of the callback must still be raised
+    progress.enter("done")
+    progress.check()  # the checkpoint is complete, but an interrupt of the callback must still be raised
     return saved
 
 
@@ -575,5 +600,5 @@ def _metadata(given: dict[str, Any] | None) -> dict[str, Any]:
     try:
         check_json(given or {}, "metadata")
         return msgspec.json.decode(msgspec.json.encode(given or {}), type=dict[str, Any])
-    except (CheckpointingException, TypeError, msgspec.MsgspecError, ValueError) as error:
-        raise BadRequest(f"metadata= is written as JSON, which this cannot be: {error}") from error
+    except (CheckpointError, TypeError, msgspec.MsgspecError, ValueError) as error:
+        raise InvalidArgument(f"metadata must be JSON-serializable: {error}") from error

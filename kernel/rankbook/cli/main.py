@@ -19,6 +19,7 @@ from pathlib import Path
 from rankbook.formatting import escape_unprintable, format_bytes
 
 USAGE_ERROR = 2
+# Packages of the extra "notebook", which `rankbook run` needs and the other commands do not.
 _NOTEBOOK_PACKAGES = {"nbclient", "nbformat", "jupyter_client", "ipykernel"}
 
 
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: `sys.argv`) and return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
+    # Not argparse's own "version" action, which would read the version for every command.
     if args.version:
         sys.stdout.write(f"rankbook {metadata.version('rankbook')}\n")
         return 0
@@ -40,14 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before the run installed its signal handlers
         return 130
     except BrokenPipeError:  # `rankbook run … | head`
+        # The interpreter flushes stdout at exit and would print the same error again. /dev/null takes the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rankbook", description="Notebook cells that run on every accelerator at once."
-    )
+    parser = argparse.ArgumentParser(prog="rankbook", description="Run notebook cells on all accelerators at once.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     run = commands.add_parser(
@@ -55,50 +56,52 @@ def _parser() -> argparse.ArgumentParser:
         help="execute a notebook without a browser",
         description="Executes a notebook from top to bottom in a fresh kernel and prints each cell's output as it "
         "comes. Stops at the first cell that fails and exits with 1. Ctrl-C interrupts the running cell, a second one "
-        "ends the run. Background cells that are not done when the last cell ends are stopped.",
+        "ends the run. Background cells that still run when the last cell ends are stopped.",
     )
     run.add_argument("notebook", type=Path, metavar="NOTEBOOK", help="the .ipynb file; it is not changed")
     run.add_argument(
-        "-n", "--ranks", type=_positive_int, metavar="N", help="how many ranks a start without a number makes"
+        "-n", "--ranks", type=_positive_int, metavar="N", help="number of ranks, unless the notebook requests a number"
     )
-    run.add_argument("--output", type=Path, metavar="FILE", help="write the executed notebook here, up to where it got")
-    run.add_argument("--timeout", type=_positive_float, metavar="S", help="seconds that each cell may take")
-    run.add_argument("--kernel", metavar="NAME", help="an installed kernel; default: this interpreter's own")
+    run.add_argument("--output", type=Path, metavar="FILE", help="write the executed notebook, also if the run fails")
+    run.add_argument("--timeout", type=_positive_float, metavar="S", help="time limit per cell in seconds")
+    run.add_argument("--kernel", metavar="NAME", help="an installed kernel (default: the kernel of this interpreter)")
     _add_checkpoint(commands)
     return parser
 
 
 def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `rankbook checkpoint ls|show|verify|convert`."""
-    checkpoint = commands.add_parser("checkpoint", help="look into checkpoints, verify and convert them")
+    checkpoint = commands.add_parser("checkpoint", help="inspect, verify and convert checkpoints")
     actions = checkpoint.add_subparsers(dest="action", metavar="ACTION", required=True)
-    folder = "a folder of steps, a checkpoint, also of torch.distributed.checkpoint or Megatron, or a URL of one"
+    folder = "a folder of steps, a checkpoint (also of torch.distributed.checkpoint or Megatron), or the URL of one"
     listing = actions.add_parser("ls", help="list the steps of a folder", description="Lists the steps of a folder.")
     listing.add_argument("path", metavar="PATH", help=folder)
     show = actions.add_parser(
-        "show", help="list what a checkpoint holds", description="Lists a checkpoint's tensors, objects and files."
+        "show", help="list the contents of a checkpoint", description="Lists a checkpoint's tensors, objects and files."
     )
     show.add_argument("path", metavar="PATH", help=folder)
-    show.add_argument("--step", type=int, metavar="N", help="default: the latest")
+    show.add_argument("--step", type=int, metavar="N", help="step to show (default: the latest)")
     verify = actions.add_parser(
         "verify",
         help="read every byte of a checkpoint and compare it with its checksum",
-        description="Reads every byte of a checkpoint, compares it with its checksum, and names what is damaged: "
-        "file, key, and the rank that wrote it. Exits with 1 if something is.",
+        description="Reads every byte of a checkpoint, compares it with its checksum, and reports damage with "
+        "the file, the key and the rank that wrote it. Exits with 1 if the checkpoint is damaged.",
     )
     verify.add_argument("path", metavar="PATH", help=folder)
     which = verify.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="default: the latest")
-    which.add_argument("--all", action="store_true", help="every finished step")
+    which.add_argument("--step", type=int, metavar="N", help="step to verify (default: the latest)")
+    which.add_argument("--all", action="store_true", help="verify all finished steps")
     convert = actions.add_parser(
         "convert",
-        help="to safetensors and back",
+        help="convert a checkpoint to safetensors, or safetensors to a checkpoint",
         description="Writes a checkpoint's tensors as safetensors files with an index, or safetensors files as a step "
-        "of a checkpoint folder. One tensor at a time is in memory.",
+        "of a checkpoint folder. Holds one tensor at a time in memory.",
     )
     convert.add_argument("path", metavar="SOURCE", help=f"{folder}; or a .safetensors file, or a folder of them")
     convert.add_argument("target", metavar="TARGET", help="the folder to write into")
-    convert.add_argument("--step", type=int, metavar="N", help="which step to read (default: the latest) or write (0)")
+    convert.add_argument(
+        "--step", type=int, metavar="N", help="step to read (default: the latest) or to write (default: 0)"
+    )
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -107,11 +110,12 @@ def _run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name not in _NOTEBOOK_PACKAGES:
             raise
-        return _usage_error(f'running a notebook needs {error.name}; pip install "rankbook[notebook]"')
+        return _usage_error(f'running a notebook requires {error.name}; run pip install "rankbook[notebook]"')
     from rankbook.cli.console import Console
-    from rankbook.errors import BadRequest
+    from rankbook.errors import InvalidArgument
 
     output: Path | None = args.output
+    # Checked before the run, which may take hours.
     if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
         return _usage_error(f"cannot write {output}: it is a folder, or its folder does not exist")
     console = Console(sys.stdout, sys.stderr, clock=time.monotonic)
@@ -125,7 +129,7 @@ def _run(args: argparse.Namespace) -> int:
             timeout=args.timeout,
             kernel=args.kernel,
         )
-    except BadRequest as error:
+    except InvalidArgument as error:
         return _usage_error(str(error))
     try:
         asyncio.run(runner.run())
@@ -134,6 +138,7 @@ def _run(args: argparse.Namespace) -> int:
         return error.code
     finally:
         if output is not None:
+            # Also after a failure: the outputs so far and the traceback are in it.
             notebook_runner.write_notebook(notebook, output)
     return 0
 
@@ -167,13 +172,14 @@ def _verify(args: argparse.Namespace) -> int:
     from rankbook.checkpoint.storage import local, steps
     from rankbook.checkpoint.tools.verify import verify
 
+    # `--all` of a folder without steps, such as a single checkpoint, verifies that one.
     which = (steps.finished_steps(local.storage_of(args.path)) if args.all else []) or [args.step]
-    whole = True
+    intact = True
     for step in which:
         report = verify(args.path, step)
         sys.stdout.write(f"{report}\n")
-        whole = whole and report.ok
-    return 0 if whole else 1
+        intact = intact and report.ok
+    return 0 if intact else 1
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -181,6 +187,7 @@ def _convert(args: argparse.Namespace) -> int:
     from rankbook.checkpoint.storage import local
     from rankbook.checkpoint.tools import convert
 
+    # The direction follows from the source: safetensors files are imported, anything else is exported.
     into_checkpoint = args.path.endswith(safetensors.SUFFIX) or any(
         name.endswith(safetensors.SUFFIX) for name in local.storage_of(args.path).list()
     )
@@ -191,7 +198,7 @@ def _convert(args: argparse.Namespace) -> int:
     size = format_bytes(done.nbytes)
     sys.stdout.write(f"{done.tensors} tensors, {size}: {', '.join(f'{args.target}/{name}' for name in done.files)}\n")
     if done.left_out:
-        sys.stdout.write(f"left out, which safetensors cannot hold: {', '.join(done.left_out)}\n")
+        sys.stdout.write(f"not converted, because safetensors cannot store it: {', '.join(done.left_out)}\n")
     return 0
 
 
@@ -204,14 +211,20 @@ def _usage_error(message: str) -> int:
 
 
 def _positive_int(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return number
 
 
 def _positive_float(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
     if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
     return number

@@ -35,13 +35,16 @@ from nbformat.v4 import new_output
 from nbformat.warnings import DuplicateCellId, MissingIDFieldWarning
 
 from rankbook.cli.console import Console, last_state
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
+from rankbook.formatting import signal_name
 from rankbook.jupyter.spec import spec_for
 
 STARTUP_TIMEOUT = 120.0  # seconds; a cold disk can take long over a first import
 INTERRUPT_GRACE = 5.0  # grace period in seconds for a cell that was interrupted at its time limit
-LOST_AFTER = 10.0  # seconds without a message, after a cell's reply, after which the rest of its output counts as lost
-_QUIET = 0.1  # seconds without a message after which a dead kernel's output is complete
+IDLE_TIMEOUT = (
+    10.0  # seconds without a message, after a cell's reply, after which the rest of its output counts as lost
+)
+_QUIET_SECONDS = 0.1  # seconds without a message after which a dead kernel's output is complete
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOG_TAIL, _LOG_LINES = 16_384, 30  # bytes kept and lines shown of a dead kernel's own stdout and stderr
 _SOCKET_FOLDER_MAX = 90  # bytes; the path of a unix socket is limited to 104 on macOS and 108 on Linux
@@ -56,6 +59,8 @@ class RunError(Exception):
 
 
 @dataclass(eq=False)
+# One object per cell, and not only for the current one: messages of a background cell arrive while later cells run.
+# `clear_before_next_output` is nbclient's flag for `clear_output(wait=True)`.
 class _CellRun:
     """A cell that was sent to the kernel."""
 
@@ -69,6 +74,8 @@ class _CellRun:
     interrupted: bool = False
 
 
+# A notebook names a kernel that may be missing here, or that belongs to another environment. What a user expects of
+# `rankbook run` is the interpreter that runs it.
 class _OneKernelSpec(KernelSpecManager):
     """A kernel spec manager that returns one spec for every name, whatever the user has installed."""
 
@@ -87,6 +94,7 @@ class NotebookRunner(NotebookClient):
     `kernel` the name of an installed kernel to use instead of this interpreter.
     """
 
+    # nbclient's attributes, with the types that this class makes: `km` manages the kernel's process, `kc` talks to it.
     km: AsyncKernelManager
     kc: AsyncKernelClient
 
@@ -112,8 +120,10 @@ class NotebookRunner(NotebookClient):
         self._runs: dict[str, _CellRun] = {}  # by the id of the request
         self._current: _CellRun | None = None
         self._live_views: set[str] = set()  # display ids of live views, whose updates are not printed
+        # Set by a signal. `_wait_first` waits for it beside everything else, so a signal ends the run at any point.
         self._stopped: asyncio.Future[RunError]
         self._ending = False
+        # Counts published messages, by which `_wait_idle` tells a slow kernel from lost messages.
         self._published = 0
         self._log = b""
         self._signalling: set[asyncio.Task[None]] = set()
@@ -125,9 +135,15 @@ class NotebookRunner(NotebookClient):
         """
         self._stopped = asyncio.get_running_loop().create_future()
         with tempfile.TemporaryDirectory(prefix="rankbook-run-") as folder, self._signal_handlers():
+            # The connection file and the sockets are in the folder, which is removed after the kernel has ended.
             self.km = self._make_manager(folder)
             try:
                 await self._wait_first(self._start_kernel())
+                # Three tasks, and the first one to end decides:
+                #
+                #     _execute_cells    all cells have run, or one has failed (RunError)
+                #     _read_published   never ends, unless it raises
+                #     _watch_kernel     the kernel has died (RunError)
                 await self._wait_first(self._execute_cells(), self._read_published(), self._watch_kernel())
             finally:
                 self._ending = True
@@ -142,6 +158,7 @@ class NotebookRunner(NotebookClient):
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._stopped.done():
                 raise self._stopped.result()
+            # Raises the task's exception, if it has one.
             next(task for task in tasks if task.done()).result()
         finally:
             for task in tasks:
@@ -160,9 +177,12 @@ class NotebookRunner(NotebookClient):
         return manager
 
     async def _start_kernel(self) -> None:
+        # A variable that the user has set wins over ours.
         env = {"RANKBOOK_STRIP": "off", **os.environ}  # status lines are useless in a log
         if self._ranks is not None:
             env["RANKBOOK_RANKS"] = str(self._ranks)
+        # The kernel writes its own stdout and stderr to this pipe. `log` is read by the event loop, so the kernel never
+        # blocks on a full pipe; it is closed at the end of the file, when no process has the other end any more.
         log, log_end = os.pipe()
         try:
             os.set_blocking(log, False)
@@ -191,15 +211,17 @@ class NotebookRunner(NotebookClient):
 
     def _log_tail(self) -> str:
         lines = self._log.decode(errors="replace").splitlines()[-_LOG_LINES:]
-        return "; its last words:\n" + "\n".join(lines) if lines else ""
+        return "; its last output:\n" + "\n".join(lines) if lines else ""
 
     async def _watch_kernel(self) -> None:
         """Wait for the kernel's death, and raise `RunError` once its last output is shown."""
         provisioner = self.km.provisioner
         assert provisioner is not None
+        # The provisioner is the part of jupyter_client that knows the process. Its `wait` returns the exit code, or the
+        # negative number of the signal.
         code = await provisioner.wait()
         await self._read_published(until_quiet=True)
-        how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code and code < 0 else f"ended ({code})"
+        how = f"was killed by {signal_name(-code)}" if code and code < 0 else f"exited with code {code}"
         where = f" while running cell [{self._current.number}]" if self._current else ""
         raise RunError(1, f"the kernel {how}{where}{self._log_tail()}")
 
@@ -230,12 +252,14 @@ class NotebookRunner(NotebookClient):
         """Interrupt the cell on the first SIGINT; stop the run on any other signal; kill a kernel that is ending."""
         run = self._current
         if self._ending:
+            # The kernel is asked to end, which takes it some seconds. Whoever presses Ctrl-C again has waited long
+            # enough.
             self._send_to_kernel(signal.SIGKILL)
         elif self._stopped.done():
             return
         elif number == signal.SIGINT and run and not run.interrupted:
             run.interrupted = True
-            self._console.note(f"interrupting cell [{run.number}]; once more stops the run")
+            self._console.note(f"interrupting cell [{run.number}]; interrupt again to stop the run")
             self._send_to_kernel(signal.SIGINT)
         else:
             where = f" in cell [{run.number}]" if run else ""
@@ -243,11 +267,13 @@ class NotebookRunner(NotebookClient):
 
     def _send_to_kernel(self, number: signal.Signals) -> None:
         """Send a signal in a task, without waiting for it."""
+        # asyncio keeps only a weak reference to a task, so the set keeps it alive until it is done.
         task = asyncio.ensure_future(self._signal_kernel(number))
         self._signalling.add(task)
         task.add_done_callback(self._signalling.discard)
 
     async def _signal_kernel(self, number: signal.Signals) -> None:
+        # The process may have ended between the signal and this task.
         if not self.km.has_kernel:
             return
         if number == signal.SIGINT:
@@ -265,6 +291,8 @@ class NotebookRunner(NotebookClient):
 
     async def _execute_cell(self, cell: NotebookNode, index: int) -> None:
         may_fail = "raises-exception" in cell.metadata.get("tags", [])
+        # `stop_on_error` makes the kernel discard requests that it has queued, which there are none of here. A cell
+        # with the tag "raises-exception" may fail, as in nbclient and nbconvert.
         request = self.kc.execute(cell.source, stop_on_error=not may_fail, allow_stdin=False)
         run = self._runs[request] = self._current = _CellRun(cell, index, number=len(self._runs) + 1)
         try:
@@ -272,8 +300,10 @@ class NotebookRunner(NotebookClient):
                 reply = await self._wait_reply(request)
         except TimeoutError:
             await self._interrupt_late(request, run)
-            message = f"cell [{run.number}] did not end in {self._seconds_per_cell:g} s"
+            message = f"cell [{run.number}] did not finish within {self._seconds_per_cell:g} s"
             raise RunError(1, message) from None
+        # The reply comes on one channel and the output on another. Only the idle status says that the output is
+        # complete.
         await self._wait_idle(run)
         self._console.finish(run.number)
         self._current = None
@@ -286,6 +316,7 @@ class NotebookRunner(NotebookClient):
 
     async def _wait_reply(self, request: str) -> dict[str, Any]:
         while True:
+            # Replies to other requests are possible, for example to an interrupted one.
             message = await self.kc.get_shell_msg()
             if message["parent_header"].get("msg_id") == request:
                 content: dict[str, Any] = message["content"]
@@ -294,14 +325,14 @@ class NotebookRunner(NotebookClient):
     async def _wait_idle(self, run: _CellRun) -> None:
         """Wait for the idle status of a cell whose reply has arrived.
 
-        Give up if no message arrives for `LOST_AFTER` seconds: the status must have been lost.
+        Give up if no message arrives for `IDLE_TIMEOUT` seconds: the status must have been lost.
         """
         while not run.idle.is_set():
             published = self._published
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(run.idle.wait(), LOST_AFTER)
+                await asyncio.wait_for(run.idle.wait(), IDLE_TIMEOUT)
             if not run.idle.is_set() and self._published == published:
-                self._console.note(f"the end of what cell [{run.number}] printed was lost on its way from the kernel")
+                self._console.note(f"the end of the output of cell [{run.number}] was lost in transit from the kernel")
                 return
 
     async def _interrupt_late(self, request: str, run: _CellRun) -> None:
@@ -312,18 +343,18 @@ class NotebookRunner(NotebookClient):
                 await self._wait_reply(request)
                 await run.idle.wait()
         except TimeoutError:
-            self._console.note(f"cell [{run.number}] did not react to the interrupt")
+            self._console.note(f"cell [{run.number}] did not respond to the interrupt")
 
     # Output ---------------------------------------------------------------------------------------------------------
 
     async def _read_published(self, *, until_quiet: bool = False) -> None:
         """Print and store the messages that the kernel publishes.
 
-        `until_quiet`: return after `_QUIET` seconds without a message; otherwise run until cancelled.
+        `until_quiet`: return after `_QUIET_SECONDS` seconds without a message; otherwise run until cancelled.
         """
         while True:
             try:
-                message = await self.kc.get_iopub_msg(timeout=_QUIET if until_quiet else self._console.due())
+                message = await self.kc.get_iopub_msg(timeout=_QUIET_SECONDS if until_quiet else self._console.due())
             except queue.Empty:
                 if until_quiet:
                     return
@@ -368,12 +399,14 @@ class NotebookRunner(NotebookClient):
 
 
 def _kernel_specs(notebook: NotebookNode, kernel: str | None, ranks: int | None) -> KernelSpecManager:
-    """Return a manager with the kernel's spec. Raises `BadRequest` when no kernel fits the notebook."""
+    """Return a manager with the kernel's spec. Raises `InvalidArgument` when no kernel fits the notebook."""
     if kernel is None:
         spec = notebook.metadata.get("kernelspec", {})
         if spec.get("language", "python").lower() != "python":
             name = spec.get("name", "")
-            raise BadRequest(f"the notebook is written for {spec['language']}, not Python; `--kernel {name}` runs it")
+            raise InvalidArgument(
+                f"the notebook is written in {spec['language']}, not Python; run it with `--kernel {name}`"
+            )
         kernel_spec = spec_for(spec.get("name", ""))
         if kernel_spec is not None and ranks is not None:
             kernel_spec.env = {}  # it would override `ranks`
@@ -383,7 +416,7 @@ def _kernel_specs(notebook: NotebookNode, kernel: str | None, ranks: int | None)
         specs.get_kernel_spec(kernel)
     except NoSuchKernel as error:
         installed = ", ".join(sorted(specs.find_kernel_specs())) or "none"
-        raise BadRequest(f"there is no kernel named {kernel}; installed: {installed}") from error
+        raise InvalidArgument(f"unknown kernel {kernel!r}; installed kernels: {installed}") from error
     return specs
 
 
@@ -397,24 +430,25 @@ def _plain(data: dict[str, Any]) -> str:
 
 
 def read_notebook(path: Path) -> NotebookNode:
-    """Read a notebook as version 4, without its old outputs. Raises `BadRequest`."""
+    """Read a notebook as version 4, without its old outputs. Raises `InvalidArgument`."""
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
     except OSError as error:
-        raise BadRequest(f"cannot read {path}: {error.strerror}") from error
+        raise InvalidArgument(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:  # not UTF-8, or not JSON
-        raise BadRequest(f"{path} is not a notebook: {error}") from error
+        raise InvalidArgument(f"{path} is not a notebook: {error}") from error
     if not (isinstance(content, dict) and "nbformat" in content and ("cells" in content or "worksheets" in content)):
-        raise BadRequest(f"{path} is not a notebook: it has no cells")
+        raise InvalidArgument(f"{path} is not a notebook: it has no cells")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MissingIDFieldWarning)  # nbformat repairs both, and the run needs no ids
             warnings.simplefilter("ignore", DuplicateCellId)
+            # `reads` converts older formats; worksheets are those of version 3.
             notebook: NotebookNode = nbformat.reads(text, as_version=4)
             nbformat.validate(notebook)
     except (nbformat.ValidationError, nbformat.NBFormatError) as error:
-        raise BadRequest(f"{path} is not a valid notebook: {str(error).splitlines()[0]}") from error
+        raise InvalidArgument(f"{path} is not a valid notebook: {str(error).splitlines()[0]}") from error
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
@@ -426,6 +460,8 @@ def write_notebook(notebook: NotebookNode, path: Path) -> None:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = _merge_streams(cell.outputs)
+    # Written beside the target and renamed, so that an interrupted run leaves the old file or the new one, never a
+    # half. The process id keeps concurrent runs apart.
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         nbformat.write(notebook, partial)
@@ -441,6 +477,7 @@ def _merge_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
             merged += group
         else:
             text = "".join(output.text for output in group)
+            # A progress bar is stored as its last state, as JupyterLab shows it.
             text = "\n".join(last_state(line) for line in text.split("\n"))
             merged.append(new_output("stream", name=name, text=text))
     return merged

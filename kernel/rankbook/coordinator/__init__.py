@@ -19,8 +19,7 @@ Imports neither torch nor IPython. The theory of operation is in driver.py.
     liveness.py             stack requests and unresponsive ranks
     queries.py              queries to running ranks, and matching of the replies
     monitor.py              status monitoring for views, maps of shards
-    completion.py           tab completion and inspection on the ranks
-    evaluate.py             evaluation of an expression on running ranks
+    evaluate.py             evaluation, completion and inspection on running ranks
     channels.py             comms of widgets and debugger messages, to and from ranks
     recovery.py             heal: hand over variables to the replacement of a dead rank
     reattach.py             attach to a detached cluster: handshake, replay, takeover

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Step = Literal["nudge", "abort", "release"]
+Step = Literal["interrupt", "abort", "release"]
 """Escalation for a cell that does not end: interrupt its ranks, abort their collectives, return control to the user."""
 
 
@@ -77,13 +77,14 @@ class RequestCollectives:
 class SendAbort:
     """Abort these ranks' collectives in `groups` (all groups, if none is named); send all ranks the `cause`.
 
-    `lost`: a dead rank; only groups that have it as a member are affected.
+    `lost`: a dead rank; only groups that have it as a member are affected. `mismatch`: the cause names the collective.
     """
 
     ranks: tuple[int, ...]
     groups: tuple[str, ...]
     cause: str
     lost: int | None = None
+    mismatch: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,18 +108,23 @@ class NotifyRankLost:
     """Report that a rank's process has ended; it was running `cell`. `expected`: it was asked to exit."""
 
     rank: int
-    words: str
+    reason: str
     cell: int | None
     expected: bool
 
 
 @dataclass(frozen=True)
 class EndCell:
-    """End the cell for its waiting thread. `stragglers` still run it."""
+    """End the cell for its waiting thread. `stragglers` still run it.
+
+    `mismatch` says which results are wrong although no rank raised, because the ranks gave different things to the same
+    collective; empty otherwise.
+    """
 
     cell: int
     stragglers: tuple[int, ...]
     interrupted: bool
+    mismatch: str = ""
 
 
 Action = (

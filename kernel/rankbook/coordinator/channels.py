@@ -1,8 +1,8 @@
 """Comms of widgets and debugger messages, between ranks and a front end.
 
-`CommChannels` forwards the comms of widgets that live on ranks, and closes them when their rank exits. `DapChannels`
-forwards the messages of the ranks' debuggers (Debug Adapter Protocol) and knows which ranks are paused. Both forward to
-a `listener`; without one, messages from ranks are dropped.
+`CommChannels` forwards the comms of widgets that live on ranks; the widgets of a rank that has exited stay on the page.
+`DapChannels` forwards the messages of the ranks' debuggers (Debug Adapter Protocol) and knows which ranks are paused.
+Both forward to a `listener`; without one, messages from ranks are dropped.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ CommListener = Callable[[int, CommFromRank, Sequence[memoryview]], None]
 class CommChannels:
     """Open comms of widgets on the ranks of one cluster.
 
-    `send` sends a message to a rank. `said` and `forget` are called on the driver thread, the other methods on any
-    thread.
+    `send` sends a message to a rank. `message_received` and `forget` are called on the driver thread, the other methods
+    on any thread.
     """
 
     def __init__(self, send: Callable[..., bool]) -> None:
@@ -27,7 +27,7 @@ class CommChannels:
         self._open: dict[str, int] = {}
         self.listener: CommListener | None = None
 
-    def said(self, rank: int, message: CommFromRank, frames: Sequence[memoryview]) -> None:
+    def message_received(self, rank: int, message: CommFromRank, frames: Sequence[memoryview]) -> None:
         """Record and forward a comm message from a rank."""
         if message.kind == "open":
             self._open[message.comm] = rank
@@ -36,16 +36,17 @@ class CommChannels:
         if self.listener is not None:
             self.listener(rank, message, frames)
 
-    def tell(self, message: CommToRank, frames: Sequence[bytes | memoryview] = ()) -> None:
+    def send(self, message: CommToRank, frames: Sequence[bytes | memoryview] = ()) -> None:
         """Send a comm message to the rank that opened the comm. Dropped if the rank has exited."""
+        # A message about closing is the last one of its comm.
         rank = self._open.get(message.comm) if message.kind == "msg" else self._open.pop(message.comm, None)
         if rank is not None:
             self._send(rank, message, frames)
 
     def forget(self, rank: int) -> None:
-        """Close the comms of a rank whose process has ended."""
-        for name in [name for name, whose in self._open.items() if whose == rank]:
-            self.said(rank, CommFromRank("close", name, "", "{}", "{}"), ())
+        """Send no more messages to a rank whose process has ended. Its widgets stay on the page as they are."""
+        # A new dict instead of a change in place: other threads may be reading the old one.
+        self._open = {name: owner for name, owner in self._open.items() if owner != rank}
 
 
 DapListener = Callable[[int, str | None], None]
@@ -55,8 +56,8 @@ DapListener = Callable[[int, str | None], None]
 class DapChannels:
     """Debugger messages of the ranks of one cluster.
 
-    `send` sends a message to a rank. `said` and `forget` are called on the driver thread, the other methods on any
-    thread.
+    `send` sends a message to a rank. `message_received` and `forget` are called on the driver thread, the other methods
+    on any thread.
     """
 
     def __init__(self, send: Callable[..., bool]) -> None:
@@ -65,20 +66,21 @@ class DapChannels:
         self.paused: dict[int, str] = {}
         """Places where ranks are paused, in words, by rank. Maintained by the listener."""
 
-    def said(self, rank: int, message: DapFromRank) -> None:
+    def message_received(self, rank: int, message: DapFromRank) -> None:
         """Forward a message from a rank's debugger."""
         if self.listener is not None:
             self.listener(rank, message.content)
 
-    def tell(self, rank: int, content: str) -> bool:
+    def send(self, rank: int, content: str) -> bool:
         """Send a message to a rank's debugger. Return False if the rank has exited."""
         return self._send(rank, DapToRank(content))
 
-    def let_go(self, ranks: Iterable[int]) -> None:
+    def disconnect(self, ranks: Iterable[int]) -> None:
         """Disconnect the debuggers of these ranks, whose client has left, so that paused cells continue."""
+        # The sequence number 0 marks a request of ours; nobody waits for its response.
         content = json.dumps({"type": "request", "seq": 0, "command": "disconnect", "arguments": {}})
         for rank in ranks:
-            self.tell(rank, content)
+            self.send(rank, content)
 
     def forget(self, rank: int) -> None:
         """Report to the listener that a rank's process has ended."""

@@ -9,29 +9,29 @@ driver.py.
 from __future__ import annotations
 
 import keyword
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from rankbook.coordinator import completion
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.channels import CommChannels, DapChannels
 from rankbook.coordinator.cluster_processes import ClusterProcesses
-from rankbook.coordinator.completion import CompletionClient
 from rankbook.coordinator.deferred_interrupts import deferred_interrupts
-from rankbook.coordinator.evaluate import Peeked, peek
+from rankbook.coordinator.evaluate import COMPLETION_TIMEOUT, CompletionClient, Peeked, peek
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.liveness import describe_unresponsive
 from rankbook.coordinator.monitor import ANSWER_TIMEOUT, NonBlockingMonitor, StatusMonitor
 from rankbook.coordinator.reattach import ReattachedProcesses
-from rankbook.coordinator.recovery import Healed, hand_over, payload_segments, summarize_recovery
+from rankbook.coordinator.recovery import Healed, copy_variables, payload_segments, summarize_recovery
 from rankbook.coordinator.running_cell import RunningCell, Sink, StatusHeader
 from rankbook.coordinator.states import RankState, choose_donor
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for_cell
-from rankbook.errors import BadRequest, CellError, CellTimeout, ClusterStopped, LostRank
+from rankbook.errors import CellError, CellTimeout, ClusterStopped, InvalidArgument, RankLostError
 from rankbook.formatting import plural
+from rankbook.launch.environment import changed_variables
 from rankbook.launch.registry import ClusterRecord
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import OutputView
@@ -46,46 +46,47 @@ from rankbook.protocol.messages import (
     RunCell,
     Stack,
 )
-from rankbook.protocol.profiling import Measure
 from rankbook.protocol.queries import Completion
-from rankbook.protocol.telemetry import Placement, RankDetail, ShardMap, Statistic, Variable
+from rankbook.protocol.telemetry import Measure, Placement, RankDetail, ShardMap, Statistic, Variable
 from rankbook.ranks import format_ranks, name_ranks, parse_ranks
 from rankbook.transport.serialization import Packed, pack, unpack
 
 _WHILE_PAUSED = 1.0
 """Seconds between two checks whether a debugger has a cell paused; its timeout is extended by the time paused."""
 RankSelection = str | int | Sequence[int] | None
+RaiseError = Callable[[RunningCell, CellResult], None]
 
 
 class ClusterTasks:
-    """Submit tasks to the ranks and collect their results. A subclass calls `_move_in` first."""
+    """Submit tasks to the ranks and collect their results. A subclass calls `_set_processes` first."""
 
     key: str
 
-    def _move_in(self, crew: ClusterProcesses) -> None:
-        self._crew = crew
-        self._state = self._crew.state
-        self._segments = self._crew.segments
-        self._place = self._crew.placement
-        self._lookout = StatusMonitor(crew)
-        self._hints = CompletionClient(crew)
-        self._everyone = tuple(range(len(self._place.devices)))
-        self.key = self._crew.key
+    def _set_processes(self, processes: ClusterProcesses) -> None:
+        self._processes = processes
+        self._state = self._processes.state
+        self._segments = self._processes.segments
+        self._assignment = self._processes.assignment
+        self._monitor = StatusMonitor(processes)
+        self._completion = CompletionClient(processes)
+        self._all_ranks = tuple(range(len(self._assignment.devices)))
+        self.key = self._processes.key
 
     @property
     def world_size(self) -> int:
         """Return the number of ranks."""
-        return len(self._place.devices)
+        return len(self._assignment.devices)
 
     @property
     def stopped(self) -> bool:
         """Return True if `stop` was called."""
-        return self._crew.stopped
+        return self._processes.stopped
 
     def select(self, ranks: RankSelection) -> tuple[int, ...]:
-        """Return the ranks of a selection; None selects all ranks. Raises `BadRequest`."""
-        if ranks is None or ranks == self._everyone:
-            return self._everyone
+        """Return the ranks of a selection; None selects all ranks. Raises `InvalidArgument`."""
+        # The frequent case, without formatting and parsing a text.
+        if ranks is None or ranks == self._all_ranks:
+            return self._all_ranks
         text = ranks if isinstance(ranks, str) else str(ranks) if isinstance(ranks, int) else ",".join(map(str, ranks))
         return parse_ranks(text, self.world_size)
 
@@ -102,10 +103,14 @@ class ClusterTasks:
         After `timeout` seconds the cell is interrupted, or removed if it is still queued. After `patience` seconds this
         method returns, whatever the state of the cell.
         """
+        # The block of the caller, if there is one, is the outermost. It began before the cell was submitted, so an
+        # interrupt in between is not lost.
         with deferred_interrupts() as interrupts:
             if timeout is not None:
                 self.interrupt_after(cell, timeout)
-            wait_for_cell(self._crew.driver, cell, interrupts, patience=patience, ask=ask)
+            wait_for_cell(self._processes.driver, cell, interrupts, patience=patience, ask=ask)
+            # An interrupt that arrived while the cell was ending has nothing left to interrupt. Not taken, it would be
+            # raised as KeyboardInterrupt at the end of the block.
             interrupts.take()
 
     def interrupt_after(self, cell: RunningCell, seconds: float) -> None:
@@ -115,25 +120,27 @@ class ClusterTasks:
         """
         # A timer on the driver thread that polls: time between two calls in which the cell was paused is added to the
         # deadline.
-        driver, paused, was_held = self._crew.driver, 0.0, False
+        driver, paused, was_paused = self._processes.driver, 0.0, False
         began = before = time.monotonic()
 
-        def look() -> None:
-            nonlocal paused, before, was_held
-            now, held = time.monotonic(), not driver.presence.debugs.paused.keys().isdisjoint(cell.ranks)
-            if cell.started is not None and (held or was_held):
+        def check() -> None:
+            nonlocal paused, before, was_paused
+            now, is_paused = time.monotonic(), not driver.liveness.debugs.paused.keys().isdisjoint(cell.ranks)
+            if cell.started is not None and (is_paused or was_paused):
                 paused += now - before
-            before, was_held = now, held
+            before, was_paused = now, is_paused
             remaining = began + seconds + paused - now
             if cell.result is not None:
                 return
             if remaining > 0:
-                driver.after(_WHILE_PAUSED if held else min(remaining, _WHILE_PAUSED), look)
+                driver.after(_WHILE_PAUSED if is_paused else min(remaining, _WHILE_PAUSED), check)
             else:
+                # Set before the event is posted, which may end the cell: `_check` tells a timeout from the user's
+                # interrupt by it.
                 cell.timed_out = seconds
                 driver.post(ev.InterruptCell(cell.cell))
 
-        driver.after(0.0, look)
+        driver.after(0.0, check)
 
     def _exchange(
         self,
@@ -145,12 +152,13 @@ class ClusterTasks:
         *,
         sink: Sink | None = None,
         ask: Ask = ask_in_terminal,
+        raise_error: RaiseError | None = None,
     ) -> dict[int, Any]:
         __tracebackhide__ = True  # IPython and pytest show the caller's frames
         try:
             make = lambda cell: kind(cell=cell, payload=packed.payload)  # noqa: E731 - used once
             tasks = dict.fromkeys(self.select(ranks), (make, packed.frames))
-            return self._collect(tasks, timeout, label, sink=sink, ask=ask)
+            return self._collect(tasks, timeout, label, sink=sink, ask=ask, raise_error=raise_error)
         finally:
             self._discard(packed)
 
@@ -162,13 +170,15 @@ class ClusterTasks:
         *,
         sink: Sink | None = None,
         ask: Ask = ask_in_terminal,
+        raise_error: RaiseError | None = None,
     ) -> dict[int, Any]:
         __tracebackhide__ = True
+        # Around both calls. A KeyboardInterrupt between them would leave a running cell that nobody waits for.
         with deferred_interrupts():
             cell = self._submit(tasks, number=0, sink=sink, label=label)
             self.wait(cell, timeout=timeout, ask=ask)
         try:
-            self._check(cell)
+            self._check(cell, raise_error)
         except BaseException:
             # The values of the other ranks will not be unpacked, which would have removed their shared memory.
             for payload, _ in cell.values.values():
@@ -184,25 +194,32 @@ class ClusterTasks:
         folder = self._segments.folder
         taken = {}
         for rank in sorted(cell.values):
+            # Removed before it is unpacked: the file is removed by the reader, so a second attempt could not succeed.
             payload, frames = cell.values.pop(rank)
             taken[rank] = unpack(payload, frames, unlink=True, folder=folder)
         return taken
 
-    def _check(self, cell: RunningCell) -> CellResult:
-        """Return the cell's result. Raises the error of a cell that failed."""
+    def _check(self, cell: RunningCell, raise_error: RaiseError | None = None) -> CellResult:
+        """Return the cell's result. Raises the error of a cell that failed, by `raise_error` if given."""
         __tracebackhide__ = True
         result = cell.result
         assert result is not None
         if result.ok:
             return result
-        story = describe_errors(result.outcomes, plain=True)
+        report = describe_errors(result.outcomes, plain=True)
+        # The order matters. A timeout and `stop` interrupt the cell, so its result would also fit the later cases,
+        # which say less.
         if cell.timed_out is not None and cell.started is None:
-            busy = f" behind {name_ranks(cell.waiting_behind)}" if cell.waiting_behind else ""
-            raise CellTimeout(f"{cell.label} was removed: it still waited{busy} after {cell.timed_out:g} s\n{story}")
+            busy = f" (waiting for {name_ranks(cell.waiting_behind)})" if cell.waiting_behind else ""
+            raise CellTimeout(
+                f"{cell.label} did not start within {cell.timed_out:g} s{busy} and was removed from the queue\n{report}"
+            )
         if cell.timed_out is not None:
-            raise CellTimeout(f"{cell.label} was interrupted after {cell.timed_out:g} s\n{story}")
+            raise CellTimeout(f"{cell.label} was interrupted after {cell.timed_out:g} s\n{report}")
         if self.stopped:
-            raise ClusterStopped(f"the ranks were stopped before {cell.label} had ended\n{story}")
+            raise ClusterStopped(f"the ranks were stopped before {cell.label} had ended\n{report}")
+        if raise_error is not None:
+            raise_error(cell, result)
         result.raise_for_status()
         return result
 
@@ -213,30 +230,37 @@ class ClusterTasks:
         number: int,
         sink: Sink | None,
         label: str,
-        page: OutputView | None = None,
-        head: Callable[[RunningCell], StatusHeader] | None = None,
+        view: OutputView | None = None,
+        make_header: Callable[[RunningCell], StatusHeader] | None = None,
     ) -> RunningCell:
         with deferred_interrupts():
-            driver = self._crew.driver
+            driver = self._processes.driver
             self._check_available(tuple(tasks))
+            # The state machine has no lock of its own.
             with driver.changed:
                 key = self._state.new_cell()
-            made = {rank: (make(key), frames) for rank, (make, frames) in tasks.items()}
-            cell = RunningCell(key, number, made, cluster_key=self.key, sink=sink, label=label, page=page, head=head)
+            messages = {rank: (make(key), frames) for rank, (make, frames) in tasks.items()}
+            cell = RunningCell(
+                key, number, messages, cluster_key=self.key, sink=sink, label=label, view=view, make_header=make_header
+            )
             driver.submit(cell)
             return cell
 
     def _check_available(self, ranks: tuple[int, ...]) -> None:
-        gone = self._state.unavailable(ranks)
-        if not gone:
+        unavailable = self._state.unavailable(ranks)
+        if not unavailable:
             return
-        first = next(iter(gone.values()))
+        first = next(iter(unavailable.values()))
         reason = f"rank {first.rank} {first.loss or 'is not running'}"
-        more = f" (and {name_ranks([rank for rank in gone if rank != first.rank])})" if len(gone) > 1 else ""
+        more = (
+            f" (and {name_ranks([rank for rank in unavailable if rank != first.rank])})" if len(unavailable) > 1 else ""
+        )
+        # The ranks that a selection could name instead.
         alive = [rank for rank in self._state.ranks if rank not in self._state.unavailable(self._state.ranks)]
-        rest = f", --ranks {format_ranks(alive)} does without" if alive else ""
-        empty = f"%distributed restart {format_ranks(gone)} with an empty namespace"
-        raise LostRank(f"{reason}{more}: %distributed heal brings it back, {empty}{rest}", tuple(gone))
+        them = "it" if len(unavailable) == 1 else "them"
+        rest = f", --ranks {format_ranks(alive)} runs without {them}" if alive else ""
+        empty = f"%distributed restart {format_ranks(unavailable)} starts {them} with an empty namespace"
+        raise RankLostError(f"{reason}{more}; %distributed heal restores {them}, {empty}{rest}", tuple(unavailable))
 
     def _discard(self, *packed: Packed) -> None:
         for item in packed:
@@ -256,37 +280,37 @@ class ClusterQueries(ClusterTasks):
 
         `kind` is "placement" for `Placement`, "status" for `Placement` without models, optimizers and loaders, or
         "saves" for `Saves`. The callback runs on a thread of its own, at most ten times a second. A slow callback
-        misses intermediate states but always gets the last one. Raises `BadRequest`.
+        misses intermediate states but always gets the last one. Raises `InvalidArgument`.
         """
-        return self._lookout.watch(kind, callback)
+        return self._monitor.watch(kind, callback)
 
     def placement(self, *, timeout: float = ANSWER_TIMEOUT) -> Placement:
         """Return the current state of all ranks, with their models, optimizers and loaders, also while they run.
 
         Ranks that do not reply within `timeout` seconds are reported as unresponsive.
         """
-        return self._lookout.placement(timeout=timeout)
+        return self._monitor.placement(timeout=timeout)
 
     @property
     def comms(self) -> CommChannels:
         """Return the comms of widgets that live on the ranks, for forwarding to a front end."""
-        return self._crew.driver.presence.comms
+        return self._processes.driver.liveness.comms
 
     @property
     def debugs(self) -> DapChannels:
         """Return the channels to the ranks' debuggers, for forwarding to a front end."""
-        return self._crew.driver.presence.debugs
+        return self._processes.driver.liveness.debugs
 
     def glance(self) -> NonBlockingMonitor:
         """Return a non-blocking monitor, for the status header of a cell (`head`)."""
-        return self._lookout.glance()
+        return self._monitor.non_blocking()
 
     def detail(self, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> RankDetail:
         """Return the stack, recent output and variables of `rank`, also while it runs.
 
-        Raises `LostRank` if the rank does not reply within `timeout` seconds.
+        Raises `RankLostError` if the rank does not reply within `timeout` seconds.
         """
-        return self._lookout.detail(rank, timeout=timeout)
+        return self._monitor.detail(rank, timeout=timeout)
 
     def variables(
         self, ranks: RankSelection = None, *, timeout: float = ANSWER_TIMEOUT
@@ -295,21 +319,21 @@ class ClusterQueries(ClusterTasks):
 
         Ranks that do not reply within `timeout` seconds are missing from the result.
         """
-        return self._lookout.variables(self.select(ranks), timeout=timeout)
+        return self._monitor.variables(self.select(ranks), timeout=timeout)
 
     def shards(self, name: str, *, timeout: float = ANSWER_TIMEOUT) -> ShardMap:
         """Return which shard of which tensor of the variable `name` lies on which rank, also while they run.
 
-        `name` refers to a model, optimizer, state dict, DTensor or `ShardedTensor`. Raises `BadRequest`.
+        `name` refers to a model, optimizer, state dict, DTensor or `ShardedTensor`. Raises `InvalidArgument`.
         """
-        return self._lookout.shards(name, timeout=timeout)
+        return self._monitor.shards(name, timeout=timeout)
 
     def statistic(self, name: str, key: str, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> Statistic:
         """Return minimum, mean, maximum and number of NaNs of `rank`'s part of the tensor `key` of `name`.
 
-        Raises `BadRequest`, and `LostRank` if the rank does not reply within `timeout` seconds.
+        Raises `InvalidArgument`, and `RankLostError` if the rank does not reply within `timeout` seconds.
         """
-        return self._lookout.statistic(name, key, rank, timeout=timeout)
+        return self._monitor.statistic(name, key, rank, timeout=timeout)
 
     def complete(
         self,
@@ -318,7 +342,7 @@ class ClusterQueries(ClusterTasks):
         *,
         ranks: RankSelection = None,
         variables: bool = False,
-        timeout: float = completion.SOON,
+        timeout: float = COMPLETION_TIMEOUT,
     ) -> tuple[int, tuple[Completion, ...]]:
         """Return completions for the name before the cursor, as `(start, completions)`.
 
@@ -326,7 +350,7 @@ class ClusterQueries(ClusterTasks):
         looks at its live objects, also while it runs, and runs no user code. `variables` restricts the completions to
         the variables of cells. Without a reply within `timeout` seconds there are no completions.
         """
-        return self._hints.complete(text, cursor, self.select(ranks), variables=variables, timeout=timeout)
+        return self._completion.complete(text, cursor, self.select(ranks), variables=variables, timeout=timeout)
 
     def inspect(
         self,
@@ -335,7 +359,7 @@ class ClusterQueries(ClusterTasks):
         *,
         ranks: RankSelection = None,
         source: bool = False,
-        timeout: float = completion.SOON,
+        timeout: float = COMPLETION_TIMEOUT,
     ) -> str:
         """Return a description of the name under the cursor, as text for the user; "" if there is none.
 
@@ -343,7 +367,7 @@ class ClusterQueries(ClusterTasks):
         the source code.
         """
         at = len(text) if cursor is None else cursor
-        return self._hints.inspect(text, at, self.select(ranks), source=source, timeout=timeout)
+        return self._completion.inspect(text, at, self.select(ranks), source=source, timeout=timeout)
 
     def peek(self, expression: str, *, ranks: RankSelection = None, timeout: float = ANSWER_TIMEOUT) -> list[Peeked]:
         """Evaluate a Python expression on `ranks`, in rank order, also while they run.
@@ -351,16 +375,16 @@ class ClusterQueries(ClusterTasks):
         It is evaluated on a background thread of the rank, within `timeout` seconds, and may refer to local variables
         of the functions that are running. An error on a rank is reported in its `Peeked`. The expression may call
         functions with side effects, but cannot start a collective. C code that holds the GIL blocks the evaluation.
-        Raises `BadRequest` if it is not an expression.
+        Raises `InvalidArgument` if it is not an expression.
         """
-        return peek(self._crew.driver, self.select(ranks), expression, timeout=timeout)
+        return peek(self._processes.driver, self.select(ranks), expression, timeout=timeout)
 
     def stacks(self, *, timeout: float = STACK_TIMEOUT) -> dict[int, Stack | None]:
         """Return the stack of every rank's main thread.
 
         A rank that does not reply within `timeout` seconds maps to None.
         """
-        answers = self._crew.driver.wait_stacks(timeout=timeout)
+        answers = self._processes.driver.wait_stacks(timeout=timeout)
         return {rank: answers.get(rank) for rank in self._state.ranks}
 
 
@@ -375,9 +399,11 @@ class Cluster(ClusterQueries):
     `n` None: one rank per CUDA device, or two ranks on the CPU; the environment variable RANKBOOK_RANKS overrides this.
     `backend` is a torch.distributed backend; the default is nccl plus gloo if every rank has a CUDA device of its own,
     otherwise gloo. `timeout` is in seconds. `keep`: the seconds that the ranks outlive this process, for another one to
-    attach to them. `grace`: the grace periods. Raises `StartError`, `BadRequest`.
+    attach to them. `grace`: the grace periods. Raises `StartError`, `InvalidArgument`.
 
-    A cluster is a context manager that stops its ranks on exit:
+    A cluster is a context manager that stops its ranks on exit.
+
+    Example::
 
         with Cluster(2) as cluster:
             cluster.run("x = torch.ones(3)")
@@ -396,19 +422,21 @@ class Cluster(ClusterQueries):
         keep: float | None = None,
         grace: GracePeriods | None = None,
     ) -> None:
-        self._move_in(ClusterProcesses(n, backend=backend, timeout=timeout, keep=keep, grace=grace))
+        self._set_processes(ClusterProcesses(n, backend=backend, timeout=timeout, keep=keep, grace=grace))
 
     @classmethod
     def adopt(cls, record: ClusterRecord, *, sink: Sink | None = None) -> Self:
         """Attach to the detached cluster of `record` and show the missed output in `sink`.
 
-        Raises `BadRequest` while another notebook owns it, and `StartError` if it does not answer.
+        Raises `InvalidArgument` while another notebook owns it, and `StartError` if it does not answer.
         """
+        # Not `cls(...)`: the constructor starts new ranks.
         self = cls.__new__(cls)
-        crew = ReattachedProcesses(record, sink=sink)
-        self._move_in(crew)
-        self.missed = tuple(crew.missed)
-        self.debugs.let_go(self._everyone)
+        processes = ReattachedProcesses(record, sink=sink)
+        self._set_processes(processes)
+        self.missed = tuple(processes.missed)
+        # The debugger of the previous notebook has gone with it. A rank that was paused in it would wait forever.
+        self.debugs.disconnect(self._all_ranks)
         return self
 
     def __enter__(self) -> Self:
@@ -421,17 +449,26 @@ class Cluster(ClusterQueries):
         if self.stopped:
             return "<Cluster: stopped>"
         states = ", ".join(f"{rank}: {self._state_of(rank)}" for rank in self._state.ranks)
-        return f"<Cluster of {self.world_size} on {self._place.devices[0].split(':')[0]}, {self.backend}; {states}>"
+        return (
+            f"<Cluster of {self.world_size} on {self._assignment.devices[0].split(':')[0]}, {self.backend}; {states}>"
+        )
 
     @property
     def backend(self) -> str:
         """Return the process group's backend."""
-        return self._place.backend
+        return self._assignment.backend
 
     @property
     def keep(self) -> float | None:
         """Return the seconds that the ranks stay without a notebook; None if they exit with it."""
-        return self._crew.keep
+        return self._processes.keep
+
+    def changed_variables(self) -> dict[str, str | None]:
+        """Return the environment variables that this process has changed since it started the ranks, or attached.
+
+        The value is None for a variable that was removed. The ranks still have the old values.
+        """
+        return changed_variables(self._processes.environment, os.environ)
 
     # Work
 
@@ -441,10 +478,11 @@ class Cluster(ClusterQueries):
         """Run `code` as a cell on `ranks` and wait for it.
 
         Returns the text and display output of the ranks. Raises the first failed rank's error, as a `CellError` that is
-        also an instance of that built-in type and has the tracebacks of all ranks in its text. Raises `LostRank` if a
-        rank died, and `CellTimeout` after `timeout` seconds, including the time in the queue.
+        also an instance of that built-in type and has the tracebacks of all ranks in its text. Raises `RankLostError`
+        if a rank died, and `CellTimeout` after `timeout` seconds, including the time in the queue.
         """
         __tracebackhide__ = True  # IPython and pytest show the caller's frames
+        # See `_collect`.
         with deferred_interrupts():
             cell = self.submit_code(code, number=0, ranks=ranks, sink=sink)
             self.wait(cell, timeout=timeout)
@@ -476,11 +514,16 @@ class Cluster(ClusterQueries):
         sink: Sink | None,
         ask: Ask = ask_in_terminal,
         label: str = "a call",
+        raise_error: RaiseError | None = None,
     ) -> list[Any]:
-        """Call `function` as `apply` does, on all ranks; show output in `sink`, and let `ask` answer `input()`."""
+        """Call `function` as `apply` does, on all ranks; show output in `sink`, and let `ask` answer `input()`.
+
+        `raise_error` raises the error of a call that failed on a rank (default: that of `run`).
+        """
         __tracebackhide__ = True  # IPython and pytest show the caller's frames
         packed = pack((function, tuple(args), {}), store=self._segments)
-        return list(self._exchange(packed, CallFunction, None, None, label, sink=sink, ask=ask).values())
+        values = self._exchange(packed, CallFunction, None, None, label, sink=sink, ask=ask, raise_error=raise_error)
+        return list(values.values())
 
     def push(self, values: Mapping[str, object], *, ranks: RankSelection = None, timeout: float | None = None) -> None:
         """Assign the variables `values` on `ranks`. All ranks read one copy in shared memory."""
@@ -491,7 +534,7 @@ class Cluster(ClusterQueries):
     def pull(self, name: str, *, ranks: RankSelection = None, timeout: float | None = None) -> list[Any]:
         """Return the variable `name` (or `model.weight`) of `ranks`, in rank order. Tensors arrive on the CPU.
 
-        Raises `BadRequest`, which suggests similar names, if a rank does not have the name.
+        Raises `InvalidArgument`, which suggests similar names, if a rank does not have the name.
         """
         chosen = self.select(ranks)
         tasks = {rank: (lambda cell: FetchValue(cell=cell, name=name), ()) for rank in chosen}
@@ -500,15 +543,21 @@ class Cluster(ClusterQueries):
     def scatter(
         self, name: str, values: Sequence[object], *, ranks: RankSelection = None, timeout: float | None = None
     ) -> None:
-        """Assign `values[i]` to `name` on the i-th of `ranks`. Raises `BadRequest` if the lengths differ."""
+        """Assign `values[i]` to `name` on the i-th of `ranks`. Raises `InvalidArgument` if the lengths differ."""
         chosen = self.select(ranks)
         if len(values) != len(chosen):
-            raise BadRequest(f"scatter: {len(values)} values for {len(chosen)} ranks ({format_ranks(chosen)})")
+            raise InvalidArgument(
+                f"scatter expects one value per rank, got {len(values)} values for {len(chosen)} ranks"
+                f" ({format_ranks(chosen)})"
+            )
         _check_names((name,))
         packed: list[Packed] = []
+        # Values are packed one by one. If one cannot be packed, or cannot be sent, the segments of the others must be
+        # removed.
         try:
             packed += (pack({name: value}, store=self._segments) for value in values)
             tasks = {
+                # A default argument, because a closure would see the last item only.
                 rank: (lambda cell, p=item: Assign(cell=cell, payload=p.payload), item.frames)
                 for rank, item in zip(chosen, packed, strict=True)
             }
@@ -536,35 +585,40 @@ class Cluster(ClusterQueries):
         head: Callable[[RunningCell], StatusHeader] | None = None,
         measure: Measure | None = None,
         file: str = "",
+        session: bool = False,
     ) -> RunningCell:
         """Submit `code` as a cell and return at once; `wait` waits for it.
 
-        `number` is the notebook's execution count, for tracebacks. See `RunningCell` for `page` and `head`. With
-        `measure`, `take_values` then returns a `Measured` per rank. `file` is the file name under which a debugger
-        knows the cell.
+        `number` is the notebook's execution count, for tracebacks. `page` is the `view` of `RunningCell`, `head` its
+        `make_header`. With `measure`, `take_values` then returns a `Measured` per rank. `file` is the file name under
+        which a debugger knows the cell. `session`: the ranks keep the cell in `In` and its value in `Out`.
         """
         chosen = self.select(ranks)
-        make = lambda cell: RunCell(cell, code, number, measure, file)  # noqa: E731 - used once
+        make = lambda cell: RunCell(cell, code, number, measure, file, session)  # noqa: E731 - used once
         tasks = dict.fromkeys(chosen, (make, ()))
-        return self._submit(tasks, number=number, sink=sink, label="", page=page, head=head)
+        return self._submit(tasks, number=number, sink=sink, label="", view=page, make_header=head)
 
     def interrupt_cell(self, cell: RunningCell) -> None:
         """Interrupt one cell on its ranks; remove it if it is still queued."""
-        self._crew.driver.post(ev.InterruptCell(cell.cell))
+        self._processes.driver.post(ev.InterruptCell(cell.cell))
 
     def interrupt(self, ranks: RankSelection = None) -> tuple[int, ...]:
         """Interrupt the cells that `ranks` run, and remove the cells that are queued for them.
 
         Returns all ranks of the cells that were running.
         """
-        driver = self._crew.driver
+        driver = self._processes.driver
         chosen = self.select(ranks)
+        # Under the lock, so that none of the queued cells starts between the look and the interrupt.
         with driver.changed:
             waiting = [cell for cell in driver.active_cells() if cell.started is None]
             for queued in waiting:
                 if not set(chosen).isdisjoint(queued.ranks):
                     driver.post(ev.InterruptCell(queued.cell))
-        cells = {self._state.ranks[rank].cell for rank in chosen} - {None}
+        # A copy of the items: the driver thread may change the dict, and this thread does not hold the lock here.
+        internal = {number for number, entry in tuple(self._state.cells.items()) if entry.internal}
+        cells = {self._state.ranks[rank].cell for rank in chosen} - {None} - internal
+        # An interrupt ends a cell on all of its ranks, also on those that were not chosen.
         hit = tuple(rank for rank in self._state.ranks if self._state.ranks[rank].cell in cells)
         for cell in cells:
             if cell is not None:
@@ -573,26 +627,36 @@ class Cluster(ClusterQueries):
 
     def wake(self) -> None:
         """Wake the driver thread."""
-        self._crew.driver.wake()
+        self._processes.driver.wake()
 
     def cells(self) -> list[RunningCell]:
         """Return the cells that are running or queued, oldest first."""
-        return self._crew.driver.active_cells()
+        return self._processes.driver.active_cells()
 
     # Ranks
 
     def status(self, *, timeout: float = _ANSWER_TIMEOUT) -> list[RankStatus]:
         """Return the status of every rank. Busy and idle ranks have `timeout` seconds to reply."""
-        driver = self._crew.driver
-        silent = driver.presence.wait_silent(driver.answering(), timeout=timeout)
+        driver = self._processes.driver
+        unresponsive = driver.liveness.wait_unresponsive(driver.live_ranks(), timeout=timeout)
         statuses = []
         for rank, entry in self._state.ranks.items():
             cell = driver.cell_of(rank)
-            state = describe_unresponsive(silent[rank]) if rank in silent else self._state_of(rank)
-            device = self._place.devices[rank]
+            state = describe_unresponsive(unresponsive[rank]) if rank in unresponsive else self._state_of(rank)
+            if entry.lost_device and rank not in unresponsive:
+                state += ", device lost"
+            device = self._assignment.devices[rank]
             statuses.append(
                 RankStatus(
-                    rank, state, device, driver.infos[rank].pid, cell.label if cell else None, entry.loss, entry.empty
+                    rank,
+                    state,
+                    device,
+                    driver.rank_processes[rank].pid,
+                    cell.label if cell else None,
+                    entry.loss,
+                    entry.empty,
+                    unresponsive[rank].silence if rank in unresponsive else 0.0,
+                    entry.lost_device,
                 )
             )
         return statuses
@@ -601,7 +665,7 @@ class Cluster(ClusterQueries):
         state = self._state.ranks[rank].state
         if state is not RankState.BUSY:
             return state.name.lower()
-        return self._crew.driver.presence.debugs.paused.get(rank, "running")
+        return self._processes.driver.liveness.debugs.paused.get(rank, "running")
 
     def restart(self, ranks: RankSelection = None, *, timeout: float = START_TIMEOUT) -> tuple[int, ...]:
         """Start new processes with empty namespaces for `ranks`; return the restarted ranks.
@@ -610,39 +674,55 @@ class Cluster(ClusterQueries):
         idle. Raises `StartError`.
         """
         chosen = self.select(ranks)
-        self._crew.launch(chosen, timeout=timeout)
+        self._processes.launch(chosen, timeout=timeout)
         return chosen
 
     def heal(
         self, ranks: RankSelection = None, *, empty: bool = False, timeout: float = START_TIMEOUT
     ) -> Healed | None:
-        """Replace dead ranks by new ones with the variables of a healthy rank. None if no rank is dead.
+        """Replace dead ranks by new ones with the variables of a healthy rank. None if there is nothing to replace.
 
+        A rank whose device has failed for good counts as dead, although its process lives.
         The other ranks keep their variables, and process groups that they share with the new ranks are recreated. The
-        donor is the healthy rank whose variables are the oldest. With `empty`, no variables are copied. A rank that is
-        empty since its restart is healed too if `ranks` names it. After an error the ranks are dead, as before.
+        donor is the healthy rank whose variables are the oldest. With `empty`, no variables are copied. Without a dead
+        rank, the ranks that are empty since their restart are healed. `ranks` may also name a rank that has run cells
+        since it was restarted alone; it loses the variables that these defined. After an error the ranks are dead.
 
-        Raises `StartError`; `LostRank` if there is no healthy rank left; `BadRequest` for a rank that is alive and not
-        empty.
+        Raises `StartError`; `RankLostError` if there is no healthy rank left; `InvalidArgument` for a rank that is
+        alive and was not restarted alone.
         """
-        self._crew.wait_exits()
+        # The forkserver reports an exit with a delay. Without this, a rank that the user has just killed would count as
+        # healthy, or even as the donor.
+        self._processes.wait_exits()
         ranks_now = self._state.ranks
-        dead = tuple(rank for rank in ranks_now if ranks_now[rank].state is RankState.DEAD)
+        dead = tuple(rank for rank, entry in ranks_now.items() if entry.state is RankState.DEAD or entry.lost_device)
         chosen = dead if ranks is None else self.select(ranks)
-        living = [rank for rank in chosen if rank not in dead and not ranks_now[rank].empty]
-        if living:
-            verb = "is" if len(living) == 1 else "are"
-            raise BadRequest(f"{name_ranks(living)} {verb} not dead; %distributed restart gives a fresh process")
+        # Nothing is dead, so the call can only mean the ranks that were restarted alone.
+        if ranks is None and not dead and not empty and choose_donor(ranks_now.values()) is not None:
+            chosen = tuple(rank for rank in ranks_now if ranks_now[rank].empty)
+        # A rank that is being replaced cannot be the donor.
+        donor = None if empty else choose_donor([entry for rank, entry in ranks_now.items() if rank not in chosen])
+
+        def is_replaceable(rank: int) -> bool:
+            restarted = donor is not None and ranks_now[rank].since > ranks_now[donor].since
+            return rank in dead or ranks_now[rank].empty or restarted
+
+        if alive := [rank for rank in chosen if not is_replaceable(rank)]:
+            verb = "is" if len(alive) == 1 else "are"
+            raise InvalidArgument(f"{name_ranks(alive)} {verb} not dead; %distributed restart starts a new process")
         if not chosen:
             return None
-        donor = None if empty else choose_donor([entry for rank, entry in ranks_now.items() if rank not in chosen])
         if donor is None and not empty:
-            raise LostRank("no rank is left that has the state; %distributed heal --empty starts without it", chosen)
+            raise RankLostError(
+                "no rank with variables to copy is left; %distributed heal --empty starts with empty namespaces", chosen
+            )
         try:
-            self._crew.launch(chosen, timeout=timeout)
+            self._processes.launch(chosen, timeout=timeout)
             return Healed(chosen, None) if donor is None else self._restore(donor, chosen, timeout)
         except BaseException:
-            self._crew.discard(chosen, "was not restored, for heal failed or was interrupted")
+            # A rank with a part of the variables would look healthy and could become the donor of a later heal. As a
+            # dead rank it can be healed again.
+            self._processes.discard(chosen, "was not restored because heal failed or was interrupted")
             raise
 
     def _restore(self, donor: int, ranks: tuple[int, ...], timeout: float) -> Healed:
@@ -650,18 +730,30 @@ class Cluster(ClusterQueries):
         deadline = time.monotonic() + timeout
         listed = self._collect({donor: (lambda cell: ListState(cell=cell), ())}, timeout, "heal")[donor]
         adopted: dict[str, Any] = {}
+        lost_saves: list[str] = []
 
         def attempt(names: Sequence[str]) -> str:
             nonlocal adopted
-            adopted = self._try_restore(donor, ranks, tuple(names), deadline - time.monotonic())
+            # A dead rank's background save is reported once by every survivor, in whichever attempt comes first, so the
+            # messages of all attempts are collected.
+            adopted, lost = self._try_restore(donor, ranks, tuple(names), deadline - time.monotonic())
+            lost_saves.extend(lost)
             return str(adopted["refused"])
 
-        refused = hand_over(listed["names"], attempt)
-        self._crew.driver.post(ev.StateRestored(ranks, donor))
-        return summarize_recovery(ranks, donor, adopted, {**listed["missing"], **refused})
+        refused = copy_variables(listed["names"], attempt)
+        # Only after the last attempt: until then the new ranks must not count as donors.
+        self._processes.driver.post(ev.StateRestored(ranks, donor))
+        missing = {**listed["missing"], **refused}
+        return summarize_recovery(ranks, donor, adopted, missing, next(iter(lost_saves), ""))
 
-    def _try_restore(self, donor: int, ranks: tuple[int, ...], names: tuple[str, ...], timeout: float) -> Any:  # noqa: ANN401 - rank.recovery.AdoptedState
-        """Export the variables `names` from `donor` and adopt them on the new `ranks`; return one of the replies."""
+    def _try_restore(
+        self, donor: int, ranks: tuple[int, ...], names: tuple[str, ...], timeout: float
+    ) -> tuple[Any, list[str]]:
+        """Export the variables `names` from `donor` and adopt them on the new `ranks`.
+
+        Return one of the replies (`rank.recovery.AdoptedState`), and the other ranks' messages about a lost save.
+        """
+        # See `_collect`. The values are not taken here: the payload is passed on without being opened.
         with deferred_interrupts():
             make_export = lambda cell: ExportState(cell=cell, names=names)  # noqa: E731 - used once
             export = self._submit({donor: (make_export, ())}, number=0, sink=None, label="heal")
@@ -669,41 +761,45 @@ class Cluster(ClusterQueries):
         try:
             self._check(export)
         except CellError as error:
-            return {"refused": error.errors[donor].value if donor in error.errors else str(error)}
+            return {"refused": error.errors[donor].value if donor in error.errors else str(error)}, []
         payload, frames = export.values[donor]
         try:
-            newcomers = {rank: (lambda cell: AdoptState(cell=cell, payload=payload), frames) for rank in ranks}
+            restarted_ranks = {rank: (lambda cell: AdoptState(cell=cell, payload=payload), frames) for rank in ranks}
+            # The other ranks take part without a payload: they rebuild the reducers of their DDP models, so that all
+            # ranks agree on the buckets.
             others = {rank: (lambda cell: AdoptState(cell=cell), ()) for rank in self._state.ranks if rank not in ranks}
-            answers = self._collect({**others, **newcomers}, timeout, "heal")
+            answers = self._collect({**others, **restarted_ranks}, timeout, "heal")
+        # The exported buffers have several readers, so none of them removes the files.
         finally:
             for segment in payload_segments(payload):
                 self._segments.discard(segment)
-        return next((answers[rank] for rank in ranks if answers[rank]["refused"]), answers[ranks[0]])
+        lost = [answers[rank]["lost_save"] for rank in others if answers[rank]["lost_save"]]
+        return next((answers[rank] for rank in ranks if answers[rank]["refused"]), answers[ranks[0]]), lost
 
     def stop(self) -> None:
         """Stop all ranks and remove their files except the logs. A second call does nothing."""
-        self._crew.stop()
+        self._processes.stop()
 
     def describe(self) -> str:
         """Describe devices, backend and threads, for the user."""
-        devices = sorted(set(self._place.devices))
+        devices = sorted(set(self._assignment.devices))
         shared = " (shared)" if len(devices) < self.world_size and devices[0] != "cpu" else ""
-        threads = plural(self._place.threads, "thread")
-        return f"{', '.join(devices)}{shared}, {self.backend}, {threads} each"
+        threads = plural(self._assignment.threads, "thread")
+        return f"{', '.join(devices)}{shared}, {self.backend}, {threads} per rank"
 
     def describe_group(self) -> str:
         """Describe whether all ranks are in one process group, for the user."""
         if self._state.grouped:
             return "all ranks are in one process group"
         dead = [rank.rank for rank in self._state.ranks.values() if rank.state is RankState.DEAD]
-        back = f"%distributed heal, or %distributed restart {format_ranks(dead)}"
-        return f"the process group waits for {name_ranks(dead)}: {back}"
+        hint = f"run %distributed heal or %distributed restart {format_ranks(dead)}"
+        return f"the process group waits for {name_ranks(dead)}; {hint}"
 
 
 def _check_names(names: Iterable[str]) -> None:
     for name in names:
         if not name.isidentifier() or keyword.iskeyword(name):
-            raise BadRequest(f"{name!r} is no name for a variable")
+            raise InvalidArgument(f"invalid variable name {name!r}: expected a Python identifier")
 
 
 @dataclass(frozen=True)
@@ -713,7 +809,8 @@ class RankStatus:
     `state` is idle, running, starting, leaving, dead or absent; for a live rank that does not reply, it is like
     `unresponsive for 12 s, process running, 3.1 s of CPU time`; for a rank paused in a debugger, the place where it is
     paused. `loss` says how the rank died. `empty`: it was restarted, or healed without variables, and has run nothing
-    successfully since, so `heal` does not copy from it.
+    successfully since, so `heal` does not copy from it. `silence`: how long an unresponsive rank has been silent, in
+    seconds. `lost_device`: the error of the rank's device, if it has failed for good; `heal` replaces such a rank.
     """
 
     rank: int
@@ -723,3 +820,5 @@ class RankStatus:
     cell: str | None
     loss: str | None
     empty: bool = False
+    silence: float = 0.0
+    lost_device: str = ""

@@ -45,11 +45,12 @@ _numbers = itertools.count(1)
 class ClusterProcesses:
     """Start `n` ranks (see `launch.environment.assign_devices`) and wait until they form one process group.
 
-    `keep`: the seconds that the ranks survive this process, for another one to attach to them (reattach.py). Raises
-    `StartError`, `BadRequest`; then all processes and files have been removed.
+    `keep`: the seconds that the ranks survive this process, for another one to attach to them (reattach.py).
+    `environment` is that of this process at the start, or at the attachment. Raises `StartError`, `InvalidArgument`;
+    then all processes and files have been removed.
     """
 
-    placement: DeviceAssignment
+    assignment: DeviceAssignment
     state: ClusterState
     segments: SegmentStore
     _launcher: local.LocalLauncher
@@ -68,43 +69,53 @@ class ClusterProcesses:
         keep: float | None = None,
         grace: GracePeriods | None = None,
     ) -> None:
+        # An instance attribute shadows the class's default only where the constructor runs. `ReattachedProcesses` does
+        # not call it.
         self.grace = grace or GracePeriods(raised=abort_grace())
-        self._name(f"{os.getpid()}-{next(_numbers)}", keep, secrets.token_hex(32) if keep is not None else "")
+        self._init_state(f"{os.getpid()}-{next(_numbers)}", keep, secrets.token_hex(32) if keep is not None else "")
+        # From the first process to the last: an interrupt in between would leave processes and folders that nobody
+        # removes. `open` and `launch` look for interrupts themselves, because they may take minutes.
         with deferred_interrupts() as interrupts:
             if n is not None:
                 assign_devices(n, 0, backend=None, cores=usable_cores())  # reject invalid values early
             self._launcher = local.acquire_forkserver()
             try:
                 self._folders = make_folders(None if keep is None else self._launcher.pid)
+            # Before `register_for_exit` nothing else would close the launcher.
             except BaseException:
                 self._launcher.close()
                 raise
+            # From here on `stop` can undo every step, in whichever state the constructor is.
             register_for_exit(self)
             try:
+                # First of all, because from here on the forkserver removes the folders if this process dies.
+                self._launcher.request_open((self._folders.sockets, self._folders.segments))
                 self._hub = ZmqHub(self._folders.sockets)
-                opened = self._launcher.open(
-                    (self._folders.sockets, self._folders.segments), timeout=timeout, interrupted=interrupts.take
-                )
+                opened = self._launcher.wait_opened(timeout=timeout, interrupted=interrupts.take)
                 self._port = opened.master_port
-                self.placement = assign_devices(n, opened.devices, backend=backend, cores=usable_cores())
-                self.state = ClusterState(len(self.placement.devices), grace=self.grace)
+                self.assignment = assign_devices(n, opened.devices, backend=backend, cores=usable_cores())
+                self.state = ClusterState(len(self.assignment.devices), grace=self.grace)
                 self.segments = SegmentStore(self._folders.segments)
                 make_driver = Driver if keep is None else ReattachedDriver
-                self._driver = make_driver(self.state, self._hub, self._launcher, self._request)
+                self._driver = make_driver(self.state, self._hub, self._launcher, self._fork_request)
                 self._driver.start()
                 self.launch(tuple(self.state.ranks), timeout=timeout)
+                # Only when the ranks are ready: if the start fails, they must end with this process.
                 if keep is not None:
-                    self._launcher.keep(self._address, token=self._token, seconds=keep)
+                    self._launcher.detach(self._address, token=self._token, seconds=keep)
                     self._wait_kept(self._driver, timeout=timeout)
             except BaseException:
                 self.stop()
                 raise
 
-    def _name(self, key: str, keep: float | None, token: str) -> None:
+    def _init_state(self, key: str, keep: float | None, token: str) -> None:
         self.key = key
         self.keep = keep
         self._token = token
         self._created = time.time()
+        self.environment = dict(os.environ)
+        # An event, so that any thread may read it, and a lock, so that `stop` and `detach` run once even if the
+        # interpreter's exit calls them while a user's thread does.
         self._stopped = threading.Event()
         self._stop_lock = threading.Lock()
         self._driver, self._hub = None, None
@@ -118,10 +129,12 @@ class ClusterProcesses:
     def driver(self) -> Driver:
         """Return the driver. Raises `ClusterStopped`, and `RankbookError` if the driver itself has failed."""
         if self.stopped or self._driver is None:
-            raise ClusterStopped("these ranks were stopped; rankbook.start() or %distributed start makes new ones")
+            raise ClusterStopped("the ranks were stopped; start new ones with rankbook.start() or %distributed start")
         if self._driver.failure is not None:
             raise RankbookError(f"the coordinator failed ({self._driver.failure}); stop and start again")
         return self._driver
+
+    # Start
 
     def launch(self, ranks: tuple[int, ...], *, timeout: float) -> None:
         """Start new processes for `ranks`; wait until they are ready and the process group is formed.
@@ -130,12 +143,20 @@ class ClusterProcesses:
         """
         driver = self.driver
         if not self._launcher.alive:
-            raise StartError("the forkserver has ended; %distributed stop, then start, makes a new one")
+            raise StartError(
+                "the forkserver has exited; start a new one with %distributed stop, then %distributed start"
+            )
+        # The ranks start in the notebook's working directory. Checked here, because an error in the middle of a fork
+        # request is harder to explain.
         try:
             Path.cwd()
         except OSError as error:
-            raise StartError("the notebook's current folder is gone; os.chdir() to one that is there") from error
+            raise StartError(
+                "the notebook's working directory does not exist any more; change to an existing one with os.chdir()"
+            ) from error
         driver.start_errors.clear()
+        # KeyboardInterrupt must not be raised while `post` performs its actions, which would leave some ranks forked
+        # and others not.
         with deferred_interrupts() as interrupts:
             driver.post(ev.LaunchRanks(ranks))
             deadline = time.monotonic() + timeout
@@ -148,22 +169,26 @@ class ClusterProcesses:
                         raise StartError(
                             f"{name_ranks(ranks)} not ready within {timeout:.0f} s: {self._states(driver)}"
                         )
+                    # In short steps: `wait` does not return for a signal whose handler only counts.
                     driver.changed.wait(min(remaining, 0.05))
         errors = driver.start_errors
+        # Ranks that were dead before and are not to be started count only if they have an error now.
         dead = [rank for rank in self._dead(tuple(self.state.ranks)) if rank in errors or rank in ranks]
         failures = [errors.get(rank, f"rank {rank} {self.state.ranks[rank].loss}") for rank in dead]
         if failures or errors:  # errors of live ranks are consequences of the deaths
             raise StartError("\n".join(failures or dict.fromkeys(errors.values())))
         self._record()
 
-    def discard(self, ranks: tuple[int, ...], words: str) -> None:
-        """Kill those of `ranks` that live, and treat them as dead at once. `words` say why."""
+    def discard(self, ranks: tuple[int, ...], reason: str) -> None:
+        """Kill those of `ranks` that live, and treat them as dead at once. `reason` says why."""
         driver = self.driver
+        # Kill and report in one step, so that the exit that the forkserver reports later finds the ranks dead already
+        # and is ignored.
         with driver.changed:
             for rank in (self.state.ranks[number] for number in ranks):
                 if rank.state in (RankState.STARTING, RankState.IDLE, RankState.BUSY):
                     self._launcher.kill(rank.rank, rank.incarnation)
-                    driver.post(ev.RankGone(rank.rank, rank.incarnation, words))
+                    driver.post(ev.RankGone(rank.rank, rank.incarnation, reason))
 
     def wait_exits(self, *, timeout: float = _ANSWER_TIMEOUT) -> None:
         """Wait until the state machine knows of every rank that has exited by now.
@@ -172,9 +197,10 @@ class ClusterProcesses:
         """
         driver = self.driver
         deadline = time.monotonic() + timeout
-        ended = driver.presence.wait_ended(driver.answering(), timeout=timeout)
+        # The system's view first; then wait until the forkserver's reports have reached the state machine.
+        exited = driver.liveness.wait_exited(driver.live_ranks(), timeout=timeout)
         with driver.changed:
-            while not ended.isdisjoint(driver.answering()) and time.monotonic() < deadline + _ANSWER_TIMEOUT:
+            while not exited.isdisjoint(driver.live_ranks()) and time.monotonic() < deadline + _ANSWER_TIMEOUT:
                 driver.changed.wait(0.05)
 
     def _launched(self, driver: Driver, ranks: tuple[int, ...]) -> bool:
@@ -192,21 +218,23 @@ class ClusterProcesses:
         return [rank for rank in ranks if self.state.ranks[rank].state is RankState.DEAD]
 
     def _states(self, driver: Driver) -> str:
-        silent = driver.presence.wait_silent(driver.answering(), timeout=_ANSWER_TIMEOUT)
+        unresponsive = driver.liveness.wait_unresponsive(driver.live_ranks(), timeout=_ANSWER_TIMEOUT)
         states = {rank: entry.state.name.lower() for rank, entry in self.state.ranks.items()}
-        states |= {rank: describe_unresponsive(silence) for rank, silence in silent.items()}
+        states |= {rank: describe_unresponsive(unresponsive_rank) for rank, unresponsive_rank in unresponsive.items()}
         return "; ".join(f"rank {rank} is {state}" for rank, state in states.items())
 
-    def _request(self, rank: int, incarnation: int, downlink: str) -> ForkRank:
+    def _fork_request(self, rank: int, incarnation: int, downlink: str) -> ForkRank:
         assert self._hub is not None
-        world_size, threads = len(self.placement.devices), self.placement.threads
+        # Called by the driver, with its lock held, for every fork: the environment and the working directory are those
+        # of that moment.
+        world_size, threads = len(self.assignment.devices), self.assignment.threads
         environment = rank_environment(os.environ, rank=rank, world_size=world_size, port=self._port, threads=threads)
         return ForkRank(
             rank=rank,
             incarnation=incarnation,
             world_size=world_size,
-            backend=self.placement.backend,
-            device=self.placement.devices[rank],
+            backend=self.assignment.backend,
+            device=self.assignment.devices[rank],
             threads=threads,
             env={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
             cwd=str(Path.cwd()),
@@ -227,19 +255,25 @@ class ClusterProcesses:
 
     def _wait_kept(self, driver: Driver, *, timeout: float) -> None:
         """Wait until the forkserver listens at `_address`: from then on the ranks survive this process."""
+        # The path appears when the forkserver binds the socket, before which a crash of the notebook would still end
+        # the ranks.
         deadline = time.monotonic() + timeout
         with driver.changed:
             while not Path(self._address).exists():
                 if time.monotonic() > deadline or not self._launcher.alive:
-                    raise StartError("the forkserver cannot keep these ranks; is there room in their folder?")
+                    raise StartError(
+                        f"the forkserver cannot keep the ranks: it did not create {self._address};"
+                        " check the free space in that folder"
+                    )
                 driver.changed.wait(0.005)
 
     def _record(self, *, interrupted: str = "") -> None:
         """Write the registry record of a kept cluster, with a note for its next owner."""
+        # The start time identifies the forkserver: its PID may be given to another process later.
         began = process_start_time(self._launcher.pid)
         if self.keep is None or self._hub is None or self._driver is None or began is None:
             return
-        infos, ranks, devices = self._driver.infos, self.state.ranks, self.placement.devices
+        rank_processes, ranks, devices = self._driver.rank_processes, self.state.ranks, self.assignment.devices
         record = ClusterRecord(
             key=self.key,
             token=self._token,
@@ -253,18 +287,24 @@ class ClusterProcesses:
             segments=str(self._folders.segments),
             logs=str(self._folders.logs),
             master_port=self._port,
-            backend=self.placement.backend,
-            threads=self.placement.threads,
+            backend=self.assignment.backend,
+            threads=self.assignment.threads,
             session=session_id(),
             created=self._created,
             notebook_started=process_start_time(os.getpid()) or 0.0,
             interrupted=interrupted,
-            ranks=tuple(DetachedRank(rank, ranks[rank].incarnation, infos[rank].pid, devices[rank]) for rank in ranks),
+            ranks=tuple(
+                DetachedRank(rank, ranks[rank].incarnation, rank_processes[rank].pid, devices[rank]) for rank in ranks
+            ),
         )
         write_record(record)
 
-    def leave(self) -> None:
+    # End
+
+    def detach(self) -> None:
         """Detach from a kept cluster, whose ranks continue for `keep` seconds. It counts as stopped here."""
+        # The order of the steps: first the flag, so that other threads get `ClusterStopped` and not errors of closed
+        # sockets; then the driver thread, which uses launcher and hub; then these two. `stop` does the same.
         with self._stop_lock, deferred_interrupts():
             if self._stopped.is_set():
                 return
@@ -274,7 +314,8 @@ class ClusterProcesses:
                     self._record(interrupted=message)
             if self._driver is not None:
                 self._driver.close()
-            self._launcher.leave()
+            # The forkserver sees the end of the connection, and from then on waits for another owner.
+            self._launcher.disconnect()
             if self._hub is not None:
                 self._hub.close()
 
@@ -289,22 +330,27 @@ class ClusterProcesses:
             self._stopped.set()
             if self._driver is not None:
                 if patience is not None:
-                    self._driver.farewells.patience = patience
+                    self._driver.shutdown_manager.patience = patience
+                # Idle ranks are asked to exit and may save; busy ones are killed. `_wait_stopped` gives the former
+                # their time.
                 self._driver.post(ev.Stop())
-                self._wait_gone(self._driver, timeout=_STOP_TIMEOUT)
+                self._wait_stopped(self._driver, timeout=_STOP_TIMEOUT)
                 self._driver.close()
+            # The forkserver kills what is left and removes the folders, see `forkserver._close`. `remove` below also
+            # covers a forkserver that has crashed.
             self._launcher.close()
             if self._hub is not None:
                 self._hub.close()
             self._folders.remove()
 
-    def _wait_gone(self, driver: Driver, *, timeout: float) -> None:
+    def _wait_stopped(self, driver: Driver, *, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        gone = (RankState.ABSENT, RankState.DEAD)
+        stopped_states = (RankState.ABSENT, RankState.DEAD)
         with driver.changed:
-            while any(rank.state not in gone for rank in self.state.ranks.values()):
+            while any(rank.state not in stopped_states for rank in self.state.ranks.values()):
                 if (
-                    time.monotonic() > max(deadline, driver.farewells.deadline + 1.0)
+                    # A rank that saves has extended its deadline. One second more for the forkserver to report its end.
+                    time.monotonic() > max(deadline, driver.shutdown_manager.deadline + 1.0)
                     or driver.failure is not None
                     or not self._launcher.alive
                 ):
@@ -316,22 +362,23 @@ def _is_text(entry: object) -> bool:
     return isinstance(entry, str)
 
 
-_all: weakref.WeakSet[ClusterProcesses] = weakref.WeakSet()
+# Weak references: a cluster that was stopped and dropped must not be kept alive until the exit.
+_clusters: weakref.WeakSet[ClusterProcesses] = weakref.WeakSet()
 
 
-def register_for_exit(crew: ClusterProcesses) -> None:
-    """Stop `crew` when this process exits, or detach from it if it is kept."""
-    _all.add(crew)
+def register_for_exit(processes: ClusterProcesses) -> None:
+    """Stop `processes` when this process exits, or detach from it if it is kept."""
+    _clusters.add(processes)
 
 
 def _stop_all() -> None:
-    for crew in tuple(_all):
-        if crew.keep is None:
-            crew.stop(patience=crew.grace.last_save)
+    for processes in tuple(_clusters):
+        if processes.keep is None:
+            processes.stop(patience=processes.grace.last_save)
         else:
-            crew.leave()
+            processes.detach()
 
 
 atexit.register(_stop_all)
 if hasattr(os, "register_at_fork"):  # not on Windows; see launch/local.py
-    os.register_at_fork(after_in_child=_all.clear)  # a forked child must not stop its parent's ranks
+    os.register_at_fork(after_in_child=_clusters.clear)  # a forked child must not stop its parent's ranks

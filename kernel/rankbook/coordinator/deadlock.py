@@ -4,17 +4,19 @@ Pure functions and one class, without I/O or clocks (`now` is passed in). The ra
 collectives they have started and which ones are still pending. From these counts follow three verdicts:
 
 - `blocked_ranks`: ranks that wait for a peer that will never join, because it raised, died or finished its cell.
-- `find_mismatches`: ranks that started different operations as the same collective of a group.
+- `find_mismatch`: ranks that gave different operations, tensors, reductions or roots to the same collective of a group.
 - `find_deadlock`: ranks that wait for one another in a cycle.
 
 A collective that is merely slow is never condemned: a wait is hopeless only if the missing peer cannot start the
-collective any more. `CollectiveMonitor` keeps the reports and decides on the actions.
+collective any more. A mismatch is certain, whoever waits: it is compared by number, also with the logs of ranks that
+have completed the collective or have finished the cell. `CollectiveMonitor` keeps the reports and decides on the
+actions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rankbook.coordinator import actions as act
@@ -22,22 +24,25 @@ from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.states import CellEntry, CellState, RankEntry, RankState
 from rankbook.protocol.messages import Collectives
 from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
-from rankbook.ranks import group_ranks, name_ranks
+from rankbook.ranks import format_ranks, group_ranks, name_ranks
 
-How = Literal["failed", "dead", "finished"]
-_WAY_OUT = "interrupt the cell (■, or %distributed interrupt) to end the wait"
-_RANK = {"failed": 0, "dead": 0, "finished": 1}
+Outcome = Literal["failed", "dead", "finished"]
+_INTERRUPT_HINT = "interrupt the cell (■, or %distributed interrupt) to end the wait"
+NOT_SELECTED = "was not selected for this cell"
+"""Reason of an inactive rank that does not take part in the cell of the waiting rank."""
+# If several ranks are missing, the one that raised or died explains the wait best: the user has to mend its error.
+_PRIORITY = {"failed": 0, "dead": 0, "finished": 1}
 
 
 @dataclass(frozen=True)
 class InactiveRank:
     """A rank that starts no more collectives in this cell.
 
-    `words` describe the reason, and `since` is the time at which it was first observed.
+    `reason` describes why, and `since` is the time at which this was first observed.
     """
 
-    how: How
-    words: str
+    outcome: Outcome
+    reason: str
     since: float
 
 
@@ -46,7 +51,7 @@ class CollectiveReport:
     """A rank's report of its collectives and the time of its arrival."""
 
     report: Collectives
-    at: float
+    received_at: float
 
     def group(self, name: str) -> GroupReport | None:
         """Return the rank's report of the group `name`; None if it has none."""
@@ -57,73 +62,105 @@ class CollectiveReport:
 class BlockedRank:
     """A rank that waits in `launch` of `group` for the rank `missing`, which will never join.
 
-    `how` and `words` describe what happened to `missing`; both conditions have held for `seconds`.
+    `outcome` and `reason` describe what happened to `missing`; both conditions have held for `seconds`.
     """
 
     rank: int
     group: str
     launch: CollectiveLaunch
-    line: int | None
+    line: int | str | None
     missing: int
-    how: How
-    words: str
+    outcome: Outcome
+    reason: str
     seconds: float
+
+
+GroupKey = tuple[str, int, tuple[int, ...]]
+"""Name, generation and members of a process group; equal on all members."""
 
 
 @dataclass(frozen=True)
 class CollectiveMismatch:
-    """Ranks that started different operations as the same collective. `text` describes what they did."""
+    """Ranks that gave different things to the collective `number` of `group`.
 
-    group: str
+    `text` says what every rank gave. `waiting` are the ranks that wait in the group, and `completed` those that have
+    completed the collective, with a wrong result. `settled`: the youngest of the launches is older than the patience.
+    """
+
+    group: GroupKey
     number: int
     text: str
+    waiting: tuple[int, ...] = ()
+    completed: tuple[int, ...] = ()
+    settled: bool = True
+
+    def describe(self) -> str:
+        """Return the text, with the ranks whose results are wrong."""
+        if not self.completed:
+            return self.text
+        if len(self.completed) == 1:
+            return f"{self.text}; rank {self.completed[0]} has already completed it: its result is wrong"
+        return f"{self.text}; {name_ranks(self.completed)} have already completed it: their results are wrong"
 
 
 def blocked_ranks(
-    told: Mapping[int, CollectiveReport], out: Mapping[int, InactiveRank], now: float
+    reports: Mapping[int, CollectiveReport], inactive_ranks: Mapping[int, InactiveRank], now: float
 ) -> list[BlockedRank]:
-    """Return the ranks that wait for a rank in `out`, directly or through other blocked ranks.
+    """Return the ranks that wait for a rank in `inactive_ranks`, directly or through other blocked ranks.
 
-    `told` has the latest reports. A blocked rank will not start another collective either, so the ranks that wait for
-    it are blocked too: the search repeats with the blocked ranks added until it finds no more.
+    `reports` has the latest reports. A blocked rank will not start another collective either, so the ranks that wait
+    for it are blocked too: the search repeats with the blocked ranks added until it finds no more.
     """
+    # Every round adds at least one rank to `ended`, and a rank in it is not looked at again, so the search ends.
     blocked: dict[int, BlockedRank] = {}
-    ended = dict(out)
+    ended = dict(inactive_ranks)
     while True:
         more = [
             verdict
-            for rank, report in told.items()
-            if rank not in ended and (verdict := _doom_of(rank, report, ended, told, now)) is not None
+            for rank, report in reports.items()
+            if rank not in ended and (verdict := _find_blocked(rank, report, ended, reports, now)) is not None
         ]
         if not more:
             return sorted(blocked.values(), key=lambda entry: entry.rank)
         for verdict in more:
             blocked[verdict.rank] = verdict
-            ended[verdict.rank] = InactiveRank(verdict.how, verdict.words, now - verdict.seconds)
+            # The blocked rank inherits the first cause, so that a chain of waits is reported with the error at its
+            # beginning.
+            ended[verdict.rank] = InactiveRank(verdict.outcome, verdict.reason, now - verdict.seconds)
 
 
-def _doom_of(
+# Example: ranks 0, 1 and 2 have begun 7, 7 and 6 collectives of a group, and rank 2 has raised. The waits of ranks 0
+# and 1 in #7 are hopeless, because rank 2 will not begin #7. A wait in #6 is not: rank 2 has begun it, and its part may
+# still complete.
+def _find_blocked(
     rank: int,
-    own: CollectiveReport,
+    report: CollectiveReport,
     ended: Mapping[int, InactiveRank],
-    told: Mapping[int, CollectiveReport],
+    reports: Mapping[int, CollectiveReport],
     now: float,
 ) -> BlockedRank | None:
-    for group in own.report.groups:
+    for group in report.report.groups:
         for launch in group.pending:
+            # A send or recv waits for one rank, a collective for all members.
             members = group.ranks if launch.peer is None else (launch.peer,)
             others = [member for member in members if member != rank]
             missing = [
-                member for member in others if member in ended and not _has_begun(told.get(member), group.name, launch)
+                member
+                for member in others
+                if member in ended and not _has_begun(reports.get(member), group.name, launch)
             ]
             if not launch.number and len(missing) < len(others):
                 continue  # recv from any source: another sender may still exist
             if missing:
-                worst = min(missing, key=lambda candidate: (_RANK[ended[candidate].how], ended[candidate].since))
+                worst = min(
+                    missing, key=lambda candidate: (_PRIORITY[ended[candidate].outcome], ended[candidate].since)
+                )
                 inactive = ended[worst]
-                seconds = min(launch.seconds + now - own.at, now - inactive.since)
+                # The rank has measured its wait when it sent the report; the time since then is added. The wait is
+                # hopeless only since the missing rank became inactive.
+                seconds = min(launch.seconds + now - report.received_at, now - inactive.since)
                 return BlockedRank(
-                    rank, group.name, launch, own.report.line, worst, inactive.how, inactive.words, seconds
+                    rank, group.name, launch, report.report.line, worst, inactive.outcome, inactive.reason, seconds
                 )
     return None
 
@@ -136,51 +173,165 @@ def _has_begun(other: CollectiveReport | None, group: str, launch: CollectiveLau
     if other is None or not launch.number:
         return False
     view = other.group(group)
+    # A broken connection carries no data any more, even if both ranks have begun the collective.
     return view is not None and view.count >= launch.number and not view.broken
 
 
-def find_mismatches(told: Mapping[int, CollectiveReport], *, patience: float) -> Iterator[CollectiveMismatch]:
-    """Yield the collectives in which ranks have waited for `patience` seconds while others started another operation.
+def find_mismatch(
+    views: Mapping[int, GroupReport], *, patience: float = 0.0, named: bool = False
+) -> CollectiveMismatch | None:
+    """Return the first collective to which the members of a group gave different things; None if all match.
 
-    Operations match if their names are equal and, where all ranks must pass the same data, also dtype and shape.
+    `views` are the reports of one group, by rank. A mismatch is settled once the launches of all ranks are older than
+    `patience` seconds, because torch may still refuse a call that has just begun; with broken connections it is at
+    once. `named`: the text names the group by its ranks.
     """
-    seen: set[tuple[str, int]] = set()
-    for report in told.values():
-        for group in report.report.groups:
-            for launch in group.pending:
-                key = (group.name, launch.number)
-                if launch.number and launch.seconds >= patience and key not in seen:
-                    seen.add(key)
-                    sides = _sides(group, launch.number, told)
-                    if len({_likeness(side) for side, _, _ in sides}) > 1:
-                        yield CollectiveMismatch(group.name, launch.number, _tell(group, launch.number, sides))
+    # The frequent case: the digests of the last collectives are equal, and so are all before them.
+    if len(views) < 2 or _all_match(views):
+        return None
+    launches = {rank: _launches_of(view) for rank, view in sorted(views.items())}
+    # In ascending order: the first difference is the cause, and later ones may be its consequences.
+    for number in sorted({number for known in launches.values() for number in known}):
+        sides = {rank: known[number] for rank, known in launches.items() if number in known}
+        members = next(iter(views.values())).ranks
+        if len({side.code for side in sides.values()}) > 1:
+            details = _describe_values(sides)
+        # The codes are equal, so compare the sizes of an all_to_all, which differ between ranks by nature.
+        elif not (details := _describe_sizes(sides, members)):
+            # Nothing differs in this collective, but the digests, which cover all collectives so far, do. The
+            # difference is older than the logs.
+            if len({side.digest for side in sides.values()}) > 1 or _is_unbalanced(sides, members):
+                return _forgotten_mismatch(views, number)
+            continue
+        which = f" in the process group of {name_ranks(members)}" if named else ""
+        operations = {side.op for side in sides.values()}
+        heading = f"{operations.pop() if len(operations) == 1 else 'collective'} #{number}{which}: "
+        late = [rank for rank, view in sorted(views.items()) if view.count < number]
+        details += f"; {name_ranks(late)} {'has' if len(late) == 1 else 'have'} not begun it" if late else ""
+        broken = any(view.broken for view in views.values())
+        return CollectiveMismatch(
+            group_key(next(iter(views.values()))),
+            number,
+            heading + details,
+            waiting=find_waiting(views),
+            completed=tuple(rank for rank in sides if _has_completed(views[rank], number)),
+            settled=broken or all(side.seconds >= patience for side in sides.values()),
+        )
+    return None
 
 
-def find_deadlock(told: Mapping[int, CollectiveReport], *, patience: float) -> str | None:
+def find_waiting(views: Mapping[int, GroupReport]) -> tuple[int, ...]:
+    """Return the ranks that wait in the group, or will."""
+    return tuple(rank for rank, view in sorted(views.items()) if view.pending)
+
+
+def group_key(view: GroupReport) -> GroupKey:
+    """Return the key under which the reports of a group's members are compared."""
+    return view.name, view.generation, view.ranks
+
+
+def _all_match(views: Mapping[int, GroupReport]) -> bool:
+    """Return True if all ranks have launched the same collectives, by their digests. Otherwise they may match too."""
+    latest = {rank: view.recent[-1] for rank, view in views.items() if view.recent}
+    same = {(launch.number, launch.digest) for launch in latest.values()}
+    return len(latest) == len(views) and len(same) == 1 and not _is_unbalanced(latest, next(iter(views.values())).ranks)
+
+
+def _launches_of(view: GroupReport) -> dict[int, CollectiveLaunch]:
+    """Return the collectives that are in the report, by number."""
+    # Both lists, because `recent` is limited: a collective that waits for long may not be in it any more.
+    return {launch.number: launch for launch in (*view.recent, *view.pending) if launch.number}
+
+
+def _is_unbalanced(sides: Mapping[int, CollectiveLaunch], members: tuple[int, ...]) -> bool:
+    """Return True if a size of an all_to_all, up to this collective, was not the one that the other rank expected."""
+    # The sum says something only if all members are in it.
+    return len(sides) == len(members) and sum(side.balance for side in sides.values()) % (1 << 32) != 0
+
+
+def _has_completed(view: GroupReport, number: int) -> bool:
+    return not view.broken and not any(launch.number == number for launch in view.pending)
+
+
+def _describe_values(sides: Mapping[int, CollectiveLaunch]) -> str:
+    """Return what every rank gave: `rank 0 gave float32[2], rank 1 float32[3], at line 1`."""
+    different_operations = len({side.op for side in sides.values()}) > 1
+    different_reductions = len({side.reduction for side in sides.values()}) > 1
+    positions = {side.position for side in sides.values()}
+    descriptions = {}
+    for rank, side in sides.items():
+        parts = [side.op if different_operations else "", side.data, side.reduction if different_reductions else ""]
+        if len(positions) > 1 and side.position:
+            parts.append(f"at {side.position}")
+        descriptions[rank] = " ".join(filter(None, parts))
+    verb = " began " if different_operations else " gave "
+    texts = []
+    for description, ranks in group_ranks(descriptions.items()).items():
+        texts.append(f"{name_ranks(ranks)}{verb}{description}")
+        verb = " "
+    position = positions.pop() if len(positions) == 1 else ""
+    return ", ".join(texts) + (f", at {position}" if position else "")
+
+
+def _describe_sizes(sides: Mapping[int, CollectiveLaunch], members: tuple[int, ...]) -> str:
+    """Return the first size of an all_to_all that differs from what its receiver expects; empty if all match."""
+    for sender, sent in sides.items():
+        for receiver, expected in sides.items():
+            if not sent.sends or not expected.expects:
+                continue
+            size = sent.sends[members.index(receiver)]
+            wanted = expected.expects[members.index(sender)]
+            if size != wanted:
+                whom = "itself, and" if sender == receiver else f"rank {receiver}, which"
+                position = f", at {sent.position}" if sent.position else ""
+                return f"rank {sender} sends {size} elements to {whom} expects {wanted}{position}"
+    return ""
+
+
+def _forgotten_mismatch(views: Mapping[int, GroupReport], number: int) -> CollectiveMismatch:
+    """Return a mismatch that is older than the ranks' logs, which begin with collective `number`."""
+    view = next(iter(views.values()))
+    text = (
+        f"the ranks gave different operations or tensors to a collective of {name_ranks(view.ranks)} before "
+        f"#{number}; the logs do not reach back so far, and all results since then may be wrong"
+    )
+    return CollectiveMismatch(group_key(view), 0, text, waiting=find_waiting(views))
+
+
+# Example: rank 0 waits for rank 1 in a collective of one group, and rank 1 for rank 0 in one of another group. Each of
+# them waits for a rank that waits as well, so both remain. If rank 1 is computing instead, it is not among the waiting
+# ranks; rank 0 then waits for none of them and is removed. So a rank that is merely late is never reported.
+def find_deadlock(reports: Mapping[int, CollectiveReport], *, patience: float) -> str | None:
     """Describe a cycle of ranks that have waited for one another for `patience` seconds; None if there is none.
 
     Such ranks started collectives of several groups in different orders, or receive from one another. The algorithm
     starts with all waiting ranks and repeatedly removes those that wait for none of the remaining ones.
     """
+    # A rank that waits in several operations (asynchronous ones, or send and recv at once) needs only one of them to be
+    # old enough.
     waiting = {
         rank: [(group, launch) for group in report.report.groups for launch in group.pending]
-        for rank, report in told.items()
+        for rank, report in reports.items()
         if any(launch.seconds >= patience for group in report.report.groups for launch in group.pending)
     }
-    while stuck := [rank for rank in waiting if not any(_waits_for(rank, other, waiting, told) for other in waiting)]:
+    while stuck := [
+        rank for rank in waiting if not any(_waits_for(rank, other, waiting, reports) for other in waiting)
+    ]:
         for rank in stuck:  # not deadlocked: the rank it waits for is still making progress
             del waiting[rank]
     if not waiting:
         return None
-    lines = [f"  {_tell_wait(rank, *waiting[rank][0], told[rank].report.line)}" for rank in sorted(waiting)]
-    return "\n".join(["these ranks wait for one another, and none of them can go on:", *lines, _WAY_OUT]) + "\n"
+    lines = [f"  {_describe_wait(rank, *waiting[rank][0], reports[rank].report.line)}" for rank in sorted(waiting)]
+    return (
+        "\n".join(["these ranks wait for one another, and none of them can continue:", *lines, _INTERRUPT_HINT]) + "\n"
+    )
 
 
 def _waits_for(
     rank: int,
     other: int,
     waiting: Mapping[int, list[tuple[GroupReport, CollectiveLaunch]]],
-    told: Mapping[int, CollectiveReport],
+    reports: Mapping[int, CollectiveReport],
 ) -> bool:
     """Return True if the waiting rank `other` has not started the operation that `rank` waits in."""
     for group, launch in waiting[rank]:
@@ -189,9 +340,11 @@ def _waits_for(
                 launch.number
                 and other != rank
                 and other in group.ranks
-                and not _has_begun(told[other], group.name, launch)
+                and not _has_begun(reports[other], group.name, launch)
             ):
                 return True
+        # A transfer between two waiting ranks completes if the other one waits in the counterpart of it. A recv from
+        # any source is a counterpart too (peer None).
         elif launch.peer == other:
             answers = {"send": "recv", "recv": "send"}
             if not any(
@@ -202,124 +355,199 @@ def _waits_for(
     return False
 
 
-def _tell_wait(rank: int, group: GroupReport, launch: CollectiveLaunch, line: int | None) -> str:
+def _describe_wait(rank: int, group: GroupReport, launch: CollectiveLaunch, line: int | str | None) -> str:
     number = f" #{launch.number}" if launch.number else ""
     data = f" {launch.data}" if launch.data else ""
-    where = f", waiting at line {line}" if line is not None else ""
-    return f"rank {rank}: {launch.op}{number}{data} of the group of {name_ranks(group.ranks)}{where}"
+    position = f", waiting at line {line}" if line is not None else ""
+    return f"rank {rank}: {launch.op}{number}{data} in the process group of {name_ranks(group.ranks)}{position}"
 
 
-def _sides(
-    group: GroupReport, number: int, told: Mapping[int, CollectiveReport]
-) -> list[tuple[CollectiveLaunch, int, int | None]]:
-    sides = []
-    for rank in group.ranks:
-        view = told[rank].group(group.name) if rank in told else None
-        pending = () if view is None else view.pending
-        recent = () if view is None else view.recent
-        launch = next((candidate for candidate in (*pending, *recent) if candidate.number == number), None)
-        if launch is not None:
-            waits = any(candidate.number == number for candidate in pending)
-            sides.append((launch, rank, told[rank].report.line if waits else None))
-    return sides
-
-
-def _likeness(launch: CollectiveLaunch) -> tuple[str, str]:
-    return launch.op, launch.data if launch.alike else ""
-
-
-def _describe_side(launch: CollectiveLaunch, line: int | None) -> str:
-    operation = launch.op + (f" {launch.data}" if launch.data else "")
-    return f"{operation}, waiting at line {line}" if line is not None else f"{operation}, and has gone on"
-
-
-def _tell(group: GroupReport, number: int, sides: list[tuple[CollectiveLaunch, int, int | None]]) -> str:
-    groups = group_ranks((rank, _describe_side(launch, line)) for launch, rank, line in sides)
-    lines = [f"  {name_ranks(ranks)}: {side}" for side, ranks in groups.items()]
-    which = f"the group of {name_ranks(group.ranks)}"
-    head = f"the ranks disagree at collective #{number} of {which}, and none of them can go on:"
-    return "\n".join([head, *lines, _WAY_OUT]) + "\n"
-
-
-def format_warning(doom: BlockedRank, ranks: Iterable[int]) -> str:
-    """Return the warning that `ranks` wait, as in `doom`, for a rank that has finished its cell."""
+def format_warning(blocked_rank: BlockedRank, ranks: Iterable[int]) -> str:
+    """Return the warning that `ranks` wait, as in `blocked_rank`, for a rank that has finished its cell."""
     waiting = tuple(ranks)
-    where = f" at line {doom.line}" if doom.line is not None else ""
-    number = f" #{doom.launch.number}" if doom.launch.number else ""
-    data = f" ({doom.launch.data})" if doom.launch.data else ""
+    position = f" at line {blocked_rank.line}" if blocked_rank.line is not None else ""
+    number = f" #{blocked_rank.launch.number}" if blocked_rank.launch.number else ""
+    data = f" ({blocked_rank.launch.data})" if blocked_rank.launch.data else ""
     return (
-        f"{name_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {doom.launch.op}{number}{data}{where} "
-        f"for rank {doom.missing}, "
-        f"which {doom.words}; {_WAY_OUT}\n"
+        f"{name_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in "
+        f"{blocked_rank.launch.op}{number}{data}{position} for rank {blocked_rank.missing}, "
+        f"which {blocked_rank.reason}; {_INTERRUPT_HINT}\n"
     )
 
 
-LOOK_EVERY = 0.7
+CHECK_INTERVAL = 0.7
 """Seconds between two checks of a running cell."""
-LOOK_AFTER_END = 0.1
+CHECK_AFTER_DONE = 0.1
 """Seconds from a rank's end of a cell to the first check of the ranks that still run it."""
-_LOOK_AGAIN = 0.2
+_CHECK_INTERVAL_PARTLY_DONE = 0.2
 """Seconds between two checks while some ranks of a cell have ended and others have not."""
-_DISAGREE_FOR = 0.5
-"""Seconds of waiting in different collectives before a mismatch is reported: the slower rank may still catch up."""
+_MISMATCH_PATIENCE = 0.2
+"""Seconds after the launches of a collective before a mismatch is reported: torch may still refuse one of the calls."""
 
-_DEADLOCKED_FOR = 2.0
+_DEADLOCK_PATIENCE = 2.0
 """The same for a deadlock: a rank may compute after an asynchronous launch and wait for it later."""
 
 
 class CollectiveMonitor:
     """Latest reports of the ranks' collectives, and the actions that follow from them.
 
-    Waits for a rank that raised or died are aborted after the grace period `raised`. Waits for a rank that finished,
-    mismatches and deadlocks are only reported to the user, once per cell.
+    Waits for a rank that raised or died are aborted after the grace period `raised`, and waits in a collective to which
+    the ranks gave different things at once. Waits for a rank that finished and deadlocks are only reported to the user,
+    once per cell. A mismatch in which no rank waits is reported at once, and makes the cell fail at its end.
     """
 
     def __init__(self, grace: GracePeriods) -> None:
         self._grace = grace
-        self._told: dict[int, CollectiveReport] = {}
-        self._since: dict[tuple[int, How, int | None], float] = {}
-        self._said: set[tuple[object, ...]] = set()
+        self._reports: dict[int, CollectiveReport] = {}
+        self._groups: dict[int, dict[GroupKey, GroupReport]] = {}
+        self._asked: set[int] = set()
+        self._broken: set[tuple[int, GroupKey]] = set()
+        self._mismatches: dict[GroupKey, CollectiveMismatch] = {}
+        self._failed: set[GroupKey] = set()
+        self._since: dict[tuple[int, Outcome, int | None], float] = {}
+        self._reported: set[tuple[object, ...]] = set()
 
-    def hear(self, rank: int, told: CollectiveReport) -> None:
+    def record_report(self, rank: int, report: CollectiveReport) -> None:
         """Store a rank's report."""
-        self._told[rank] = told
+        self._reports[rank] = report
+        self.record_groups(rank, report.report.groups)
+
+    def record_groups(self, rank: int, groups: Iterable[GroupReport]) -> None:
+        """Store the state of some of a rank's groups; the rank may have finished its cell."""
+        known = self._groups.setdefault(rank, {})
+        for view in groups:
+            key = group_key(view)
+            if key not in known:  # the group was formed anew: nothing that is known of it matters any more
+                for old in [old for old in known if old[0] == view.name]:
+                    del known[old]
+                    self._broken.discard((rank, old))
+                    self._mismatches.pop(old, None)
+                    self._failed.discard(old)
+            known[key] = view
+
+    def react(self, rank: int, ranks: Mapping[int, RankEntry], cells: Mapping[int, CellEntry]) -> list[act.Action]:
+        """Return the actions that follow from the report of `rank` at once, before the next check.
+
+        A mismatch is looked for when all ranks have answered a request, and the ranks are asked when a connection of
+        `rank` has broken for no known reason, as it does when gloo notices that the tensors of two ranks differ.
+        """
+        if not self._running(cells):
+            return []
+        # Broken connections that were not seen before. The other ranks know what they have given to the same
+        # collective, so all are asked.
+        broken = {(rank, key) for key, view in self._groups.get(rank, {}).items() if view.broken}
+        if not broken <= self._broken:
+            self._broken |= broken
+            return self._request(ranks)
+        if rank not in self._asked:
+            return []
+        # Compared when the last reply is in. With some reports missing, the logs would be of different moments.
+        self._asked.discard(rank)
+        return [] if self._asked else self._check_mismatches(ranks, cells)
 
     def forget(self, rank: int) -> None:
         """Drop the report of a rank whose process has ended."""
-        self._told.pop(rank, None)
+        self._reports.pop(rank, None)
+        self._groups.pop(rank, None)
+        self._asked.discard(rank)
+
+    def finished_mismatch(self, cell: CellEntry, world_size: int) -> CollectiveMismatch | None:
+        """Return a mismatch between the collectives that the ranks have launched until the end of `cell`, once."""
+        for key, views in self._views().items():
+            if key in self._failed or set(key[2]).isdisjoint(cell.ranks):
+                continue
+            mismatch = self._mismatches.get(key) or find_mismatch(views, named=len(key[2]) < world_size)
+            if mismatch is not None:
+                self._failed.add(key)
+                return mismatch
+        return None
+
+    def was_reported(self, mismatch: CollectiveMismatch) -> bool:
+        """Return True if the user was told of the mismatch while the cell was running."""
+        return mismatch.group in self._mismatches
+
+    def _views(self) -> dict[GroupKey, dict[int, GroupReport]]:
+        """Return the latest state of every group, by member."""
+        views: dict[GroupKey, dict[int, GroupReport]] = {}
+        for rank, groups in sorted(self._groups.items()):
+            for key, view in groups.items():
+                views.setdefault(key, {})[rank] = view
+        return views
 
     def waiting_for(self, lost: Collection[int]) -> set[int]:
         """Return the ranks that wait in a group of which one of `lost` is a member."""
         return {
             rank
-            for rank, report in self._told.items()
+            for rank, report in self._reports.items()
             for group in report.report.groups
             if group.pending and not set(group.ranks).isdisjoint(lost)
         }
 
-    def look(self, now: float, ranks: Mapping[int, RankEntry], cells: Mapping[int, CellEntry]) -> list[act.Action]:
+    def check(self, now: float, ranks: Mapping[int, RankEntry], cells: Mapping[int, CellEntry]) -> list[act.Action]:
         """Return the actions for waits that cannot end, new requests for reports, and the time of the next check."""
-        running = [
+        running = self._running(cells)
+        if not running:
+            self._since.clear()
+            self._reported.clear()
+            return []
+        inactive_ranks = self._inactive_ranks(now, ranks, running)
+        # A report that was sent in an earlier cell says nothing about the waits of this one.
+        reports = {rank: report for rank, report in self._reports.items() if report.report.cell == ranks[rank].cell}
+        actions = self._check_mismatches(ranks, cells)
+        actions += self._check_blocked(now, reports, inactive_ranks, ranks, cells)
+        if (text := find_deadlock(reports, patience=_DEADLOCK_PATIENCE)) is not None:
+            actions += self._notify_once(running[0], text, "deadlock")
+        ended = any(len(cell.running) < len(cell.ranks) for cell in running)
+        return [
+            *actions,
+            *self._request(ranks),
+            act.ScheduleCheck(_CHECK_INTERVAL_PARTLY_DONE if ended else CHECK_INTERVAL),
+        ]
+
+    @staticmethod
+    def _running(cells: Mapping[int, CellEntry]) -> list[CellEntry]:
+        """Return the user's cells that are running."""
+        return [
             cell
             for cell in cells.values()
             if not cell.internal and cell.state in (CellState.RUNNING, CellState.ENDING) and cell.running
         ]
-        if not running:
-            self._since.clear()
-            self._said.clear()
-            return []
-        out = self._out(now, ranks, running)
-        reports = {rank: report for rank, report in self._told.items() if report.report.cell == ranks[rank].cell}
-        actions = self._judge(now, reports, out, ranks, cells)
-        for mismatch in find_mismatches(reports, patience=_DISAGREE_FOR):
-            actions += self._say(running[0], mismatch.text, mismatch.group, mismatch.number)
-        if (text := find_deadlock(reports, patience=_DEADLOCKED_FOR)) is not None:
-            actions += self._say(running[0], text, "deadlock")
-        alive = tuple(rank for rank, entry in ranks.items() if entry.state in (RankState.IDLE, RankState.BUSY))
-        ended = any(len(cell.running) < len(cell.ranks) for cell in running)
-        return [*actions, act.RequestCollectives(alive), act.ScheduleCheck(_LOOK_AGAIN if ended else LOOK_EVERY)]
 
-    def _out(self, now: float, ranks: Mapping[int, RankEntry], running: list[CellEntry]) -> dict[int, InactiveRank]:
+    def _request(self, ranks: Mapping[int, RankEntry]) -> list[act.Action]:
+        """Ask all living ranks for reports."""
+        alive = tuple(rank for rank, entry in ranks.items() if entry.state in (RankState.IDLE, RankState.BUSY))
+        self._asked = set(alive)
+        return [act.RequestCollectives(alive)]
+
+    def _check_mismatches(self, ranks: Mapping[int, RankEntry], cells: Mapping[int, CellEntry]) -> list[act.Action]:
+        """Abort the waits in collectives that do not match; report those that no rank waits in."""
+        actions: list[act.Action] = []
+        for key, views in self._views().items():
+            mismatch = find_mismatch(views, patience=_MISMATCH_PATIENCE, named=len(key[2]) < len(ranks))
+            if mismatch is None or not mismatch.settled:
+                continue
+            # The cell of a waiting rank first. If none waits, that of any member.
+            numbers = (ranks[rank].cell for rank in (*mismatch.waiting, *key[2]))
+            running = (cells[number] for number in numbers if number is not None and number in cells)
+            cell = next((cell for cell in running if not cell.internal), None)
+            if cell is None:
+                continue
+            first = key not in self._mismatches
+            # The first one found in a group stays: what follows in it are consequences.
+            mismatch = self._mismatches.setdefault(key, mismatch)
+            waiting = find_waiting(views)
+            # A rank can have a pending collective without running a cell, if it launched one asynchronously and did not
+            # wait for it. Nobody waits then, and there is nothing to abort.
+            if any(ranks[rank].cell is not None for rank in waiting):
+                cell.aborted = True
+                actions.append(act.SendAbort(waiting, (key[0],), mismatch.describe(), mismatch=True))
+            elif first:
+                actions.append(act.NotifyUser(cell.cell, f"{mismatch.describe()}\n"))
+        return actions
+
+    def _inactive_ranks(
+        self, now: float, ranks: Mapping[int, RankEntry], running: list[CellEntry]
+    ) -> dict[int, InactiveRank]:
         """Return the ranks that start no more collectives in the running cells, with the reason.
 
         A rank that is busy, also with another cell, may still start some. `_since` remembers when a reason was first
@@ -329,52 +557,65 @@ class CollectiveMonitor:
         for number, rank in ranks.items():
             if rank.state is RankState.BUSY:
                 continue
+            # A rank may have answered several of the running cells. If it failed in one of them, that is the reason to
+            # report.
             answers = [(cell.cell, cell.answers[number]) for cell in running if number in cell.answers]
             failed = next((answer for answer in answers if answer[1]), None)
             if rank.state is not RankState.IDLE:
-                how, reason, cell = "dead", f"rank {number} {rank.loss or 'is not there'}", None
+                outcome, reason, cell = "dead", f"rank {number} {rank.loss or 'is not running'}", None
             elif failed is not None:
-                how, reason, cell = "failed", f"rank {number} {failed[1]}", failed[0]
+                outcome, reason, cell = "failed", f"rank {number} {failed[1]}", failed[0]
             else:
-                how, reason, cell = "finished", f"has {'finished' if answers else 'not begun'} this cell", None
-            since = self._since.setdefault((number, how, cell), now)  # type: ignore[arg-type]
-            inactive[number] = InactiveRank(how, reason, since)  # type: ignore[arg-type]
+                outcome, reason, cell = "finished", "has finished this cell" if answers else NOT_SELECTED, None
+            # The key contains the cell for a failure: the same rank may fail in several cells, at different times.
+            since = self._since.setdefault((number, outcome, cell), now)  # type: ignore[arg-type]
+            inactive[number] = InactiveRank(outcome, reason, since)  # type: ignore[arg-type]
         return inactive
 
-    def _judge(
+    def _check_blocked(
         self,
         now: float,
-        told: Mapping[int, CollectiveReport],
-        out: Mapping[int, InactiveRank],
+        reports: Mapping[int, CollectiveReport],
+        inactive_ranks: Mapping[int, InactiveRank],
         ranks: Mapping[int, RankEntry],
         cells: Mapping[int, CellEntry],
     ) -> list[act.Action]:
         actions: list[act.Action] = []
         broken: dict[str, list[tuple[int, str]]] = {}
         late: dict[tuple[int, str], list[BlockedRank]] = {}
-        for doom in blocked_ranks(told, out, now):
-            number = ranks[doom.rank].cell
+        for blocked_rank in blocked_ranks(reports, inactive_ranks, now):
+            number = ranks[blocked_rank.rank].cell
             cell = cells.get(number) if number is not None else None
             if cell is None:
                 continue
-            if doom.how == "finished":
-                wait = (doom.rank, doom.group, doom.launch.number)
-                if doom.seconds >= self._grace.finished and (cell.cell, *wait) not in self._said:
-                    self._said.add((cell.cell, *wait))
-                    same = format_warning(doom, [doom.missing])  # equal but for the waiting ranks
-                    late.setdefault((cell.cell, same), []).append(doom)
-            elif doom.seconds >= self._grace.raised:
+            # A rank that has finished without an error may be used by a later cell that completes the collective. So
+            # these waits are only reported, and the user decides.
+            if blocked_rank.outcome == "finished":
+                if blocked_rank.reason == NOT_SELECTED:
+                    selected = format_ranks(cell.ranks)
+                    blocked_rank = replace(  # noqa: PLW2901
+                        blocked_rank, reason=f"{NOT_SELECTED} (`%%distributed --ranks {selected}`)"
+                    )
+                wait = (blocked_rank.rank, blocked_rank.group, blocked_rank.launch.number)
+                if blocked_rank.seconds >= self._grace.finished and (cell.cell, *wait) not in self._reported:
+                    self._reported.add((cell.cell, *wait))
+                    same = format_warning(blocked_rank, [blocked_rank.missing])  # equal but for the waiting ranks
+                    late.setdefault((cell.cell, same), []).append(blocked_rank)
+            elif blocked_rank.seconds >= self._grace.raised:
                 cell.aborted = True
-                broken.setdefault(doom.words, []).append((doom.rank, doom.group))
-        for (key, _), dooms in late.items():
-            actions.append(act.NotifyUser(key, format_warning(dooms[0], [doom.rank for doom in dooms])))
-        for reason, where in broken.items():
-            waiting = tuple(sorted({rank for rank, _ in where}))
-            actions.append(act.SendAbort(waiting, tuple(sorted({group for _, group in where})), reason))
+                broken.setdefault(blocked_rank.reason, []).append((blocked_rank.rank, blocked_rank.group))
+        for (key, _), late_ranks in late.items():
+            actions.append(
+                act.NotifyUser(key, format_warning(late_ranks[0], [blocked_rank.rank for blocked_rank in late_ranks]))
+            )
+        # One message per reason: the ranks report it as the cause of their error.
+        for reason, waits in broken.items():
+            waiting = tuple(sorted({rank for rank, _ in waits}))
+            actions.append(act.SendAbort(waiting, tuple(sorted({group for _, group in waits})), reason))
         return actions
 
-    def _say(self, cell: CellEntry, text: str, *what: object) -> list[act.Action]:
-        if (cell.cell, *what) in self._said:
+    def _notify_once(self, cell: CellEntry, text: str, *key: object) -> list[act.Action]:
+        if (cell.cell, *key) in self._reported:
             return []
-        self._said.add((cell.cell, *what))
+        self._reported.add((cell.cell, *key))
         return [act.NotifyUser(cell.cell, text)]

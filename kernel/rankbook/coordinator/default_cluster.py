@@ -12,7 +12,7 @@ from rankbook.coordinator.cluster import START_TIMEOUT, Cluster
 from rankbook.coordinator.deferred_interrupts import deferred_interrupts
 from rankbook.coordinator.reattach import select_detached
 from rankbook.coordinator.running_cell import Sink
-from rankbook.errors import BadRequest, NoCluster, RankbookError
+from rankbook.errors import InvalidArgument, NoClusterError, RankbookError
 from rankbook.launch import local
 from rankbook.launch.registry import find_detached
 from rankbook.output.merger import Stream
@@ -22,6 +22,7 @@ KEEP_SECONDS = 600.0
 """Default number of seconds that kept ranks stay without a notebook."""
 
 _current: Cluster | None = None
+# Held during a whole start, which may take a minute. Functions that only read `_current` do not take it.
 _starting = threading.Lock()
 
 
@@ -38,12 +39,14 @@ class _Prestarted:
         try:
             self.cluster = _start(None, None, START_TIMEOUT, None)
         except RankbookError as error:
+            # Only errors of Rankbook. Any other exception is a bug, which `threading.excepthook` prints.
             self.error = error  # raised for the first caller that needs the ranks
+        # In all cases, because `_wait_prestarted` waits without a timeout.
         finally:
             self.ended.set()
 
 
-_ahead: _Prestarted | None = None
+_prestarted: _Prestarted | None = None
 
 
 def prestart_ranks() -> None:
@@ -52,46 +55,47 @@ def prestart_ranks() -> None:
     A cluster that is still unused is stopped when another number of ranks or backend is requested, or ranks are
     attached.
     """
-    global _ahead
-    _ahead = _Prestarted()
-    threading.Thread(target=_ahead.run, name="rankbook-start", daemon=True).start()
+    global _prestarted
+    _prestarted = _Prestarted()
+    threading.Thread(target=_prestarted.run, name="rankbook-start", daemon=True).start()
 
 
-def _refuse_on_a_rank() -> None:
-    """Raise `BadRequest` on a rank, where a plain cell of auto mode would otherwise start nested ranks."""
+def _check_not_on_rank() -> None:
+    """Raise `InvalidArgument` on a rank, where a plain cell of auto mode would otherwise start nested ranks."""
     if telemetry.this_rank is not None:
-        raise BadRequest(
-            f"this runs on rank {telemetry.this_rank}, and the ranks are looked after from the notebook's own process; "
-            "%%local as the cell's first line keeps it there"
+        raise InvalidArgument(
+            f"this code runs on rank {telemetry.this_rank}, but the ranks are managed from the notebook's process; "
+            "put %%local in the first line of the cell to run it there"
         )
 
 
 def is_starting() -> bool:
     """Return True if a start in the background is under way."""
-    return _ahead is not None and not _ahead.ended.is_set()
+    return _prestarted is not None and not _prestarted.ended.is_set()
 
 
-def _wait_ahead() -> _Prestarted | None:
+def _wait_prestarted() -> _Prestarted | None:
     """Wait for the start in the background and return it, to the first caller only."""
-    global _ahead
-    ahead = _ahead
-    if ahead is None:
+    global _prestarted
+    prestarted = _prestarted
+    if prestarted is None:
         return None
-    ahead.ended.wait()
-    if _ahead is not ahead:  # another thread was first
+    prestarted.ended.wait()
+    # Several threads may have waited. Only one of them takes the result, so that an error is raised once.
+    if _prestarted is not prestarted:  # another thread was first
         return None
-    _ahead = None
-    return ahead
+    _prestarted = None
+    return prestarted
 
 
 def wait_default() -> Cluster | None:
     """Return the notebook's cluster, after waiting for a start in the background. None if there is none.
 
-    Raises the error of that start, `StartError` or `BadRequest`, once; a later call starts again.
+    Raises the error of that start, `StartError` or `InvalidArgument`, once; a later call starts again.
     """
-    ahead = _wait_ahead()
-    if ahead is not None and ahead.error is not None:
-        raise ahead.error
+    prestarted = _wait_prestarted()
+    if prestarted is not None and prestarted.error is not None:
+        raise prestarted.error
     return default_or_none()
 
 
@@ -105,15 +109,23 @@ def start(
     """Start the notebook's cluster, or return the running one if it has `n` ranks. Raises the errors of `Cluster`.
 
     `keep`: the ranks survive this process, for ten minutes or the given number of seconds, and `attach` finds them
-    again. Raises `BadRequest` if a cluster of another size, backend or `keep` is running.
+    again. Raises `InvalidArgument` if a cluster of another size, backend or `keep` is running.
+
+    Example::
+
+        cluster = rankbook.start(2)
+        cluster.run("x = torch.full((2,), rank)")
+        cluster.pull("x")  # [tensor([0, 0]), tensor([1, 1])]
     """
-    _refuse_on_a_rank()
+    _check_not_on_rank()
     seconds = KEEP_SECONDS if keep is True else float(keep) or None
     if seconds is not None and not 0 < seconds < threading.TIMEOUT_MAX:
-        raise BadRequest(f"keep={keep} is no time in seconds")
-    ahead = _wait_ahead()
-    if ahead is not None and ahead.cluster is not None and ahead.cluster is default_or_none():
-        unused = ahead.cluster
+        raise InvalidArgument(f"keep must be True, False or a positive number of seconds, got {keep}")
+    prestarted = _wait_prestarted()
+    # The cluster that was started in the background has run no cell, so it can be replaced silently if the request does
+    # not fit.
+    if prestarted is not None and prestarted.cluster is not None and prestarted.cluster is default_or_none():
+        unused = prestarted.cluster
         if n not in (None, unused.world_size) or backend not in (None, unused.backend) or seconds is not None:
             unused.stop()
     return _start(n, backend, timeout, seconds)
@@ -126,13 +138,15 @@ def _start(n: int | None, backend: str | None, timeout: float, seconds: float | 
         if running is None:
             _current = running = Cluster(n, backend=backend, timeout=timeout, keep=seconds)
         elif n not in (None, running.world_size) or backend not in (None, running.backend):
-            raise BadRequest(
-                f"{running.world_size} ranks ({running.backend}) are running already; %distributed stop ends them first"
+            raise InvalidArgument(
+                f"{running.world_size} ranks ({running.backend}) are already running;"
+                " stop them first with %distributed stop"
             )
         elif seconds not in (None, running.keep):
             how = "end with the notebook" if running.keep is None else f"are kept for {running.keep:g} s"
-            raise BadRequest(
-                f"{running.world_size} ranks are running already, and {how}; %distributed stop, then start --keep"
+            raise InvalidArgument(
+                f"{running.world_size} ranks are already running and {how};"
+                " run %distributed stop, then %distributed start --keep"
             )
         return running
 
@@ -140,21 +154,28 @@ def _start(n: int | None, backend: str | None, timeout: float, seconds: float | 
 def attach(key: str | None = None, *, sink: Sink | None = None) -> Cluster:
     """Attach to the ranks of an earlier notebook process (`start(keep=True)`). `key` selects one of several clusters.
 
-    Missed output is shown in `sink`, and `Cluster.missed` has the results of the cells that ended. Raises `NoCluster`,
-    `StartError`, and `BadRequest` if a cluster is running here or another notebook still owns the other one.
+    Missed output is shown in `sink`, and `Cluster.missed` has the results of the cells that ended. Raises
+    `NoClusterError`, `StartError`, and `InvalidArgument` if a cluster is running here or another notebook still owns
+    the other one.
+
+    Example::
+
+        cluster = rankbook.attach()  # after rankbook.start(keep=True) in a notebook whose kernel has ended
     """
     global _current
-    _refuse_on_a_rank()
-    ahead = _wait_ahead()
-    if ahead is not None and ahead.cluster is not None:
-        ahead.cluster.stop()
+    _check_not_on_rank()
+    prestarted = _wait_prestarted()
+    # See `start`: the unused cluster gives way to the detached one.
+    if prestarted is not None and prestarted.cluster is not None:
+        prestarted.cluster.stop()
     with _starting, deferred_interrupts():  # SIGINT must not lose a cluster that was taken over
         if default_or_none() is not None:
-            raise BadRequest("ranks are running here already; %distributed stop ends them first")
+            raise InvalidArgument("ranks are already running in this notebook; stop them first with %distributed stop")
         detached = find_detached()
         if sink is not None and detached.records and detached.notes:
             sink.emit([Stream("stderr", "".join(f"{note}\n" for note in detached.notes))])
         cluster = Cluster.adopt(select_detached(detached, key), sink=sink)
+        # An attached cluster has a forkserver of its own. The other one would only hold memory.
         local.shutdown_prestarted()  # the forkserver that was prestarted for new ranks
         _current = cluster
         return cluster
@@ -166,17 +187,28 @@ def default_or_none() -> Cluster | None:
 
 
 def current() -> Cluster:
-    """Return the notebook's cluster. Raises `NoCluster`, or the error of a start in the background."""
-    _refuse_on_a_rank()
+    """Return the notebook's cluster. Raises `NoClusterError`, or the error of a start in the background.
+
+    Example::
+
+        rankbook.current().pull("rank")  # [0, 1]
+    """
+    _check_not_on_rank()
     running = wait_default()
     if running is None:
-        raise NoCluster("no ranks are running; rankbook.start() or %distributed start makes them")
+        raise NoClusterError("no ranks are running; start them with rankbook.start() or %distributed start")
     return running
 
 
 def stop() -> bool:
-    """Stop the notebook's cluster. Return True if one was running."""
-    _wait_ahead()
+    """Stop the notebook's cluster. Return True if one was running.
+
+    Example::
+
+        rankbook.stop()  # True
+    """
+    # A start that is under way must end first. Otherwise its cluster would appear after this call has returned.
+    _wait_prestarted()
     running = default_or_none()
     if running is None:
         return False

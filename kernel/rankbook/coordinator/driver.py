@@ -9,9 +9,9 @@ from the launcher, and expired timers. Only this thread merges and shows the ran
 thread (the notebook's main thread, a view's thread, a user's thread) acts on the cluster through `post`, which takes
 the lock `changed`, lets the state machine decide, and performs the resulting actions before it returns. Decisions are
 therefore serialized, whichever thread brings the event, and a task is sent by the thread that submits it, without a
-thread switch. `post` leaves two actions to the driver thread because they show output: notes to the user, and the end
-of a cell. After an event from another thread the driver thread is woken, because the event may have set a deadline
-earlier than the one it sleeps until.
+thread switch. `post` leaves three actions to the driver thread because they show output: notes to the user, the loss of
+a cell's rank, and the end of a cell. After an event from another thread the driver thread is woken, because the event
+may have set a deadline earlier than the one it sleeps until.
 
 Messages. The notebook sends a rank tasks (`RunCell`, `CallFunction`, `Assign`, `FetchValue`, `Regroup`, ...), which the
 rank runs one at a time. It also sends `Interrupt`, `Abort`, `InputReply`, `Shutdown` and the queries of the live views,
@@ -26,8 +26,8 @@ A cell, from submission to end:
    `CellDone` of other cells frees its ranks.
 2. The main thread calls `wait.wait_for_cell` and sleeps on the queue `cell.inbox`. Three things wake it: a question for
    the user, the end of the cell, and SIGINT, whose handler puts None into the queue.
-3. Output arrives. The driver thread merges it (`RunningCell.feed`) and emits what is due (`OutputFlusher.flush`), at
-   most every 50 ms.
+3. Output arrives. The driver thread merges it (`RunningCell.add_output`) and emits what is due (`OutputFlusher.flush`),
+   at most every 50 ms.
 4. An `InputRequest` becomes an `InputQuestion` in the queue. The main thread asks the user and sends the answer with
    `reply`.
 5. A rank's `Done` becomes the event `CellDone`. After the last rank's, the state machine decides on `EndCell`. This
@@ -56,6 +56,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
@@ -82,6 +83,7 @@ from rankbook.protocol.messages import (
     InputReply,
     InputRequest,
     Interrupt,
+    OutputBarrier,
     RankReady,
     Regroup,
     Shutdown,
@@ -95,10 +97,19 @@ from rankbook.protocol.queries import QueryReply
 from rankbook.protocol.reattach import ReplayStart
 from rankbook.transport.link import HubLink, Sender
 
-_LAST_WORDS_SECONDS = 0.02
+_EXIT_DELAY = 0.02
 """Seconds after a rank's exit during which its last messages may still be on the link."""
 _RECENT_CELLS = 64
 """Number of ended cells that still receive the output of their background threads."""
+
+
+@dataclass(frozen=True, eq=False)
+class _RankLoss:
+    """A rank that `cell` has lost; `reason` is a whole sentence."""
+
+    cell: RunningCell
+    rank: int
+    reason: str
 
 
 class Driver:
@@ -113,24 +124,31 @@ class Driver:
         self, state: ClusterState, hub: HubLink, launcher: Launcher, request: Callable[[int, int, str], ForkRank]
     ) -> None:
         self.state = state
-        self.infos = {rank: RankProcess() for rank in state.ranks}
+        self.rank_processes = {rank: RankProcess() for rank in state.ranks}
+        # The lock is reentrant: `submit`, `Cluster.interrupt` and `ClusterProcesses.discard` call `post` while they
+        # hold it.
         self.changed = threading.Condition(threading.RLock())
         self.start_errors: dict[int, str] = {}
-        self.presence = LivenessTracker(self.changed, hub.send, lambda rank: self.infos[rank].pid)
+        self.liveness = LivenessTracker(self.changed, hub.send, lambda rank: self.rank_processes[rank].pid)
         self.failure: BaseException | None = None
         self._hub = hub
         self._launcher = launcher
         self._request = request
         self._cells: dict[int, RunningCell] = {}
         self._recent: deque[int] = deque()
-        self._fed = OutputFlusher(self._cells)
-        self._ending: deque[act.EndCell] = deque()
+        self._flusher = OutputFlusher(self._cells)
+        # Actions that show output, deferred to the driver thread, in the order in which they were decided. The order
+        # matters: a rank's loss must be shown before the end of the cell that it causes.
+        self._ending: deque[act.EndCell | _RankLoss] = deque()
         self._timers = TimerQueue()
-        self.farewells = ShutdownManager(hub, launcher, self.after, state.grace)
-        self._inbox = MessageReceiver(hub, state.ranks, self._receive, self.cell_of, launcher.kill)
-        self._look_at: float | None = None
+        self.shutdown_manager = ShutdownManager(hub, launcher, self.after, state.grace)
+        self._receiver = MessageReceiver(hub, state.ranks, self._receive, self.cell_of, launcher.kill)
+        self._next_check: float | None = None
         self._closing = False
-        self._watched: tuple[int, ...] = (launcher.fileno(),)
+        self._watched_files: tuple[int, ...] = (launcher.fileno(),)
+        # A daemon thread, because the interpreter joins all other threads before it calls the functions of `atexit`,
+        # and the one that stops the clusters is such a function. Any other thread would make the notebook's process
+        # hang at its exit.
         self._thread = threading.Thread(target=self._run, name="rankbook-driver", daemon=True)
         vars(self._thread)["pydev_do_not_trace"] = True  # a debugger that pauses the notebook must not stop this thread
 
@@ -140,6 +158,8 @@ class Driver:
 
     def close(self) -> None:
         """Stop the driver thread and join it. The ranks must have exited or been abandoned before."""
+        # The flag first: `wake` ends the wait, after which the thread reads the flag. The loop does not handle what
+        # arrives after that.
         self._closing = True
         self._hub.wake()
         if self._thread.is_alive():
@@ -147,20 +167,27 @@ class Driver:
 
     def submit(self, cell: RunningCell) -> None:
         """Run `cell` as soon as its ranks are idle. Any thread."""
+        # The cell is stored before the event is posted, because `SendTask` looks it up while `post` performs the
+        # actions.
         with self.changed:
             self._cells[cell.cell] = cell
-            self.post(ev.Submit(cell.cell, cell.ranks, cell.fills))
+            self.post(ev.Submit(cell.cell, cell.ranks, cell.defines_variables))
 
     def post(self, event: ev.Event) -> None:
         """Pass an event to the state machine and perform the resulting actions. Any thread."""
         with self.changed:
+            # Decide and perform under one lock. If the lock were released in between, two threads could send the
+            # messages of two decisions in the other order.
             for action in self.state.handle(event):
                 self._perform(action)
             self.changed.notify_all()
+        # After the lock has been released: otherwise the driver thread would wake up only to wait for the lock.
         self.wake()
 
     def wake(self) -> None:
         """Make the driver thread check its queue and its timers. Any thread."""
+        # The driver thread computes its deadline anew after every event that it handles, so it needs no wake-up of its
+        # own. After `_closing`, the link may have been closed already.
         if threading.get_ident() != self._thread.ident and not self._closing:
             self._hub.wake()
 
@@ -173,13 +200,13 @@ class Driver:
         self._timers.add(seconds, callback)
         self.wake()
 
-    def answering(self) -> tuple[int, ...]:
+    def live_ranks(self) -> tuple[int, ...]:
         """Return the ranks that can answer a query: those that are idle or busy."""
         return tuple(rank.rank for rank in self.state.ranks.values() if rank.state in (RankState.IDLE, RankState.BUSY))
 
     def wait_stacks(self, *, timeout: float) -> dict[int, Stack]:
         """Ask every rank for its stack; return the replies within `timeout` seconds. Not on the driver thread."""
-        return self.presence.wait_stacks(self.answering(), timeout=timeout)
+        return self.liveness.wait_stacks(self.live_ranks(), timeout=timeout)
 
     def cell_of(self, rank: int) -> RunningCell | None:
         """Return the cell that the rank is running."""
@@ -195,15 +222,21 @@ class Driver:
         return [cell for cell in self.cells() if cell.result is None and cell.number >= 0]
 
     # Actions
+    #
+    # These methods run on the thread that called `post`, with `changed` held. They must not call `post` themselves: the
+    # actions of the event that is being handled are not all performed yet. What has to be posted, or shown, is left to
+    # the driver thread by `after(0.0, ...)`.
 
     def _perform(self, action: act.Action) -> None:
         match action:
             case act.Fork(rank, incarnation):
-                self.infos[rank] = RankProcess()
-                self.presence.forget(rank)
+                # A new process: its PID is not known before the forkserver reports it, and the replies that the old
+                # process owed will not come.
+                self.rank_processes[rank] = RankProcess()
+                self.liveness.forget(rank)
                 self._fork(rank, incarnation)
             case act.Kill(rank, incarnation, idle):
-                self.farewells.part(rank, incarnation, politely=idle)
+                self.shutdown_manager.shut_down(rank, incarnation, graceful=idle)
             case act.FormGroup(number, generation):
                 tasks = {rank: (Regroup(cell=number, generation=generation), ()) for rank in self.state.ranks}
                 self._cells[number] = RunningCell(
@@ -212,58 +245,69 @@ class Driver:
             case act.SendTask(number, ranks):
                 cell = self._cells[number]
                 for rank in ranks:
-                    self.infos[rank].last_cell = number
+                    # The number is still needed when the rank is idle again: if its process dies then, what is left of
+                    # its output belongs to the cell that it ran last.
+                    self.rank_processes[rank].last_cell = number
                     self._hub.send(rank, *cell.tasks[rank])
                 if cell.start():
-                    self._fed.add(number)
+                    self._flusher.add(number)
             case act.SendInterrupt(number, ranks):
                 for rank in ranks:
                     self._hub.send(rank, Interrupt(cell=number))
             case act.StartTimer() | act.ScheduleCheck() | act.RequestCollectives() | act.SendAbort():
-                self._supervise(action)
+                self._perform_monitoring(action)
+            # Only the driver thread may show output, and this thread may be another one.
             case act.NotifyUser(noted, text):
                 self.after(0.0, lambda: self._cells[noted].note(text))
             case act.NotifyQueued(number, busy):
                 self._cells[number].waiting_behind = busy
-                self._cells[number].tell()
-            case act.NotifyRankLost(rank, words, number, _expected):
-                self._tell_loss(rank, words, number)
+                self._cells[number].notify_change()
+            case act.NotifyRankLost(rank, reason, number, _expected):
+                self._record_rank_lost(rank, reason, number)
             case act.EndCell():
                 self._ending.append(action)
 
-    def _supervise(self, action: act.StartTimer | act.ScheduleCheck | act.RequestCollectives | act.SendAbort) -> None:
+    def _perform_monitoring(
+        self, action: act.StartTimer | act.ScheduleCheck | act.RequestCollectives | act.SendAbort
+    ) -> None:
         match action:
             case act.StartTimer(ending, seconds, step):
                 self.after(seconds, lambda: self.post(ev.TimerFired(ending, step)))
             case act.ScheduleCheck(seconds):
                 # Keep the earlier of the two times, except one that has passed or was never set (0.0).
-                now, before = time.monotonic(), self._look_at or 0.0
-                self._look_at = before if now <= before <= now + seconds else now + seconds
+                now, before = time.monotonic(), self._next_check or 0.0
+                self._next_check = before if now <= before <= now + seconds else now + seconds
             case act.RequestCollectives(ranks):
                 for rank in ranks:
                     self._hub.send(rank, GetCollectives(token=0))
-            case act.SendAbort(ranks, groups, cause, lost):
+            case act.SendAbort(ranks, groups, cause, lost, mismatch):
                 # All ranks learn the cause; only `ranks` abort their collectives (`shut`). After a death, the message
                 # names the dead rank, and waits in its groups that break by themselves report the cause.
-                whose, gone = (ranks, False) if lost is None else ((lost,), True)
-                for rank in self.answering():
-                    self._hub.send(rank, Abort(groups, cause, shut=rank in ranks, ranks=whose, lost=gone))
+                causing_ranks, is_loss = (ranks, False) if lost is None else ((lost,), True)
+                for rank in self.live_ranks():
+                    abort = Abort(groups, cause, rank in ranks, causing_ranks, lost=is_loss, mismatch=mismatch)
+                    self._hub.send(rank, abort)
 
-    def _tell_loss(self, rank: int, words: str, number: int | None) -> None:
+    def _record_rank_lost(self, rank: int, reason: str, number: int | None) -> None:
         if (cell := self._cells.get(number or 0)) is not None:
-            cell.lost(rank, f"rank {rank} {words} while running {cell.label}")
+            self._ending.append(_RankLoss(cell, rank, f"rank {rank} {reason} while running {cell.label}"))
+        # Queued cells of this rank fail too. If the rank is being restarted, they wait for its new process.
         for cell in self.active_cells():
             if cell.started is None and rank in cell.ranks and not self.state.ranks[rank].refork:
-                cell.lost(rank, f"rank {rank} {words} before {cell.label} could run")
+                self._ending.append(_RankLoss(cell, rank, f"rank {rank} {reason} before {cell.label} could run"))
 
     def _fork(self, rank: int, incarnation: int) -> None:
         try:
+            # The downlink is bound before the process exists, so that the rank can connect at once. Its address is part
+            # of the request.
             request = self._request(rank, incarnation, self._hub.open_downlink(rank, incarnation))
-            self.infos[rank].segments = request.segments
+            self.rank_processes[rank].segments = request.segments
             self._launcher.fork(request)
         except (RankbookError, OSError) as error:  # the folder is full or was deleted, or the forkserver has ended
             reason = f"could not be started: {error}"
             self.start_errors[rank] = f"rank {rank} {reason}"
+            # Not posted here, in the middle of another event's actions. `RankGone` handles it as a death: the rank has
+            # left no process.
             self.after(0.0, lambda: self.post(ev.RankGone(rank, incarnation, reason)))
 
     # Driving
@@ -271,43 +315,57 @@ class Driver:
     def _run(self) -> None:
         try:
             while not self._closing:
-                received, files = self._hub.wait(self._pause(), self._watched)
+                received, files = self._hub.wait(self._seconds_to_deadline(), self._watched_files)
                 if not self._closing:
                     self._handle(received, files)
         except Exception as error:  # noqa: BLE001 - reported to all waiting threads and to sys.excepthook
             self._fail(error)
 
+    # The order matters. A rank's messages come first, because they were sent before its exit. Ends of cells come after
+    # all events of this round, and last the output, which may be due because of any of them.
     def _handle(self, received: bool, files: set[int]) -> None:
         if received:
-            self._inbox.receive()
+            self._receiver.receive()
         if files:
-            for news in self._launcher.read():
-                self._hear(news)
+            for message in self._launcher.read():
+                self._handle_forkserver_message(message)
+            # At end of file the descriptor stays readable, and polling it again would return at once, forever.
             if not self._launcher.alive:
-                self._watched = ()
+                self._watched_files = ()
                 self._lose_launcher()
         self._timers.run_due()
-        if self._look_at is not None and (now := time.monotonic()) >= self._look_at:
-            self._look_at = None
+        # Reset before posting: the check itself schedules the next one.
+        if self._next_check is not None and (now := time.monotonic()) >= self._next_check:
+            self._next_check = None
             self.post(ev.CheckCollectives(now))
         self._end_cells()
-        self._fed.flush(time.monotonic())
+        self._flusher.flush(time.monotonic())
 
-    def _pause(self) -> float | None:
+    def _seconds_to_deadline(self) -> float | None:
         """Return the seconds until the next deadline; None without one."""
+        # Another thread may have added an end after `_end_cells` has run. It must not wait for the next message.
         if self._ending:
             return 0.0
-        due = [self._timers.next, self._fed.deadline]
+        due = [self._timers.next, self._flusher.deadline]
+        # Without a cell there is nothing to check, and an idle notebook should not wake up.
         if self.state.cells:
-            due.append(self._look_at)
+            due.append(self._next_check)
         times = [deadline for deadline in due if deadline is not None]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _end_cells(self) -> None:
         while self._ending:
             ending = self._ending.popleft()
+            # A loss is part of a cell's output and of its result, so it comes before the cell's end in the queue.
+            if isinstance(ending, _RankLoss):
+                ending.cell.rank_lost(ending.rank, ending.reason)
+                continue
             cell = self._cells[ending.cell]
-            cell.end(ending.stragglers, lambda rank: describe_straggler(rank, self.presence.straggler(rank)))
+            if ending.mismatch:
+                cell.fail(ending.mismatch)
+            cell.end(ending.stragglers, lambda rank: describe_straggler(rank, self.liveness.straggler(rank)))
+            # A straggler may be in `input()`, or may call it later. Nobody waits for its questions any more, so without
+            # this reply it would wait forever.
             for rank in ending.stragglers:
                 self._hub.send(rank, input_unavailable(ending.cell))
             # Background threads of ended cells may still print. The oldest cells are dropped, but not while a straggler
@@ -317,29 +375,32 @@ class Driver:
                 oldest = self._recent.popleft()
                 if self._cells[oldest].closed:
                     del self._cells[oldest]
-                    self._fed.discard(oldest)
+                    self._flusher.discard(oldest)
                 else:
                     self._recent.append(oldest)
                     break
+            # Wakes `ClusterProcesses.launch`, which waits until no internal cell is left.
             with self.changed:
                 self.changed.notify_all()
 
     def _receive(self, sender: Sender, message: FromRank, frames: list[memoryview]) -> None:
+        # `MessageReceiver` has dropped the messages of earlier incarnations.
         rank, incarnation = sender
-        self.presence.hear(rank)
+        self.liveness.record_message(rank)
         match message:
             case RankReady():
                 self.post(ev.RankConnected(rank, incarnation))
             case StartFailed():
                 self.start_errors[rank] = f"rank {rank} could not be set up:\n{message.report.plain}"
             case ShutdownDelayed():
-                self.farewells.linger(rank, incarnation, message.seconds)
+                self.shutdown_manager.extend_deadline(rank, incarnation, message.seconds)
             case Stack() | QueryReply() | CommFromRank() | DapFromRank():
-                self.presence.answer(rank, message, frames)
+                self.liveness.dispatch(rank, message, frames)
             case Collectives():
                 self.post(ev.CollectivesReceived(rank, incarnation, CollectiveReport(message, time.monotonic())))
             case Done():
                 self._done(rank, incarnation, message, frames)
+            # A rank may ask after the end of its cell: from a background thread, or as a straggler.
             case InputRequest():
                 cell = self._cells.get(message.cell)
                 if cell is not None and cell.result is None:
@@ -348,63 +409,89 @@ class Driver:
                     self._hub.send(rank, input_unavailable(message.cell))
             case ReplayStart():
                 pass  # a late reply to a handshake (reattach.py) that timed out
+            # Text, TextCut, Display, Clear and OutputBarrier. Output of a cell that has been dropped is lost, as
+            # documented at `_RECENT_CELLS`.
             case _:
                 if message.cell in self._cells:
-                    self._cells[message.cell].feed(rank, message)
-                    self._fed.add(message.cell)
+                    self._cells[message.cell].add_output(rank, message)
+                    self._flusher.add(message.cell)
 
     def _done(self, rank: int, incarnation: int, message: Done, frames: list[memoryview]) -> None:
         cell = self._cells.get(message.cell)
+        # The result is recorded before the event is posted. The event may end the cell, and the result must be complete
+        # then.
         if cell is not None:
-            cell.done(rank, message, frames)
-            self._fed.add(message.cell)
+            cell.rank_done(rank, message, frames)
+            self._flusher.add(message.cell)
+            # An internal cell has no output in which its error could be seen. `ClusterProcesses.launch` raises it.
             if cell.number < 0 and message.error is not None and message.status == "error":
                 self.start_errors[rank] = f"rank {rank}: {message.error.plain}"
         failure = describe_failure(message, cell)
-        self.post(ev.CellDone(rank, incarnation, message.cell, bool(failure), failure, message.collectives))
+        self.post(
+            ev.CellDone(
+                rank,
+                incarnation,
+                message.cell,
+                bool(failure),
+                failure,
+                message.collectives,
+                message.groups,
+                message.lost_device,
+            )
+        )
+        # A late `Done` of a straggler: those who show the cell as still running must learn that it has ended.
         if cell is not None and cell.result is not None:
-            cell.tell()
+            cell.notify_change()
 
-    def _hear(self, message: FromForkserver) -> None:
+    def _handle_forkserver_message(self, message: FromForkserver) -> None:
         match message:
             case RankForked():
-                self.infos[message.rank].pid = message.pid
+                self.rank_processes[message.rank].pid = message.pid
             case RankExited():
-                self.after(_LAST_WORDS_SECONDS, lambda: self._bury(message))
+                # The exit and the messages come over different sockets, in no particular order.
+                self.after(_EXIT_DELAY, lambda: self._handle_rank_exit(message))
             case _:
                 pass
 
-    def _bury(self, message: RankExited) -> None:
+    def _handle_rank_exit(self, message: RankExited) -> None:
         # Order: show the output that did not arrive, then post the event, which may end the cell, and at last wake the
         # threads that wait for replies of this rank. The files are removed also for an earlier incarnation.
         rank = self.state.ranks[message.rank]
-        sent = read_remains(message, self.infos[message.rank].segments)
+        # Read and remove the files even if the process belongs to an earlier incarnation, and even if no cell wants the
+        # text.
+        sent = read_remains(message, self.rank_processes[message.rank].segments)
         if message.incarnation != rank.incarnation:
             return
-        number = rank.cell if rank.cell is not None else self.infos[message.rank].last_cell
+        # An idle rank may die too, for example by a background thread. Its last output belongs to the last cell.
+        number = rank.cell if rank.cell is not None else self.rank_processes[message.rank].last_cell
         cell = self._cells.get(number) if number is not None else None
         replay_remains(message, sent, self._cells, cell)
-        reason = self._inbox.reason(message.rank, message.incarnation) or describe_exit(message)
+        reason = self._receiver.kill_reason(message.rank, message.incarnation) or describe_exit(message)
+        # A death while the group is formed is an error of the start, like a death before `RankReady`.
         forming = cell is not None and cell.number < 0 and cell.result is None
         if rank.state is RankState.STARTING or forming:
-            during = "while the group was formed" if forming else "while it started"
+            during = "while the process group was formed" if forming else "while it started"
             stderr = message.stderr.decode(errors="replace").strip()[-2000:]
+            # `StartFailed` and a failed regroup, which arrived before, say more than the exit status.
             self.start_errors.setdefault(message.rank, f"rank {message.rank} {reason} {during}\n{stderr}".rstrip())
         self.post(ev.RankGone(message.rank, message.incarnation, reason))
-        self.presence.forget(message.rank)  # last: threads that wait for a reply then find the rank dead
+        self.liveness.forget(message.rank)  # last: threads that wait for a reply then find the rank dead
 
     def _lose_launcher(self) -> None:
+        # The ranks die with the forkserver (`os_utils.die_with_parent`, or the liveness pipe), and no process is left
+        # that could report it.
         for rank in self.state.ranks.values():
             if rank.state not in (RankState.ABSENT, RankState.DEAD):
-                self.post(ev.RankGone(rank.rank, rank.incarnation, "was lost: the forkserver ended"))
+                self.post(ev.RankGone(rank.rank, rank.incarnation, "was lost because the forkserver exited"))
 
     def _fail(self, error: BaseException) -> None:
         """End all cells with `error`, a bug of the driver or a broken link. The driver thread ends."""
+        # `failure` is set before the cells end: a thread that wakes up and asks for the driver gets this error.
         with self.changed:
             self.failure = error
             for cell in self.active_cells():
                 for rank in cell.ranks:
-                    cell.lost(rank, f"rank {rank} cannot be followed any more: {error}")
+                    cell.rank_lost(rank, f"rank {rank} was lost because the coordinator failed: {error}")
                 cell.end(())
             self.changed.notify_all()
         sys.excepthook(type(error), error, error.__traceback__)
@@ -416,6 +503,7 @@ class TimerQueue:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        # Breaks ties between equal times: callbacks cannot be compared.
         self._count = itertools.count()
 
     def add(self, seconds: float, callback: Callable[[], None]) -> None:
@@ -431,17 +519,22 @@ class TimerQueue:
 
     def run_due(self) -> None:
         """Run every callback that is due."""
+        # Another thread may add an earlier callback between the two locks. It is then popped first, and it is due as
+        # well. Only this thread removes callbacks, so the queue is not empty. The callback runs without the lock,
+        # because it may add timers.
         while (due := self.next) is not None and due <= time.monotonic():
             with self._lock:
                 callback = heapq.heappop(self._heap)[2]
             callback()
 
 
+# Messages whose loss leaves nobody waiting: output, and replies whose requests have timeouts.
 _DISPENSABLE = (
     Text,
     TextCut,
     Display,
     Clear,
+    OutputBarrier,
     CommFromRank,
     DapFromRank,
     Stack,
@@ -449,7 +542,7 @@ _DISPENSABLE = (
     QueryReply,
     ShutdownDelayed,
 )
-_LONGEST = 500
+_MAX_ERROR_LENGTH = 500
 """Characters of an error quoted in a reason. An `IllegalTransition` has a long message: the recent events."""
 
 
@@ -484,26 +577,27 @@ class MessageReceiver:
         """Handle every message that has arrived."""
         while True:
             try:
-                parcel = self._hub.receive()
+                received = self._hub.receive()
             except UnreadableMessage as error:
-                self._refuse(None if error.sender is None else Sender(*error.sender), error)
+                self._reject(None if error.sender is None else Sender(*error.sender), error)
                 continue
-            if parcel is None:
+            if received is None:
                 return
-            self.take(*parcel)
+            self.take(*received)
 
     def take(self, sender: Sender, message: FromRank, frames: list[memoryview]) -> None:
         """Handle one message, unless it is from an earlier process of its rank."""
+        # Messages of a killed process are ordinary: they were on the way. Only a rank that never existed is an error.
         if not self._is_current(sender):
             if sender.rank not in self._ranks:
-                self._report(None, ProtocolError(f"a message came from rank {sender.rank}, which does not exist"))
+                self._report(None, ProtocolError(f"received a message from rank {sender.rank}, which does not exist"))
             return
         try:
             self._handle(sender, message, frames)
         except Exception as error:  # noqa: BLE001 - shown in full by `_report`; other ranks are unaffected
-            self._leave_out(sender, message, error)
+            self._drop_message(sender, message, error)
 
-    def reason(self, rank: int, incarnation: int) -> str | None:
+    def kill_reason(self, rank: int, incarnation: int) -> str | None:
         """Return why this process was killed for a message, worded to follow `rank 2`; None if it was not."""
         return self._reasons.get(Sender(rank, incarnation))
 
@@ -511,23 +605,25 @@ class MessageReceiver:
         rank = self._ranks.get(sender.rank)
         return rank is not None and rank.incarnation == sender.incarnation and sender not in self._reasons
 
-    def _refuse(self, sender: Sender | None, error: UnreadableMessage) -> None:
+    def _reject(self, sender: Sender | None, error: UnreadableMessage) -> None:
         if sender is None or sender.rank not in self._ranks:
             self._report(None, error)
         elif self._is_current(sender):
-            self._end(sender, f"was killed because it sent a message that cannot be read ({_brief(error)})")
+            self._kill_sender(sender, f"was killed because it sent a message that cannot be decoded ({_brief(error)})")
 
-    def _leave_out(self, sender: Sender, message: FromRank, error: Exception) -> None:
+    def _drop_message(self, sender: Sender, message: FromRank, error: Exception) -> None:
         kind = type(message).__name__
+        # Once per kind and process: a rank may send thousands of messages of one kind.
         first = self._report((sender, kind), error)
         if not isinstance(message, _DISPENSABLE):
-            self._end(sender, f"was killed because it sent a {kind} that cannot be handled ({_brief(error)})")
+            self._kill_sender(sender, f"was killed because it sent a {kind} that cannot be handled ({_brief(error)})")
         elif first:
-            warning = f"rank {sender.rank} sent a {kind} that cannot be handled, so it is left out ({_brief(error)})\n"
+            warning = f"dropped a {kind} from rank {sender.rank} that cannot be handled ({_brief(error)})\n"
             if (cell := self._cell_of(sender.rank)) is not None:
                 cell.note(warning)
 
-    def _end(self, sender: Sender, reason: str) -> None:
+    def _kill_sender(self, sender: Sender, reason: str) -> None:
+        # Set before the kill: from now on `_is_current` drops the messages of this process.
         self._reasons[sender] = reason
         self._kill(*sender)
 
@@ -542,7 +638,7 @@ class MessageReceiver:
 
 def _brief(error: Exception) -> str:
     text = str(error) if isinstance(error, ProtocolError) else f"{type(error).__name__}: {error}"
-    return text.partition("\n")[0][:_LONGEST]
+    return text.partition("\n")[0][:_MAX_ERROR_LENGTH]
 
 
 class ShutdownManager:
@@ -559,32 +655,40 @@ class ShutdownManager:
         grace: GracePeriods,
     ) -> None:
         self._hub, self._launcher, self._after = hub, launcher, after
-        self._leave = grace.leave
-        self._until: dict[tuple[int, int], float] = {}
+        self._grace_seconds = grace.leave
+        self._deadlines: dict[tuple[int, int], float] = {}
         self.patience = grace.save
 
-    def part(self, rank: int, incarnation: int, *, politely: bool) -> None:
-        """Make the rank exit: ask it to if `politely` and its link works, otherwise kill it at once."""
-        if politely and self._hub.send(rank, Shutdown(patience=self.patience)):
-            self._until[rank, incarnation] = time.monotonic() + self._leave
-            self._after(self._leave, lambda: self._look(rank, incarnation))
-        else:
-            self._launcher.kill(rank, incarnation)
+    def shut_down(self, rank: int, incarnation: int, *, graceful: bool) -> None:
+        """Make the rank exit: ask it to if `graceful` and its link works, otherwise kill it at once."""
+        # A busy rank cannot exit gracefully: its main thread runs the user's code. It is killed at once.
+        if graceful:
+            # Before the request: the driver thread may handle the rank's answer, which extends the deadline, while the
+            # caller's thread still is in here.
+            self._deadlines[rank, incarnation] = time.monotonic() + self._grace_seconds
+            if self._hub.send(rank, Shutdown(patience=self.patience)):
+                self._after(self._grace_seconds, lambda: self._kill_if_due(rank, incarnation))
+                return
+            del self._deadlines[rank, incarnation]
+        self._launcher.kill(rank, incarnation)
 
-    def linger(self, rank: int, incarnation: int, seconds: float) -> None:
+    def extend_deadline(self, rank: int, incarnation: int, seconds: float) -> None:
         """Extend the rank's deadline by the `seconds` it asked for, at most `patience`."""
-        if (rank, incarnation) in self._until:
-            self._until[rank, incarnation] = time.monotonic() + min(seconds, self.patience) + self._leave
+        if (rank, incarnation) in self._deadlines:
+            self._deadlines[rank, incarnation] = time.monotonic() + min(seconds, self.patience) + self._grace_seconds
 
     @property
     def deadline(self) -> float:
         """Return the latest time at which a rank will be killed, by `time.monotonic()`."""
-        return max(self._until.values(), default=0.0)
+        return max(self._deadlines.values(), default=0.0)
 
-    def _look(self, rank: int, incarnation: int) -> None:
-        remaining = self._until[rank, incarnation] - time.monotonic()
+    def _kill_if_due(self, rank: int, incarnation: int) -> None:
+        remaining = self._deadlines[rank, incarnation] - time.monotonic()
+        # The rank asked for more time (`extend_deadline`) after this timer had been set.
         if remaining > 0:
-            self._after(remaining, lambda: self._look(rank, incarnation))
+            self._after(remaining, lambda: self._kill_if_due(rank, incarnation))
         else:
-            del self._until[rank, incarnation]
+            del self._deadlines[rank, incarnation]
+            # The process may have exited long ago. The forkserver then knows no child of this incarnation and does
+            # nothing.
             self._launcher.kill(rank, incarnation)

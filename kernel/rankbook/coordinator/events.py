@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from rankbook.coordinator.actions import Step
 from rankbook.coordinator.deadlock import CollectiveReport
+from rankbook.protocol.telemetry import GroupReport
 
 
 @dataclass(frozen=True)
 class LaunchRanks:
-    """These ranks should run, with a new process if they already do."""
+    """Request that these ranks run, with a new process if they already do."""
 
     ranks: tuple[int, ...]
 
@@ -25,32 +26,38 @@ class RankConnected:
 
 @dataclass(frozen=True)
 class RankGone:
-    """A rank's process has ended. `words` describe how, for the user."""
+    """A rank's process has ended. `reason` describes how, for the user."""
 
     rank: int
     incarnation: int
-    words: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class Submit:
-    """A cell is submitted for `ranks`. `fills`: it may define variables there, as a cell, a call and a push do."""
+    """A cell is submitted for `ranks`. `defines_variables`: it may define variables there (cell, call or push)."""
 
     cell: int
     ranks: tuple[int, ...]
-    fills: bool = True
+    defines_variables: bool = True
 
 
 @dataclass(frozen=True)
 class CellDone:
-    """A rank has finished a cell. `words` say what it raised if it `failed`; it started `collectives` collectives."""
+    """A rank has finished a cell. `reason` says what it raised if it `failed`; it started `collectives` collectives.
+
+    `groups` are the process groups in which it started them. `lost_device` is the error of a device that has failed for
+    good.
+    """
 
     rank: int
     incarnation: int
     cell: int
     failed: bool = False
-    words: str = ""
+    reason: str = ""
     collectives: int = 0
+    groups: tuple[GroupReport, ...] = ()
+    lost_device: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class CollectivesReceived:
 
     rank: int
     incarnation: int
-    told: CollectiveReport
+    report: CollectiveReport
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,22 @@ from dataclasses import dataclass
 
 from rankbook.coordinator.channels import CommChannels, DapChannels
 from rankbook.coordinator.queries import QueryClient
-from rankbook.launch.process_info import ProcessInfo, describe_process, process_info
+from rankbook.process_identity import ProcessInfo, describe_process, process_info
 from rankbook.protocol.comm import CommFromRank, DapFromRank
 from rankbook.protocol.messages import GetStack, Stack
 from rankbook.protocol.queries import Answer
 
-_LOOK_AFTER = 0.3
+_PROCESS_CHECK_DELAY = 0.3
 """Seconds after which an unresponsive rank's process is checked: a stopped one will not reply, others may be slow."""
 
-_LOOK_EVERY = 0.05
+_PROCESS_CHECK_INTERVAL = 0.05
 """Seconds between two checks of the processes of ranks that may be exiting."""
+
+_RECENT = 1.0
+"""Seconds after a message, or after a request, in which no rank counts as unresponsive unless it is stopped."""
+
+RESTART_ADVICE_AFTER = 10.0
+"""Seconds of silence after which a restart is advised, which costs the rank's variables."""
 
 
 @dataclass
@@ -36,6 +42,10 @@ class RankProcess:
     segments: str = ""
 
 
+# A request opens a debt, and any message of the rank settles it: a reply may queue behind output, and output proves as
+# well that the control thread works. Only a debt makes a rank unresponsive. A rank that nobody has asked is silent
+# because it has nothing to say. Within a second of the rank's last message a debt does not count, because the reply may
+# be on its way, except for a process that the system reports as stopped.
 class LivenessTracker:
     """Ask ranks for stacks and track which ones owe a reply.
 
@@ -52,62 +62,70 @@ class LivenessTracker:
         self._changed = changed
         self._send = send
         self._pid_of = pid_of
-        self.questions = QueryClient(send)
+        self.queries = QueryClient(send)
         self.comms = CommChannels(send)
         self.debugs = DapChannels(send)
         self._tokens = itertools.count()
+        # Replies by token, for the calls that are waiting now. `_requested_at` is independent of tokens: any message
+        # settles the debt of a rank, because it proves that the control thread works.
         self._stacks: dict[int, dict[int, Stack]] = {}
-        self._asked: dict[int, float] = {}
-        self._heard: dict[int, float] = {}
+        self._requested_at: dict[int, float] = {}
+        self._last_received: dict[int, float] = {}
 
     def forget(self, rank: int) -> None:
         """Reset the state of a rank whose process is gone or new, and wake waiting threads."""
         self.comms.forget(rank)
         self.debugs.forget(rank)
         with self._changed:
-            self._asked.pop(rank, None)
-            self._heard.pop(rank, None)
+            self._requested_at.pop(rank, None)
+            self._last_received.pop(rank, None)
             self._changed.notify_all()
 
-    def hear(self, rank: int) -> None:
+    def record_message(self, rank: int) -> None:
         """Record the arrival of any message from the rank."""
         # Called for every message, on the driver thread: the lock is taken only if the rank owes a reply.
-        self._heard[rank] = time.monotonic()
-        if rank in self._asked:
+        # Assigning to a dict is atomic, and only this thread assigns here.
+        self._last_received[rank] = time.monotonic()
+        if rank in self._requested_at:
             with self._changed:
-                self._asked.pop(rank, None)
+                self._requested_at.pop(rank, None)
                 self._changed.notify_all()
 
-    def answer(
-        self, rank: int, stack: Stack | Answer | CommFromRank | DapFromRank, frames: Sequence[memoryview] = ()
+    def dispatch(
+        self, rank: int, message: Stack | Answer | CommFromRank | DapFromRank, frames: Sequence[memoryview] = ()
     ) -> None:
         """Pass a reply, comm or debugger message to its receiver. Replies after their timeout are dropped."""
-        if isinstance(stack, CommFromRank):
-            self.comms.said(rank, stack, frames)
+        if isinstance(message, CommFromRank):
+            self.comms.message_received(rank, message, frames)
             return
-        if isinstance(stack, DapFromRank):
-            self.debugs.said(rank, stack)
+        if isinstance(message, DapFromRank):
+            self.debugs.message_received(rank, message)
             return
-        if not isinstance(stack, Stack):
-            self.questions.take(rank, stack)
+        if not isinstance(message, Stack):
+            self.queries.take(rank, message)
             return
         with self._changed:
-            if stack.token in self._stacks:
-                self._stacks[stack.token][rank] = stack
+            if message.token in self._stacks:
+                self._stacks[message.token][rank] = message
                 self._changed.notify_all()
 
     def ask(self, ranks: Iterable[int]) -> None:
         """Send a stack request to those of `ranks` that owe no reply. Does not wait."""
         for rank in ranks:
-            if rank not in self._asked:
+            if rank not in self._requested_at:
                 self._ask(rank, next(self._tokens))
 
-    def heard_within(self, rank: int, seconds: float) -> bool:
+    def received_within(self, rank: int, seconds: float) -> bool:
         """Return True if any message from the rank arrived in the last `seconds`."""
-        return time.monotonic() - self._heard.get(rank, 0.0) <= seconds
+        return time.monotonic() - self.last_received(rank) <= seconds
+
+    def last_received(self, rank: int) -> float:
+        """Return the time of the rank's last message, on the monotonic clock; 0.0 before the first one."""
+        return self._last_received.get(rank, 0.0)
 
     def wait_stacks(self, ranks: Iterable[int], *, timeout: float) -> dict[int, Stack]:
         """Ask `ranks` for their stacks; return the replies within `timeout` seconds. Not on the driver thread."""
+        # A token per call, so that a late reply to an earlier call is not taken for one to this call.
         token = next(self._tokens)
         answers = self._stacks[token] = {}
         requested = {rank for rank in ranks if self._ask(rank, token)}
@@ -117,7 +135,7 @@ class LivenessTracker:
                 self._changed.wait(remaining)
             return self._stacks.pop(token)
 
-    def wait_silent(self, ranks: Iterable[int], *, timeout: float) -> dict[int, UnresponsiveRank]:
+    def wait_unresponsive(self, ranks: Iterable[int], *, timeout: float) -> dict[int, UnresponsiveRank]:
         """Return the ranks that do not reply within `timeout` seconds; earlier if all of them are stopped.
 
         With a `timeout` of 0 no request is sent, and the result is the ranks that owe a reply already.
@@ -126,14 +144,16 @@ class LivenessTracker:
         if timeout > 0:
             self.ask(requested)
         began = time.monotonic()
-        self._wait_answers(requested, began + min(timeout, _LOOK_AFTER))
-        silent = self.silent(requested)
-        if not all(silence.stopped for silence in silent.values()):
+        # Two waits. After the first, short one the processes are inspected: if all ranks that are left are stopped,
+        # waiting longer is in vain.
+        self._wait_answers(requested, began + min(timeout, _PROCESS_CHECK_DELAY))
+        unresponsive = self.unresponsive(requested)
+        if not unresponsive or not all(unresponsive_rank.stopped for unresponsive_rank in unresponsive.values()):
             self._wait_answers(requested, began + timeout)
-            silent = self.silent(requested)
-        return silent
+            unresponsive = self.unresponsive(requested)
+        return unresponsive
 
-    def wait_ended(self, ranks: Iterable[int], *, timeout: float) -> set[int]:
+    def wait_exited(self, ranks: Iterable[int], *, timeout: float) -> set[int]:
         """Return the ranks whose process has ended by now. Any thread but the driver's.
 
         Only a reply to a request made now proves that a rank is alive, because other messages may have been sent before
@@ -146,47 +166,62 @@ class LivenessTracker:
         ended = set[int]()
         began = time.monotonic()
         with self._changed:
+            # An end of a process is noticed by polling, because the forkserver's report comes later, and it is this
+            # delay that the caller wants to bridge.
             while (unknown := unknown - answers.keys()) and (remaining := began + timeout - time.monotonic()) > 0:
-                self._changed.wait(min(remaining, _LOOK_EVERY))
-                looks = {rank: process_info(self._pid_of(rank)) for rank in unknown - answers.keys()}
-                ended |= {rank for rank, look in looks.items() if look is None}
-                late = time.monotonic() - began > _LOOK_AFTER
-                unknown = {rank for rank, look in looks.items() if look is not None and not (late and look.stopped)}
+                # A reply ends the wait early.
+                self._changed.wait(min(remaining, _PROCESS_CHECK_INTERVAL))
+                infos = {rank: process_info(self._pid_of(rank)) for rank in unknown - answers.keys()}
+                ended |= {rank for rank, process in infos.items() if process is None}
+                late = time.monotonic() - began > _PROCESS_CHECK_DELAY
+                unknown = {
+                    rank for rank, process in infos.items() if process is not None and not (late and process.stopped)
+                }
             del self._stacks[token]
         return ended
 
-    def silent(self, ranks: Iterable[int]) -> dict[int, UnresponsiveRank]:
-        """Return the ranks that owe a reply, with information about their processes."""
+    def unresponsive(self, ranks: Iterable[int]) -> dict[int, UnresponsiveRank]:
+        """Return the ranks that owe a reply, with information about their processes.
+
+        A rank that was heard from a moment ago is left out, unless its process is stopped: its reply may be on the way
+        behind its output.
+        """
         now = time.monotonic()
         unresponsive = {}
+        # `process_info` reads from the system for every rank, so only those that owe a reply are inspected.
         for rank in ranks:
-            requested = self._asked.get(rank)
+            requested = self._requested_at.get(rank)
             if requested is not None:
                 pid = self._pid_of(rank)
-                heard = self._heard.get(rank, requested)
-                unresponsive[rank] = UnresponsiveRank(rank, pid, now - requested, now - heard, process_info(pid))
+                last_received = self._last_received.get(rank, requested)
+                unresponsive_rank = UnresponsiveRank(rank, pid, now - requested, now - last_received, process_info(pid))
+                if unresponsive_rank.stopped or not self.received_within(rank, _RECENT):
+                    unresponsive[rank] = unresponsive_rank
         return unresponsive
 
     def straggler(self, rank: int) -> UnresponsiveRank | None:
         """Return why a rank that should have ended its cell does not reply; None if it may reply."""
-        silence = self.silent((rank,)).get(rank)
-        if silence is not None:
-            return silence
+        unresponsive_rank = self.unresponsive((rank,)).get(rank)
+        if unresponsive_rank is not None and (unresponsive_rank.stopped or unresponsive_rank.seconds >= _RECENT):
+            return unresponsive_rank
+        # The rank owes no reply, perhaps because none was requested. A stopped process is recognized all the same.
         pid, now = self._pid_of(rank), time.monotonic()
-        unasked = UnresponsiveRank(rank, pid, 0.0, now - self._heard.get(rank, now), process_info(pid))
-        return unasked if unasked.stopped else None
+        unasked_rank = UnresponsiveRank(rank, pid, 0.0, now - self._last_received.get(rank, now), process_info(pid))
+        return unasked_rank if unasked_rank.stopped else None
 
     def _ask(self, rank: int, token: int) -> bool:
         with self._changed:  # before sending, because the reply may arrive at once
-            self._asked.setdefault(rank, time.monotonic())
+            # The time of the first unanswered request stays: the silence began there.
+            self._requested_at.setdefault(rank, time.monotonic())
         sent = self._send(rank, GetStack(token=token))
+        # The link to the rank is closed. It will be reported as dead, not as unresponsive.
         if not sent:
             self.forget(rank)
         return sent
 
     def _wait_answers(self, ranks: tuple[int, ...], until: float) -> None:
         with self._changed:
-            while any(rank in self._asked for rank in ranks) and (remaining := until - time.monotonic()) > 0:
+            while any(rank in self._requested_at for rank in ranks) and (remaining := until - time.monotonic()) > 0:
                 self._changed.wait(remaining)
 
 
@@ -194,36 +229,54 @@ class LivenessTracker:
 class UnresponsiveRank:
     """A rank that has owed a reply for `seconds`.
 
-    Its last message arrived `heard` seconds ago; `look` is the operating system's information about its process.
+    Its last message arrived `message_age` seconds ago; `process` is the operating system's information about its
+    process.
     """
 
     rank: int
     pid: int | None
     seconds: float
-    heard: float
-    look: ProcessInfo | None
+    message_age: float
+    process: ProcessInfo | None
 
     @property
     def stopped(self) -> bool:
         """Return True if the process is stopped by a signal or a tracer, and so certain not to reply."""
-        return self.look is not None and (self.look.stopped or self.look.traced)
+        return self.process is not None and (self.process.stopped or self.process.traced)
+
+    @property
+    def silence(self) -> float:
+        """Return the seconds without a message; only those since the request for a rank that is not stopped."""
+        return max(self.seconds, self.message_age) if self.stopped else self.seconds
 
 
-def describe_unresponsive(silence: UnresponsiveRank) -> str:
+def describe_unresponsive(unresponsive_rank: UnresponsiveRank) -> str:
     """Describe the rank's state, as in `unresponsive for 12 s, process running, 3.1 s of CPU time`."""
-    if silence.seconds >= 1:
-        since = f"unresponsive for {silence.seconds:.0f} s"
+    if unresponsive_rank.seconds >= 1:
+        since = f"unresponsive for {unresponsive_rank.seconds:.0f} s"
     else:
-        since = f"unresponsive, last heard from {max(silence.heard, silence.seconds):.0f} s ago"
-    return f"{since}, {describe_process(silence.look, silence.pid)}"
+        since = (
+            f"unresponsive, last heard from {max(unresponsive_rank.message_age, unresponsive_rank.seconds):.0f} s ago"
+        )
+    return f"{since}, {describe_process(unresponsive_rank.process, unresponsive_rank.pid)}"
 
 
-def describe_straggler(rank: int, silence: UnresponsiveRank | None) -> str:
-    """Describe a rank that still runs a cell that has ended in the notebook."""
-    fresh = f"%distributed restart {rank} gives it a fresh process"
-    if silence is None:
+def describe_straggler(rank: int, unresponsive_rank: UnresponsiveRank | None) -> str:
+    """Describe a rank that still runs a cell that has ended in the notebook.
+
+    A restart is advised only after a long silence, because it costs the rank's variables.
+    """
+    if unresponsive_rank is None:
         return f"rank {rank} still runs; %distributed stacks shows where"
-    if silence.stopped:
-        return f"rank {rank} is stopped ({describe_process(silence.look, silence.pid)}); {fresh}"
-    reason = "it may be in C code that holds the interpreter"
-    return f"rank {rank} still runs, {describe_unresponsive(silence)}: {reason}; {fresh}"
+    hint = f"; {restart_advice(rank)}" if unresponsive_rank.silence >= RESTART_ADVICE_AFTER else ""
+    if unresponsive_rank.stopped:
+        process = describe_process(unresponsive_rank.process, unresponsive_rank.pid)
+        return f"rank {rank} is stopped ({process}){hint}"
+    reason = "it may be in C code that holds the GIL"
+    hint = hint or "; %distributed status shows whether it replies again"
+    return f"rank {rank} still runs, {describe_unresponsive(unresponsive_rank)}; {reason}{hint}"
+
+
+def restart_advice(rank: int) -> str:
+    """Return the advice to restart an unresponsive rank, with its price."""
+    return f"%distributed restart {rank} starts a new process without its variables"

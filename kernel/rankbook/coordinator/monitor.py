@@ -24,7 +24,7 @@ from rankbook.coordinator.cluster_processes import ClusterProcesses
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.queries import QueryClient
 from rankbook.coordinator.states import RankState
-from rankbook.errors import BadRequest, LostRank, RankbookError
+from rankbook.errors import InvalidArgument, RankbookError, RankLostError
 from rankbook.formatting import strip_ansi
 from rankbook.protocol.queries import (
     Answer,
@@ -56,16 +56,16 @@ from rankbook.protocol.telemetry import (
     Struct,
     Variable,
 )
-from rankbook.ranks import group_ranks, name_ranks
+from rankbook.ranks import format_ranks, group_ranks, name_ranks
 
-EVERY = 0.1
+QUERY_INTERVAL = 0.1
 """Seconds between two rounds of queries."""
-GATHER = 0.05
+REPLY_WAIT = 0.05
 """Seconds that a round waits for replies. A later reply is used in the next round."""
 ANSWER_TIMEOUT = 2.0
 """Seconds that a single query waits for a reply."""
 KINDS = ("placement", "saves", "status")
-_LINES = 20
+_OUTPUT_LINES = 20
 
 Callback = Callable[[Struct], None]
 
@@ -88,13 +88,15 @@ class Subscription:
         """Return True if `end` was called or the callback raised."""
         return self._ended
 
-    def offer(self, picture: Placement | Saves) -> None:
-        """Queue `picture` for the callback, unless it differs from the last one only in its time."""
+    def publish(self, state: Placement | Saves) -> None:
+        """Queue `state` for the callback, unless it differs from the last one only in its time."""
         with self._changed:
-            same = self._last is not None and msgspec.structs.replace(picture, at=0.0) == self._last
+            # `at` differs in every state. With it in the comparison, views would be drawn ten times a second although
+            # nothing has changed.
+            same = self._last is not None and msgspec.structs.replace(state, at=0.0) == self._last
             if not same and not self._ended:
-                self._last = msgspec.structs.replace(picture, at=0.0)
-                self._next = picture
+                self._last = msgspec.structs.replace(state, at=0.0)
+                self._next = state
                 self._changed.notify_all()
 
     def end(self, *, at_once: bool = True) -> None:
@@ -109,11 +111,12 @@ class Subscription:
             with self._changed:
                 while self._next is None and not self._ended:
                     self._changed.wait()
-                picture, self._next = self._next, None
-            if picture is None:
+                state, self._next = self._next, None
+            if state is None:
                 return
+            # Without the lock: `publish` must never wait for a callback.
             try:
-                self._callback(picture)
+                self._callback(state)
             except Exception as error:  # noqa: BLE001 - shown in full; other subscriptions are unaffected
                 self._ended = True
                 sys.excepthook(type(error), error, error.__traceback__)
@@ -124,14 +127,16 @@ class StatusMonitor:
     """Query the status of a cluster's ranks. Any thread but the driver's.
 
     The monitor thread (`_run`) exists only while there are subscriptions. In every round it queries the ranks that have
-    replied to their last query, waits at most `GATHER` seconds for replies, and offers the result to the subscriptions.
-    The driver thread delivers the replies (`_deliver_to`) under the lock `_changed`.
+    replied to their last query, waits at most `REPLY_WAIT` seconds for replies, and offers the result to the
+    subscriptions. The driver thread delivers the replies (`_deliver_to`) under the lock `_changed`.
     """
 
-    def __init__(self, crew: ClusterProcesses) -> None:
-        self._crew = crew
+    def __init__(self, processes: ClusterProcesses) -> None:
+        self._processes = processes
+        # Two locks. `_lock` protects the list of subscriptions and the thread. `_changed` protects the aggregator, to
+        # which the driver thread writes (`_deliver_to`) and which the monitor thread reads.
         self._lock = threading.Lock()
-        self._watchers: list[Subscription] = []
+        self._subscriptions: list[Subscription] = []
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
 
@@ -142,64 +147,72 @@ class StatusMonitor:
 
         `kind` is "placement" for `Placement`, "status" for `Placement` without models, optimizers and loaders, or
         "saves" for `Saves`. The callback runs on a thread of its own, at most ten times a second, and always gets the
-        last state. Raises `BadRequest`.
+        last state. Raises `InvalidArgument`.
         """
         if kind not in KINDS:
-            raise BadRequest(f"{kind!r} cannot be watched; there are {', '.join(KINDS)}")
-        watcher = Subscription(kind, callback)
+            raise InvalidArgument(f"unknown kind {kind!r}; choose from {', '.join(KINDS)}")
+        subscription = Subscription(kind, callback)
+        # `_active_subscriptions` decides under the same lock that the thread ends. So a new subscription is either seen
+        # by the old thread or starts another one.
         with self._lock:
-            self._watchers.append(watcher)
+            self._subscriptions.append(subscription)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="rankbook-lookout", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="rankbook-monitor", daemon=True)
                 self._thread.start()
 
         def end() -> None:
-            watcher.end()
+            subscription.end()
             with self._changed:
                 self._changed.notify_all()
 
         return end
 
     def _run(self) -> None:
-        board = StatusAggregator(_name_of(self._crew))
-        questions: QueryClient | None = None
+        aggregator = StatusAggregator(_name_of(self._processes))
+        queries: QueryClient | None = None
         token = 0
-        while (watchers := self._still_watching()) is not None:
+        while (subscriptions := self._active_subscriptions()) is not None:
             began = time.monotonic()
             driver = self._driver
             if driver is not None:
-                if questions is None:
-                    questions = driver.presence.questions
-                    token = questions.open(self._deliver_to(board))
-                self._round(driver, board, token, {watcher.kind for watcher in watchers})
-            self._show(board, watchers)
-            if self._driver is None:
-                for watcher in watchers:
-                    watcher.end(at_once=False)
+                # One token for all rounds. A reply that is too late for its round still reaches the aggregator.
+                if queries is None:
+                    queries = driver.liveness.queries
+                    token = queries.open(self._deliver_to(aggregator))
+                self._query_ranks(driver, aggregator, token, {subscription.kind for subscription in subscriptions})
+            stopped = self._driver is None  # before the states are published, so that the last one is the end
+            self._publish_states(aggregator, subscriptions)
+            if stopped:
+                for subscription in subscriptions:
+                    subscription.end(at_once=False)
+            # Until the next round is due. The end of a subscription ends the wait, so that the thread does not outlive
+            # the last view by a whole interval.
             with self._changed:
                 self._changed.wait_for(
-                    lambda current=watchers: any(subscription.ended for subscription in current),  # type: ignore[misc]
-                    max(0.0, began + EVERY - time.monotonic()),
+                    lambda current=subscriptions: any(subscription.ended for subscription in current),  # type: ignore[misc]
+                    max(0.0, began + QUERY_INTERVAL - time.monotonic()),
                 )
-        if questions is not None:
-            questions.close(token)
+        if queries is not None:
+            queries.close(token)
 
-    def _still_watching(self) -> list[Subscription] | None:
+    def _active_subscriptions(self) -> list[Subscription] | None:
         with self._lock:
-            self._watchers = [watcher for watcher in self._watchers if not watcher.ended]
-            if not self._watchers:
+            self._subscriptions = [subscription for subscription in self._subscriptions if not subscription.ended]
+            if not self._subscriptions:
                 self._thread = None
                 return None
-            return list(self._watchers)
+            return list(self._subscriptions)
 
-    def _deliver_to(self, board: StatusAggregator) -> Callable[[int, Answer], None]:
+    def _deliver_to(self, aggregator: StatusAggregator) -> Callable[[int, Answer], None]:
         def deliver(rank: int, answer: Answer) -> None:
             with self._changed:
                 if isinstance(answer, StatusReply):
-                    board.told(rank, answer)
+                    aggregator.handle_reply(rank, answer)
                 elif isinstance(answer, QueryFailed):
-                    board.refused(rank)
-                if not board.owed():  # one wake-up per round: every wake-up takes time from the training ranks
+                    aggregator.mark_failed(rank)
+                if (
+                    not aggregator.awaits_reply()
+                ):  # one wake-up per round: every wake-up takes time from the training ranks
                     self._changed.notify_all()
 
         return deliver
@@ -208,148 +221,162 @@ class StatusMonitor:
     def _driver(self) -> Driver | None:
         """Return the driver; None once the ranks are stopped or the driver has failed."""
         try:
-            return self._crew.driver
+            return self._processes.driver
         except RankbookError:
             return None
 
-    def _round(
+    def _query_ranks(
         self,
         driver: Driver,
-        board: StatusAggregator,
+        aggregator: StatusAggregator,
         token: int,
         kinds: set[str],
         *,
         fresh: bool = False,
-        timeout: float = GATHER,
+        timeout: float = REPLY_WAIT,
     ) -> None:
         """Query the ranks that owe no reply, and wait up to `timeout` seconds for replies."""
-        questions = driver.presence.questions
+        queries = driver.liveness.queries
+        # The lock is not held while queries are sent: the driver thread needs it to deliver replies, and `ask` waits
+        # for the link.
         with self._changed:
-            due = board.to_ask(self._views())
+            due = aggregator.ranks_to_query(self._views())
         for rank, version in due.items():
             with self._changed:
-                board.asked(rank, time.monotonic())
+                # Before the query is sent, because the reply may arrive before the next statement.
+                aggregator.mark_requested(rank, time.monotonic())
             question = GetStatus(token, "placement" in kinds, version, fresh, "saves" in kinds)
-            if not questions.ask(rank, question):
+            if not queries.ask(rank, question):
                 with self._changed:
-                    board.refused(rank)
+                    aggregator.mark_failed(rank)
         with self._changed:
-            self._changed.wait_for(lambda: not board.owed(), timeout)
+            self._changed.wait_for(lambda: not aggregator.awaits_reply(), timeout)
 
-    def _show(self, board: StatusAggregator, watchers: list[Subscription]) -> None:
+    def _publish_states(self, aggregator: StatusAggregator, subscriptions: list[Subscription]) -> None:
         with self._changed:
             views = self._views()
-            placement = board.placement(views, now=time.monotonic(), wall=time.time())
-            saves = board.saves(views, wall=time.time())
-        for watcher in watchers:
-            watcher.offer(saves if watcher.kind == "saves" else placement)
+            placement = aggregator.placement(views, now=time.monotonic(), wall=time.time())
+            saves = aggregator.saves(views, wall=time.time())
+        for subscription in subscriptions:
+            subscription.publish(saves if subscription.kind == "saves" else placement)
 
     def _views(self) -> list[RankView]:
-        return rank_views(self._crew, self._driver)
+        return rank_views(self._processes, self._driver)
 
-    def glance(self) -> NonBlockingMonitor:
+    def non_blocking(self) -> NonBlockingMonitor:
         """Return a non-blocking monitor for the driver thread."""
-        return NonBlockingMonitor(self._crew)
+        return NonBlockingMonitor(self._processes)
 
     # Asking
 
     def placement(self, *, timeout: float = ANSWER_TIMEOUT) -> Placement:
         """Query all ranks and return the result. A rank that does not reply in time is unresponsive."""
-        board = StatusAggregator(_name_of(self._crew))
+        # An aggregator of its own: the rounds of `_run` may be waiting for replies of the same ranks, to other queries.
+        aggregator = StatusAggregator(_name_of(self._processes))
         driver = self._driver
         if driver is not None:
-            questions = driver.presence.questions
-            token = questions.open(self._deliver_to(board))
+            queries = driver.liveness.queries
+            token = queries.open(self._deliver_to(aggregator))
             try:
-                self._round(driver, board, token, {"placement"}, fresh=True, timeout=timeout)
+                self._query_ranks(driver, aggregator, token, {"placement"}, fresh=True, timeout=timeout)
             finally:
-                questions.close(token)
+                queries.close(token)
         with self._changed:
-            return board.placement(self._views(), now=time.monotonic(), wall=time.time())
+            return aggregator.placement(self._views(), now=time.monotonic(), wall=time.time())
 
     def detail(self, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> RankDetail:
         """Return stack, output and variables of the rank; only the output if it is dead.
 
-        Raises `LostRank` if the rank does not reply.
+        Raises `InvalidArgument` if there is no such rank, and `RankLostError` if it does not reply.
         """
+        self._check_exists(rank)
+        # The output is known here, so that a dead rank has a detail view too.
         output = self._last_lines(rank)
-        if rank not in self._crew.driver.answering():
+        if rank not in self._processes.driver.live_ranks():
             return RankDetail(rank, (), output, ())
-        answer = self._ask_one(rank, GetDetail, timeout)
+        answer = self._query_rank(rank, GetDetail, timeout)
         assert isinstance(answer, DetailReply)
         return msgspec.structs.replace(answer.detail, output=output)
 
     def variables(self, ranks: tuple[int, ...], *, timeout: float) -> dict[int, tuple[Variable, ...]]:
         """See `Cluster.variables`."""
-        driver = self._crew.driver
-        answering = [rank for rank in ranks if rank in driver.answering()]
-        answers = driver.presence.questions.wait_answers(
-            answering, lambda token, _: GetDetail(token), timeout=timeout, there=driver.answering
+        driver = self._processes.driver
+        live_ranks = [rank for rank in ranks if rank in driver.live_ranks()]
+        answers = driver.liveness.queries.wait_answers(
+            live_ranks, lambda token, _: GetDetail(token), timeout=timeout, live_ranks=driver.live_ranks
         )
         replies = {rank: answers[rank] for rank in ranks if rank in answers}
         return {rank: reply.detail.variables for rank, reply in replies.items() if isinstance(reply, DetailReply)}
 
     def shards(self, name: str, *, timeout: float = ANSWER_TIMEOUT) -> ShardMap:
-        """Return the layout of the tensors in the variable `name`. Raises `BadRequest` if no rank has such a variable.
+        """Return the layout of the tensors in the variable `name`. Raises `InvalidArgument` if no rank has one.
 
         The first rank also computes the regions that the other ranks hold, for ranks that do not reply. If the first
         rank itself does not reply, another one is asked to do so.
         """
-        driver = self._crew.driver
-        devices = dict(enumerate(self._crew.placement.devices))
-        ranks = driver.answering()
+        driver = self._processes.driver
+        devices = dict(enumerate(self._processes.assignment.devices))
+        ranks = driver.live_ranks()
+        # A rank computes the regions of the other ranks from the placements. That is work, so only one rank is asked
+        # for it.
         first = ranks[:1]
-        answers = driver.presence.questions.wait_answers(
+        answers = driver.liveness.queries.wait_answers(
             ranks,
             lambda token, rank: GetShards(token, name, others=rank in first),
             timeout=timeout,
-            there=driver.answering,
+            live_ranks=driver.live_ranks,
         )
         missing = set(devices) - answers.keys()
         if missing and (rest := [rank for rank in answers if rank not in first]) and not set(first) & answers.keys():
-            answers |= driver.presence.questions.wait_answers(
+            answers |= driver.liveness.queries.wait_answers(
                 rest[:1],
                 lambda token, _: GetShards(token, name, others=True),
                 timeout=timeout,
-                there=driver.answering,
+                live_ranks=driver.live_ranks,
             )
         refusals = {answer.trouble for answer in answers.values() if isinstance(answer, QueryFailed)}
+        # If at least one rank has the variable, the map shows it, and the refusals of the others become its message.
         if answers and all(isinstance(answer, QueryFailed) for answer in answers.values()):
-            raise BadRequest("; ".join(sorted(refusals)))
+            raise InvalidArgument("; ".join(sorted(refusals)))
         return merge_shards(name, answers, tuple(devices), devices)
 
     def statistic(self, name: str, key: str, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> Statistic:
-        """Return statistics of `rank`'s part of the tensor `key`. Raises `BadRequest`, `LostRank`."""
-        answer = self._ask_one(rank, lambda token: GetStatistic(token, name, key), timeout)
+        """Return statistics of `rank`'s part of the tensor `key`. Raises `InvalidArgument`, `RankLostError`."""
+        answer = self._query_rank(rank, lambda token: GetStatistic(token, name, key), timeout)
         assert isinstance(answer, StatisticReply)
         return answer.statistic
 
-    def _ask_one(self, rank: int, make: Callable[[int], Question], timeout: float) -> Answer:
-        driver = self._crew.driver
-        if rank not in self._crew.state.ranks:
-            raise BadRequest(f"there is no rank {rank}; there are {len(self._crew.state.ranks)}")
-        answers = driver.presence.questions.wait_answers(
-            (rank,), lambda token, _: make(token), timeout=timeout, there=driver.answering
+    def _check_exists(self, rank: int) -> None:
+        if rank not in self._processes.state.ranks:
+            raise InvalidArgument(
+                f"rank {rank} does not exist; valid ranks are {format_ranks(self._processes.state.ranks)}"
+            )
+
+    def _query_rank(self, rank: int, make: Callable[[int], Question], timeout: float) -> Answer:
+        driver = self._processes.driver
+        self._check_exists(rank)
+        answers = driver.liveness.queries.wait_answers(
+            (rank,), lambda token, _: make(token), timeout=timeout, live_ranks=driver.live_ranks
         )
         if rank not in answers:
-            raise LostRank(
-                f"rank {rank} has not answered within {timeout:g} s; %distributed status tells how it is", (rank,)
-            )
+            raise RankLostError(f"rank {rank} did not reply within {timeout:g} s; see %distributed status", (rank,))
         answer = answers[rank]
         if isinstance(answer, QueryFailed):
-            raise BadRequest(f"rank {rank}: {answer.trouble}")
+            raise InvalidArgument(f"rank {rank}: {answer.trouble}")
         return answer
 
     def _last_lines(self, rank: int) -> tuple[str, ...]:
         lines: list[str] = []
-        for cell in reversed(self._crew.driver.cells()):
+        # From the newest cell backwards, until there are enough lines.
+        for cell in reversed(self._processes.driver.cells()):
             if not (tail := cell.tail(rank)):
                 continue
             text = strip_ansi(tail.decode(errors="replace"))
+            # Text after a carriage return overwrites the line, as a progress bar does. Only its last state is shown.
             lines[:0] = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.rstrip("\n").split("\n")]
-            if len(lines) >= _LINES:
+            if len(lines) >= _OUTPUT_LINES:
                 break
-        return tuple(lines[-_LINES:])
+        return tuple(lines[-_OUTPUT_LINES:])
 
 
 class NonBlockingMonitor:
@@ -358,10 +385,10 @@ class NonBlockingMonitor:
     A call returns the replies that have arrived since the last one, and sends new queries.
     """
 
-    def __init__(self, crew: ClusterProcesses) -> None:
-        self._crew, self._driver = crew, crew.driver
-        self._board = StatusAggregator(_name_of(crew))
-        self._token = self._driver.presence.questions.open(self._deliver)
+    def __init__(self, processes: ClusterProcesses) -> None:
+        self._processes, self._driver = processes, processes.driver
+        self._aggregator = StatusAggregator(_name_of(processes))
+        self._token = self._driver.liveness.queries.open(self._deliver)
 
     def placement(self) -> Placement:
         """Return all ranks without models, optimizers and loaders, as of the previous call.
@@ -369,45 +396,50 @@ class NonBlockingMonitor:
         Ranks that owe no reply are queried for the next call.
         """
         driver, now = self._driver, time.monotonic()
-        views = rank_views(self._crew, driver)
-        picture = self._board.placement(views, now=now, wall=time.time())
-        for rank, version in self._board.to_ask(views).items():
-            self._board.asked(rank, now)
-            if not driver.presence.questions.ask(rank, GetStatus(self._token, False, version, False, False)):
-                self._board.refused(rank)
-        return picture
+        # The order makes it non-blocking: first use what has arrived, then ask for the next call.
+        views = rank_views(self._processes, driver)
+        state = self._aggregator.placement(views, now=now, wall=time.time())
+        for rank, version in self._aggregator.ranks_to_query(views).items():
+            self._aggregator.mark_requested(rank, now)
+            if not driver.liveness.queries.ask(rank, GetStatus(self._token, False, version, False, False)):
+                self._aggregator.mark_failed(rank)
+        return state
 
     def close(self) -> None:
         """Stop monitoring."""
-        self._driver.presence.questions.close(self._token)
+        self._driver.liveness.queries.close(self._token)
 
     def _deliver(self, rank: int, answer: Answer) -> None:
         if isinstance(answer, StatusReply):
-            self._board.told(rank, answer)
+            self._aggregator.handle_reply(rank, answer)
         elif isinstance(answer, QueryFailed):
-            self._board.refused(rank)
+            self._aggregator.mark_failed(rank)
 
 
-def rank_views(crew: ClusterProcesses, driver: Driver | None) -> list[RankView]:
-    """Return the ranks as the cluster's state knows them. `driver` None: they are stopped."""
+def rank_views(processes: ClusterProcesses, driver: Driver | None) -> list[RankView]:
+    """Return the ranks as the cluster's state knows them. `driver` None: they are stopped, or the driver has failed."""
+    # After `stop` and after a failure of the driver, the state machine's entries stay as they were, and would show idle
+    # or busy ranks.
+    without_driver = RankState.ABSENT if processes.stopped else RankState.DEAD
     return [
         RankView(
             rank=rank,
             incarnation=entry.incarnation,
-            state=RankState.DEAD if driver is None else entry.state,
-            pid=0 if driver is None else driver.infos[rank].pid or 0,
-            device=crew.placement.devices[rank],
+            state=without_driver if driver is None else entry.state,
+            pid=0 if driver is None else driver.rank_processes[rank].pid or 0,
+            device=processes.assignment.devices[rank],
             cell=None if driver is None else _number_of(driver, rank),
             task=entry.cell,
-            returns=entry.refork and driver is not None,
+            restarting=entry.refork and driver is not None,
+            last_received=0.0 if driver is None else driver.liveness.last_received(rank),
         )
-        for rank, entry in crew.state.ranks.items()
+        for rank, entry in processes.state.ranks.items()
     ]
 
 
-def _name_of(crew: ClusterProcesses) -> str:
+def _name_of(processes: ClusterProcesses) -> str:
     """Return the key by which a detached cluster is attached; other clusters need no name."""
-    return "" if crew.keep is None else crew.key
+    return "" if processes.keep is None else processes.key
 
 
 def _number_of(driver: Driver, rank: int) -> int | None:
@@ -417,12 +449,12 @@ def _number_of(driver: Driver, rank: int) -> int | None:
 
 
 UNRESPONSIVE_AFTER = 1.5
-"""Seconds without a reply after which a rank counts as unresponsive."""
+"""Seconds without a reply or other message after which a rank counts as unresponsive."""
 WAITING_AFTER = 0.25
 """Seconds in a collective after which a rank counts as waiting: in training, ranks are always in some collective."""
-_RATE_OVER = 5.0
+_RATE_WINDOW = 5.0
 """Seconds over which the rate of steps is averaged."""
-_BEHIND = 2
+_BEHIND_STEPS = 2
 _BEHIND_SECONDS = 0.5
 """Tolerance in seconds, at the other ranks' rate: the ranks are not queried at the same moment."""
 
@@ -431,8 +463,8 @@ _BEHIND_SECONDS = 0.5
 class RankView:
     """A rank as the cluster's state knows it.
 
-    `cell` is the notebook's execution count, `task` the cluster's own number of the task. `returns`: the rank is being
-    restarted.
+    `cell` is the notebook's execution count, `task` the cluster's own number of the task. `restarting`: the rank is
+    being restarted. `last_received` is the time of its last message of any kind, on the monotonic clock.
     """
 
     rank: int
@@ -442,16 +474,17 @@ class RankView:
     device: str
     cell: int | None = None
     task: int | None = None
-    returns: bool = False
+    restarting: bool = False
+    last_received: float = 0.0
 
 
 @dataclass
-class _Known:
+class _RankRecord:
     """State of one process of a rank, from its replies so far."""
 
     incarnation: int
-    asked: float | None = None
-    looked: StatusReply | None = None
+    requested_at: float | None = None
+    reply: StatusReply | None = None
     holdings: tuple[Holding, ...] = ()
     version: int = -1
     host: str = ""
@@ -467,45 +500,49 @@ class StatusAggregator:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._known: dict[int, _Known] = {}
-        self._due: tuple[int, ...] = ()
+        self._records: dict[int, _RankRecord] = {}
+        self._queried: tuple[int, ...] = ()
 
-    def to_ask(self, views: Iterable[RankView]) -> dict[int, int]:
+    def ranks_to_query(self, views: Iterable[RankView]) -> dict[int, int]:
         """Return the ranks that can reply and owe no reply, with the known version of their holdings."""
         versions = {}
         for view in views:
-            record = self._of(view)
-            if view.state in (RankState.IDLE, RankState.BUSY) and record.asked is None:
+            record = self._record_of(view)
+            # A rank that owes a reply is not asked again: queries would pile up in front of a rank that does not
+            # respond.
+            if view.state in (RankState.IDLE, RankState.BUSY) and record.requested_at is None:
                 versions[view.rank] = record.version
-        self._due = tuple(versions)
+        self._queried = tuple(versions)
         return versions
 
-    def asked(self, rank: int, now: float) -> None:
+    def mark_requested(self, rank: int, now: float) -> None:
         """Record that the rank was sent a query."""
-        self._known[rank].asked = now
+        self._records[rank].requested_at = now
 
-    def told(self, rank: int, looked: StatusReply) -> None:
+    def handle_reply(self, rank: int, reply: StatusReply) -> None:
         """Record the rank's reply."""
-        record = self._known.get(rank)
+        record = self._records.get(rank)
         if record is None:
             return
-        record.asked = None
-        record.looked = looked
-        if looked.holdings is not None:
-            record.holdings, record.version = looked.holdings, looked.version
-        record.host = looked.sample.host or record.host
-        record.device_name = looked.sample.device_name or record.device_name
-        _note_steps(record.steps, looked.sample)
+        record.requested_at = None
+        record.reply = reply
+        # None if they are unchanged since `version`, which the query has named.
+        if reply.holdings is not None:
+            record.holdings, record.version = reply.holdings, reply.version
+        record.host = reply.sample.host or record.host
+        record.device_name = reply.sample.device_name or record.device_name
+        _note_steps(record.steps, reply.sample)
 
-    def refused(self, rank: int) -> None:
+    def mark_failed(self, rank: int) -> None:
         """Record that the query failed, or could not be sent."""
-        record = self._known.get(rank)
+        # No reply is owed any more, so the rank is asked again in the next round.
+        record = self._records.get(rank)
         if record is not None:
-            record.asked = None
+            record.requested_at = None
 
-    def owed(self) -> bool:
+    def awaits_reply(self) -> bool:
         """Return True if one of the ranks queried last has not replied yet."""
-        return any(self._known[rank].asked is not None for rank in self._due)
+        return any(self._records[rank].requested_at is not None for rank in self._queried)
 
     def placement(self, views: Iterable[RankView], *, now: float, wall: float) -> Placement:
         """Return the state of all ranks, at `now` on the monotonic and `wall` on the wall clock."""
@@ -519,22 +556,24 @@ class StatusAggregator:
         entries = [
             RankSave(view.rank, save)
             for view in views
-            if (reply := self._of(view).looked) is not None
+            if (reply := self._record_of(view).reply) is not None
             for save in reply.saves
         ]
         return Saves(tuple(entries), wall)
 
-    def _of(self, view: RankView) -> _Known:
-        record = self._known.get(view.rank)
+    def _record_of(self, view: RankView) -> _RankRecord:
+        record = self._records.get(view.rank)
+        # A new process has other variables, and its predecessor's unanswered query will never be answered.
         if record is None or record.incarnation != view.incarnation:
-            record = self._known[view.rank] = _Known(view.incarnation)
+            record = self._records[view.rank] = _RankRecord(view.incarnation)
         return record
 
     def _row(self, view: RankView, now: float) -> RankPlacement:
-        record = self._of(view)
-        sample = record.looked.sample if record.looked is not None else None
+        record = self._record_of(view)
+        sample = record.reply.sample if record.reply is not None else None
         state = _state_of(view, record, now)
-        alive = state != "dead"
+        alive = state not in ("dead", "stopped")
+        # A sample may be older than the running task. Its line and its collective are then those of an earlier cell.
         fresh = sample if sample is not None and sample.cell == view.task else None
         return RankPlacement(
             rank=view.rank,
@@ -554,16 +593,19 @@ class StatusAggregator:
         )
 
 
-def _state_of(view: RankView, known: _Known, now: float) -> str:
-    if view.state is RankState.STARTING or view.returns:
+def _state_of(view: RankView, record: _RankRecord, now: float) -> str:
+    if view.state is RankState.STARTING or view.restarting:
         return "starting"
     if view.state not in (RankState.IDLE, RankState.BUSY):
-        return "dead"
-    if known.asked is not None and now - known.asked > UNRESPONSIVE_AFTER:
+        return "dead" if view.state is RankState.DEAD else "stopped"
+    # The time counts from the later of the request and the last message: a rank that sends output is alive, even if its
+    # reply is late.
+    if record.requested_at is not None and now - max(record.requested_at, view.last_received) > UNRESPONSIVE_AFTER:
         return "unresponsive"
     if view.state is RankState.IDLE:
         return "idle"
-    sample = known.looked.sample if known.looked is not None else None
+    sample = record.reply.sample if record.reply is not None else None
+    # A wait in an earlier task does not count, see `fresh` in `_row`.
     waits = sample is not None and sample.cell == view.task and sample.waits_for and sample.waited >= WAITING_AFTER
     return "waiting" if waits else "running"
 
@@ -574,7 +616,8 @@ def _note_steps(history: deque[tuple[float, int]], sample: RankSample) -> None:
     if history and sample.steps < history[-1][1]:  # another optimizer, or a checkpoint was loaded
         history.clear()
     history.append((sample.at, sample.steps))
-    while len(history) > 2 and history[1][0] < sample.at - _RATE_OVER:
+    # One sample from before the window stays, as the start of the interval over which the rate is computed.
+    while len(history) > 2 and history[1][0] < sample.at - _RATE_WINDOW:
         history.popleft()
 
 
@@ -596,6 +639,7 @@ def stragglers_of(rows: Iterable[RankPlacement]) -> set[int]:
             groups.setdefault(row.cell, []).append(row)
     stragglers: set[int] = set()
     for group in groups.values():
+        # Ranks of one cell wait for one another. If all but one wait in a collective, they wait for that one.
         late = [row for row in group if row.state != "waiting"]
         if len(late) == 1 and len(group) > 1:
             stragglers.add(late[0].rank)
@@ -607,13 +651,16 @@ def stragglers_of(rows: Iterable[RankPlacement]) -> set[int]:
 
 
 def _is_behind(row: RankPlacement, others: list[RankPlacement]) -> bool:
+    # The median of the others, so that a single rank that is ahead does not make all others stragglers.
     steps = statistics.median(other.steps for other in others)
     rates = [other.rate for other in others if other.rate is not None]
-    return steps - row.steps > max(_BEHIND, _BEHIND_SECONDS * statistics.median(rates or [0.0]))
+    # Two limits, of which the larger counts: some steps, for slow training, and the steps of half a second, for fast
+    # training, because the ranks are not sampled at the same moment.
+    return steps - row.steps > max(_BEHIND_STEPS, _BEHIND_SECONDS * statistics.median(rates or [0.0]))
 
 
 def merge_shards(
-    name: str, answers: Mapping[int, Answer], everyone: Collection[int], devices: Mapping[int, str]
+    name: str, answers: Mapping[int, Answer], all_ranks: Collection[int], devices: Mapping[int, str]
 ) -> ShardMap:
     """Merge the ranks' replies into one map of shards.
 
@@ -626,59 +673,58 @@ def merge_shards(
         for rank, answer in sorted(answers.items())
         if isinstance(answer, QueryFailed | ShardsReply) and answer.trouble
     )
-    for rank in everyone:
+    for rank in all_ranks:
         if rank not in answers:
-            troubles.setdefault("no answer; its parts are as the others computed them", []).append(rank)
+            troubles.setdefault("no reply; its shards are shown as computed by the other ranks", []).append(rank)
+    # In reverse, so that the lowest rank with a kind remains.
     kinds = {reply.kind: rank for rank, reply in reversed(replies.items())}
     if len(kinds) > 1:
-        troubles.setdefault(f"it is not the same kind of thing everywhere: {', '.join(sorted(kinds))}", []).extend(
-            replies
-        )
+        troubles.setdefault(f"the type differs between ranks: {', '.join(sorted(kinds))}", []).extend(replies)
     message = "; ".join(f"{name_ranks(ranks)}: {trouble}" for trouble, ranks in troubles.items())
     kind = next((reply.kind for reply in replies.values()), "")
     return ShardMap(name, kind, tuple(_tensors(replies, devices)), message)
 
 
-def _tensors(told: Mapping[int, ShardsReply], devices: Mapping[int, str]) -> list[ShardedTensorMap]:
+def _tensors(replies: Mapping[int, ShardsReply], devices: Mapping[int, str]) -> list[ShardedTensorMap]:
     tensors: dict[str, RankTensor] = {}
     boxes: dict[str, dict[tuple[int, Box | None], tuple[Box, RankTensor]]] = {}
-    spoken: set[tuple[str, int]] = set()
+    reported: set[tuple[str, int]] = set()
     # First the regions that ranks report of themselves, then, for ranks that have not replied, the regions that others
     # computed for them. Several ranks may have computed the same one: the key None keeps one per rank and tensor.
-    for rank, reply in told.items():
+    for rank, reply in replies.items():
         for tensor in reply.tensors:
             tensors.setdefault(tensor.key, tensor)
             local = [box for box in reply.grids[tensor.grid] if box.rank == rank]
-            spoken.update((tensor.key, rank) for _ in local)
+            reported.update((tensor.key, rank) for _ in local)
             for box in local:
                 boxes.setdefault(tensor.key, {})[rank, box] = (box, tensor)
-    for rank, reply in told.items():
+    for rank, reply in replies.items():
         for tensor in reply.tensors:
             for box in reply.grids[tensor.grid]:
-                if box.rank != rank and (tensor.key, box.rank) not in spoken and box.rank not in told:
+                if box.rank != rank and (tensor.key, box.rank) not in reported and box.rank not in replies:
                     boxes.setdefault(tensor.key, {}).setdefault((box.rank, None), (box, tensor))
     maps = []
     for key, tensor in tensors.items():
         regions = sorted(boxes.get(key, {}).values(), key=lambda pair: (pair[0].rank, pair[0].offset))
-        maps.append(ShardedTensorMap(key, tensor.dtype, tensor.shape, _shards(regions, told, devices)))
+        maps.append(ShardedTensorMap(key, tensor.dtype, tensor.shape, _shards(regions, replies, devices)))
     return maps
 
 
 def _shards(
-    kept: list[tuple[Box, RankTensor]], told: Mapping[int, ShardsReply], devices: Mapping[int, str]
+    regions: list[tuple[Box, RankTensor]], replies: Mapping[int, ShardsReply], devices: Mapping[int, str]
 ) -> tuple[Shard, ...]:
     # Replicas that are not numbered yet (-1) get the lowest free index among the copies of the same region.
     copies: dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]] = {}
-    for box, _ in kept:
+    for box, _ in regions:
         if box.replica >= 0:
             copies.setdefault((box.offset, box.shape), set()).add(box.replica)
     shards = []
-    for box, tensor in kept:
+    for box, tensor in regions:
         taken = copies.setdefault((box.offset, box.shape), set())
         replica = box.replica
         if replica < 0:
             replica = next(index for index in range(len(taken) + 1) if index not in taken)
             taken.add(replica)
-        device = tensor.device if box.rank in told else devices.get(box.rank, "")
+        device = tensor.device if box.rank in replies else devices.get(box.rank, "")
         shards.append(Shard(box.rank, box.offset, box.shape, replica, device, math.prod(box.shape) * tensor.itemsize))
     return tuple(shards)

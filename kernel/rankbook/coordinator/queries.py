@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 from rankbook.protocol.queries import Answer, Question
 
-_LOOK_EVERY = 0.1
+_LIVENESS_CHECK_INTERVAL = 0.1
 """Seconds between two checks whether the ranks that owe a reply are still running."""
 
 Deliver = Callable[[int, Answer], None]
@@ -42,6 +42,7 @@ class QueryClient:
 
     def take(self, rank: int, answer: Answer) -> None:
         """Deliver a reply. Replies to closed tokens are dropped."""
+        # Called by the driver thread. Reading a dict is atomic, so no lock is needed.
         deliver = self._open.get(answer.token)
         if deliver is not None:
             deliver(rank, answer)
@@ -52,13 +53,14 @@ class QueryClient:
         make: Callable[[int, int], Question],
         *,
         timeout: float,
-        there: Callable[[], Collection[int]],
+        live_ranks: Callable[[], Collection[int]],
     ) -> dict[int, Answer]:
         """Send `make(token, rank)` to every rank; return the replies within `timeout` seconds.
 
-        Any thread but the driver's. `there` returns the ranks that can reply at all, so that a rank that dies meanwhile
-        is not waited for.
+        Any thread but the driver's. `live_ranks` returns the ranks that can reply at all, so that a rank that dies
+        meanwhile is not waited for.
         """
+        # A condition of its own: the driver's would wake up for every message.
         changed = threading.Condition()
         answers: dict[int, Answer] = {}
 
@@ -67,14 +69,16 @@ class QueryClient:
                 answers[rank] = answer
                 changed.notify_all()
 
+        # Before the queries are sent, because replies may arrive at once.
         token = self.open(deliver)
         deadline = time.monotonic() + timeout
         try:
             requested = {rank for rank in ranks if self._send(rank, make(token, rank))}
             with changed:
                 while requested - answers.keys() and (remaining := deadline - time.monotonic()) > 0:
-                    changed.wait(min(remaining, _LOOK_EVERY))
-                    requested &= set(there()) | answers.keys()
+                    changed.wait(min(remaining, _LIVENESS_CHECK_INTERVAL))
+                    # A rank that dies will not reply, and is not waited for. A reply that it sent before counts.
+                    requested &= set(live_ranks()) | answers.keys()
                 return dict(answers)
         finally:
             self.close(token)

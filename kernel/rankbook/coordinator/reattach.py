@@ -35,7 +35,8 @@ from rankbook.coordinator.recovered_state import (
     RecoveredState,
 )
 from rankbook.coordinator.running_cell import RunningCell, Sink
-from rankbook.errors import BadRequest, NoCluster, StartError, UnreadableMessage
+from rankbook.errors import InvalidArgument, NoClusterError, StartError, UnreadableMessage
+from rankbook.formatting import plural
 from rankbook.launch.environment import DeviceAssignment
 from rankbook.launch.local import ReattachedLauncher
 from rankbook.launch.paths import ClusterPaths
@@ -50,85 +51,100 @@ from rankbook.transport.link import HubLink, Sender
 from rankbook.transport.shared_memory import SegmentStore
 from rankbook.transport.zmq_link import ZmqHub
 
-_REUNION_TIMEOUT = 10.0
+_HANDSHAKE_TIMEOUT = 10.0
 
 
-def select_detached(found: DetachedCluster, key: str | None) -> ClusterRecord:
+def select_detached(detached: DetachedCluster, key: str | None) -> ClusterRecord:
     """Return the cluster to attach to: that of `key`, else this notebook's, else the only one of unknown notebook.
 
-    Raises `NoCluster` if there is none, and `BadRequest` if none matches or several do.
+    Raises `NoClusterError` if there is none, and `InvalidArgument` if none matches or several do.
     """
-    notes = "".join(f"\n{note}" for note in found.notes)
-    if not found.records:
-        raise NoCluster(f"no ranks are kept here; %distributed start --keep makes such{notes}")
+    notes = "".join(f"\n{note}" for note in detached.notes)
+    if not detached.records:
+        raise NoClusterError(
+            f"no kept ranks found; %distributed start --keep starts ranks that outlive the notebook{notes}"
+        )
     if key is None:
         session = session_id()
-        candidates = [record for record in found.records if session and record.session == session]
+        # Prefer the clusters of this notebook's file. Of these, one whose owner still runs can only be refused, so
+        # others come first.
+        candidates = [record for record in detached.records if session and record.session == session]
         candidates = [record for record in candidates if not record.owned] or candidates
         if not candidates:
-            candidates = [record for record in found.records if not (session and record.session)]
+            # A record without a session comes from a front end that does not name the notebook. Records of other
+            # notebooks are never chosen without their key.
+            candidates = [record for record in detached.records if not (session and record.session)]
         if len(candidates) == 1:
             return candidates[0]
-        lines = "".join(f"\n{record.describe()}, from kernel {record.notebook}" for record in found.records)
-        several = f"{len(found.records)} sets of ranks are kept" if len(found.records) > 1 else "ranks are kept"
-        whose = "" if candidates else ", but not by this notebook"
-        raise BadRequest(f"{several}{whose}; %distributed attach KEY takes one:{lines}{notes}")
-    for record in found.records:
+        lines = "".join(f"\n{record.describe()}, from kernel {record.notebook}" for record in detached.records)
+        count = plural(len(detached.records), "kept cluster")
+        owner = "" if candidates else ", but none of this notebook"
+        raise InvalidArgument(f"found {count}{owner}; select one with %distributed attach KEY:{lines}{notes}")
+    for record in detached.records:
         if record.key == key:
             return record
-    keys = ", ".join(record.key for record in found.records)
-    raise BadRequest(f"no ranks are kept as {key!r}; there are: {keys}{notes}")
+    keys = ", ".join(record.key for record in detached.records)
+    raise InvalidArgument(f"no kept cluster has the key {key!r}; choose from {keys}{notes}")
 
 
 class ReattachedProcesses(ClusterProcesses):
     """Attach to the detached cluster of `record` and show its missed output in `sink`.
 
-    Raises `BadRequest` while another notebook owns the cluster, and `StartError` if it does not answer; then it stays
-    detached.
+    Raises `InvalidArgument` while another notebook owns the cluster, and `StartError` if it does not answer; then it
+    stays detached.
     """
 
     missed: list[CellResult]
 
     def __init__(self, record: ClusterRecord, *, sink: Sink | None) -> None:
-        self._name(record.key, record.seconds, record.token)
+        # Not the base class's constructor, which starts a forkserver. The fields are set from the record.
+        self._init_state(record.key, record.seconds, record.token)
         self._folders = ClusterPaths(Path(record.sockets), Path(record.segments), Path(record.logs))
         self._port = record.master_port
-        self.placement = DeviceAssignment(record.devices, record.backend, record.threads)
+        self.assignment = DeviceAssignment(record.devices, record.backend, record.threads)
         self.segments = SegmentStore(self._folders.segments)
+        # An interrupt between the claim and the registration would leave ranks that nobody owns until the process ends.
         with deferred_interrupts():
             launcher = self._launcher = ReattachedLauncher(record)
             try:
                 self._hub = ZmqHub(self._folders.sockets)
                 self._take_over(launcher, record, self._hub, sink)
             except BaseException:
-                self.leave()
+                # The connection to the forkserver is closed, upon which the ranks wait for another owner again.
+                self.detach()
                 raise
             self._created = record.created or self._created
             register_for_exit(self)
             if record.interrupted and sink is not None:
-                sink.emit([Stream("stderr", f"{record.interrupted}, perhaps by its restart\n")])
+                sink.emit([Stream("stderr", f"{record.interrupted}, possibly by the restart of the kernel\n")])
 
     def _take_over(self, launcher: ReattachedLauncher, record: ClusterRecord, hub: ZmqHub, sink: Sink | None) -> None:
         # No driver thread runs until the end of this method, so this thread receives from the hub itself.
         incarnations = {rank: process.incarnation for rank, process in launcher.forked.items()}
         pids = {rank: process.pid for rank, process in launcher.forked.items()}
+        # The addresses of the old owner's sockets are bound again. The ranks' sockets reconnect by themselves, as those
+        # of ZeroMQ do.
         for rank, incarnation in incarnations.items():
             hub.open_downlink(rank, incarnation)
-        accounts = replay_handshake(
-            hub, pids, incarnations, token=record.token, since=launcher.lost, timeout=_REUNION_TIMEOUT
+        reports = replay_handshake(
+            hub, pids, incarnations, token=record.token, since=launcher.owner_lost_at, timeout=_HANDSHAKE_TIMEOUT
         )
         self.state = state = RecoveredClusterState(
-            recovered_state(len(record.ranks), incarnations, launcher.exited, accounts)
+            recovered_state(len(record.ranks), incarnations, launcher.exited, reports)
         )
-        adoption = OutputReplay(accounts, cluster_key=record.key, sink=sink, exits=launcher.exited)
-        self.missed = adoption.tell()
-        self._discard_answers([*adoption.cells, *adoption.ended])
-        if not any(account.here.running for account in accounts.values()):
+        replay = OutputReplay(reports, cluster_key=record.key, sink=sink, exits=launcher.exited)
+        self.missed = replay.show_output()
+        self._discard_answers([*replay.cells, *replay.ended])
+        # Values that were sent to the old notebook have no reader. While a task runs, its arguments may not have been
+        # opened yet.
+        if not any(report.start.running for report in reports.values()):
             self.segments.clear()  # their readers are gone, or have mapped them already
-        self._driver = driver = ReattachedDriver(state, hub, launcher, self._request)
-        for rank, info in driver.infos.items():
+        self._driver = driver = ReattachedDriver(state, hub, launcher, self._fork_request)
+        # The forkserver has reported the processes in reply to the claim, not to the driver.
+        for rank, info in driver.rank_processes.items():
             info.pid = pids.get(rank)
-        driver.resume(state, adoption.cells, adoption.ended, _later(accounts, incarnations))
+        # Before `start`: afterwards the driver thread would receive and handle newer messages first.
+        driver.resume(state, replay.cells, replay.ended, _later_messages(reports, incarnations))
         driver.start()
         self._record()
 
@@ -142,11 +158,11 @@ class ReattachedProcesses(ClusterProcesses):
             cell.values.clear()
 
 
-def _later(
-    accounts: Mapping[int, RankReport], incarnations: Mapping[int, int]
+def _later_messages(
+    reports: Mapping[int, RankReport], incarnations: Mapping[int, int]
 ) -> Iterator[tuple[Sender, FromRank, list[memoryview]]]:
-    for rank, account in accounts.items():
-        for message, frames in account.later:
+    for rank, report in reports.items():
+        for message, frames in report.later:
             yield Sender(rank, incarnations[rank]), message, frames
 
 
@@ -154,48 +170,58 @@ def _later(
 class RankReport:
     """Replies of one rank: its last task, the messages that were never acknowledged, and those sent `later`."""
 
-    here: ReplayStart
+    start: ReplayStart
     missed: list[FromRank] = field(default_factory=list)
     later: list[tuple[FromRank, list[memoryview]]] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
         """Return True if all repeated messages have arrived."""
-        return len(self.missed) >= self.here.entries
+        # The rank has announced the number of repeated messages, and messages of one rank stay in order.
+        return len(self.missed) >= self.start.entries
 
 
+# What arrives from one rank, in this order:
+##
+#     messages that were on the way to the previous notebook    dropped: they are repeated below
+#     ReplayStart with our nonce, which announces n entries      begins the report
+#     n repeated messages                                        `missed`
+#     messages that the rank sends from now on                   `later`
 class ReattachHandshake:
     """Sort the messages of these incarnations of the ranks that arrive after a request with `nonce`."""
 
     def __init__(self, incarnations: Mapping[int, int], nonce: str) -> None:
-        self.accounts: dict[int, RankReport] = {}
+        self.reports: dict[int, RankReport] = {}
         self._incarnations = dict(incarnations)
         self._nonce = nonce
 
     @property
     def missing(self) -> list[int]:
         """Return the ranks whose repeated messages have not all arrived."""
-        complete = {rank for rank, account in self.accounts.items() if account.complete}
+        complete = {rank for rank, report in self.reports.items() if report.complete}
         return sorted(set(self._incarnations) - complete)
 
     def take(self, sender: Sender, message: FromRank, frames: list[memoryview]) -> None:
         """Record a message; drop it if it precedes the rank's `ReplayStart` or is of another incarnation."""
         if self._incarnations.get(sender.rank) != sender.incarnation:
             return
-        account = self.accounts.get(sender.rank)
+        report = self.reports.get(sender.rank)
         if isinstance(message, ReplayStart):
+            # An answer to the request of an earlier attempt has another nonce.
             if message.nonce == self._nonce:
-                self.accounts[sender.rank] = RankReport(message)
-        elif account is not None and account.complete:
-            account.later.append((message, frames))
-        elif account is not None:
-            account.missed.append(message)
+                self.reports[sender.rank] = RankReport(message)
+        elif report is not None and report.complete:
+            report.later.append((message, frames))
+        # Before `ReplayStart` there is no report, and the message is dropped: it is repeated later.
+        elif report is not None:
+            report.missed.append(message)
 
-    def leave_out(self, sender: Sender, error: UnreadableMessage) -> None:
+    def record_unreadable(self, sender: Sender, error: UnreadableMessage) -> None:
         """Record a line on stderr in place of a message that cannot be decoded."""
-        account = self.accounts.get(sender.rank)
-        warning = f"a message of rank {sender.rank} cannot be read, so it is left out ({error})\n"
-        cell = 0 if account is None else account.here.cell
+        report = self.reports.get(sender.rank)
+        warning = f"dropped a message from rank {sender.rank} that cannot be decoded ({error})\n"
+        cell = 0 if report is None else report.start.cell
+        # The note takes the place of the message, so that the count of repeated messages is right.
         self.take(sender, Text(cell=cell, stream="stderr", data=warning.encode()), [])
 
 
@@ -208,34 +234,35 @@ def replay_handshake(
     messages sent after it are repeated even if their cell was acknowledged. Raises `StartError` with the ranks that do
     not answer within `timeout` seconds.
     """
-    reunion = ReattachHandshake(incarnations, secrets.token_hex(8))
+    handshake = ReattachHandshake(incarnations, secrets.token_hex(8))
     deadline = time.monotonic() + timeout
     for rank in incarnations:
-        hub.send(rank, RequestReplay(token=token, nonce=reunion._nonce, since=since))
-    while reunion.missing and (remaining := deadline - time.monotonic()) > 0:
+        # The result is not checked: a rank that cannot be reached is among the missing ones at the deadline.
+        hub.send(rank, RequestReplay(token=token, nonce=handshake._nonce, since=since))
+    while handshake.missing and (remaining := deadline - time.monotonic()) > 0:
         hub.wait(remaining, ())
-        while _take_next(hub, reunion):
+        while _receive_next(hub, handshake):
             pass
-    if reunion.missing:
-        silent = ", ".join(str(pids[rank]) for rank in reunion.missing)
+    if handshake.missing:
+        silent = ", ".join(str(pids[rank]) for rank in handshake.missing)
         raise StartError(
-            f"{name_ranks(reunion.missing)} (pid {silent}) did not answer within {timeout:.0f} s; it may be in C code"
-            " that holds the interpreter. Try again, or kill it and attach without it"
+            f"{name_ranks(handshake.missing)} (pid {silent}) did not reply within {timeout:.0f} s; it may be in C code"
+            " that holds the GIL; try again, or kill the process and attach without it"
         )
-    return reunion.accounts
+    return handshake.reports
 
 
-def _take_next(hub: HubLink, reunion: ReattachHandshake) -> bool:
+def _receive_next(hub: HubLink, handshake: ReattachHandshake) -> bool:
     """Take the next message; return True if there was one. An unreadable message is replaced by a note."""
     try:
-        parcel = hub.receive()
+        received = hub.receive()
     except UnreadableMessage as error:
         if error.sender is not None:
-            reunion.leave_out(Sender(*error.sender), error)
+            handshake.record_unreadable(Sender(*error.sender), error)
         return True
-    if parcel is not None:
-        reunion.take(*parcel)
-    return parcel is not None
+    if received is not None:
+        handshake.take(*received)
+    return received is not None
 
 
 _INTERNAL = -1
@@ -262,28 +289,30 @@ class RecoveredTask:
         return self.number == _INTERNAL
 
 
-def recovered_tasks(accounts: Mapping[int, RankReport]) -> list[RecoveredTask]:
+def recovered_tasks(reports: Mapping[int, RankReport]) -> list[RecoveredTask]:
     """Return the tasks that are running or whose end was not seen, oldest first."""
     by_cell = group_ranks(
-        (rank, account.here.cell)
-        for rank, account in accounts.items()
-        if account.here.cell and (account.here.running or not account.here.seen)
+        (rank, report.start.cell)
+        for rank, report in reports.items()
+        # A task counts if it is running, or if its end has not been shown to anybody.
+        if report.start.cell and (report.start.running or not report.start.seen)
     )
     tasks = []
     for cell, ranks in sorted(by_cell.items()):
-        start = accounts[ranks[0]].here
-        running = tuple(rank for rank in sorted(ranks) if accounts[rank].here.running)
-        ended = {rank: message for rank in ranks for message in accounts[rank].missed if _ends(message, cell)}
-        made = RunningCell(cell, start.number, {}, cluster_key="", sink=None, label=start.label)
-        answers = {rank: describe_failure(message, made) for rank, message in ended.items()}
+        first = reports[ranks[0]].start
+        running = tuple(rank for rank in sorted(ranks) if reports[rank].start.running)
+        ended = {rank: message for rank in ranks for message in reports[rank].missed if _is_done_of(message, cell)}
+        # Only for its label, with which the errors are described.
+        restored = RunningCell(cell, first.number, {}, cluster_key="", sink=None, label=first.label)
+        answers = {rank: describe_failure(message, restored) for rank, message in ended.items()}
         collectives = sum(message.collectives for message in ended.values())
         tasks.append(
-            RecoveredTask(cell, start.number, start.label, tuple(sorted(ranks)), running, answers, collectives)
+            RecoveredTask(cell, first.number, first.label, tuple(sorted(ranks)), running, answers, collectives)
         )
     return tasks
 
 
-def _ends(message: FromRank, cell: int) -> TypeGuard[Done]:
+def _is_done_of(message: FromRank, cell: int) -> TypeGuard[Done]:
     return isinstance(message, Done) and message.cell == cell
 
 
@@ -291,31 +320,35 @@ def recovered_state(
     world_size: int,
     incarnations: Mapping[int, int],
     exits: Mapping[int, RankExited],
-    accounts: Mapping[int, RankReport],
+    reports: Mapping[int, RankReport],
 ) -> RecoveredState:
     """Return the initial state for the state machine."""
     ranks = []
     for rank in range(world_size):
-        account, gone = accounts.get(rank), exits.get(rank)
-        if account is None:
-            incarnation = gone.incarnation if gone is not None else 0
-            reason = describe_exit(gone) if gone is not None else "was not there any more"
+        report, exited = reports.get(rank), exits.get(rank)
+        if report is None:
+            incarnation = exited.incarnation if exited is not None else 0
+            reason = describe_exit(exited) if exited is not None else "had already exited"
             ranks.append(RecoveredRank(rank, incarnation, reason))
         else:
             ranks.append(RecoveredRank(rank, incarnations[rank]))
-    tasks = recovered_tasks(accounts)
+    tasks = recovered_tasks(reports)
     running = tuple(
         RecoveredCell(task.cell, task.ranks, task.running, task.answers, task.collectives, task.internal)
         for task in tasks
         if task.running
     )
+    # Ranks that have failed in a task with collectives may be at different ones. Running tasks decide this when they
+    # end.
     stale = any(
         task.collectives and any(task.answers.values()) for task in tasks if not task.running and not task.internal
     )
-    generations = {account.here.generation for account in accounts.values()}
+    generations = {report.start.generation for report in reports.values()}
+    # A task that forms the group is under way and has not failed on any rank.
     forming = any(cell.internal and not any(cell.answers.values()) for cell in running)
-    grouped = len(accounts) == world_size and (forming or (len(generations) == 1 and 0 not in generations))
-    last_cell = max((account.here.cell for account in accounts.values()), default=0)
+    # All ranks live, and report the same generation, which is 0 for a rank that is in no group.
+    grouped = len(reports) == world_size and (forming or (len(generations) == 1 and 0 not in generations))
+    last_cell = max((report.start.cell for report in reports.values()), default=0)
     # The group being formed may have a generation that no rank reports yet. Skipping a number does no harm.
     return RecoveredState(tuple(ranks), running, last_cell, max(generations, default=0) + 1, grouped, stale)
 
@@ -325,7 +358,7 @@ class OutputReplay:
 
     def __init__(
         self,
-        accounts: Mapping[int, RankReport],
+        reports: Mapping[int, RankReport],
         *,
         cluster_key: str,
         sink: Sink | None,
@@ -333,22 +366,24 @@ class OutputReplay:
     ) -> None:
         self.cells: list[RunningCell] = []
         self.ended: list[RunningCell] = []
-        self._accounts = accounts
+        self._reports = reports
         self._exits = exits or {}
         self._key = cluster_key
         self._sink = sink
 
-    def tell(self) -> list[CellResult]:
+    def show_output(self) -> list[CellResult]:
         """Show the missed output and return the results of the cells that ended."""
-        self._tell_stray()
-        self._tell_exits()
+        # First what is older than the last task, and what the dead ranks have left.
+        self._show_stray_output()
+        self._show_exit_output()
         results = []
-        for task in recovered_tasks(self._accounts):
-            cell = self._make(task)
+        for task in recovered_tasks(self._reports):
+            cell = self._make_cell(task)
             if not task.internal:
-                self._say(_heading(task))
+                self._emit_text(_heading(task))
+            # The ranks have started it long ago. The cell is marked as running, so that its result has a duration.
             cell.start()
-            self._feed(cell)
+            self._replay_messages(cell)
             if task.running:
                 self.cells.append(cell)
                 continue
@@ -357,67 +392,69 @@ class OutputReplay:
             if cell.result is not None and not task.internal:
                 results.append(cell.result)
                 if not cell.result.ok:
-                    self._say(describe_errors(cell.result.outcomes), "stderr")
-        dropped = [rank for rank, account in self._accounts.items() if account.here.dropped]
+                    self._emit_text(describe_errors(cell.result.outcomes), "stderr")
+        dropped = [rank for rank, report in self._reports.items() if report.start.dropped]
         if dropped:
-            self._say(
-                f"{name_ranks(dropped)}: the oldest of the output is left out, there was too much of it", "stderr"
+            self._emit_text(
+                f"{name_ranks(dropped)}: the oldest output was dropped because there was too much of it", "stderr"
             )
         return results
 
-    def _tell_stray(self) -> None:
+    def _show_stray_output(self) -> None:
         """Show output of background threads that was printed after their cells had ended."""
         stray = {
-            rank: [entry for entry in account.missed if getattr(entry, "cell", None) != self._open_cell(account)]
-            for rank, account in self._accounts.items()
+            # The messages that belong to no open task: output of threads after the end of their cell.
+            rank: [entry for entry in report.missed if getattr(entry, "cell", None) != self._open_cell(report)]
+            for rank, report in self._reports.items()
         }
         stray = {rank: messages for rank, messages in stray.items() if messages}
         if not stray:
             return
-        self._say("printed meanwhile by threads of cells that had ended:")
+        self._emit_text("output of background threads of cells that had already ended:")
         cell = RunningCell(
-            0, 0, dict.fromkeys(stray, _NOTHING), cluster_key=self._key, sink=self._sink, label="threads"
+            0, 0, dict.fromkeys(stray, _NO_TASK), cluster_key=self._key, sink=self._sink, label="threads"
         )
         for rank, messages in stray.items():
             for message in messages:
                 if isinstance(message, Text | TextCut | Display | Clear):
-                    cell.feed(rank, message)
+                    cell.add_output(rank, message)
+        # The cell exists only to merge and show the output.
         cell.end(())
 
-    def _tell_exits(self) -> None:
+    def _show_exit_output(self) -> None:
         """Show the last output of the ranks that died meanwhile; nothing else of their output is left."""
-        for rank, gone in sorted(self._exits.items()):
-            text = (gone.stdout + gone.stderr).decode(errors="replace").strip()
+        for rank, exited in sorted(self._exits.items()):
+            text = (exited.stdout + exited.stderr).decode(errors="replace").strip()
             if text:
-                self._say(f"rank {rank} {describe_exit(gone)}; the last that it wrote:\n{text}", "stderr")
+                self._emit_text(f"rank {rank} {describe_exit(exited)}; its last output:\n{text}", "stderr")
 
     @staticmethod
-    def _open_cell(account: RankReport) -> int | None:
-        return None if account.here.seen and not account.here.running else account.here.cell
+    def _open_cell(report: RankReport) -> int | None:
+        return None if report.start.seen and not report.start.running else report.start.cell
 
-    def _make(self, task: RecoveredTask) -> RunningCell:
-        tasks = dict.fromkeys(task.ranks, _NOTHING)
+    def _make_cell(self, task: RecoveredTask) -> RunningCell:
+        tasks = dict.fromkeys(task.ranks, _NO_TASK)
         sink = None if task.internal else self._sink
         return RunningCell(task.cell, task.number, tasks, cluster_key=self._key, sink=sink, label=task.label)
 
-    def _feed(self, cell: RunningCell) -> None:
-        messages = [(rank, entry) for rank in cell.ranks for entry in self._accounts[rank].missed]
+    def _replay_messages(self, cell: RunningCell) -> None:
+        messages = [(rank, entry) for rank in cell.ranks for entry in self._reports[rank].missed]
         messages = [(rank, entry) for rank, entry in messages if getattr(entry, "cell", None) == cell.cell]
         for rank, message in messages:
             if isinstance(message, Text | TextCut | Display | Clear):
-                cell.feed(rank, message)
+                cell.add_output(rank, message)
         for rank, message in messages:  # after all output, so that output that is equal on several ranks is merged
             if isinstance(message, InputRequest):
                 cell.ask(rank, message)
             elif isinstance(message, Done):
-                cell.done(rank, message, [])
+                cell.rank_done(rank, message, [])
 
-    def _say(self, text: str, stream: str = "stdout") -> None:
+    def _emit_text(self, text: str, stream: str = "stdout") -> None:
         if self._sink is not None:
             self._sink.emit([Stream(stream, text.rstrip("\n") + "\n")])  # type: ignore[arg-type]
 
 
-_NOTHING: tuple[Done, tuple[bytes, ...]] = (Done(cell=0, status="ok", seconds=0.0), ())
+_NO_TASK: tuple[Done, tuple[bytes, ...]] = (Done(cell=0, status="ok", seconds=0.0), ())
 """Placeholder for the task, which the ranks have already received."""
 
 
@@ -427,5 +464,7 @@ def _heading(task: RecoveredTask) -> str:
         outcomes = [f"rank {rank} {outcome}" for rank, outcome in sorted(task.answers.items()) if outcome]
         outcomes += [f"{name_ranks(done)} finished"] if done else []
         rest = f" ({'; '.join(outcomes)})" if outcomes else ""
-        return f"{task.label} still runs on {name_ranks(task.running)}{rest}; its output so far, and what follows:"
+        return (
+            f"{task.label} still runs on {name_ranks(task.running)}{rest}; its output so far, followed by new output:"
+        )
     return f"{task.label} ended on {name_ranks(task.ranks)}; its output:"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from rankbook.coordinator import actions as act
-from rankbook.coordinator.deadlock import LOOK_AFTER_END
+from rankbook.coordinator.deadlock import CHECK_AFTER_DONE
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.running_cell import RunningCell
@@ -66,15 +66,18 @@ class RecoveredState:
 class RecoveredClusterState(ClusterState):
     """A `ClusterState` that starts with live ranks and running cells."""
 
-    def __init__(self, inventory: RecoveredState) -> None:
-        super().__init__(len(inventory.ranks), grace=GracePeriods(raised=abort_grace()))
-        self._last_cell, self.generation = inventory.last_cell, inventory.generation
-        for recovered in inventory.ranks:
-            rank = self.ranks[recovered.rank]
-            rank.incarnation, rank.loss = recovered.incarnation, recovered.loss
+    def __init__(self, recovered: RecoveredState) -> None:
+        super().__init__(len(recovered.ranks), grace=GracePeriods(raised=abort_grace()))
+        # The numbers continue, because the ranks identify their messages by them.
+        self._last_cell, self.generation = recovered.last_cell, recovered.generation
+        for recovered_rank in recovered.ranks:
+            rank = self.ranks[recovered_rank.rank]
+            rank.incarnation, rank.loss = recovered_rank.incarnation, recovered_rank.loss
+            # By the regular steps, so that no state can be set that the tables do not allow.
             self._move(rank, RankStep.FORK)
-            self._move(rank, RankStep.HELLO if recovered.loss is None else RankStep.EXIT)
-        for task in inventory.cells:
+            self._move(rank, RankStep.HELLO if recovered_rank.loss is None else RankStep.EXIT)
+        for task in recovered.cells:
+            # The cell keeps its number. Ranks that have ended it are in `answers`.
             cell = CellOfState(task.cell, task.ranks, internal=task.internal, running=set(task.running))
             cell.answers, cell.collectives = dict(task.answers), task.collectives
             self._step(cell, CellStep.DISPATCH)
@@ -82,15 +85,15 @@ class RecoveredClusterState(ClusterState):
             for number in task.running:
                 self._move(self.ranks[number], RankStep.TASK)
                 self.ranks[number].cell = task.cell
-        self.grouped, self._stale = inventory.grouped, inventory.stale
+        self.grouped, self._stale = recovered.grouped, recovered.stale
 
     def resume(self) -> list[act.Action]:
         """Return the first actions: form the group anew if needed, and check collectives soon.
 
         While no notebook was attached, a rank of a cell may have failed, with others waiting for it since.
         """
-        watched = [act.ScheduleCheck(LOOK_AFTER_END)] if any(not cell.internal for cell in self.cells.values()) else []
-        return [*watched, *self._regroup_if_complete(), *self._dispatch()]
+        checks = [act.ScheduleCheck(CHECK_AFTER_DONE)] if any(not cell.internal for cell in self.cells.values()) else []
+        return [*checks, *self._regroup_if_complete(), *self._dispatch()]
 
 
 class ReattachedDriver(Driver):
@@ -106,7 +109,7 @@ class ReattachedDriver(Driver):
         self, state: ClusterState, hub: HubLink, launcher: Launcher, request: Callable[[int, int, str], ForkRank]
     ) -> None:
         super().__init__(state, hub, launcher, request)
-        self._unseen: list[tuple[act.EndCell, tuple[int, ...]]] = []
+        self._unacknowledged: list[tuple[act.EndCell, tuple[int, ...]]] = []
 
     def resume(
         self,
@@ -116,36 +119,43 @@ class ReattachedDriver(Driver):
         later: Iterable[tuple[Sender, FromRank, list[memoryview]]],
     ) -> None:
         """Acknowledge the `ended` cells, continue `cells`, handle the `later` messages. Called before `start`."""
+        # Their output has been shown, so the ranks can drop their copies.
         for cell in ended:
-            self._say_seen(cell.cell, cell.ranks)
+            self._acknowledge(cell.cell, cell.ranks)
+        # As in `Driver.submit`, the cells are stored before actions are performed on them.
         with self.changed:
             for cell in cells:
                 self._cells[cell.cell] = cell
-                self._fed.add(cell.cell)
+                self._flusher.add(cell.cell)
             for action in state.resume():
                 self._perform(action)
-        for parcel in later:
-            self._inbox.take(*parcel)
+        # At last: they are newer than everything that was recovered.
+        for received in later:
+            self._receiver.take(*received)
 
     def _perform(self, action: act.Action) -> None:
         super()._perform(action)
         if isinstance(action, act.EndCell):
-            self._unseen.append((action, self._cells[action.cell].ranks))
+            # Acknowledged when the driver thread has ended the cell, not now: if this process died in between, the
+            # output would be lost.
+            self._unacknowledged.append((action, self._cells[action.cell].ranks))
 
     def _end_cells(self) -> None:
         super()._end_cells()
-        for pending in [pending for pending in self._unseen if pending[0] not in self._ending]:
-            self._unseen.remove(pending)
+        # `_ending` contains the cells that are still to be ended.
+        for pending in [pending for pending in self._unacknowledged if pending[0] not in self._ending]:
+            self._unacknowledged.remove(pending)
             action, ranks = pending
-            self._say_seen(action.cell, [rank for rank in ranks if rank not in action.stragglers])
+            self._acknowledge(action.cell, [rank for rank in ranks if rank not in action.stragglers])
 
     def _done(self, rank: int, incarnation: int, message: Done, frames: list[memoryview]) -> None:
         cell = self._cells.get(message.cell)
+        # Read before the message is handled, which may end the cell.
         late = cell is None or cell.result is not None
         super()._done(rank, incarnation, message, frames)
         if late:
-            self._say_seen(message.cell, (rank,))
+            self._acknowledge(message.cell, (rank,))
 
-    def _say_seen(self, cell: int, ranks: Iterable[int]) -> None:
+    def _acknowledge(self, cell: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
             self._hub.send(rank, Acknowledge(cell=cell))

@@ -28,6 +28,7 @@ from rankbook.protocol.messages import (
     InputReply,
     InputRequest,
     Message,
+    OutputBarrier,
     Payload,
     RunCell,
     Text,
@@ -38,7 +39,7 @@ Frames = Sequence[bytes | memoryview]
 
 SHOW_EVERY = 0.05
 """Seconds between two messages of a cell's output: Jupyter's front ends drop messages above 1,000 per second."""
-HEAD_AFTER, HEAD_EVERY, HEAD_AGAIN = 1.0, 1.0, 0.2
+HEADER_DELAY, HEADER_INTERVAL, HEADER_FIRST_INTERVAL = 1.0, 1.0, 0.2
 """Seconds until a cell shows its status header, between updates, and from the first to the second one."""
 _TAIL = 4096
 """Bytes of a rank's most recent output that are kept for the detail view."""
@@ -54,10 +55,10 @@ class Sink(Protocol):
 class StatusHeader(Protocol):
     """Status shown above the output of a long-running cell. Called on the driver thread."""
 
-    def now(self) -> Mapping[str, str]:
+    def current_bundle(self) -> Mapping[str, str]:
         """Return a MIME bundle with the current status of the ranks."""
 
-    def end(self, result: CellResult) -> Mapping[str, str]:
+    def final_bundle(self, result: CellResult) -> Mapping[str, str]:
         """Return the MIME bundle that remains after the cell's end."""
 
 
@@ -77,9 +78,9 @@ class CellEnded:
 class RunningCell:
     """One cell, call, push or pull. `tasks[rank]` is the message for that rank.
 
-    `number` is the notebook's execution count, 0 for a call, negative for an internal task. `page` is the view in which
-    the output is shown, by default a single stream. `head` makes the status header, shown above the output once the
-    cell takes a while. Unless noted otherwise, the methods are called on the driver thread.
+    `number` is the notebook's execution count, 0 for a call, negative for an internal task. `view` is the view in which
+    the output is shown, by default a single stream. `make_header` makes the status header, shown above the output once
+    the cell takes a while. Unless noted otherwise, the methods are called on the driver thread.
     """
 
     def __init__(
@@ -91,14 +92,16 @@ class RunningCell:
         cluster_key: str,
         sink: Sink | None,
         label: str = "",
-        page: OutputView | None = None,
-        head: Callable[[RunningCell], StatusHeader] | None = None,
+        view: OutputView | None = None,
+        make_header: Callable[[RunningCell], StatusHeader] | None = None,
     ) -> None:
         self.cell = cell
         self.number = number
         self.ranks = tuple(sorted(tasks))
         self.tasks = tasks
         self.label = label or (f"cell [{number}]" if number else "a call")
+        # A SimpleQueue, because the handler of SIGINT puts into it, possibly in the middle of a `get` on the same
+        # thread. `put` of the other queues takes a lock and is not reentrant.
         self.inbox: queue.SimpleQueue[InputQuestion | CellEnded | None] = queue.SimpleQueue()
         self.values: dict[int, tuple[Payload, list[memoryview]]] = {}
         self.result: CellResult | None = None
@@ -108,22 +111,24 @@ class RunningCell:
         self.timed_out: float | None = None
         self.waiting_behind: tuple[int, ...] = ()
         self.on_change: list[Callable[[], None]] = []
-        self.heard: Counter[tuple[int, str]] = Counter()
+        self.received_bytes: Counter[tuple[int, str]] = Counter()
         self._tails: dict[int, bytes] = {}
+        # Ranks that may still send something for this cell, stragglers included.
         self._open = set(self.ranks)
         self._sink = sink
-        self._merger = OutputMerger(self.ranks, key=f"{cluster_key}-{cell}", cluster_key=cluster_key, page=page)
-        self._make_head = head
-        self._head: StatusHeader | None = None
-        self._head_due: float | None = None
+        self._merger = OutputMerger(self.ranks, key=f"{cluster_key}-{cell}", cluster_key=cluster_key, view=view)
+        self._make_header = make_header
+        self._header: StatusHeader | None = None
+        self._header_due: float | None = None
         self._builder = ResultBuilder(cell, number, self.ranks)
         self._submitted = time.monotonic()
+        # Nothing is merged for a cell without a sink, such as a push.
         self._quiet = sink is None
-        self._left_out = False
+        self._unshown_reported = False
         self._shown_at = 0.0
 
     @property
-    def fills(self) -> bool:
+    def defines_variables(self) -> bool:
         """Return True if the cell may define variables on its ranks."""
         return any(isinstance(message, (RunCell, CallFunction, Assign)) for message, _ in self.tasks.values())
 
@@ -137,7 +142,7 @@ class RunningCell:
         """Return True if the cell has ended and no rank will send more for it."""
         return self.result is not None and not self._open
 
-    def tell(self) -> None:
+    def notify_change(self) -> None:
         """Call the callbacks in `on_change`. Any thread."""
         for callback in tuple(self.on_change):
             callback()
@@ -148,39 +153,47 @@ class RunningCell:
         Returns True if `flush` is due even without output, because of the status header.
         """
         self.started = time.monotonic()
-        if self._make_head is not None:
-            self._head_due = self.started + HEAD_AFTER
-        self.tell()
-        return self._make_head is not None
+        # No header for a short cell: it would only flicker.
+        if self._make_header is not None:
+            self._header_due = self.started + HEADER_DELAY
+        self.notify_change()
+        return self._make_header is not None
 
-    def feed(self, rank: int, message: Text | TextCut | Display | Clear) -> None:
+    # Messages of the ranks
+
+    def add_output(self, rank: int, message: Text | TextCut | Display | Clear | OutputBarrier) -> None:
         """Merge text or display output of a rank."""
         if isinstance(message, Text):
-            self.heard[rank, message.stream] += len(message.data)
+            self.received_bytes[rank, message.stream] += len(message.data)
             self._tails[rank] = (self._tails.get(rank, b"") + message.data[-_TAIL:])[-_TAIL:]
-        if not isinstance(message, Clear):
-            self._builder.feed(rank, message)
+        # The result keeps output that was cleared, so it is not told of clears, and keeps the ranks apart.
+        if not isinstance(message, Clear | OutputBarrier):
+            self._builder.add_output(rank, message)
         if not self._quiet:
-            self._merger.feed(rank, message, time.monotonic())
+            self._merger.add_output(rank, message, time.monotonic())
 
     def tail(self, rank: int) -> bytes:
         """Return the last bytes that a rank printed in this cell, both streams as they arrived. Any thread."""
         return self._tails.get(rank, b"")
 
-    def done(self, rank: int, message: Done, frames: list[memoryview]) -> None:
+    def rank_done(self, rank: int, message: Done, frames: list[memoryview]) -> None:
         """Record that a rank has finished, with its result."""
         self._open.discard(rank)
+        # The result is final once it is built. The answer of a straggler comes too late for it, but its value and its
+        # output are still taken.
         if self.result is None:
-            self._builder.done(rank, message)
+            self._builder.rank_done(rank, message)
         if message.payload is not None:
             self.values[rank] = (message.payload, frames)
         self._show(lambda now: self._merger.finish(rank, now))
 
-    def lost(self, rank: int, words: str) -> None:
-        """Record that a rank's process has ended. `words` is a whole sentence."""
+    def rank_lost(self, rank: int, reason: str) -> None:
+        """Record that a rank's process has ended. `reason` is a whole sentence."""
         self._open.discard(rank)
         if self.result is None:
-            self._builder.lost(rank, words)
+            self._builder.rank_lost(rank, reason)
+        # First what the rank has sent, without waiting for equal lines of other ranks; then its end, upon which the
+        # others no longer wait for it.
         self._show(lambda now: self._merger.drain_rank(rank, now))
         self._show(lambda now: self._merger.finish(rank, now))
 
@@ -192,46 +205,57 @@ class RunningCell:
     def flush(self) -> None:
         """Show the output that is due, and the status header."""
         self._shown_at = now = time.monotonic()
-        if self._head_due is None or now < self._head_due or self._make_head is None:
+        if self._header_due is None or now < self._header_due or self._make_header is None:
             self._show(self._merger.flush)
             return
-        self._head_due = now + HEAD_EVERY
-        if self._head is None:
-            self._head = self._make_head(self)
-            self._head_due = now + HEAD_AGAIN
-        head = self._head
-        self._show(lambda now: self._merger.head(head.now(), now))
+        self._header_due = now + HEADER_INTERVAL
+        if self._header is None:
+            # The first header has no data of the ranks yet: it sends the first queries. The second one follows soon.
+            self._header = self._make_header(self)
+            self._header_due = now + HEADER_FIRST_INTERVAL
+        header = self._header
+        self._show(lambda now: self._merger.set_header(header.current_bundle(), now))
 
     @property
     def deadline(self) -> float | None:
         """Return the time at which `flush` is due, on the monotonic clock."""
         due = None if self._quiet else self._merger.deadline
+        # Without output only the header is due.
         if due is None:
-            return self._head_due
+            return self._header_due
         due = max(due, self._shown_at + SHOW_EVERY)  # rate limit
-        return due if self._head_due is None else min(due, self._head_due)
+        return due if self._header_due is None else min(due, self._header_due)
+
+    # Notes, and the end
 
     def note(self, text: str) -> None:
         """Show a note on stderr between the ranks' output, unless the cell has ended."""
         if self.result is None:
             self._show(lambda _: [Stream("stderr", text)])
 
-    def end(self, stragglers: tuple[int, ...], tell: Callable[[int], str] = "rank {} still runs".format) -> None:
+    def fail(self, reason: str) -> None:
+        """Make the cell fail with `reason` although all ranks have succeeded: their results are wrong."""
+        self._builder.fail(reason)
+
+    def end(self, stragglers: tuple[int, ...], describe: Callable[[int], str] = "rank {} still runs".format) -> None:
         """End the cell: show the remaining output, build the result, notify the waiting thread.
 
-        `stragglers` are ranks that still run, and `tell` describes them. Their output is still shown in this cell.
+        `stragglers` are ranks that still run, and `describe` describes them. Their output is still shown in this cell.
         """
         now = time.monotonic()
+        # `close` would end the unfinished lines of stragglers, which may continue them.
         self._show(self._merger.flush if stragglers else self._merger.close)
         self.stragglers = stragglers
+        # A rank has one outcome. A rank that was recorded as lost before stays so.
         for rank in stragglers:
-            self._builder.lost(rank, tell(rank))
+            self._builder.rank_lost(rank, describe(rank), still_running=True)
         self.result = self._builder.build(now - (self.started or self._submitted))
-        self._head_due = None
-        if self._head is not None:
-            bundle = self._head.end(self.result)
-            self._show(lambda now: self._merger.head(bundle, now))
-        self.tell()
+        self._header_due = None
+        if self._header is not None:
+            bundle = self._header.final_bundle(self.result)
+            self._show(lambda now: self._merger.set_header(bundle, now))
+        self.notify_change()
+        # `result` is set earlier: the callbacks of `notify_change` read it.
         self.ended = True  # last: the waiting thread returns on it, after which nothing may be shown
         self.inbox.put(CellEnded())
 
@@ -243,24 +267,27 @@ class RunningCell:
         if self._quiet or self._sink is None:
             return
         try:
+            # Merging and showing are two steps, with different consequences of an error. The merger may be in an
+            # inconsistent state after one, so that it is not used again. A front end may refuse one item and accept the
+            # next.
             items = merge(time.monotonic()) or ()
-        except Exception as error:  # noqa: BLE001 - shown in full by `_leave_out`; the merger is not used again
+        except Exception as error:  # noqa: BLE001 - shown in full by `_report_unshown`; the merger is not used again
             self._quiet = True
-            self._leave_out(error)
+            self._report_unshown(error)
             return
         for item in items:
             try:
                 self._sink.emit((item,))
-            except Exception as error:  # noqa: BLE001 - shown in full by `_leave_out`
-                self._leave_out(error)
+            except Exception as error:  # noqa: BLE001 - shown in full by `_report_unshown`
+                self._report_unshown(error)
 
-    def _leave_out(self, error: Exception) -> None:
+    def _report_unshown(self, error: Exception) -> None:
         """Report output that cannot be shown, once per cell."""
-        if self._left_out or self._sink is None:
+        if self._unshown_reported or self._sink is None:
             return
-        self._left_out = True
+        self._unshown_reported = True
         sys.excepthook(type(error), error, error.__traceback__)
-        text = f"output of {self.label} cannot be shown, so it is left out ({type(error).__name__}: {error})\n"
+        text = f"dropped output of {self.label} that cannot be shown ({type(error).__name__}: {error})\n"
         with contextlib.suppress(Exception):  # the front end has disconnected; the error itself was reported
             self._sink.emit((Stream("stderr", text),))
 
@@ -283,6 +310,7 @@ class OutputFlusher:
     @property
     def deadline(self) -> float | None:
         """Return the time at which `flush` is due, on the monotonic clock."""
+        # A copy: another thread may add a cell that it has just started.
         due = [moment for number in tuple(self._numbers) if (moment := self._cells[number].deadline) is not None]
         return min(due, default=None)
 
@@ -294,10 +322,11 @@ class OutputFlusher:
             if deadline is not None and deadline <= now:
                 cell.flush()
                 deadline = cell.deadline
+            # Without a deadline, nothing is waiting. The next output adds the cell again.
             if deadline is None:
                 self._numbers.discard(number)
 
 
 def input_unavailable(cell: int) -> InputReply:
     """Return the reply to a question from a cell that has ended."""
-    return InputReply(cell=cell, reason="the cell has ended, so nobody answers here")
+    return InputReply(cell=cell, reason="the cell has ended, so input is not available")

@@ -18,7 +18,7 @@ from typing import Any
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.deadlock import LOOK_AFTER_END, LOOK_EVERY, CollectiveMonitor
+from rankbook.coordinator.deadlock import CHECK_AFTER_DONE, CHECK_INTERVAL, CollectiveMonitor
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.states import (
     CELL_TABLE,
@@ -32,7 +32,7 @@ from rankbook.coordinator.states import (
 )
 from rankbook.errors import IllegalTransition
 
-_ANEW = "collectives were broken off: the process group is formed anew, and models and optimizers go on with it\n"
+_REGROUPED = "the process group is re-formed, and models and optimizers continue to use it\n"
 
 
 class ClusterState:
@@ -49,7 +49,7 @@ class ClusterState:
         self.grouped = False
         self.generation = 0
         self._stale = False
-        self._supervisor = CollectiveMonitor(self.grace)
+        self._collective_monitor = CollectiveMonitor(self.grace)
         self._queue: list[int] = []
         self._last_cell = 0
         self._launches = 0
@@ -62,33 +62,45 @@ class ClusterState:
 
     def unavailable(self, ranks: Iterable[int]) -> dict[int, RankEntry]:
         """Return those of `ranks` that cannot run a cell and are not being restarted."""
-        gone = (RankState.ABSENT, RankState.DEAD, RankState.LEAVING)
+        # A rank that leaves in order to be restarted (`refork`) will run the cell later, so it counts as available.
+        unavailable = (RankState.ABSENT, RankState.DEAD, RankState.LEAVING)
         return {
-            rank: self.ranks[rank] for rank in ranks if self.ranks[rank].state in gone and not self.ranks[rank].refork
+            rank: self.ranks[rank]
+            for rank in ranks
+            if self.ranks[rank].state in unavailable and not self.ranks[rank].refork
         }
 
     def handle(self, event: ev.Event) -> list[act.Action]:
         """Apply `event` and return the actions to perform. Raises `IllegalTransition`."""
+        # Recorded before it is handled, so that the message of an `IllegalTransition` ends with the event that raised
+        # it.
         self._journal.record(event)
         handler = _HANDLERS.get(type(event))
         if handler is None:
-            raise IllegalTransition(f"no handler for {event!r}\n{self._journal.story()}")
+            raise IllegalTransition(f"no handler for {event!r}\n{self._journal.recent_events()}")
         actions = handler(self, event)
         for action in actions:
             self._journal.record(action)
         return actions
 
     # Ranks
+    #
+    # A process is forked, connects (`RankConnected`) and ends (`RankGone`). An event names the incarnation that it is
+    # about, and events of earlier ones are ignored, because their processes may still send when the new one runs.
 
     def _launch(self, event: ev.LaunchRanks) -> list[act.Action]:
         actions: list[act.Action] = []
         self._launches += 1
-        alone = len(event.ranks) < len(self.ranks)
+        # Ranks that start together have the same (empty) namespace. A rank that starts alone lacks what the others have
+        # defined, so that `heal` must not copy from it.
+        partial = len(event.ranks) < len(self.ranks)
         for number in event.ranks:
             rank = self.ranks[number]
-            rank.empty, rank.since = alone, self._launches
+            rank.empty, rank.since = partial, self._launches
             if rank.state in (RankState.ABSENT, RankState.DEAD):
                 actions += self._fork(rank)
+            # The old process has to end first: both would use the same devices, and the forkserver reports exits by
+            # rank. `_rank_exited` forks the new one.
             else:
                 rank.refork = True
                 actions += self._remove(rank)
@@ -97,73 +109,97 @@ class ClusterState:
     def _fork(self, rank: RankEntry) -> list[act.Action]:
         self._move(rank, RankStep.FORK)
         rank.incarnation += 1
-        rank.refork, rank.loss, rank.cell = False, None, None
+        rank.refork, rank.loss, rank.cell, rank.lost_device = False, None, None, ""
+        # The new process is in no group, and the others cannot use theirs without it.
         self.grouped = False
         return [act.Fork(rank.rank, rank.incarnation)]
 
     def _remove(self, rank: RankEntry) -> list[act.Action]:
-        was = rank.state
+        previous = rank.state
         self._move(rank, RankStep.REMOVE)
-        if rank.state is RankState.ABSENT or was is RankState.LEAVING:
+        # It has no process, or was already told to exit.
+        if rank.state is RankState.ABSENT or previous is RankState.LEAVING:
             return []
-        return [act.Kill(rank.rank, rank.incarnation, idle=was is RankState.IDLE)]
+        # An idle rank can exit gracefully. In a busy one the user's code has the main thread, so it is killed.
+        return [act.Kill(rank.rank, rank.incarnation, idle=previous is RankState.IDLE)]
 
-    def _said_hello(self, event: ev.RankConnected) -> list[act.Action]:
+    def _rank_connected(self, event: ev.RankConnected) -> list[act.Action]:
         rank = self.ranks[event.rank]
         if event.incarnation != rank.incarnation:
             return []
         self._move(rank, RankStep.HELLO)
         return self._regroup_if_complete() + self._dispatch()
 
+    # After heal the rank has the variables of the donor, so for the choice of a later donor it is as old as that one.
     def _state_restored(self, event: ev.StateRestored) -> list[act.Action]:
         for rank in event.ranks:
             self.ranks[rank].empty, self.ranks[rank].since = False, self.ranks[event.donor].since
         return []
 
+    def _has_lost_device(self) -> bool:
+        return any(rank.lost_device for rank in self.ranks.values())
+
     def _regroup_if_complete(self) -> list[act.Action]:
         states = {rank.state for rank in self.ranks.values()}
+        # Every rank has to run. The method is called again when the last missing one has connected.
         if not states <= {RankState.IDLE, RankState.BUSY}:
+            return []
+        # A rank without its device cannot be connected. The others go on without the group until it is replaced.
+        if self._has_lost_device():
             return []
         # A stale group waits until all ranks are idle. If one never is, the queued cells run in the stale group.
         if self.grouped and not (self._stale and states == {RankState.IDLE}):
             return []
+        # The keys of a group in the store begin with its generation, so that two generations cannot be confused.
         self.generation += 1
         self.grouped, self._stale = True, False
         cell = CellEntry(self.new_cell(), tuple(self.ranks), internal=True)
         self.cells[cell.cell] = cell
+        # Ahead of the queued cells, which need the group. All ranks take part, so no other cell runs at the same time.
         self._queue.insert(0, cell.cell)
         return [act.FormGroup(cell.cell, self.generation)]
 
-    def _exited(self, event: ev.RankGone) -> list[act.Action]:
+    # A process has ended: the rank leaves its cell and the group, its peers are told, and the cells that need it fail
+    # or, if the rank is being restarted, wait.
+    def _rank_exited(self, event: ev.RankGone) -> list[act.Action]:
         rank = self.ranks[event.rank]
         if event.incarnation != rank.incarnation or rank.state in (RankState.ABSENT, RankState.DEAD):
             return []
+        # A rank in state LEAVING was asked or forced to exit. Any other end is a loss, which the user is told.
         expected = rank.state is RankState.LEAVING
         self._move(rank, RankStep.EXIT)
         self.grouped = False
         cell, rank.cell = rank.cell, None
-        rank.loss = None if expected else event.words
-        actions: list[act.Action] = [act.NotifyRankLost(rank.rank, event.words, cell, expected)]
-        self._supervisor.forget(rank.rank)
-        if not rank.refork and self._alive():
+        rank.loss = None if expected else event.reason
+        actions: list[act.Action] = [act.NotifyRankLost(rank.rank, event.reason, cell, expected)]
+        self._collective_monitor.forget(rank.rank)
+        if not rank.refork and self._live_ranks():
             # The peers learn the cause at once: a wait that then breaks by itself reports it. The reports that are
-            # requested here tell `_nudge_apart` later which ranks wait for the dead one.
-            cause = f"rank {rank.rank} {event.words}"
-            actions += [act.SendAbort((), (), cause, lost=rank.rank), act.RequestCollectives(self._alive())]
+            # requested here tell `_interrupt_after_death` later which ranks wait for the dead one.
+            cause = f"rank {rank.rank} {event.reason}"
+            actions += [act.SendAbort((), (), cause, lost=rank.rank), act.RequestCollectives(self._live_ranks())]
+        # Queued cells wait for a rank that is being restarted. They fail if it is gone for good.
         waiting = () if rank.refork else tuple(self._queue)
         for number in (cell, *waiting):
             if number in self.cells and rank.rank in self.cells[number].ranks:
                 actions += self._lose_rank(self.cells[number], rank.rank)
         if rank.refork:
+            # After the running cell has lost the rank, so that it does not count the new process among its ranks.
             actions += self._fork(rank)
         return actions + self._dispatch()
 
     # Cells
+    #
+    # A cell is queued, dispatched to all of its ranks at once, and ends when the last rank has answered. If it is
+    # interrupted or loses a rank, it is ENDING: the timers of the grace periods interrupt it, abort its collectives and
+    # at last release it. Released, it ends for the user, while some ranks (stragglers) may still run it. Those ranks
+    # stay BUSY, so no later cell is sent to them.
 
     def _submit(self, event: ev.Submit) -> list[act.Action]:
-        self.cells[event.cell] = CellEntry(event.cell, event.ranks, fills=event.fills)
+        self.cells[event.cell] = CellEntry(event.cell, event.ranks, defines_variables=event.defines_variables)
         self._queue.append(event.cell)
-        actions = self._dispatch()
+        actions = [] if self.grouped else self._regroup_if_complete()  # an earlier attempt failed: try again
+        actions += self._dispatch()
         if self.cells.get(event.cell) and self.cells[event.cell].state is CellState.QUEUED:
             busy = tuple(rank for rank in event.ranks if self._is_busy(self.ranks[rank]))
             actions.append(act.NotifyQueued(event.cell, busy))
@@ -174,9 +210,12 @@ class ClusterState:
         cell = self.cells.get(rank.cell) if rank.cell is not None else None
         return rank.state is not RankState.IDLE and not (cell is not None and cell.internal)
 
-    def _alive(self) -> tuple[int, ...]:
+    def _live_ranks(self) -> tuple[int, ...]:
         return tuple(rank.rank for rank in self.ranks.values() if rank.state in (RankState.IDLE, RankState.BUSY))
 
+    # Example: a cell runs on ranks 0-1; a cell for ranks 0-3 is queued, and after it one for ranks 2-3. The last one
+    # could run at once, but it waits. Otherwise a stream of cells for ranks 2-3 could keep the cell for all ranks from
+    # ever starting.
     def _dispatch(self) -> list[act.Action]:
         """Start every queued cell whose ranks are all idle and not needed by an earlier cell.
 
@@ -198,40 +237,52 @@ class ClusterState:
                 self.ranks[rank].cell = number
             actions.append(act.SendTask(number, cell.ranks))
             if not cell.internal:
-                actions.append(act.ScheduleCheck(LOOK_EVERY))
+                actions.append(act.ScheduleCheck(CHECK_INTERVAL))
         return actions
 
-    def _done(self, event: ev.CellDone) -> list[act.Action]:
+    def _cell_done(self, event: ev.CellDone) -> list[act.Action]:
         rank = self.ranks[event.rank]
         if event.incarnation != rank.incarnation or rank.cell != event.cell:
             return []
         self._move(rank, RankStep.DONE)
         rank.cell = None
+        rank.lost_device = event.lost_device or rank.lost_device
         actions: list[act.Action] = []
+        # None: the cell was released or stopped, and the rank was a straggler.
         cell = self.cells.get(event.cell)
         if cell is not None:
             cell.running.discard(event.rank)
-            cell.answers[event.rank] = event.words if event.failed else ""
+            cell.answers[event.rank] = event.reason if event.failed else ""
+            # Summed over all ranks. Zero means that no rank can have diverged from the others.
             cell.collectives += event.collectives
-            if cell.fills and not event.failed and not rank.refork:
+            self._collective_monitor.record_groups(event.rank, event.groups)
+            # The rank has run a cell of its own and so has variables that are worth keeping. It may be a donor from now
+            # on.
+            if cell.defines_variables and not event.failed and not rank.refork:
                 rank.empty = False
+            # The group could not be formed. The next submitted cell tries again (`_submit`), not this event: an error
+            # that persists would repeat without end.
             if cell.internal and event.failed:
                 self.grouped = False
             actions += self._end_if_complete(cell)
+            # The other ranks may now wait for this one in a collective, so they are checked soon.
             if cell.running and not cell.internal:
-                actions.append(act.ScheduleCheck(LOOK_AFTER_END))
+                actions.append(act.ScheduleCheck(CHECK_AFTER_DONE))
         elif event.collectives:  # late reply: the rank may have diverged, so the group is stale
             self._stale = True
+        # All ranks may be idle now, which is what a stale group waits for.
         if self._stale:
             actions += self._regroup_if_complete()
         return actions + self._dispatch()
 
     def _lose_rank(self, cell: CellEntry, rank: int) -> list[act.Action]:
+        # It has not run anywhere, so there are no peers to interrupt. It ends at once.
         if cell.state is CellState.QUEUED:
             self._queue.remove(cell.cell)
             self._step(cell, CellStep.RANK_LOST)
             return self._end(cell)
         cell.running.discard(rank)
+        # A second death finds the cell ENDING already. Its timers run, and must not be started twice.
         first = cell.state is CellState.RUNNING
         self._step(cell, CellStep.RANK_LOST)
         ended = self._end_if_complete(cell)
@@ -240,7 +291,7 @@ class ClusterState:
         # The first death in a running cell. The other ranks may end by themselves, for example with the error of a
         # broken connection. Those that do not are interrupted, then aborted, then left behind as stragglers.
         return [
-            act.StartTimer(cell.cell, self.grace.death_interrupt, "nudge"),
+            act.StartTimer(cell.cell, self.grace.death_interrupt, "interrupt"),
             act.StartTimer(cell.cell, self.grace.death_abort, "abort"),
             act.StartTimer(cell.cell, self.grace.death_release, "release"),
         ]
@@ -250,66 +301,74 @@ class ClusterState:
         if cell is None:  # released already: interrupt its stragglers once more
             stragglers = tuple(rank.rank for rank in self.ranks.values() if rank.cell == event.cell)
             return [act.SendInterrupt(event.cell, stragglers)] if stragglers else []
+        # The user's interrupt must not break the formation of the group, which the ranks need to become usable again.
         if cell.internal:
             return []
-        was = cell.state
+        previous = cell.state
         self._step(cell, CellStep.INTERRUPT)
         cell.interrupted = True
-        if was is CellState.QUEUED:
+        # Removed from the queue before `_dispatch` below, which would start it.
+        if previous is CellState.QUEUED:
             self._queue.remove(cell.cell)
+        # Either it was queued, or this is the second interrupt. It ends at once for the user, and ranks that still run
+        # it become stragglers.
         if cell.state is CellState.ENDED:
-            return [*self._nudge(cell), *self._end(cell), *self._dispatch()]
+            return [*self._interrupt_running(cell), *self._end(cell), *self._dispatch()]
         return [
-            *self._nudge(cell),
+            *self._interrupt_running(cell),
             act.StartTimer(cell.cell, self.grace.interrupt_abort, "abort"),
             act.StartTimer(cell.cell, self.grace.interrupt_release, "release"),
         ]
 
-    def _grace_over(self, event: ev.TimerFired) -> list[act.Action]:
+    def _timer_fired(self, event: ev.TimerFired) -> list[act.Action]:
+        # Timers are not cancelled. One that fires too late finds the cell gone and does nothing.
         cell = self.cells.get(event.cell)
         if cell is None or cell.state is not CellState.ENDING:
             return []
         match event.step:
-            case "nudge":
-                return self._nudge_apart(cell)
+            case "interrupt":
+                return self._interrupt_after_death(cell)
             case "abort":
                 return self._abort(cell, tuple(sorted(cell.running)))
             case "release":
                 self._step(cell, CellStep.RELEASE)
                 return self._end(cell)
 
-    def _nudge_apart(self, cell: CellEntry) -> list[act.Action]:
+    def _interrupt_after_death(self, cell: CellEntry) -> list[act.Action]:
         """After the death of a rank, abort the ranks that wait for it in a collective and interrupt the others."""
-        lost = self._lost(cell)
-        waiting = tuple(sorted(cell.running & self._supervisor.waiting_for(lost)))
+        # An aborted wait raises an error that names the dead rank, which tells the user more than KeyboardInterrupt.
+        lost = self._lost_ranks(cell)
+        waiting = tuple(sorted(cell.running & self._collective_monitor.waiting_for(lost)))
         others = tuple(sorted(cell.running.difference(waiting)))
-        nudges: list[act.Action] = [act.SendInterrupt(cell.cell, others)] if others else []
-        return self._abort(cell, waiting) + nudges
+        interrupts: list[act.Action] = [act.SendInterrupt(cell.cell, others)] if others else []
+        return self._abort(cell, waiting) + interrupts
 
     def _abort(self, cell: CellEntry, ranks: tuple[int, ...]) -> list[act.Action]:
         if not ranks:
             return []
-        lost = min(self._lost(cell), default=None)
+        lost = min(self._lost_ranks(cell), default=None)
         reason = (
             "the cell was interrupted" if lost is None else f"rank {lost} {self.ranks[lost].loss or 'was restarted'}"
         )
         cell.aborted = True
         return [act.SendAbort(ranks, (), reason)]
 
-    def _lost(self, cell: CellEntry) -> set[int]:
+    def _lost_ranks(self, cell: CellEntry) -> set[int]:
         """Return the cell's ranks that are dead, or whose process ended during the cell and may have been replaced."""
         dead = {rank for rank in cell.ranks if self.ranks[rank].state is RankState.DEAD}
         return dead | set(cell.ranks).difference(cell.running, cell.answers)
 
-    def _told(self, event: ev.CollectivesReceived) -> list[act.Action]:
+    # The detection itself is in deadlock.py. These methods pass the states of ranks and cells to it.
+    def _collectives_received(self, event: ev.CollectivesReceived) -> list[act.Action]:
         if event.incarnation == self.ranks[event.rank].incarnation:
-            self._supervisor.hear(event.rank, event.told)
+            self._collective_monitor.record_report(event.rank, event.report)
+            return self._collective_monitor.react(event.rank, self.ranks, self.cells)
         return []
 
-    def _look(self, event: ev.CheckCollectives) -> list[act.Action]:
-        return self._supervisor.look(event.now, self.ranks, self.cells)
+    def _check_collectives(self, event: ev.CheckCollectives) -> list[act.Action]:
+        return self._collective_monitor.check(event.now, self.ranks, self.cells)
 
-    def _nudge(self, cell: CellEntry) -> list[act.Action]:
+    def _interrupt_running(self, cell: CellEntry) -> list[act.Action]:
         return [act.SendInterrupt(cell.cell, tuple(sorted(cell.running)))] if cell.running else []
 
     def _end_if_complete(self, cell: CellEntry) -> list[act.Action]:
@@ -319,15 +378,44 @@ class ClusterState:
         return self._end(cell)
 
     def _end(self, cell: CellEntry) -> list[act.Action]:
+        # First: from now on an answer for this cell is late, and events for it are ignored.
         del self.cells[cell.cell]
+        mismatch, notices = self._compare_collectives(cell)
         # If not all ranks have answered successfully, they may have started different numbers of collectives. A later
         # collective would then hang or pair up wrongly, so the group is formed anew.
         unsure = cell.failed or cell.interrupted or bool(cell.running) or len(cell.answers) < len(cell.ranks)
         self._stale = self._stale or cell.aborted or (unsure and cell.collectives > 0 and not cell.internal)
         broken = cell.aborted or any("CollectiveAborted" in answer for answer in cell.answers.values())
-        notices = [act.NotifyUser(cell.cell, _ANEW)] if broken and self._alive() == tuple(self.ranks) else []
-        return [*notices, act.EndCell(cell.cell, tuple(sorted(cell.running)), cell.interrupted)]
+        # If a rank or its device is missing, the group is not formed before the rank is replaced.
+        is_complete = self._live_ranks() == tuple(self.ranks) and not self._has_lost_device()
+        if (broken or mismatch) and is_complete:
+            why = "collectives were aborted" if broken else "collectives did not match"
+            notices.append(act.NotifyUser(cell.cell, f"{why}: {_REGROUPED}"))
+        return [*notices, act.EndCell(cell.cell, tuple(sorted(cell.running)), cell.interrupted, mismatch)]
 
+    def _compare_collectives(self, cell: CellEntry) -> tuple[str, list[act.Action]]:
+        """Compare the collectives of a cell that ends, also those that the ranks have completed.
+
+        Return the reason why the cell fails although no rank has raised, and the notes that are due.
+        """
+        if cell.internal or not cell.collectives:
+            return "", []
+        succeeded = not (cell.failed or cell.interrupted or cell.running) and len(cell.answers) == len(cell.ranks)
+        mismatch = self._collective_monitor.finished_mismatch(cell, len(self.ranks))
+        if mismatch is None:
+            return "", []
+        # The ranks may be at different collectives, even if none of them has raised.
+        self._stale = True
+        # No rank noticed the mismatch, so the cell must fail: its results are wrong. If a rank has raised, the cell
+        # fails anyway, and the mismatch is shown as a note unless the user has seen it while the cell ran.
+        if succeeded:
+            return mismatch.describe(), []
+        if self._collective_monitor.was_reported(mismatch):
+            return "", []
+        return "", [act.NotifyUser(cell.cell, f"{mismatch.describe()}\n")]
+
+    # All cells end first, without stragglers: the callers that wait for them return at once. Then the ranks are
+    # removed.
     def _stop(self, _event: ev.Stop) -> list[act.Action]:
         actions: list[act.Action] = []
         for number in tuple(self.cells):
@@ -345,27 +433,33 @@ class ClusterState:
     def _move(self, rank: RankEntry, step: RankStep) -> None:
         after = RANK_TABLE[rank.state].get(step)
         if after is None:
-            raise IllegalTransition(f"rank {rank.rank} is {rank.state.name}: no {step.name}\n{self._journal.story()}")
+            raise IllegalTransition(
+                f"rank {rank.rank} is {rank.state.name} and does not accept {step.name}\n"
+                f"{self._journal.recent_events()}"
+            )
         rank.state = after
 
     def _step(self, cell: CellEntry, step: CellStep) -> None:
         after = CELL_TABLE[cell.state].get(step)
         if after is None:
-            raise IllegalTransition(f"cell {cell.cell} is {cell.state.name}: no {step.name}\n{self._journal.story()}")
+            raise IllegalTransition(
+                f"cell {cell.cell} is {cell.state.name} and does not accept {step.name}\n"
+                f"{self._journal.recent_events()}"
+            )
         cell.state = after
 
 
 _HANDLERS: dict[type, Callable[[ClusterState, Any], list[act.Action]]] = {
     ev.LaunchRanks: ClusterState._launch,
-    ev.RankConnected: ClusterState._said_hello,
-    ev.RankGone: ClusterState._exited,
+    ev.RankConnected: ClusterState._rank_connected,
+    ev.RankGone: ClusterState._rank_exited,
     ev.StateRestored: ClusterState._state_restored,
     ev.Submit: ClusterState._submit,
-    ev.CellDone: ClusterState._done,
-    ev.CollectivesReceived: ClusterState._told,
-    ev.CheckCollectives: ClusterState._look,
+    ev.CellDone: ClusterState._cell_done,
+    ev.CollectivesReceived: ClusterState._collectives_received,
+    ev.CheckCollectives: ClusterState._check_collectives,
     ev.InterruptCell: ClusterState._interrupt,
-    ev.TimerFired: ClusterState._grace_over,
+    ev.TimerFired: ClusterState._timer_fired,
     ev.Stop: ClusterState._stop,
 }
 
@@ -377,9 +471,9 @@ class Journal:
         self._entries: deque[object] = deque(maxlen=length)
 
     def record(self, entry: object) -> None:
-        """Store one event or action. It is formatted only when `story` is called."""
+        """Store one event or action. It is formatted only when `recent_events` is called."""
         self._entries.append(entry)
 
-    def story(self, newest: int = 20) -> str:
+    def recent_events(self, newest: int = 20) -> str:
         """Return the newest entries, oldest first, one per line."""
         return "\n".join(f"  {entry!r}" for entry in list(self._entries)[-newest:])

@@ -52,6 +52,8 @@ class CellStep(Enum):
     RELEASE = auto()
 
 
+# A pair that is missing is an error. LEAVING accepts HELLO and DONE, because the process may have sent them before it
+# was told to exit. REMOVE is accepted in every state, because the user may stop or restart any rank at any time.
 RANK_TABLE: dict[RankState, dict[RankStep, RankState]] = {
     RankState.ABSENT: {RankStep.FORK: RankState.STARTING, RankStep.REMOVE: RankState.ABSENT},
     RankState.STARTING: {
@@ -75,9 +77,12 @@ RANK_TABLE: dict[RankState, dict[RankStep, RankState]] = {
         RankStep.REMOVE: RankState.LEAVING,
         RankStep.EXIT: RankState.ABSENT,
     },
+    # A dead rank keeps its entry, so that its loss can be reported until it is replaced or removed.
     RankState.DEAD: {RankStep.FORK: RankState.STARTING, RankStep.REMOVE: RankState.ABSENT},
 }
 
+# A cell needs only the first step of an ending to be ENDING. From there, whichever comes first ends it: the last
+# answer, the second interrupt, or the release after the grace period.
 CELL_TABLE: dict[CellState, dict[CellStep, CellState]] = {
     CellState.QUEUED: {
         CellStep.DISPATCH: CellState.RUNNING,
@@ -105,7 +110,8 @@ class RankEntry:
 
     `refork`: start a new process when the current one has ended. `empty`: the process was started alone, and neither
     heal nor a cell has given it variables. `since` is the number of the launch that the rank's variables date from,
-    which orders ranks by age.
+    which orders ranks by age. `lost_device` is the error of a device that has failed for good; the process lives, and
+    its variables on the CPU are intact.
     """
 
     rank: int
@@ -116,14 +122,18 @@ class RankEntry:
     loss: str | None = None
     empty: bool = False
     since: int = 0
+    lost_device: str = ""
 
 
 def choose_donor(ranks: Iterable[RankEntry]) -> int | None:
     """Return the rank to copy variables from: the oldest ones, preferably of an idle rank, never an empty one.
 
+    Nor one that has lost its device: its tensors there cannot be read.
     A rank that was restarted and has run a cell has fewer variables than one that has run since the start.
     """
-    healthy = [rank for rank in ranks if rank.state in (RankState.IDLE, RankState.BUSY) and not rank.empty]
+    # An empty rank has nothing to copy, and a starting or leaving one cannot answer.
+    alive = [rank for rank in ranks if rank.state in (RankState.IDLE, RankState.BUSY)]
+    healthy = [rank for rank in alive if not rank.empty and not rank.lost_device]
     best = min(healthy, key=lambda rank: (rank.since, rank.state is not RankState.IDLE, rank.rank), default=None)
     return None if best is None else best.rank
 
@@ -133,13 +143,13 @@ class CellEntry:
     """State of one cell. `running` are the ranks that have not finished it.
 
     `answers` maps the other ranks to their errors, in words; empty if they succeeded. Together the ranks started
-    `collectives` collectives, and `aborted` says that some were aborted. `fills`: see `events.Submit`.
+    `collectives` collectives, and `aborted` says that some were aborted. `defines_variables`: see `events.Submit`.
     """
 
     cell: int
     ranks: tuple[int, ...]
     internal: bool = False
-    fills: bool = False
+    defines_variables: bool = False
     state: CellState = CellState.QUEUED
     running: set[int] = field(default_factory=set)
     interrupted: bool = False

@@ -14,10 +14,12 @@ def main() -> int:
         return install(sys.argv[2:])
     if sys.path and sys.path[0] == str(Path.cwd()):  # added by `-m`; ipykernel adds the notebook's folder as ""
         del sys.path[0]
+    # Imported only here: installing a spec does not need ipykernel.
     from ipykernel.kernelapp import IPKernelApp
 
     from rankbook.jupyter.kernel import RankbookKernel
 
+    # Returns when the kernel is shut down.
     IPKernelApp.launch_instance(kernel_class=RankbookKernel)
     return 0
 

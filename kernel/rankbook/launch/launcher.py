@@ -9,6 +9,8 @@ from rankbook.protocol.forkserver import ForkRank
 from rankbook.protocol.messages import FromForkserver
 
 
+# `local.LocalLauncher` starts a forkserver of this notebook, `local.ReattachedLauncher` talks to that of an earlier
+# one. The driver thread makes all calls, and waits on `fileno` together with its sockets.
 class Launcher(Protocol):
     """Start and kill ranks, and report their exits."""
 

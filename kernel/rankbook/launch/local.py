@@ -25,9 +25,9 @@ from typing import IO, Protocol, TypeVar
 
 import psutil
 
-from rankbook.errors import BadRequest, StartError
-from rankbook.launch.process_info import describe_process, process_info
+from rankbook.errors import InvalidArgument, StartError
 from rankbook.launch.registry import ClusterRecord
+from rankbook.process_identity import describe_process, process_info
 from rankbook.protocol.forkserver import (
     CloseCluster,
     ClusterClosed,
@@ -67,27 +67,35 @@ class LocalLauncher:
     """Start ranks through one forkserver process, which serves one cluster at a time."""
 
     _process: Process
-    _errors: IO[bytes]
+    _stderr: IO[bytes]
 
     def __init__(self) -> None:
         if sys.platform not in ("linux", "darwin"):
             raise StartError(
                 f"Rankbook runs on Linux and macOS; this is {sys.platform}. On Windows use it under WSL 2."
             )
+        # A socket pair and not a pipe: both ends notice at once that the other process has ended, however it ended. No
+        # other process can connect.
         local_end, remote_end = socket.socketpair()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process runs
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process runs
         with remote_end, _without_debugger():
             self._process = subprocess.Popen(
+                # `-P`: a file of the user called `torch.py` or `signal.py` in the working directory must not be
+                # imported.
                 [sys.executable, "-P", "-m", "rankbook.rank.forkserver", str(remote_end.fileno())],
                 pass_fds=(remote_end.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._errors,
+                # A file and not a pipe, because nobody reads it until an error is to be described.
+                stderr=self._stderr,
+                # A session of its own, so that Ctrl-C at a terminal, and a signal to the notebook's process group, do
+                # not reach it.
                 start_new_session=True,
             )
         self._stream: MessageStream[FromForkserver] = MessageStream(local_end, decode_from_forkserver)
-        self.up: ForkserverUp | None = None
-        self._given_up = 0  # clusters that were closed before they were opened: pending ClusterClosed replies
+        self.ready_message: ForkserverUp | None = None
+        # Clusters that were closed before they were opened: pending ClusterClosed replies.
+        self._unconfirmed_closes = 0
 
     @property
     def pid(self) -> int:
@@ -103,45 +111,50 @@ class LocalLauncher:
         """See `Launcher`."""
         return self._stream.fileno()
 
-    def open(
-        self,
-        folders: tuple[Path, ...],
-        *,
-        timeout: float = _IMPORT_TIMEOUT,
-        interrupted: Callable[[], bool] = lambda: False,
+    def request_open(self, folders: tuple[Path, ...]) -> None:
+        """Request that the forkserver opens a cluster, which removes `folders` however this process ends."""
+        self._stream.send(OpenCluster(folders=tuple(str(folder) for folder in folders)))
+
+    def wait_opened(
+        self, *, timeout: float = _IMPORT_TIMEOUT, interrupted: Callable[[], bool] = lambda: False
     ) -> ClusterOpened:
-        """Begin a cluster: wait until torch is imported and the forkserver has accepted the cluster.
+        """Wait until torch is imported and the forkserver has opened the requested cluster.
 
         Raises `StartError` after ending the process, and KeyboardInterrupt soon after `interrupted()` returns True.
         """
         try:
-            while self._given_up:
+            # A cluster that was closed during the import left a `ClusterClosed` in the stream, which must not be taken
+            # for the reply to a later close.
+            while self._unconfirmed_closes:
                 self._wait_for(ClusterClosed, timeout=timeout, interrupted=interrupted)
-                self._given_up -= 1
-            self._stream.send(OpenCluster(folders=tuple(str(folder) for folder in folders)))
+                self._unconfirmed_closes -= 1
             return self._wait_for(ClusterOpened, timeout=timeout, interrupted=interrupted)
         except StartError:
-            self.terminate()  # or it would be kept, and the next start would also wait for it in vain
+            # Without this, the process would stay, and the next start would wait for it in vain as well.
+            self.terminate()
             raise
 
-    def keep(self, address: str, *, token: str, seconds: float) -> None:
+    def detach(self, address: str, *, token: str, seconds: float) -> None:
         """Detach the cluster: let it outlive this process for `seconds`.
 
         A process that knows `token` may claim it at the Unix socket `address`.
         """
         self._stream.send(DetachCluster(address=address, token=token, seconds=seconds))
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Disconnect from a detached cluster, which keeps running."""
+        # Closing this end is all: the forkserver notices, and keeps the ranks.
         self._stream.close()
-        self._errors.close()
+        self._stderr.close()
         if isinstance(self._process, subprocess.Popen):
             self._process.returncode = 0  # Popen warns of a child that is still running
 
     def fork(self, request: ForkRank) -> None:
         """See `Launcher`. Raises `StartError` when the forkserver has ended."""
         if not self.alive:
-            raise StartError("the forkserver has ended; %distributed stop, then start, makes a new one")
+            raise StartError(
+                "the forkserver has exited; start a new one with %distributed stop, then %distributed start"
+            )
         self._stream.send(request)
 
     def kill(self, rank: int, incarnation: int) -> None:
@@ -152,15 +165,17 @@ class LocalLauncher:
         """See `Launcher`."""
         for message in self._stream.read():
             if isinstance(message, ForkserverUp):
-                self.up = message
+                self.ready_message = message
             yield message
 
     def close(self) -> None:
         """See `Launcher`. A forkserver that responds is kept for the next cluster."""
-        if self.alive and self.up is None:  # still importing torch: it has no ranks, and the next cluster needs it
+        if (
+            self.alive and self.ready_message is None
+        ):  # still importing torch: it has no ranks, and the next cluster needs it
             self._stream.send(CloseCluster())
-            self._given_up += 1
-            _keep(self)
+            self._unconfirmed_closes += 1
+            _keep_prestarted(self)
         elif self.alive:
             self._stream.send(CloseCluster())
             try:
@@ -168,13 +183,15 @@ class LocalLauncher:
             except StartError:
                 self.terminate()
             else:
-                _keep(self)
+                _keep_prestarted(self)
                 return
         else:
             self.terminate()
 
     def terminate(self) -> None:
         """End the forkserver, and with it all of its ranks."""
+        # The forkserver exits at the end of the stream, after it has killed the ranks. Only if it does not, it is
+        # killed, with its process group. The ranks have sessions of their own; they die with their parent.
         self._stream.close()
         try:
             self._process.wait(timeout=_CLOSE_TIMEOUT)
@@ -183,33 +200,36 @@ class LocalLauncher:
                 os.killpg(self._process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):  # a process in uninterruptible sleep cannot be killed
                 self._process.wait(timeout=_CLOSE_TIMEOUT)
-        self._errors.close()
+        self._stderr.close()
 
     def _wait_for(self, kind: type[_T], *, timeout: float, interrupted: Callable[[], bool] = lambda: False) -> _T:
         deadline = time.monotonic() + timeout
         while self.alive and (remaining := deadline - time.monotonic()) > 0:
+            # In steps of 0.1 s, because `interrupted` has to be asked meanwhile.
             select.select([self._stream], [], [], min(remaining, 0.1))
             if interrupted():
                 raise KeyboardInterrupt
+            # Other messages are dropped. While this method runs, no driver reads, and none of them concerns a cluster
+            # that is not open yet.
             for message in self.read():
                 if isinstance(message, kind):
                     return message
         if self.alive:
-            raise StartError(f"the forkserver is not ready within {timeout:g} s: {self._describe_silence()}")
-        text = self._last_words()
+            raise StartError(f"the forkserver was not ready within {timeout:g} s: {self._describe_progress()}")
+        text = self._exit_message()
         if text.endswith(_NO_TORCH):
-            raise StartError(f"there is no torch for {sys.executable}: install it there, then %distributed start")
-        raise StartError(f"the forkserver ended before it could start ranks:\n{text}")
+            raise StartError(f"torch is not installed for {sys.executable}; install it, then run %distributed start")
+        raise StartError(f"the forkserver exited before it could start ranks:\n{text}")
 
-    def _describe_silence(self) -> str:
+    def _describe_progress(self) -> str:
         """Describe how far the forkserver has come, its process state, and its stderr."""
         pid = self._process.pid
-        stage = "torch is not imported yet" if self.up is None else "torch is imported"
+        stage = "torch is not imported yet" if self.ready_message is None else "torch is imported"
         return "\n".join(
             filter(None, [f"{stage}, {describe_process(process_info(pid), pid)} (pid {pid})", self._error_text()])
         )
 
-    def _last_words(self) -> str:
+    def _exit_message(self) -> str:
         try:
             code: int | None = self._process.wait(timeout=_CLOSE_TIMEOUT)
         except subprocess.TimeoutExpired:
@@ -218,8 +238,8 @@ class LocalLauncher:
         return self._error_text() or ending
 
     def _error_text(self) -> str:
-        self._errors.seek(0)
-        return self._errors.read().decode(errors="replace").strip()[-2000:]
+        self._stderr.seek(0)
+        return self._stderr.read().decode(errors="replace").strip()[-2000:]
 
 
 def _without_debugger() -> contextlib.AbstractContextManager[None]:
@@ -235,22 +255,23 @@ def _without_debugger() -> contextlib.AbstractContextManager[None]:
 
 
 _lock = threading.Lock()
-_warm: LocalLauncher | None = None
+_prestarted: LocalLauncher | None = None
 
 
 def prestart_forkserver() -> None:
     """Start the next cluster's forkserver in advance, because importing torch takes seconds."""
-    global _warm
+    global _prestarted
     with _lock:
-        if _warm is None or not _warm.alive:
-            _warm = LocalLauncher()
+        if _prestarted is None or not _prestarted.alive:
+            _prestarted = LocalLauncher()
 
 
 def acquire_forkserver() -> LocalLauncher:
     """Return the prestarted forkserver, or a new one."""
-    global _warm
+    global _prestarted
     with _lock:
-        launcher, _warm = _warm, None
+        # Taken and removed under the lock, so that two clusters never share one.
+        launcher, _prestarted = _prestarted, None
         if launcher is not None and launcher.alive:
             return launcher
         if launcher is not None:
@@ -258,32 +279,34 @@ def acquire_forkserver() -> LocalLauncher:
     return LocalLauncher()
 
 
-def _keep(launcher: LocalLauncher) -> None:
-    global _warm
+def _keep_prestarted(launcher: LocalLauncher) -> None:
+    global _prestarted
     with _lock:
-        if _warm is None:
-            _warm = launcher
+        if _prestarted is None:
+            _prestarted = launcher
             return
+    # One spare forkserver is enough: it holds the memory of torch.
     launcher.terminate()
 
 
 def shutdown_prestarted() -> None:
     """End the prestarted forkserver, if there is one."""
-    global _warm
+    global _prestarted
     with _lock:
-        launcher, _warm = _warm, None
+        launcher, _prestarted = _prestarted, None
     if launcher is not None:
         launcher.terminate()
 
 
-def _forget_warm() -> None:
-    global _warm
-    _warm = None
+def _forget_prestarted() -> None:
+    global _prestarted
+    # The child of a fork shares the socket, and would end the parent's forkserver when it exits.
+    _prestarted = None
 
 
 atexit.register(shutdown_prestarted)
 if hasattr(os, "register_at_fork"):  # missing on Windows, which `LocalLauncher` rejects
-    os.register_at_fork(after_in_child=_forget_warm)  # the forkserver belongs to the parent
+    os.register_at_fork(after_in_child=_forget_prestarted)  # the forkserver belongs to the parent
 
 
 _CLAIM_TIMEOUT = 10.0
@@ -297,8 +320,10 @@ class _ForeignProcess:
         self._process = psutil.Process(pid)
 
     def poll(self) -> int | None:
-        gone = not self._process.is_running() or self._process.status() == psutil.STATUS_ZOMBIE
-        return 0 if gone else None
+        # psutil compares the start time as well, so a later process with this PID is not taken for it. A zombie has
+        # ended: its parent has not collected it yet.
+        ended = not self._process.is_running() or self._process.status() == psutil.STATUS_ZOMBIE
+        return 0 if ended else None
 
     def wait(self, timeout: float | None = None) -> int:
         try:
@@ -312,25 +337,27 @@ class _ForeignProcess:
 class ReattachedLauncher(LocalLauncher):
     """Claim the detached cluster of `record`. Its forkserver ends with the cluster.
 
-    `forked` and `exited` hold the state of the ranks at the claim. Raises `BadRequest` while another notebook owns the
-    cluster, and `StartError` if it does not respond.
+    `forked` and `exited` hold the state of the ranks at the claim. Raises `InvalidArgument` while another notebook owns
+    the cluster, and `StartError` if it does not respond.
     """
 
     def __init__(self, record: ClusterRecord) -> None:
-        self._errors = io.BytesIO()
-        self._given_up = 0
-        self.up = ForkserverUp(torch="", python="", seconds=0.0)
+        # The stderr of the forkserver belongs to the process that started it, and is out of reach.
+        self._stderr = io.BytesIO()
+        self._unconfirmed_closes = 0
+        self.ready_message = ForkserverUp(torch="", python="", seconds=0.0)
         self.forked: dict[int, RankForked] = {}
         self.exited: dict[int, RankExited] = {}
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            # Raises if the process has ended meanwhile, before the socket is tried.
             self._process = _ForeignProcess(record.forkserver)
             connection.connect(record.address)
             self._stream: MessageStream[FromForkserver] = MessageStream(connection, decode_from_forkserver)
-            self.lost = self._claim(record)
+            self.owner_lost_at = self._claim(record)
         except (OSError, psutil.NoSuchProcess) as error:
             connection.close()
-            raise StartError(f"the ranks of {record.key} do not answer ({error}); try again in a second") from error
+            raise StartError(f"the ranks of {record.key} do not respond ({error}); try again in a second") from error
         except BaseException:
             connection.close()
             raise
@@ -342,7 +369,8 @@ class ReattachedLauncher(LocalLauncher):
             try:
                 self._wait_for(ClusterClosed, timeout=_CLOSE_TIMEOUT)
             except StartError:
-                os.kill(self._process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(self._process.pid, signal.SIGKILL)
         self.terminate()
 
     # ClaimAccepted says how many ranks there are; a RankForked or RankExited per rank follows. Wait for all of them.
@@ -353,18 +381,20 @@ class ReattachedLauncher(LocalLauncher):
         while claimed is None or len(self.forked) + len(self.exited) < claimed.ranks:
             remaining = deadline - time.monotonic()
             if remaining <= 0 or self._stream.closed:
-                raise StartError(f"the ranks of {record.key} do not answer; try again in a second")
+                raise StartError(f"the ranks of {record.key} do not respond; try again in a second")
             select.select([self._stream], [], [], remaining)
             for message in self._stream.read():
                 match message:
                     case ClaimAccepted():
                         claimed = message
                     case ClaimRejected(owner=0):
-                        raise StartError(f"the ranks of {record.key} refused: their record is not the one they know")
+                        raise StartError(
+                            f"the ranks of {record.key} rejected the claim: the token in their record is wrong"
+                        )
                     case ClaimRejected(owner=owner):
-                        raise BadRequest(
-                            f"the kernel {owner} still has the ranks of {record.key}; one notebook at a time can:"
-                            " shut that one down first"
+                        raise InvalidArgument(
+                            f"the ranks of {record.key} are still attached to the kernel with pid {owner};"
+                            " only one notebook at a time can attach: shut that kernel down first"
                         )
                     case RankForked():
                         self.forked[message.rank] = message

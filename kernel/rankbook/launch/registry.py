@@ -22,7 +22,9 @@ from rankbook.errors import StartError
 from rankbook.formatting import plural
 from rankbook.launch.paths import socket_base
 from rankbook.process_identity import is_abandoned
+from rankbook.protocol.base import PROTOCOL_VERSION
 
+# The name is part of the format: notebooks of other versions look for it too.
 RECORD = "kept.json"
 _CLOCK_STEP = 2.0
 """Tolerance in seconds for a process's start time, which moves when the system clock is set."""
@@ -45,7 +47,7 @@ class ClusterRecord:
     `notebook` is the process id of its owner, `forkserver` that of its forkserver. `session` is the owner's notebook
     file as named by Jupyter, or empty. `created`, `started` (of the forkserver) and `notebook_started` are seconds
     since the epoch. `seconds` is how long the cluster waits for a new owner. `interrupted` names the cell that the
-    owner interrupted just before it ended.
+    owner interrupted just before it ended. `protocol` is the version of the messages that the ranks understand.
     """
 
     key: str
@@ -67,6 +69,7 @@ class ClusterRecord:
     created: float = 0.0
     notebook_started: float = 0.0
     interrupted: str = ""
+    protocol: int = PROTOCOL_VERSION
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -77,6 +80,7 @@ class ClusterRecord:
     def owned(self) -> bool:
         """Return True if the owner's process is still running."""
         began = process_start_time(self.notebook)
+        # The PID alone is not enough: it may belong to another process by now. Older records have no start time.
         return began is not None and (not self.notebook_started or abs(began - self.notebook_started) <= _CLOCK_STEP)
 
     def describe(self) -> str:
@@ -103,6 +107,7 @@ def session_id() -> str:
 
 def describe_age(seconds: float) -> str:
     """Return a duration in its largest unit: `40 s`, `12 min`, `3 h`, `2 d`."""
+    # Rounded down: the age is compared with what the user remembers, not with a clock.
     for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds // size:.0f} {unit}"
@@ -113,6 +118,7 @@ def process_start_time(pid: int) -> float | None:
     """Return when the process started, in seconds since the epoch; None if it does not run."""
     try:
         process = psutil.Process(pid)
+        # A zombie runs no code any more. Its parent, for example a Jupyter server, has not collected it yet.
         return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
     except psutil.NoSuchProcess:
         return None
@@ -120,6 +126,8 @@ def process_start_time(pid: int) -> float | None:
 
 def write_record(record: ClusterRecord) -> None:
     """Write the record into its cluster's folder, replacing the previous one. Raises `StartError`."""
+    # Written to another file and renamed, so that a reader sees the old record or the new one, never a part. `O_EXCL`
+    # and `O_NOFOLLOW` refuse a file that somebody has put there.
     path = Path(record.sockets, RECORD)
     fresh = path.with_suffix(".new")
     try:
@@ -129,7 +137,9 @@ def write_record(record: ClusterRecord) -> None:
             json.dump(dataclasses.asdict(record), stream)
         fresh.rename(path)
     except OSError as error:
-        raise StartError(f"cannot write {path}: {error.strerror}; the ranks could not be found again") from error
+        raise StartError(
+            f"cannot write {path}: {error.strerror}; without it, a later notebook cannot find the ranks"
+        ) from error
 
 
 def find_detached() -> DetachedCluster:
@@ -139,57 +149,84 @@ def find_detached() -> DetachedCluster:
     """
     records: list[ClusterRecord] = []
     notes: list[str] = []
+    # Other users can create folders with such names in the shared folder, so every record is checked before it is read.
     for path in sorted(socket_base().glob(f"rankbook-{os.getuid()}-*/{RECORD}")):
-        problem = _distrust(path)
+        problem = _find_trust_problem(path)
         if problem is not None:
-            notes.append(f"{path} is not used: {problem}")
+            notes.append(f"{path} is ignored: {problem}")
             continue
         try:
             record = _read(path)
         except FileNotFoundError:  # it was stopped meanwhile
             continue
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            notes.append(f"{path} is not used: it cannot be read ({error})")
+        # A record of another version has other fields. Only those that exist in all versions are used here.
+        except _OtherVersionError as error:
+            if is_abandoned(path.parent):
+                _remove(path.parent, error.segments)
+            else:
+                notes.append(str(error))
             continue
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            notes.append(f"{path} is ignored: it cannot be read ({error})")
+            continue
+        # The start time tells the forkserver from a later process with its PID.
         began = process_start_time(record.forkserver)
         if began is not None and abs(began - record.started) <= _CLOCK_STEP:
             records.append(record)
         elif is_abandoned(path.parent):
             _remove(path.parent, Path(record.segments))
-            notes.append(f"{record.describe()}: these ranks have ended; what was left of them is removed")
+            notes.append(f"{record.describe()}: these ranks have exited; their files were removed")
         else:
             notes.append(
-                f"{record.describe()}: their process cannot be seen from here (another container?); nothing is removed"
+                f"{record.describe()}: their forkserver is not visible here (another container?); their files are kept"
             )
     return DetachedCluster(tuple(records), tuple(notes))
 
 
-def _distrust(path: Path) -> str | None:
+def _find_trust_problem(path: Path) -> str | None:
     """Return why the record file cannot be trusted, or None."""
     for location, is_kind, kind in ((path.parent, stat.S_ISDIR, "folder"), (path, stat.S_ISREG, "file")):
         try:
             status = location.lstat()
         except OSError as error:
-            return f"the {kind} cannot be looked at ({error.strerror})"
+            return f"the {kind} cannot be inspected ({error.strerror})"
         if not is_kind(status.st_mode):
-            return f"it is no plain {kind}"
+            return f"it is not a regular {kind}"
         if status.st_uid != os.getuid():
-            return f"the {kind} is another user's"
+            return f"the {kind} belongs to another user"
         if stat.S_IMODE(status.st_mode) & 0o077:
-            return f"the {kind} is open to other users (mode {stat.S_IMODE(status.st_mode):04o})"
+            return f"the {kind} is accessible to other users (mode {stat.S_IMODE(status.st_mode):04o})"
     return None
 
 
+class _OtherVersionError(Exception):
+    """Report a cluster that an installation of Rankbook with another protocol version started."""
+
+    def __init__(self, fields: dict[str, Any], version: object) -> None:
+        ranks = plural(len(fields["ranks"]), "rank")
+        super().__init__(
+            f"{fields['key']}: {ranks} of another version of Rankbook (protocol {version}, this one has "
+            f"{PROTOCOL_VERSION}); attach with that version, or end the ranks with `kill {fields['forkserver']}`"
+        )
+        self.segments = Path(fields["segments"])
+
+
 def _read(path: Path) -> ClusterRecord:
-    fields: dict[str, Any] = json.loads(path.read_text())
+    """Return the record in a file. Raises `_OtherVersionError`; records of version 1 have no version."""
+    fields: dict[str, Any] = dict(json.loads(path.read_text()))
+    if (version := fields.get("protocol", 1)) != PROTOCOL_VERSION:
+        raise _OtherVersionError(fields, version)
+    # An unknown or missing field raises TypeError here, and `find_detached` reports the file.
     fields["ranks"] = tuple(DetachedRank(**rank) for rank in fields["ranks"])
     record = ClusterRecord(**fields)
+    # A copied record must not lead to the removal of the folder that it names.
     if Path(record.sockets) != path.parent:
-        raise ValueError("it is about another folder")
+        raise ValueError("it describes another folder")
     return record
 
 
 def _remove(sockets: Path, segments: Path) -> None:
     shutil.rmtree(sockets, ignore_errors=True)
+    # The path comes from the file: nothing but a folder of this package and user is removed.
     if segments.name.startswith(f"rankbook-{os.getuid()}-"):
         shutil.rmtree(segments, ignore_errors=True)

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rankbook.output.interleave import ClearItem, DisplayItem, Ranks, Rows, SingleItem, TextBatch
-from rankbook.output.terminal import LiveDisplays, StreamName, TerminalRow
+from rankbook.output.terminal import LiveDisplays, TerminalRow
+from rankbook.protocol.base import StreamName
 
-_LARGEST = 16 << 10
+_MAX_BLOCK_TEXT = 16 << 10
 """Characters after which lines go to a new block."""
-_MOST, _MOST_TEXT = 10_000, 8 << 20
+_MAX_BLOCKS, _MAX_TEXT = 10_000, 8 << 20
 """Limits: blocks, and characters of text. The oldest blocks are dropped above them."""
-_MANY = 400
+_KEEP_OPEN_ABOVE = 400
 """Number of blocks from which lines join a block of an earlier flush, even if lines of other ranks came between."""
 
 
@@ -40,7 +41,7 @@ class OutputBlock:
 class BlockAdded:
     """A new block at the end, or the new content of the existing block with this key."""
 
-    piece: OutputBlock
+    block: OutputBlock
 
 
 @dataclass(frozen=True)
@@ -70,22 +71,28 @@ Change = BlockAdded | TextAppended | BlockRemoved | OutputHeader
 
 
 class ByRankOutput:
-    """Output view that reports changes of blocks to the callback `told`, and emits no notebook output.
+    """Output view that reports changes of blocks to the callback `on_change`, and emits no notebook output.
 
-    `key` is the prefix of the ids of its live displays. `live_after` and `live_every` are in seconds, as in
-    `OutputMerger`. The driver thread calls it, and so the callback.
+    `key` is the prefix of the ids of its live displays. `live_after` is in seconds, as in `OutputMerger`. The driver
+    thread calls it, and so the callback.
     """
 
     def __init__(
-        self, told: Callable[[Sequence[Change]], None], *, key: str, live_after: float = 0.3, live_every: float = 0.1
+        self,
+        on_change: Callable[[Sequence[Change]], None],
+        *,
+        key: str,
+        live_after: float = 0.3,
     ) -> None:
-        self.live = LiveDisplays(f"{key}-live", after=live_after, every=live_every)
-        self._told = told
-        self._pieces: dict[int, OutputBlock] = {}
+        self.live = LiveDisplays(f"{key}-live", after=live_after)
+        self._on_change = on_change
+        self._blocks: dict[int, OutputBlock] = {}
         self._texts: dict[int, list[str]] = {}
         self._sizes: dict[int, int] = {}
         self._size = 0
+        # Keys are never used again, so that a late change cannot meet another block.
         self._next = 0
+        # The block of a stream and its ranks that further lines are appended to.
         self._open: dict[tuple[StreamName, Ranks], int] = {}
         self._displays: dict[tuple[int, str], int] = {}
         self._rows: dict[str, dict[int, int]] = {}
@@ -93,65 +100,72 @@ class ByRankOutput:
         self._changes: list[Change] = []
 
     @property
-    def pieces(self) -> list[OutputBlock]:
+    def blocks(self) -> list[OutputBlock]:
         """Blocks in order, with their full text."""
-        return [self._whole(key) for key in self._pieces]
+        return [self._full_block(key) for key in self._blocks]
 
-    def head(self, bundle: Mapping[str, str]) -> None:
+    def set_header(self, bundle: Mapping[str, str]) -> None:
         """See `OutputView`."""
         self._changes.append(OutputHeader(bundle))
 
-    def put(self, turn: TextBatch | SingleItem) -> None:
+    def show(self, item: TextBatch | SingleItem) -> None:
         """See `OutputView`."""
-        match turn:
+        match item:
             case TextBatch(stream, rows):
-                self._clear_of(set().union(*{ranks for ranks, _ in rows}))
-                self._lines(stream, rows)
-            case SingleItem(DisplayItem() as shown, ranks):
-                self._clear_of(ranks)
-                self._display(shown, ranks)
+                # A clear with `wait` is carried out when its rank shows something new.
+                self._clear_ranks(set().union(*{ranks for ranks, _ in rows}))
+                self._add_lines(stream, rows)
+            case SingleItem(DisplayItem() as display, ranks):
+                self._clear_ranks(ranks)
+                self._add_display(display, ranks)
             case SingleItem(ClearItem(wait=wait), ranks):
                 self._clearing.update(ranks)
                 if not wait:
-                    self._clear_of(ranks)
+                    self._clear_ranks(ranks)
 
     def show_live(self, rows: Sequence[TerminalRow], now: float) -> None:
         """See `OutputView`."""
         for row in rows:
-            self._clear_of((row.screen.rank,))
-            self.live.place(row)
+            self._clear_ranks((row.terminal.rank,))
+            self.live.add_row(row)
         for name, live, _ in self.live.updates(now):
             blocks, by_rank = self._rows.setdefault(name, {}), dict[int, list[str]]()
             for rank, text in live:
                 by_rank.setdefault(rank, []).append(text)
+            # A rank whose rows have become blank.
             for rank in blocks.keys() - by_rank.keys():
-                self._drop(blocks.pop(rank))
+                self._drop_block(blocks.pop(rank))
             for rank, texts in by_rank.items():
-                blocks[rank] = self._put(
+                blocks[rank] = self._put_block(
                     OutputBlock(blocks.get(rank, -1), (rank,), "stdout", "\n".join(texts), live=True)
                 )
-        for row in self.live.retire():
-            if row.region is not None:
-                self._rows.pop(row.region.display_id, None)
+        for row in self.live.remove_finished():
+            if row.display is not None:
+                self._rows.pop(row.display.display_id, None)
 
     def take(self) -> list[Any]:
         """Report the changes to the callback. See `OutputView`."""
         changes, self._changes = self._changes, []
-        if len(self._pieces) < _MANY:
-            last = next(reversed(self._pieces), None)
+        # In a short output the order between ranks matters to the reader: lines join a block only if nothing has come
+        # between them. Long output of many ranks would become very many blocks this way, so from then on the order is
+        # kept within a rank only.
+        if len(self._blocks) < _KEEP_OPEN_ABOVE:
+            last = next(reversed(self._blocks), None)
             self._open = {group: key for group, key in self._open.items() if key == last}
         if changes:
-            self._told(changes)
+            self._on_change(changes)
         return []
 
-    def _lines(self, stream: StreamName, rows: Rows) -> None:
+    def _add_lines(self, stream: StreamName, rows: Rows) -> None:
         grown: dict[int, list[str]] = {}
         for ranks, line in rows:
             group = (stream, ranks)
             key = self._open.get(group)
-            if key is None or self._sizes[key] > _LARGEST:
+            # A large block is left. Above the limits blocks are dropped as a whole, so that small ones lose less at a
+            # time.
+            if key is None or self._sizes[key] > _MAX_BLOCK_TEXT:
                 self._close(ranks)
-                key = self._open[group] = self._new(OutputBlock(-1, ranks, stream))
+                key = self._open[group] = self._new_block(OutputBlock(-1, ranks, stream))
                 grown[key] = []
             grown.setdefault(key, []).append(line)
             self._sizes[key] += len(line) + 1
@@ -159,65 +173,70 @@ class ByRankOutput:
         for key, lines in grown.items():
             text, first = "\n".join(lines) + "\n", not self._texts[key]
             self._texts[key].append(text)
+            # A new block is reported with its first text. Later text is reported as an addition, so that the panel does
+            # not draw the block again.
             self._changes.append(
-                BlockAdded(replace(self._pieces[key], text=text)) if first else TextAppended(key, text)
+                BlockAdded(replace(self._blocks[key], text=text)) if first else TextAppended(key, text)
             )
-        self.live.bury()
-        self._forget()
+        self.live.mark_output_below()
+        self._drop_oldest()
 
-    def _display(self, shown: DisplayItem, ranks: Ranks) -> None:
-        message = shown.message
+    def _add_display(self, display: DisplayItem, ranks: Ranks) -> None:
+        message = display.message
         name = None if message.display_id is None else (ranks[0], message.display_id)
         if message.kind == "update":
-            if name is not None and (key := self._displays.get(name)) in self._pieces:
-                self._put(OutputBlock(key, ranks, data=message.data, metadata=message.metadata))
+            # A display that was dropped because of the limits is not created anew by an update.
+            if name is not None and (key := self._displays.get(name)) in self._blocks:
+                self._put_block(OutputBlock(key, ranks, data=message.data, metadata=message.metadata))
             return
-        key = self._put(OutputBlock(-1, ranks, data=message.data, metadata=message.metadata))
+        key = self._put_block(OutputBlock(-1, ranks, data=message.data, metadata=message.metadata))
         if name is not None:
             self._displays[name] = key
-        self.live.bury()
-        self._forget()
+        self.live.mark_output_below()
+        self._drop_oldest()
 
-    def _put(self, piece: OutputBlock) -> int:
+    def _put_block(self, block: OutputBlock) -> int:
         """Add a block (key -1) or replace the one with its key, and return the key."""
-        if piece.key not in self._pieces:
-            self._close(piece.ranks)
-            piece = replace(piece, key=self._new(piece))
-        self._pieces[piece.key] = piece
-        size = len(piece.text)
-        if piece.data is not None:
-            size = sum(len(value) for value in piece.data.values() if isinstance(value, (str, bytes))) // 16
-        self._size += size - self._sizes[piece.key]
-        self._sizes[piece.key] = size
-        self._changes.append(BlockAdded(piece))
-        return piece.key
+        if block.key not in self._blocks:
+            self._close(block.ranks)
+            block = replace(block, key=self._new_block(block))
+        self._blocks[block.key] = block
+        size = len(block.text)
+        if block.data is not None:
+            # See `OutputHistory.add_display`.
+            size = sum(len(value) for value in block.data.values() if isinstance(value, (str, bytes))) // 16
+        self._size += size - self._sizes[block.key]
+        self._sizes[block.key] = size
+        self._changes.append(BlockAdded(block))
+        return block.key
 
-    def _new(self, piece: OutputBlock) -> int:
+    def _new_block(self, block: OutputBlock) -> int:
         key, self._next = self._next, self._next + 1
-        self._pieces[key], self._texts[key], self._sizes[key] = replace(piece, key=key), [], 0
+        self._blocks[key], self._texts[key], self._sizes[key] = replace(block, key=key), [], 0
         return key
 
     def _close(self, ranks: Ranks) -> None:
         """Stop appending to the blocks of `ranks`, so that their next output is placed below the current end."""
         self._open = {group: key for group, key in self._open.items() if not set(group[1]) & set(ranks)}
 
-    def _whole(self, key: int) -> OutputBlock:
-        piece, texts = self._pieces[key], self._texts[key]
-        return replace(piece, text="".join(texts)) if texts else piece
+    def _full_block(self, key: int) -> OutputBlock:
+        # The text of a block is kept in pieces and joined on demand: joining at every append would take quadratic time.
+        block, texts = self._blocks[key], self._texts[key]
+        return replace(block, text="".join(texts)) if texts else block
 
-    def _drop(self, key: int, *, forgotten: bool = False) -> None:
-        if self._pieces.pop(key, None) is None:
+    def _drop_block(self, key: int, *, forgotten: bool = False) -> None:
+        if self._blocks.pop(key, None) is None:
             return
         del self._texts[key]
         self._size -= self._sizes.pop(key)
         self._open = {group: block for group, block in self._open.items() if block != key}
         self._changes.append(BlockRemoved(key, forgotten))
 
-    def _forget(self) -> None:
-        while len(self._pieces) > _MOST or (self._size > _MOST_TEXT and len(self._pieces) > 1):
-            self._drop(next(iter(self._pieces)), forgotten=True)
+    def _drop_oldest(self) -> None:
+        while len(self._blocks) > _MAX_BLOCKS or (self._size > _MAX_TEXT and len(self._blocks) > 1):
+            self._drop_block(next(iter(self._blocks)), forgotten=True)
 
-    def _clear_of(self, ranks: Sequence[int] | set[int]) -> None:
+    def _clear_ranks(self, ranks: Sequence[int] | set[int]) -> None:
         """Clear the output of those of `ranks` that have a clear pending.
 
         Blocks shared with other ranks keep these ranks.
@@ -228,15 +247,18 @@ class ByRankOutput:
         self._clearing -= cleared
         for blocks in self._rows.values():
             for key in blocks.values():
-                self._drop(key)
+                self._drop_block(key)
+        # All live blocks are dropped, also those of other ranks. `LiveDisplays.clear` opens new displays for the rows
+        # that remain.
         self._rows.clear()
         self.live.clear(cleared)
-        for key in [key for key, piece in self._pieces.items() if not cleared.isdisjoint(piece.ranks)]:
-            piece = self._whole(key)
-            remaining = tuple(rank for rank in piece.ranks if rank not in cleared)
+        for key in [key for key, block in self._blocks.items() if not cleared.isdisjoint(block.ranks)]:
+            block = self._full_block(key)
+            remaining = tuple(rank for rank in block.ranks if rank not in cleared)
+            # The block does not belong to the same ranks any more, so that nothing is appended to it.
             self._open = {group: block for group, block in self._open.items() if block != key}
             if remaining:
-                self._pieces[key] = replace(self._pieces[key], ranks=remaining)
-                self._changes.append(BlockAdded(replace(piece, ranks=remaining)))
+                self._blocks[key] = replace(self._blocks[key], ranks=remaining)
+                self._changes.append(BlockAdded(replace(block, ranks=remaining)))
             else:
-                self._drop(key)
+                self._drop_block(key)

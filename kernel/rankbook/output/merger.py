@@ -15,17 +15,18 @@ Parts:
     by_rank.py     alternative to `_MergedView`: blocks of output grouped by rank, for the output panel
 
 Sources. A rank sends `Text` (bytes of stdout or stderr), `Display` (a mime bundle: a new display, a result or an
-update), `Clear` (`clear_output`), and `TextCut` where it has omitted excessive output. All of them arrive through
-`feed`. `finish` says that a rank is done with the cell, so the others no longer wait for it.
+update), `Clear` (`clear_output`), `TextCut` where it has omitted excessive output, and `OutputBarrier` at a place that
+all ranks mark, which is not shown. All of them arrive through `add_output`. `finish` says that a rank is done with the
+cell, so the others no longer wait for it.
 
 Thread. The coordinator's driver thread makes every call, through `RunningCell`, so there are no locks. The driver feeds
 messages as they arrive, sleeps until `deadline` at most, and then calls `flush`. If merging raises an error, the driver
 reports it once and shows no more output of this cell, but the cell continues and its result is complete.
 
-Queues. `feed` decodes text to whole lines and appends these, displays and clears to the rank's queue. An unfinished
-line stays in its `TerminalStream`. It is completed by a newline, by a display or another item of the same rank (which
-must come after it), or by the end of the rank's part. The rank's other stream does not complete it. The order of items
-within a rank is therefore always kept; only the order between ranks is chosen here.
+Queues. `add_output` decodes text to whole lines and appends these, displays and clears to the rank's queue. An
+unfinished line stays in its `TerminalStream`. It is completed by a newline, by a display or another item of the same
+rank (which must come after it), or by the end of the rank's part. The rank's other stream does not complete it. The
+order of items within a rank is therefore always kept; only the order between ranks is chosen here.
 
 Order between ranks. While all ranks that still run have queued output, there is no reason to wait, and everything that
 is queued is shown. Otherwise an item waits up to `hold` seconds (0.1) for equal items of other ranks, so that ranks in
@@ -46,7 +47,7 @@ second. The caller may flush less often.
 Carriage returns. Progress bars rewrite a row with `\r`, `\b` and cursor movements. `TerminalStream` applies these as a
 terminal would. A row that has been rewritten is shown at once, and a plain unfinished line (a prompt, or
 `print(end="")`) after `live_after` seconds (0.3). Both go to a live display: one display with a row per bar and rank,
-updated every `live_every` seconds (0.1) at most. Intermediate states are dropped; only the latest state is sent. A
+updated every 0.1 s at most. Intermediate states are dropped; only the latest state is sent. A
 finished row remains in its live display, and is not printed again as a line. Rows are shown live only after everything
 that their rank sent before them has been shown.
 
@@ -84,12 +85,15 @@ from rankbook.output.interleave import (
     TextBatch,
     interleave,
 )
-from rankbook.output.terminal import LiveDisplays, StreamName, TerminalRow
-from rankbook.protocol.messages import Clear, Display, Text, TextCut
+from rankbook.output.terminal import LiveDisplays, TerminalRow
+from rankbook.protocol.base import VIEW, StreamName
+from rankbook.protocol.messages import Clear, Display, OutputBarrier, Text, TextCut
 from rankbook.ranks import format_ranks, name_ranks
 
-_PACE = 0.02
+_MIN_FLUSH_INTERVAL = 0.02
 """Minimum seconds between two flushes for new text alone: Jupyter drops output above about 1,000 messages a second."""
+_HOLD = 0.1
+"""Seconds that an item waits for equal items of other ranks."""
 _LABEL_STYLE = "font-family:var(--jp-code-font-family,monospace);font-size:var(--jp-code-font-size,13px)"
 """Style of the label above HTML output, the same as that of labels in text."""
 
@@ -131,10 +135,10 @@ class OutputView(Protocol):
 
     live: LiveDisplays
 
-    def head(self, bundle: Mapping[str, str]) -> None:
+    def set_header(self, bundle: Mapping[str, str]) -> None:
         """Show `bundle` above all other output, or replace the bundle shown there."""
 
-    def put(self, turn: TextBatch | SingleItem) -> None:
+    def show(self, item: TextBatch | SingleItem) -> None:
         """Show the next batch of lines, display or clear."""
 
     def show_live(self, rows: Sequence[TerminalRow], now: float) -> None:
@@ -148,10 +152,9 @@ class OutputMerger:
     """Merge the output of `ranks`.
 
     `key` identifies the cell and is the prefix of its live displays' ids. `cluster_key` makes the display ids of a rank
-    unique to the cluster and the same in all cells. `hold` is the number of seconds that an item waits for the other
-    ranks, `live_after` the age at which an unfinished line is shown, and `live_every` the interval between two updates
-    of live displays, both in seconds. `page` is the view to show output in, by default the cell's single output area.
-    The merger has no timer: call `flush` at `deadline`.
+    unique to the cluster and the same in all cells. `live_after` is the age, in seconds, at which an unfinished line is
+    shown. `view` is the view to show output in, by default the cell's single output area. The merger has no timer: call
+    `flush` at `deadline`.
     """
 
     def __init__(
@@ -160,33 +163,38 @@ class OutputMerger:
         *,
         key: str,
         cluster_key: str,
-        hold: float = 0.1,
         live_after: float = 0.3,
-        live_every: float = 0.1,
-        page: OutputView | None = None,
+        view: OutputView | None = None,
     ) -> None:
+        # Ranks that may still send output, and that the others therefore wait for.
         self._open = set(ranks)
-        self._hold = hold
         self._sources: dict[int, RankQueue] = {}
+        # The subset of `_sources` with queued items. Most ranks have none at most times, and the loops visit only
+        # these.
         self._queued: dict[int, RankQueue] = {}
-        self._last = float("-inf")
-        if page is None:
-            live = LiveDisplays(f"{key}-live", after=live_after, every=live_every)
-            page = _MergedView(len(ranks), f"rankbook-{cluster_key}", f"{key}-head", live)
-        self._page = page
+        self._last_emit = float("-inf")
+        if view is None:
+            live = LiveDisplays(f"{key}-live", after=live_after)
+            view = _MergedView(len(ranks), f"rankbook-{cluster_key}", f"{key}-head", live)
+        self._view = view
 
-    def feed(self, rank: int, message: Text | TextCut | Display | Clear, now: float) -> None:
+    def add_output(self, rank: int, message: Text | TextCut | Display | Clear | OutputBarrier, now: float) -> None:
         """Queue what a rank has printed, displayed or cleared."""
         source = self._sources.get(rank)
         if source is None:
             source = self._sources[rank] = RankQueue(rank)
-        source.feed(message, now)
+        source.add_output(message, now)
+        # Text without a newline may have stayed in the terminal.
         if source.items:
             self._queued[rank] = source
 
     def finish(self, rank: int, now: float) -> None:
         """Record that a rank's part of the cell has ended: end its unfinished rows, and stop waiting for its output."""
+        # Before the queues are looked at: without this rank, the others may be complete.
         self._open.discard(rank)
+        self._end_rows(rank, now)
+
+    def _end_rows(self, rank: int, now: float) -> None:
         source = self._sources.get(rank)
         if source is not None:
             source.end_rows(now)
@@ -195,6 +203,7 @@ class OutputMerger:
 
     def flush(self, now: float) -> list[Emit]:
         """Return what can be shown now."""
+        # Lines first. A live row is shown only when everything that its rank sent before it has been shown.
         self._merge(now, None)
         return self._take(now, force=False)
 
@@ -203,49 +212,52 @@ class OutputMerger:
 
         Used before the rank asks for input and after its process has ended.
         """
-        source = self._sources.get(rank)
-        if source is not None:
-            source.end_rows(now)
-            if source.items:
-                self._queued[rank] = source
-            self._merge(now, rank)
+        self._end_rows(rank, now)
+        self._merge(now, rank)
         return self._take(now, force=True)
 
     def close(self, now: float) -> list[Emit]:
         """Finish all ranks and return everything that is left."""
+        # Also ranks that have sent nothing, and ranks that have finished already: for those it changes nothing.
         for rank in (*self._open, *self._sources):
             self.finish(rank, now)
         self._merge(now, None)
         return self._take(now, force=True)
 
-    def head(self, bundle: Mapping[str, str], now: float) -> list[Emit]:
+    def set_header(self, bundle: Mapping[str, str], now: float) -> list[Emit]:
         """Show `bundle` above all output, or replace the bundle shown there, and return what can be shown now."""
-        self._page.head(bundle)
+        self._view.set_header(bundle)
         return self.flush(now)
 
     @property
     def deadline(self) -> float | None:
         """Time at which `flush` has something to show if no more output arrives; None if nothing is waiting."""
-        live = self._page.live
-        times = [max(live.when(row), live.turn) for row in self._hidden_rows()]
+        live = self._view.live
+        # Three things may be due: hidden rows, changed live displays, and queued items.
+        times = [max(live.visible_at(row), live.next_update) for row in self._hidden_rows()]
         if live.changed:
-            times.append(live.turn)
+            times.append(live.next_update)
         if self._queued:
             # The oldest item is due after `hold`, or as soon as the pace allows if no rank is waited for. A queue above
             # its limits ignores the pace too.
             sources = self._queued.values()
-            hold = 0.0 if self._open <= self._queued.keys() or any(queue.alone for queue in sources) else self._hold
+            hold = 0.0 if self._open <= self._queued.keys() or any(queue.unshared for queue in sources) else _HOLD
             oldest = min(source.items[0].time for source in sources)
-            times.append(oldest if any(queue.full for queue in sources) else max(oldest + hold, self._last + _PACE))
+            times.append(
+                oldest
+                if any(queue.full for queue in sources)
+                else max(oldest + hold, self._last_emit + _MIN_FLUSH_INTERVAL)
+            )
         return min(times, default=None)
 
     def _take(self, now: float, *, force: bool) -> list[Emit]:
-        live = self._page.live
-        if force or now >= live.turn:
-            self._page.show_live([row for row in self._hidden_rows() if live.when(row) <= now], now)
-        emits = self._page.take()
+        live = self._view.live
+        if force or now >= live.next_update:
+            # Without `force`, live displays keep their own pace. At the end of a part they must be up to date.
+            self._view.show_live([row for row in self._hidden_rows() if live.visible_at(row) <= now], now)
+        emits = self._view.take()
         if emits:
-            self._last = now
+            self._last_emit = now
         return emits
 
     def _hidden_rows(self) -> list[TerminalRow]:
@@ -254,28 +266,31 @@ class OutputMerger:
             row
             for source in self._sources.values()
             if not source.items
-            for screen in source.screens.values()
-            for row in screen.hidden()
+            for terminal in source.terminals.values()
+            for row in terminal.hidden_rows()
         ]
 
-    # Move output from the queues to the view. `may` is the number of items per queue that need not wait: all items of
-    # the drained rank; all items of all queues if every rank that still runs has output; otherwise those that have
-    # waited long enough. A drained item is still shown together with equal items of other ranks. `interleave` may
+    # Move output from the queues to the view. `allowed_counts` is the number of items per queue that need not wait: all
+    # items of the drained rank; all items of all queues if every rank that still runs has output; otherwise those that
+    # have waited long enough. A drained item is still shown together with equal items of other ranks. `interleave` may
     # return early, when a queue is empty, so it is called until nothing more may be shown.
 
+    # Example: with two ranks, rank 0 prints a line at 0.00 s. If rank 1 prints the same line at 0.03 s, both ranks have
+    # output, and the line is shown once, as [0-1]. If rank 1 prints nothing, the line is shown at 0.10 s, as [0].
     def _merge(self, now: float, drained: int | None) -> None:
+        # Every round takes at least one item, or returns.
         while self._queued:
             sources = [self._queued[rank] for rank in sorted(self._queued)]
             if drained is not None:
-                may = [source.count if source.rank == drained else 0 for source in sources]
+                allowed_counts = [source.count if source.rank == drained else 0 for source in sources]
             elif self._open <= self._queued.keys():
-                may = [source.count for source in sources]
+                allowed_counts = [source.count for source in sources]
             else:
-                may = [source.due(now, self._hold) for source in sources]
-            if not any(may):
+                allowed_counts = [source.due(now, _HOLD) for source in sources]
+            if not any(allowed_counts):
                 return
-            for turn in interleave(sources, may):
-                self._page.put(turn)
+            for item in interleave(sources, allowed_counts):
+                self._view.show(item)
             for source in sources:
                 if not source.items:
                     del self._queued[source.rank]
@@ -290,89 +305,96 @@ class _Labels(dict[Ranks, str]):
 class _MergedView:
     """The cell's single output area: its content, and the items to send next.
 
-    `width` is the number of ranks in the cell.
+    `rank_count` is the number of ranks in the cell.
     """
 
-    def __init__(self, width: int, prefix: str, head: str, live: LiveDisplays) -> None:
+    def __init__(self, rank_count: int, prefix: str, header_id: str, live: LiveDisplays) -> None:
         self.live = live
-        self._width = width
+        self._rank_count = rank_count
         self._prefix = prefix
-        self._head_name = head
-        self._head: RichOutput | None = None
+        self._header_id = header_id
+        self._header: RichOutput | None = None
         self._labels = _Labels()
-        self._record = OutputHistory()
+        self._history = OutputHistory()
         self._clearing: set[int] = set()
         self._emits: list[Emit] = []
         self._updates: dict[str, RichOutput] = {}
         self._stream: StreamName = "stdout"
         self._texts: list[str] = []
 
-    def head(self, bundle: Mapping[str, str]) -> None:
+    def set_header(self, bundle: Mapping[str, str]) -> None:
         """See `OutputView`.
 
         A display cannot be inserted above existing output, so that is cleared and shown again below the header. If part
         of it is no longer in the history, or a clear is pending, the header goes below it instead.
         """
-        update = self._head is not None
-        self._head = RichOutput(dict(bundle), {}, self._head_name)
+        update = self._header is not None
+        # The display id stays the same, so that later headers replace the first one in place.
+        self._header = RichOutput(dict(bundle), {}, self._header_id)
         if update:
-            self._updates[self._head_name] = RichOutput(dict(bundle), {}, self._head_name, update=True)
-        elif self._record.entries or self.live.shown or self._emits or self._texts:
+            self._updates[self._header_id] = RichOutput(dict(bundle), {}, self._header_id, update=True)
+        elif self._history.entries or self.live.has_displays or self._emits or self._texts:
             # A replay must not lose output, and a pending clear will place the header itself.
-            if self._record.forgotten or self._clearing:
+            if self._history.forgotten or self._clearing:
                 self._end_text()
-                self._emits.append(self._head)
+                self._emits.append(self._header)
             else:
                 self._clear(wait=True)
         else:
-            self._emits.append(self._head)
+            self._emits.append(self._header)
 
-    def put(self, turn: TextBatch | SingleItem) -> None:
-        match turn:
+    def show(self, item: TextBatch | SingleItem) -> None:
+        match item:
             case TextBatch(stream, rows):
-                self.lines(stream, rows)
-            case SingleItem(DisplayItem() as shown, ranks):
-                self.display(shown, ranks)
+                self.add_lines(stream, rows)
+            case SingleItem(DisplayItem() as display, ranks):
+                self.add_display(display, ranks)
             case SingleItem(ClearItem(wait=wait), ranks):
                 self._clearing.update(ranks)
                 if not wait:
                     self._clear(wait=False)
 
-    def lines(self, stream: StreamName, rows: Rows) -> None:
+    # Text is collected in `_texts`, and sent as one message when something else follows (`_end_text`).
+    def add_lines(self, stream: StreamName, rows: Rows) -> None:
         """Append `rows` of `stream`, labelled with their ranks."""
-        self._begin()
+        self._apply_pending_clear()
         if self._stream != stream:
             self._end_text()
             self._stream = stream
         labels = self._labels
         self._texts += [f"{labels[ranks]} {line}\n" if line else f"{labels[ranks]}\n" for ranks, line in rows]
-        self._record.add_lines(stream, rows)
-        self.live.bury()
+        self._history.add_lines(stream, rows)
+        self.live.mark_output_below()
 
-    def display(self, shown: DisplayItem, ranks: Ranks) -> None:
+    def add_display(self, display: DisplayItem, ranks: Ranks) -> None:
         """Append a display, or update one."""
-        message, label, name = shown.message, self._labels[ranks], None
+        message, label, name = display.message, self._labels[ranks], None
         if message.display_id is not None:
+            # The rank is part of the id. A display with an id is never shared, so it has one rank.
             name = f"{self._prefix}-{ranks[0]}-{message.display_id}"
+            # An update that has not been sent is older than the new display with this id.
             self._updates.pop(name, None)
-        data = _label_bundle(message.data, label)
+        data = dict(message.data) if VIEW in message.data else _label_bundle(message.data, label)
+        # An update changes a display in place, wherever it is, so it neither ends the text nor applies a pending clear.
         if name is not None and message.kind == "update":
             self._updates[name] = RichOutput(data, message.metadata, name, update=True)
-            self._record.update(ranks[0], message)
+            self._history.update(ranks[0], message)
             return
-        self._begin()
+        self._apply_pending_clear()
         self._end_text()
-        if self._width > 1 and "text/html" not in data and data.keys() != {"text/plain"}:
+        # An image has no place for a label, so the label is shown as text above it.
+        if self._rank_count > 1 and not data.keys() & {"text/html", VIEW} and data.keys() != {"text/plain"}:
             self._emits.append(RichOutput({"text/plain": label}, {}))
         self._emits.append(RichOutput(data, message.metadata, name))
-        self._record.add_display(shown, ranks)
-        self.live.bury()
+        self._history.add_display(display, ranks)
+        self.live.mark_output_below()
 
     def show_live(self, rows: Sequence[TerminalRow], now: float) -> None:
         if rows:
-            self._begin()
+            self._apply_pending_clear()
         for row in rows:
-            self.live.place(row)
+            self.live.add_row(row)
+        # The first state is appended to the output, later ones replace it.
         for name, live, update in self.live.updates(now):
             text = "\n".join(f"[{rank}] {row}" for rank, row in live)
             rich = RichOutput({"text/plain": text}, {}, name, update)
@@ -381,8 +403,9 @@ class _MergedView:
             else:
                 self._end_text()
                 self._emits.append(rich)
-        for row in self.live.retire():
-            self._record.add_lines(row.screen.stream, [((row.screen.rank,), row.final)])
+        # From here on the row is ordinary output, and a clear by another rank must show it again.
+        for row in self.live.remove_finished():
+            self._history.add_lines(row.terminal.stream, [((row.terminal.rank,), row.final)])
 
     def take(self) -> list[Emit]:
         """Return the items to send now, with updates last and only the newest update of every display."""
@@ -391,7 +414,7 @@ class _MergedView:
         self._updates.clear()
         return emits
 
-    def _begin(self) -> None:
+    def _apply_pending_clear(self) -> None:
         if self._clearing:
             self._clear(wait=True)
 
@@ -400,27 +423,30 @@ class _MergedView:
 
         A front end has no way to clear part of a cell.
         """
-        # The new record is filled by the replay itself: `display` and `lines` add what they show.
+        # The new record is filled by the replay itself: `add_display` and `add_lines` add what they show.
         cleared, self._clearing = self._clearing, set()
-        record, self._record = self._record, OutputHistory()
+        history, self._history = self._history, OutputHistory()
+        # Text before the clear is sent before it. The front end then removes it with the rest.
         self._end_text()
         self._emits.append(ClearOutput(wait))
-        if self._head is not None:
-            self._updates.pop(self._head_name, None)
-            self._emits.append(self._head)
+        if self._header is not None:
+            self._updates.pop(self._header_id, None)
+            # The header is the first display of the cleared cell.
+            self._emits.append(self._header)
         self.live.clear(cleared)
-        lost = record.forgotten - cleared
+        lost = history.forgotten - cleared
         if lost:
             self._stream = "stderr"
             note = f"earlier output of {name_ranks(lost)} was cleared together with that of {name_ranks(cleared)}\n"
             self._texts.append(note)
-        for entry in record.entries:
-            if entry.shown is not None and not cleared.issuperset(entry.ranks):
-                self.display(entry.shown, tuple(sorted(entry.ranks - cleared)))
+        for entry in history.entries:
+            if entry.display is not None and not cleared.issuperset(entry.ranks):
+                # A display of several ranks stays for those that have not cleared.
+                self.add_display(entry.display, tuple(sorted(entry.ranks - cleared)))
             remaining = [(tuple(rank for rank in ranks if rank not in cleared), line) for ranks, line in entry.rows]
             rows = [(ranks, line) for ranks, line in remaining if ranks]
             if rows and entry.stream is not None:
-                self.lines(entry.stream, rows)
+                self.add_lines(entry.stream, rows)
 
     def _end_text(self) -> None:
         if self._texts:

@@ -14,22 +14,22 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable
-from typing import Literal
 
 from rankbook.formatting import ANSI_ESCAPE, strip_ansi
+from rankbook.protocol.base import StreamName
 
-StreamName = Literal["stdout", "stderr"]
-
-WIDEST = 1000
+MAX_LIVE_WIDTH = 1000
 """Maximum number of characters of a live row. No terminal is wider, so a longer row is not a progress bar."""
-_REACH = 16
+_LIVE_INTERVAL = 0.1
+"""Minimum seconds between two updates of the live displays."""
+_MAX_CURSOR_UP = 16
 """Number of rows above the current one that the cursor can return to."""
-_TALLEST = 4
+_MAX_DISPLAY_ROWS = 4
 """Maximum number of rows of one stream in one live display; more would make its updates expensive."""
 
 _CONTROL = re.compile(r"\n|\r|\x08|\x1b\[(\d*)([AK])")
 _MOVES = re.compile(r"\x1b\[\d*[AK]")
-_HALF_ESCAPE = re.compile(r"\x1b(?:\[[\d;]*)?")
+_INCOMPLETE_ESCAPE = re.compile(r"\x1b(?:\[[\d;]*)?")
 
 
 LiveRows = tuple[tuple[int, str], ...]
@@ -39,10 +39,10 @@ LiveRows = tuple[tuple[int, str], ...]
 class TerminalRow:
     """One row of a `TerminalStream`.
 
-    `column` is the cursor position, None at the end of the text. `since` is the time of the first write. `returned` is
-    True once a carriage return, backspace or erasure has marked the row as one to be overwritten. `region` is the live
-    display that shows it, if any. `live` is False for rows above the cursor, and `kept` is True while the cursor can
-    return to the row.
+    `column` is the cursor position, None at the end of the text. `since` is the time of the first write. `rewritten` is
+    True once a carriage return, backspace or erasure has marked the row as one to be overwritten. `display` is the live
+    display that shows it, if any. `live` is False for rows above the cursor, and `reachable` is True while the cursor
+    can return to the row.
     """
 
     __slots__ = (
@@ -50,27 +50,29 @@ class TerminalRow:
         "_text",
         "blank",
         "column",
-        "kept",
+        "display",
+        "index",
         "length",
         "live",
-        "nth",
-        "region",
-        "returned",
-        "screen",
+        "reachable",
+        "rewritten",
         "since",
+        "terminal",
     )
 
-    def __init__(self, screen: TerminalStream) -> None:
-        self.screen = screen
+    def __init__(self, terminal: TerminalStream) -> None:
+        self.terminal = terminal
         self.column: int | None = None
         self.blank = True
         self.length = 0
-        self.live = self.kept = True
-        self.nth = 0
-        self.region: LiveDisplay | None = None
-        self.returned = False
+        self.live = self.reachable = True
+        self.index = 0
+        self.display: LiveDisplay | None = None
+        self.rewritten = False
         self.since = 0.0
         self._text = ""
+        # Text that was appended at the end. It is joined only when the text is needed, because a row may grow by many
+        # small pieces.
         self._more: list[str] = []
 
     @property
@@ -84,27 +86,31 @@ class TerminalRow:
     @property
     def final(self) -> str:
         """Text of the row as a line."""
-        return self.text.rstrip(" ") if self.returned else self.text
+        # Programs overwrite a longer text with spaces, which are no part of the line.
+        return self.text.rstrip(" ") if self.rewritten else self.text
 
     @property
     def empty(self) -> bool:
         """True if nothing visible is left in the row."""
-        return not self.length or (self.blank and (self.returned or "\x1b" in self.text))
+        # A row that was rewritten to blanks, or that has only colours, shows nothing.
+        return not self.length or (self.blank and (self.rewritten or "\x1b" in self.text))
 
     def write(self, text: str, now: float) -> None:
         """Write `text` at the cursor, over existing text.
 
         `text` must not contain control characters other than colour escapes.
         """
-        if self.region is not None:
-            self.region.changed = True
+        if self.display is not None:
+            self.display.changed = True
         if not self.length:
             self.since = now
+        # The frequent case: the cursor is at the end.
         if self.column is None:
             self._more.append(text)
             self.length += len(text)
             self.blank = self.blank and _is_blank(text)
             return
+        # Overwrite as many visible characters as the text has. Escape sequences take no columns.
         old, end = self.text, self.column + _width(text)
         tail = old[_offset(old, end, past_colours=True) :]
         self._set(old[: _offset(old, self.column)] + text + tail)
@@ -113,23 +119,26 @@ class TerminalRow:
     def move(self, control: str, number: str = "") -> None:
         """Apply a carriage return, a backspace, or an erasure (`number` 0: to the end of the row; 2: the whole row)."""
         if control == "\r":
-            self.column, self.returned = 0, True
-        elif self.length > WIDEST:
+            self.column, self.rewritten = 0, True
+        # A row of this length is not a progress bar. Counting its columns for every backspace would take quadratic
+        # time.
+        elif self.length > MAX_LIVE_WIDTH:
             return
         elif control == "\b":
             self.column = max(0, (_width(self.text) if self.column is None else self.column) - 1)
-            self.returned = True
+            self.rewritten = True
         elif number == "2":
+            # The cursor keeps its column in a terminal, so the erased part becomes spaces.
             self._set(" " * (_width(self.text) if self.column is None else self.column))
-            self.column, self.returned = None, True
+            self.column, self.rewritten = None, True
         elif self.column is not None and number in ("", "0"):
             self._set(self.text[: _offset(self.text, self.column)])
             self.column = None
 
     def _set(self, text: str) -> None:
         self._text, self.length, self.blank = text, len(text), _is_blank(text)
-        if self.region is not None:
-            self.region.changed = True
+        if self.display is not None:
+            self.display.changed = True
 
 
 def _count(digits: str) -> int:
@@ -181,22 +190,26 @@ class TerminalStream:
         self._rows = [TerminalRow(self)]
         self._y = 0
 
-    def feed(self, data: bytes, now: float) -> str | None:
+    def process(self, data: bytes, now: float) -> str | None:
         """Process a chunk; return the lines it completes, without those shown in a live display, or None."""
+        # Incremental: a chunk may end in the middle of a character, whose first bytes wait for the next chunk.
         text, used = codecs.utf_8_decode(self._bytes + data if self._bytes else data, "replace", False)
         self._bytes = (self._bytes + data)[used:]
         row = self._rows[self._y]
         if "\x1b" in text or self._escape:
             text = self._hold_escape(self._escape + text)
+        # The end of a line on Windows is not a carriage return that rewrites the row.
         if "\r" in text:
             text = text.replace("\r\n", "\n")
-        plain = row.region is None and not row.returned  # false if others are below
+        plain = row.display is None and not row.rewritten  # false if others are below
+        # The slow path only for text that moves the cursor. Colours alone do not.
         if not plain or "\r" in text or "\b" in text or ("\x1b" in text and _MOVES.search(text)):
-            return self._feed_controls(text, now)
-        whole, newline, rest = text.rpartition("\n")
+            return self._process_controls(text, now)
+        # The block is not split into lines here: that is done on first use, and often never.
+        complete, newline, rest = text.rpartition("\n")
         block = None
         if newline:
-            block = row.text + whole if row.length else whole
+            block = row.text + complete if row.length else complete
             self._reset()
         if rest:
             self._rows[self._y].write(rest, now)
@@ -204,57 +217,64 @@ class TerminalStream:
 
     def end(self, now: float) -> str | None:
         """End the stream: return the unfinished rows that are not shown in a live display, as lines."""
+        # An incomplete character or escape sequence will not be completed any more.
         text = self._escape + self._bytes.decode("utf-8", "replace")
         self._escape, self._bytes = "", b""
         if text:
             self._rows[self._y].write(text, now)
+        # Blank rows at the end remain from a bar that was erased.
         while self._rows and self._rows[-1].empty:
             row = self._rows.pop()
-            row.live = row.kept = False
+            row.live = row.reachable = False
         self._y = len(self._rows)
         block = self._commit()
         self._reset()
         return block
 
-    def end_half(self) -> str | None:
+    def end_plain_line(self) -> str | None:
         """End the current row if it is a plain unfinished line that is not shown live, and return it.
 
         Called when something else follows in the rank's output.
         """
+        # A row that has been rewritten is a progress bar. It stays unfinished, because it goes on after the other
+        # output.
         row = self._rows[self._y]
-        if not row.length or row.returned or row.region is not None:
+        if not row.length or row.rewritten or row.display is not None:
             return None
         self._reset()
         return row.text
 
-    def hidden(self) -> list[TerminalRow]:
+    def hidden_rows(self) -> list[TerminalRow]:
         """Return the non-blank rows that are not shown in a live display yet."""
-        return [row for row in self._rows if row.region is None and not row.blank]
+        return [row for row in self._rows if row.display is None and not row.blank]
 
+    # A new row object, because the live display keeps the old one.
     def _reset(self) -> None:
         for row in self._rows:
-            row.live = row.kept = False
+            row.live = row.reachable = False
         self._rows, self._y = [TerminalRow(self)], 0
 
     def _hold_escape(self, text: str) -> str:
         # Keep an incomplete escape sequence at the end of a chunk until the next chunk completes it.
         start = text.rfind("\x1b", -16)
-        if start < 0 or not _HALF_ESCAPE.fullmatch(text, start):
+        if start < 0 or not _INCOMPLETE_ESCAPE.fullmatch(text, start):
+            # At most 16 characters are held back: a longer sequence is not one that is handled here.
             start = len(text)
         self._escape = text[start:]
         return text[:start]
 
-    # Slow path of `feed`, for text with control characters. `_rows[_y]` is the row with the cursor. Rows above it are
-    # kept only while they are shown live and within `_REACH`, and rows below it exist after a cursor movement up.
+    # Slow path of `process`, for text with control characters. `_rows[_y]` is the row with the cursor. Rows above it
+    # are kept only while they are shown live and within `_MAX_CURSOR_UP`, and rows below it exist after a cursor
+    # movement up.
 
-    def _feed_controls(self, text: str, now: float) -> str | None:
+    def _process_controls(self, text: str, now: float) -> str | None:
         position = 0
         for match in _CONTROL.finditer(text):
             if match.start() > position:
                 self._write(text[position : match.start()], now)
             position = match.end()
             if match[0] == "\n":
-                self._down()
+                self._line_feed()
             elif match[2] == "A":
                 self._y = max(0, self._y - _count(match[1]))
                 self._rows[self._y].move("\r")  # programs return to the first column after moving up
@@ -266,11 +286,12 @@ class TerminalStream:
 
     def _write(self, text: str, now: float) -> None:
         row = self._rows[self._y]
-        if row.column is not None and row.length > WIDEST:
-            self._down()
+        # Overwriting in a very long row is as costly as a backspace in it.
+        if row.column is not None and row.length > MAX_LIVE_WIDTH:
+            self._line_feed()
         self._rows[self._y].write(text, now)
 
-    def _down(self) -> None:
+    def _line_feed(self) -> None:
         self._y += 1
         if self._y == len(self._rows):
             self._rows.append(TerminalRow(self))
@@ -283,18 +304,22 @@ class TerminalStream:
         Rows in a live display are kept while the cursor can return to them, and are not returned.
         """
         lines = []
-        gone = max(0, self._y - _REACH)
+        # Rows that are too far up cannot be reached any more, whether they are shown live or not.
+        dropped = max(0, self._y - _MAX_CURSOR_UP)
         for index, row in enumerate(self._rows[: self._y]):
             row.live = False
-            if row.region is not None and row.length > WIDEST:  # a live display shows only its last WIDEST characters
-                row.region.drop(row)
-            if row.region is None:
+            if (
+                row.display is not None and row.length > MAX_LIVE_WIDTH
+            ):  # a live display shows only its last MAX_LIVE_WIDTH characters
+                row.display.drop(row)
+            if row.display is None:
                 lines.append(row.final)
-                gone = index + 1
-        for row in self._rows[:gone]:
-            row.kept = False
-        del self._rows[:gone]
-        self._y -= gone
+                dropped = index + 1
+        for row in self._rows[:dropped]:
+            row.reachable = False
+        # Rows are removed from the top only, so that the distances for the cursor stay right.
+        del self._rows[:dropped]
+        self._y -= dropped
         for row in self._rows[self._y :]:
             row.live = True
         return "\n".join(lines) if lines else None
@@ -303,16 +328,16 @@ class TerminalStream:
 class LiveDisplay:
     """A display of rows that are unfinished, or were when they were added."""
 
-    __slots__ = ("buried", "changed", "display_id", "rows", "shown")
+    __slots__ = ("changed", "display_id", "has_output_below", "rows", "shown_rows")
 
     def __init__(self, display_id: str, rows: list[TerminalRow]) -> None:
         self.display_id = display_id
         self.rows = rows
         self.changed = True
-        self.buried = False
-        self.shown: LiveRows | None = None
+        self.has_output_below = False
+        self.shown_rows: LiveRows | None = None
         for row in rows:
-            row.region = self
+            row.display = self
 
     @property
     def live(self) -> bool:
@@ -322,101 +347,110 @@ class LiveDisplay:
     def drop(self, row: TerminalRow) -> None:
         """Remove `row` from the display."""
         self.rows.remove(row)
-        row.region = None
+        row.display = None
         self.changed = True
 
     def draw(self) -> LiveRows:
         """Return the rows to show, after removing blank rows."""
+        # A bar that has erased itself leaves no blank row behind.
         for row in [row for row in self.rows if row.blank]:
             self.drop(row)
         self.changed = False
-        return tuple((row.screen.rank, _clip(row.final)) for row in self.rows)
+        return tuple((row.terminal.rank, _clip(row.final)) for row in self.rows)
 
 
 def _clip(text: str) -> str:
-    return text if len(text) <= WIDEST else "…" + text[1 - WIDEST :]
+    return text if len(text) <= MAX_LIVE_WIDTH else "…" + text[1 - MAX_LIVE_WIDTH :]
 
 
 class LiveDisplays:
     """The live displays of one cell. Their display ids start with `prefix`.
 
-    `after` is the age, in seconds, at which an unfinished plain line is shown, and `every` the minimum interval between
-    two updates. `turn` is the earliest time of the next update.
+    `after` is the age, in seconds, at which an unfinished plain line is shown. `next_update` is the earliest time of
+    the next update.
     """
 
-    def __init__(self, prefix: str, *, after: float, every: float) -> None:
-        self.turn = float("-inf")
+    def __init__(self, prefix: str, *, after: float) -> None:
+        self.next_update = float("-inf")
         self._prefix = prefix
         self._after = after
-        self._every = every
         self._count = 0
-        self._regions: list[LiveDisplay] = []
+        self._displays: list[LiveDisplay] = []
 
-    def when(self, row: TerminalRow) -> float:
+    def visible_at(self, row: TerminalRow) -> float:
         """Return the time from which a hidden row can be shown: at once for a progress bar, later for a plain line."""
-        return row.since if row.returned else row.since + self._after
+        return row.since if row.rewritten else row.since + self._after
 
     @property
     def changed(self) -> bool:
         """True if the content of a live display differs from what is shown."""
-        return any(region.changed for region in self._regions)
+        return any(display.changed for display in self._displays)
 
     @property
-    def shown(self) -> bool:
+    def has_displays(self) -> bool:
         """True if the cell has live displays."""
-        return bool(self._regions)
+        return bool(self._displays)
 
-    def place(self, row: TerminalRow) -> None:
+    def add_row(self, row: TerminalRow) -> None:
         """Add `row` to the last live display, or to a new one if that is finished and other output has followed."""
-        region = self._regions[-1] if self._regions else None
-        row.nth = sum(other.screen is row.screen for other in region.rows) if region is not None else 0
-        if region is None or row.nth >= _TALLEST or (region.buried and not region.live):
-            row.nth = 0
+        # Rows of one stream have an index, so that the bars of all ranks that are in the same place stand together, in
+        # the order of the ranks.
+        display = self._displays[-1] if self._displays else None
+        row.index = sum(other.terminal is row.terminal for other in display.rows) if display is not None else 0
+        # A live display that is finished, with output below it, is history: a new row belongs to the end.
+        if display is None or row.index >= _MAX_DISPLAY_ROWS or (display.has_output_below and not display.live):
+            row.index = 0
             self._open([row])
             return
-        region.rows.append(row)
-        region.rows.sort(key=lambda entry: (entry.nth, entry.screen.rank))
-        region.changed, row.region = True, region
+        display.rows.append(row)
+        display.rows.sort(key=lambda entry: (entry.index, entry.terminal.rank))
+        display.changed, row.display = True, display
 
-    def bury(self) -> None:
+    def mark_output_below(self) -> None:
         """Record that output was printed below the existing live displays."""
-        for region in self._regions:
-            region.buried = True
+        for display in self._displays:
+            display.has_output_below = True
 
     def updates(self, now: float) -> list[tuple[str, LiveRows, bool]]:
         """Return what to display as (display id, rows, True for an update of an existing display)."""
         changes = []
-        for region in self._regions:
-            if region.changed:
-                rows, first = region.draw(), region.shown is None
-                if rows != (region.shown or ()):
-                    changes.append((region.display_id, rows, not first))
-                    region.shown = rows
+        for display in self._displays:
+            if display.changed:
+                rows, first = display.draw(), display.shown_rows is None
+                # The text may be what it was, if a row was written with the same content.
+                if rows != (display.shown_rows or ()):
+                    changes.append((display.display_id, rows, not first))
+                    display.shown_rows = rows
         if changes:
-            self.turn = now + self._every
+            self.next_update = now + _LIVE_INTERVAL
         return changes
 
-    def retire(self) -> list[TerminalRow]:
+    def remove_finished(self) -> list[TerminalRow]:
         """Forget live displays that will not change any more, and return their rows."""
         old = [
-            region for region in self._regions[:-1] if not region.changed and not any(row.kept for row in region.rows)
+            display
+            # The last live display stays, because new rows are added to it.
+            for display in self._displays[:-1]
+            if not display.changed and not any(row.reachable for row in display.rows)
         ]
         if old:
-            self._regions = [region for region in self._regions if region not in old]
-        return [row for region in old for row in region.rows]
+            self._displays = [display for display in self._displays if display not in old]
+        return [row for display in old for row in display.rows]
 
     def clear(self, ranks: Iterable[int]) -> None:
         """Handle a cleared cell: all live displays are gone; open a new one for the rows that are not of `ranks`."""
-        gone = set(ranks)
-        rows = [row for region in self._regions for row in region.rows]
-        remaining = [row for row in rows if row.screen.rank not in gone]
+        cleared = set(ranks)
+        rows = [row for display in self._displays for row in display.rows]
+        remaining = [row for row in rows if row.terminal.rank not in cleared]
+        # The new display takes the rows that remain. The others have no display, and are hidden rows again if they
+        # still change.
         for row in rows:
-            row.region = None
-        self._regions = []
+            row.display = None
+        self._displays = []
         if remaining:
             self._open(remaining)
-            self.turn = float("-inf")
+            self.next_update = float("-inf")
 
     def _open(self, rows: list[TerminalRow]) -> None:
-        self._regions.append(LiveDisplay(f"{self._prefix}-{self._count}", rows))
+        self._displays.append(LiveDisplay(f"{self._prefix}-{self._count}", rows))
         self._count += 1

@@ -12,6 +12,7 @@ from typing import Literal
 from rankbook.protocol.base import Message
 
 
+# `content` and `metadata` are text, because both ends have JSON already: the widget on the rank and the front end.
 class CommFromRank(Message, frozen=True):
     """Open, use or close a comm from the rank's side.
 

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 from rankbook.protocol.base import Message
 
+# Notebook to forkserver ---------------------------------------------------------------------------------------------
 
+
+# The life of a cluster on this connection:
+#
+#     notebook -> OpenCluster                       forkserver -> ForkserverUp (once), ClusterOpened
+#     notebook -> ForkRank, one per rank            forkserver -> RankForked, and RankExited whenever one ends
+#     notebook -> KillRank, ForkRank (restart)      forkserver -> RankExited, RankForked
+#     notebook -> CloseCluster                      forkserver -> RankExited ..., ClusterClosed
+#
+# The connection also tells each side that the other one has ended: it closes with the process.
 class OpenCluster(Message, frozen=True):
     """Prepare a cluster: choose its MASTER_PORT, and remove `folders` if the notebook process dies."""
 
     folders: tuple[str, ...]
 
 
+# `incarnation` counts the processes of a rank, from 1. A message about an earlier incarnation is recognized as such.
 class ForkRank(Message, frozen=True):
     """Fork one rank.
 
@@ -52,6 +63,9 @@ class KillRank(Message, frozen=True):
 
 class CloseCluster(Message, frozen=True):
     """Kill the remaining processes of the cluster, then answer with `ClusterClosed`."""
+
+
+# Forkserver to notebook ---------------------------------------------------------------------------------------------
 
 
 class ForkserverUp(Message, frozen=True):
@@ -93,6 +107,7 @@ class RankExited(Message, frozen=True):
     incarnation: int
     pid: int
     code: int
+    # From the control group's counters: the kernel does not say which process it has killed, or why.
     memory_kills: int
     stdout: bytes
     stderr: bytes

@@ -26,7 +26,6 @@ from rankbook.protocol.forkserver import (
     RankExited,
     RankForked,
 )
-from rankbook.protocol.profiling import Measure
 from rankbook.protocol.queries import Answer, Question
 from rankbook.protocol.reattach import (
     Acknowledge,
@@ -37,7 +36,7 @@ from rankbook.protocol.reattach import (
     ReplayStart,
     RequestReplay,
 )
-from rankbook.protocol.telemetry import GroupReport
+from rankbook.protocol.telemetry import GroupReport, Measure
 
 _T = TypeVar("_T")
 
@@ -73,7 +72,8 @@ class ErrorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `traceback` is coloured for display, `plain` is the same text without colour. Ranks with equal `plain`, apart from
     object addresses and context lines, are reported as having the same error. `memory` lists what held the rank's
-    memory, if the error is an out-of-memory error.
+    memory, if the error is an out-of-memory error. `line` is the innermost line of the cell itself; `place` is that of
+    all the user's code, as in "line 3", "line 3 of cell 5" or "line 12 of train.py".
     """
 
     name: str
@@ -82,16 +82,27 @@ class ErrorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plain: str
     line: int | None = None
     memory: str = ""
+    place: str = ""
 
 
 # Notebook to rank ---------------------------------------------------------------------------------------------------
 
 
+# The messages of one cell on one rank, in their order on the wire:
+#
+#     to the rank      RunCell(cell=7, ...)
+#     from the rank    Text, Display, Clear, TextCut, CommFromRank    any number, in the order of the output
+#     from the rank    InputRequest                                   the main thread waits ...
+#     to the rank      InputReply(cell=7, ...)                        ... for this
+#     to the rank      Interrupt(cell=7)                              at any time
+#     from the rank    Done(cell=7, ...)                              exactly one, after all output
+#
+# `cell` is the cluster's own number of the task. The number in the notebook is `RunCell.number`.
 class RunCell(Message, frozen=True):
     """Run `source` in the rank's namespace.
 
     `number` is the notebook's execution count, shown in tracebacks. `file` is the cell's file name in the debugger,
-    empty without one.
+    empty without one. `session`: keep the source in `In` and the value in `Out`, `_` and `_5`.
     """
 
     cell: int
@@ -99,6 +110,7 @@ class RunCell(Message, frozen=True):
     number: int
     measure: Measure | None = None
     file: str = ""
+    session: bool = False
 
 
 class CallFunction(Message, frozen=True):
@@ -181,12 +193,14 @@ class GetCollectives(Message, frozen=True):
     token: int
 
 
+# Sent to ranks that may wait forever, see `coordinator.deadlock`. The rank aborts the groups on its control thread, and
+# the wait of the main thread then raises CollectiveAborted with `cause`.
 class Abort(Message, frozen=True):
     """Report that collectives of `groups` (of all groups if empty) cannot complete; `cause` explains why.
 
     Only groups with a member in `ranks`, the failed ranks, are concerned. `shut`: abort the pending collectives.
     Otherwise the cause is only kept for the error of a wait that fails by itself. `lost`: the processes of `ranks` have
-    exited.
+    exited. `mismatch`: `cause` says which collective does not match, so that an error needs no further description.
     """
 
     groups: tuple[str, ...]
@@ -194,6 +208,7 @@ class Abort(Message, frozen=True):
     shut: bool
     ranks: tuple[int, ...]
     lost: bool = False
+    mismatch: bool = False
 
 
 class Shutdown(Message, frozen=True):
@@ -275,6 +290,16 @@ class Clear(Message, frozen=True):
     wait: bool
 
 
+class OutputBarrier(Message, frozen=True):
+    """Mark a place in the output: what comes before it on any rank is shown before what comes after it on any other.
+
+    `name` is the same on all ranks, and another one for every place.
+    """
+
+    cell: int
+    name: str
+
+
 class InputRequest(Message, frozen=True):
     """Ask the user for a line of input; the rank's main thread waits for the `InputReply`."""
 
@@ -283,11 +308,13 @@ class InputRequest(Message, frozen=True):
     password: bool
 
 
+# Output precedes it, because both go through the same link. Output of threads may follow it.
 class Done(Message, frozen=True):
     """Report that the cell has ended on this rank.
 
     `payload` is the answer to `CallFunction` and `FetchValue`, or the `Measured` of a measured cell. `collectives`
-    counts the collectives that the cell started on this rank.
+    counts the collectives that the cell started on this rank, and `groups` has the state of their process groups.
+    `lost_device` is the error of a device that has failed for good, and executes nothing any more.
     """
 
     cell: int
@@ -296,17 +323,20 @@ class Done(Message, frozen=True):
     error: ErrorReport | None = None
     payload: Payload | None = None
     collectives: int = 0
+    groups: tuple[GroupReport, ...] = ()
+    lost_device: str = ""
 
 
 class Collectives(Message, frozen=True):
     """State of the rank's process groups.
 
-    `line` is the line of the cell that the main thread is executing, None if it is idle.
+    `line` is the line of the cell that the main thread is executing, a text such as "3 of cell 5" for the line of
+    another cell, None if it is idle.
     """
 
     token: int
     cell: int | None
-    line: int | None
+    line: int | str | None
     groups: tuple[GroupReport, ...]
 
 
@@ -326,9 +356,12 @@ class Stack(Message, frozen=True):
 
 Task = RunCell | CallFunction | Assign | FetchValue | ListState | ExportState | AdoptState | Regroup
 """Tasks of a rank's main thread, executed one at a time; it answers every task with `Done`."""
-_Aside = GetStack | GetCollectives | Abort | Shutdown | Acknowledge | RequestReplay | Question | CommToRank | DapToRank
-ToRank = Task | Interrupt | InputReply | _Aside
-_Shown = Text | TextCut | Display | Clear | CommFromRank
+# The control thread handles these at once, beside a running task.
+_Control = (
+    GetStack | GetCollectives | Abort | Shutdown | Acknowledge | RequestReplay | Question | CommToRank | DapToRank
+)
+ToRank = Task | Interrupt | InputReply | _Control
+_Shown = Text | TextCut | Display | Clear | OutputBarrier | CommFromRank
 FromRank = (
     RankReady
     | StartFailed
@@ -351,6 +384,7 @@ _FROM_STREAMS = (Text, Display, CommFromRank)
 
 Their fields are converted to valid text where the messages are created.
 """
+# Made once, because making one compiles its types.
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
@@ -369,12 +403,16 @@ def encode_from_rank(message: Message) -> bytes:
     Text from user code can contain lone surrogates (file names do), which UTF-8 cannot encode; they are escaped. Raises
     TypeError, OverflowError or `ProtocolError` for a message that the notebook process could not decode.
     """
+    # The fast way first. Lone surrogates are rare, and looking for them in every message would cost more than the
+    # exception.
     try:
         data = _encoder.encode(message)
     except UnicodeEncodeError:
         data = _encoder.encode(_escape_surrogates(msgspec.to_builtins(message, builtin_types=(bytes, memoryview))))
+    # Decoded once as a check: the notebook would kill a rank whose message it cannot decode, so the error has to be
+    # raised here, where its cause is.
     if not isinstance(message, _FROM_STREAMS):
-        _decode(_from_rank, data, "a rank was to send")
+        _decode(_from_rank, data, "to be sent by a rank")
     return data
 
 
@@ -390,26 +428,28 @@ def _escape_surrogates(value: Any) -> Any:  # noqa: ANN401 - plain data
 
 def decode_to_rank(data: bytes | memoryview) -> ToRank:
     """Decode a message that a rank received. Raises `ProtocolError` if it is invalid."""
-    return _decode(_to_rank, data, "a rank received")
+    return _decode(_to_rank, data, "received by a rank")
 
 
 def decode_from_rank(data: bytes | memoryview) -> FromRank:
     """Decode a message that a rank sent. Raises `ProtocolError` if it is invalid."""
-    return _decode(_from_rank, data, "a rank sent")
+    return _decode(_from_rank, data, "sent by a rank")
 
 
 def decode_to_forkserver(data: bytes | memoryview) -> ToForkserver:
     """Decode a message that the forkserver received. Raises `ProtocolError` if it is invalid."""
-    return _decode(_to_forkserver, data, "the forkserver received")
+    return _decode(_to_forkserver, data, "received by the forkserver")
 
 
 def decode_from_forkserver(data: bytes | memoryview) -> FromForkserver:
     """Decode a message that the forkserver sent. Raises `ProtocolError` if it is invalid."""
-    return _decode(_from_forkserver, data, "the forkserver sent")
+    return _decode(_from_forkserver, data, "sent by the forkserver")
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview, who: str) -> _T:
+def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview, which: str) -> _T:
     try:
         return decoder.decode(data)
+    # Deeply nested data raises RecursionError, and a wrong length may raise MemoryError. They are errors of the message
+    # like the others.
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
-        raise ProtocolError(f"{who} what is no message of this version: {error}") from error
+        raise ProtocolError(f"invalid message {which}, expected a message of this protocol version: {error}") from error

@@ -12,6 +12,8 @@ from rankbook.protocol.base import Message
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Statistic
 
 
+# The base classes let the control thread and the driver recognize queries and replies by their type. A rank may answer
+# in any order, and several clients may ask at once, so that replies are matched by token and not by type.
 class QueryRequest(Message, frozen=True):
     """Base class of queries. The reply has the same token."""
 
@@ -24,6 +26,11 @@ class QueryReply(Message, frozen=True):
     token: int
 
 
+# Parts of replies ---------------------------------------------------------------------------------------------------
+
+
+# Taken on the rank at `at`. The coordinator compares only differences of `at`, because the ranks' clocks may differ
+# from its own.
 class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State of a rank at one moment.
 
@@ -35,7 +42,7 @@ class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str
     device_name: str
     cell: int | None
-    line: int | None
+    line: int | str | None
     waits_for: str
     waited: float
     memory: MemoryUse | None
@@ -44,6 +51,7 @@ class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at: float
 
 
+# A box is in the axes of the global tensor. A rank that holds several pieces of a tensor has several boxes.
 class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Region of a global tensor that `rank` holds, in elements.
 
@@ -56,6 +64,8 @@ class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replica: int = -1
 
 
+# Example: a model with 300 parameters that are all sharded along dim 0 has few different shapes, so `grids` has few
+# entries, and each tensor only an index into it.
 class RankTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor on one rank.
 
@@ -70,6 +80,12 @@ class RankTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grid: int
 
 
+# Queries ------------------------------------------------------------------------------------------------------------
+
+
+# A round of a watching view: GetStatus(holdings=True, known=7, ...) is answered by StatusReply(version=7,
+# holdings=None) as long as the rank's models and optimizers are those of version 7, and by version 8 with all of them
+# otherwise.
 class GetStatus(QueryRequest, frozen=True):
     """Request a `StatusReply`.
 
@@ -87,6 +103,7 @@ class GetDetail(QueryRequest, frozen=True):
     """Request a `DetailReply`."""
 
 
+# `others` is asked of one rank only, for ranks that do not answer: from its own layout a rank can compute theirs.
 class GetShards(QueryRequest, frozen=True):
     """Request a `ShardsReply` about the variable `name`.
 
@@ -114,6 +131,7 @@ class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: str
 
 
+# `cursor` counts characters of `text`, as Jupyter's protocol does, and not UTF-16 code units, as JavaScript does.
 class GetCompletions(QueryRequest, frozen=True):
     """Request a `CompletionsReply` for `text` with the cursor at `cursor`.
 
@@ -136,11 +154,15 @@ class GetInspection(QueryRequest, frozen=True):
     source: bool
 
 
+# The rank gives up after `seconds` and says so. The notebook waits a little longer, for that answer.
 class GetValue(QueryRequest, frozen=True):
     """Request a `ValueReply` with the value of the expression `source`, evaluated for at most `seconds`."""
 
     source: str
     seconds: float
+
+
+# Replies ------------------------------------------------------------------------------------------------------------
 
 
 class StatusReply(QueryReply, frozen=True):
@@ -196,6 +218,7 @@ class InspectionReply(QueryReply, frozen=True):
     text: str
 
 
+# Exactly one of `text` and `trouble` is not empty, except for an expression whose text is empty.
 class ValueReply(QueryReply, frozen=True):
     """Printed value of an expression, or the `trouble` with it.
 
@@ -213,6 +236,8 @@ class QueryFailed(QueryReply, frozen=True):
     trouble: str
 
 
+# Three kinds, because the rank answers them on different threads: a slow look at the namespace must not delay
+# completion, and an expression may take any time.
 Hint = GetCompletions | GetInspection
 """Queries that an editor sends while the user types, which have to be answered at once."""
 Look = GetStatus | GetDetail | GetShards | GetStatistic

@@ -26,6 +26,7 @@ class Acknowledge(Message, frozen=True):
     cell: int
 
 
+# The nonce is repeated in `ReplayStart`. It tells the answer to this request from one to an earlier notebook's.
 class RequestReplay(Message, frozen=True):
     """Request a `ReplayStart` and the messages to replay.
 
@@ -73,6 +74,7 @@ class DetachCluster(Message, frozen=True):
     seconds: float
 
 
+# The token is in a file that only the user can read (`launch.registry`), so no other user can claim the cluster.
 class ClaimCluster(Message, frozen=True):
     """Request ownership of the cluster for the process `pid`. The first message on a new connection."""
 

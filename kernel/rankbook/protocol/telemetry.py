@@ -2,6 +2,9 @@
 
 Two mechanisms: a single `listener` receives one-time events (`report_value`), such as a prepared model. Counters and
 positions are polled: their owners register a source (`offer_source`), which is called at every `snapshot`.
+
+The structs of measured cells (times, op statistics and traces) travel as the payload of a cell's `Done`, for a cell
+that was started with `Measure`.
 """
 
 from __future__ import annotations
@@ -14,27 +17,50 @@ Struct = msgspec.Struct
 """Base class of all structs of this module."""
 
 
+# Collectives --------------------------------------------------------------------------------------------------------
+
+
+# Example: two ranks call all_reduce of float32[4] as the third collective of the group, but rank 1 passes float32[5]:
+#
+#     rank 0: number 3, op "all_reduce", data "float32[4]", reduction "sum", code 0x1a2b
+#     rank 1: number 3, op "all_reduce", data "float32[5]", reduction "sum", code 0x9c8d
+#
+# `coordinator.deadlock` compares launches of one number. When one of them is no longer in the log, `digest` still
+# tells that something has differed since the last comparison, though not what.
 class CollectiveLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One collective on one rank.
 
     `number` counts the collectives of its group since the group was formed; it is 0 for a send or a receive, whose
-    other rank is `peer`. `data` describes this rank's tensors (`float32[4, 4]`); `alike`: it should be equal on all
-    ranks. The collective started `seconds` ago.
+    other rank is `peer`. `data` describes this rank's tensors and the root (`float32[4, 4] root 1`), and `reduction` is
+    `sum`, `max`, ... or empty. The collective started `seconds` ago. `position` is its line (`line 3`, `cell [2] line
+    3` if it is not in the running cell), empty if unknown. `sends` and `expects` are the numbers of elements that an
+    all_to_all sends to and expects from the ranks of the group. `code` is a checksum of what should be equal on all
+    ranks, `digest` one of the codes of all collectives up to this one, and `balance` one of all sizes in an all_to_all:
+    its sum over all ranks, modulo 2**32, should be 0.
     """
 
     number: int
     op: str
     data: str
-    alike: bool
     peer: int | None
     seconds: float
+    reduction: str = ""
+    position: str = ""
+    sends: tuple[int, ...] = ()
+    expects: tuple[int, ...] = ()
+    code: int = 0
+    digest: int = 0
+    balance: int = 0
 
 
+# `recent` is the tail of a bounded log. A rank that is far ahead of another one may have dropped the entry that the
+# other one is waiting in.
 class GroupReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State of one process group on one rank.
 
     `ranks` are the members' global ranks. `count` collectives were started; `pending` have not ended; `recent` are the
     last ones. `broken`: the group's connections are broken, so that a pending collective cannot complete either.
+    `generation` is that of the connections: numbers of different generations are not related.
     """
 
     name: str
@@ -43,8 +69,14 @@ class GroupReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pending: tuple[CollectiveLaunch, ...]
     recent: tuple[CollectiveLaunch, ...]
     broken: bool = False
+    generation: int = 0
 
 
+# Training -----------------------------------------------------------------------------------------------------------
+
+
+# Examples: kind "model", wrapper "FSDP2", layout {"Shard(dim=0)": 7_240_000}; kind "loader", batches 100. The names of
+# the kinds are those of `Holding`, which shows the same objects in the placement view.
 class Prepared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model, an optimizer or a loader that a rank has prepared.
 
@@ -78,6 +110,7 @@ class TrainingStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rate: float | None
 
 
+# Polled, not sent per batch: a loader with fast batches would otherwise cause thousands of messages a second.
 class LoaderPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Position in a prepared loader: `delivered` of `batches` batches.
 
@@ -110,6 +143,11 @@ class CheckpointSave(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error: str
 
 
+# State of a rank ----------------------------------------------------------------------------------------------------
+
+
+# Example of a GPU with 80 GB of which the rank uses 30 GB: total 80, free 50, parameters 7, gradients 7, optimizer 14,
+# other 2. Views draw these five as one bar.
 class MemoryUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Memory use of the rank's device, in bytes.
 
@@ -149,14 +187,16 @@ class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     detail: str = ""
 
 
+# Kept small, because the view of 64 ranks is sent ten times a second; what is rarely needed is in `RankDetail`.
 class RankPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State of one rank at one moment.
 
-    `state` is "starting", "idle", "running", "waiting" (blocked in a collective for some time), "unresponsive" or
-    "dead". `cell` is the notebook's number of the running cell, 0 for a call; `line` is the line being executed.
-    `waits_for` is the oldest pending collective (`all_reduce #41 (float32[4, 4])`). `utilisation` is the device's, from
-    0 to 1. `steps` counts optimizer steps; `rate` is their number per second over the last seconds. `lags`: other ranks
-    wait for this one, or have taken clearly more steps.
+    `state` is "starting", "idle", "running", "waiting" (blocked in a collective for some time), "unresponsive", "dead"
+    or "stopped". `cell` is the notebook's number of the running cell, 0 for a call; `line` is the line being executed,
+    or a text such as "3 of cell 5" for the line of another cell. `waits_for` is the oldest pending collective
+    (`all_reduce #41 (float32[4, 4])`). `utilisation` is the device's, from 0 to 1. `steps` counts optimizer steps;
+    `rate` is their number per second over the last seconds. `lags`: other ranks wait for this one, or have taken
+    clearly more steps.
     """
 
     rank: int
@@ -166,7 +206,7 @@ class RankPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_name: str
     state: str
     cell: int | None = None
-    line: int | None = None
+    line: int | str | None = None
     waits_for: str = ""
     memory: MemoryUse | None = None
     utilisation: float | None = None
@@ -187,6 +227,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: str
 
 
+# `bytes` is None where the size is unknown, as for most objects that are not tensors or arrays.
 class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A variable in a rank's namespace. `preview` is its value, if that is a short plain value."""
 
@@ -208,6 +249,9 @@ class RankDetail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     variables: tuple[Variable, ...]
 
 
+# Shards -------------------------------------------------------------------------------------------------------------
+
+
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shard of a global tensor on `rank`, in elements.
 
@@ -222,6 +266,12 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: int
 
 
+# Example: a matrix of shape (4, 6), cut by columns over two ranks:
+#
+#     shards = (Shard(rank=0, offset=(0, 0), shape=(4, 3), replica=0, ...),
+#               Shard(rank=1, offset=(0, 3), shape=(4, 3), replica=0, ...))
+#
+# If the ranks 2 and 3 hold the same columns, as with data parallelism, theirs are replica 1.
 class ShardedTensorMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A global tensor and its shards, in rank order. An empty shard has a 0 in its shape."""
 
@@ -258,6 +308,9 @@ class Statistic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     infinities: int
 
 
+# Checkpoints --------------------------------------------------------------------------------------------------------
+
+
 class RankSave(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Save progress of one rank."""
 
@@ -265,6 +318,7 @@ class RankSave(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     save: CheckpointSave
 
 
+# A save has one entry per rank. `widgets.checkpoints.combine_saves` adds them up to one row.
 class Saves(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Saves in progress, and those that have ended while they were watched.
 
@@ -302,12 +356,21 @@ class CheckpointFolder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trouble: str
 
 
+# Hooks --------------------------------------------------------------------------------------------------------------
+
+# These hooks are module attributes and not a class: the runtime and the checkpoint package report through them without
+# knowing who listens, and without importing the rank. On a rank, `rank.inspect.query_handlers` listens and takes the
+# snapshots. Under torchrun nobody does, and reports cost one comparison.
+
+
 Source = Callable[[], msgspec.Struct | None]
 
 this_rank: int | None = None
 """Rank of this process in a notebook cluster; None in other processes."""
 listener: Callable[[msgspec.Struct], None] | None = None
 """Callback for one-time events such as `Prepared`; None if nothing listens."""
+output_barrier: Callable[[str], None] | None = None
+"""Marks a place in this rank's output, see `messages.OutputBarrier`; None if no notebook shows the output."""
 _sources: dict[str, Source] = {}
 
 
@@ -322,6 +385,7 @@ def offer_source(name: str, source: Source) -> None:
 
     The source is called on any thread.
     """
+    # Assignment to a dict is atomic under the GIL, so this needs no lock either.
     _sources[name] = source
 
 
@@ -336,6 +400,7 @@ def snapshot(prefix: str = "") -> tuple[msgspec.Struct, ...]:
     Counters are only read here, so an unwatched rank has no cost. Any thread may call this.
     """
     answers = []
+    # A copy, because sources come and go on other threads. They are called without a lock, and have to return quickly.
     for name, source in tuple(_sources.items()):
         if not name.startswith(prefix):
             continue
@@ -345,3 +410,81 @@ def snapshot(prefix: str = "") -> tuple[msgspec.Struct, ...]:
         else:
             answers.append(answer)
     return tuple(answers)
+
+
+# Measurements -------------------------------------------------------------------------------------------------------
+
+
+# All ranks get the same `epoch`, so that their traces can be put side by side.
+class Measure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Request that a cell's times are measured.
+
+    `profile`: also trace ops with the torch profiler. `epoch` is the zero of the trace's time axis, in nanoseconds
+    since the Unix epoch.
+    """
+
+    profile: bool
+    epoch: int
+
+
+# `array_like`: encoded as a list without field names, because a cell can have thousands of spans. The late rank of a
+# collective is the one that launched it last, while the others were waiting (`magics.profiling.caused_waits`).
+class CollectiveSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Times of one collective on one rank, in seconds on the host's monotonic clock, which all its ranks share.
+
+    `launched` is when the rank launched it; from `waits` to `ends` the rank waited for it (both 0.0 if it did not).
+    """
+
+    group: str
+    number: int
+    launched: float
+    waits: float = 0.0
+    ends: float = 0.0
+
+
+class Times(msgspec.Struct, frozen=True):
+    """Times of one cell on one rank, in seconds.
+
+    `wall` is elapsed time, `cpu` the CPU time of all threads of the process, `main_cpu` that of the main thread.
+    `waited` is the time that the main thread was blocked in a pending collective. On CUDA, collectives run on the
+    device and block the host only where it needs their result; device time is not included. `collectives` is a count,
+    and `spans` are the times of the first thousands of them.
+    """
+
+    wall: float
+    cpu: float
+    main_cpu: float
+    waited: float
+    collectives: int
+    spans: tuple[CollectiveSpan, ...] = ()
+
+
+# Self time, so that the column can be added up: of a linear layer of 5 ms that spends 4 ms in addmm, 1 ms is its own.
+class OpTime(msgspec.Struct, frozen=True):
+    """Total self time (without called ops) of all calls of one op, in seconds.
+
+    `where` is "cpu", or the device that ran the kernel.
+    """
+
+    name: str
+    where: str
+    calls: int
+    seconds: float
+
+
+class Profile(msgspec.Struct, frozen=True):
+    """Op statistics and trace of one cell. `events` is part of a Chrome trace: comma-separated JSON objects."""
+
+    ops: tuple[OpTime, ...]
+    events: bytes
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Measurements of one cell on one rank.
+
+    `trouble` explains why `profile` is None although a profile was requested.
+    """
+
+    times: Times
+    profile: Profile | None = None
+    trouble: str = ""

@@ -6,11 +6,11 @@ the pipes of stdout and stderr, and kills the process group when the forkserver 
 
 An interrupt names its cell, so that a late one never hits the next cell. It travels in these steps:
 
-1. `request` (control thread) stores the cell in `_target` and, if that cell runs, sends SIGINT to the main thread. If
-   the cell has not begun, `arm` raises KeyboardInterrupt when it does.
-2. `_on_signal` (main thread) clears `_target` and raises KeyboardInterrupt, unless the cell has ended. If this moment
-   is protected (`shield`, a fork, a lock that is being taken or released), it is raised a little later.
-3. `remind` (control thread) repeats the signal as long as `_target` is set, because a signal can get lost.
+1. `request` (control thread) stores the cell in `_target_cell` and, if that cell runs, sends SIGINT to the main thread.
+   If the cell has not begun, `arm` raises KeyboardInterrupt when it does.
+2. `_on_signal` (main thread) clears `_target_cell` and raises KeyboardInterrupt, unless the cell has ended. If this
+   moment is protected (`shield`, a fork, a lock that is being taken or released), it is raised a little later.
+3. `repeat_signal` (control thread) repeats the signal as long as `_target_cell` is set, because a signal can get lost.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Output that a rank writes just before it dies is then still in the pipes, where 
 may be lost with the process.
 """
 
-_SOON = 0.005
+_FIRST_REPEAT = 0.005
 """Seconds until an unnoticed interrupt is signalled again; doubled every time, up to one second."""
 
 _RETRY_AFTER = (0.001, 0.0017, 0.0029, 0.0049, 0.0083)
@@ -63,13 +63,13 @@ _RETRY_AFTER = (0.001, 0.0017, 0.0029, 0.0049, 0.0083)
 With a constant delay, the retries of a loop that forks could hit the fork hooks every time.
 """
 
-FAILURES_APART = 1.0
+MIN_FAILURE_INTERVAL = 1.0
 """Minimum seconds between two errors of a thread; if they come closer, the thread gives up."""
 
-_TAKING = frozenset({"__enter__", "__exit__", "_acquire_restore", "_release_save"})
+_LOCK_FUNCTIONS = frozenset({"__enter__", "__exit__", "_acquire_restore", "_release_save"})
 """Functions of `threading` and `multiprocessing` that take or release a lock."""
 
-_MOST_PUT_OFF = 40
+_MAX_DELAYS = 40
 """Maximum number of delays, of some milliseconds, for these functions: only a blocked thread takes longer."""
 
 Task = tuple[ToRank, list[memoryview]]
@@ -84,7 +84,7 @@ class MainThreadControl(Protocol):
     def collectives(self, token: int) -> Collectives:
         """Return the pending collectives of the process groups."""
 
-    def inquire(self, question: Question) -> None:
+    def query(self, question: Question) -> None:
         """Queue a query, to be answered on another thread."""
 
     def debug(self, message: DapToRank) -> None:
@@ -99,24 +99,28 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._main = threading.main_thread().ident or 0
+        # Held only for a few instructions, by the control thread, the retry threads and `arm`. The signal handler does
+        # not take it, because it may interrupt `arm`.
         self._lock = threading.Lock()
         self._handler = self._on_signal
-        self._armed: int | None = None
-        self._target: int | None = None
+        self._armed_cell: int | None = None
+        self._target_cell: int | None = None
+        # What `raise_error` raises in place of KeyboardInterrupt, with its cell. Cleared by the main thread.
+        self._error: tuple[int, BaseException] | None = None
         self._shields = 0
         self._forking = False
-        self._held = False
+        self._pending = False
         self._retries = itertools.cycle(_RETRY_AFTER)
-        self._patience = _SOON
-        self._reminder = 0.0
-        self._reminded = False
+        self._repeat_delay = _FIRST_REPEAT
+        self._next_repeat = 0.0
+        self._repeated = False
         self.delivered = False
-        self._tell_unraisable = sys.unraisablehook
-        self._of_children: Callable[[int, types.FrameType | None], object] | None = None
-        self._lost_child = ""
-        self._put_off = 0
+        self._previous_unraisablehook = sys.unraisablehook
+        self._child_errors = ""
+        self._delays = 0
+        self._postponed_until = 0.0
 
-    def guard(self) -> None:
+    def install_hooks(self) -> None:
         """Install hooks for the places where Python discards an exception: fork hooks and destructors.
 
         An interrupt there is raised again a moment later. Starting a DataLoader worker is such a moment, and a fork
@@ -139,42 +143,82 @@ class Interrupts:
             yield
         finally:
             self._shields -= 1
-            if self._held and not self._shields and not self._forking:
-                self._held = False
-                raise KeyboardInterrupt
+            if self._pending and not self._shields and not self._forking:
+                self._pending = False
+                raise self._take_exception()
+
+    @contextlib.contextmanager
+    def postponed(self, seconds: float) -> Iterator[None]:
+        """Postpone interrupts in the context by at most `seconds`. Main thread.
+
+        For user code that is expected to be short, such as an error's `__str__`. If the cell ends right after the
+        context, the interrupt is dropped.
+        """
+        self._postponed_until = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._postponed_until = 0.0
+
+    # Delivery: from the control thread to the main thread
 
     def request(self, cell: int) -> None:
         """Interrupt `cell`, now or as soon as it begins. Control thread."""
+        # With `arm`, exactly one of two things happens: this thread sees the armed cell and sends the signal, or `arm`
+        # sees the target and raises.
         with self._lock:
-            self._target = cell
-            running = self._armed == cell
+            self._target_cell = cell
+            running = self._armed_cell == cell
         if running:
             self._signal()
 
-    def remind(self) -> float | None:
+    def raise_error(self, error: BaseException) -> None:
+        """Raise `error` in the running cell at once, in the way of an interrupt. Any thread.
+
+        An interrupt of the user that has not been raised yet takes precedence. Does nothing between two cells.
+        """
+        with self._lock:
+            cell = self._armed_cell
+            if cell is None or self._error is not None:
+                return
+            self._error = cell, error
+        self._repeat_delay = _FIRST_REPEAT
+        self._next_repeat = time.monotonic() + self._repeat_delay
+        signal.pthread_kill(self._main, signal.SIGINT)
+
+    def _take_exception(self) -> BaseException:
+        """Return what a signal raises: the error of `raise_error`, unless the user has interrupted the cell."""
+        error, self._error = self._error, None
+        return error[1] if error is not None and not self.delivered else KeyboardInterrupt()
+
+    def repeat_signal(self) -> float | None:
         """Signal again if the main thread has not noticed; return the seconds until the next check, or None.
 
         Control thread. A signal that arrives between the interpreter's last check and a blocking system call is noticed
         by neither.
         """
         with self._lock:
-            unheard = self._target is not None and self._target == self._armed
-        if not unheard:
+            error = self._error
+            unnoticed = self._target_cell is not None and self._target_cell == self._armed_cell
+            unnoticed = unnoticed or (error is not None and error[0] == self._armed_cell)
+        if not unnoticed:
             return None
-        remaining = self._reminder - time.monotonic()
+        remaining = self._next_repeat - time.monotonic()
         if remaining > 0:
             return remaining
-        self._reminded = True
+        self._repeated = True
         signal.pthread_kill(self._main, signal.SIGINT)
-        self._patience = min(2 * self._patience, 1.0)  # long-running C code should not be slowed down
-        self._reminder = time.monotonic() + self._patience
-        return self._patience
+        self._repeat_delay = min(2 * self._repeat_delay, 1.0)  # long-running C code should not be slowed down
+        self._next_repeat = time.monotonic() + self._repeat_delay
+        return self._repeat_delay
 
     def _signal(self) -> None:
-        self._patience = _SOON
-        self._reminder = time.monotonic() + self._patience
+        # Every interrupt begins with short repetitions.
+        self._repeat_delay = _FIRST_REPEAT
+        self._next_repeat = time.monotonic() + self._repeat_delay
         signal.pthread_kill(self._main, signal.SIGINT)  # only a signal to this thread ends its system call
-        os_utils.interrupt_group()  # the cell's subprocesses get SIGINT too, as they would at a terminal
+        # The cell's subprocesses get SIGINT too, as they would at a terminal.
+        os_utils.interrupt_group()
 
     def arm(self, cell: int) -> None:
         """Begin `cell`: interrupts for it are raised from here on. Main thread.
@@ -183,71 +227,94 @@ class Interrupts:
         """
         if signal.getsignal(signal.SIGINT) is not self._handler:  # user code may have installed its own handler
             signal.signal(signal.SIGINT, self._handler)
-        self.delivered = self._reminded = False
-        self._put_off = 0
-        self._hear_of_children()
+        # The flags belong to one cell.
+        self.delivered = self._repeated = False
+        self._error = None
+        self._delays = 0
+        # In a cell, the user's handler of SIGCHLD runs as it was installed. Between cells it is wrapped, because its
+        # error would end the rank.
+        self._unwrap_child_handler()
         with self._lock:
-            self._armed = cell
-            early = self._target == cell
+            self._armed_cell = cell
+            early = self._target_cell == cell
             if early:
-                self._target = None
+                self._target_cell = None
         if early:
             raise KeyboardInterrupt
 
     def disarm(self) -> None:
         """End the cell: no interrupt is raised any more. Main thread."""
-        self._armed = None
-        self._held = False
+        # The first statement: a signal that arrives after it raises nothing.
+        self._armed_cell = None
+        self._pending = False
+        self._error = None
+        self._wrap_child_handler()
+
+    # SIGCHLD handlers of user code
+
+    def _wrap_child_handler(self) -> None:
         handler = signal.getsignal(signal.SIGCHLD)
-        if callable(handler) and handler != self._on_child:
-            self._of_children = handler
-            signal.signal(signal.SIGCHLD, self._on_child)
+        if callable(handler) and not isinstance(handler, _ChildHandler):
+            signal.signal(signal.SIGCHLD, _ChildHandler(self, handler))
 
-    def _on_child(self, number: int, frame: types.FrameType | None) -> None:
-        if self._of_children is not None:
-            try:
-                self._of_children(number, frame)
-            except RuntimeError as error:
-                self._lost_child = f"Between two cells: {error}\n"
-
-    def _hear_of_children(self) -> None:
-        """Restore a cell's SIGCHLD handler, and print the errors that it raised between cells.
-
-        torch's handler raises RuntimeError for a DataLoader worker that was killed. Outside a cell this would end the
-        rank.
-        """
-        handler, self._of_children = self._of_children, None
-        if handler is not None:
-            signal.signal(signal.SIGCHLD, handler)
-        errors, self._lost_child = self._lost_child, ""
+    def _unwrap_child_handler(self) -> None:
+        """Restore the cell's SIGCHLD handler, and print the errors that it raised between cells."""
+        handler = signal.getsignal(signal.SIGCHLD)
+        if isinstance(handler, _ChildHandler):
+            signal.signal(signal.SIGCHLD, handler.wrapped)
+        errors, self._child_errors = self._child_errors, ""
         if errors:
             sys.stderr.write(errors)
 
+    def absorb_child_error(self, error: RuntimeError) -> bool:
+        """Return True if an exception of the cell's SIGCHLD handler must not be raised. Main thread.
+
+        Between cells it would end the rank, so the next cell prints it. In an interrupted cell it is dropped: the
+        interrupt has ended the subprocesses too, and KeyboardInterrupt is the error to show.
+        """
+        if self._armed_cell is None:
+            self._child_errors = f"Between two cells: {error}\n"
+            return True
+        return self.delivered
+
     # Takes no lock: the handler runs in the main thread, which may hold `_lock` in `arm`.
     def _on_signal(self, _number: int, frame: types.FrameType | None) -> None:
-        target, self._target = self._target, None
-        if self._armed is None or target not in (None, self._armed):
+        # Clearing the target tells `repeat_signal` that the signal has been noticed.
+        target, self._target_cell = self._target_cell, None
+        # Between two cells, or too late for the cell that was meant. A target of None is a SIGINT from outside, such as
+        # a user's `kill -INT`, and interrupts whatever runs.
+        if self._armed_cell is None or target not in (None, self._armed_cell):
             return
-        if target is None and self._reminded:  # a reminder of an interrupt that was raised already
-            self._reminded = False
+        if target is None and self._error is None and self._repeated:  # a reminder of what was raised already
+            self._repeated = False
+            return
+        if (remaining := self._postponed_until - time.monotonic()) > 0:
+            # Another error of the cell is being reported.
+            if self._error is not None and target is None:
+                self._error = None
+                return
+            self._retry_later(remaining)
             return
         self.delivered = self.delivered or target is not None
+        self._wrap_child_handler()  # the subprocesses of the cell get the same interrupt
+        # `shield` and `_after_fork` raise it later, on this thread.
         if self._shields or self._forking:
-            self._held = True
-        elif self._is_taking(frame):
-            self._again()
+            self._pending = True
+        # A later attempt finds another frame, in all likelihood.
+        elif self._is_locking(frame):
+            self._retry_later()
         else:
-            raise KeyboardInterrupt
+            raise self._take_exception()
 
-    def _is_taking(self, frame: types.FrameType | None) -> bool:
+    def _is_locking(self, frame: types.FrameType | None) -> bool:
         """Return True if `frame` is taking or releasing a lock.
 
         Left half way, the lock would be held forever (bpo-29988). `threading` and `multiprocessing` do this in Python
-        code. A thread that blocks there is interrupted all the same, after `_MOST_PUT_OFF` delays.
+        code. A thread that blocks there is interrupted all the same, after `_MAX_DELAYS` delays.
         """
-        if frame is None or frame.f_code.co_name not in _TAKING or self._put_off >= _MOST_PUT_OFF:
+        if frame is None or frame.f_code.co_name not in _LOCK_FUNCTIONS or self._delays >= _MAX_DELAYS:
             return False
-        self._put_off += 1
+        self._delays += 1
         return True
 
     # An interrupt may end one of these hooks before its first line. So they set a flag: a counter could stay too high.
@@ -259,37 +326,66 @@ class Interrupts:
     def _after_fork(self) -> None:
         if threading.get_ident() == self._main:
             self._forking = False
-            if self._held and not self._shields:
-                self._held = False
-                self._again()
+            if self._pending and not self._shields:
+                self._pending = False
+                self._retry_later()
 
     def _in_child(self) -> None:
         if threading.get_ident() == self._main:
-            self._forking = self._held = False
+            # The child is a process of the user's code, in which no fork is under way and no interrupt is pending.
+            self._forking = self._pending = False
 
-    def _on_unraisable(self, lost: sys.UnraisableHookArgs) -> None:
-        if lost.exc_type is KeyboardInterrupt and threading.get_ident() == self._main and self._armed is not None:
-            self._again()
+    def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
+        # Python prints and discards an exception that a destructor or a fork hook raises. The interrupt would be lost
+        # with it.
+        if (
+            unraisable.exc_type is KeyboardInterrupt
+            and threading.get_ident() == self._main
+            and self._armed_cell is not None
+        ):
+            self._retry_later()
         else:
-            self._tell_unraisable(lost)
+            self._previous_unraisablehook(unraisable)
 
-    def _again(self) -> None:
-        """Interrupt the cell again in a few milliseconds.
+    def _retry_later(self, seconds: float | None = None) -> None:
+        """Interrupt the cell again in `seconds`, by default in a few milliseconds.
 
         The signal also goes to the children that the cell has by then.
         """
-        cell = self._armed
-        if cell is not None:
-            _thread.start_new_thread(self._repeat, (cell,))  # Thread.start waits, and could be interrupted there
+        cell = self._armed_cell
+        if cell is not None:  # Thread.start waits, and could be interrupted there
+            _thread.start_new_thread(self._retry, (cell, next(self._retries) if seconds is None else seconds))
 
-    def _repeat(self, cell: int) -> None:
-        threading.Event().wait(next(self._retries))
+    def _retry(self, cell: int, seconds: float) -> None:
+        threading.Event().wait(seconds)
+        # The cell may have ended while this thread slept. Its successor must not be interrupted.
         with self._lock:
-            running = self._armed == cell
-            if running:
-                self._target = cell
-        if running:
+            running = self._armed_cell == cell
+            error = self._error is not None and not self.delivered
+            if running and not error:
+                self._target_cell = cell
+        if running and error:
+            signal.pthread_kill(self._main, signal.SIGINT)
+        elif running:
             self._signal()
+
+
+class _ChildHandler:
+    """Wrap a SIGCHLD handler of user code, and pass its RuntimeErrors to `Interrupts`.
+
+    torch's handler raises one for a DataLoader worker that was killed, wherever the main thread is.
+    """
+
+    def __init__(self, interrupts: Interrupts, wrapped: Callable[[int, types.FrameType | None], object]) -> None:
+        self._interrupts = interrupts
+        self.wrapped = wrapped
+
+    def __call__(self, number: int, frame: types.FrameType | None) -> None:
+        try:
+            self.wrapped(number, frame)
+        except RuntimeError as error:
+            if not self._interrupts.absorb_child_error(error):
+                raise
 
 
 class ControlThread(threading.Thread):
@@ -303,7 +399,7 @@ class ControlThread(threading.Thread):
         link: RankLink,
         capture: OutputCapture,
         interrupts: Interrupts,
-        answers: MainThreadControl,
+        main_thread: MainThreadControl,
         liveness: int,
     ) -> None:
         super().__init__(name="rankbook-control", daemon=True)
@@ -313,12 +409,12 @@ class ControlThread(threading.Thread):
         self._link = link
         self._capture = capture
         self._interrupts = interrupts
-        self._answers = answers
+        self._main_thread = main_thread
         self._liveness = liveness
-        self._left = False
+        self._shutting_down = False
         self.patience = 0.0
-        self._due: float | None = None
-        self._told: set[str] = set()
+        self._drain_at: float | None = None
+        self._reported_errors: set[str] = set()
 
     def next_task(self) -> Task | None:
         """Return the next task, or None when it is time to exit. Main thread.
@@ -326,7 +422,10 @@ class ControlThread(threading.Thread):
         Calls the functions that it finds in the queue.
         """
         while callable(task := self.tasks.get()):
+            # Functions come from other threads that need the main thread between two tasks, see
+            # `Executor.run_when_idle`.
             task()
+        # The control thread ends by itself after it has put None. Once it has, this thread alone uses the pipes.
         if task is None:
             self.join()
         return task
@@ -334,67 +433,76 @@ class ControlThread(threading.Thread):
     def run(self) -> None:
         """Serve messages. An error is reported and the thread continues; errors in quick succession end the process."""
         try:
+            # The system may deliver a signal to any thread that does not block it. A blocking call of the main thread
+            # ends only if that thread gets it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # SIGINT must wake the main thread
             self._serve()
         except BaseException as error:  # noqa: BLE001 - reported; without this thread the rank would seem to hang
             self._die(error)
 
     def _serve(self) -> None:
-        failed = -FAILURES_APART
-        while not self._left:
+        failed = -MIN_FAILURE_INTERVAL
+        while not self._shutting_down:
             try:
-                self._turn()
+                self._serve_once()
             except Exception as error:
+                # The error may be caused by a cell that has replaced a builtin function. It is not counted then.
                 if replaced := originals.restore_originals():
-                    self._capture.tell(originals.describe_restored(replaced))
+                    self._capture.send_stderr(originals.describe_restored(replaced))
                     continue
                 failed, before = time.monotonic(), failed
-                if failed - before < FAILURES_APART:
+                if failed - before < MIN_FAILURE_INTERVAL:
                     raise
-                self.tell("Rankbook's control thread went wrong here, and goes on:", error)
+                self.report_error("Error in Rankbook's control thread, which continues:", error)
 
-    # `_due` is the time at which to read the pipes, or None while they are empty. Only then are they polled: once they
-    # have data, polling would return at once until `READ_AFTER` is over.
-    def _turn(self) -> None:
-        due = self._due
+    # `_drain_at` is the time at which to read the pipes, or None while they are empty. Only then are they polled: once
+    # they have data, polling would return at once until `READ_AFTER` is over.
+    def _serve_once(self) -> None:
+        due = self._drain_at
         pause = None if due is None else max(0.0, due - time.monotonic())
         watched = (self._liveness, *self._capture.files) if due is None else (self._liveness,)
-        times = [seconds for seconds in (pause, self._interrupts.remind()) if seconds is not None]
+        times = [seconds for seconds in (pause, self._interrupts.repeat_signal()) if seconds is not None]
         received, readable = self._link.wait(min(times, default=None), watched)
         if self._liveness in readable:
+            # The forkserver has died, and nobody would collect this rank. The whole group, because the cell's
+            # subprocesses have no other watcher.
             os.killpg(0, signal.SIGKILL)
         if received:
             self._receive()
-        if self._left:
+        # What is still in the pipes is sent by the main thread, in `OutputCapture.end`.
+        if self._shutting_down:
             return
+        # Not read at once, see `READ_AFTER`.
         if readable:
-            self._due = time.monotonic() + READ_AFTER
+            self._drain_at = time.monotonic() + READ_AFTER
         elif due is not None and due <= time.monotonic():
-            self._due = None  # set before reading, which may fail: poll reports remaining data again
-            more = self._capture.drain_at_pace()
-            self._due = time.monotonic() + more if more else None
+            # Set before reading, which may fail: poll reports remaining data again.
+            self._drain_at = None
+            more = self._capture.drain_within_limit()
+            self._drain_at = time.monotonic() + more if more else None
 
     def _receive(self) -> None:
-        while (parcel := self._link.receive()) is not None:
+        while (received := self._link.receive()) is not None:
+            # One message at a time, so that an invalid one does not take its successors with it.
             try:
-                self._dispatch(*parcel)
+                self._dispatch(*received)
             except Exception as error:  # noqa: BLE001 - shown to the user; the notebook repeats its query
-                self.tell(f"Rankbook could not answer {type(parcel[0]).__name__}:", error)
+                self.report_error(f"Rankbook could not process the message {type(received[0]).__name__}:", error)
 
-    def tell(self, words: str, error: BaseException) -> None:
+    def report_error(self, title: str, error: BaseException) -> None:
         """Show an error to the user, once per text.
 
         Does not write to the stderr pipe: it may be full, and this is the thread that empties it.
         """
-        text = f"{words}\n{''.join(traceback.format_exception(error))}"
-        if text not in self._told:
-            self._told.add(text)
-            self._capture.tell(text)
+        text = f"{title}\n{''.join(traceback.format_exception(error))}"
+        if text not in self._reported_errors:
+            self._reported_errors.add(text)
+            self._capture.send_stderr(text)
 
     def _die(self, error: BaseException) -> None:
         """Exit the process, leaving the reason in the stderr pipe, where the forkserver reads it."""
         try:
-            message = f"Rankbook's control thread cannot go on:\n{''.join(traceback.format_exception(error))}"
+            message = f"Rankbook's control thread cannot continue:\n{''.join(traceback.format_exception(error))}"
             with contextlib.suppress(Exception):  # the error may come from here
                 self._capture.drain()
             os.set_blocking(2, False)  # no thread empties the pipe any more
@@ -405,23 +513,24 @@ class ControlThread(threading.Thread):
     def _dispatch(self, message: ToRank, frames: list[memoryview]) -> None:
         match message:
             case Shutdown():
-                self._left, self.patience = True, message.patience
+                # The patience is set before None is put, upon which the main thread reads it.
+                self._shutting_down, self.patience = True, message.patience
                 self.tasks.put(None)
             case Interrupt():
                 self._interrupts.request(message.cell)
             case InputReply():
                 self.replies.put(message)
             case GetStack():
-                self._link.send(self._answers.stack(message.token))
+                self._link.send(self._main_thread.stack(message.token))
             case GetCollectives():
-                self._link.send(self._answers.collectives(message.token))
+                self._link.send(self._main_thread.collectives(message.token))
             case Abort():
-                self._answers.abort(message)
+                self._main_thread.abort(message)
             case CommToRank():
                 comms.receive_comm(message, frames)
             case DapToRank():
-                self._answers.debug(message)
+                self._main_thread.debug(message)
             case QueryRequest():
-                self._answers.inquire(message)
+                self._main_thread.query(message)
             case _:
                 self.tasks.put((message, frames))

@@ -8,8 +8,8 @@ import debugpy.
 engine connects to a port of ours, which is closed again at once. The process that connected must know a random token,
 which proves that it is the engine.
 
-Threads: the control thread queues messages (`hear`); a writer thread starts the engine and sends them to it; a reader
-thread passes the engine's messages to the notebook; the main thread switches tracing on and off around a task.
+Threads: the control thread queues messages (`queue_message`); a writer thread starts the engine and sends them to it; a
+reader thread passes the engine's messages to the notebook; the main thread switches tracing on and off around a task.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from typing import IO, Any
 from rankbook.package_folders import PACKAGE_FOLDERS
 from rankbook.protocol.comm import DapFromRank, DapToRank
 
-_SECONDS = 10.0
+_TIMEOUT = 10.0
 """Time limit for the engine to connect, and to end."""
-_OWN = 1 << 30
+_FIRST_SEQ = 1 << 30
 """First sequence number of our own requests; a front end counts from 1."""
 _STEPS = frozenset({"next", "stepIn", "stepOut", "pause"})
-_SILENT = "PYDEVD_DISABLE_FILE_VALIDATION"
+_VALIDATION_VARIABLE = "PYDEVD_DISABLE_FILE_VALIDATION"
 """Environment variable that silences pydevd's warning about frozen modules, which would appear in the cell."""
 
 Message = dict[str, Any]
@@ -46,77 +46,81 @@ Message = dict[str, Any]
 class Debuggee:
     """Connect this rank's debugger engine to the notebook.
 
-    `send` sends a message to the notebook. `be_patient(True)` suspends the timeouts of collectives, because the
-    debugger may pause a rank for any time; `be_patient(False)` restores them.
+    `send` sends a message to the notebook. `suspend_timeouts(True)` suspends the timeouts of collectives, because the
+    debugger may pause a rank for any time; `suspend_timeouts(False)` restores them.
     """
 
-    def __init__(self, send: Callable[[DapFromRank], None], be_patient: Callable[[bool], None]) -> None:
+    def __init__(self, send: Callable[[DapFromRank], None], suspend_timeouts: Callable[[bool], None]) -> None:
         self.attached = False
         self._send = send
-        self._be_patient = be_patient
+        self._suspend_timeouts = suspend_timeouts
         self._requests: queue.SimpleQueue[str] = queue.SimpleQueue()
+        # A lock that is acquired once and never released, so that exactly one thread is started.
         self._started = _thread.allocate_lock()
         self._stream: IO[bytes] | None = None
         self._socket: socket.socket | None = None
+        # Requests come from the writer thread and, in `end`, from the main thread.
         self._sending = threading.Lock()
         self._engine: Any = None
-        self._traced: Any = None
-        self._own_hook: Any = None
-        self._its_hook: Any = None
-        self._last: int | None = None
-        self._paused: int | None = None
-        self._moving = False
-        self._own = _OWN
+        self._tracing_engine: Any = None
+        self._original_hook: Any = None
+        self._debugpy_hook: Any = None
+        self._last_thread: int | None = None
+        self._paused_thread: int | None = None
+        self._stepping = False
+        self._last_seq = _FIRST_SEQ
         self._answers: dict[int, queue.SimpleQueue[Message]] = {}
-        self._leaving: int | None = None
-        self._gone = threading.Event()
-        self._gone.set()
+        self._disconnect_seq: int | None = None
+        self._engine_ended = threading.Event()
+        self._engine_ended.set()
 
     # Any thread
 
-    def hear(self, message: DapToRank) -> None:
+    def queue_message(self, message: DapToRank) -> None:
         """Queue a message for the debugger; the writer thread handles it. Any thread."""
+        # An unbounded queue: the control thread must never wait for the debugger.
         self._requests.put(message.content)
         if self._started.acquire(blocking=False):
-            os.register_at_fork(after_in_child=self._let_go)
+            os.register_at_fork(after_in_child=self._stop_in_child)
             _thread.start_new_thread(self._run, ())  # Thread.start waits, and an interrupt could end it
 
     @property
     def paused(self) -> bool:
         """Return True if a thread of this rank is paused in the debugger. Any thread."""
-        return self._paused is not None
+        return self._paused_thread is not None
 
     # Main thread, around a task
 
     def begin(self) -> None:
         """Start tracing this thread. Main thread, before a task."""
-        self._traced = self._engine
-        if self._traced is not None:
-            self._traced.enable_tracing()
+        # Remembered until `end`, because another thread may detach the engine meanwhile.
+        self._tracing_engine = self._engine
+        if self._tracing_engine is not None:
+            self._tracing_engine.enable_tracing()
 
     def end(self) -> None:
         """Stop tracing, and continue a thread that is paused or stepping. Main thread, after a task.
 
         A finished task is not paused any more, however it ended.
         """
-        if self._traced is None:
+        if self._tracing_engine is None:
             return
-        self._traced.disable_tracing()
-        self._traced = None
-        paused, moving = self._paused, self._moving
-        if (paused is not None or moving) and self._last is not None:
+        self._tracing_engine.disable_tracing()
+        self._tracing_engine = None
+        paused, stepping = self._paused_thread, self._stepping
+        if (paused is not None or stepping) and self._last_thread is not None:
             with contextlib.suppress(OSError):
-                self._ask("continue", {"threadId": self._last})
-            if self._paused is not None:  # the engine sends no event when an interrupt ends a pause
+                self._request("continue", {"threadId": self._last_thread})
+            if self._paused_thread is not None:  # the engine sends no event when an interrupt ends a pause
                 body = {"threadId": paused, "allThreadsContinued": True}
-                self._tell({"type": "event", "seq": 0, "event": "continued", "body": body})
-        self._moving = False
+                self._send_message({"type": "event", "seq": 0, "event": "continued", "body": body})
+        self._stepping = False
 
-    def _let_go(self) -> None:
+    def _stop_in_child(self) -> None:
         """Disable tracing in a forked subprocess, which no front end could ever continue."""
         if self._engine is not None:
             self._engine.disable_tracing()
-            self._engine = self._traced = None
+            self._engine = self._tracing_engine = None
             self.attached = False
 
     # Writer thread
@@ -127,68 +131,77 @@ class Debuggee:
             content = self._requests.get()
             request: Message = json.loads(content)
             try:
-                self._pass_on(request)
+                self._forward(request)
             except Exception as error:  # noqa: BLE001 - reported in the response; it must not end this thread
                 message = f"{type(error).__name__}: {error}"
                 self._send(DapFromRank(json.dumps(_failure(request, message))))
 
-    def _pass_on(self, request: Message) -> None:
+    def _forward(self, request: Message) -> None:
         command = request["command"]
         if not self.attached and command != "disconnect":
             self._start()
         if command == "attach":
+            # Rankbook's own frames are in the stack of every cell. The user has not asked for them.
             rules = [{"path": f"{folder}**", "include": False} for folder in PACKAGE_FOLDERS]
             options = {"justMyCode": True, "rules": rules, "stopAllThreadsOnSuspend": False, "subProcess": False}
             request["arguments"] = {**request.get("arguments", {}), **options}
+        # Remembered, so that `end` can tell the engine to go on.
         if command in _STEPS:
-            self._moving, self._last = True, request["arguments"]["threadId"]
-            if command == "pause" and self._traced is None:  # the engine would pause the next task, at its first line
-                self._moving = False
-                message = "it runs nothing, or what began before it was debugged"
+            self._stepping, self._last_thread = True, request["arguments"]["threadId"]
+            if (
+                command == "pause" and self._tracing_engine is None
+            ):  # the engine would pause the next task, at its first line
+                self._stepping = False
+                message = "cannot pause: the rank is idle, or its cell started before the debugger attached"
                 self._send(DapFromRank(json.dumps(_failure(request, message))))
                 return
         if command == "disconnect":
-            self._leaving = request["seq"]
+            self._disconnect_seq = request["seq"]
         self._write(request)
 
     def _write(self, request: Message) -> None:
         content = json.dumps(request).encode()
         connection = self._socket
+        # The reader thread has seen the end of the connection.
         if connection is None:
-            raise ConnectionError("the debugger has ended")
+            raise ConnectionError("the debugger has stopped")
         with self._sending:
             connection.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(content), content))
 
-    def _ask(self, command: str, arguments: Message) -> None:
+    def _request(self, command: str, arguments: Message) -> None:
         """Send a request of our own to the engine, and wait at most one second for the response."""
-        self._own += 1
-        answer = self._answers[self._own] = queue.SimpleQueue()
+        self._last_seq += 1
+        answer = self._answers[self._last_seq] = queue.SimpleQueue()
         try:
-            self._write({"type": "request", "seq": self._own, "command": command, "arguments": arguments})
+            self._write({"type": "request", "seq": self._last_seq, "command": command, "arguments": arguments})
             with contextlib.suppress(queue.Empty):
                 answer.get(timeout=1.0)
         finally:
-            del self._answers[self._own]
+            del self._answers[self._last_seq]
 
     def _start(self) -> None:
         """Start the engine and connect it to this process. Raises OSError; ImportError without debugpy."""
-        hook, before = sys.breakpointhook, os.environ.get(_SILENT)
-        os.environ[_SILENT] = "1"
+        # The import replaces `sys.breakpointhook`. Until the engine is connected, `breakpoint()` must keep its usual
+        # meaning.
+        hook, before = sys.breakpointhook, os.environ.get(_VALIDATION_VARIABLE)
+        os.environ[_VALIDATION_VARIABLE] = "1"
         try:
             import debugpy.server  # the import installs debugpy's hooks in the engine
             import pydevd
         finally:
-            del os.environ[_SILENT]
+            del os.environ[_VALIDATION_VARIABLE]
             if before is not None:
-                os.environ[_SILENT] = before
-            its, sys.breakpointhook = sys.breakpointhook, hook
-        self._own_hook, self._its_hook = hook, self._its_hook or its
-        self._gone.wait(_SECONDS)
+                os.environ[_VALIDATION_VARIABLE] = before
+            debugpy_hook, sys.breakpointhook = sys.breakpointhook, hook
+        self._original_hook, self._debugpy_hook = hook, self._debugpy_hook or debugpy_hook
+        # A front end may attach again while the last engine is still ending.
+        self._engine_ended.wait(_TIMEOUT)
         if _engine() is not None:
-            raise ConnectionError("this rank has another debugger")
-        word = secrets.token_hex(16)
+            raise ConnectionError("another debugger is already attached to this rank")
+        token = secrets.token_hex(16)
+        # Open for the one connection only, and on the loopback interface.
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            listener.settimeout(_SECONDS)
+            listener.settimeout(_TIMEOUT)
             pydevd.settrace(
                 host="127.0.0.1",
                 port=listener.getsockname()[1],
@@ -197,63 +210,65 @@ class Debuggee:
                 patch_multiprocessing=False,
                 wait_for_ready_to_run=False,
                 dont_trace_start_patterns=(str(Path(debugpy.__file__).parent),),  # or breakpoint() would stop in it
-                client_access_token=word,
+                client_access_token=token,
                 notify_stdin=False,
             )
             pydevd.SetupHolder.setup = None  # or debugpy.listen() in a later cell would use this port
             engine = _engine()
             engine.disable_tracing()
-            self._socket, self._stream = _wait_for_engine(listener, word)
-        self._gone.clear()
-        self._engine, self._leaving, self.attached = engine, None, True
-        sys.breakpointhook = self._its_hook
-        self._be_patient(True)
+            self._socket, self._stream = _wait_for_engine(listener, token)
+        self._engine_ended.clear()
+        self._engine, self._disconnect_seq, self.attached = engine, None, True
+        sys.breakpointhook = self._debugpy_hook
+        self._suspend_timeouts(True)
         _thread.start_new_thread(self._read, (self._socket, self._stream))
 
     # Reader thread
 
     def _read(self, connection: socket.socket, stream: IO[bytes]) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # The response to `disconnect`, which is held back until the engine has ended.
         last: Message | None = None
         with connection, stream:
             with contextlib.suppress(OSError):
                 while (message := read_message(stream)) is not None:
-                    if self._leaving is not None and message.get("request_seq") == self._leaving:
+                    if self._disconnect_seq is not None and message.get("request_seq") == self._disconnect_seq:
                         last = message
                         break
-                    if self._note(message):
-                        self._tell(message)
-            self.attached, self._engine, self._socket, self._paused = False, None, None, None
-            sys.breakpointhook = self._own_hook
-            self._be_patient(False)
+                    if self._update_state(message):
+                        self._send_message(message)
+            # The state is reset before the front end hears of the end, because it may attach at once.
+            self.attached, self._engine, self._socket, self._paused_thread = False, None, None, None
+            sys.breakpointhook = self._original_hook
+            self._suspend_timeouts(False)
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # a child that was forked meanwhile has the socket open too
         _wait_until(lambda: _engine() is None)
-        self._gone.set()
+        self._engine_ended.set()
         # Answer `disconnect` only now: a front end that then attaches again must not see this engine's end as its own.
         if last is not None:
-            self._tell(last)
+            self._send_message(last)
         else:
             self._send(DapFromRank(""))
 
-    def _note(self, message: Message) -> bool:
+    def _update_state(self, message: Message) -> bool:
         """Update the state from an engine's message; return True if it is for the front end."""
         if message["type"] == "response":
             answer = self._answers.get(message["request_seq"])
             if answer is not None:
                 answer.put(message)
-            return bool(message["request_seq"] < _OWN)
+            return bool(message["request_seq"] < _FIRST_SEQ)
         body = message.get("body") or {}
         if message["event"] == "stopped":
-            self._last = self._paused = body["threadId"]
-            self._moving = False
+            self._last_thread = self._paused_thread = body["threadId"]
+            self._stepping = False
         elif message["event"] == "continued":
-            self._paused = None
+            self._paused_thread = None
         return True
 
-    def _tell(self, message: Message) -> None:
+    def _send_message(self, message: Message) -> None:
         if message.get("event") == "continued":
-            self._paused = None
+            self._paused_thread = None
         self._send(DapFromRank(json.dumps(message)))
 
 
@@ -269,19 +284,20 @@ def read_message(stream: IO[bytes]) -> Message | None:
     return None
 
 
-def _wait_for_engine(listener: socket.socket, word: str) -> tuple[socket.socket, IO[bytes]]:
-    """Return the connection of the process that knows the token `word`. Raises TimeoutError."""
-    request = {"type": "request", "seq": _OWN, "command": "pydevdAuthorize", "arguments": {}}
+def _wait_for_engine(listener: socket.socket, token: str) -> tuple[socket.socket, IO[bytes]]:
+    """Return the connection of the process that knows `token`. Raises TimeoutError."""
+    request = {"type": "request", "seq": _FIRST_SEQ, "command": "pydevdAuthorize", "arguments": {}}
     content = json.dumps(request).encode()
+    # Any process of this machine may connect. The one that does not know the token is turned away.
     while True:
         connection, _ = listener.accept()
-        connection.settimeout(_SECONDS)
+        connection.settimeout(_TIMEOUT)
         stream = connection.makefile("rb")
         with contextlib.suppress(OSError, ValueError):
             connection.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(content), content))
             while (message := read_message(stream)) is not None:
-                if message.get("request_seq") == _OWN:
-                    if secrets.compare_digest(str((message.get("body") or {}).get("clientAccessToken")), word):
+                if message.get("request_seq") == _FIRST_SEQ:
+                    if secrets.compare_digest(str((message.get("body") or {}).get("clientAccessToken")), token):
                         connection.settimeout(None)
                         return connection, stream
                     break
@@ -295,13 +311,13 @@ def _engine() -> Any:  # noqa: ANN401 - pydevd has no type annotations
     return get_global_debugger()
 
 
-def _failure(request: Message, words: str) -> Message:
+def _failure(request: Message, reason: str) -> Message:
     response = {"type": "response", "seq": 0, "request_seq": request["seq"], "command": request["command"]}
-    return {**response, "success": False, "message": words, "body": {}}
+    return {**response, "success": False, "message": reason, "body": {}}
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until `condition()` is true, for `_SECONDS` at most."""
-    deadline, never = time.monotonic() + _SECONDS, threading.Event()
+    """Wait until `condition()` is true, for `_TIMEOUT` at most."""
+    deadline, never = time.monotonic() + _TIMEOUT, threading.Event()
     while not condition() and time.monotonic() < deadline:
         never.wait(0.02)

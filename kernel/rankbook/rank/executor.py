@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import re
+import sys
 import time
 from bdb import BdbQuit
 from collections.abc import Callable, Collection
@@ -21,10 +22,13 @@ from subprocess import CalledProcessError
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from IPython.core.error import UsageError
 
-from rankbook.errors import BadRequest, CollectiveAborted, RankbookError, StartError
+from rankbook.errors import CollectiveAborted, InvalidArgument, RankbookError, StartError
 from rankbook.formatting import suggest
+from rankbook.ipython_compat import asyncio_loop, cell_numbers
+from rankbook.protocol.base import WIDGET_VIEW
 from rankbook.protocol.comm import DapToRank
 from rankbook.protocol.messages import (
     Abort,
@@ -43,14 +47,15 @@ from rankbook.protocol.messages import (
     InputRequest,
     ListState,
     Message,
+    OutputBarrier,
     Payload,
     Regroup,
     RunCell,
     Stack,
     ToRank,
 )
-from rankbook.protocol.profiling import Measure
 from rankbook.protocol.queries import GetCompletions, GetInspection, GetValue, Hint, Look, Question
+from rankbook.protocol.telemetry import Measure
 from rankbook.rank import (
     originals,
     os_utils,
@@ -60,9 +65,10 @@ from rankbook.rank import (
 )
 from rankbook.rank.control_thread import Interrupts, Task
 from rankbook.rank.debugger import Debuggee
-from rankbook.rank.inspect import oom
+from rankbook.rank.inspect import oom, tensor_introspection
 from rankbook.rank.inspect.completion import CompletionHandler
 from rankbook.rank.inspect.query_threads import QueryThreads, answer_in_thread
+from rankbook.rank.io import comms
 from rankbook.rank.io.output_capture import OutputCapture
 from rankbook.rank.io.output_widget import OutputWidgetTarget
 from rankbook.rank.process_groups.manager import GroupManager
@@ -79,8 +85,16 @@ if TYPE_CHECKING:
     from rankbook.rank.measurement import Measurement
 
 
+# A text search and not a parser, because every cell is searched. A false match, in a string for example, creates an
+# object that is not used.
 _USES_ACCELERATOR = re.compile(r"(?<![\w.])accelerator\b")
-_NAMES_ONE = re.compile(r"(?<![\w.])accelerator\s*(?::[^=\n]*)?=[^=]|\bas accelerator\b|\bimport accelerator\b")
+_ASSIGNS_ACCELERATOR = re.compile(
+    r"(?<![\w.])accelerator\s*(?::[^=\n]*)?=[^=]|\bas accelerator\b|\bimport accelerator\b"
+)
+
+
+_REPORT_TIME = 2.0
+"""Seconds by which an interrupt is postponed while the report of an error is made."""
 
 
 class Executor:
@@ -101,6 +115,7 @@ class Executor:
         self.cell = 0
         self.running: int | None = None
         self._number = 0
+        self._told_lost = False
         self.wait_reply: Callable[[], InputReply] | None = None
         self.run_when_idle: Callable[[Callable[[], None]], None] = lambda _: None
         self._shell = shell
@@ -110,13 +125,17 @@ class Executor:
         self._group = group
         self._segments = SegmentStore(segments)
         self._pid = getpid()
-        self._looks = QueryThreads[Look](link.send, self._lookout)
-        self._hints = QueryThreads[Hint](link.send, self._guide)
-        self._peeks: Evaluator | None = None
+        self._status_queries = QueryThreads[Look](link.send, self._make_status_handler)
+        self._completion_queries = QueryThreads[Hint](link.send, self._make_completion_handler)
+        self._evaluator: Evaluator | None = None
         self._measurement: Measurement | None = None
-        self._debuggee = Debuggee(link.send, group.be_patient)
+        self._debuggee = Debuggee(link.send, group.suspend_timeouts)
         shell.attach(self)
-        group.where = self.line
+        group.current_line = self.line
+        group.on_break = lambda: link.send(self.collectives(0))
+        group.on_cut = interrupts.raise_error
+        group.on_stuck = capture.send_stderr
+        group.cell.files = self._cell_files()
 
     @property
     def interrupted(self) -> bool:
@@ -126,17 +145,24 @@ class Executor:
     def execute(self, task: Task) -> None:
         """Run one task and send its `Done`, whatever happens."""
         message, frames = task
+        # `cell` stays after the end of the task: output of background threads belongs to it. `running` tells other
+        # threads whether a task runs.
         self.cell = self.running = _cell_of(message)
-        self._number = message.number if isinstance(message, RunCell) else 0
+        self._number = self._group.cell.number = message.number if isinstance(message, RunCell) else 0
+        comms.begin_cell()
         try:
             done, answer = self._run(message, frames)
         except BaseException as error:  # noqa: BLE001 - user code may have broken our own code: reported in Done
-            done, answer = self._give_up(error), ()
+            done, answer = self._recover_from(error), ()
+        # Before `Done` is sent: a query that the notebook sends after it must find the rank idle.
         self.running = None
+        comms.end_cell()
+        # Encoding checks the message, and user code may have put odd values into it. A second `Done` without them then
+        # takes its place, because the notebook waits for one.
         try:
             self._link.send(done, answer)
         except BaseException as error:  # noqa: BLE001 - as above
-            self._link.send(self._give_up(error))
+            self._link.send(self._recover_from(error))
 
     def _run(self, message: ToRank, frames: list[memoryview]) -> tuple[Done, Frames]:
         """Perform a task and return its `Done` with the payload's frames.
@@ -147,22 +173,30 @@ class Executor:
         packed: Packed | None = None
         error: BaseException | None = None
         report: ErrorReport | None = None
+        # Before user code runs: what background threads have printed since the last cell still belongs to that one.
         self._capture.begin(self.cell)
         if self._debuggee.attached:
             self._debuggee.begin()
         # The inner `try` runs the task and explains its error while interrupts are armed, because an error's `__str__`
         # is user code too. The outer one catches whatever is raised meanwhile, an interrupt included. The report then
-        # comes from `brief_report`, which calls no user code.
+        # comes from `brief_report`, which calls no user code. An interrupt waits for a moment, because it is often a
+        # consequence of the same failure as the error, whose text must not be lost.
         try:
             try:
                 self._interrupts.arm(self.cell)
                 packed = self._perform(message, frames)
+                # A collective that the cell has waited for belongs to the cell, also if only a device has to wait.
+                self._group.wait_for_device()
+                # The streams' `flush` may be user code, so it is called while interrupts are armed.
                 self._capture.flush()
             except BaseException as caught:  # noqa: BLE001 - any error of user code is reported in Done
                 error = caught
+                # User code has forked, and the child has left the cell by an exception. It must not report anything on
+                # the rank's link.
                 self._end_if_forked()
-                error = self._translate(error)
-                report = self._explain(error)
+                with self._interrupts.postponed(_REPORT_TIME):
+                    error = self._translate(error)
+                    report = self._report_failure(error)
             finally:
                 self._interrupts.disarm()
         except BaseException as caught:  # noqa: BLE001 - as above
@@ -171,8 +205,10 @@ class Executor:
         self._interrupts.disarm()  # an interrupt may have ended the first call
         self._debuggee.end()
         self._end_if_forked()
+        lost_device = "" if error is None else self._lost_device()
+        # Also after an error: the times of a failed cell are of interest.
         if self._measurement is not None:
-            packed = self._tell_measured(self._measurement)
+            packed = self._pack_measurement(self._measurement)
         self._capture.end()
         done = Done(
             cell=self.cell,
@@ -181,35 +217,60 @@ class Executor:
             error=report,
             payload=packed.payload if packed else None,
             collectives=self._group.launched - launched,
+            groups=self._group.report_used(),
+            lost_device=lost_device,
         )
         return done, packed.frames if packed else ()
 
+    def _tell_steps(self) -> None:
+        """Tell the user which weights a regroup has replaced, or could not."""
+        group = self._group
+        text = recovery.describe_steps(self._shell.user_ns, group.restored_from, group.untrusted)
+        group.restored_from, group.untrusted = None, []
+        if text:
+            sys.stderr.write(text)
+
+    def _lost_device(self) -> str:
+        """Return the error of a device that has failed for good, and tell the user once what that means."""
+        lost = self._group.lost_device()
+        if lost and not self._told_lost:
+            self._told_lost = True
+            self._capture.send_stderr(
+                f"{self._group.device} has failed and executes nothing any more for this process ({lost}).\n"
+                f"%distributed heal replaces rank {self._group.rank}; pull still reads its variables on the CPU.\n"
+            )
+        return lost
+
     def _translate(self, error: BaseException) -> BaseException:
         """Return the exception to report in place of `error`."""
+        # A second interrupt must not leave the debugger half detached.
         with self._interrupts.shield():
             self._debuggee.end()
         error = self._group.translate(error)
-        if self._interrupts.delivered and is_aftermath(error):
+        # The interrupt is the cause, and the error only its effect.
+        if self._interrupts.delivered and is_interrupt_consequence(error):
             return KeyboardInterrupt().with_traceback(tracebacks.traceback_of(error))
         return error
 
-    def _explain(self, error: BaseException) -> ErrorReport:
+    def _report_failure(self, error: BaseException) -> ErrorReport:
         if issubclass(type(error), KeyboardInterrupt):
-            cancel_leftovers()
+            cancel_pending_tasks()
         else:  # after an interrupt a flush could block again: it may be the call that was interrupted
             self._capture.flush()
-        return explain_error(self._shell, error, self._cell_files(), self._number)
+        return failure_report(self._shell, error, self._cell_files(), self._number)
 
-    def _give_up(self, error: BaseException) -> Done:
+    def _recover_from(self, error: BaseException) -> Done:
         """Restore a working rank after an error in our own code, and return the task's `Done`."""
+        # First of all: the code below needs builtin functions.
         replaced = originals.restore_originals()
         self._end_if_forked()
         self._interrupts.disarm()
+        # The state of the failed task must not reach the next one.
         self._measurement = None
         report = tracebacks.brief_report(error, None, self._cell_files(), self._number)
         with contextlib.suppress(BaseException):  # remaining output is then sent with the next cell's
             if replaced:
-                self._capture.tell(originals.describe_restored(replaced))
+                self._capture.send_stderr(originals.describe_restored(replaced))
             self._capture.end()
         return Done(cell=self.cell, status=task_status(error), seconds=0.0, error=report)
 
@@ -219,22 +280,23 @@ class Executor:
             os._exit(1)
 
     def _cell_files(self) -> dict[str, int]:
-        files: dict[str, int] = self._shell.compile._filename_map
-        return files
+        return cell_numbers(self._shell.compile)
 
     def _perform(self, message: ToRank, frames: list[memoryview]) -> Packed | None:
         match message:
             case RunCell():
                 if "accelerator" in message.source:
                     self._provide_accelerator(message.source)
-                shutdown.report_lost_saves()
+                self._tell_steps()
+                # Before and after the cell: a background save may fail between two cells or during one.
+                shutdown.report_lost_saves(self._cell_files())
                 try:
                     if message.measure is None:
-                        self._shell.run(message.source, message.number, message.file)
+                        self._shell.run(message.source, message.number, message.file, session=message.session)
                     else:
                         self._run_measured(message, message.measure)
                 finally:
-                    shutdown.report_lost_saves()
+                    shutdown.report_lost_saves(self._cell_files())
             case CallFunction():
                 function, args, kwargs = self._unpack(message.payload, frames)
                 return pack(function(*args, **kwargs), store=self._segments)
@@ -248,41 +310,49 @@ class Executor:
                 return recovery.export_state(self._shell.user_ns, self._shell.user_ns_hidden, names, self._segments)
             case AdoptState(payload=payload):
                 open_state = None if payload is None else partial(self._unpack, payload, frames)
-                return pack(recovery.adopt_state(self._shell.user_ns, open_state), store=None)
+                adopted = recovery.adopt_state(self._shell.user_ns, open_state)
+                adopted["lost_save"] = shutdown.lost_saves(self._cell_files())
+                return pack(adopted, store=None)
             case Regroup():
                 try:
                     self._group.join(message.generation)
                 except (RuntimeError, OSError) as error:
-                    raise StartError(f"the process group could not be formed: {error}") from error
-                os_utils.malloc_trim()  # the old group's threads left free memory in the allocator's arenas
+                    raise StartError(f"cannot form the process group: {error}") from error
+                # The old group's threads left free memory in the allocator's arenas.
+                os_utils.malloc_trim()
             case _:
-                raise BadRequest(f"a rank has no task {type(message).__name__}")
+                raise InvalidArgument(f"expected a task, got the message {type(message).__name__}")
         return None
 
-    def _run_measured(self, message: RunCell, asked: Measure) -> None:
+    def _run_measured(self, message: RunCell, request: Measure) -> None:
         with self._interrupts.shield():
             from rankbook.rank.measurement import Measurement
 
             self._measurement = measurement = Measurement(
-                asked, self._group.rank, self._group.device, self._group.launched
+                request, self._group.rank, self._group.device, self._group.launched
             )
             measurement.start()
         try:
-            self._shell.run(message.source, message.number, message.file)
+            self._shell.run(message.source, message.number, message.file, session=message.session)
         finally:
             with self._interrupts.shield():
                 measurement.stop(self._group.launched)
 
-    def _tell_measured(self, measurement: Measurement) -> Packed:
+    def _pack_measurement(self, measurement: Measurement) -> Packed:
         """Return the packed measurement. Called after `disarm`, when no interrupt can arrive."""
         self._measurement = None
         measurement.stop(self._group.launched)  # an interrupt may have prevented the first call
-        return pack(measurement.tell(), store=self._segments)
+        return pack(measurement.result(), store=self._segments)
 
     def _provide_accelerator(self, source: str) -> None:
         """Define `accelerator` for a cell that uses the name without assigning it."""
         namespace = self._shell.user_ns
-        if "accelerator" not in namespace and _USES_ACCELERATOR.search(source) and not _NAMES_ONE.search(source):
+        if (
+            # The user's own variable of this name is never replaced.
+            "accelerator" not in namespace
+            and _USES_ACCELERATOR.search(source)
+            and not _ASSIGNS_ACCELERATOR.search(source)
+        ):
             from rankbook.runtime import Accelerator
 
             namespace["accelerator"] = Accelerator()
@@ -293,13 +363,13 @@ class Executor:
     def _fetch(self, name: str) -> object:
         first, *rest = name.split(".")
         if first not in self._shell.user_ns:
-            raise BadRequest(f"there is no variable {first!r} on this rank{suggest(first, self.namespace())}")
+            raise InvalidArgument(f"variable {first!r} is not defined on this rank{suggest(first, self.namespace())}")
         value: object = self._shell.user_ns[first]
         for attribute in rest:
             if not hasattr(value, attribute):
-                raise BadRequest(f"{first!r} has no attribute {attribute!r}{suggest(attribute, dir(value))}")
+                raise InvalidArgument(f"{first!r} has no attribute {attribute!r}{suggest(attribute, dir(value))}")
             value = getattr(value, attribute)
-        return value
+        return plain_module(name, value) if isinstance(value, torch.nn.Module) else value
 
     # ShellSession
 
@@ -308,7 +378,10 @@ class Executor:
         if self._forked:
             print(data.get("text/plain", ""))  # noqa: T201 - a subprocess reaches the notebook only through its stdout
             return
-        widget = self._place()
+        # The widget is complete when it is displayed, so its comms' messages may be delivered.
+        if WIDGET_VIEW in data:
+            comms.release_messages()
+        widget = self._widget_target()
         if widget is not None and widget.display(kind, data, metadata, display_id):
             return
         self._send_in_order(
@@ -317,24 +390,29 @@ class Executor:
 
     def clear(self, *, wait: bool) -> None:
         """See `shell.ShellSession`."""
-        widget = self._place()
+        widget = self._widget_target()
         if widget is not None:
             widget.clear(wait=wait)
         elif not self._forked:
             self._send_in_order(Clear(cell=self.cell, wait=wait))
 
-    def _place(self) -> OutputWidgetTarget | None:
+    def mark_output(self, name: str) -> None:
+        """Mark a place in the output by `name`, see `OutputBarrier`. Main thread."""
+        if not self._forked and self.running is not None:
+            self._send_in_order(OutputBarrier(cell=self.cell, name=name))
+
+    def _widget_target(self) -> OutputWidgetTarget | None:
         """Return the Output widget that captures this thread's output, or None.
 
         Flushes the output so far first, so that it is stored before what follows.
         """
-        redirect = self._capture.diverted()
+        redirect = self._capture.current_redirect()
         if redirect is not None:
             self._capture.flush()
             self._capture.drain()
         return redirect if isinstance(redirect, OutputWidgetTarget) else None
 
-    def tell(self, error: BaseException) -> ErrorReport:
+    def error_report(self, error: BaseException) -> ErrorReport:
         """Return the report of an error that does not end its cell. Main thread."""
         error = self._group.translate(error)
         return tracebacks.error_report(self._shell, error, self._cell_files())
@@ -342,7 +420,7 @@ class Executor:
     def ask(self, prompt: str, *, password: bool) -> str:
         """See `shell.ShellSession`. Raises EOFError if the front end cannot ask for input."""
         if self._forked:
-            raise EOFError("a subprocess of a rank cannot ask")
+            raise EOFError("input() is not available in a subprocess of a rank")
         self._send_in_order(InputRequest(cell=self.cell, prompt=prompt, password=password))
         assert self.wait_reply is not None
         reply = self.wait_reply()
@@ -367,68 +445,92 @@ class Executor:
 
     def stack(self, token: int) -> Stack:
         """Return the main thread's stack and state. Any thread."""
-        return Stack(token, self.running, self.frames(), self.waits()[0], self._debuggee.paused)
+        return Stack(token, self.running, self.frames(), self.pending_collective()[0], self._debuggee.paused)
 
     def frames(self) -> tuple[Frame, ...]:
         """Return the main thread's stack frames; empty between tasks. Any thread."""
         return tracebacks.main_thread_frames(self._cell_files()) if self.running is not None else ()
 
-    def waits(self) -> tuple[str, float]:
+    def pending_collective(self) -> tuple[str, float]:
         """Return the oldest unfinished collective as text, and its age in seconds. Any thread."""
-        waits_for = self._group.waits_for()
-        return (str(waits_for), time.monotonic() - waits_for.began) if waits_for is not None else ("", 0.0)
+        pending = self._group.oldest_pending()
+        return (str(pending), time.monotonic() - pending.began) if pending is not None else ("", 0.0)
 
-    def line(self) -> int | None:
-        """Return the line of the running cell that the main thread executes. Any thread."""
+    def line(self) -> int | str | None:
+        """Return the line that the main thread executes, see `main_thread_line`. Any thread."""
         if self.running is None:
             return None
         return tracebacks.main_thread_line(self._cell_files(), self._number)
 
     def collectives(self, token: int) -> Collectives:
         """Return the pending collectives of the process groups. Any thread."""
-        return Collectives(token=token, cell=self.running, line=self.line(), groups=self._group.report())
+        line = self.line()
+        return Collectives(token=token, cell=self.running, line=line, groups=self._group.report(line))
 
     def namespace(self) -> dict[str, object]:
         """Return a copy of the cells' variables. Any thread.
 
         Leaves out keys that are not strings, which `globals()` allows.
         """
+        # `dict.copy` is one call into C, during which the main thread cannot change the dict.
         return {name: value for name, value in dict.copy(self._shell.user_ns).items() if type(name) is str}
 
     def hidden(self) -> Collection[str]:
         """Return the names that were defined before the first cell. Any thread."""
         return frozenset(dict.copy(self._shell.user_ns_hidden))
 
-    def inquire(self, question: Question) -> None:
+    def query(self, question: Question) -> None:
         """Queue a query for a background thread, which sends the answer. Any thread."""
         if isinstance(question, GetValue):
-            answer_in_thread(self._link.send, self._make_peeks, question)
+            answer_in_thread(self._link.send, self._make_evaluator, question)
         elif isinstance(question, (GetCompletions, GetInspection)):  # a thread of its own: a status query may take long
-            self._hints.put(question)
+            self._completion_queries.put(question)
         else:
-            self._looks.put(question)
+            self._status_queries.put(question)
 
     def debug(self, message: DapToRank) -> None:
         """Queue a Debug Adapter Protocol message for the debugger's thread. Any thread."""
-        self._debuggee.hear(message)
+        self._debuggee.queue_message(message)
 
-    def _guide(self) -> CompletionHandler:
+    def _make_completion_handler(self) -> CompletionHandler:
         return CompletionHandler(self, self._group.rank)
 
-    def _lookout(self) -> StatusHandler:
+    def _make_status_handler(self) -> StatusHandler:
         from rankbook.rank.inspect.query_handlers import StatusHandler
 
         return StatusHandler(self, self._group.rank, self._group.device)
 
-    def _make_peeks(self) -> Evaluator:
+    def _make_evaluator(self) -> Evaluator:
         from rankbook.rank.inspect.evaluate import Evaluator
 
-        self._peeks = self._peeks or Evaluator(self, self._group.device)
-        return self._peeks
+        self._evaluator = self._evaluator or Evaluator(self, self._group.device)
+        return self._evaluator
 
     def abort(self, message: Abort) -> None:
         """Abort the collectives that wait for ranks which will not join. Any thread."""
         self._group.abort(message)
+
+
+def plain_module(name: str, model: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's model inside the wrappers of DDP and torch.compile, which only a rank can use.
+
+    Raises `InvalidArgument` for a model of DTensors, as `fully_shard` makes them: no rank has all of its weights, and
+    to gather them is a collective, which the ranks of a pull need not be able to join.
+    """
+    module = tensor_introspection.unwrapped(model)
+    gil_yield = tensor_introspection.GilYield()
+    tensors = tensor_introspection.tensors_of_modules(
+        list(tensor_introspection.modules_of(module, gil_yield)), gil_yield
+    )
+    # A copy of one rank's shards would look like the whole model.
+    if any(tensor_introspection.is_dtensor(named.tensor) for named in tensors):
+        raise InvalidArgument(
+            f"{name!r} is a model whose weights are divided among the ranks: gather them with "
+            "from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict; "
+            f"weights = get_model_state_dict({name}, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) "
+            "on all ranks, then %distributed pull weights --ranks 0"
+        )
+    return module
 
 
 def _cell_of(message: ToRank) -> int:
@@ -436,7 +538,7 @@ def _cell_of(message: ToRank) -> int:
     return cell
 
 
-def explain_error(shell: InteractiveShell, error: BaseException, cells: dict[str, int], number: int) -> ErrorReport:
+def failure_report(shell: InteractiveShell, error: BaseException, cells: dict[str, int], number: int) -> ErrorReport:
     """Return the report of an error.
 
     For an out-of-memory error, also report which variables hold the memory, and free what the failed code held.
@@ -452,7 +554,7 @@ def explain_error(shell: InteractiveShell, error: BaseException, cells: dict[str
     return report
 
 
-def is_aftermath(error: BaseException) -> bool:
+def is_interrupt_consequence(error: BaseException) -> bool:
     """Return True if `error` may be a consequence of an interrupt.
 
     `%%bash`, a debugger and a DataLoader whose workers received SIGINT raise other errors than KeyboardInterrupt.
@@ -471,14 +573,13 @@ def task_status(error: BaseException | None) -> Literal["ok", "error", "interrup
     return "interrupted" if issubclass(type(error), KeyboardInterrupt) else "error"
 
 
-def cancel_leftovers() -> None:
+def cancel_pending_tasks() -> None:
     """Cancel the tasks that an interrupted `await` left in the event loop.
 
     Otherwise the next `await` would resume them.
     """
-    from IPython.core.async_helpers import get_asyncio_loop
-
-    loop = get_asyncio_loop()
+    loop = asyncio_loop()
+    # In a running loop, `run_until_complete` would raise.
     if loop.is_running() or not (tasks := asyncio.all_tasks(loop)):
         return
     for task in tasks:

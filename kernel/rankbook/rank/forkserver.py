@@ -73,6 +73,9 @@ PRELOAD_WHEN_IDLE = (
 In steps short enough that a request to fork never waits long for an import."""
 
 
+_PRELOAD = "RANKBOOK_PRELOAD"
+"""Environment variable: `start` imports `PRELOAD_WHEN_IDLE` before the first rank is forked, not only when idle."""
+
 _OWNER = "RANKBOOK_OWNER"
 """Environment variable of all processes that a rank's cells start. Its value names the cluster and the rank."""
 
@@ -111,34 +114,40 @@ class Forkserver:
         self._token = secrets.token_hex(8)
         self._folders: tuple[str, ...] = ()
         self._locks: list[int] = []
-        self._kills = RecentKills(find_counter())
-        self._live_read, self._live_write = os.pipe()
+        self._not_imported = deque(PRELOAD_WHEN_IDLE)
+        self._oom_kills = RecentKills(find_counter())
+        # Nothing is ever written to this pipe. The forkserver holds its only write end, which the system closes with
+        # the process, however that ends. The ranks watch the read end.
+        self._liveness_read, self._liveness_write = os.pipe()
         self._signal_read, self._signal_write = os.pipe()
         for end in (self._signal_read, self._signal_write):
             os.set_blocking(end, False)
+        # The handler does nothing, but without one the signal would be ignored and `set_wakeup_fd` would write no byte.
+        # The byte ends the `select`, so that an exit is reported at once.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
 
     def serve(self) -> None:
         """Serve until the notebook is gone and, if the cluster is detached, no other one has claimed it in time."""
         owner = self._owner
-        preload = list(PRELOAD_WHEN_IDLE)
         while True:
-            readable = self._wait(0.05 if preload else 1.0)
-            if not readable and preload and not self._children and not owner.keeps:
-                with _watching(owner.stream, self._notebook, self._folders):
-                    self._preload(preload.pop(0))
+            # The timeout lets the owner's exit and the OOM counter be looked at without an event. While modules are
+            # left to preload, it is the pause before the next one.
+            readable = self._wait(0.05 if self._not_imported else 1.0)
+            # Only while nobody needs the process: no message, no rank, no detached cluster.
+            if not readable and self._not_imported and not self._children and not owner.is_detached:
+                self._preload_next()
             # Before a detached cluster's owner counts as gone, its last messages are read: one may be CloseCluster.
-            if not owner.keeps and not owner.look():
+            if not owner.is_detached and not owner.check_owner():
                 break
             for message in owner.stream.read():
                 self._handle(message)
-            self._kills.look(time.monotonic())
+            self._oom_kills.update(time.monotonic())
             self._reap()
-            if not owner.look():
+            if not owner.check_owner():
                 break
-            if owner.hear_claims(len(self._children) + len(self._exits)):
-                self._tell_ranks()
+            if owner.accept_claims(len(self._children) + len(self._exits)):
+                self._send_rank_states()
         self._close()
 
     def _wait(self, timeout: float) -> bool:
@@ -147,33 +156,42 @@ class Forkserver:
             os_utils.read_available(self._signal_read)
         return bool(readable)
 
-    @staticmethod
-    def _preload(name: str) -> None:
-        try:
-            known = importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:
-            known = False
-        if known:
-            importlib.import_module(name)
+    def _preload_next(self) -> None:
+        name = self._not_imported.popleft()
+        with _exit_with_notebook(self._owner.stream, self._notebook, self._folders):
+            try:
+                exists = importlib.util.find_spec(name) is not None
+            except ModuleNotFoundError:
+                exists = False
+            if exists:
+                importlib.import_module(name)
+
+    # Messages of the owner
 
     def _handle(self, message: ToForkserver) -> None:
         match message:
             case OpenCluster():
                 self._open(message)
             case ForkRank():
+                if os.environ.get(_PRELOAD) == "start":
+                    while self._not_imported:
+                        self._preload_next()
                 self._fork(message)
             case KillRank():
                 for child in self._children.values():
+                    # An incarnation that has exited is in no list any more, so a kill that comes late does nothing.
                     if (child.request.rank, child.request.incarnation) == (message.rank, message.incarnation):
                         self._kill(child.pid)
             case DetachCluster():
-                self._owner.keep(message)
+                self._owner.detach(message)
             case CloseCluster():
-                self._owner.let_go()
+                self._owner.stop_accepting()
                 self._close()
                 self._owner.send(ClusterClosed())
 
     def _open(self, message: OpenCluster) -> None:
+        # From here on this process removes the folders, whichever way the notebook ends. Its locks keep other notebooks
+        # from sweeping them, also after the notebook has gone.
         self._folders = message.folders
         self._locks = [lock for folder in message.folders if (lock := hold_folder(Path(folder))) is not None]
         self._owner.send(ClusterOpened(master_port=_free_port(), devices=self._count_devices()))
@@ -188,10 +206,15 @@ class Forkserver:
         if torch.version.cuda is None and torch.version.hip is None:
             return 0
         read, write = os.pipe()
+        # The child counts and exits without a destructor of CUDA's context. An empty answer means that it has crashed:
+        # no device can be used.
         pid = os.fork()
         if pid == 0:
-            os.write(write, str(torch.cuda.device_count()).encode())
-            os._exit(0)
+            # Whatever is raised, this copy of the forkserver must not run on.
+            try:
+                os.write(write, str(torch.cuda.device_count()).encode())
+            finally:
+                os._exit(0)
         os.close(write)
         with os.fdopen(read, "rb") as answer:
             text = answer.read()
@@ -202,10 +225,14 @@ class Forkserver:
         out_read, out_write = os_utils.output_pipe()
         err_read, err_write = os_utils.output_pipe()
         mark = f"{self._token}-{message.rank}-{message.incarnation}"
+        # Inherited by every process that a cell starts, so that leftovers can be found whose parents have ended.
         message.env[_OWNER.encode()] = mark.encode()
-        gc.freeze()  # or the garbage collector would write to, and so copy, all pages of torch in every rank
+        # Otherwise the garbage collector would write to, and so copy, all pages of torch in every rank.
+        gc.freeze()
         pid = os.fork()
         if pid == 0:
+            # The copies of the other ranks' pipes are closed: `Child.started` takes a process that holds a pipe for one
+            # of its rank's.
             self._become_child()
             for child in self._children.values():
                 for descriptor in child.outputs:
@@ -213,25 +240,34 @@ class Forkserver:
             from rankbook.rank.main import run_rank
 
             outputs = (out_read, out_write, err_read, err_write)
-            run_rank(message, outputs=outputs, liveness=self._live_read, owned=self._owner.there)
+            run_rank(message, outputs=outputs, liveness=self._liveness_read, is_owned=self._owner.is_owned)
+        # The parent keeps the read ends only, to read what a dead rank has left.
         os.close(out_write)
         os.close(err_write)
         self._children[pid] = Child(message, pid, (out_read, err_read), mark)
+        # A new owner must not be told of the exit of an earlier process.
         self._exits.pop(message.rank, None)
         self._owner.send(RankForked(rank=message.rank, incarnation=message.incarnation, pid=pid))
 
     def _become_child(self) -> None:
+        # Before anything else: the parent may die at any moment.
         os_utils.die_with_parent()
+        # A session of its own, so that all processes of a rank can be killed together, and an interrupt of its group
+        # reaches no other rank.
         os.setsid()
+        # The pipe belongs to the parent. A signal of the child would wake the forkserver.
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
-        for descriptor in (self._live_write, self._signal_read, self._signal_write):
+        for descriptor in (self._liveness_write, self._signal_read, self._signal_write):
             os.close(descriptor)
-        self._owner.forget()
+        self._owner.close_in_child()
+
+    # Exits, and the end of the cluster
 
     def _reap(self) -> None:
         while True:
+            # One SIGCHLD may stand for several exits, so all are collected.
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
@@ -240,11 +276,11 @@ class Forkserver:
                 return
             child = self._children.pop(pid, None)
             if child is not None:
-                self._tell_exit(child, os.waitstatus_to_exitcode(status))
+                self._report_exit(child, os.waitstatus_to_exitcode(status))
 
     # Kill what the rank started before reading the pipes, so that no writer is left. The exit is stored for a later
     # owner, with its output only if there is no owner now.
-    def _tell_exit(self, child: Child, code: int) -> None:
+    def _report_exit(self, child: Child, code: int) -> None:
         os_utils.kill_session(child.pid)
         os_utils.kill_leftovers(child.started)
         texts = [os_utils.read_available(descriptor, most=4 << 20) for descriptor in child.outputs]
@@ -255,16 +291,17 @@ class Forkserver:
             incarnation=child.request.incarnation,
             pid=child.pid,
             code=code,
-            memory_kills=self._kills.recent(time.monotonic()),
+            memory_kills=self._oom_kills.recent(time.monotonic()),
             stdout=texts[0],
             stderr=texts[1],
         )
         self._owner.send(exited)
         self._exits[exited.rank] = (
-            msgspec.structs.replace(exited, stdout=b"", stderr=b"") if self._owner.there() else exited
+            # Without the output if the owner has just received it: a later owner would show it again.
+            msgspec.structs.replace(exited, stdout=b"", stderr=b"") if self._owner.is_owned() else exited
         )
 
-    def _tell_ranks(self) -> None:
+    def _send_rank_states(self) -> None:
         """Send the state of every rank to a new owner."""
         for child in self._children.values():
             message = RankForked(rank=child.request.rank, incarnation=child.request.incarnation, pid=child.pid)
@@ -280,13 +317,16 @@ class Forkserver:
     def _close(self) -> None:
         for pid in tuple(self._children):
             self._kill(pid)
+        # A process in uninterruptible sleep cannot be killed. The notebook should not wait for it forever.
         deadline = time.monotonic() + 5
         while self._children and time.monotonic() < deadline:
             self._reap()
             select.select([self._signal_read], [], [], 0.05)
+        # After the ranks have ended: now everything that carries the mark has lost its rank.
         os_utils.kill_leftovers(self._is_leftover)
         _remove(self._folders)
         self._folders = ()
+        # The locks last, so that no other process sweeps folders that are just being removed.
         while self._locks:
             os.close(self._locks.pop())
         self._exits.clear()
@@ -298,6 +338,8 @@ class Forkserver:
 
 def _free_port() -> int:
     with socket.socket() as probe:
+        # The port is free again at once, and another process may take it. Nothing of Rankbook uses it; it is there for
+        # user code that hosts a store.
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
@@ -310,11 +352,13 @@ def _remove(folders: tuple[str, ...]) -> None:
 def main() -> None:
     """Run the forkserver. Entry point of the process."""
     began = time.perf_counter()
+    # Read first of all. If the notebook dies later, this process gets another parent, which is how its end is noticed.
     notebook = os.getppid()
+    # Set before the long imports. The ranks install their own handlers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os_utils.adopt_orphans()
     stream: MessageStream[ToForkserver] = MessageStream(socket.socket(fileno=int(sys.argv[1])), decode_to_forkserver)
-    with _watching(stream, notebook, ()):
+    with _exit_with_notebook(stream, notebook, ()):
         import torch
         import torch.distributed
 
@@ -328,13 +372,13 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _watching(stream: MessageStream[ToForkserver], notebook: int, folders: tuple[str, ...]) -> Iterator[None]:
+def _exit_with_notebook(stream: MessageStream[ToForkserver], notebook: int, folders: tuple[str, ...]) -> Iterator[None]:
     """Exit soon after the notebook does, inside a context in which nothing reads the stream (long imports).
 
     A timer signal checks every 0.2 s. Also removes the folders, and those of an unread OpenCluster.
     """
 
-    def look(_number: int, _frame: object) -> None:
+    def check(_number: int, _frame: object) -> None:
         if os.getppid() != notebook or os_utils.is_hung_up(stream.fileno()):
             _remove(folders)
             for message in stream.read():
@@ -342,7 +386,8 @@ def _watching(stream: MessageStream[ToForkserver], notebook: int, folders: tuple
                     _remove(message.folders)
             os._exit(1)
 
-    signal.signal(signal.SIGALRM, look)
+    # A thread would be the other way, but a process with threads must not fork.
+    signal.signal(signal.SIGALRM, check)
     signal.siginterrupt(signal.SIGALRM, False)  # restart the system calls of imports in progress
     signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
     try:
@@ -360,131 +405,147 @@ Stream = MessageStream[ToForkserver]
 class Ownership:
     """Track which notebook process owns the cluster, and accept claims for a detached cluster.
 
-    The first owner is the parent process `notebook`, over `stream`. Forked ranks share the flag behind `there`.
+    The first owner is the parent process `notebook`, over `stream`. Forked ranks share the flag behind `is_owned`.
     """
 
     def __init__(self, stream: Stream, notebook: int) -> None:
         self.stream = stream
-        self.lost = 0.0
-        self._gone: Callable[[], bool] = lambda: os.getppid() != notebook
-        self._pid = notebook
-        self._kept: DetachCluster | None = None
+        self.lost_at = 0.0
+        self._owner_exited: Callable[[], bool] = lambda: os.getppid() != notebook
+        self._owner_pid = notebook
+        self._detach_request: DetachCluster | None = None
         self._listener: socket.socket | None = None
-        self._callers: list[tuple[Stream, int, float]] = []
-        self._flag = mmap.mmap(-1, 1)  # shared with all ranks forked from here on
-        self._flag[0] = 1
+        self._claimants: list[tuple[Stream, int, float]] = []
+        self._owned_flag = mmap.mmap(-1, 1)  # shared with all ranks forked from here on
+        self._owned_flag[0] = 1
 
-    def there(self) -> bool:
+    def is_owned(self) -> bool:
         """Return True while the cluster has an owner. Works in the ranks too, through shared memory."""
-        return self._flag[0] == 1
+        return self._owned_flag[0] == 1
 
     @property
-    def keeps(self) -> bool:
+    def is_detached(self) -> bool:
         """Return True if the cluster outlives its owner."""
-        return self._kept is not None
+        return self._detach_request is not None
 
     def files(self) -> list[int]:
         """Return the file descriptors to poll."""
-        files = [caller.fileno() for caller, _, _ in self._callers]
+        files = [claimant.fileno() for claimant, _, _ in self._claimants]
         if self._listener is not None:
             files.append(self._listener.fileno())
-        if self.there():
+        if self.is_owned():
             files.append(self.stream.fileno())
         return files
 
     def send(self, message: Message) -> None:
         """Send a message to the owner, if there is one."""
-        if self.there():
+        if self.is_owned():
             self.stream.send(message)
 
-    def keep(self, message: DetachCluster) -> None:
+    def detach(self, message: DetachCluster) -> None:
         """Detach the cluster: let it outlive its owner, and listen for claims."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # The main loop accepts whatever is pending, and never waits for a connection.
         self._listener.setblocking(False)
         self._listener.bind(message.address)
         self._listener.listen(8)
-        self._kept = message
+        self._detach_request = message
 
-    def let_go(self) -> None:
+    def stop_accepting(self) -> None:
         """Stop accepting claims: the cluster is being closed."""
-        self._kept = None
-        self._hang_up()
+        # Without a request, the next loss of the owner ends the cluster.
+        self._detach_request = None
+        self._close_listener()
 
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         """Close the parent's sockets. Called in a forked child."""
         self.stream.close()
-        self._hang_up()
+        self._close_listener()
 
-    def look(self) -> bool:
+    def check_owner(self) -> bool:
         """Check whether the owner is gone; return False if the cluster must end."""
-        if self.there() and (self.stream.closed or self._gone()):
+        # Two signs. The socket closes when the owner exits, unless a process that it has forked holds a copy of it;
+        # then the owner's exit is the other sign.
+        if self.is_owned() and (self.stream.closed or self._owner_exited()):
             self.stream.close()
-            self._flag[0] = 0
-            self.lost = time.monotonic()
-        return self.there() or (self._kept is not None and time.monotonic() - self.lost < self._kept.seconds)
+            self._owned_flag[0] = 0
+            self.lost_at = time.monotonic()
+        return self.is_owned() or (
+            self._detach_request is not None and time.monotonic() - self.lost_at < self._detach_request.seconds
+        )
 
-    def hear_claims(self, ranks: int) -> bool:
+    def accept_claims(self, ranks: int) -> bool:
         """Answer pending claims; return True if one was accepted.
 
         `ranks` is the number of RankForked and RankExited messages that the new owner then receives.
         """
         if self._listener is not None:
+            # Until `accept` finds no further connection.
             with contextlib.suppress(BlockingIOError):
                 while True:
-                    self._welcome(self._listener.accept()[0])
+                    self._add_claimant(self._listener.accept()[0])
         claimed = False
-        for caller, pid, deadline in self._callers:
-            if caller.closed or time.monotonic() > deadline:
-                caller.close()
+        for claimant, pid, deadline in self._claimants:
+            if claimant.closed or time.monotonic() > deadline:
+                claimant.close()
                 continue
+            # `continue` leaves this block if all messages were valid. After an invalid one, the connection is closed
+            # below.
             with contextlib.suppress(ProtocolError):
-                for message in caller.read():
-                    claimed = self._answer(caller, pid, message, ranks) or claimed
+                for message in claimant.read():
+                    claimed = self._answer_claim(claimant, pid, message, ranks) or claimed
                 continue
-            caller.close()
-        self._callers = [claim for claim in self._callers if claim[0] is not self.stream and not claim[0].closed]
+            claimant.close()
+        self._claimants = [claim for claim in self._claimants if claim[0] is not self.stream and not claim[0].closed]
         return claimed
 
-    def _welcome(self, connection: socket.socket) -> None:
+    def _add_claimant(self, connection: socket.socket) -> None:
+        # On macOS, an accepted socket inherits the mode of the listener.
         connection.setblocking(True)
         pid, user = os_utils.peer_credentials(connection)
+        # The folder of the socket is closed to other users already. This is a second check.
         if user not in (None, os.getuid()):
             connection.close()
             return
-        caller = MessageStream(connection, decode_to_forkserver)
-        self._callers.append((caller, pid or 0, time.monotonic() + _CLAIM_SECONDS))
+        claimant = MessageStream(connection, decode_to_forkserver)
+        self._claimants.append((claimant, pid or 0, time.monotonic() + _CLAIM_SECONDS))
 
-    def _answer(self, caller: Stream, pid: int, message: ToForkserver, ranks: int) -> bool:
-        if not isinstance(message, ClaimCluster) or not self._knows(message.token):
-            caller.send(ClaimRejected(owner=0))
-            caller.close()
+    def _answer_claim(self, claimant: Stream, pid: int, message: ToForkserver, ranks: int) -> bool:
+        if not isinstance(message, ClaimCluster) or not self._is_valid_token(message.token):
+            claimant.send(ClaimRejected(owner=0))
+            claimant.close()
             return False
-        if self.there():
-            caller.send(ClaimRejected(owner=self._pid))
-            caller.close()
+        if self.is_owned():
+            claimant.send(ClaimRejected(owner=self._owner_pid))
+            claimant.close()
             return False
-        self._pid = pid or message.pid
-        self._gone = os_utils.exit_watcher(self._pid)
-        self.stream = caller
-        self._flag[0] = 1
-        caller.send(ClaimAccepted(ranks=ranks, lost=self.lost))
+        # The system's answer, where it gives one, cannot be forged.
+        self._owner_pid = pid or message.pid
+        self._owner_exited = os_utils.exit_watcher(self._owner_pid)
+        self.stream = claimant
+        # Set after the stream: the ranks send as soon as they see the flag, and exits are reported to the new owner.
+        self._owned_flag[0] = 1
+        claimant.send(ClaimAccepted(ranks=ranks, lost=self.lost_at))
         return True
 
-    def _knows(self, token: str) -> bool:
-        return self._kept is not None and hmac.compare_digest(token.encode(), self._kept.token.encode())
+    def _is_valid_token(self, token: str) -> bool:
+        # Compared in constant time, so that the time does not tell how many characters were right.
+        return self._detach_request is not None and hmac.compare_digest(
+            token.encode(), self._detach_request.token.encode()
+        )
 
-    def _hang_up(self) -> None:
-        for caller, _, _ in self._callers:
-            caller.close()
-        self._callers = []
+    def _close_listener(self) -> None:
+        for claimant, _, _ in self._claimants:
+            claimant.close()
+        self._claimants = []
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
 
 _PROCESS = Path("/proc/self")
-_EVERY = 1.0
-_RECENT = 10.0
+_READ_INTERVAL = 1.0
+_RECENT_SECONDS = 10.0
 """Seconds in which a kill counts as recent: a victim with much memory takes some time to exit."""
 
 
@@ -518,7 +579,7 @@ class RecentKills:
         self._changes: deque[tuple[float, int]] = deque()
         self._next = 0.0
 
-    def look(self, now: float) -> None:
+    def update(self, now: float) -> None:
         """Read the counter, at most once a second; `now` is in seconds on any clock."""
         if now >= self._next:
             self._read(now)
@@ -526,14 +587,16 @@ class RecentKills:
     def recent(self, now: float) -> int:
         """Return the number of recent OOM kills; 0 if it is unknown."""
         self._read(now)
+        # The difference between the newest and the oldest value in the window.
         return self._changes[-1][1] - self._changes[0][1] if self._changes else 0
 
     def _read(self, now: float) -> None:
-        self._next = now + _EVERY
+        self._next = now + _READ_INTERVAL
         count = read_counter(self._counter) if self._counter is not None else None
         if count is not None and (not self._changes or self._changes[-1][1] != count):
             self._changes.append((now, count))
-        while len(self._changes) > 1 and self._changes[1][0] < now - _RECENT:
+        # One value from before the window stays, to which the later ones are compared.
+        while len(self._changes) > 1 and self._changes[1][0] < now - _RECENT_SECONDS:
             self._changes.popleft()
 
 
@@ -549,6 +612,7 @@ def _counters(process: Path) -> Iterator[Path]:
         return
     for line in groups:
         _, controllers, path = line.split(":", 2)
+        # Version 2 has one line without controllers, version 1 a line per controller.
         if controllers and "memory" not in controllers.split(","):
             continue
         kind, name = ("cgroup", "memory.oom_control") if controllers else ("cgroup2", "memory.events")
@@ -563,8 +627,8 @@ class _Mount:
     def __init__(self, line: str) -> None:
         before, _, after = line.partition(" - ")
         fields, kinds = before.split(), after.split()
-        self.root = PurePosixPath(_plain(fields[3]))
-        self.point = Path(_plain(fields[4]))
+        self.root = PurePosixPath(_unescape(fields[3]))
+        self.point = Path(_unescape(fields[4]))
         self.kind = kinds[0]
         self.options = kinds[-1].split(",")
 
@@ -577,7 +641,7 @@ class _Mount:
         return self.point / path.relative_to(self.root) if path.is_relative_to(self.root) else self.point
 
 
-def _plain(text: str) -> str:
+def _unescape(text: str) -> str:
     return text.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
 
 

@@ -20,7 +20,7 @@ from rankbook.protocol import telemetry
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.protocol.messages import ErrorReport, RankReady, ShutdownDelayed, StartFailed
 from rankbook.rank import originals, recovery, shutdown, tracebacks
-from rankbook.rank.control_thread import FAILURES_APART, ControlThread, Interrupts
+from rankbook.rank.control_thread import MIN_FAILURE_INTERVAL, ControlThread, Interrupts
 from rankbook.rank.executor import Executor
 from rankbook.rank.io import comms
 from rankbook.rank.io.output_capture import OutputCapture, RateLimit
@@ -42,6 +42,7 @@ def warm_up_shell() -> None:
     Also formats a traceback once, because the first one imports several modules.
     """
     global _shell
+    # Before anything can import ipywidgets.
     comms.prepare_comms()
     _shell = shell = make_shell()
     try:
@@ -51,24 +52,26 @@ def warm_up_shell() -> None:
 
 
 def run_rank(
-    request: ForkRank, *, outputs: tuple[int, int, int, int], liveness: int, owned: Callable[[], bool]
+    request: ForkRank, *, outputs: tuple[int, int, int, int], liveness: int, is_owned: Callable[[], bool]
 ) -> None:
     """Run the rank in the forked child, and exit. Never returns.
 
     `outputs` are the read and write ends of stdout's and stderr's pipes, `liveness` a descriptor that becomes readable
-    when the forkserver is gone. `owned()` returns True while there is a notebook.
+    when the forkserver is gone. `is_owned()` returns True while there is a notebook.
     """
     code = 1
     try:
         os.dup2(outputs[1], 1)  # errors from here on reach the pipes
         os.dup2(outputs[3], 2)
-        _tell_crashes(request)
+        # Before the rest of the set-up, so that a crash in it leaves its stacks too.
+        _enable_faulthandler(request)
         shutdown.clear_atexit()
-        _be_like_the_notebook(request)
-        link = _make_link(request, owned)
+        _adopt_notebook_environment(request)
+        link = _make_link(request, is_owned)
         try:
             _serve(request, link, outputs, liveness)
             code = 0
+        # The link works already, so the notebook gets the whole error and not only an exit code.
         except Exception as error:
             text = traceback.format_exc()
             report = ErrorReport(name=type(error).__name__, value=str(error), traceback=text, plain=text)
@@ -79,11 +82,13 @@ def run_rank(
     except BaseException:
         os.write(2, traceback.format_exc().encode())
         raise
+    # `os._exit` on every way out: a return would continue the forkserver's main loop in the child, and a normal exit
+    # would run its exit functions.
     finally:
         os._exit(code)
 
 
-def _tell_crashes(request: ForkRank) -> None:
+def _enable_faulthandler(request: ForkRank) -> None:
     """Write the stacks of all threads to a file after a fatal signal.
 
     A file, because a pipe may be full.
@@ -93,29 +98,39 @@ def _tell_crashes(request: ForkRank) -> None:
         faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
 
 
-def _make_link(request: ForkRank, owned: Callable[[], bool]) -> RankLink:
+def _make_link(request: ForkRank, is_owned: Callable[[], bool]) -> RankLink:
     sender = Sender(request.rank, request.incarnation)
+    # Without a token, the rank dies with its notebook, and needs neither timeouts nor a replay buffer.
     if not request.keep:
         return ZmqRank(sender, request.uplink, request.downlink)
     link = ZmqRank(sender, request.uplink, request.downlink, patience=OFFER_SECONDS)
-    return DetachableLink(link, request.keep, owned)
+    return DetachableLink(link, request.keep, is_owned)
 
 
-def _be_like_the_notebook(request: ForkRank) -> None:
+def _adopt_notebook_environment(request: ForkRank) -> None:
+    # The forkserver may have been started long before, or by an earlier notebook. The environment of the moment counts,
+    # without leftovers of the forkserver's own.
     os.environb.clear()
     os.environb.update(request.env)
     os.chdir(request.cwd)
     sys.path[:] = request.path
     sys.argv[:] = [""]
+    # Nothing can be read from the notebook's terminal. `input()` is replaced by the shell.
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    random.seed()  # all forks share the forkserver's seed
+    # All forks share the forkserver's seeds, but a new Python process has seeds of its own.
+    random.seed()
     numpy.random.seed()  # noqa: NPY002 - user code may use the global state
+    # The generators of accelerators are made in the rank, with seeds of their own.
+    torch.default_generator.seed()
     torch.set_num_threads(request.threads)
 
 
-def _pace(world_size: int) -> RateLimit:
+# The server drops output above 3 MB within 3 s (`iopub_data_rate_limit` is 1 MB/s). All ranks together may send 1.8 MB
+# at once, 0.65 MB/s after that, and never more than 2.4 MB within 3.2 s. The rest is for labels, escapes and the
+# envelopes of messages.
+def _output_rate_limit(world_size: int) -> RateLimit:
     """Return this rank's share of the Jupyter server's limit on output, in bytes.
 
     Leaves room for labels and JSON.
@@ -132,9 +147,14 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
         torch.cuda.set_device(device)
     telemetry.this_rank = request.rank
     interrupts = Interrupts()
-    pace = _pace(request.world_size) if "JPY_SESSION_NAME" in os.environ else None  # a Jupyter server's kernel
+    rate_limit = (
+        _output_rate_limit(request.world_size) if "JPY_SESSION_NAME" in os.environ else None
+    )  # a Jupyter server's kernel
+    # A kept rank has the replay buffer instead, which holds displays and results as well.
     journal = None if request.keep else journal_path(Path(request.segments), request.rank, request.incarnation)
-    capture = OutputCapture(outputs, link.send, interrupts.shield, Path(request.logs), request.rank, pace, journal)
+    capture = OutputCapture(
+        outputs, link.send, interrupts.shield, Path(request.logs), request.rank, rate_limit, journal
+    )
     group = GroupManager(
         rank=request.rank,
         world_size=request.world_size,
@@ -142,17 +162,21 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
         device=device,
         folder=Path(request.segments),
     )
+    # Before the first group is made, and with it the first thread of gloo.
     gloo.install_terminate_handler(group.rescue)
     shell = _shell
     assert shell is not None
     recovery.set_cell_namespace(shell.user_ns)
     executor = Executor(shell, link, capture, interrupts, group, Path(request.segments))
     comms.attach_comms(
-        link, OutputWidgetHook(capture, interrupts.shield, executor.tell).teach if request.widgets else None
+        link,
+        OutputWidgetHook(capture, interrupts.shield, executor.error_report).patch_class if request.widgets else None,
     )
     control = ControlThread(link, capture, interrupts, executor, liveness)
+    # The executor was made before the control thread, which needs it.
     executor.wait_reply, executor.run_when_idle = control.replies.get, control.tasks.put
-    shell.give(
+    telemetry.output_barrier = executor.mark_output
+    shell.define_names(
         {
             "rank": request.rank,
             "local_rank": request.rank,
@@ -162,7 +186,8 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
             "dist": dist,
         }
     )
-    interrupts.guard()
+    interrupts.install_hooks()
+    # Installs the handler of SIGINT: the forkserver has set the signal to be ignored.
     interrupts.arm(0)
     interrupts.disarm()
     control.start()
@@ -176,39 +201,43 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
             threads=request.threads,
         )
     )
-    originals.remember_originals()
-    _work(control, executor)
-    _say_farewell(link, group, control.patience)
+    originals.record_originals()
+    _run_tasks(control, executor)
+    # After the control thread has ended: exit functions and saves are user code, whose output `capture.end` sends.
+    _shut_down(link, group, control.patience)
     capture.end()
 
 
-def _work(control: ControlThread, executor: Executor) -> None:
+def _run_tasks(control: ControlThread, executor: Executor) -> None:
     """Run tasks until shutdown.
 
     Errors between tasks, for example of a signal handler, are reported; errors in quick succession end the rank.
     """
-    failed = -FAILURES_APART
+    failed = -MIN_FAILURE_INTERVAL
     while True:
         try:
             task = control.next_task()
         except Exception as error:
+            # See `ControlThread._serve`.
             originals.restore_originals()
             failed, before = time.monotonic(), failed
-            if failed - before < FAILURES_APART:
+            if failed - before < MIN_FAILURE_INTERVAL:
                 raise
-            control.tell("Between two cells:", error)
+            control.report_error("Between two cells:", error)
             continue
         if task is None:
             return
         executor.execute(task)
 
 
-def _say_farewell(link: RankLink, group: GroupManager, patience: float) -> None:
-    def linger(seconds: float) -> None:
+def _shut_down(link: RankLink, group: GroupManager, patience: float) -> None:
+    def request_delay(seconds: float) -> None:
         link.send(ShutdownDelayed(seconds=seconds))
 
-    trouble = shutdown.wait_for_saves(patience, linger)
-    shutdown.run_atexit(patience, linger)
+    # The order matters: a save needs the process groups, exit functions may still print, and the groups are destroyed
+    # last.
+    trouble = shutdown.wait_for_saves(patience, request_delay)
+    shutdown.run_atexit(patience, request_delay)
     if trouble:
         print(trouble, file=sys.__stderr__, flush=True)
     else:  # an unfinished save may still use the group's collectives

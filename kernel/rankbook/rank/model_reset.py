@@ -2,33 +2,45 @@
 
 Clears the state of the failed step: pending buckets and all-gathers, unsharded parameters. Weights and reduced
 gradients stay. `process_groups/manager.py` re-forms the process groups at the same time.
+
+On a device, the host is ahead: an optimizer step may be queued behind a collective that is aborted later, and is then
+executed with what the collective has left in the gradients. `StepTracker` knows which optimizers have begun a step
+since a given time. `restore_stepped` copies their weights and states from a rank that has not begun one.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import time
 import weakref
-from collections.abc import Callable
-from typing import Any
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypedDict
 
+import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
 
 _models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _STATES = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _RUNTIME = "rankbook.runtime.recovery"
 
 
-def remember_models() -> None:
+def track_models() -> None:
     """Record all DistributedDataParallel instances created from now on. Can be called twice."""
     original = DistributedDataParallel.__init__
+    # `functools.wraps` has set `__wrapped__` if the method is wrapped already.
     if not hasattr(original, "__wrapped__"):
-        DistributedDataParallel.__init__ = _remembered(original)  # type: ignore[method-assign]
+        DistributedDataParallel.__init__ = _tracked(original)  # type: ignore[method-assign]
         restore = DistributedDataParallel.__setstate__
-        DistributedDataParallel.__setstate__ = _remembered(restore)  # type: ignore[method-assign]
+        # A copied or unpickled model is made without `__init__`.
+        DistributedDataParallel.__setstate__ = _tracked(restore)  # type: ignore[method-assign]
 
 
-def _remembered(original: Callable[..., None]) -> Callable[..., None]:
+def _tracked(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def make(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
         original(self, *args, **kwargs)
@@ -37,11 +49,103 @@ def _remembered(original: Callable[..., None]) -> Callable[..., None]:
     return make
 
 
+class StepReport(TypedDict):
+    """The optimizers of a rank: a checksum of each, and the indices of those with a step that may be wrong."""
+
+    optimizers: list[int]
+    suspect: list[int]
+
+
+class StepTracker:
+    """The times of the last steps of all optimizers, in the order of their first steps, which all ranks share."""
+
+    def __init__(self) -> None:
+        self._began: weakref.WeakKeyDictionary[Optimizer, float] = weakref.WeakKeyDictionary()
+        register_optimizer_step_pre_hook(self._note)
+
+    def _note(self, optimizer: Optimizer, *_: object) -> None:
+        self._began[optimizer] = time.monotonic()
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers that have begun a step."""
+        return list(self._began.keys())
+
+    def report(self, since: float | None) -> StepReport:
+        """Describe the optimizers. Those with a step since this time, if any, are suspect."""
+        optimizers = self.optimizers()
+        suspect = [] if since is None else [i for i, each in enumerate(optimizers) if self._began[each] >= since]
+        return StepReport(optimizers=[_checksum_of(each) for each in optimizers], suspect=suspect)
+
+    def forget(self) -> None:
+        """Trust all steps so far, once they have been dealt with."""
+        for optimizer in self.optimizers():
+            self._began[optimizer] = 0.0
+
+
+def _checksum_of(optimizer: Optimizer) -> int:
+    shapes = [tuple(parameter.shape) for parameter in _parameters_of(optimizer)]
+    return zlib.crc32(f"{type(optimizer).__qualname__} {shapes}".encode())
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def choose_source(reports: Sequence[StepReport | None]) -> int | None:
+    """Return the first rank whose optimizers may be copied to all others; None if there is none.
+
+    A rank without a suspect step has stopped before the others. None in `reports` is a new process, which has no
+    optimizers; its peers are restored by `heal` or not at all.
+    """
+    known = [report for report in reports if report is not None]
+    if len(known) < len(reports) or any(report["optimizers"] != known[0]["optimizers"] for report in known):
+        return None
+    return next((rank for rank, report in enumerate(known) if not report["suspect"]), None)
+
+
+def restore_stepped(optimizers: Collection[Optimizer], source: int) -> None:
+    """Copy the weights and states of `optimizers` from the rank `source` to all others. A collective."""
+    for optimizer in optimizers:
+        for parameter in _parameters_of(optimizer):
+            dist.broadcast(parameter.detach(), source)
+        # Through the CPU, because the device of the source may be another one.
+        state = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), optimizer.state_dict())
+        states = [state]
+        dist.broadcast_object_list(states, source)
+        if dist.get_rank() != source:
+            optimizer.load_state_dict(states[0])
+
+
+def is_sharded(optimizer: Optimizer) -> bool:
+    """Return True if no rank has all weights of the optimizer."""
+    return any(hasattr(parameter, "placements") for parameter in _parameters_of(optimizer))
+
+
+def names_of(optimizers: Collection[Optimizer], namespace: dict[str, Any]) -> list[str]:
+    """Return the variables that hold `optimizers`, or models with their parameters."""
+    parameters = {id(parameter) for optimizer in optimizers for parameter in _parameters_of(optimizer)}
+    names = []
+    for name, value in namespace.items():
+        if name.startswith("_"):
+            continue
+        kind = type(value)
+        if issubclass(kind, torch.nn.Module):
+            holds = any(id(parameter) in parameters for parameter in value.parameters())
+        else:
+            holds = any(value is each for each in optimizers) or (
+                issubclass(kind, Optimizer) and any(vars(value).get("optimizer") is each for each in optimizers)
+            )
+        if holds:
+            names.append(name)
+    return names
+
+
 def reset_after_abort() -> None:
     """Reset all models after an aborted step: drop pending buckets and all-gathers, free gathered parameters."""
     for model in _with_reducers():
         model.reducer._reset_state()
     _reset_sharded()
+    # Not imported, because a rank need not use the runtime.
     runtime = sys.modules.get(_RUNTIME)
     if runtime is not None:  # otherwise no cell has used it
         runtime.restart_accumulation()
@@ -53,6 +157,8 @@ def restart_step() -> None:
     Needed when one of the ranks is a new process.
     """
     for model in _with_reducers():
+        # What DDP's constructor does after it has checked the model. The new process's reducer is as fresh as these are
+        # now.
         parameters, sparse = model._build_params_for_reducer()
         names = model._build_debug_param_to_name_mapping(parameters)
         model._ddp_init_helper(parameters, sparse, names, model.static_graph)
@@ -80,6 +186,7 @@ def _reset_sharded() -> None:
         return
     from torch.distributed._composable_state import _module_state_mapping
 
+    # torch keeps the states in a table with weak references, whose targets may be gone.
     states = [reference() for reference in tuple(_module_state_mapping.values())]
     roots = {id(state): state for state in states if isinstance(state, module.FSDPState) and state._is_root}
     for root in roots.values():
@@ -87,7 +194,10 @@ def _reset_sharded() -> None:
 
 
 def _reset(root: Any) -> None:  # noqa: ANN401 - torch's FSDPState
+    # The root knows the states of all its modules. The order does not matter: nothing is communicated.
     groups = [group for state in root._state_ctx.all_states for group in _groups_of(state)]
+    # Outside of a backward pass, unreduced gradients are those that the user accumulates without synchronization, and
+    # stay.
     in_backward = any(group._training_state.name in {"PRE_BACKWARD", "POST_BACKWARD"} for group in groups)
     for group in groups:
         group._all_gather_result = None  # aborted: waiting for it would fail
@@ -99,6 +209,7 @@ def _reset(root: Any) -> None:  # noqa: ANN401 - torch's FSDPState
     if hasattr(root, "_reset_iter_state"):  # torch 2.13
         root._reset_iter_state()
         return
+    # What `_reset_iter_state` does in later versions.
     root._comm_ctx.all_gather_state = None
     root._comm_ctx.reduce_scatter_state = None
     root._comm_ctx.post_forward_order.clear()
@@ -111,6 +222,7 @@ def _reset(root: Any) -> None:  # noqa: ANN401 - torch's FSDPState
         group._partial_reduce_output = None
         group._post_forward_indices.clear()
         group._training_state = idle
+        # Frees the gathered parameters, and sets the module's attributes to the shards.
         group._to_sharded()
     root._state_ctx.iter_forward_root = None
     root._state_ctx.post_backward_final_callback_queued = False

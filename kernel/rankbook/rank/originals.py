@@ -16,7 +16,7 @@ _DEBUGGERS = ("exec", "fork", "posix_spawn", "spawn")
 _originals: list[tuple[ModuleType, str, object]] = []
 
 
-def remember_originals() -> None:
+def record_originals() -> None:
     """Record the current functions as the originals, before the first cell."""
     _originals[:] = [
         (module, name, value)
@@ -29,6 +29,7 @@ def remember_originals() -> None:
 def restore_originals() -> list[str]:
     """Restore the originals; return the names that had been replaced. Calls no builtin function."""
     replaced = []
+    # Only attributes and methods of built-in types: `getattr`, `setattr` and the like may be what a cell has replaced.
     for module, name, value in _originals:
         if module.__dict__.get(name) is not value:
             module.__dict__[name] = value
@@ -38,4 +39,4 @@ def restore_originals() -> list[str]:
 
 def describe_restored(replaced: list[str]) -> str:
     """Return a message that lists the restored names."""
-    return f"{', '.join(replaced)}: a cell had replaced this, and the rank cannot work so; it was put back\n"
+    return f"restored {', '.join(replaced)}: replaced by a cell, but the rank needs the original\n"

@@ -42,6 +42,7 @@ def adopt_orphans() -> None:
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
+        # Python has no function for it.
         if libc.prctl(option, value, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), f"prctl({option})")
 
@@ -56,6 +57,7 @@ def malloc_trim() -> None:
 def output_pipe() -> tuple[int, int]:
     """Return a pipe with a non-blocking read end and the largest buffer that the system allows."""
     read, write = os.pipe()
+    # Only the read end: the writer has to wait when the pipe is full, so that no output is lost.
     os.set_blocking(read, False)
     if sys.platform == "linux":
         import fcntl
@@ -71,6 +73,7 @@ def read_available(descriptor: int, most: int = 64 << 20) -> bytes:
     size = 0
     while size < most:
         try:
+            # At most the largest pipe at a time, which allocates no more memory than can be there.
             chunk = os.read(descriptor, min(_PIPE_SIZE, most - size))
         except BlockingIOError:
             break
@@ -83,6 +86,8 @@ def read_available(descriptor: int, most: int = 64 << 20) -> bytes:
 
 def is_hung_up(connection: int) -> bool:
     """Return True if the peer has closed the socket, even with unread data."""
+    # No events are asked for, because POLLHUP is always reported. A socket is also readable when data has arrived,
+    # which says nothing about its end.
     poll = select.poll()
     poll.register(connection, 0)
     return any(event & select.POLLHUP for _, event in poll.poll(0))
@@ -102,6 +107,7 @@ def exit_watcher(pid: int) -> Callable[[], bool]:
 
     The process is the one that has the id `pid` now; a later process with this id is not taken for it.
     """
+    # psutil remembers the start time, by which `is_running` recognizes a later process with the same PID.
     try:
         process = psutil.Process(pid)
     except psutil.NoSuchProcess:
@@ -118,6 +124,8 @@ def exit_watcher(pid: int) -> Callable[[], bool]:
 
 def kill_session(leader: int) -> None:
     """Send SIGKILL to all processes of a session, including those that lost their parents."""
+    # First the leader's own group at once, then every other group of the session. A process that has left the session
+    # is not found here, see `kill_leftovers`.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
     for process in psutil.Process().children(recursive=True):
@@ -133,8 +141,13 @@ def kill_leftovers(belongs: Callable[[psutil.Process], bool]) -> None:
     another one meanwhile, so this repeats until none is found, for a tenth of a second at most.
     """
     for _ in range(20):
+        # macOS has no subreapers: orphans become children of launchd, so all processes are searched.
         candidates = psutil.Process().children(recursive=True) if sys.platform == "linux" else psutil.process_iter()
-        leftovers = [process for process in candidates if _lives(process) and belongs(process) and not _stays(process)]
+        leftovers = [
+            process
+            for process in candidates
+            if _is_alive(process) and belongs(process) and not _is_marked_detached(process)
+        ]
         if not leftovers:
             return
         for process in leftovers:
@@ -153,6 +166,7 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
 
 def holds_pipe(process: psutil.Process, inode: int) -> bool:
     """Return True if the process has an end of this pipe open (Linux)."""
+    # /proc exists on Linux only. Elsewhere nothing is found, and the mark in the environment decides.
     with contextlib.suppress(OSError):
         for entry in Path(f"/proc/{process.pid}/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -161,14 +175,14 @@ def holds_pipe(process: psutil.Process, inode: int) -> bool:
     return False
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 
 
-def _stays(process: psutil.Process) -> bool:
+def _is_marked_detached(process: psutil.Process) -> bool:
     return environment_of(process).get(DETACHED, "0") != "0"
 
 
@@ -177,6 +191,7 @@ def interrupt_group() -> None:
 
     Does nothing unless this process leads the group.
     """
+    # Only the leader of a group knows that the group consists of itself and of what it has started.
     own_pid = os.getpid()
     if os.getpgrp() != own_pid:
         return

@@ -1,7 +1,7 @@
 """PyTorch's profiler around one cell, and its trace as part of a trace of all ranks.
 
 `Profiling` runs the profiler. `RankTrace` moves the events to a common time base, with one process per rank.
-`add_up` computes the times of the ops.
+`sum_op_times` computes the times of the ops.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rankbook.formatting import format_bytes
-from rankbook.protocol.profiling import OpTime, Profile
+from rankbook.protocol.telemetry import OpTime, Profile
 
-_MOST = 400_000_000
+_MAX_TRACE_BYTES = 400_000_000
 """Maximum bytes of a trace. Parsing it holds the GIL for some seconds, during which the rank does not respond."""
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 _OURS = 1
@@ -47,7 +47,7 @@ class Profiling:
     def start(self) -> None:
         """Start profiling. Raises RuntimeError if another profiler is running."""
         if torch.autograd._profiler_enabled():
-            raise RuntimeError("one that an earlier cell has started still runs, and there can be but one")
+            raise RuntimeError("a profiler started by an earlier cell is still running, and only one can run at a time")
         with _quiet():
             self._profiler.start()
         torch.autograd.profiler._is_profiler_enabled = _OURS  # type: ignore[assignment]
@@ -58,26 +58,28 @@ class Profiling:
         torch would report that from C++, and crash with a segmentation fault when the trace is read.
         """
         if not torch.autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled is not _OURS:
-            raise RuntimeError("the cell has started one itself, and there can be but one")
+            raise RuntimeError("the cell started a profiler itself, and only one can run at a time")
         with _quiet():
             self._profiler.stop()
 
-    def note(self, word: str) -> AbstractContextManager[object]:
+    def span(self, op: str) -> AbstractContextManager[object]:
         """Return a context that records a span for a `torch.distributed` operation."""
-        return record_function(f"dist.{word}")
+        return record_function(f"dist.{op}")
 
-    def tell(self) -> Profile:
+    def result(self) -> Profile:
         """Return the op times and the trace.
 
         Raises ValueError if the trace is too large or cannot be parsed, and OSError.
         """
+        # torch writes a trace to a file only.
         with tempfile.TemporaryDirectory(prefix="rankbook-profile-") as folder:
             file = Path(folder) / "trace.json"
             with _quiet():
                 self._profiler.export_chrome_trace(str(file))
             size = file.stat().st_size
-            if size > _MOST:
-                raise ValueError(f"it is {format_bytes(size)}, more than {format_bytes(_MOST)}: profile fewer steps")
+            if size > _MAX_TRACE_BYTES:
+                limit = format_bytes(_MAX_TRACE_BYTES)
+                raise ValueError(f"expected a trace of at most {limit}, got {format_bytes(size)}; profile fewer steps")
             text = file.read_bytes()
         trace = RankTrace(
             json.loads(text, strict=False),
@@ -95,6 +97,7 @@ class Profiling:
 def _quiet() -> Iterator[None]:
     """Suppress the lines that Kineto prints to stderr at start and stop."""
     before = os.environ.get(_LOG_LEVEL)
+    # A level that the user has set stays.
     os.environ.setdefault(_LOG_LEVEL, "99")
     try:
         yield
@@ -120,11 +123,12 @@ class RankTrace:
     def __init__(self, trace: Mapping[str, Any], *, rank: int, device: str, pid: int, epoch: int) -> None:
         base = trace.get("baseTimeNanoseconds")
         if not isinstance(base, int):
-            raise ValueError("this torch writes no baseTimeNanoseconds into its traces")  # noqa: TRY004 - bad data
+            raise ValueError("this version of torch does not write baseTimeNanoseconds into traces")  # noqa: TRY004 - bad data
         self._rank = rank
         self._device = device
         self._pid = pid
-        self._shift = (base - epoch) / 1000
+        # Both in nanoseconds; the trace is in microseconds.
+        self._time_offset = (base - epoch) / 1000
         self._events: list[Event] = [event for event in trace["traceEvents"] if isinstance(event.get("pid"), int)]
 
     def events(self) -> list[Event]:
@@ -133,42 +137,44 @@ class RankTrace:
         The main thread is the first one.
         """
         names = {(entry["pid"], entry["tid"]): entry["args"]["name"] for entry in self._events if _names_thread(entry)}
+        # The main thread has the id of the process, on Linux. It gets number 1.
         threads = {(self._pid, self._pid): 1}
         body = []
         for event in self._events:
             if event["ph"] == "M":
                 continue
             thread = threads.setdefault((event["pid"], event["tid"]), len(threads) + 1)
-            moved = {**event, "pid": self._rank, "tid": thread, "ts": round(event["ts"] + self._shift, 3)}
+            moved = {**event, "pid": self._rank, "tid": thread, "ts": round(event["ts"] + self._time_offset, 3)}
             if event["ph"] in _FLOWS:
                 moved["id"] = (self._rank << 40) + int(event["id"])  # all ranks count from the same id
             body.append(moved)
         labels = {key: self._name(key, names) for key in threads}
-        head = [
-            self._tell("process_name", 0, name=f"rank {self._rank} ({self._device}, process {self._pid})"),
-            self._tell("process_sort_index", 0, sort_index=self._rank),
+        metadata_events = [
+            self._metadata_event("process_name", 0, name=f"rank {self._rank} ({self._device}, process {self._pid})"),
+            self._metadata_event("process_sort_index", 0, sort_index=self._rank),
         ]
         for key, thread in threads.items():
-            head += [
-                self._tell("thread_name", thread, name=labels[key]),
-                self._tell("thread_sort_index", thread, sort_index=thread),
+            metadata_events += [
+                self._metadata_event("thread_name", thread, name=labels[key]),
+                self._metadata_event("thread_sort_index", thread, sort_index=thread),
             ]
-        return head + body
+        return metadata_events + body
 
     def ops(self) -> tuple[OpTime, ...]:
         """Return the time per op, excluding the ops that it called."""
-        return add_up(event for event in self._events if event["ph"] == "X" and event.get("cat") not in _NO_OPS)
+        return sum_op_times(event for event in self._events if event["ph"] == "X" and event.get("cat") not in _NO_OPS)
 
     def _name(self, key: tuple[int, int], names: Mapping[tuple[int, int], str]) -> str:
         if key == (self._pid, self._pid):
             return "main thread"
         return f"cuda:{key[0]} stream {key[1]}" if key[0] != self._pid else names.get(key, f"thread {key[1]}")
 
-    def _tell(self, what: str, thread: int, **args: object) -> Event:
+    def _metadata_event(self, what: str, thread: int, **args: object) -> Event:
         return {"ph": "M", "name": what, "pid": self._rank, "tid": thread, "args": args}
 
 
-def add_up(events: Iterable[Event]) -> tuple[OpTime, ...]:
+# Example: `linear` lasts from 0 to 10 µs and calls `addmm` from 2 to 6 µs. `addmm` gets 4 µs, and `linear` the other 6.
+def sum_op_times(events: Iterable[Event]) -> tuple[OpTime, ...]:
     """Return the total time per op, the longest first.
 
     `events` are complete events with `ts` and `dur` in microseconds. An op that starts within another op of the same
@@ -182,6 +188,7 @@ def add_up(events: Iterable[Event]) -> tuple[OpTime, ...]:
     micros: dict[tuple[str, str], float] = defaultdict(float)
     # `open_` is the stack of calls in progress: end time and key.
     for thread_events in threads.values():
+        # Parents before their children: earlier first, and of those that begin at once the longer first.
         thread_events.sort(key=lambda op: (op["ts"], -op["dur"]))
         open_: list[tuple[float, tuple[str, str]]] = []
         for event in thread_events:
@@ -190,10 +197,13 @@ def add_up(events: Iterable[Event]) -> tuple[OpTime, ...]:
             key = (event["name"], f"cuda:{event['pid']}" if on_device else "cpu")
             calls[key] += 1
             micros[key] += long
+            # Calls that have ended before this one begins.
             while open_ and open_[-1][0] <= start:
                 open_.pop()
             if open_ and start + long > open_[-1][0] + 0.001:  # tolerance: times are rounded to nanoseconds
                 continue
+            # The time of a call is its own minus that of the calls in it, so that the sum over all ops is the time of
+            # the thread.
             if open_:
                 micros[open_[-1][1]] -= long
             open_.append((start + long, key))

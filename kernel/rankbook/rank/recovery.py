@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.optim.optimizer import Optimizer
 
 from rankbook.errors import TransferError
 from rankbook.rank import model_reset
@@ -61,7 +62,8 @@ class ExportedState(TypedDict):
 class AdoptedState(TypedDict):
     """The number of adopted values by kind, and the reasons for missing ones.
 
-    `refused` is the reason why nothing was adopted; empty otherwise.
+    `refused` is the reason why nothing was adopted; empty otherwise. `lost_save` is the message of a rank whose
+    background save was lost with the dead rank; empty otherwise.
     """
 
     variables: int
@@ -69,6 +71,7 @@ class AdoptedState(TypedDict):
     imports: int
     missing: dict[str, str]
     refused: str
+    lost_save: str
 
 
 def list_state(namespace: dict[str, Any], hidden: Mapping[str, Any]) -> Exportable:
@@ -82,7 +85,7 @@ def list_state(namespace: dict[str, Any], hidden: Mapping[str, Any]) -> Exportab
         if name.startswith("_") or name in hidden or isinstance(value, types.ModuleType):
             continue
         if value is dist.GroupMember.NON_GROUP_MEMBER:
-            missing[name] = "the rank that was asked is no member of this group; make it again on all ranks"
+            missing[name] = "the exporting rank is not a member of this group; create the group again on all ranks"
         else:
             values[name] = value
     missing |= check_pickling(values, _Reducer(namespace, with_data=False))
@@ -108,7 +111,7 @@ def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedStat
 
     Without `open_state`, prepare this rank's models for training with the new ranks.
     """
-    adopted = AdoptedState(variables=0, functions=0, imports=0, missing={}, refused="")
+    adopted = AdoptedState(variables=0, functions=0, imports=0, missing={}, refused="", lost_save="")
     if open_state is None:
         model_reset.restart_step()
         return adopted
@@ -120,6 +123,7 @@ def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedStat
         adopted["refused"] = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
         return adopted
     missing = adopted["missing"]
+    # Before the imports, which may need it.
     sys.path[:] = state["path"]
     try:
         os.chdir(state["folder"])
@@ -130,12 +134,30 @@ def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedStat
             namespace[name] = importlib.import_module(module)
         except ImportError as error:
             missing[name] = str(error)
+    # Only after everything has been unpickled: the namespace gets all of the state or nothing.
     namespace.update(state["variables"])
     functions = sum(isinstance(value, (types.FunctionType, type)) for value in state["variables"].values())
     adopted["variables"] = len(state["variables"]) - functions
     adopted["functions"] = functions
     adopted["imports"] = sum(name not in missing for name in state["imports"])
     return adopted
+
+
+def describe_steps(namespace: dict[str, Any], restored_from: int | None, untrusted: list[Optimizer]) -> str:
+    """Return what the user has to know about steps on the results of aborted collectives; mostly nothing."""
+    lines = []
+    if restored_from is not None:
+        lines.append(
+            "an optimizer step had used a collective that was aborted: all ranks continue with the weights and the "
+            f"optimizer state of rank {restored_from}, which had not taken it"
+        )
+    if untrusted:
+        names = model_reset.names_of(untrusted, namespace) or [f"a model trained by {type(untrusted[0]).__name__}"]
+        lines.append(
+            f"{' and '.join(names)}: an optimizer step used a collective that was aborted, on all ranks; the weights "
+            f"are not to be trusted: load a checkpoint, or make them again{_last_saved()}"
+        )
+    return "".join(f"{line}\n" for line in lines)
 
 
 def set_cell_namespace(namespace: dict[str, Any]) -> None:
@@ -156,18 +178,22 @@ class _Reducer:
         self._with_data = with_data
 
     def __call__(self, value: object) -> Any:  # noqa: ANN401 - pickle's own contract
+        # A function of a cell. cloudpickle would pickle a copy of the globals that it uses, which the copy would not
+        # share with the new namespace.
         if isinstance(value, types.FunctionType) and value.__globals__ is self._namespace:
             return _reduce_function(value)
+        # The new rank has its own object for the group, with the same name.
         if isinstance(value, RecoverableProcessGroup):
             return _group_here, (value.group_name,)
         if isinstance(value, torch.Tensor):
             placements = getattr(value, "placements", ())
             if any(not placement.is_replicate() for placement in placements):
-                raise TransferError(
-                    f"it is sharded over the ranks: what the dead one held of it is lost{_last_saved()}"
-                )
+                raise TransferError(f"it is sharded over the ranks: the shard of the dead rank is lost{_last_saved()}")
+            # A plain number in place of the tensor: whether a value can be pickled does not depend on the tensor's
+            # data.
             if not self._with_data and (placements or type(value) in (torch.Tensor, torch.nn.Parameter)):
                 return int, ()
+            # Through the CPU to the device of the new rank, whose number may differ.
             if value.device.type == "cuda" and type(value) in (torch.Tensor, torch.nn.Parameter):
                 kind = torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else None
                 return _on_this_device, (value.detach().cpu(), kind, value.requires_grad)
@@ -206,6 +232,7 @@ def _reduce_function(function: types.FunctionType) -> tuple[Any, ...]:
 
 
 def _make_function(code: types.CodeType, name: str, defaults: tuple[Any, ...] | None, free: int) -> types.FunctionType:
+    # Empty cells, because a function may refer to itself by its closure.
     cells = tuple(types.CellType() for _ in range(free))
     return types.FunctionType(code, _namespace, name, defaults, cells)
 
@@ -236,6 +263,8 @@ _NO_CUDA = "forked subprocess"
 """Part of torch's error message when a forked child uses CUDA."""
 
 
+# Example: the values are a, b, c and d, and pickling b ends the process. The first child answers for a only. So b is at
+# fault, and a second child continues with c and d.
 def check_pickling(values: Mapping[str, object], reduce: Reduce, *, seconds: float = VALUE_SECONDS) -> dict[str, str]:
     """Return the names of values that cannot be pickled, with the reasons.
 
@@ -249,16 +278,20 @@ def check_pickling(values: Mapping[str, object], reduce: Reduce, *, seconds: flo
         try:
             child = _Child({name: values[name] for name in names}, reduce)
         except OSError:  # no process, descriptor or memory left for a child
-            return problems | _check_here(names, values, reduce)
+            return problems | _check_in_process(names, values, reduce)
         try:
             answers = list(child.answers(len(names), seconds))
         finally:
+            # In any case: a child that is left would keep its copy of the rank's memory.
             ending = child.end()
+        # The first answer is the empty one with which the child reports that it has begun.
         failed = {name: answer for name, answer in zip(names, answers[1:], strict=False) if answer}
+        # =| A child of a process that has used CUDA cannot use it. These values are tried in this process.
         problems |= {name: answer for name, answer in failed.items() if _NO_CUDA not in answer}
-        problems |= _check_here([name for name in failed if name not in problems], values, reduce)
+        problems |= _check_in_process([name for name in failed if name not in problems], values, reduce)
         if not answers:  # a hook of os.register_at_fork ends or stops children
-            return problems | _check_here(names, values, reduce)
+            return problems | _check_in_process(names, values, reduce)
+        # What the child has not answered, beginning with the value at which it has stopped.
         names = names[len(answers) - 1 :]
         if names:
             how = ending or f"takes longer than {seconds:g} s"
@@ -266,7 +299,7 @@ def check_pickling(values: Mapping[str, object], reduce: Reduce, *, seconds: flo
     return problems
 
 
-def _check_here(names: list[str], values: Mapping[str, object], reduce: Reduce) -> dict[str, str]:
+def _check_in_process(names: list[str], values: Mapping[str, object], reduce: Reduce) -> dict[str, str]:
     problems = {name: pickle_error(values[name], name=name, reduce=reduce) for name in names}
     return {name: problem for name, problem in problems.items() if problem}
 
@@ -282,6 +315,7 @@ class _Child:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads
+                # Of the threads, only the one that forks exists in the child. That suffices for pickling.
                 self._pid = os.fork()
         except OSError:
             os.close(self._read)
@@ -289,7 +323,7 @@ class _Child:
             raise
         if self._pid == 0:
             try:
-                _run(values, reduce, write)
+                _pickle_in_child(values, reduce, write)
             finally:
                 os._exit(1)
         os.close(write)
@@ -303,6 +337,7 @@ class _Child:
         deadline = time.monotonic() + seconds
         while taken <= count:
             readable, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
+            # An empty read means that the child has closed the pipe, that is, ended.
             chunk = os.read(self._read, 1 << 16) if readable else b""
             if not chunk:
                 return
@@ -322,7 +357,8 @@ class _Child:
         """
         os.close(self._read)
         ended, status = os.waitpid(self._pid, os.WNOHANG)
-        deadline = time.monotonic() + 0.2  # the pipe closes a moment before the process has exited
+        # The pipe closes a moment before the process has exited.
+        deadline = time.monotonic() + 0.2
         while not ended and time.monotonic() < deadline:
             time.sleep(0.002)
             ended, status = os.waitpid(self._pid, os.WNOHANG)
@@ -335,13 +371,15 @@ class _Child:
         return f"ends the process with exit code {code}" if code >= 0 else f"kills the process with signal {-code}"
 
 
-def _run(values: Mapping[str, object], reduce: Reduce, write: int) -> None:
+def _pickle_in_child(values: Mapping[str, object], reduce: Reduce, write: int) -> None:
     """Pickle `values` and write the answers. Runs in the child."""
     own_pid = os.getpid()
-    os.setpgid(0, 0)  # a value that kills its process group kills only this child
+    # A value that kills its process group kills only this child.
+    os.setpgid(0, 0)
     faulthandler.disable()  # its file belongs to the parent
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
+    # The output of the check is not part of any cell.
     os.dup2(null, 2)
     torch.set_num_threads(1)  # the parent's threads do not exist in the child
     _answer(write, "")
@@ -355,6 +393,6 @@ def _run(values: Mapping[str, object], reduce: Reduce, write: int) -> None:
 
 def _answer(write: int, problem: str) -> None:
     text = problem.encode(errors="replace")
-    whole = _LENGTH.pack(len(text)) + text
-    while whole:
-        whole = whole[os.write(write, whole) :]
+    data = _LENGTH.pack(len(text)) + text
+    while data:
+        data = data[os.write(write, data) :]

@@ -38,38 +38,39 @@ from rankbook.protocol.messages import (
 from rankbook.protocol.reattach import Acknowledge, ReplayStart, RequestReplay
 from rankbook.transport.link import Frames, RankLink
 
-MOST = 16 << 20
+MAX_BYTES = 16 << 20
 """Maximum size in bytes; the oldest output is dropped first. `io/output_capture.py` limits text on its own."""
 OFFER_SECONDS = 0.2
 """Seconds to wait for a full link before checking if the owner still exists."""
 
-Kept = Text | TextCut | Display | Clear | InputRequest | Done
+Replayable = Text | TextCut | Display | Clear | InputRequest | Done
 
 
 class _Entry:
     __slots__ = ("message", "size", "when")
 
-    def __init__(self, message: Kept, when: float) -> None:
+    def __init__(self, message: Replayable, when: float) -> None:
         self.when = when
         self.message = message
+        # 64 bytes stand for the objects around the data.
         self.size = len(message.data) + 64 if isinstance(message, Text) else len(encode_from_rank(message)) + 64
 
 
 class ReplayBuffer:
     """Store the messages of the running cell, or of the last one until it is acknowledged.
 
-    `most` is the limit in bytes. Pure code: uses no link and no clock.
+    `limit` is the limit in bytes. Pure code: uses no link and no clock.
     """
 
-    def __init__(self, *, most: int = MOST) -> None:
-        self._most = most
+    def __init__(self, *, limit: int = MAX_BYTES) -> None:
+        self._limit = limit
         self._cell = 0
         self._number = 0
         self._label = ""
         self._running = False
         self._generation = 0
-        self._joins = 0
-        self._seen = 0
+        self._joining_generation = 0
+        self._acknowledged = 0
         self._entries: list[_Entry] = []
         self._displays: dict[str, _Entry] = {}
         self._size = 0
@@ -77,11 +78,12 @@ class ReplayBuffer:
 
     def begin(self, task: Task) -> None:
         """Start a new task; the sender of a task has seen all earlier ones."""
-        self.seen(self._cell)
+        # Only the owner sends tasks, and it has handled everything that came before.
+        self.acknowledge(self._cell)
         self._cell = task.cell
         self._number = task.number if isinstance(task, RunCell) else -1 if isinstance(task, Regroup) else 0
         self._label = _label(task)
-        self._joins = task.generation if isinstance(task, Regroup) else 0
+        self._joining_generation = task.generation if isinstance(task, Regroup) else 0
         self._running = True
 
     def add(self, message: Message, when: float) -> None:
@@ -90,49 +92,58 @@ class ReplayBuffer:
         Ignores messages that are not part of a cell's output or result. Over the limit, drops the oldest messages, but
         no `Done`.
         """
-        if not isinstance(message, Kept):
+        if not isinstance(message, Replayable):
             return
+        # From here on the task counts as ended, even if its owner has not seen it.
         if isinstance(message, Done) and message.cell == self._cell:
             self._running = False
-            if self._joins:
-                self._generation = self._joins if message.status == "ok" else 0
-            self.answered()
-        if not (isinstance(message, Display) and self._updates(message)):
+            if self._joining_generation:
+                # A rank that has failed to join is in no group.
+                self._generation = self._joining_generation if message.status == "ok" else 0
+            self.drop_input_requests()
+        if not (isinstance(message, Display) and self._update_display(message)):
             self._append(_Entry(message, when))
-        while self._size > self._most:
+        while self._size > self._limit:
             oldest = next((entry for entry in self._entries if not isinstance(entry.message, Done)), None)
             if oldest is None:
                 break
             self._remove(oldest)
             self._dropped += 1
 
-    def seen(self, cell: int) -> None:
+    def acknowledge(self, cell: int) -> None:
         """Drop the messages of `cell` and of earlier cells: the owner has received them."""
-        self._seen = max(self._seen, cell)
-        self._entries = [entry for entry in self._entries if entry.message.cell > self._seen]
-        self._displays = {name: entry for name, entry in self._displays.items() if entry.message.cell > self._seen}
+        # Stored as a number as well: output of a background thread of that cell may come later.
+        self._acknowledged = max(self._acknowledged, cell)
+        self._entries = [entry for entry in self._entries if entry.message.cell > self._acknowledged]
+        self._displays = {
+            name: entry for name, entry in self._displays.items() if entry.message.cell > self._acknowledged
+        }
         self._size = sum(entry.size for entry in self._entries)
         if not self._entries:
             self._dropped = 0
 
-    def answered(self) -> None:
+    def drop_input_requests(self) -> None:
         """Drop pending input requests."""
         for entry in [entry for entry in self._entries if isinstance(entry.message, InputRequest)]:
             self._remove(entry)
 
-    def recall(self, nonce: str, since: float) -> tuple[ReplayStart, list[Kept]]:
+    def replay(self, nonce: str, since: float) -> tuple[ReplayStart, list[Replayable]]:
         """Return the messages to replay to a new owner, with their header; see `RequestReplay`.
 
         Includes unacknowledged messages, and those sent at `since` or later.
         """
-        messages = [entry.message for entry in self._entries if entry.message.cell > self._seen or entry.when >= since]
+        # Acknowledged messages that were sent after the owner was lost are included: the acknowledgement was for what
+        # came before.
+        messages = [
+            entry.message for entry in self._entries if entry.message.cell > self._acknowledged or entry.when >= since
+        ]
         header = ReplayStart(
             nonce=nonce,
             cell=self._cell,
             number=self._number,
             label=self._label,
             running=self._running,
-            seen=self._cell <= self._seen,
+            seen=self._cell <= self._acknowledged,
             generation=self._generation,
             entries=len(messages),
             dropped=self._dropped,
@@ -152,7 +163,7 @@ class ReplayBuffer:
         if name is not None and self._displays.get(name) is entry:
             del self._displays[name]
 
-    def _updates(self, message: Display) -> bool:
+    def _update_display(self, message: Display) -> bool:
         """Apply an update to a stored display; return False if there is none.
 
         A progress display then takes the space of one message.
@@ -191,53 +202,57 @@ class TimeoutLink(RankLink, Protocol):
 
 
 class DetachableLink:
-    """A rank's link with a replay buffer. `owned()` returns True while there is a notebook to send to."""
+    """A rank's link with a replay buffer. `is_owned()` returns True while there is a notebook to send to."""
 
-    def __init__(self, link: TimeoutLink, token: str, owned: Callable[[], bool]) -> None:
+    def __init__(self, link: TimeoutLink, token: str, is_owned: Callable[[], bool]) -> None:
         self._link = link
         self._token = token
-        self._owned = owned
-        self._outbox = ReplayBuffer()
+        self._is_owned = is_owned
+        self._buffer = ReplayBuffer()
         self._lock = threading.Lock()
 
     def send(self, message: Message, frames: Frames = ()) -> None:
         """See `RankLink`."""
+        # Stored and sent under one lock, so that a replay has every message exactly once, and in order.
         with self._lock:
-            self._outbox.add(message, time.monotonic())
-            self._pass_on(message, frames)
+            self._buffer.add(message, time.monotonic())
+            self._forward(message, frames)
 
     def receive(self) -> tuple[ToRank, list[memoryview]] | None:
         """See `RankLink`. Handles messages for the replay buffer itself."""
-        while (parcel := self._link.receive()) is not None:
+        while (received := self._link.receive()) is not None:
             with self._lock:
-                if not self._deal_with(parcel[0]):
-                    return parcel
+                if not self._handle(received[0]):
+                    return received
         return None
 
-    def _deal_with(self, message: ToRank) -> bool:
+    def _handle(self, message: ToRank) -> bool:
         match message:
             case Acknowledge():
-                self._outbox.seen(message.cell)
+                self._buffer.acknowledge(message.cell)
             case RequestReplay():
-                self._recall(message)
+                self._replay(message)
+            # The question has been answered, or its call interrupted. A new owner must not ask it again.
             case InputReply() | Interrupt():
-                self._outbox.answered()
+                self._buffer.drop_input_requests()
                 return False
             case _:
                 if isinstance(message, Task):  # a query, comm or debugger message may arrive during a task
-                    self._outbox.begin(message)
+                    self._buffer.begin(message)
                 return False
         return True
 
-    def _recall(self, message: RequestReplay) -> None:
+    def _replay(self, message: RequestReplay) -> None:
         if not hmac.compare_digest(message.token.encode(), self._token.encode()):
             return
-        header, messages = self._outbox.recall(message.nonce, message.since)
+        header, messages = self._buffer.replay(message.nonce, message.since)
         for replayed in (header, *messages):
-            self._pass_on(replayed, ())
+            # The lock is held by `receive`, so no new message comes between the repeated ones.
+            self._forward(replayed, ())
 
-    def _pass_on(self, message: Message, frames: Frames) -> None:
-        while self._owned() and not self._link.offer(message, frames):
+    def _forward(self, message: Message, frames: Frames) -> None:
+        # Every failed attempt has taken `OFFER_SECONDS`. Without an owner, the message stays in the buffer only.
+        while self._is_owned() and not self._link.offer(message, frames):
             pass  # the notebook exists but is slow
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:

@@ -10,16 +10,20 @@ import ast
 import builtins
 import contextlib
 import getpass
+import io
 import json
 import re
 import subprocess
 import sys
 import threading
+import tokenize
 import traceback
+import types
 import warnings
 from base64 import b64encode
 from bdb import BdbQuit
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -28,6 +32,7 @@ from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.error import UsageError
+from IPython.core.history import HistoryManager
 from IPython.core.interactiveshell import InteractiveShell, InteractiveShellABC
 from IPython.core.magics import script
 from IPython.utils.text import LSString, SList
@@ -35,24 +40,28 @@ from traitlets import Type
 from traitlets.config import Config
 
 from rankbook.errors import TransferError
-from rankbook.protocol.base import RESULT
+from rankbook.formatting import PACKAGE_MAGICS, PACKAGE_NOTE
+from rankbook.ipython_compat import cell_numbers
+from rankbook.protocol.base import RESULT, WIDGET_VIEW
 from rankbook.rank.io import comms
 from rankbook.rank.tracebacks import text_of
-from rankbook.transport.cell_sources import set_cell_numbers
+from rankbook.transport.serialization import set_cell_numbers
 
-_WIDGET = "application/vnd.jupyter.widget-view+json"
+# The right side may still be a magic or a shell command (`x = !ls`). Such a line does not compile, and IPython
+# transforms it.
 _ASSIGNS = re.compile(r"[^\W\d]\w*[ \t]*=(?!=)")
+_LAYOUT = frozenset((tokenize.COMMENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.NEWLINE, tokenize.NL))
 _EMPTY_LINES = re.compile(r"(?:[^\S\n]*\n)+")
-_FIRST = "has to be the first line of its cell; not even a comment may stand above it"
-_NOT_HERE = {
-    "distributed": "is for the notebook's own process: give it a cell of its own",
-    "%distributed": _FIRST,
-    "%local": _FIRST,
+_MUST_BE_FIRST = "must be the first line of its cell; no comment may precede it"
+_MISPLACED_MAGICS = {
+    "distributed": "runs in the notebook process and must be in a separate cell",
+    "%distributed": _MUST_BE_FIRST,
+    "%local": _MUST_BE_FIRST,
 }
 """Line magics that are misplaced in a rank's cell, for which IPython would report an unknown magic."""
-_DEEPEST = 200
+_MAX_DEPTH = 200
 """Maximum nesting of lists and dicts in a display."""
-_AS_A_CELL = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+_CELL_FLAGS = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 
 class ShellSession(Protocol):
@@ -88,6 +97,7 @@ class RankDisplayPublisher(DisplayPublisher):
         **kwargs: Any,  # noqa: ANN401, ARG002 - IPython's signature
     ) -> None:
         """See IPython's DisplayPublisher."""
+        # The shell is made in the forkserver, which has no session.
         if self.session is None:
             return
         display_id = (transient or {}).get("display_id")
@@ -109,15 +119,32 @@ class RankDisplayHook(DisplayHook):
 
     session: ShellSession | None = None
     source = ""
+    keeps_values = False
+    """True while a cell runs whose value stays in `Out`, `_` and `_5`: the cells of auto mode.
+
+    Other cells keep nothing: the ranks would hold every displayed tensor in device memory, and nobody expects it.
+    """
+
+    @property
+    def prompt_count(self) -> int:
+        """Return the number of the running cell; IPython's counter is one ahead."""
+        assert self.shell is not None
+        return int(self.shell.execution_count)
+
+    def update_user_ns(self, result: object) -> None:
+        """Keep a cell's value, unless the cell is not part of the session."""
+        if self.keeps_values:
+            super().update_user_ns(result)
 
     def quiet(self) -> bool:
         """Return True if the cell ends with a semicolon.
 
         IPython's implementation reads the source from its history, which ranks do not keep.
         """
+        # The frequent case, without the tokenizer.
         if ";" not in self.source or self.shell is None:
             return False
-        return bool(self.semicolon_at_end_of_expression(self.shell.transform_cell(self.source)))
+        return _ends_with_semicolon(self.shell.transform_cell(self.source))
 
     def write_output_prompt(self) -> None:
         """Write no prompt: the notebook numbers the cells."""
@@ -135,6 +162,15 @@ class RankDisplayHook(DisplayHook):
         """Write nothing, because no prompt was written."""
 
 
+def _ends_with_semicolon(source: str) -> bool:
+    """Return True if the last token of Python code, apart from comments, is a semicolon."""
+    last = ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _LAYOUT:
+            last = token.string
+    return last == ";"
+
+
 def plain_bundle(bundle: dict[str, Any]) -> dict[str, Any]:
     """Return a mime bundle as plain JSON data: text as keys, bytes encoded in base64.
 
@@ -143,13 +179,13 @@ def plain_bundle(bundle: dict[str, Any]) -> dict[str, Any]:
     """
     plain: dict[str, Any] = {}
     for key, value in bundle.items():
-        if key == _WIDGET and not (isinstance(value, dict) and comms.is_open(value.get("model_id"))):
+        if key == WIDGET_VIEW and not (isinstance(value, dict) and comms.is_open(value.get("model_id"))):
             continue
         name = text_of(key)
         try:
             plain[name] = _plain(value)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise TransferError(f"cannot display {name}: it is no plain data ({error})") from error
+            raise TransferError(f"cannot display {name}: expected plain data ({error})") from error
     return plain
 
 
@@ -158,9 +194,11 @@ def _plain(value: object) -> Any:  # noqa: ANN401 - a JSON value
         return text_of(value)
     if isinstance(value, bytes):
         return b64encode(value).decode()
+    # Through JSON and back, which is what the front end gets in any case. So the message contains exactly what can be
+    # shown, and no object of the user's classes.
     plain = json.loads(json.dumps(value, default=_plain_bytes), parse_int=_plain_number)
-    if _is_deeper(plain, _DEEPEST):
-        raise ValueError(f"it is nested more than {_DEEPEST} deep")
+    if _is_deeper(plain, _MAX_DEPTH):
+        raise ValueError(f"expected at most {_MAX_DEPTH} levels of nesting")
     return plain
 
 
@@ -184,7 +222,7 @@ def _is_deeper(value: object, levels: int) -> bool:
 def _plain_bytes(value: object) -> str:
     if isinstance(value, bytes):
         return b64encode(value).decode()
-    raise TypeError(f"{type(value).__name__} is not JSON")
+    raise TypeError(f"{type(value).__name__} is not JSON serializable")
 
 
 class RankCompiler(CachingCompiler):
@@ -195,9 +233,41 @@ class RankCompiler(CachingCompiler):
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
         """Return a file name in the form that IPython's tracebacks recognize, or the debugger's name."""
+        # Only for the source of the cell itself. IPython also compiles other code with this compiler, such as that of
+        # magics.
         if self.file and raw_code == self.source:
             return self.file
+        # The checksum makes the names of two versions of a cell differ, as IPython's own names do.
         return f"<ipython-input-{number}-{crc32(transformed_code.encode(errors='surrogatepass')):08x}>"
+
+
+class RankHistory(HistoryManager):
+    """The cells of this session, for `In` and `%rerun`. IPython searches its database, which ranks do not have."""
+
+    def get_tail(
+        self,
+        n: int | None = 10,
+        raw: bool = True,
+        output: bool = False,  # noqa: ARG002 - IPython's signature
+        include_latest: bool = False,
+    ) -> list[tuple[int, int, Any]]:
+        """Return the last `n` cells as (session, number, source), without the running one."""
+        cells = self._cells(raw=raw)
+        cells = cells if include_latest else cells[:-1]
+        return cells[-n:] if n else []
+
+    def search(  # type: ignore[override]
+        self,
+        pattern: str = "*",
+        raw: bool = True,
+        **_: Any,  # noqa: ANN401 - IPython's signature
+    ) -> list[tuple[int, int, Any]]:
+        """Return the cells that match a pattern such as `*loss*`."""
+        return [cell for cell in self._cells(raw=raw) if fnmatchcase(cell[2], pattern)]
+
+    def _cells(self, *, raw: bool) -> list[tuple[int, int, Any]]:
+        sources = self.input_hist_raw if raw else self.input_hist_parsed
+        return [(0, number, source) for number, source in enumerate(sources) if source]
 
 
 class RankShell(InteractiveShell):
@@ -208,23 +278,30 @@ class RankShell(InteractiveShell):
     displayhook_class = Type(RankDisplayHook)
 
     def __init__(self, **traits: Any) -> None:  # noqa: ANN401 - traitlets'
-        self._stock: tuple[list[object], ...] = ()
-        self._given: dict[str, object] = {}
+        self._stock_transformations: tuple[list[object], ...] = ()
+        self._predefined_names: dict[str, object] = {}
         super().__init__(**traits)
-        self._stock = tuple(list(functions) for functions in self._transformations())
+        self._stock_transformations = tuple(list(functions) for functions in self._transformations())
 
-    def give(self, names: dict[str, object]) -> None:
+    def init_history(self) -> None:
+        """Create the history of this session; nothing is written to a file."""
+        self.history_manager = RankHistory(shell=self, parent=self)
+        # As IPython's method does, so that `%config` finds the object.
+        configurables: list[Any] = self.configurables
+        configurables.append(self.history_manager)
+
+    def define_names(self, names: dict[str, object]) -> None:
         """Define names for every cell and hide them from lists of variables."""
-        self._given = dict(names)
+        self._predefined_names = dict(names)
         self.push(names, interactive=False)
 
     def init_user_ns(self) -> None:
         """Define the rank's names as well: `%reset` calls this too."""
         super().init_user_ns()
-        self.push(self._given, interactive=False)
+        self.push(self._predefined_names, interactive=False)
 
-    def run(self, source: str, number: int, file: str = "") -> None:
-        """Run a cell and raise its error.
+    def run(self, source: str, number: int, file: str = "", *, session: bool = False) -> None:
+        """Run a cell and raise its error. `session`: keep it in `In`, and its value in `Out`.
 
         If the cell itself succeeds, raise the first error that IPython would only print, such as a failed repr. `file`
         is the name by which a debugger knows the cell.
@@ -234,12 +311,32 @@ class RankShell(InteractiveShell):
         assert isinstance(self.compile, RankCompiler)
         self.compile.source, self.compile.file = source, file
         self.displayhook.source = source
+        self.displayhook.keeps_values = session
+        if session:
+            self._store_input(source, number)
+        # Filled by `showtraceback`, which IPython calls for errors that it does not put into the result.
         self._errors: list[BaseException] = []
+        # `store_history=False`: IPython would count and store the cell itself.
         result = self.run_cell(source, store_history=False)
         errors, self._errors = [result.error_before_exec, result.error_in_exec, *self._errors], []
         for error in errors:
             if error is not None:
                 raise error
+
+    def _store_input(self, source: str, number: int) -> None:
+        """Store a cell as `In[number]`. The numbers of cells that ran elsewhere have no text."""
+        history: Any = self.history_manager
+        lists = (history.input_hist_parsed, history.input_hist_raw)
+        for stored in lists:
+            # Lists are indexed by the number of the cell.
+            stored.extend([""] * (number - len(stored)))
+        if all(len(stored) == number for stored in lists):
+            history.store_inputs(number, source)
+            return
+        for stored in lists:  # the numbers of a new notebook begin at 1 again
+            stored[number : number + 1] = [source]
+
+    # Transforming and compiling a cell
 
     def transform_cell(self, raw_cell: str) -> str:
         """Return the cell as Python source; skip IPython's tokenizer for a cell that already is plain Python.
@@ -251,13 +348,16 @@ class RankShell(InteractiveShell):
         if (
             (raw_cell.count("\n") > 1 or _ASSIGNS.match(raw_cell))
             and "\\" not in raw_cell
-            and self._transformations() == self._stock
+            and self._transformations() == self._stock_transformations
         ):
             with contextlib.suppress(SyntaxError, ValueError, MemoryError, RecursionError):
-                compile(raw_cell, "<cell>", "exec", _AS_A_CELL, dont_inherit=True)
+                # Compiling is the test whether it is plain Python. The tree is thrown away; IPython compiles the cell
+                # again later.
+                compile(raw_cell, "<cell>", "exec", _CELL_FLAGS, dont_inherit=True)
                 return raw_cell if raw_cell.endswith("\n") else raw_cell + "\n"
         transformed = str(super().transform_cell(raw_cell))
-        empty = _EMPTY_LINES.match(raw_cell)  # IPython drops leading empty lines, which shifts the line numbers
+        # IPython drops leading empty lines, which shifts the line numbers.
+        empty = _EMPTY_LINES.match(raw_cell)
         return transformed if empty is None else "\n" * empty[0].count("\n") + transformed.lstrip("\n")
 
     def should_run_async(self, raw_cell: str, **kwargs: Any) -> bool:  # noqa: ANN401 - IPython's signature
@@ -271,6 +371,8 @@ class RankShell(InteractiveShell):
         manager = self.input_transformer_manager
         lists = (manager.cleanup_transforms, manager.line_transforms, manager.token_transformers)
         return (*lists, self.input_transformers_post)
+
+    # Errors, which the executor reports
 
     def showtraceback(self, exc_tuple: Any = None, *_: Any, **__: Any) -> None:  # noqa: ANN401 - IPython's signature
         """Record the error without formatting it.
@@ -297,12 +399,19 @@ class RankShell(InteractiveShell):
         """Capture nothing: IPython's history would keep all printed text."""
         yield
 
+    def _update_code_co_name(self, code: types.CodeType) -> types.CodeType:
+        """Keep the name `<module>`; IPython 7 would name the code of a cell `<cell line: 1>`."""
+        return code
+
+    # Input and shell commands
+
     def attach(self, session: ShellSession) -> None:
         """Send display and input through `session` from now on."""
         assert isinstance(self.display_pub, RankDisplayPublisher)
         assert isinstance(self.displayhook, RankDisplayHook)
         self.display_pub.session = self.displayhook.session = session
 
+        # Replaces `input` for all code on this rank. The prompt is converted here, because it may be any object.
         def ask(prompt: object = "", /) -> str:
             sys.stdout.flush()
             try:
@@ -312,11 +421,11 @@ class RankShell(InteractiveShell):
                     raise BdbQuit from None
                 raise
 
-        def ask_secretly(prompt: object = "Password: ", stream: object = None, **_: object) -> str:  # noqa: ARG001
+        def ask_password(prompt: object = "Password: ", stream: object = None, **_: object) -> str:  # noqa: ARG001
             return session.ask(text_of(prompt), password=True)
 
         builtins.input = ask
-        getpass.getpass = ask_secretly
+        getpass.getpass = ask_password
 
     def run_cell_magic(self, magic_name: str, line: str, cell: str) -> Any:  # noqa: ANN401 - IPython's types
         """Run a cell magic; raise KeyboardInterrupt if an interrupt ended its script.
@@ -324,6 +433,7 @@ class RankShell(InteractiveShell):
         Older versions of IPython report such a cell as successful.
         """
         assert isinstance(self.display_pub, RankDisplayPublisher)
+        # Read before and after the magic: only an interrupt during it explains its result.
         session = self.display_pub.session
         before = session is None or session.interrupted
         value = super().run_cell_magic(magic_name, line, cell)
@@ -340,10 +450,12 @@ class RankShell(InteractiveShell):
         sys.stdout.flush()
         sys.stderr.flush()
         command = self.var_expand(cmd, depth=1)
+        # IPython's own version uses a pseudo-terminal on Unix, whose output would not go through the rank's pipes.
         with subprocess.Popen(  # noqa: S602 - `!` runs a shell command
             command, shell=True, stdin=subprocess.DEVNULL
         ) as process:
             try:
+                # As IPython does, for `_exit_code` in a later cell.
                 self.user_ns["_exit_code"] = process.wait()
             except KeyboardInterrupt:
                 _end(process)
@@ -376,7 +488,7 @@ class RankShell(InteractiveShell):
     def enable_gui(self, gui: str | None = None) -> None:
         """Refuse the event loops of desktop toolkits: a rank has no display."""
         if gui not in (None, "inline"):
-            raise UsageError(f"%gui {gui}: a rank has no screen; figures are shown with %matplotlib inline")
+            raise UsageError(f"%gui {gui}: a rank has no display; use %matplotlib inline to show figures")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -401,20 +513,36 @@ def _refuse(name: str, why: str) -> Callable[[str], None]:
     return refuse
 
 
+def _with_note(run: Callable[[str], None], note: str) -> Callable[[str], None]:
+    def run_and_print(line: str) -> None:
+        run(line)
+        print(note)  # noqa: T201 - the user's output
+
+    run_and_print.__doc__ = run.__doc__
+    return run_and_print
+
+
 def make_shell() -> RankShell:
     """Return the shell. Called in the forkserver, so that forked ranks share it."""
     config = Config()
     config.HistoryManager.enabled = False
-    config.InteractiveShell.cache_size = 0  # Out[n] would keep every displayed tensor in device memory
+    # The singleton, because `get_ipython()` and libraries ask for that.
     shell: RankShell = RankShell.instance(config=config)
-    set_cell_numbers(shell.compile._filename_map)
+    set_cell_numbers(cell_numbers(shell.compile))
     load_magics = getattr(shell.magics_manager, "load_all_lazy_magics", None)  # absent from older versions of IPython
     if load_magics is not None:
-        load_magics()  # an interrupt of the import at a magic's first use would break the magic for good
-    for name, why in _NOT_HERE.items():
+        # An interrupt of the import at a magic's first use would break the magic for good.
+        load_magics()
+    # Registered as line magics: that is how IPython sees them in the middle of a cell.
+    for name, why in _MISPLACED_MAGICS.items():
         shell.magics_manager.register_function(_refuse(name, why), "line", name)
+    for name in PACKAGE_MAGICS:
+        run = shell.find_line_magic(name)  # older versions of IPython have fewer
+        if run is not None:
+            shell.magics_manager.register_function(_with_note(run, PACKAGE_NOTE), "line", name)
     for namespace in (shell.user_ns, shell.user_ns_hidden):
-        namespace.update(exit=sys.exit, quit=sys.exit)  # IPython's versions ask for confirmation at the terminal
+        # IPython's versions ask for confirmation at the terminal.
+        namespace.update(exit=sys.exit, quit=sys.exit)
     # Enter the trap once. IPython would change `builtins` before and after every cell, and every change invalidates the
     # interpreter's inline caches for all uses of builtins.
     shell.builtin_trap.__enter__()

@@ -7,36 +7,37 @@ user code say so.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
 import sys
-import sysconfig
 import threading
 import types
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rankbook.formatting import strip_ansi
-from rankbook.package_folders import PACKAGE_FOLDERS
+from rankbook.ipython_compat import name_cells
+from rankbook.package_folders import PACKAGE_FOLDERS, is_users
 from rankbook.protocol.messages import ErrorReport, Frame
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-_LIBRARIES = tuple({*(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")), "<frozen"})
 _DEBUGGER = str(Path("debugpy", "_vendored", "pydevd"))
-_MOST_FRAMES = 12
-_MOST_VALUE, _MOST_TEXT = 32 << 10, 256 << 10
+_MAX_FRAMES = 12
+_MAX_VALUE, _MAX_TEXT = 32 << 10, 256 << 10
 """Maximum characters of an error's message, and of its traceback."""
-_MOST_LINES = 1 << 31
+_MAX_PLACE = 200
+_MAX_LINES = 1 << 31
+# The descriptors of the built-in classes themselves, taken before any user code runs. `error.__traceback__` would call
+# a property that the user's class defines.
 _class_name = type.__dict__["__name__"].__get__
-_own_traceback = BaseException.__dict__["__traceback__"].__get__
-_own_cause = BaseException.__dict__["__cause__"].__get__
-_own_context = BaseException.__dict__["__context__"].__get__
-_own_members = BaseExceptionGroup.__dict__["exceptions"].__get__
-
-
-def is_users(file: str) -> bool:
-    """Return True if a file is the user's: a cell or module of theirs, not part of a library."""
-    return not file.startswith((*_LIBRARIES, *PACKAGE_FOLDERS)) and "site-packages" not in file
+_get_traceback = BaseException.__dict__["__traceback__"].__get__
+_get_cause = BaseException.__dict__["__cause__"].__get__
+_get_context = BaseException.__dict__["__context__"].__get__
+_get_members = BaseExceptionGroup.__dict__["exceptions"].__get__
 
 
 def text_of(value: object) -> str:
@@ -44,6 +45,7 @@ def text_of(value: object) -> str:
 
     A subclass of `str` could run user code wherever it is used.
     """
+    # `str()` may return an instance of a subclass, which `str.__str__` turns into a plain string.
     return str.__str__(str(value))
 
 
@@ -54,26 +56,26 @@ def name_of(error: BaseException) -> str:
 
 def traceback_of(error: BaseException) -> types.TracebackType | None:
     """Return the error's `__traceback__`. Bypasses overrides."""
-    found: types.TracebackType | None = _own_traceback(error)
-    return found
+    traceback: types.TracebackType | None = _get_traceback(error)
+    return traceback
 
 
 def cause_of(error: BaseException) -> BaseException | None:
     """Return the error's `__cause__`. Bypasses overrides."""
-    found: BaseException | None = _own_cause(error)
-    return found
+    cause: BaseException | None = _get_cause(error)
+    return cause
 
 
 def context_of(error: BaseException) -> BaseException | None:
     """Return the error's `__context__`. Bypasses overrides."""
-    found: BaseException | None = _own_context(error)
-    return found
+    context: BaseException | None = _get_context(error)
+    return context
 
 
 def members_of(error: BaseException) -> tuple[BaseException, ...]:
     """Return the members of an exception group; an empty tuple for other errors."""
-    found: tuple[BaseException, ...] = _own_members(error) if issubclass(type(error), BaseExceptionGroup) else ()
-    return found
+    members: tuple[BaseException, ...] = _get_members(error) if issubclass(type(error), BaseExceptionGroup) else ()
+    return members
 
 
 def error_report(shell: InteractiveShell, error: BaseException, cells: dict[str, int], number: int = 0) -> ErrorReport:
@@ -86,21 +88,23 @@ def error_report(shell: InteractiveShell, error: BaseException, cells: dict[str,
     shortened, hidden = _shorten(traceback_of(error))
     value = value_of(error)
     try:
+        # A SyntaxError carries its own place, in attributes. IPython has another formatter for it.
         if issubclass(type(error), SyntaxError):
             hidden, value = 0, text_of(error.msg)  # type: ignore[attr-defined] # the traceback shows the rest
             lines = shell.SyntaxTB.structured_traceback(type(error), error, None)
         else:
             lines = shell.InteractiveTB.structured_traceback(type(error), error, shortened, tb_offset=0)
-        text = "\n".join(map(text_of, lines))
+        text = name_cells("\n".join(map(text_of, lines)), cells)
     except KeyboardInterrupt:
         raise
     except BaseException as failure:  # noqa: BLE001 - named in the text: every error needs a report
-        text = f"{name}: {value}\n(no traceback: {name_of(failure)} while it was made)"
+        text = f"{name}: {value}\n(no traceback: {name_of(failure)} while formatting it)"
     if hidden:
         text += (
             "\n(1 frame of a library is left out)" if hidden == 1 else f"\n({hidden} frames of libraries are left out)"
         )
-    return as_report(name, value, text, _cell_line(error, cells, number))
+    line = _cell_line(error, cells, number)
+    return as_report(name, value, text, line, _innermost_place(traceback_of(error), cells, number))
 
 
 def one_line_error(error: BaseException) -> ErrorReport:
@@ -122,9 +126,10 @@ def brief_report(
     """
     name, value = name_of(error), ""
     if failure is not None and failure is not error:
-        value = _no_words(failure, name)
+        value = _unprintable(failure, name)
     line = _line_in(traceback_of(error), cells, number)
-    return as_report(name, value, f"{name}: {value}".removesuffix(": "), line)
+    place = _innermost_place(traceback_of(error), cells, number)
+    return as_report(name, value, f"{name}: {value}".removesuffix(": "), line, place)
 
 
 def value_of(error: BaseException) -> str:
@@ -137,22 +142,28 @@ def value_of(error: BaseException) -> str:
     except KeyboardInterrupt:
         raise
     except BaseException as failure:  # noqa: BLE001 - the user's __str__ may raise anything; its error is named
-        return _no_words(failure, name_of(error))
+        return _unprintable(failure, name_of(error))
 
 
-def _no_words(failure: BaseException, name: str) -> str:
-    return f"<{name_of(failure)} while this {name} was put into words>"
+def _unprintable(failure: BaseException, name: str) -> str:
+    return f"<{name_of(failure)} while formatting this {name}>"
 
 
-def as_report(name: str, value: str, text: str, line: int | None) -> ErrorReport:
+def as_report(name: str, value: str, text: str, line: int | None, place: str = "") -> ErrorReport:
     """Return an `ErrorReport`; `text` is its traceback. Long texts are truncated."""
-    text = _cut(text, _MOST_TEXT)
+    # A message can be as long as a tensor's repr. Every rank would send and keep it.
+    text = _shorten_text(text, _MAX_TEXT)
     return ErrorReport(
-        name=_cut(name, _MOST_VALUE), value=_cut(value, _MOST_VALUE), traceback=text, plain=strip_ansi(text), line=line
+        name=_shorten_text(name, _MAX_VALUE),
+        value=_shorten_text(value, _MAX_VALUE),
+        traceback=text,
+        plain=strip_ansi(text),
+        line=line,
+        place=_shorten_text(place, _MAX_PLACE),
     )
 
 
-def _cut(text: str, most: int) -> str:
+def _shorten_text(text: str, most: int) -> str:
     """Return `text`, reduced to its beginning and end if it has more than `most` characters."""
     if len(text) <= most:
         return text
@@ -163,7 +174,7 @@ def _cut(text: str, most: int) -> str:
 def _shorten(traceback: types.TracebackType | None) -> tuple[types.TracebackType | None, int]:
     """Return a traceback of the user's frames and the innermost frame, and the number of frames left out.
 
-    At most `_MOST_FRAMES` frames, the outermost and the innermost ones. Frames above the user's first one are not
+    At most `_MAX_FRAMES` frames, the outermost and the innermost ones. Frames above the user's first one are not
     counted.
     """
     entries: list[types.TracebackType] = []
@@ -178,12 +189,15 @@ def _shorten(traceback: types.TracebackType | None) -> tuple[types.TracebackType
             break
     while entries and entries[-1].tb_frame.f_code.co_filename.startswith(PACKAGE_FOLDERS):
         entries.pop()  # KeyboardInterrupt is raised in our signal handler
+    # The frames above the user's first one are IPython's and ours.
     first = next((i for i, entry in enumerate(entries) if is_users(entry.tb_frame.f_code.co_filename)), 0)
     entries = entries[first:]
+    # The innermost frame stays even if it is a library's: it is where the error was raised.
     kept = [e for i, e in enumerate(entries) if i == len(entries) - 1 or is_users(e.tb_frame.f_code.co_filename)]
-    if len(kept) > _MOST_FRAMES:
-        kept = [*kept[: _MOST_FRAMES // 2], *kept[-_MOST_FRAMES // 2 :]]
+    if len(kept) > _MAX_FRAMES:
+        kept = [*kept[: _MAX_FRAMES // 2], *kept[-_MAX_FRAMES // 2 :]]
     chain: types.TracebackType | None = None
+    # A traceback object is a linked list that cannot be shortened in place, so a new one is built from its end.
     for entry in reversed(kept):
         chain = types.TracebackType(chain, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return chain, len(entries) - len(kept)
@@ -192,7 +206,8 @@ def _shorten(traceback: types.TracebackType | None) -> tuple[types.TracebackType
 def _cell_line(error: BaseException, cells: dict[str, int], number: int) -> int | None:
     if issubclass(type(error), SyntaxError):
         file, line = error.filename, error.lineno  # type: ignore[attr-defined]
-        if type(file) is str and type(line) is int and 0 < line < _MOST_LINES and _is_of(file, cells, number):
+        # A user may raise a SyntaxError with any values in these attributes.
+        if type(file) is str and type(line) is int and 0 < line < _MAX_LINES and _is_cell(file, cells, number):
             return line
     return _line_in(traceback_of(error), cells, number)
 
@@ -200,14 +215,36 @@ def _cell_line(error: BaseException, cells: dict[str, int], number: int) -> int 
 def _line_in(traceback: types.TracebackType | None, cells: dict[str, int], number: int) -> int | None:
     """Return the innermost line of cell `number` in a traceback."""
     line: int | None = None
+    # To the end of the chain, because the innermost line of the cell is wanted: the last call that it has made.
     while traceback is not None:
-        if _is_of(traceback.tb_frame.f_code.co_filename, cells, number):
+        if _is_cell(traceback.tb_frame.f_code.co_filename, cells, number):
             line = traceback.tb_lineno
         traceback = traceback.tb_next
     return line
 
 
-def _is_of(file: str | None, cells: dict[str, int], number: int) -> bool:
+def _innermost_place(traceback: types.TracebackType | None, cells: dict[str, int], number: int) -> str:
+    """Return the innermost line of the user's code in a traceback; empty if there is none.
+
+    It is that of cell `number` as in "line 3", of another cell as in "line 3 of cell 5", or of a file.
+    """
+    place = ""
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if file in cells:
+            place = f"line {_line_of_cell(traceback.tb_lineno, cells[file], number)}"
+        elif is_users(file) and Path(file).is_absolute():  # a file of Cython, as of the debugger, is not
+            place = f"line {traceback.tb_lineno} of {Path(file).name}"
+        traceback = traceback.tb_next
+    return place
+
+
+def _line_of_cell(line: int, cell: int, number: int) -> int | str:
+    """Return a line of `cell` as messages name it that are about cell `number`."""
+    return line if cell == number else f"{line} of cell {cell}"
+
+
+def _is_cell(file: str | None, cells: dict[str, int], number: int) -> bool:
     """Return True if the file is cell `number`, or any cell if `number` is 0.
 
     A function that another cell defined has that cell's line numbers.
@@ -222,29 +259,97 @@ def main_thread_frames(cells: dict[str, int]) -> tuple[Frame, ...]:
     """
     import linecache
 
-    ident = threading.main_thread().ident
-    frame: Any = sys._current_frames().get(ident) if ident is not None else None
+    # Only while the frame objects are created. Once they exist, reading them is safe.
+    with pause_gc():
+        stack = thread_frames(threading.main_thread().ident)
     frames: list[Frame] = []
-    while frame is not None:
+    for frame in stack:
         code = frame.f_code
         file = f"Cell In[{cells[code.co_filename]}]" if code.co_filename in cells else code.co_filename
         line = _line(frame)
+        # linecache knows the cells' sources. A file is read when it is needed for the first time.
         source = linecache.getline(code.co_filename, line).strip()
         frames.insert(0, Frame(file=file, line=line, function=code.co_name, source=source))
+        # Everything above, in order from the outside, is dropped, and what follows on the inside as well.
         if _DEBUGGER in code.co_filename:
             frames.clear()  # the debugger's own frames, while the rank is paused
-        frame = frame.f_back
+    # The frames before the first one of a cell are IPython's and ours.
     first = next((i for i, entry in enumerate(frames) if entry.file.startswith("Cell In[")), None)
     return tuple(frames[first:]) if first is not None else tuple(entry for entry in frames if is_users(entry.file))
 
 
-def main_thread_line(cells: dict[str, int], number: int = 0) -> int | None:
-    """Return the innermost line of cell `number`, or of any cell if 0, that the main thread executes. Any thread."""
-    ident = threading.main_thread().ident
-    frame: Any = sys._current_frames().get(ident) if ident is not None else None
-    while frame is not None and not _is_of(frame.f_code.co_filename, cells, number):
+def main_thread_line(cells: dict[str, int], number: int | None = None) -> int | str | None:
+    """Return the innermost line of cell `number`, or of any cell if None, that the main thread executes. Any thread.
+
+    If it executes no line of that cell, as in a call, return the innermost line of any cell, as in "3 of cell 5".
+    """
+    # A thread's own frames cannot disappear while it looks at them.
+    if threading.current_thread() is threading.main_thread():
+        stack = thread_frames(threading.get_ident())
+    else:
+        with pause_gc():
+            stack = thread_frames(threading.main_thread().ident)
+    # Innermost first, as `thread_frames` returns them.
+    found = [frame for frame in stack if frame.f_code.co_filename in cells]
+    own = [frame for frame in found if cells[frame.f_code.co_filename] == number]
+    for frame in own or found:
+        cell = cells[frame.f_code.co_filename]
+        return _line_of_cell(_line(frame), cell, cell if number is None else number)
+    return None
+
+
+_pause_lock = threading.Lock()
+_gc_paused = False
+
+
+@contextlib.contextmanager
+def pause_gc() -> Iterator[None]:
+    """Collect no garbage in the context, in which a thread reads the frames of another one.
+
+    Python creates a frame object, and the dict of its variables, when it is first requested. Before 3.12, the
+    allocation may collect garbage, a destructor may then release the GIL, and the other thread may return from the
+    function whose frame is being read: the frame object points to memory that is used again, and the process crashes.
+    From 3.12 on, Python collects only between two instructions of the interpreter.
+    """
+    global _gc_paused
+    if sys.version_info >= (3, 12):
+        yield
+        return
+    # Two threads may pause at once; the second one must not see the collector as disabled by the user.
+    with _pause_lock:
+        _gc_paused = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if _gc_paused:
+                gc.enable()
+            _gc_paused = False
+
+
+def thread_frames(ident: int | None) -> list[types.FrameType]:
+    """Return the stack of the thread `ident`, innermost frame first; empty if the thread does not exist.
+
+    Call it within `pause_gc`, except for the thread's own stack.
+    """
+    frame = sys._current_frames().get(ident) if ident is not None else None
+    frames: list[types.FrameType] = []
+    while frame is not None:
+        frames.append(frame)
         frame = frame.f_back
-    return None if frame is None else _line(frame)
+    return frames
+
+
+def _in_child() -> None:
+    """Restore the state of a child that was forked while another thread had paused the garbage collector."""
+    global _pause_lock, _gc_paused
+    _pause_lock = threading.Lock()
+    if _gc_paused:
+        gc.enable()
+    _gc_paused = False
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _line(frame: types.FrameType) -> int:

@@ -20,7 +20,7 @@ Public names are imported when they are first used.
     logging.py             get_logger and tqdm
     trackers.py            experiment trackers
     recovery.py            consistent state of all ranks after an aborted collective
-    comm/                  collectives over nested containers, consistency checks
+    comm/                  collectives over nested containers
     data/                  prepared loaders, samplers, dispatcher, random numbers
     saving/                checkpoints and model files
     strategies/            DDP, FSDP2 and tensor parallelism
@@ -87,8 +87,10 @@ if TYPE_CHECKING:
     from rankbook.runtime.trackers import (
         GeneralTracker,
         JSONLinesTracker,
+        MLflowTracker,
         TensorBoardTracker,
         Tracker,
+        WandBTracker,
         filter_trackers,
     )
 
@@ -115,6 +117,7 @@ __all__ = [
     "IterableDatasetShard",
     "JSONLinesTracker",
     "KwargsHandler",
+    "MLflowTracker",
     "ParallelismConfig",
     "PartialState",
     "ProfileKwargs",
@@ -126,6 +129,7 @@ __all__ = [
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
     "Tracker",
+    "WandBTracker",
     "broadcast",
     "broadcast_object_list",
     "clear_device_cache",
@@ -221,8 +225,10 @@ __getattr__, __dir__ = lazy_imports(
         "rankbook.runtime.trackers": (
             "GeneralTracker",
             "JSONLinesTracker",
+            "MLflowTracker",
             "TensorBoardTracker",
             "Tracker",
+            "WandBTracker",
             "filter_trackers",
         ),
         "rankbook.runtime.comm.tree": (

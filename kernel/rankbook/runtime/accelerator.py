@@ -6,31 +6,32 @@ The class is composed of mix-ins: settings (settings.py), training (training.py)
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime import prepare, recovery
 from rankbook.runtime.comm.methods import CollectiveMethods
 from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.memory import clear_device_cache, release_memory
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from rankbook.runtime.prepare import (
-    adopt_model,
     prepare_loader,
     prepare_model,
     prepare_optimizer,
     prepare_scheduler,
+    register_received_model,
     release_model,
 )
 from rankbook.runtime.prepared import PrepareContext
 from rankbook.runtime.saving.methods import SavingMethods
 from rankbook.runtime.settings import AcceleratorSettings
 from rankbook.runtime.state import AcceleratorState
-from rankbook.runtime.trackers import GeneralTracker, make_tracker
+from rankbook.runtime.trackers import InactiveTracker, make_tracker
 from rankbook.runtime.training import TrainingMethods
 
 
@@ -49,9 +50,13 @@ class TrackingMethods(AcceleratorSettings):
             project_name: name of the run.
             config: settings of the run, which the trackers store.
             init_kwargs: maps a tracker's name to keyword arguments of its constructor.
+
+        Raises `InvalidArgument` if the package of a tracker is not installed.
         """
+        # A notebook starts trackers again and again; the files of the previous run must be closed first.
         self.end_training()
         for entry in self.log_with:
+            # By the tracker's name, as in Accelerate. Instances were constructed by the user, and get none.
             options = (init_kwargs or {}).get(entry if isinstance(entry, str) else entry.name, {})
             tracker = make_tracker(entry, project_name, self.logging_dir, **options)
             tracker.start()
@@ -62,16 +67,20 @@ class TrackingMethods(AcceleratorSettings):
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:  # noqa: ANN401 - a tracker, or its own object
         """Return the tracker called `name`, or with `unwrap` the object that it writes to.
 
-        On a rank where the tracker does not run, return a tracker that does nothing. Raises `BadRequest` for a name
-        that is not in `log_with`.
+        On a rank where the tracker does not run, the object is one whose methods do nothing. Raises `InvalidArgument`
+        for a name that is not in `log_with`.
         """
         for tracker in self.trackers:
             if tracker.name == name:
+                if unwrap and tracker.main_process_only and not self.is_main_process:
+                    return InactiveTracker(name)
                 return tracker.tracker if unwrap else tracker
         names = [entry if isinstance(entry, str) else entry.name for entry in self.log_with]
+        # A script calls `get_tracker(...)` on all ranks and then its methods, which must exist there and do nothing.
         if name in names and not self.is_main_process:
-            return GeneralTracker(_blank=True)
-        raise BadRequest(f"no tracker {name!r} runs; init_trackers starts {names or 'those that log_with names'}")
+            return InactiveTracker(name)
+        started = ", ".join(map(repr, names)) or "the trackers of log_with"
+        raise InvalidArgument(f"tracker {name!r} was not started; init_trackers() starts {started}")
 
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, dict[str, Any]] | None = None
@@ -88,11 +97,13 @@ class TrackingMethods(AcceleratorSettings):
 
     def end_training(self) -> None:
         """Close all trackers."""
+        # Removed before it is finished: if that raises, the next call does not try the same one again.
         while self.trackers:
             self.trackers.pop().finish()
 
 
-_HERE_ONLY = {"state", "gradient_state", "_references", "trackers"}
+# Objects of the process, see `__getstate__`.
+_NOT_PICKLED = {"state", "gradient_state", "_references", "trackers"}
 
 
 class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMethods):
@@ -100,7 +111,7 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
 
     All instances in a process share the precision, the gradient accumulation, and the plugins for sharding and
     compilation: a second `Accelerator()` keeps these settings, and explicit arguments change them. Objects that were
-    prepared before keep theirs until they are prepared again.
+    prepared before keep theirs until they are prepared again. The positional parameters are in Accelerate's order.
 
     Args:
         device_placement: move models and batches to the rank's device.
@@ -109,8 +120,10 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         gradient_accumulation_steps: number of batches per optimizer step.
         cpu: use the CPU although an accelerator is available.
         dataloader_config: treatment of loaders.
+        deepspeed_plugin, torch_tp_plugin, megatron_lm_plugin, deepspeed_plugins: not supported; must be None.
         fsdp_plugin: shard models with FSDP2.
-        rng_types: generators that the ranks synchronize when a loop starts.
+        rng_types: generators that the ranks synchronize when a loop starts: "generator" (that of the sampler), "torch",
+            "cuda", "numpy", "python".
         log_with: trackers, by name or as instances.
         project_dir: directory of checkpoints and logs.
         project_config: see `ProjectConfiguration`.
@@ -123,7 +136,7 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
             replicas.
         scheduler_steps_times_num_processes: step a scheduler once per rank for every optimizer step.
 
-    Raises `BadRequest` for invalid or contradictory arguments, without changing any shared state.
+    Raises `InvalidArgument` for invalid, contradictory or unknown arguments, without changing any shared state.
 
     Example::
 
@@ -146,10 +159,10 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
             args: models, optimizers, loaders and schedulers.
             device_placement: for every argument, whether it is moved to the rank's device.
 
-        Raises `BadRequest` on all ranks, before any object is changed.
+        Raises `InvalidArgument` on all ranks, before any object is changed.
         """
         if device_placement is not None and len(device_placement) != len(args):
-            raise prepare.misplaced(len(device_placement), len(args))
+            raise prepare.placement_length_error(len(device_placement), len(args))
         return prepare.prepare_all(self, self._context(), args, device_placement)
 
     def prepare_model(
@@ -161,24 +174,28 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
             model: the model.
             device_placement: move it to the rank's device; defaults to the setting of the `Accelerator`.
             evaluation_mode: only move it and set up mixed precision, without DDP or sharding.
+
+        Raises `InvalidArgument` if the settings do not suit the model, such as a tensor-parallel plan that names none
+        of its modules.
         """
-        wrapped = prepare_model(model, self._context(), place=device_placement, evaluation=evaluation_mode)
-        self._keep("model", wrapped)
+        wrapped = prepare_model(model, self._context(), device_placement=device_placement, evaluation=evaluation_mode)
+        self._register("model", wrapped)
         return wrapped
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Prepare `optimizer` and return the optimizer to step."""
-        wrapped = prepare_optimizer(optimizer, self._context(), place=device_placement)
+        wrapped = prepare_optimizer(optimizer, self._context(), device_placement=device_placement)
+        # `backward` knows the loss but no optimizer, so it takes the scaler from the window.
         window.scaler = wrapped.scaler
-        self._keep("optimizer", wrapped)
+        self._register("optimizer", wrapped)
         return wrapped
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:  # noqa: ANN401 - anything with `step`
         """Prepare `scheduler` and return the scheduler to step."""
         wrapped = prepare_scheduler(scheduler, self._context(), self._optimizers)
-        self._keep("scheduler", wrapped)
+        self._register("scheduler", wrapped)
         return wrapped
 
     def prepare_data_loader(
@@ -192,12 +209,17 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         `slice_fn_for_dispatch` cuts a rank's share out of a batch that rank 0 has read.
         """
         context = self._context()
-        wrapped = prepare_loader(data_loader, context, place=device_placement, slice_fn=slice_fn_for_dispatch)
-        self._keep("loader", wrapped)
+        wrapped = prepare_loader(
+            data_loader, context, device_placement=device_placement, slice_fn=slice_fn_for_dispatch
+        )
+        self._register("loader", wrapped)
         return wrapped
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:  # noqa: ANN401 - a loader
-        """Return a loader that skips the first `num_batches` batches."""
+        """Return a loader that skips the first `num_batches` batches of this rank in every pass.
+
+        Raises `InvalidArgument` for a negative number.
+        """
         from rankbook.runtime.data.loaders import skip_first_batches
 
         return skip_first_batches(dataloader, num_batches)
@@ -207,11 +229,13 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
 
         Returns one None per object, to overwrite the caller's references: `a, b = accelerator.free_memory(a, b)`.
         """
+        # A collective for sharded models: all ranks call it. Every model is whole again afterwards, if the user still
+        # holds it.
         for model in self._models:
             release_model(model)
         for references in self._references.values():
             references.clear()
-        window.abandon(self.gradient_state)
+        window.abort(self.gradient_state)
         cleared = release_memory(*objects)
         clear_device_cache(garbage_collection=True)
         return cleared
@@ -225,9 +249,9 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
     # the sender's settings, and the models and optimizers that came along are registered there as prepared.
 
     def __getstate__(self) -> dict[str, Any]:
-        attributes = {name: value for name, value in self.__dict__.items() if name not in _HERE_ONLY}
+        attributes = {name: value for name, value in self.__dict__.items() if name not in _NOT_PICKLED}
         shared = {name: getattr(self.state, name) for name in ("dynamo_plugin", "fsdp_plugin", "parallelism_config")}
-        objects = {kind: self._kept(kind) for kind in self._references}
+        objects = {kind: self._registered(kind) for kind in self._references}
         settings = (self.mixed_precision, dict(self.gradient_state.plugin_kwargs), shared)
         scale = self.scaler.state_dict() if self.scaler is not None else {}
         return {
@@ -240,6 +264,8 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         precision, accumulation, shared = state["settings"]
+        # `_arrived`: the `AcceleratorState` in the same pickle was unpickled before this and has created the shared
+        # state. So it counts as fresh.
         shared_here = AcceleratorState._shared_state
         fresh = not shared_here or shared_here.pop("_arrived", False)
         self.__dict__.update(state["own"], trackers=[])
@@ -253,14 +279,18 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         if fresh and context.scaler is not None and state["scale"]:
             context.scaler.load_state_dict(state["scale"])  # averaged gradients need the same loss scale on all ranks
         models, optimizers = state["known"]
+        # Models first: the optimizers below look up the replacements of their parameters.
         for model in (*models, *state["kept"]["model"]):
-            adopt_model(model, context)
+            register_received_model(model, context)
         for optimizer in (*optimizers, *state["kept"]["optimizer"]):
-            window.scaler = prepare_optimizer(optimizer, context, place=False).scaler
+            window.scaler = prepare_optimizer(optimizer, context, device_placement=False).scaler
+        # Register all objects in the sender's order, which determines their names in checkpoints.
         for kind, objects in state["kept"].items():
             for item in objects:
-                self._keep(kind, item)
-        if fresh:  # a replacement rank takes part in the collective with which the survivors start (recovery._agree)
+                self._register(kind, item)
+        # A replacement rank takes part in the collective with which the survivors start
+        # (`recovery._synchronize_replicas`).
+        if fresh:
             recovery.restart_accumulation()
 
     def _context(self) -> PrepareContext:
@@ -271,14 +301,19 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
             precision=self.mixed_precision,
             dynamo=self.dynamo_plugin,
             scaler=self.scaler,
-            place_models=self.device_placement,
-            place_batches=self.device_placement,
+            move_models=self.device_placement,
+            move_batches=self.device_placement,
             step_with_optimizer=self.step_scheduler_with_optimizer,
             steps_times_num_processes=self.scheduler_steps_times_num_processes,
             loader_options=self.dataloader_config,
             rng_types=self.rng_types,
-            before_step=window.settle,
+            before_step=window.rescale_gradients,
         )
 
+
+for _part in (AcceleratorSettings, TrainingMethods, CollectiveMethods, SavingMethods, TrackingMethods):
+    for _name, _method in vars(_part).items():
+        if inspect.isfunction(_method):
+            _method.__qualname__ = f"{Accelerator.__name__}.{_name}"  # the name in Python's errors about arguments
 
 recovery.install()

@@ -12,7 +12,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument, UnknownKeyword
+from rankbook.formatting import suggest
+from rankbook.runtime.launch_environment import read_flag, read_text
 
 
 class KwargsHandler:
@@ -24,6 +26,7 @@ class KwargsHandler:
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields whose value differs from the default."""
+        # torch's own default applies to the others. An option that a version of torch lacks fails only if it is used.
         return {
             option.name: getattr(self, option.name)
             for option in fields(self)  # type: ignore[arg-type]
@@ -31,20 +34,28 @@ class KwargsHandler:
         }
 
 
-def _default_of(each: Any) -> Any:  # noqa: ANN401 - a dataclass field and its default
-    return each.default_factory() if each.default_factory is not MISSING else each.default
+def _default_of(option: Any) -> Any:  # noqa: ANN401 - a dataclass field and its default
+    return option.default_factory() if option.default_factory is not MISSING else option.default
 
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """Keyword arguments of `torch.autocast`. `cache_enabled` None selects torch's default."""
+    """Keyword arguments of `torch.autocast`. `cache_enabled` None selects torch's default.
+
+    Example::
+
+        accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(cache_enabled=False)])
+    """
 
     enabled: bool = True
     cache_enabled: bool | None = None
 
 
 class DDPCommunicationHookType(StrEnum):
-    """Compression of gradients under DDP: none, half precision, or low-rank matrices (PowerSGD)."""
+    """Compression of gradients under DDP: none, half precision, or low-rank matrices (PowerSGD).
+
+    `BATCHED_POWER_SGD` is a member because Accelerate has it; `DistributedDataParallelKwargs` refuses it.
+    """
 
     NO = "no"
     FP16 = "fp16"
@@ -58,11 +69,17 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Keyword arguments of `torch.nn.parallel.DistributedDataParallel`, and its communication hook.
 
     Args:
-        comm_hook: a `DDPCommunicationHookType` or its name.
+        comm_hook: a `DDPCommunicationHookType` or its value: "no", "fp16", "bf16" or "power_sgd".
         comm_wrapper: "fp16" or "bf16" sends the hook's tensors in that dtype.
         comm_state_option: keyword arguments of torch's `PowerSGDState`.
 
-    The other fields are described by torch. Raises `BadRequest` for an unknown hook or a contradictory combination.
+    The other fields are described by torch. Raises `InvalidArgument` for an unknown hook or a contradictory
+    combination.
+
+    Example::
+
+        options = DistributedDataParallelKwargs(find_unused_parameters=True)
+        accelerator = Accelerator(kwargs_handlers=[options])
     """
 
     dim: int = 0
@@ -76,30 +93,40 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.comm_hook = _one_of("comm_hook", self.comm_hook, [hook.value for hook in DDPCommunicationHookType])
-        self.comm_wrapper = _one_of("comm_wrapper", self.comm_wrapper, ["no", "fp16", "bf16"])
-        if self.comm_hook == "batched_power_sgd":
-            raise BadRequest(
-                "comm_hook='batched_power_sgd' is not offered: torch's own raises in its first step (2.13); use "
-                "'power_sgd', which batches tensors of the same shape with "
+        # Before the check of the choices, which leaves it out.
+        if str(getattr(self.comm_hook, "value", self.comm_hook)).lower() == DDPCommunicationHookType.BATCHED_POWER_SGD:
+            raise InvalidArgument(
+                "comm_hook='batched_power_sgd' is not supported: torch's hook raises in its first step (torch 2.13); "
+                "use 'power_sgd', which batches tensors of the same shape with "
                 'comm_state_option={"batch_tensors_with_same_shape": True}'
             )
+        hooks = [hook.value for hook in DDPCommunicationHookType if hook != DDPCommunicationHookType.BATCHED_POWER_SGD]
+        self.comm_hook = _check_choice("comm_hook", self.comm_hook, hooks)
+        self.comm_wrapper = _check_choice("comm_wrapper", self.comm_wrapper, ["no", "fp16", "bf16"])
         if self.comm_wrapper != "no" and self.comm_hook == "no":
-            raise BadRequest(f"comm_wrapper={self.comm_wrapper!r} is for what a comm_hook sends, and there is none")
-        if self.comm_state_option and "power_sgd" not in self.comm_hook:
-            raise BadRequest(f"comm_state_option is for power_sgd, and comm_hook={self.comm_hook!r} has no state")
+            raise InvalidArgument(
+                f"comm_wrapper={self.comm_wrapper!r} requires a comm_hook, got comm_hook={self.comm_hook!r}"
+            )
+        if self.comm_state_option and self.comm_hook != "power_sgd":
+            raise InvalidArgument(f"comm_state_option requires comm_hook='power_sgd', got comm_hook={self.comm_hook!r}")
 
 
-def _one_of(name: str, given: object, known: list[str]) -> str:
+def _check_choice(name: str, given: object, choices: list[str]) -> str:
+    # Also a member of Accelerate's enum, and a value in capital letters.
     value = str(getattr(given, "value", given)).lower()
-    if value not in known:
-        raise BadRequest(f"{name}={given!r} is unknown: choose {', '.join(map(repr, known))}")
+    if value not in choices:
+        raise InvalidArgument(f"unknown {name} {given!r}; choose from {', '.join(choices)}")
     return value
 
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Keyword arguments of `torch.amp.GradScaler`, which fp16 uses."""
+    """Keyword arguments of `torch.amp.GradScaler`, which fp16 uses.
+
+    Example::
+
+        accelerator = Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    """
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -113,6 +140,10 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Keyword arguments of `torch.distributed.init_process_group`.
 
     They have no effect if a process group exists already.
+
+    Example::
+
+        options = InitProcessGroupKwargs(timeout=timedelta(seconds=60))
     """
 
     backend: str | None = None
@@ -130,6 +161,12 @@ class ProfileKwargs(KwargsHandler):
         output_trace_dir: directory where every rank writes its trace, in a file named by its rank.
 
     The other fields are described by torch.
+
+    Example::
+
+        accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(activities=["cpu"])])
+        with accelerator.profile() as profiler:
+            model(torch.ones(4, 8))
     """
 
     activities: Sequence[str] | None = None
@@ -145,14 +182,16 @@ class ProfileKwargs(KwargsHandler):
     def build(self) -> Any:  # noqa: ANN401 - torch.profiler.profile
         """Return a `torch.profiler.profile` that has not started.
 
-        Raises `BadRequest` for an activity that the machine cannot profile.
+        Raises `InvalidArgument` for an activity that the machine cannot profile.
         """
         from torch import profiler
 
         supported = {activity.name.lower(): activity for activity in profiler.supported_activities()}
         unknown = sorted(set(self.activities or ()) - set(supported))
         if unknown:
-            raise BadRequest(f"this machine cannot profile {', '.join(unknown)}, only {', '.join(sorted(supported))}")
+            raise InvalidArgument(
+                f"cannot profile {', '.join(unknown)} on this machine; choose from {', '.join(sorted(supported))}"
+            )
         return profiler.profile(
             activities=[supported[name] for name in self.activities] if self.activities is not None else None,
             schedule=profiler.schedule(**self.schedule_option) if self.schedule_option is not None else None,
@@ -176,7 +215,11 @@ class GradientAccumulationPlugin(KwargsHandler):
             length.
         sync_each_batch: reduce gradients at every batch, which saves memory with FSDP and costs time.
 
-    Raises `BadRequest` unless `num_steps` is an integer >= 1.
+    Raises `InvalidArgument` unless `num_steps` is an integer >= 1.
+
+    Example::
+
+        accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=4))
     """
 
     num_steps: int = 1
@@ -187,17 +230,30 @@ class GradientAccumulationPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         given: Any = self.num_steps  # notebook code is not type-checked
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise BadRequest(f"gradient accumulation over {given!r} steps: it takes a whole number from 1 on")
+            raise InvalidArgument(f"the number of gradient accumulation steps must be an integer >= 1, got {given!r}")
 
 
 class DynamoBackend(StrEnum):
-    """Common backends of `torch.compile`. The name of any other registered backend is accepted as well."""
+    """Backends of `torch.compile` that Accelerate names.
+
+    The name of any other backend that is registered with torch is accepted as well. A backend that is not registered
+    is an error when an `Accelerator` is created with it.
+    """
 
     NO = "no"
     EAGER = "eager"
     AOT_EAGER = "aot_eager"
     INDUCTOR = "inductor"
+    AOT_TS_NVFUSER = "aot_ts_nvfuser"
+    NVPRIMS_NVFUSER = "nvprims_nvfuser"
     CUDAGRAPHS = "cudagraphs"
+    OFI = "ofi"
+    FX2TRT = "fx2trt"
+    ONNXRT = "onnxrt"
+    TENSORRT = "tensorrt"
+    AOT_TORCHXLA_TRACE_ONCE = "aot_torchxla_trace_once"
+    TORCHXLA_TRACE_ONCE = "torchxla_trace_once"
+    TVM = "tvm"
 
 
 @dataclass
@@ -208,25 +264,56 @@ class TorchDynamoPlugin(KwargsHandler):
         backend: name of a backend; "no" disables compilation.
         use_regional_compilation: compile only the repeated blocks of a model.
 
-    The other fields are described by torch. Raises `BadRequest` for an unknown backend.
+    The other fields are described by torch. What is not given is read from the environment variables
+    `RANKBOOK_DYNAMO_BACKEND`, `..._MODE`, `..._USE_FULLGRAPH`, `..._USE_DYNAMIC` and `..._USE_REGIONAL_COMPILATION`, or
+    from Accelerate's, which begin with `ACCELERATE_DYNAMO_`. Raises `InvalidArgument` for an unknown backend.
+
+    Example::
+
+        accelerator = Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="eager"))
     """
 
-    backend: str = "no"
+    backend: str | None = None
     mode: str | None = None
-    fullgraph: bool = False
+    fullgraph: bool | None = None
     dynamic: bool | None = None
     options: dict[str, Any] | None = None
     disable: bool = False
-    use_regional_compilation: bool = False
+    use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
+        # An argument wins over the environment. None stands for "not given", because "no" and False are values that an
+        # argument may have to switch something off.
+        if self.backend is None:
+            self.backend = _dynamo_variable("BACKEND")
+        if self.mode is None:
+            self.mode = _dynamo_variable("MODE")
+        if self.fullgraph is None:
+            self.fullgraph = _dynamo_flag("USE_FULLGRAPH") or False
+        if self.dynamic is None:
+            self.dynamic = _dynamo_flag("USE_DYNAMIC")
+        if self.use_regional_compilation is None:
+            self.use_regional_compilation = _dynamo_flag("USE_REGIONAL_COMPILATION") or False
         self.backend = str(self.backend or "no").lower()
-        if self.backend != "no":
-            import torch._dynamo
+        # Members of the enumeration can be compared and passed on where torch lacks them. See `check`.
+        if self.backend not in {member.value for member in DynamoBackend}:
+            self.check()
 
-            backends = {*torch._dynamo.list_backends(exclude_tags=()), "eager", "inductor"}
-            if self.backend not in backends:
-                raise BadRequest(f"dynamo_backend={self.backend!r} is unknown here: choose from {sorted(backends)}")
+    def check(self) -> None:
+        """Raise `InvalidArgument` if the backend is not registered with torch."""
+        if self.backend == "no":
+            return
+        # Imported here: it takes more than a second, and most programs do not compile.
+        import torch._dynamo
+
+        backends = {*torch._dynamo.list_backends(exclude_tags=()), "eager", "inductor"}
+        if self.backend not in backends:
+            raise InvalidArgument(f"unknown dynamo_backend {self.backend!r}; choose from {', '.join(sorted(backends))}")
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields whose value differs from what it is without arguments and environment variables."""
+        plain = {"backend": "no", "fullgraph": False, "use_regional_compilation": False, "disable": False}
+        return {name: value for name, value in self.to_dict().items() if value != plain.get(name)}
 
     @property
     def active(self) -> bool:
@@ -237,7 +324,17 @@ class TorchDynamoPlugin(KwargsHandler):
         """Return the keyword arguments of `torch.compile`."""
         chosen = {"mode": self.mode, "dynamic": self.dynamic, "options": self.options}
         given = {name: value for name, value in chosen.items() if value is not None}
-        return {"backend": self.backend, "fullgraph": self.fullgraph, **given}
+        return {"backend": self.backend, "fullgraph": bool(self.fullgraph), **given}
+
+
+def _dynamo_variable(name: str) -> str | None:
+    return read_text(f"RANKBOOK_DYNAMO_{name}", f"ACCELERATE_DYNAMO_{name}")
+
+
+def _dynamo_flag(name: str) -> bool | None:
+    # `dynamic` has three values for torch: None lets it decide, so a variable that is not set must not become False.
+    names = (f"RANKBOOK_DYNAMO_{name}", f"ACCELERATE_DYNAMO_{name}")
+    return None if read_text(*names) is None else read_flag(*names)
 
 
 @dataclass
@@ -256,7 +353,13 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
             not reduced.
         state_dict_type: accepted for compatibility; `save_state` stores shards that any layout can load.
 
-    Raises `BadRequest` for unknown or unsupported values.
+    Raises `InvalidArgument` for unknown or unsupported values.
+
+    Example::
+
+        plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="size_based_wrap", min_num_params=1000)
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        model, optimizer = accelerator.prepare(model, optimizer)
     """
 
     fsdp_version: int = 2
@@ -273,22 +376,26 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         if self.ignored_modules is not None and not isinstance(self.ignored_modules, str):
             self.ignored_modules = tuple(self.ignored_modules)  # an iterator would be exhausted by the first prepare()
+        # Version 1 is Accelerate's default, so a script may pass it on without meaning it.
         if self.fsdp_version != 2:
-            raise BadRequest(
-                f"fsdp_version={self.fsdp_version} is not offered: Rankbook shards with fully_shard, that is version "
-                "2; leave fsdp_version out"
+            raise InvalidArgument(
+                f"fsdp_version={self.fsdp_version} is not supported: Rankbook shards with fully_shard, which is "
+                "version 2; omit fsdp_version"
             )
         named = {None, "no_wrap", "size_based_wrap", "transformer_based_wrap"}
         if not callable(self.auto_wrap_policy) and self.auto_wrap_policy not in named:
-            raise BadRequest(f"auto_wrap_policy={self.auto_wrap_policy!r} is unknown: {sorted(map(str, named))}")
+            raise InvalidArgument(
+                f"unknown auto_wrap_policy {self.auto_wrap_policy!r}; choose from "
+                f"{', '.join(sorted(map(str, named)))}, or pass a function"
+            )
         if self.auto_wrap_policy == "transformer_based_wrap" and not self.transformer_cls_names_to_wrap:
-            raise BadRequest(
-                "transformer_based_wrap needs transformer_cls_names_to_wrap: the names of the block classes"
+            raise InvalidArgument(
+                "transformer_based_wrap requires transformer_cls_names_to_wrap, the names of the block classes"
             )
         if self.state_dict_type not in {"FULL_STATE_DICT", "SHARDED_STATE_DICT"}:
-            raise BadRequest(
-                f"state_dict_type={self.state_dict_type!r} is not offered: save_state stores shards, which any layout "
-                "reads, whether it is FULL_STATE_DICT or SHARDED_STATE_DICT"
+            raise InvalidArgument(
+                f"state_dict_type={self.state_dict_type!r} is not supported; choose from FULL_STATE_DICT, "
+                "SHARDED_STATE_DICT: with both, save_state() stores shards, which can be loaded into any layout"
             )
 
     def set_reshard_after_forward(self, value: bool | int) -> None:
@@ -307,6 +414,12 @@ class ProjectConfiguration:
         total_limit: number of numbered checkpoints to keep; older ones are deleted.
         iteration: number of the next checkpoint.
         save_on_each_node: write files that are not sharded on every host rather than on rank 0 only.
+
+    Example::
+
+        project = ProjectConfiguration("run", automatic_checkpoint_naming=True, total_limit=3)
+        accelerator = Accelerator(project_config=project)
+        accelerator.save_state()
     """
 
     project_dir: str | None = None
@@ -332,6 +445,23 @@ class ProjectConfiguration:
         return Path(self.project_dir or ".") / "checkpoints"
 
 
+def unknown_keyword(function: str, name: str, parameters: Iterable[str]) -> UnknownKeyword:
+    """Return the error for a keyword argument that `function` does not have, with the name that was probably meant.
+
+    The fields of configuration objects and the names of early versions of Accelerate are known.
+    """
+    message = f"{function}() got an unexpected keyword argument {name!r}"
+    # `Accelerator(fp16=True)` and `use_fp16=True` are spellings of Accelerate's first versions.
+    if name.removeprefix("use_") in {"fp16", "bf16"}:
+        return UnknownKeyword(f'{message}; use mixed_precision="{name.removeprefix("use_")}"')
+    names = tuple(parameters)
+    # In older versions of Accelerate these fields were parameters themselves.
+    for parameter, kind in _CONFIGURATIONS.items():
+        if parameter in names and name in {option.name for option in fields(kind)}:
+            return UnknownKeyword(f"{message}; use {parameter}={kind.__name__}({name}=...)")
+    return UnknownKeyword(message + suggest(name, names))
+
+
 HANDLERS: tuple[type[KwargsHandler], ...] = (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -355,7 +485,7 @@ class Handlers:
     def of(cls, given: Sequence[KwargsHandler] | None) -> Handlers:
         """Create the handlers from the argument `kwargs_handlers`.
 
-        Raises `BadRequest` for two handlers of one class, or a handler of an unknown class.
+        Raises `InvalidArgument` for two handlers of one class, or a handler of an unknown class.
         """
         attributes: dict[type, str] = {
             AutocastKwargs: "autocast",
@@ -366,12 +496,15 @@ class Handlers:
         }
         handlers: dict[str, Any] = {}
         for handler in given or ():
+            # By the exact class. A subclass may be an adapter of another library, whose fields are not applied.
             attribute = attributes.get(type(handler))
             names = ", ".join(kind.__name__ for kind in HANDLERS)
             if attribute is None:
-                raise BadRequest(f"kwargs_handlers has a {type(handler).__name__}; it takes one each of {names}")
+                raise InvalidArgument(
+                    f"unsupported kwargs_handlers entry {type(handler).__name__}; choose from {names}"
+                )
             if attribute in handlers:
-                raise BadRequest(f"kwargs_handlers has two {type(handler).__name__}; it takes one of a class")
+                raise InvalidArgument(f"kwargs_handlers contains two {type(handler).__name__}, expected at most one")
             handlers[attribute] = handler
         return cls(**handlers)
 
@@ -399,7 +532,13 @@ class DataLoaderConfiguration:
     position, which takes longer and loses nothing. The option does not apply to loaders that rank 0 reads for all
     ranks.
 
-    Raises `BadRequest` if `use_stateful_dataloader` is set and torchdata is not installed.
+    Raises `InvalidArgument` if `use_stateful_dataloader` is set and torchdata is not installed.
+
+    Example::
+
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
+        loader = accelerator.prepare(torch.utils.data.DataLoader(range(8), batch_size=4))
+        find_batch_size(next(iter(loader)))  # 2
     """
 
     split_batches: bool = False
@@ -411,6 +550,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
 
     def __post_init__(self) -> None:
+        # Here, where the option is set, and not when the first loader is prepared, which may be hours later.
         if self.use_stateful_dataloader:
             require_stateful_dataloader()
 
@@ -420,16 +560,16 @@ class DataLoaderConfiguration:
 
 
 def require_stateful_dataloader() -> type[Any]:
-    """Return torchdata's StatefulDataLoader. Raises `BadRequest` if torchdata is not installed."""
+    """Return torchdata's StatefulDataLoader. Raises `InvalidArgument` if torchdata is not installed."""
     try:
         from torchdata.stateful_dataloader import StatefulDataLoader
     except ImportError as error:
-        raise BadRequest(
-            "use_stateful_dataloader needs torchdata's StatefulDataLoader, and torchdata is not installed: "
-            "pip install torchdata, or leave the option out; prepared loaders resume exactly without it"
+        raise InvalidArgument(
+            "use_stateful_dataloader requires torchdata's StatefulDataLoader, but torchdata is not installed: "
+            "pip install torchdata, or omit the option; prepared loaders resume exactly without it"
         ) from error
-    found: type[Any] = StatefulDataLoader
-    return found
+    loader_class: type[Any] = StatefulDataLoader
+    return loader_class
 
 
 @dataclass
@@ -456,8 +596,13 @@ class ParallelismConfig:
         tp_handler: tensor-parallel plan.
 
     A size of None is 1. `dp_replicate_size * dp_shard_size * tp_size` must be the world size. The mesh axes are named
-    `dp_replicate`, `dp_shard` and `tp`. Raises `BadRequest` for a size that is not an integer >= 1, and for a `cp_size`
-    or `sp_size` other than 1.
+    `dp_replicate`, `dp_shard` and `tp`. Raises `InvalidArgument` for a size that is not an integer >= 1, and for a
+    `cp_size` or `sp_size` other than 1.
+
+    Example::
+
+        accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2))
+        model, optimizer = accelerator.prepare(model, optimizer)
     """
 
     dp_replicate_size: int | None = None
@@ -469,14 +614,15 @@ class ParallelismConfig:
 
     def __post_init__(self) -> None:
         for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"):
+            # A bool is an integer in Python, and `tp_size=True` is a misunderstanding.
             size = 1 if getattr(self, name) is None else getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise BadRequest(f"{name}={size!r}: the size of a mesh axis is a whole number from 1 on")
+                raise InvalidArgument(f"{name} must be an integer >= 1, got {size!r}")
             setattr(self, name, size)
         for name in ("cp_size", "sp_size"):
             if getattr(self, name) != 1:
-                raise BadRequest(
-                    f"{name}={getattr(self, name)}: this axis is not offered; dp_replicate, dp_shard, tp are"
+                raise InvalidArgument(
+                    f"{name}={getattr(self, name)} is not supported; the mesh axes are dp_replicate, dp_shard, tp"
                 )
 
     @property
@@ -520,13 +666,24 @@ class ParallelismConfig:
 
     def place_of(self, rank: int) -> dict[str, int]:
         """Return the rank's coordinate on every mesh axis."""
+        # The last axis is the innermost: neighbouring ranks differ in it first, as in `init_device_mesh`.
         place = {}
         for name, size in reversed(self.sizes.items()):
             rank, place[name] = divmod(rank, size)
         return place
 
     def check(self, world_size: int) -> None:
-        """Raise `BadRequest` with the arithmetic unless the sizes multiply to `world_size`."""
+        """Raise `InvalidArgument` with the arithmetic unless the sizes multiply to `world_size`."""
         if self.total_size != world_size:
             product = " * ".join(f"{name}({size})" for name, size in self.sizes.items())
-            raise BadRequest(f"{product} = {self.total_size} != world size ({world_size}): the mesh does not fit")
+            raise InvalidArgument(f"{product} = {self.total_size} != world size ({world_size}): the mesh does not fit")
+
+
+_CONFIGURATIONS: dict[str, type] = {
+    "dataloader_config": DataLoaderConfiguration,
+    "project_config": ProjectConfiguration,
+    "gradient_accumulation_plugin": GradientAccumulationPlugin,
+    "fsdp_plugin": FullyShardedDataParallelPlugin,
+    "parallelism_config": ParallelismConfig,
+}
+"""Parameters of the `Accelerator` that take a configuration object."""

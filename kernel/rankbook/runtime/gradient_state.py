@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 
 import torch
 
+# Settings of a process without a plugin. They are looked up when they are read, since `plugin_kwargs` has only what was
+# set.
 _DEFAULTS: Mapping[str, Any] = {
     "num_steps": 1,
     "adjust_scheduler": False,
@@ -44,6 +46,7 @@ class GradientState:
 
     def __init__(self, gradient_accumulation_plugin: object | None = None) -> None:
         settings = None if gradient_accumulation_plugin is None else _settings(gradient_accumulation_plugin)
+        # All instances share one dict, as in Accelerate.
         self.__dict__ = GradientState._shared_state
         if not self.initialized:
             GradientState._shared_state.update(sync_gradients=True, plugin_kwargs={}, _active=[])
@@ -61,14 +64,16 @@ class GradientState:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a missing attribute has no type
         if name not in GradientState.__annotations__ and not hasattr(GradientState, name):
             raise AttributeError(f"'GradientState' object has no attribute {name!r}")
-        raise AttributeError(f"GradientState has no {name!r} now: its state was reset. Build it first: GradientState()")
+        raise AttributeError(
+            f"GradientState.{name} is not available: the state was reset. Create it again with GradientState()"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a reference to the receiving process's state.
 
         A process without one takes over the settings.
         """
-        return _arrive, (dict(GradientState._shared_state.get("plugin_kwargs", {})),)
+        return _unpickle_state, (dict(GradientState._shared_state.get("plugin_kwargs", {})),)
 
     @staticmethod
     def _reset_state() -> None:
@@ -117,6 +122,8 @@ class GradientState:
     @property
     def dataloader_references(self) -> list[Any]:
         """Return None, followed by the active loaders from the outermost loop to the innermost."""
+        # A loop that was left with `break` has no code that runs at its end. It is over when its iterator is garbage
+        # collected, which is at once in CPython unless somebody holds it.
         self._active[:] = [entry for entry in self._active if entry[0]() is not None and entry[1]() is not None]
         return [None, *(loader() for loader, _ in self._active)]
 
@@ -146,6 +153,8 @@ class GradientState:
         `iteration`, the iterator or generator that returns the batches, ends the loop when it is garbage collected. A
         loader that was active already has started a new loop, which ends the previous one.
         """
+        # A second loop over the same loader begins before the iterator of the first one is freed, if a variable holds
+        # that.
         self._remove_dataloader(dataloader)
         self._active.append((weakref.ref(dataloader), weakref.ref(dataloader if iteration is None else iteration)))
 
@@ -164,11 +173,12 @@ class GradientState:
             self._add_dataloader(dataloader)
             yield
         finally:
+            # The state may have been reset while the generator was alive.
             if self.initialized:
                 self._remove_dataloader(dataloader)
 
 
-def _arrive(settings: dict[str, Any]) -> GradientState:
+def _unpickle_state(settings: dict[str, Any]) -> GradientState:
     fresh = not GradientState._shared_state
     state = GradientState()
     if fresh:
@@ -184,6 +194,7 @@ def _settings(plugin: object) -> dict[str, Any]:
         settings = dict(plugin.to_kwargs())
     else:
         settings = {name: getattr(plugin, name) for name in _DEFAULTS if hasattr(plugin, name)}
+    # None is "not given" in Accelerate's own plugin, which is accepted as well.
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -192,27 +203,31 @@ class AccumulationWindow:
 
     Attributes:
         divisor: number that the loss of a batch is divided by.
+        step: number of batches since the start or the last end of a loader.
+        backwards: number of calls of `Accelerator.backward`.
         scaler: loss scaler of the optimizers that are prepared now.
         parameters: returns the parameters of these optimizers.
-        drop: clears the gradients of all prepared models and optimizers.
-        agree: makes the replicas on all ranks equal again, after a collective was aborted (`was_broken_off`). A
-            collective.
+        drop_gradients: clears the gradients of all prepared models and optimizers.
+        synchronize_replicas: makes the replicas on all ranks equal again, after a collective was aborted
+            (`was_aborted`). A collective.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.batches = 0
+        self.step = 0
+        self.backwards = 0
         self.divisor = 1
-        self.inside = False
+        self.in_batch = False
         self.scaler: torch.amp.GradScaler | None = None
         self.parameters: Callable[[], list[torch.Tensor]] = list
-        self.drop: Callable[[], None] = lambda: None
-        self.agree: Callable[[], None] = lambda: None
-        self.was_broken_off = False
+        self.drop_gradients: Callable[[], None] = lambda: None
+        self.synchronize_replicas: Callable[[], None] = lambda: None
+        self.was_aborted = False
         self._position = 0
         self._length: int | None = None
         self._loop: object | None = None
-        self._open = False
+        self._is_open = False
         self._stale = False
         self._rescale = 1.0
 
@@ -221,10 +236,14 @@ class AccumulationWindow:
 
     # Theory of operation. A window is the sequence of batches whose gradients are summed for one optimizer step. The
     # loss must be divided by the window's length before the length is certain: it is `num_steps`, or the number of
-    # batches that the loader has left. If the loader ends earlier than its length promised, `settle` multiplies the
-    # gradients by divisor / count just before they are used. A window ends when it is full or its loader ends. If a
-    # loop is left in the middle of one (`break`, an error), the window is stale: its gradients are cleared when the
-    # next batch begins, on all ranks alike.
+    # batches that the loader has left. If the loader ends earlier than its length promised, `rescale_gradients`
+    # multiplies the gradients by divisor / count just before they are used. A window ends when it is full or its loader
+    # ends. If a loop is left in the middle of one (`break`, an error), the window is stale: its gradients are cleared
+    # when the next batch begins, on all ranks alike.
+    #
+    # Example: `num_steps` is 4, and a loader has 6 batches. The losses of the first window are divided by 4, those of
+    # the second by 2, because the loader's length says that 2 batches are left. If its length is unknown, they are
+    # divided by 4, and the gradients multiplied by 4 / 2 before the step.
 
     def begin_batch(self, gradients: GradientState) -> bool:
         """Count one batch. Returns True if its gradients are synchronized.
@@ -233,36 +252,46 @@ class AccumulationWindow:
         """
         self.batches += 1
         steps = gradients.num_steps
+        # A new entry is made for every loop, so its identity tells a new loop over the same loader from the current
+        # one.
         loop = gradients._active[-1] if gradients._active else None
         if loop is not self._loop:
             self._begin_loop(loop, gradients)
+        # Nothing has used the gradients of a window that was left early. All ranks come here at their next batch, so
+        # the collective in `synchronize_replicas` is called by all of them.
         if self._stale:
-            self.drop()
-            if self.was_broken_off:
-                self.agree()
-            self._stale = self.was_broken_off = False
-        if not self._open:
+            self.drop_gradients()
+            if self.was_aborted:
+                self.synchronize_replicas()
+            self._stale = self.was_aborted = False
+        # A new window begins. Fewer than `steps` batches may be left: then their number is the divisor.
+        if not self._is_open:
             self.count = 0
             self._rescale = 1.0
             remaining = self._length - self._position if self._length is not None else steps
             self.divisor = remaining if 0 < remaining < steps else steps
-        self._open = True
+        self._is_open = True
         self.count += 1
         self._position += 1
+        # The last batch of a loader has been delivered before this call, so `end_of_dataloader` is true during its
+        # block.
         ended = loop is not None and gradients.sync_with_dataloader and gradients.end_of_dataloader
+        self.step = 0 if ended else self.step + 1
         sync = ended or self.count >= steps
         if sync:
-            self._open = False
+            self._is_open = False
+            # 1.0 unless the loader had fewer batches than its length promised.
             self._rescale = self.divisor / self.count
         gradients._set_sync_gradients(sync)
         return sync
 
     def _begin_loop(self, loop: Any, gradients: GradientState) -> None:  # noqa: ANN401 - an entry of GradientState._active
+        # If windows go on over the ends of loops, or there is no loop, the length of a window is always `num_steps`.
         self._loop, self._position, self._length = loop, 0, None
         if not gradients.sync_with_dataloader or loop is None:
             return
-        if self._open:  # the previous loop was left in the middle of a window
-            self._open = False
+        if self._is_open:  # the previous loop was left in the middle of a window
+            self._is_open = False
             self._stale = True
         loader = loop[0]()
         try:
@@ -270,29 +299,32 @@ class AccumulationWindow:
         except TypeError:  # an iterable dataset has no length
             self._length = None
         # A resumed loop, or one that continues after a caught error, does not start at the first batch.
+        # The current batch is included in `delivered`, since `begin_batch` runs after it was delivered.
         delivered = getattr(getattr(loader, "position", None), "delivered", 1)
         self._position = max(0, delivered - 1 - getattr(loader, "skip_batches", 0))
 
-    def settle(self) -> None:
+    def rescale_gradients(self) -> None:
         """Rescale the gradients of a window that was shorter than expected.
 
         Called before a step and before clipping; only the first call has an effect.
         """
         if self._rescale != 1.0:
+            # Reset first: clipping calls this before the step does, and gradients must be multiplied once.
             factor, self._rescale = self._rescale, 1.0
             for parameter in self.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
-    def abandon(self, gradients: GradientState) -> None:
+    def abort(self, gradients: GradientState) -> None:
         """End the window after an error in a batch; its gradients are dropped before the next batch.
 
         The other ranks may have failed at a different batch, and all ranks have to start with the same state.
         """
-        self._open = False
+        self._is_open = False
         self._stale = True
         self._rescale = 1.0
-        self.inside = False
+        self.in_batch = False
+        # The next batch is treated as the beginning of a loop, so that its position is read from the loader again.
         self._loop = None
         gradients._set_sync_gradients(True)
 
@@ -307,22 +339,25 @@ class AccumulateContext:
     `set_sync` is called with False on entry and True on exit if the models do not reduce their gradients at this batch.
     """
 
-    __slots__ = ("_gradients", "_held", "_set_sync")
+    __slots__ = ("_gradients", "_set_sync", "_sync_disabled")
 
     def __init__(self, gradients: GradientState, set_sync: Callable[[bool], None]) -> None:
         self._gradients = gradients
         self._set_sync = set_sync
-        self._held = False
+        self._sync_disabled = False
 
     def __enter__(self) -> None:
+        # With `sync_each_batch` gradients are reduced at every batch, but optimizers still step at the end of the
+        # window only.
         if not window.begin_batch(self._gradients) and not self._gradients.sync_each_batch:
-            self._held = True
+            self._sync_disabled = True
             self._set_sync(False)
-        window.inside = True
+        window.in_batch = True
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        window.inside = False
-        if self._held:
+        window.in_batch = False
+        if self._sync_disabled:
             self._set_sync(True)
+        # A `return`, `break` or `continue` in the block is no failure: `kind` is None.
         if kind is not None:
-            window.abandon(self._gradients)
+            window.abort(self._gradients)

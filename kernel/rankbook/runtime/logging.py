@@ -5,14 +5,19 @@ Handlers and formats are left to the program.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Mapping, MutableMapping
 from functools import cache
 from typing import Any
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
+from rankbook.protocol import telemetry
 from rankbook.runtime.process_state import PartialState
+
+_calls = itertools.count()
+"""Numbers of the calls with `in_order`, which all ranks make alike."""
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
@@ -20,7 +25,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
     Args:
         main_process_only: log on rank 0 only (the default).
-        in_order: with `main_process_only=False`, log on all ranks, in rank order. A collective.
+        in_order: log on all ranks, in rank order, whatever `main_process_only` is. A collective.
+        stacklevel: as in Accelerate 2 is the line of the call, the default; 3 is the line that called its function.
 
     Before a `PartialState` is created, the process counts as the only one.
 
@@ -34,15 +40,30 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         """Log `msg % args` as `logging.Logger.log` does, on the selected ranks."""
         main_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2  # skip this method and `_emit`
+        # Accelerate's adapter has one frame of its own, so its callers count from 2. There are two frames here: this
+        # method and `_emit`. A number below 2 would name this file.
+        kwargs["stacklevel"] = max(2, kwargs.get("stacklevel", 2)) + 1
         state = PartialState() if PartialState._shared_state else None
-        if in_order and not main_only and state is not None:
-            for index in range(state.num_processes):  # ranks with a higher level take part in the barriers, too
-                if index == state.process_index:
-                    self._emit(level, msg, args, kwargs)
-                state.wait_for_everyone()
+        if in_order and state is not None:
+            self._emit_in_order(state, level, msg, args, kwargs)
         elif not main_only or state is None or state.is_main_process:
             self._emit(level, msg, args, kwargs)
+
+    def _emit_in_order(
+        self, state: PartialState, level: int, msg: object, args: tuple[object, ...], kwargs: dict[str, Any]
+    ) -> None:
+        kwargs["stacklevel"] += 1  # this method
+        call = next(_calls)
+        for index in range(state.num_processes):  # ranks with a higher level take part in the barriers, too
+            # A notebook does not show the lines of several ranks in the order of time. So the ranks mark the end of the
+            # turn in their output: the rank whose turn it is before the barrier, which sends its line, the others after
+            # it.
+            if index == state.process_index:
+                self._emit(level, msg, args, kwargs)
+                _mark_output(f"{call} {index}")
+            state.wait_for_everyone()
+            if index != state.process_index:
+                _mark_output(f"{call} {index}")
 
     def _emit(self, level: int, msg: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
         if self.isEnabledFor(level):
@@ -63,6 +84,11 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         self.warning(*args, **kwargs)
 
 
+def _mark_output(name: str) -> None:
+    if telemetry.output_barrier is not None:
+        telemetry.output_barrier(name)
+
+
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:
     """Return a logger that logs on rank 0 only, unless a call selects more ranks.
 
@@ -70,6 +96,11 @@ def get_logger(name: str, log_level: str | None = None) -> RankLogger:
         name: name of the logger, as in `logging.getLogger`.
         log_level: "DEBUG", "INFO" and so on; by default RANKBOOK_LOG_LEVEL. If neither is set, the level is not
             changed.
+
+    Example::
+
+        log = get_logger("training", log_level="INFO")
+        log.info("one line, of rank 0")
     """
     logger = logging.getLogger(name)
     level = log_level or os.environ.get("RANKBOOK_LOG_LEVEL") or os.environ.get("ACCELERATE_LOG_LEVEL")
@@ -86,14 +117,25 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:  # n
         main_process_only: if False, show the bar on all processes.
         kwargs: keyword arguments of tqdm.
 
-    Raises `BadRequest` if tqdm is not installed, and for a bool as the first argument, which is an obsolete signature.
+    Raises `InvalidArgument` if tqdm is not installed, and for a bool as the first argument, which is an obsolete
+    signature.
+
+    Example::
+
+        for batch in tqdm(loader, desc="epoch 1"):
+            ...
     """
     try:
         from tqdm.auto import tqdm as bar
     except ImportError:
-        raise BadRequest("tqdm shows the progress and is not installed here: pip install tqdm") from None
+        raise InvalidArgument(
+            "rankbook's tqdm() requires the package tqdm, which is not installed: pip install tqdm"
+        ) from None
     if args and isinstance(args[0], bool):
-        raise BadRequest("the first argument of tqdm is what it iterates over; give main_process_only by its name")
+        raise InvalidArgument(
+            f"the first argument of tqdm() must be an iterable, got {args[0]}; pass main_process_only by keyword"
+        )
+    # A bar that is disabled anyway needs no `PartialState`, which might start a process group.
     if main_process_only and not kwargs.get("disable", False):
         kwargs["disable"] = not PartialState().is_local_main_process
     return bar(*args, **kwargs)

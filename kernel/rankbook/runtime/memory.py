@@ -14,14 +14,20 @@ from typing import Any, TypeVar, cast, overload
 
 import torch
 
-from rankbook.errors import BadRequest, CollectiveAborted
-from rankbook.runtime.comm import consistency
+from rankbook import control_collectives
+from rankbook.control_collectives import all_min
+from rankbook.errors import CollectiveAborted, InvalidArgument
 from rankbook.runtime.process_state import PartialState
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _log = logging.getLogger(__name__)
+# Texts of torch's allocators that raise a plain RuntimeError. cuDNN reports a workspace that does not fit as not
+# supported.
 _OUT_OF_MEMORY = (
+    "CPU out of memory",
     "CUDA out of memory",
+    "HIP out of memory",
+    "XPU out of memory",
     "CUDNN_STATUS_NOT_SUPPORTED",
     "MPS backend out of memory",
     "DefaultCPUAllocator: can't allocate memory",
@@ -34,9 +40,14 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
     Args:
         garbage_collection: collect reference cycles first.
+
+    Example::
+
+        clear_device_cache(garbage_collection=True)
     """
     if garbage_collection:
         gc.collect()
+    # Do not initialize CUDA for this: a context takes some hundred MB of device memory.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     elif torch.backends.mps.is_available():
@@ -47,8 +58,13 @@ def release_memory(*objects: object) -> list[None]:
     """Run garbage collection and empty the device's cache.
 
     Returns one None per object, to overwrite the caller's references: `a, b = release_memory(a, b)`.
+
+    Example::
+
+        model, optimizer = release_memory(model, optimizer)
     """
     count = len(objects)
+    # This frame's own references, which would keep the objects alive during the collection.
     del objects
     clear_device_cache(garbage_collection=True)
     return [None] * count
@@ -58,6 +74,7 @@ def should_reduce_batch_size(exception: BaseException) -> bool:
     """Return True if `exception` is an out-of-memory error."""
     if isinstance(exception, torch.OutOfMemoryError | MemoryError):
         return True
+    # Errors of other allocators are plain RuntimeErrors, recognized by their text.
     return isinstance(exception, RuntimeError) and any(message in str(exception) for message in _OUT_OF_MEMORY)
 
 
@@ -91,9 +108,9 @@ def find_executable_batch_size(
     in a collective, they cannot agree: the cell fails with the error of the collective, to which a note about memory is
     added.
 
-    Raises other errors of `function`, then `PeerFailed` on the other ranks; `RuntimeError` if no batch size is left;
-    and `BadRequest` if `reduce_batch_size_fn` returns a size that is not smaller. A call that passes a batch size
-    raises `TypeError`.
+    Raises other errors of `function`, then `PeerFailedError` on the other ranks; `RuntimeError` if no batch size is
+    left; and `InvalidArgument` if `reduce_batch_size_fn` returns a size that is not smaller. A call that passes a batch
+    size raises `TypeError`.
 
     Example::
 
@@ -109,30 +126,36 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    return _shrinking(function, starting_batch_size, reduce_batch_size_fn)
+    return _retry_smaller(function, starting_batch_size, reduce_batch_size_fn)
 
 
-def _shrinking(function: _F, starting: int, shrink: Callable[[], int] | None) -> _F:
-    size = starting  # the next call starts with the size that fitted last
+def _retry_smaller(function: _F, start_size: int, shrink: Callable[[], int] | None) -> _F:
+    size = start_size  # the next call starts with the size that fitted last
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the function's
         nonlocal size
         _check_call(function, args, kwargs)
         state = PartialState()
-        size = _smallest(state, size)
+        # All ranks must use one size. They may have different ones if the decorated function was made anew on one of
+        # them.
+        size = _common_size(state, size)
         while size > 0:
+            # The failed attempt's model and activations are often in reference cycles with its traceback.
             clear_device_cache(garbage_collection=True)
             fits, result = _attempt(state, function, size, args, kwargs)
             if fits:
                 return result
-            smaller = _smallest(state, int(size * 0.9) if shrink is None else int(shrink()))
+            # `reduce_batch_size_fn` runs on every rank and may depend on the rank's free memory.
+            smaller = _common_size(state, int(size * 0.9) if shrink is None else int(shrink()))
             if smaller >= size:
-                raise BadRequest(f"reduce_batch_size_fn gave {smaller} after {size}; it has to give less each time")
+                raise InvalidArgument(
+                    f"reduce_batch_size_fn must return a batch size smaller than {size}, got {smaller}"
+                )
             if state.is_main_process:
                 _log.warning("Memory ran out with batch size %d; trying %d on all ranks.", size, smaller)
             size = smaller
-        raise RuntimeError(f"No executable batch size found: {starting} and all smaller ones ran out of memory")
+        raise RuntimeError(f"No executable batch size found: {start_size} and all smaller ones ran out of memory")
 
     return cast("_F", run)
 
@@ -146,8 +169,8 @@ def _attempt(
 ) -> tuple[bool, Any]:
     """Return True if the attempt fitted on all ranks, and this rank's result."""
     # Every rank ends an attempt with one collective, in which it reports an out-of-memory error as level 1. A rank with
-    # another error announces that instead, and the ranks in the collective raise PeerFailed. A rank whose collective
-    # inside `function` was aborted takes no part: the other ranks were aborted too.
+    # another error announces that instead, and the ranks in the collective raise PeerFailedError. A rank whose
+    # collective inside `function` was aborted takes no part: the other ranks were aborted too.
     ran_out, result = False, None
     try:
         result = function(size, *args, **kwargs)
@@ -157,11 +180,11 @@ def _attempt(
         ran_out = should_reduce_batch_size(error)
         if not ran_out:
             if state.use_distributed:
-                consistency.announce_failure(error)
+                control_collectives.announce_failure(error)
             raise
     if state.use_distributed:
         try:
-            ran_out = consistency.raise_if_any_failed(None, level=int(ran_out)) > 0
+            ran_out = control_collectives.raise_if_any_failed(None, level=int(ran_out)) > 0
         except Exception as error:
             if ran_out:
                 error.add_note(f"Before that, memory ran out on rank {state.process_index} with batch size {size}.")
@@ -169,8 +192,8 @@ def _attempt(
     return not ran_out, None if ran_out else result
 
 
-def _smallest(state: PartialState, size: int) -> int:
-    return consistency.all_min(size) if state.use_distributed else size
+def _common_size(state: PartialState, size: int) -> int:
+    return all_min(size)[0] if state.use_distributed else size
 
 
 def _check_call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:  # noqa: ANN401 - the function's
@@ -179,6 +202,6 @@ def _check_call(function: Callable[..., Any], args: Any, kwargs: Any) -> None:  
     except TypeError as error:
         name = getattr(function, "__name__", "the function")
         raise TypeError(
-            f"{name} is called with a batch size first and then with what you give it, and that does not fit its "
-            f"parameters ({error}); leave the batch size out of the call"
+            f"{name} is called with the batch size followed by your arguments, and these do not match its parameters "
+            f"({error}); omit the batch size from the call"
         ) from None

@@ -1,22 +1,34 @@
 """Prepared optimizers and schedulers, which step once per window of gradient accumulation.
 
 `GradientState` decides at which batches gradients are synchronized; the loss is scaled in training.py.
+
+Rounds of the fp16 scaler. All optimizers of a process share one scaler, because a loss may have gradients for several
+of them. Its scale may change only when all gradients that were scaled with it have been used, so `update` belongs after
+the last optimizer that has gradients. The steps up to there are a round. An optimizer may also step twice before
+another one that has gradients, such as the critic of a GAN, whose generator still has those of its last step. Then the
+round ends before the second step, and gradients are converted to the new scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
+from rankbook.errors import InvalidArgument
+from rankbook.runtime.gradient_state import window
 from rankbook.runtime.state import GradientState
 
-_HERE_ONLY = {"step", "before_step", "gradient_state", "scaler"}
+_NOT_PICKLED = {"step", "before_step", "gradient_state", "scaler", "_unscaled", "_unscaled_gradient", "_stepped_after"}
 """Attributes that are not pickled.
 
 They belong to the process. `step` is among them because torch's schedulers patch it on the instance.
 """
+_optimizers: weakref.WeakSet[AcceleratedOptimizer] = weakref.WeakSet()
+"""All prepared optimizers of the process, for those that share a scaler."""
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -29,6 +41,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     `step_was_skipped` is True if the last step was skipped because fp16 gradients overflowed.
     """
+
+    # Of this round of the scaler: whether gradients were unscaled, and the first of them, to know whether they are
+    # still the same. `_stepped_after` is the number of backward passes at the step, None before it.
+    _unscaled: bool
+    _unscaled_gradient: TensorWeakRef | None
+    _stepped_after: int | None
 
     def __init__(
         self,
@@ -44,7 +62,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.before_step: Callable[[], None] | None = None
         self.steps = 0
         self._was_skipped = False
-        self._unscaled = False
+        self._begin_round()
+        _optimizers.add(self)
 
     # The interface of torch.optim.Optimizer
 
@@ -101,49 +120,121 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, if the current batch ends its window."""
+        # In the middle of a window the gradients are part of a sum that the next batches continue.
         if self.gradient_state.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
+            self._unscaled_gradient = None  # zeroed in place, the gradient would still be the same tensor
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - as torch's
         """Step, if the current batch ends its window.
 
-        Returns the wrapped optimizer's return value, None while gradients accumulate. The fp16 scaler accepts no
-        closure.
+        Returns the wrapped optimizer's return value, None while gradients accumulate. Raises `InvalidArgument` for a
+        closure under fp16: the optimizer would use the gradients of the closure without unscaling them.
         """
+        if closure is not None and self.scaler is not None and self.scaler.is_enabled():
+            raise InvalidArgument(
+                "step(closure) is not supported with mixed_precision='fp16': its gradients are scaled, and may have "
+                "overflowed; use 'bf16', or an optimizer that needs no closure"
+            )
+        # In the middle of a window. All ranks are at the same batch of their windows, so all skip the step.
         if not self.gradient_state.sync_gradients:
             return None
+        # Rescales the gradients of a window that was shorter than its divisor, see
+        # `AccumulationWindow.rescale_gradients`.
         if self.before_step is not None:
             self.before_step()
         if self.scaler is not None:
-            return self._scaled_step(closure)
+            return self._scaled_step(self.scaler, closure)
         result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         self.steps += 1
         self._was_skipped = False
         return result
 
-    def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:  # noqa: ANN401 - as torch's
-        assert self.scaler is not None
+    def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Callable[[], Any] | None) -> Any:  # noqa: ANN401 - as torch's
+        if self._stepped_after is not None or (self._unscaled and not self._is_unscaled()):
+            self._end_round_early(scaler)
+        # A fused optimizer unscales in its own kernel. For all others the scaler would call `unscale_` in its `step`;
+        # called here, it is known even if the step is interrupted.
+        if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            self.unscale()
         stepped: list[bool] = []
-        handle = self.optimizer.register_step_post_hook(lambda *_: stepped.append(True))
+        # The return value of `scaler.step` does not tell whether it stepped, because most optimizers return None. The
+        # hook runs if the optimizer is called. A fused optimizer always is, and skips the step if `found_inf` is set,
+        # which the scaler does for the duration of the call.
+        handle = self.optimizer.register_step_post_hook(
+            lambda optimizer, *_: stepped.append(not getattr(optimizer, "found_inf", False))
+        )
         try:
-            # The scaler raises for a closure: it cannot know whether the loss in it was scaled.
-            result = (
-                self.scaler.step(self.optimizer, closure) if closure is not None else self.scaler.step(self.optimizer)
-            )
+            # A disabled scaler passes the closure on.
+            result = scaler.step(self.optimizer, closure) if closure is not None else scaler.step(self.optimizer)
         finally:
             handle.remove()
-            self._unscaled = False
-        self.scaler.update()
-        self._was_skipped = not stepped
-        self.steps += len(stepped)
+        self._unscaled, self._unscaled_gradient, self._stepped_after = False, None, window.backwards
+        self._was_skipped = not any(stepped)
+        self.steps += not self._was_skipped
+        sharing = self._sharing_scaler()
+        # An optimizer that has gradients and has not stepped will use them in this round.
+        if all(optimizer._stepped_after is not None or optimizer._first_gradient() is None for optimizer in sharing):
+            scaler.update()
+            for optimizer in sharing:
+                optimizer._begin_round()
         return result
 
     def unscale(self) -> None:
-        """Unscale fp16 gradients. Calls after the first one before a step do nothing."""
+        """Unscale fp16 gradients. Does nothing if they are unscaled, or were used by a step."""
         assert self.scaler is not None
-        if not self._unscaled:
-            self.scaler.unscale_(self.optimizer)
-            self._unscaled = True
+        first = self._first_gradient()
+        if first is None or self._is_unscaled() or self._stepped_after == window.backwards:
+            return
+        # The scaler unscales once per round. These gradients are others than those that it has unscaled.
+        if self._unscaled or self._stepped_after is not None:
+            self._end_round_early(self.scaler)
+        self.scaler.unscale_(self.optimizer)
+        self._unscaled, self._unscaled_gradient = True, TensorWeakRef(first)
+
+    # Rounds of the scaler, see the top of this module
+
+    def _begin_round(self) -> None:
+        self._unscaled, self._unscaled_gradient, self._stepped_after = False, None, None
+
+    def _sharing_scaler(self) -> list[AcceleratedOptimizer]:
+        return [optimizer for optimizer in tuple(_optimizers) if optimizer.scaler is self.scaler]
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        for group in self.param_groups:
+            yield from (parameter.grad for parameter in group["params"] if parameter.grad is not None)
+
+    def _first_gradient(self) -> torch.Tensor | None:
+        return next(self._gradients(), None)
+
+    def _is_unscaled(self) -> bool:
+        """Return True if the gradients are those that were unscaled in this round, and not newer ones."""
+        reference = self._unscaled_gradient
+        return reference is not None and reference() is self._first_gradient()
+
+    def _end_round_early(self, scaler: torch.amp.GradScaler) -> None:
+        """End the round before all optimizers have stepped, and convert the gradients that are still to be used.
+
+        Scales are powers of two, unless the user has chosen other factors, so the conversion is exact.
+        """
+        before = scaler.get_scale()
+        scaler.update()
+        after = scaler.get_scale()
+        # This optimizer first. Another one may have the same parameters, such as that of an earlier run of the cell,
+        # which a variable still refers to: every gradient is converted once.
+        converted: set[int] = set()
+        for optimizer in sorted(self._sharing_scaler(), key=lambda other: other is not self):
+            used = optimizer is not self and optimizer._stepped_after is not None
+            unscaled = optimizer._is_unscaled()
+            optimizer._begin_round()
+            factor = after if unscaled else after / before
+            for gradient in optimizer._gradients() if factor != 1.0 and not used else ():
+                if id(gradient) not in converted:
+                    converted.add(id(gradient))
+                    gradient.mul_(factor)
+            # The scaler has forgotten whose gradients were unscaled, and whether they had overflowed.
+            if unscaled:
+                optimizer.unscale()
 
     @property
     def step_was_skipped(self) -> bool:
@@ -158,10 +249,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _HERE_ONLY}
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_PICKLED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, before_step=None, scaler=None, gradient_state=GradientState())
+        self._begin_round()
+        _optimizers.add(self)
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
@@ -203,12 +296,15 @@ class AcceleratedScheduler:
             return
         if not self.gradient_state.sync_gradients:
             return
+        # torch warns if a scheduler steps before its optimizer's first step, which an overflow has left out.
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
+        # Accelerate steps a scheduler once per rank, for schedules that count the batches of all ranks. This is an
+        # option here.
         for _ in range(self.repeats):
             total = getattr(self.scheduler, "total_steps", None)
-            if self.repeats > 1 and total is not None and self.scheduler._step_count > total:
-                return  # a one-cycle schedule raises for steps past its end
+            if total is not None and self.scheduler._step_count > total:
+                return  # a one-cycle schedule keeps its last rate, and would raise
             self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> Any:  # noqa: ANN401 - as torch's

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime import prepared as registry
 from rankbook.runtime.data.loaders import prepare_data_loader
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -39,10 +39,10 @@ KINDS: list[tuple[str, tuple[type, ...]]] = [
 ]
 
 
-def kind_of(thing: object) -> str | None:
-    """Return the name of the method that prepares `thing`, None if it is returned unchanged."""
+def kind_of(item: object) -> str | None:
+    """Return the name of the method that prepares `item`, None if it is returned unchanged."""
     for method, types in KINDS:
-        if isinstance(thing, types):
+        if isinstance(item, types):
             return method
     return None
 
@@ -50,35 +50,40 @@ def kind_of(thing: object) -> str | None:
 def prepare_all(
     accelerator: Any,  # noqa: ANN401 - an Accelerator, whose module imports this one
     context: PrepareContext,
-    things: Sequence[Any],
+    items: Sequence[Any],
     placement: Sequence[bool] | None,
 ) -> Any:  # noqa: ANN401 - types of the arguments
-    """Prepare `things` and return them in the given order.
+    """Prepare `items` and return them in the given order.
 
     A single thing is returned without a tuple, None for no things.
     """
-    kinds = [kind_of(argument) for argument in things]
+    kinds = [kind_of(argument) for argument in items]
+    # Raised before anything changes: afterwards the model would be sharded, and an optimizer without its parameters.
     if context.strategy.shards:
-        of = {name: [t for t, kind in zip(things, kinds, strict=True) if kind == name] for name, _ in KINDS}
+        of = {name: [t for t, kind in zip(items, kinds, strict=True) if kind == name] for name, _ in KINDS}
         check_sharded(of["prepare_model"], of["prepare_optimizer"])
-    prepared = list(things)
+    prepared = list(items)
+    # By kind, not in the order of the arguments: sharding replaces parameters, which an optimizer in the same call has
+    # to follow, and a scheduler follows the prepared optimizer. Results keep the positions of the arguments.
     for method, _ in KINDS:
         for index, kind in enumerate(kinds):
             if kind == method:
                 options = (
                     {} if placement is None or kind == "prepare_scheduler" else {"device_placement": placement[index]}
                 )
-                prepared[index] = getattr(accelerator, method)(things[index], **options)
+                # By the public method, so that a subclass of Accelerator can override it.
+                prepared[index] = getattr(accelerator, method)(items[index], **options)
     if len(prepared) == 1:
         return prepared[0]
     return tuple(prepared) if prepared else None
 
 
-def misplaced(given: int, things: int) -> BadRequest:
+def placement_length_error(given: int, items: int) -> InvalidArgument:
     """Return the error for a `device_placement` whose length is not the number of arguments."""
-    return BadRequest(f"device_placement has {given} entries for {things} arguments: give one for each")
+    return InvalidArgument(f"device_placement must have one entry per argument ({items}), got {given} entries")
 
 
+# Names for telemetry. All ranks prepare the same objects in the same order and so count alike.
 _loader_numbers = itertools.count()
 
 
@@ -86,7 +91,7 @@ def prepare_loader(
     loader: Any,  # noqa: ANN401 - a DataLoader
     context: PrepareContext,
     *,
-    place: bool | None = None,
+    device_placement: bool | None = None,
     slice_fn: Callable[..., Any] | None = None,
 ) -> Any:  # noqa: ANN401 - a loader
     """Return a loader of this rank's share of the data.
@@ -95,13 +100,14 @@ def prepare_loader(
     """
     options, setup = context.loader_options, context.setup
     mesh = None
+    # The mesh is needed only if several ranks read the same batches.
     if setup.parallelism is not None and setup.data_parallel_size < setup.num_processes:
         mesh = mesh_for(setup.device.type, setup.parallelism.sizes)
     prepared = prepare_data_loader(
         loader,
         setup.device,
         split_batches=options.split_batches,
-        put_on_device=context.place_batches if place is None else place,
+        put_on_device=context.move_batches if device_placement is None else device_placement,
         rng_types=list(context.rng_types) if context.rng_types is not None else None,
         dispatch_batches=options.dispatch_batches,
         even_batches=options.even_batches,
@@ -124,7 +130,7 @@ _model_numbers = itertools.count()
 
 
 def prepare_model(
-    model: nn.Module, context: PrepareContext, *, place: bool | None = None, evaluation: bool = False
+    model: nn.Module, context: PrepareContext, *, device_placement: bool | None = None, evaluation: bool = False
 ) -> nn.Module:
     """Return the model to train with. A collective if there is more than one rank.
 
@@ -133,24 +139,32 @@ def prepare_model(
     returned, it is returned as it is.
     """
     raw = registry.unwrap_registered(model)
-    earlier = registry.generation_of(raw)
+    # Running the same cell again must not wrap a wrapper, and must not shard a model that is already as requested.
+    earlier = registry.prepared_model_of(raw)
+    # The signature has the identity of the parameters.
+    if earlier is not None:
+        earlier.strategy.restore_parameters(raw)
     if earlier is not None and earlier.wrapped() is model and earlier.signature == _signature(raw, context, evaluation):
         return model
     name = earlier.name if earlier is not None else f"model {next(_model_numbers)}"
     # An earlier preparation is undone first, and the model moved before its parameters are sharded.
     release_model(raw)
-    if context.place_models if place is None else place:
+    if context.move_models if device_placement is None else device_placement:
         raw.to(context.setup.device)
+    # Installed on the user's own model, so that it also holds for a caller that uses the inner module directly.
     install_forward(raw, context.precision, context.setup.device, context.setup.handlers.autocast)
     wrapped = raw
+    # The user's own DDP wrapper is kept and not wrapped a second time.
     spread = not evaluation and not isinstance(raw, DistributedDataParallel)
     try:
         if spread:
             with registry.track_replaced_parameters(raw):
                 wrapped = context.strategy.wrap(raw)
+    # Without this, a failed `prepare` would leave a model that silently runs under autocast.
     except BaseException:
         remove_forward(raw)
         raise
+    # Compile last, so that the compiled call includes the wrapper.
     if context.dynamo.active:
         _compile(wrapped, context)
     registry.register_model(
@@ -161,10 +175,10 @@ def prepare_model(
     return wrapped
 
 
-def adopt_model(wrapped: nn.Module, context: PrepareContext) -> None:
+def register_received_model(wrapped: nn.Module, context: PrepareContext) -> None:
     """Register a prepared model that arrived from another process, on a rank that replaces a lost one."""
     raw = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-    if registry.generation_of(raw) is None:
+    if registry.prepared_model_of(raw) is None:
         name, signature = f"model {next(_model_numbers)}", _signature(raw, context, evaluation=False)
         registry.register_model(raw, PreparedModel(weakref.ref(wrapped), context.strategy, signature, name))
 
@@ -172,16 +186,20 @@ def adopt_model(wrapped: nn.Module, context: PrepareContext) -> None:
 def release_model(model: nn.Module) -> nn.Module:
     """Undo `prepare_model` and return the original model. A collective if the model is sharded."""
     raw = registry.unwrap_registered(model)
-    generation = registry.generation_of(raw)
-    if generation is None:
+    preparation = registry.prepared_model_of(raw)
+    if preparation is None:
         remove_forward(raw)
         return raw
-    wrapped = generation.wrapped()
+    wrapped = preparation.wrapped()
+    # Before the parameters are listed: those of the optimizer are the ones to be replaced.
+    preparation.strategy.restore_parameters(raw)
+    # Releasing replaces the shards by full parameters, and a prepared optimizer has to follow these, too.
     with registry.track_replaced_parameters(raw):
-        generation.strategy.release(raw, wrapped)
+        preparation.strategy.release(raw, wrapped)
     remove_forward(raw)
     for module in (raw, wrapped):
         if module is not None:
+            # Set by `nn.Module.compile`. The compiled code refers to the shards or buckets of the old preparation.
             module._compiled_call_impl = None
     registry.unregister_model(raw)
     return raw
@@ -198,6 +216,8 @@ def _signature(raw: nn.Module, context: PrepareContext, evaluation: bool) -> tup
         repr(context.setup.handlers.autocast),
         repr(context.dynamo),
         evaluation,
+        # DDP's reducer and FSDP's groups are made for the parameters that exist and are trainable at the time of
+        # wrapping. Freezing a layer, or replacing a head, requires new ones.
         tuple((id(parameter), parameter.requires_grad) for parameter in raw.parameters()),
     )
 
@@ -208,6 +228,7 @@ def _compile(model: nn.Module, context: PrepareContext) -> None:
     if not context.dynamo.use_regional_compilation:
         model.compile(**options)
         return
+    # The blocks of a transformer have the same code, so that torch compiles it once and reuses it for all blocks.
     block_lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
     for blocks in block_lists:
         for block in blocks:
@@ -223,6 +244,7 @@ def unwrap(model: nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compi
     compilation.
     """
     inner = model
+    # `torch.compile(model)` of the user returns this class; `_compile` above uses `nn.Module.compile`, which does not.
     if isinstance(inner, torch._dynamo.eval_frame.OptimizedModule) and not keep_torch_compile:
         inner = inner._orig_mod
     while isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
@@ -234,13 +256,14 @@ def unwrap(model: nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compi
     return inner
 
 
+# An optimizer that is prepared again gets the same wrapper, with its step count, while that is referenced.
 _wrappers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[AcceleratedOptimizer]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def prepare_optimizer(
-    optimizer: torch.optim.Optimizer, context: PrepareContext, *, place: bool | None = None
+    optimizer: torch.optim.Optimizer, context: PrepareContext, *, device_placement: bool | None = None
 ) -> AcceleratedOptimizer:
     """Wrap `optimizer` with the current settings; an optimizer has one wrapper.
 
@@ -248,12 +271,14 @@ def prepare_optimizer(
     """
     raw = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     wrapper = wrapper_of(optimizer)
-    follow_parameters(raw)
+    # Always, not only for sharding: the model may have been prepared in another cell, or released.
+    replace_parameters(raw)
     if wrapper is None:
         wrapper = AcceleratedOptimizer(raw)
     _wrappers[raw] = weakref.ref(wrapper)
+    # Settings are replaced on every call: an Accelerator of another precision may prepare the same optimizer.
     wrapper.scaler = context.scaler
-    wrapper.device_placement = context.place_models if place is None else place
+    wrapper.device_placement = context.move_models if device_placement is None else device_placement
     wrapper.before_step = context.before_step
     if wrapper.device_placement:
         _move_state(raw)
@@ -271,46 +296,52 @@ def wrapper_of(optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer | None:
 
 def prepared_optimizers() -> list[AcceleratedOptimizer]:
     """Return the wrappers that are still referenced."""
+    # A copy of the values, because telemetry asks on another thread while a cell may prepare more.
     return [wrapper for reference in tuple(_wrappers.values()) if (wrapper := reference()) is not None]
 
 
 def check_sharded(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise `BadRequest` if several optimizers are prepared with one model that is to be sharded."""
+    """Raise `InvalidArgument` if several optimizers are prepared with one model that is to be sharded."""
     if len(models) == 1 and len(optimizers) > 1:
-        raise BadRequest(
-            f"{len(optimizers)} optimizers came with one model that is sharded by fully_shard: prepare one optimizer, "
-            "with a parameter group for each set of options"
+        raise InvalidArgument(
+            f"expected one optimizer for a model that is sharded by fully_shard, got {len(optimizers)} optimizers; "
+            "prepare one optimizer with a parameter group per set of options"
         )
 
 
-def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
+def replace_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Replace the parameters of `optimizer` by those that now take their place in the model.
 
     `fully_shard` and tensor parallelism replace a model's parameters by DTensors; releasing the model reverts that.
     State tensors are converted to the layout of the new parameter, which is a collective.
     """
     for group in optimizer.param_groups:
-        for place, old in enumerate(group["params"]):
+        for index, old in enumerate(group["params"]):
             new = registry.replacement_of(old)
             if new is not old:
-                state = {name: _like(value, old, new) for name, value in optimizer.state.get(old, {}).items()}
-                group["params"][place] = new
+                # The state of a parameter is a dict such as {"step", "exp_avg", "exp_avg_sq"}. All ranks have the same
+                # names in the same order, so the collectives match.
+                state = {name: _convert_layout(value, old, new) for name, value in optimizer.state.get(old, {}).items()}
+                group["params"][index] = new
                 optimizer.state.pop(old, None)
                 if state:
                     optimizer.state[new] = state
 
 
-def _like(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:  # noqa: ANN401 - any state of an optimizer
+def _convert_layout(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:  # noqa: ANN401 - any state of an optimizer
     """Return `value` in the layout of `new`, if it is a tensor of the old parameter's shape. A collective.
 
     Other values are returned unchanged.
     """
+    # A tensor of the parameter's shape is assumed to belong to its elements, as moments do. Counters have no
+    # dimensions.
     if not isinstance(value, torch.Tensor) or value.shape != old.shape or value.dim() == 0:
         return value
-    whole = full_tensor(value)
+    # Via the full tensor: simple, and one tensor at a time is in memory.
+    full = full_tensor(value)
     if isinstance(new, DTensor):
-        return distribute_tensor(whole.to(new.device), new.device_mesh, new.placements)
-    return whole.to(new.device)
+        return distribute_tensor(full.to(new.device), new.device_mesh, new.placements)
+    return full.to(new.device)
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
@@ -331,12 +362,13 @@ def prepare_scheduler(
 ) -> AcceleratedScheduler:
     """Wrap `scheduler` to follow its own optimizer, if that is prepared, otherwise all `optimizers`."""
     raw = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+    # torch's schedulers know their optimizer. Any other object with a `step` follows all optimizers.
     optimizer = getattr(raw, "optimizer", None)
     wrapper = wrapper_of(optimizer) if optimizer is not None else None
     followed = [wrapper] if wrapper is not None else list(optimizers)
     options = context.loader_options
     split = bool(getattr(options, "split_batches", False))
-    made = AcceleratedScheduler(
+    wrapped = AcceleratedScheduler(
         raw,
         followed,
         step_with_optimizer=context.step_with_optimizer,
@@ -344,7 +376,8 @@ def prepare_scheduler(
         steps_times_num_processes=context.steps_times_num_processes,
         num_processes=context.setup.data_parallel_size,
     )
+    # The user's variable already holds this wrapper. It is updated in place, so that the old name has the new settings.
     if isinstance(scheduler, AcceleratedScheduler):
-        scheduler.__dict__.update(made.__dict__)
+        scheduler.__dict__.update(wrapped.__dict__)
         return scheduler
-    return made
+    return wrapped

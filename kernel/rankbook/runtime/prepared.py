@@ -34,49 +34,56 @@ class PreparedModel:
     name: str
 
 
-_generations: weakref.WeakKeyDictionary[nn.Module, PreparedModel] = weakref.WeakKeyDictionary()
-_successors: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# The key is the user's own model, which exists once, however often it is prepared. The value must not refer to the key
+# strongly, or neither would be freed; so the wrapper is referenced weakly.
+_prepared_models: weakref.WeakKeyDictionary[nn.Module, PreparedModel] = weakref.WeakKeyDictionary()
+# By identity, because tensors compare elementwise. The values are `TensorWeakRef`s: a plain weak reference to a tensor
+# dies if only C++ code still holds the tensor.
+_replacements: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def unwrap_registered(model: nn.Module) -> nn.Module:
     """Return the original model, if `model` was returned by `prepare`, otherwise `model`."""
     if isinstance(model, DistributedDataParallel):
+        # A wrapper without a reducer was released by a later `prepare`. A DDP model that the user has made is not
+        # unwrapped: it is a model in its own right.
         inner: nn.Module = model.module
-        if "reducer" not in model.__dict__ or inner in _generations:
+        if "reducer" not in model.__dict__ or inner in _prepared_models:
             return inner
     return model
 
 
-def generation_of(raw: nn.Module) -> PreparedModel | None:
+def prepared_model_of(raw: nn.Module) -> PreparedModel | None:
     """Return the current preparation of the original model `raw`, otherwise None."""
-    return _generations.get(raw)
+    return _prepared_models.get(raw)
 
 
 def strategy_of(model: nn.Module) -> Strategy | None:
     """Return the strategy that `model` was prepared with, otherwise None."""
-    generation = _generations.get(unwrap_registered(model))
-    return generation.strategy if generation is not None else None
+    # A user-made DDP wrapper and an unknown model have no strategy.
+    preparation = _prepared_models.get(unwrap_registered(model))
+    return preparation.strategy if preparation is not None else None
 
 
-def register_model(raw: nn.Module, generation: PreparedModel) -> None:
-    """Record `generation` as the current preparation of `raw`."""
-    _generations[raw] = generation
+def register_model(raw: nn.Module, preparation: PreparedModel) -> None:
+    """Record `preparation` as the current preparation of `raw`."""
+    _prepared_models[raw] = preparation
 
 
 def unregister_model(raw: nn.Module) -> PreparedModel | None:
     """Remove the preparation of `raw` from the registry and return it."""
-    return _generations.pop(raw, None)
+    return _prepared_models.pop(raw, None)
 
 
 def prepared_models() -> list[tuple[Strategy, nn.Module]]:
     """Return the prepared models that are still referenced, with their strategies."""
-    pairs = [(generation.strategy, generation.wrapped()) for generation in tuple(_generations.values())]
+    pairs = [(preparation.strategy, preparation.wrapped()) for preparation in tuple(_prepared_models.values())]
     return [(strategy, wrapped) for strategy, wrapped in pairs if wrapped is not None]
 
 
 def count_prepared() -> int:
     """Return the number of prepared models."""
-    return len(_generations)
+    return len(_prepared_models)
 
 
 @contextmanager
@@ -92,21 +99,24 @@ def track_replaced_parameters(model: nn.Module) -> Iterator[None]:
         for name, parameter in submodule._parameters.items()
     ]
     yield
+    # Compare by position (module and name). Strategies replace `_parameters` entries and keep modules and names.
     pairs = [(old, module._parameters.get(name)) for module, name, old in before]
     replaced = {id(old): (old, new) for old, new in pairs if old is not None and new is not None and new is not old}
-    # Redirect predecessors of a replaced parameter to the new one: the replaced one is about to be freed.
-    for earlier, reference in list(_successors.items()):
+    # Redirect predecessors of a replaced parameter to the new one: the replaced one is about to be freed. Example: the
+    # user's weight `w` was sharded to `s1`, and an optimizer that was made before still has `w`. Now the model is
+    # prepared again, which replaces `s1` by `s2`: both `w` and `s1` must lead to `s2`.
+    for earlier, reference in list(_replacements.items()):
         middle = reference()
         if middle is not None and id(middle) in replaced:
-            _successors[earlier] = TensorWeakRef(replaced[id(middle)][1])
+            _replacements[earlier] = TensorWeakRef(replaced[id(middle)][1])
     for old, new in replaced.values():
-        _successors[old] = TensorWeakRef(new)
-        _successors.pop(new, None)  # otherwise two parameters could lead to each other
+        _replacements[old] = TensorWeakRef(new)
+        _replacements.pop(new, None)  # otherwise two parameters could lead to each other
 
 
 def replacement_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return the parameter that has replaced `parameter` in its model, otherwise `parameter`."""
-    reference = _successors.get(parameter)
+    reference = _replacements.get(parameter)
     replacement: torch.Tensor | None = reference() if reference is not None else None
     return parameter if replacement is None else replacement  # None: the model was freed, and its successor with it
 
@@ -123,8 +133,8 @@ class PrepareContext:
     precision: str
     dynamo: TorchDynamoPlugin
     scaler: torch.amp.GradScaler | None
-    place_models: bool
-    place_batches: bool
+    move_models: bool
+    move_batches: bool
     step_with_optimizer: bool
     steps_times_num_processes: bool
     loader_options: Any
@@ -134,6 +144,7 @@ class PrepareContext:
 
 def report_model(name: str, model: nn.Module, context: PrepareContext, *, wrapper: str) -> None:
     """Report a prepared model to telemetry, if anything listens."""
+    # Outside of a Rankbook rank nobody listens, and the numbers below cost a pass over all parameters.
     if telemetry.listener is None:
         return
     parameters = list(model.parameters())
@@ -141,12 +152,14 @@ def report_model(name: str, model: nn.Module, context: PrepareContext, *, wrappe
         telemetry.Prepared(
             kind="model",
             name=name,
-            class_name=_class_of(model),
+            class_name=_class_name(model),
             wrapper=wrapper,
             parameters=sum(parameter.numel() for parameter in parameters),
             trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            bytes=sum(_local(parameter).nbytes for parameter in parameters),
-            dtypes=tuple(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})),
+            # Bytes of this rank; the numbers of parameters are those of the whole model, as DTensors report global
+            # sizes.
+            bytes=sum(_local_tensor(parameter).nbytes for parameter in parameters),
+            dtypes=_dtypes(parameters),
             device=str(context.setup.device),
             precision=context.precision,
             layout=_layout(parameters),
@@ -169,8 +182,8 @@ def report_optimizer(optimizer: torch.optim.Optimizer) -> None:
             class_name=type(optimizer).__name__,
             parameters=sum(parameter.numel() for parameter in parameters),
             trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            bytes=sum(_local(tensor).nbytes for tensor in state),
-            dtypes=tuple(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})),
+            bytes=sum(_local_tensor(tensor).nbytes for tensor in state),
+            dtypes=_dtypes(parameters),
             device=str(parameters[0].device) if parameters else "",
             layout=_layout(parameters),
         )
@@ -190,8 +203,12 @@ def report_loader(name: str, loader: object) -> None:
     )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _dtypes(parameters: list[nn.Parameter]) -> tuple[str, ...]:
+    return tuple(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters}))
 
 
 def _layout(parameters: list[nn.Parameter]) -> dict[str, int]:
@@ -200,8 +217,9 @@ def _layout(parameters: list[nn.Parameter]) -> dict[str, int]:
     )
 
 
-def _class_of(model: nn.Module) -> str:
+def _class_name(model: nn.Module) -> str:
     """Return the name of the model's own class, rather than of the subclass that `fully_shard` creates."""
+    # `fully_shard` makes a class FSDPLinear of FSDPModule and Linear, in a module of torch's.
     names = [
         base.__name__
         for base in type(model).__mro__

@@ -9,8 +9,9 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import StrEnum
@@ -20,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from rankbook.errors import BadRequest, CollectiveAborted
-from rankbook.runtime.comm import consistency
+from rankbook import control_collectives
+from rankbook.errors import CollectiveAborted, InvalidArgument
+from rankbook.runtime.config import unknown_keyword
 from rankbook.runtime.launch_environment import LaunchSetup, local_rank_of, read_flag, read_setup, read_text
 
 
@@ -36,21 +38,25 @@ def split_for_rank(inputs: _D, index: int, count: int, *, pad: bool = False) -> 
     """Return share `index` of `count` of `inputs`, which are not modified.
 
     The values of a mapping are split separately and must have the same length. Inputs without a length are returned
-    whole. `pad` repeats the last element up to the length of the largest share. Raises `BadRequest` for lengths that
-    differ.
+    whole. `pad` repeats the last element up to the length of the largest share. Raises `InvalidArgument` for lengths
+    that differ.
     """
     if count == 1:
         return inputs
     if isinstance(inputs, Mapping):
         lengths = {key: len(value) for key, value in inputs.items() if _is_split(value)}
         if len(set(lengths.values())) > 1:
-            raise BadRequest(f"all values of a dict must have the same length to be split between processes: {lengths}")
+            raise InvalidArgument(
+                f"all values of a dict must have the same length to be split between processes: {lengths}"
+            )
         return cast("_D", {key: split_for_rank(value, index, count, pad=pad) for key, value in inputs.items()})
+    # Numbers, texts and other objects without rows go to every rank as a whole.
     if not _is_split(inputs):
         return inputs
     values: Any = inputs
     length = len(values)
     start, end = split_bounds(length, index, count)
+    # With padding all shares have the size of the largest one, length / count rounded up.
     size = -(-length // count) if pad else end - start
     if hasattr(values, "select") and not isinstance(values, torch.Tensor):  # a table such as `datasets.Dataset`
         return values.select([min(start + offset, length - 1) for offset in range(size)])  # type: ignore[no-any-return]
@@ -69,6 +75,7 @@ def split_for_rank(inputs: _D, index: int, count: int, *, pad: bool = False) -> 
 
 def _is_split(value: object) -> bool:
     if isinstance(value, torch.Tensor) or hasattr(value, "__array__"):
+        # A tensor or array of zero dimensions has no rows.
         return bool(getattr(value, "ndim", 0))
     return isinstance(value, list | tuple) or (hasattr(value, "select") and hasattr(value, "__len__"))
 
@@ -80,12 +87,28 @@ _D = TypeVar("_D")
 
 
 class DistributedType(StrEnum):
-    """Kind of distributed setup."""
+    """Kind of distributed setup.
+
+    Example::
+
+        PartialState().distributed_type == DistributedType.NO  # False
+    """
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
     FSDP = "FSDP"
+    # Accelerate's other members, which no setup has here
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+    DEEPSPEED = "DEEPSPEED"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
 
 
 class PartialState:
@@ -103,8 +126,8 @@ class PartialState:
     The fields `debug` and `checks` are set by RANKBOOK_DEBUG: the ranks compare their arguments before a collective
     always (1), if that costs no wait for an accelerator (unset), or never (0).
 
-    Raises `BadRequest` for a contradictory environment, and torch's errors if the rendezvous fails. A failed
-    constructor leaves no state, so it can be called again.
+    Raises `InvalidArgument` for a contradictory environment and for an unknown option, and torch's errors if the
+    rendezvous fails. A failed constructor leaves no state, so it can be called again.
 
     Example::
 
@@ -129,9 +152,11 @@ class PartialState:
     _started_group: bool
 
     def __init__(self, cpu: bool = False, **options: Any) -> None:  # noqa: ANN401 - torch's
+        check_group_options("PartialState", options, ("cpu",))
+        # All instances share one dict. An instance that was created before a reset sees the new state as well.
         self.__dict__ = PartialState._shared_state
         if not self.initialized:
-            PartialState._shared_state.update(_find_out(cpu, options))
+            PartialState._shared_state.update(_initial_state(cpu, options))
 
     def __repr__(self) -> str:
         backend = f"  Backend: {self.backend}" if self.backend else ""
@@ -144,7 +169,8 @@ class PartialState:
         )
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a missing attribute has no type
-        raise AttributeError(missing("PartialState", name, known=_is_known(name)))
+        # Called only for attributes that are not in the shared dict: after a reset, or for a wrong name.
+        raise AttributeError(missing_attribute("PartialState", name, known=_is_attribute(name)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a reference to the receiving process's state."""
@@ -189,7 +215,7 @@ class PartialState:
 
     def set_device(self) -> None:
         """Make this process's device torch's current CUDA device."""
-        _make_current(self.device)
+        _set_current_device(self.device)
 
     # Synchronization
 
@@ -198,6 +224,7 @@ class PartialState:
         if not self.use_distributed:
             return
         if self.device.type == "cuda" and "nccl" in (self.backend or ""):
+            # Without `device_ids` nccl guesses the device from the rank, and warns that a wrong guess may hang.
             dist.barrier(device_ids=[self.device.index])
         else:
             dist.barrier()
@@ -206,14 +233,14 @@ class PartialState:
     def main_process_first(self) -> Iterator[None]:
         """Run the block on rank 0 first, then on the other ranks. A collective.
 
-        If the block raises on rank 0, the other ranks do not run it and raise `PeerFailed`.
+        If the block raises on rank 0, the other ranks do not run it and raise `PeerFailedError`.
 
         Example::
 
             with state.main_process_first():
                 dataset = download_and_cache()
         """
-        with self._first(self.is_main_process):
+        with self._run_first(self.is_main_process):
             yield
 
     @contextmanager
@@ -222,16 +249,19 @@ class PartialState:
 
         Errors are handled as in `main_process_first`.
         """
-        with self._first(self.is_local_main_process):
+        with self._run_first(self.is_local_main_process):
             yield
 
     @contextmanager
-    def _first(self, first: bool) -> Iterator[None]:
+    def _run_first(self, first: bool) -> Iterator[None]:
         if not self.use_distributed:
             yield
             return
+        # One small collective separates the two parts. The first ranks enter it after their block, the others before
+        # theirs. A rank whose block has failed announces its error in the same collective, so that the others do not
+        # wait for it.
         if not first:
-            consistency.raise_if_any_failed(None)
+            control_collectives.raise_if_any_failed(None)
             yield
             return
         try:
@@ -239,9 +269,10 @@ class PartialState:
         except CollectiveAborted:
             raise  # not announced: the collectives of the other ranks were aborted too
         except Exception as error:
-            consistency.announce_failure(error)
+            control_collectives.announce_failure(error)
             raise
-        consistency.raise_if_any_failed(None)
+        # The collective that the other ranks are waiting in. On success it lets them begin.
+        control_collectives.raise_if_any_failed(None)
 
     # Execution on selected processes
 
@@ -251,7 +282,7 @@ class PartialState:
     def on_main_process(self, function: None = None) -> Callable[[Callable[_P, _T]], Callable[_P, _T | None]]: ...
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorate a function to run on rank 0 only; it returns None on other ranks."""
-        return _only(lambda: self.is_main_process, function)
+        return _run_only_if(lambda: self.is_main_process, function)
 
     @overload
     def on_local_main_process(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]: ...
@@ -259,11 +290,11 @@ class PartialState:
     def on_local_main_process(self, function: None = None) -> Callable[[Callable[_P, _T]], Callable[_P, _T | None]]: ...
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Decorate a function to run on the first process of every host only."""
-        return _only(lambda: self.is_local_main_process, function)
+        return _run_only_if(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
         """Decorate a function to run on the last rank only."""
-        only: Callable[_P, _T | None] = _only(lambda: self.is_last_process, function)
+        only: Callable[_P, _T | None] = _run_only_if(lambda: self.is_last_process, function)
         return only
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:  # noqa: ANN401 - the function, or its decorator
@@ -271,13 +302,15 @@ class PartialState:
 
         In a single process it always runs.
         """
-        return _only(lambda: not self.use_distributed or self.process_index == process_index, function)
+        return _run_only_if(lambda: not self.use_distributed or self.process_index == process_index, function)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:  # noqa: ANN401 - the function, or its decorator
         """Decorate a function to run on the process with `local_process_index` of every host only."""
-        return _only(lambda: not self.use_distributed or self.local_process_index == local_process_index, function)
+        return _run_only_if(
+            lambda: not self.use_distributed or self.local_process_index == local_process_index, function
+        )
 
     def print(self, *values: Any, **options: Any) -> None:  # noqa: ANN401 - as the builtin
         """Print on the first process of every host only."""
@@ -294,8 +327,8 @@ class PartialState:
             inputs: a list, a tuple, a tensor (split by rows), or a dict of these with equal lengths.
             apply_padding: repeat the last element, so that all shares have the same length.
 
-        Shares are in rank order; their lengths differ by at most one, the first ones are longer. Raises `BadRequest`
-        for a dict whose values have different lengths.
+        Shares are in rank order; their lengths differ by at most one, the first ones are longer. Raises
+        `InvalidArgument` for a dict whose values have different lengths.
 
         Example::
 
@@ -320,46 +353,63 @@ class PartialState:
             self._started_group = False
 
 
-def _is_known(name: str) -> bool:
+def check_group_options(function: str, options: Iterable[str], parameters: Iterable[str]) -> None:
+    """Raise `UnknownKeyword` for an option that `init_process_group` does not have.
+
+    `parameters` are the further parameters of `function`, which the message may suggest.
+    """
+    if options:
+        known = inspect.signature(dist.init_process_group).parameters
+        for name in options:
+            if name not in known:
+                raise unknown_keyword(function, name, [*parameters, *known])
+
+
+def _is_attribute(name: str) -> bool:
     return name in PartialState.__annotations__ or hasattr(PartialState, name)
 
 
-def missing(owner: str, name: str, *, known: bool) -> str:
+def missing_attribute(owner: str, name: str, *, known: bool) -> str:
     """Return the message of the AttributeError for a missing attribute."""
     if not known:
         return f"{owner!r} object has no attribute {name!r}"
-    return f"{owner} has no {name!r} now: its state was reset. Build it first, with {owner}() or Accelerator()"
+    return f"{owner}.{name} is not available: the state was reset. Create it again with {owner}() or Accelerator()"
 
 
-def _only(chosen: Callable[[], bool], function: Callable[..., Any] | None) -> Any:  # noqa: ANN401 - the function, or its decorator
+def _run_only_if(condition: Callable[[], bool], function: Callable[..., Any] | None) -> Any:  # noqa: ANN401 - the function, or its decorator
     if function is None:
-        return functools.partial(_only, chosen)
+        return functools.partial(_run_only_if, condition)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the function's
-        return function(*args, **kwargs) if chosen() else None
+        return function(*args, **kwargs) if condition() else None
 
     return run
 
 
-def _find_out(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
+def _initial_state(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Return the initial shared state, creating the process group if necessary.
 
     A failed attempt leaves no state.
     """
+    # Everything that may raise comes before the process group is created. The caller stores the state only if all of it
+    # works.
     cpu = cpu or read_flag("ACCELERATE_USE_CPU")
     debug = read_flag("RANKBOOK_DEBUG", "ACCELERATE_DEBUG_MODE")
     started = False
+    # A rank of a cluster has its default group before the first cell runs. Under torchrun the user may have created
+    # one.
     if dist.is_available() and dist.is_initialized():
-        setup = _setup_of_group()
+        setup = _group_setup()
         if options:
-            _log.info("There is a process group already, so that %s is not used.", ", ".join(options))
+            _log.info("The process group already exists: ignoring %s.", ", ".join(options))
         device = _device(setup, cpu)
     else:
         setup = read_setup()
         device = _device(setup, cpu)
         started = setup.world_size > 1
-    _make_current(device)
+    # Before the group: nccl communicators belong to the current device.
+    _set_current_device(device)
     if started:
         _start_group(setup, device, options)
     several = setup.world_size > 1
@@ -367,6 +417,7 @@ def _find_out(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     return {
         "_cpu": cpu,
         "_started_group": started,
+        # `checks` is also True if the variable is not set. Then the arguments are compared where that is cheap.
         "checks": debug or read_text("RANKBOOK_DEBUG", "ACCELERATE_DEBUG_MODE") is None,
         "backend": str(dist.get_backend()) if several else None,
         "debug": debug,
@@ -379,8 +430,9 @@ def _find_out(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _setup_of_group() -> LaunchSetup:
+def _group_setup() -> LaunchSetup:
     """Return the setup of the default group, with the local rank from the environment."""
+    # A process group knows nothing about hosts.
     rank, local_rank = dist.get_rank(), local_rank_of()
     return LaunchSetup(rank, dist.get_world_size(), rank if local_rank is None else local_rank)
 
@@ -392,21 +444,23 @@ def _device(setup: LaunchSetup, cpu: bool) -> torch.device:
     if cpu and chosen is None:
         return torch.device("cpu")
     if torch.cuda.is_available():
+        # With more ranks than devices on a host, several ranks share a device. `_backend` avoids nccl in this case.
         return torch.device("cuda", setup.local_rank % torch.cuda.device_count())
     if chosen is not None:
-        raise BadRequest(f"RANKBOOK_DEVICE={chosen}, and torch finds no CUDA device here")
+        raise InvalidArgument(f"RANKBOOK_DEVICE={chosen} requires a CUDA device, but torch finds no CUDA device")
     if setup.world_size == 1 and torch.backends.mps.is_available():  # no backend supports MPS
         return torch.device("mps")
     return torch.device("cpu")
 
 
-def _make_current(device: torch.device) -> None:
+def _set_current_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _start_group(setup: LaunchSetup, device: torch.device, options: dict[str, Any]) -> None:
     """Call `init_process_group` with defaults for missing options; a failure is rolled back."""
+    # The user's own options take precedence over those from the environment; a contradiction is found below.
     options = dict(options)
     if options.get("backend") is None:
         options["backend"] = _backend(setup, device)
@@ -426,17 +480,20 @@ def _start_group(setup: LaunchSetup, device: torch.device, options: dict[str, An
             dist.destroy_process_group()
         c10d._world.group_count = count  # torch derives group names from it, which must be equal on all ranks
         raise
+    # The device was chosen from the environment, so a group with other ranks cannot be used.
     if dist.get_world_size() != setup.world_size or dist.get_rank() != setup.rank:
         actual = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         dist.destroy_process_group()
-        raise BadRequest(
-            f"the options of the process group say {actual}, the environment rank {setup.rank} of {setup.world_size}"
+        raise InvalidArgument(
+            f"the options of the process group set {actual}, but the environment sets rank {setup.rank} of "
+            f"{setup.world_size}"
         )
-    atexit.unregister(_leave)
-    atexit.register(_leave)
+    # Registered once per process, also if the group is created again after a reset.
+    atexit.unregister(_destroy_group)
+    atexit.register(_destroy_group)
 
 
-def _leave() -> None:
+def _destroy_group() -> None:
     """Destroy a gloo group at exit, because its threads outlive the interpreter and occasionally end in SIGABRT.
 
     Models are collected first: a DDP model that is freed after its group joins these threads while it holds the GIL.
@@ -447,14 +504,15 @@ def _leave() -> None:
 
 
 def _check_backend(wanted: str) -> None:
-    """Raise `BadRequest` for an unavailable backend.
+    """Raise `InvalidArgument` for an unavailable backend.
 
     This happens before the rendezvous: the other processes would wait for one that cannot continue.
     """
+    # Backends are "gloo", or one per device type: "cpu:gloo,cuda:nccl".
     for name in (entry.rpartition(":")[2] for entry in str(wanted).lower().split(",")):
         if name not in dist.Backend.backend_list or not dist.is_backend_available(name):
             available = [backend for backend in dist.Backend.backend_list if dist.is_backend_available(backend)]
-            raise BadRequest(f"the backend {name!r} is not there; use one of {', '.join(available)}")
+            raise InvalidArgument(f"backend {name!r} is not available; choose from {', '.join(available)}")
 
 
 def _backend(setup: LaunchSetup, device: torch.device) -> str:

@@ -6,15 +6,16 @@ parallelism) that fits the setup.
 
 from __future__ import annotations
 
+import inspect
 import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime.config import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
@@ -24,8 +25,10 @@ from rankbook.runtime.config import (
     ParallelismConfig,
     ProjectConfiguration,
     TorchDynamoPlugin,
+    unknown_keyword,
 )
-from rankbook.runtime.gradient_state import GradientState
+from rankbook.runtime.data.rng import check_rng_types
+from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.precision import check_precision, make_scaler
 from rankbook.runtime.process_state import DistributedType, PartialState
 from rankbook.runtime.state import AcceleratorState
@@ -35,7 +38,28 @@ from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel
 from rankbook.runtime.strategies.tensor_parallel import TensorParallel
 from rankbook.runtime.trackers import Tracker, filter_trackers
 
-_RNG_TYPES = {"torch", "cuda", "generator", "xpu", "mps", "npu", "mlu", "musa", "xla", "hpu", "sdaa", "neuron"}
+_UNSUPPORTED = {
+    "deepspeed_plugin": "use fsdp_plugin=FullyShardedDataParallelPlugin(), which shards all states",
+    "torch_tp_plugin": "use parallelism_config=ParallelismConfig(tp_size=...)",
+    "megatron_lm_plugin": "use parallelism_config=ParallelismConfig(tp_size=..., dp_shard_size=...)",
+    "deepspeed_plugins": "use fsdp_plugin=FullyShardedDataParallelPlugin(), which shards all states",
+}
+"""Parameters of Accelerate's constructor that are not supported, and their replacements."""
+
+
+class _HandlerAttribute:
+    """Attribute for one of the `handlers`, which can be set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._field = name.removesuffix("_handler")
+
+    # Without an instance it is asked for by documentation tools, which expect the descriptor.
+    def __get__(self, settings: AcceleratorSettings | None, owner: type | None = None) -> Any:  # noqa: ANN401 - a handler
+        return self if settings is None else getattr(settings.handlers, self._field)
+
+    def __set__(self, settings: AcceleratorSettings, handler: KwargsHandler) -> None:
+        Handlers.of([handler])  # raises for an object that is no handler
+        setattr(settings.handlers, self._field, handler)
 
 
 class AcceleratorSettings:
@@ -49,7 +73,10 @@ class AcceleratorSettings:
         gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: None = None,
+        megatron_lm_plugin: None = None,
         rng_types: Sequence[str] | None = None,
         log_with: str | Tracker | Sequence[str | Tracker] | None = None,
         project_dir: str | os.PathLike[str] | None = None,
@@ -59,23 +86,37 @@ class AcceleratorSettings:
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: None = None,
         parallelism_config: ParallelismConfig | None = None,
         *,
         scheduler_steps_times_num_processes: bool = False,
+        **unknown: Never,
     ) -> None:
+        # `Never` makes type checkers report unknown keywords. At run time they get an error that names the right one.
         # Validate everything before shared state changes.
+        for name in unknown:
+            raise unknown_keyword("Accelerator", name, inspect.signature(AcceleratorSettings).parameters)
+        unsupported = (deepspeed_plugin, torch_tp_plugin, megatron_lm_plugin, deepspeed_plugins)
+        for (name, replacement), value in zip(_UNSUPPORTED.items(), unsupported, strict=True):
+            if value is not None:
+                raise InvalidArgument(f"{name} is not supported: {replacement}")
         self.handlers = Handlers.of(kwargs_handlers)
         self.project_configuration = _project(project_dir, project_config)
         self.dataloader_config = _loader_options(split_batches, dataloader_config)
-        self.rng_types = _rng_types(rng_types)
+        self.rng_types = ["generator"] if rng_types is None else check_rng_types(rng_types)
         if dynamo_backend is not None and dynamo_plugin is not None:
-            raise BadRequest("give dynamo_backend or dynamo_plugin, not both")
+            raise InvalidArgument("pass dynamo_backend or dynamo_plugin, not both")
         dynamo = TorchDynamoPlugin(backend=dynamo_backend) if dynamo_backend is not None else dynamo_plugin
+        # Without arguments the backend may come from the environment.
+        (dynamo or TorchDynamoPlugin()).check()
         accumulation = _accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.log_with = filter_trackers(log_with, self.logging_dir)
         _check_types(fsdp_plugin, parallelism_config)
 
+        # Creating the process group is the first change that others see. If a later check fails, a group that this
+        # constructor has created is destroyed again, so that the corrected cell can be run.
         was_there = PartialState._shared_state != {}
+        # None stands for "not given", for which `PartialState` has defaults from the environment.
         options = {name: value for name, value in self.handlers.init.to_dict().items() if value is not None}
         try:
             process = PartialState(cpu, **options)
@@ -85,12 +126,15 @@ class AcceleratorSettings:
             if parallelism_config is not None:
                 parallelism_config.check(process.num_processes)
             self.state = AcceleratorState(mixed_precision=mixed_precision, cpu=cpu, dynamo_plugin=dynamo)
+            # The precision may also come from the environment or from an earlier instance.
             check_precision(self.state.mixed_precision, self.state.device)
         except BaseException:
             if not was_there and PartialState._shared_state:
                 PartialState().destroy_process_group()
                 AcceleratorState._reset_state(reset_partial_state=True)
             raise
+        # The two settings belong together: giving one of them replaces both. So
+        # `ParallelismConfig(dp_replicate_size=...)` ends the sharding of an earlier Accelerator.
         if fsdp_plugin is not None or parallelism_config is not None:
             if fsdp_plugin is None and parallelism_config is not None and parallelism_config.sizes["dp_shard"] > 1:
                 fsdp_plugin = FullyShardedDataParallelPlugin()
@@ -100,22 +144,33 @@ class AcceleratorSettings:
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_times_num_processes = scheduler_steps_times_num_processes
         self.trackers: list[Tracker] = []
+        # Weak: a notebook runs the same cells repeatedly, and old models have to be freed although the Accelerator
+        # lives on.
         self._references: dict[str, list[weakref.ref[Any]]] = {
             "model": [],
             "optimizer": [],
             "scheduler": [],
             "loader": [],
         }
+        # Strong, unlike those above: a registered object may be held by nothing else.
         self._custom_objects: list[Any] = []
+        # By the ids of their handles, in the order of registration, in which they are called.
         self._save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._triggered = False
+
+    ddp_handler = _HandlerAttribute()
+    scaler_handler = _HandlerAttribute()
+    init_handler = _HandlerAttribute()
+    autocast_handler = _HandlerAttribute()
+    profile_handler = _HandlerAttribute()
 
     # Strategy
 
     @property
     def setup(self) -> StrategySetup:
         """Return the current settings that determine the strategy."""
+        # Made anew for every use: another `Accelerator` may have changed the shared settings.
         return StrategySetup(
             device=self.device,
             num_processes=self.num_processes,
@@ -135,11 +190,12 @@ class AcceleratorSettings:
         """Return the gradient scaler for fp16, which all instances share; None for other precisions."""
         if self.mixed_precision != "fp16":
             return None
+        # One scaler for the process: all losses of a step have to be scaled alike.
         shared = AcceleratorState._shared_state
         if shared.get("_scaler") is None:
             shared["_scaler"] = make_scaler("fp16", self.device, self.handlers.scaler)
-        found: torch.amp.GradScaler = shared["_scaler"]
-        return found
+        scaler: torch.amp.GradScaler = shared["_scaler"]
+        return scaler
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
@@ -148,31 +204,33 @@ class AcceleratorSettings:
 
     # Prepared objects, as weak references
 
-    def _keep(self, kind: str, thing: object) -> None:
+    def _register(self, kind: str, item: object) -> None:
         references = self._references[kind]
+        # Prepared again, an object moves to the end. The order determines the names in a checkpoint ("model",
+        # "model_1").
         references[:] = [
-            reference for reference in references if (alive := reference()) is not None and alive is not thing
+            reference for reference in references if (alive := reference()) is not None and alive is not item
         ]
-        references.append(weakref.ref(thing))
+        references.append(weakref.ref(item))
 
-    def _kept(self, kind: str) -> list[Any]:
+    def _registered(self, kind: str) -> list[Any]:
         return [referent for reference in self._references[kind] if (referent := reference()) is not None]
 
     @property
     def _models(self) -> list[Any]:
-        return self._kept("model")
+        return self._registered("model")
 
     @property
     def _optimizers(self) -> list[Any]:
-        return self._kept("optimizer")
+        return self._registered("optimizer")
 
     @property
     def _schedulers(self) -> list[Any]:
-        return self._kept("scheduler")
+        return self._registered("scheduler")
 
     @property
     def _dataloaders(self) -> list[Any]:
-        return self._kept("loader")
+        return self._registered("loader")
 
     # Settings
 
@@ -239,13 +297,35 @@ class AcceleratorSettings:
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
         """Return the mesh of the ranks, None if it was not configured."""
-        found: ParallelismConfig | None = self.state.parallelism_config
-        return found
+        config: ParallelismConfig | None = self.state.parallelism_config
+        return config
+
+    @property
+    def should_save_model(self) -> bool:
+        """Return True if this rank writes files that are not sharded, see `ProjectConfiguration.save_on_each_node`."""
+        return self.is_local_main_process if self.project_configuration.save_on_each_node else self.is_main_process
+
+    @property
+    def native_amp(self) -> bool:
+        """Return True if forward passes run under autocast."""
+        return self.mixed_precision != "no"
 
     @property
     def sync_gradients(self) -> bool:
-        """Return True if the current batch ends its accumulation window."""
+        """Return True if the current batch ends its accumulation window.
+
+        The property can be set, as the next `accumulate` does.
+        """
         return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state._set_sync_gradients(value)
+
+    @property
+    def step(self) -> int:
+        """Return the number of batches in `accumulate` since the start or the last end of a loader."""
+        return window.step
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -258,6 +338,7 @@ class AcceleratorSettings:
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
         GradientAccumulationPlugin(num_steps=value)  # raises unless value is an integer >= 1
+        # In place, since all instances share the dict.
         self.gradient_state.plugin_kwargs.update(num_steps=value)
 
     @property
@@ -315,25 +396,20 @@ class AcceleratorSettings:
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
 
-def _project(folder: str | os.PathLike[str] | None, given: ProjectConfiguration | None) -> ProjectConfiguration:
-    made = given if given is not None else ProjectConfiguration()
-    if folder is not None and made.project_dir is None:
-        made.set_directories(os.fspath(folder))
-    return made
+def _project(folder: str | os.PathLike[str] | None, config: ProjectConfiguration | None) -> ProjectConfiguration:
+    # The user's own object, not a copy: it counts the checkpoints of this project.
+    project = config if config is not None else ProjectConfiguration()
+    if folder is not None and project.project_dir is None:
+        project.set_directories(os.fspath(folder))
+    return project
 
 
-def _loader_options(split_batches: bool | None, given: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
-    if split_batches is not None and given is not None and bool(given.split_batches) != split_batches:
-        raise BadRequest(f"split_batches={split_batches} and dataloader_config.split_batches={given.split_batches}")
-    return given if given is not None else DataLoaderConfiguration(split_batches=bool(split_batches))
-
-
-def _rng_types(given: Sequence[str] | None) -> list[str]:
-    chosen = ["generator"] if given is None else [str(getattr(rng_type, "value", rng_type)) for rng_type in given]
-    unknown = sorted(set(chosen) - _RNG_TYPES)
-    if unknown:
-        raise BadRequest(f"rng_types has {', '.join(map(repr, unknown))}: 'torch', 'cuda' and 'generator' are known")
-    return chosen
+def _loader_options(split_batches: bool | None, config: DataLoaderConfiguration | None) -> DataLoaderConfiguration:
+    if split_batches is not None and config is not None and bool(config.split_batches) != split_batches:
+        raise InvalidArgument(
+            f"split_batches={split_batches} differs from dataloader_config.split_batches={config.split_batches}"
+        )
+    return config if config is not None else DataLoaderConfiguration(split_batches=bool(split_batches))
 
 
 def _accumulation(steps: int | None, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin | None:
@@ -343,29 +419,30 @@ def _accumulation(steps: int | None, plugin: GradientAccumulationPlugin | None) 
     """
     if plugin is not None:
         if steps is not None and steps != 1:
-            raise BadRequest("give gradient_accumulation_steps or gradient_accumulation_plugin, not both")
+            raise InvalidArgument("pass gradient_accumulation_steps or gradient_accumulation_plugin, not both")
         return plugin
     return GradientAccumulationPlugin(num_steps=steps) if steps is not None else None
 
 
 def _check_types(fsdp: object, parallelism: object) -> None:
     if fsdp is not None and not isinstance(fsdp, FullyShardedDataParallelPlugin):
-        raise BadRequest(f"fsdp_plugin is a {type(fsdp).__name__}; give a FullyShardedDataParallelPlugin")
+        raise InvalidArgument(f"fsdp_plugin must be a FullyShardedDataParallelPlugin, got {type(fsdp).__name__}")
     if parallelism is not None and not isinstance(parallelism, ParallelismConfig):
-        raise BadRequest(f"parallelism_config is a {type(parallelism).__name__}; give a ParallelismConfig")
+        raise InvalidArgument(f"parallelism_config must be a ParallelismConfig, got {type(parallelism).__name__}")
 
 
+# Their conditions exclude each other, so the order has no effect.
 STRATEGIES: list[type[Strategy]] = [SingleDevice, DataParallel, FullyShardedDataParallel, TensorParallel]
 
 
 def make_strategy(setup: StrategySetup) -> Strategy:
     """Return the first strategy that fits `setup`.
 
-    Raises `BadRequest` with the arithmetic if the mesh does not fit the world size.
+    Raises `InvalidArgument` with the arithmetic if the mesh does not fit the world size.
     """
     if setup.parallelism is not None:
         setup.parallelism.check(setup.num_processes)
     for kind in STRATEGIES:
         if kind.fits(setup):
             return kind(setup)
-    raise BadRequest(f"no strategy fits {setup}")
+    raise InvalidArgument(f"no strategy supports {setup}")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar
@@ -12,15 +13,15 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime.gradient_state import GradientState
 from rankbook.runtime.launch_environment import read_text
-from rankbook.runtime.process_state import DistributedType, PartialState, missing
+from rankbook.runtime.process_state import DistributedType, PartialState, check_group_options, missing_attribute
 
 __all__ = ["PRECISIONS", "AcceleratorState", "DistributedType", "GradientState", "PartialState"]
 
 PRECISIONS = ("no", "fp16", "bf16")
-_NOT_HERE = ("deepspeed_plugin", "megatron_lm_plugin")
+_UNSUPPORTED_PLUGINS = ("deepspeed_plugin", "megatron_lm_plugin")
 _D = TypeVar("_D")
 _log = logging.getLogger(__name__)
 
@@ -39,10 +40,16 @@ class AcceleratorState:
         parallelism_config: mesh of the ranks.
         options: keyword arguments of `init_process_group`, see `PartialState`.
 
-    All attributes of `PartialState` are available too. Raises `BadRequest` for an unknown precision, for `cpu` if the
-    processes already work on another device, and for unsupported plugins.
+    All attributes of `PartialState` are available too. Raises `InvalidArgument` for an unknown precision, for `cpu` if
+    the processes already work on another device, for unsupported plugins, and for an unknown keyword.
+
+    Example::
+
+        AcceleratorState().num_processes  # 2
     """
 
+    # The `__dict__` of all instances. It is cleared and filled again, and never replaced, because instances that exist
+    # already would keep the old one.
     _shared_state: ClassVar[dict[str, Any]] = {}
 
     device: torch.device
@@ -66,16 +73,22 @@ class AcceleratorState:
         _from_accelerator: bool = False,
         **options: Any,  # noqa: ANN401 - torch's
     ) -> None:
+        # Arguments are checked completely before the first shared state changes.
         given = {
             "dynamo_plugin": dynamo_plugin,
             "fsdp_plugin": fsdp_plugin,
             "torch_tp_plugin": torch_tp_plugin,
             "parallelism_config": parallelism_config,
         }
-        for name, value in zip(_NOT_HERE, (deepspeed_plugin, megatron_lm_plugin), strict=True):
+        check_group_options("AcceleratorState", options, inspect.signature(AcceleratorState).parameters)
+        for name, value in zip(_UNSUPPORTED_PLUGINS, (deepspeed_plugin, megatron_lm_plugin), strict=True):
             if value is not None:
-                raise BadRequest(f"{name}: Rankbook shards by DDP, FSDP2 or tensor parallelism; leave it out")
+                raise InvalidArgument(
+                    f"{name} is not supported: Rankbook uses DDP, FSDP2 or tensor parallelism; omit it"
+                )
         precision = None if mixed_precision is None else _precision(mixed_precision)
+        # The environment variable is the default of the first instance only. A later instance without the argument
+        # keeps the current precision.
         first = not AcceleratorState._shared_state
         default = (
             _precision(read_text("RANKBOOK_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION") or "no") if first else ""
@@ -90,7 +103,9 @@ class AcceleratorState:
             )
         else:
             if precision is not None and precision != self._mixed_precision:
+                # Not an error, unlike in Accelerate: a notebook's user would have to restart for another precision.
                 self._change_precision(precision, process)
+            # None means "not given" and keeps what an earlier instance has set.
             AcceleratorState._shared_state.update({name: value for name, value in given.items() if value is not None})
 
     def __repr__(self) -> str:
@@ -98,14 +113,15 @@ class AcceleratorState:
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - type of the attribute
         if not AcceleratorState._shared_state and not name.startswith("__"):
-            known = any(
+            is_attribute = any(
                 name in state_class.__annotations__ or hasattr(state_class, name)
                 for state_class in (AcceleratorState, PartialState)
             )
-            raise AttributeError(missing("AcceleratorState", name, known=known))
+            raise AttributeError(missing_attribute("AcceleratorState", name, known=is_attribute))
+        # Rank, device and so on are looked up in `PartialState` every time and never copied, so the two cannot differ.
         if name in PartialState.__annotations__ or hasattr(PartialState, name):
             return getattr(_process(name), name)
-        raise AttributeError(missing("AcceleratorState", name, known=False))
+        raise AttributeError(missing_attribute("AcceleratorState", name, known=False))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a reference to the receiving process's state.
@@ -114,7 +130,7 @@ class AcceleratorState:
         """
         shared = AcceleratorState._shared_state
         plugins = ("dynamo_plugin", "fsdp_plugin", "torch_tp_plugin", "parallelism_config")
-        return _arrive, (shared.get("_mixed_precision"), {name: shared.get(name) for name in plugins})
+        return _unpickle_state, (shared.get("_mixed_precision"), {name: shared.get(name) for name in plugins})
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
@@ -140,8 +156,17 @@ class AcceleratorState:
         FSDP if there is a plugin for it and more than one process, otherwise that of `PartialState`.
         """
         process = _process("distributed_type")
+        # With one process the plugin still shards (over one rank), but scripts expect the type of a single device.
         sharded = self.fsdp_plugin is not None and process.use_distributed
         return DistributedType.FSDP if sharded else process.distributed_type
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """Return None: DeepSpeed is not supported."""
+
+    @property
+    def megatron_lm_plugin(self) -> None:
+        """Return None: Megatron-LM is not supported."""
 
     @property
     def is_fsdp2(self) -> bool:
@@ -184,18 +209,21 @@ class AcceleratorState:
         before, self._mixed_precision = self._mixed_precision, wanted
         if process.is_main_process:
             _log.warning(
-                "mixed_precision is %r now, it was %r. What was prepared before keeps it until it is prepared again.",
+                "mixed_precision changed from %r to %r. Objects that are already prepared keep %r until they are "
+                "prepared again.",
+                before,
                 wanted,
                 before,
             )
 
 
-def _arrive(precision: str | None, plugins: dict[str, Any]) -> AcceleratorState:
+def _unpickle_state(precision: str | None, plugins: dict[str, Any]) -> AcceleratorState:
     """Unpickle an `AcceleratorState`.
 
     `_arrived` marks settings that were created here, for `Accelerator.__setstate__`, which runs later in the same
     pickle.
     """
+    # This process has settings of its own. They are not changed by an object that arrives.
     if AcceleratorState._shared_state:
         return AcceleratorState()
     state = AcceleratorState(precision, **plugins)
@@ -209,27 +237,28 @@ def _process(name: str) -> PartialState:
     It is not created here, because its options are unknown. Raises AttributeError about the attribute `name`.
     """
     if not PartialState._shared_state:
-        raise AttributeError(missing("PartialState", name, known=True))
+        raise AttributeError(missing_attribute("PartialState", name, known=True))
     return PartialState()
 
 
 def _precision(name: str) -> str:
     lower = str(name).lower()
     if lower not in PRECISIONS:
-        raise BadRequest(f"mixed_precision={name!r} is not there; use one of {', '.join(map(repr, PRECISIONS))}")
+        raise InvalidArgument(f"unknown mixed_precision {name!r}; choose from {', '.join(PRECISIONS)}")
     return lower
 
 
 def _move_to_cpu(process: PartialState) -> None:
     """Change the device of a single process to the CPU.
 
-    Raises `BadRequest` if there are several processes: their process group belongs to their current device.
+    Raises `InvalidArgument` if there are several processes: their process group belongs to their current device.
     """
+    # The other ranks would still use their devices, and the group may have no backend for tensors of the CPU.
     if process.use_distributed:
-        raise BadRequest(
-            f"rank {process.process_index} works on {process.device} already, with a process group for it; start the "
+        raise InvalidArgument(
+            f"rank {process.process_index} already uses {process.device} and has a process group for it; start the "
             "ranks on the CPU instead"
         )
-    _log.warning("The device is the CPU now, it was %s. What was prepared before stays there.", process.device)
+    _log.warning("The device changed from %s to cpu. Objects that are already prepared are not moved.", process.device)
     process.device = torch.device("cpu")
     process._cpu = True

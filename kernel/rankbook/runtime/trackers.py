@@ -1,4 +1,4 @@
-"""Experiment trackers: the `Tracker` protocol, and adapters that write metrics to files or TensorBoard.
+"""Experiment trackers: the `Tracker` protocol, and adapters for files, TensorBoard, Weights & Biases and MLflow.
 
 The package of an adapter is imported when its tracker starts.
 """
@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeGuard, cast, runtime_checkable
 
 import torch
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime.process_state import PartialState
 
 
@@ -64,7 +65,7 @@ class GeneralTracker:
         needed = ("name", "requires_logging_directory", "tracker")
         lacking = [name for name in needed if name not in dir(self)]  # hasattr would evaluate the property `tracker`
         if lacking and not _blank:
-            raise NotImplementedError(f"{type(self).__name__} has to define {', '.join(lacking)}")
+            raise NotImplementedError(f"{type(self).__name__} must define {', '.join(lacking)}")
 
     @property
     def is_here(self) -> bool:
@@ -84,6 +85,33 @@ class GeneralTracker:
         """Close the destination. Does nothing by default."""
 
 
+class InactiveTracker(GeneralTracker):
+    """Stand-in for a tracker, and for the object that it writes to, on a rank where the tracker does not run.
+
+    All methods of any name can be called with any arguments. They do nothing and return None.
+    """
+
+    requires_logging_directory = False
+
+    def __init__(self, name: str) -> None:
+        super().__init__(_blank=True)
+        self.name = name
+
+    @property
+    def tracker(self) -> InactiveTracker:
+        """Return this object, which also stands in for the object that the tracker writes to."""
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("_"):  # asked for by pickle, copy and IPython
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return _do_nothing
+
+
+def _do_nothing(*_args: object, **_options: object) -> None:
+    """Accept the arguments of any method."""
+
+
 class TensorBoardTracker(GeneralTracker):
     """Tracker that writes TensorBoard event files.
 
@@ -92,7 +120,14 @@ class TensorBoardTracker(GeneralTracker):
         logging_dir: the files are written to `logging_dir/run_name`.
         kwargs: keyword arguments of `torch.utils.tensorboard.SummaryWriter`.
 
-    `start` raises `BadRequest` if the package tensorboard is not installed.
+    `start` raises `InvalidArgument` if the package tensorboard is not installed.
+
+    Example::
+
+        accelerator = Accelerator(log_with="tensorboard", project_dir="runs")
+        accelerator.init_trackers("digits")
+        accelerator.log({"loss": 0.5}, step=1)
+        accelerator.end_training()
     """
 
     name = "tensorboard"
@@ -117,9 +152,9 @@ class TensorBoardTracker(GeneralTracker):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise BadRequest(
-                f"log_with='tensorboard' writes with the package tensorboard, which is not installed here ({error}): "
-                "pip install tensorboard, or log_with='jsonl', which needs nothing"
+            raise InvalidArgument(
+                f"log_with='tensorboard' requires the package tensorboard, which is not installed ({error}): "
+                "pip install tensorboard, or use log_with='jsonl', which requires no package"
             ) from None
         writer: Any = SummaryWriter
         self._writer = writer(str(self.logging_dir), **self._kwargs)
@@ -130,6 +165,7 @@ class TensorBoardTracker(GeneralTracker):
         Values other than bool, int, float and str are stored as text.
         """
         if self._writer is not None:
+            # `add_hparams` raises for any other type, such as a list or None.
             plain = (bool, int, float, str)
             self._writer.add_hparams(
                 {key: value if isinstance(value, plain) else str(value) for key, value in values.items()},
@@ -140,7 +176,7 @@ class TensorBoardTracker(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:  # noqa: ANN401 - the writer's
         """Log numbers as scalars, strings as text, and dicts of numbers as one chart.
 
-        Raises `BadRequest` for other types.
+        Raises `InvalidArgument` for other types.
         """
         if self._writer is None:
             return
@@ -152,7 +188,11 @@ class TensorBoardTracker(GeneralTracker):
             elif isinstance(value, dict):
                 self._writer.add_scalars(key, value, global_step=step, **kwargs)
             else:
-                raise BadRequest(f"TensorBoard has no chart for {key!r}, a {type(value).__name__}")
+                raise InvalidArgument(
+                    f"TensorBoard cannot log {key!r} of type {type(value).__name__}: expected a number, a string or a "
+                    "dict of numbers"
+                )
+        # The curve is watched while the cell runs, and a killed rank loses no metrics.
         self._writer.flush()
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:  # noqa: ANN401 - the writer's
@@ -174,6 +214,13 @@ class JSONLinesTracker(GeneralTracker):
     Every call of `log` adds one line: `{"step": …, "time": …, "values": …}`, with the time in seconds since the Unix
     epoch. The settings are a line with the key "config". Values that JSON cannot represent are stored as text. No
     package is required.
+
+    Example::
+
+        accelerator = Accelerator(log_with="jsonl", project_dir="runs")
+        accelerator.init_trackers("digits", config={"lr": 0.1})
+        accelerator.log({"loss": 0.5}, step=1)
+        accelerator.end_training()  # runs/digits/metrics.jsonl has two lines
     """
 
     name = "jsonl"
@@ -215,14 +262,156 @@ class JSONLinesTracker(GeneralTracker):
             self._file.flush()  # a killed rank loses no lines
 
 
-TRACKERS: dict[str, Callable[..., Tracker]] = {"jsonl": JSONLinesTracker, "tensorboard": TensorBoardTracker}
+class WandBTracker(GeneralTracker):
+    """Tracker that logs to Weights & Biases, with the package wandb.
+
+    Args:
+        run_name: name of the project.
+        main_process_only: False starts a run on every rank. Use it with `group`, which shows these runs together.
+        kwargs: keyword arguments of `wandb.init`, such as `name`, `group`, `mode="offline"` and `dir`.
+
+    `start` raises `InvalidArgument` if the package is not installed.
+
+    Example::
+
+        accelerator = Accelerator(log_with="wandb")
+        accelerator.init_trackers("digits", config={"lr": 0.1}, init_kwargs={"wandb": {"mode": "offline"}})
+    """
+
+    name = "wandb"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, *, main_process_only: bool = True, **kwargs: Any) -> None:  # noqa: ANN401 - wandb.init's
+        super().__init__()
+        self.run_name = run_name
+        self.main_process_only = main_process_only
+        self._kwargs = kwargs
+        self._run: Any = None
+
+    @property
+    def tracker(self) -> Any:  # noqa: ANN401 - a wandb run
+        """Return the run that `wandb.init` has returned; None on other ranks and before `start`."""
+        return self._run
+
+    def start(self) -> None:
+        """Start the run."""
+        if self.is_here:
+            self._run = _package("wandb").init(project=self.run_name, **self._kwargs)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Add the settings to the configuration of the run."""
+        if self._run is not None:
+            # A cell may run again with other settings, which wandb refuses otherwise.
+            self._run.config.update(_plain(values), allow_val_change=True)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:  # noqa: ANN401 - the run's
+        """Log numbers, strings, dicts, and objects of wandb such as images and tables."""
+        if self._run is not None:
+            self._run.log(_plain(values), step=step, **kwargs)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:  # noqa: ANN401 - wandb.Image's
+        """Log lists of images. The keyword arguments are those of `wandb.Image`."""
+        if self._run is not None:
+            image = _package("wandb").Image
+            self._run.log({key: [image(each, **kwargs) for each in value] for key, value in values.items()}, step=step)
+
+    def finish(self) -> None:
+        """End the run."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+class MLflowTracker(GeneralTracker):
+    """Tracker that logs to MLflow, with the package mlflow or mlflow-skinny.
+
+    The server or folder is that of MLflow: `mlflow.set_tracking_uri` or the environment variable
+    `MLFLOW_TRACKING_URI`. Call or set it on the rank that logs, before `init_trackers`.
+
+    Args:
+        experiment_name: name of the experiment. It is created if it does not exist.
+        main_process_only: False starts a run on every rank.
+        kwargs: keyword arguments of `mlflow.start_run`, such as `run_name`, `run_id` and `tags`.
+
+    `start` raises `InvalidArgument` if the package is not installed.
+
+    Example::
+
+        accelerator = Accelerator(log_with="mlflow")
+        accelerator.init_trackers("digits", config={"lr": 0.1}, init_kwargs={"mlflow": {"run_name": "first"}})
+    """
+
+    name = "mlflow"
+    requires_logging_directory = False
+    _started: ClassVar[set[str]] = set()
+    """Ids of the runs that trackers of this process have started and not ended."""
+
+    def __init__(self, experiment_name: str, *, main_process_only: bool = True, **kwargs: Any) -> None:  # noqa: ANN401 - mlflow.start_run's
+        super().__init__()
+        self.experiment_name = experiment_name
+        self.main_process_only = main_process_only
+        self._kwargs = kwargs
+        self._run: Any = None
+
+    @property
+    def tracker(self) -> Any:  # noqa: ANN401 - an mlflow.ActiveRun
+        """Return the run that `mlflow.start_run` has returned; None on other ranks and before `start`."""
+        return self._run
+
+    def start(self) -> None:
+        """Start the run. A run that an earlier tracker has left open is ended: its cell has failed or runs again."""
+        if not self.is_here:
+            return
+        mlflow = _package("mlflow")
+        active = mlflow.active_run()
+        # Only a run of ours. One that the user has started is reported by MLflow's own error.
+        if active is not None and active.info.run_id in self._started:
+            self._started.remove(active.info.run_id)
+            mlflow.end_run()
+        experiment = mlflow.set_experiment(self.experiment_name)
+        self._run = mlflow.start_run(experiment_id=experiment.experiment_id, **self._kwargs)
+        self._started.add(self._run.info.run_id)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the settings as parameters of the run."""
+        if self._run is not None:
+            settings = list(_plain(values).items())
+            # In several requests: the server refuses more parameters at once.
+            for start in range(0, len(settings), _MLFLOW_PARAMETERS):
+                _package("mlflow").log_params(dict(settings[start : start + _MLFLOW_PARAMETERS]))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:  # noqa: ANN401 - log_metrics'
+        """Log numbers as metrics. A dict of numbers becomes one metric per key: `loss/train`, `loss/test`.
+
+        Raises `InvalidArgument` for other types.
+        """
+        if self._run is not None:
+            _package("mlflow").log_metrics(dict(_numbers(_plain(values))), step=step, **kwargs)
+
+    def finish(self) -> None:
+        """End the run."""
+        if self._run is not None:
+            self._started.discard(self._run.info.run_id)
+            self._run = None
+            _package("mlflow").end_run()
+
+
+_MLFLOW_PARAMETERS = 100
+"""Number of parameters that MLflow's server accepts in one request."""
+
+TRACKERS: dict[str, Callable[..., Tracker]] = {
+    "jsonl": JSONLinesTracker,
+    "mlflow": MLflowTracker,
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandBTracker,
+}
 """Adapters by name. Add other classes here, or pass instances instead of names."""
-_PACKAGES = {"tensorboard": "tensorboard"}
+_PACKAGES = {"mlflow": "mlflow", "tensorboard": "tensorboard", "wandb": "wandb"}
 
 
 def available_trackers() -> list[str]:
     """Return the names of the trackers whose packages are installed."""
-    return [name for name in TRACKERS if name not in _PACKAGES or find_spec(_PACKAGES[name]) is not None]
+    return [name for name in TRACKERS if name not in _PACKAGES or _is_installed(_PACKAGES[name])]
 
 
 def filter_trackers(
@@ -235,21 +424,31 @@ def filter_trackers(
         log_with: names or instances; "all" selects all trackers that are installed.
         logging_dir: directory of the trackers' files.
 
-    Raises `BadRequest` for an unknown name, a package that is not installed, and a missing `logging_dir`.
+    Raises `InvalidArgument` for an unknown name, a package that is not installed, and a missing `logging_dir`.
+
+    Example::
+
+        filter_trackers(["jsonl", "jsonl"], "runs")  # ['jsonl']
     """
     if log_with is None:
         return []
+    # A string is iterable, too, so one name must not be taken for a list of letters.
     single = isinstance(log_with, str) or _is_tracker(log_with)
     requested: list[Any] = [log_with] if single else list(cast("Iterable[str | Tracker]", log_with))
     names = [str(entry) for entry in requested if not _is_tracker(entry)]
     chosen: list[str | Tracker] = [tracker for tracker in requested if _is_tracker(tracker)]
     for name in dict.fromkeys(available_trackers() if "all" in names else names):
         if name not in TRACKERS:
-            raise BadRequest(f"log_with={name!r} is not there; use one of {', '.join(map(repr, [*TRACKERS, 'all']))}")
+            raise InvalidArgument(f"unknown log_with {name!r}; choose from {', '.join([*TRACKERS, 'all'])}")
         if name not in available_trackers():
-            raise BadRequest(f"log_with={name!r} needs a package that is not installed: pip install {_PACKAGES[name]}")
+            raise InvalidArgument(
+                f"log_with={name!r} requires a package that is not installed: pip install {_PACKAGES[name]}"
+            )
+        # Instances were made by the user and have their directory already; only trackers by name are checked.
         if logging_dir is None and getattr(TRACKERS[name], "requires_logging_directory", False):
-            raise BadRequest(f"log_with={name!r} writes files: say where, with logging_dir or project_dir")
+            raise InvalidArgument(
+                f"Logging with `{name}` requires a `logging_dir` for its files: set logging_dir or project_dir"
+            )
         chosen.append(name)
     return chosen
 
@@ -258,7 +457,8 @@ def make_tracker(
     tracker: str | Tracker,
     run_name: str,
     logging_dir: str | os.PathLike[str] | None = None,
-    **kwargs: Any,  # noqa: ANN401 - the tracker's
+    /,
+    **kwargs: Any,  # noqa: ANN401 - the tracker's, which may be called `run_name` too
 ) -> Tracker:
     """Create a tracker that `filter_trackers` returned. It is not started.
 
@@ -267,6 +467,7 @@ def make_tracker(
     if not isinstance(tracker, str):
         return tracker
     kind = TRACKERS[tracker]
+    # The same signature rule as in Accelerate: only trackers that write files take a directory.
     return (
         kind(run_name, logging_dir, **kwargs)
         if getattr(kind, "requires_logging_directory", False)
@@ -279,12 +480,45 @@ def _is_tracker(value: object) -> TypeGuard[Tracker]:
     return not isinstance(value, str) and callable(getattr(type(value), "log", None))
 
 
+def _is_installed(package: str) -> bool:
+    """Return True if `package` can be imported. A folder of this name does not count: wandb makes `./wandb`."""
+    # A folder without `__init__.py` is a namespace package, which has a spec but no origin.
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def _package(name: str) -> Any:  # noqa: ANN401 - a module
+    """Import the package of a tracker. Raises `InvalidArgument` if it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise InvalidArgument(
+            f"log_with={name!r} requires the package {name}, which is not installed ({error}): pip install {name}, "
+            "or use log_with='jsonl', which requires no package"
+        ) from None
+
+
+def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of nested dicts, with the keys joined by slashes."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, bool | int | float):
+            yield f"{prefix}{key}", value
+        else:
+            raise InvalidArgument(
+                f"MLflow cannot log {prefix + key!r} of type {type(value).__name__}: expected a number or a dict of "
+                "numbers; store settings with init_trackers(config=...)"
+            )
+
+
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` with tensors and arrays converted to numbers or lists."""
     return {key: _number(value) for key, value in values.items()}
 
 
 def _number(value: Any) -> Any:  # noqa: ANN401 - anything
+    # Metrics may be nested, such as a dict of curves for one chart.
     if isinstance(value, Mapping):
         return _plain(value)
     if isinstance(value, torch.Tensor) or (hasattr(value, "tolist") and hasattr(value, "dtype")):

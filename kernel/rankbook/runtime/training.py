@@ -36,9 +36,12 @@ class TrainingMethods(AcceleratorSettings):
 
         `kwargs` are passed to `torch.Tensor.backward`.
         """
-        divisor = window.divisor if window.inside else self.gradient_state.num_steps
+        # Inside `accumulate` the window knows how many batches it will have. Outside the user counts the batches
+        # himself, and Accelerate's rule applies: divide by `num_steps`.
+        divisor = window.divisor if window.in_batch else self.gradient_state.num_steps
         if divisor != 1:
             loss = loss / divisor
+        window.backwards += 1
         if window.scaler is not None:
             window.scaler.scale(loss).backward(**kwargs)
         else:
@@ -63,6 +66,7 @@ class TrainingMethods(AcceleratorSettings):
                     optimizer.step()
                     optimizer.zero_grad()
         """
+        # All models that are alive, so that a model that is not named does not reduce its gradients in every batch.
         chosen = models or tuple(self._models)
 
         def set_sync(sync: bool) -> None:
@@ -97,6 +101,9 @@ class TrainingMethods(AcceleratorSettings):
         if strategy is None or not isinstance(model, DistributedDataParallel):
             yield
             return
+        # The forward pass has been executed already; only its backward pass runs in the block. DDP prepares its reducer
+        # in a forward pass, but not under `no_sync`. It is prepared here; the empty list means that no parameters are
+        # searched for that the output does not depend on.
         before = model.require_backward_grad_sync
         strategy.set_sync(model, True)
         model.reducer.prepare_for_backward([])
@@ -137,13 +144,18 @@ class TrainingMethods(AcceleratorSettings):
             norm_type: order p of the p-norm.
 
         Returns the total norm before clipping, on every rank. While gradients accumulate, nothing is clipped, and the
-        norm is that of the gradients accumulated on this rank so far.
+        norm is that of the gradients accumulated on this rank so far. Under fp16 the gradients are unscaled first. A
+        collective if gradients are sharded.
         """
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        # The gradients of this rank are not reduced yet, so their norm has no meaning for the step. Nothing is scaled:
+        # the factor would differ between ranks.
         if not self.gradient_state.sync_gradients:
             return clip_norm(chosen, float("inf"), norm_type, self.device)
-        window.settle()
-        self.unscale_gradients()
+        # The order matters: first the factor of a short window, then the fp16 scale. Only then the norm is that of the
+        # gradients that the optimizer will use.
+        window.rescale_gradients()
+        self._unscale_gradients_of(chosen)
         return clip_norm(chosen, max_norm, norm_type, self.device)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
@@ -151,10 +163,22 @@ class TrainingMethods(AcceleratorSettings):
 
         Does nothing while gradients accumulate.
         """
+        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self.gradient_state.sync_gradients:
-            window.settle()
-            self.unscale_gradients()
-            clip_values([parameters] if isinstance(parameters, torch.Tensor) else list(parameters), clip_value)
+            window.rescale_gradients()
+            self._unscale_gradients_of(chosen)
+            clip_values(chosen, clip_value)
+
+    def _unscale_gradients_of(self, parameters: Sequence[torch.Tensor]) -> None:
+        # Only for the optimizers of these parameters. Others may get their gradients from a later backward pass, and
+        # can unscale them only once per round of the scaler.
+        if window.scaler is None:
+            return
+        chosen = set(map(id, parameters))
+        for optimizer in self._optimizers:
+            owned = (id(tensor) for group in optimizer.param_groups for tensor in group["params"])
+            if not chosen.isdisjoint(owned):
+                self.unscale_gradients(optimizer)
 
     # Around the loop
 
@@ -168,20 +192,19 @@ class TrainingMethods(AcceleratorSettings):
             joinables: models under DDP. Raises `TypeError` for other models.
             even_batches: setting of the prepared loaders within the block; by default unchanged.
         """
-        before = []
-        if even_batches is not None:
-            for loader in self._dataloaders:
-                shard = loader.parts.tickets.shard
-                before.append((shard, shard.even_batches))
-                shard.even_batches = even_batches
         able = [model for model in joinables if isinstance(model, Joinable)]
         if len(able) < len(joinables) and self.use_distributed:
             names = ", ".join(type(model).__name__ for model in joinables if not isinstance(model, Joinable))
-            for sampler, value in before:
-                sampler.even_batches = value
-            raise TypeError(
-                f"join_uneven_inputs takes models under DDP, and {names} cannot join: use even_batches instead"
-            )
+            raise TypeError(f"join_uneven_inputs() expects models under DDP, got {names}; use even_batches instead")
+        before = []
+        if even_batches is not None:
+            for loader in self._dataloaders:
+                # The setting is read when a pass starts, so it has to be set before the user's loop.
+                shard = loader.parts.tickets.shard
+                before.append((shard, shard.even_batches))
+                shard.even_batches = even_batches
+        # `Join` lets a rank that has left its loop repeat the collectives of DDP with zeros, until all ranks have left
+        # theirs.
         joined: AbstractContextManager[Any] = Join(able) if able and self.use_distributed else nullcontext()
         try:
             with joined:
@@ -199,11 +222,14 @@ class TrainingMethods(AcceleratorSettings):
 
         Example::
 
-            if loss < threshold:
-                accelerator.set_trigger()
-            if accelerator.check_trigger():
-                break
+            for batch in loader:
+                loss = model(batch).mean()
+                if loss < threshold:
+                    accelerator.set_trigger()
+                if accelerator.check_trigger():
+                    break
         """
+        # All ranks have to call this in the same place, since the maximum over all flags is computed by a collective.
         flag = torch.tensor(int(self._triggered), device=self.device)
         raised = bool(reduce(flag, "max").item())
         if raised:
@@ -214,11 +240,13 @@ class TrainingMethods(AcceleratorSettings):
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
         """Run the block under torch's profiler, then wait for all ranks.
 
-        Every rank writes its trace to the handler's `output_trace_dir`, if set, as `profile_<rank>.json`.
+        Every rank writes its trace to the handler's `output_trace_dir`, if set, as `profile_<rank>.json`. Raises
+        `InvalidArgument` for an activity that the machine cannot profile.
         """
         handler = profile_handler or self.handlers.profile
         with handler.build() as profiler:
             yield profiler
+        # After the profiler has ended; before that its trace is not complete.
         if handler.output_trace_dir is not None:
             folder = Path(handler.output_trace_dir)
             folder.mkdir(parents=True, exist_ok=True)
@@ -234,6 +262,8 @@ def clip_norm(
     Returns the total norm before, on every rank. torch's `clip_grad_norm_` rejects a mix of DTensors and plain tensors,
     as tensor-parallel models have, and returns only a partial norm for shards.
     """
+    # Tensors of one layout (mesh and placements, None for plain ones) can be treated by one call of torch's functions.
+    # The p-norm of all gradients is the p-norm of the norms of the groups.
     groups: dict[object, list[torch.Tensor]] = {}
     for tensor in parameters:
         if tensor.grad is not None:
@@ -241,11 +271,14 @@ def clip_norm(
             groups.setdefault(layout, []).append(tensor)
     if not groups:
         return torch.zeros((), device=device)
+    # `get_total_norm` of DTensors returns a DTensor that is still to be reduced; `full_tensor` does so on all ranks.
+    # The groups are in the order of the parameters, which is the same on all ranks.
     norms = [
         full_tensor(get_total_norm([tensor.grad for tensor in group if tensor.grad is not None], norm_type))
         for group in groups.values()
     ]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    # The scale factor is computed from the norm over all groups, so every rank applies the same one.
     if max_norm != float("inf"):
         for group in groups.values():
             clip_grads_with_norm_(group, max_norm, total)
@@ -254,9 +287,10 @@ def clip_norm(
 
 def clip_values(parameters: Sequence[torch.Tensor], bound: float) -> None:
     """Clamp all elements of the gradients to [-`bound`, `bound`]."""
-    whole = [tensor for tensor in parameters if tensor.grad is not None and not isinstance(tensor.grad, DTensor)]
-    if whole:  # torch's function raises for an empty list
-        clip_grad_value_(whole, bound)
+    plain = [tensor for tensor in parameters if tensor.grad is not None and not isinstance(tensor.grad, DTensor)]
+    if plain:  # torch's function raises for an empty list
+        clip_grad_value_(plain, bound)
+    # Elements are independent, so every rank clamps its own shard.
     clip_local = [tensor.grad.to_local() for tensor in parameters if isinstance(tensor.grad, DTensor)]
     for gradient in clip_local:
         gradient.clamp_(-bound, bound)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -27,6 +28,8 @@ class MessageStream(Generic[_T]):
         self._connection = connection
         self._decode = decode
         self._pending = bytearray()
+        # Several threads send, and the parts of two messages must not alternate if the socket's buffer is full.
+        self._sending = threading.Lock()
         self.closed = False
 
     def fileno(self) -> int:
@@ -40,12 +43,17 @@ class MessageStream(Generic[_T]):
         """
         data = encode(message)
         try:
-            self._connection.sendall(_HEADER.pack(len(data)) + data)
+            # The length and the message in one call: a message that fits into the socket's buffer is then one write.
+            # `sendall` waits if the peer does not read.
+            with self._sending:
+                self._connection.sendall(_HEADER.pack(len(data)) + data)
         except (BrokenPipeError, ConnectionResetError):
             self.closed = True
 
     def read(self) -> Iterator[_T]:
         """Yield the messages that have arrived completely. Raises `ProtocolError`."""
+        # Everything that is there, until the socket would block or has ended. A peer that has been killed resets the
+        # connection, which counts as its end.
         while not self.closed:
             try:
                 data = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
@@ -56,6 +64,7 @@ class MessageStream(Generic[_T]):
             if not data:
                 self.closed = True
             self._pending += data
+        # Also after the end: the last messages of a peer may be complete.
         while len(self._pending) >= _HEADER.size:
             end = _HEADER.size + _HEADER.unpack_from(self._pending)[0]
             if len(self._pending) < end:

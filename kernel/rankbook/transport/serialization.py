@@ -6,6 +6,9 @@ arrives. `unpack` is the reverse. The last part explains pickling errors: it sea
 cannot be pickled, and names the path to it.
 
 A pickle runs code when it is opened: `unpack` must only be given payloads from a process of this cluster.
+
+A function that was defined in a notebook cell is pickled with the source of the cell, so that a traceback in another
+process shows its lines. Functions from files bring no source: it is read from the file where it is needed.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import linecache
 import pickle
 import sys
 import time
@@ -27,7 +31,6 @@ import cloudpickle
 
 from rankbook.errors import ProtocolError, TransferError
 from rankbook.protocol.messages import Buffer, Payload
-from rankbook.transport.cell_sources import CellSources
 from rankbook.transport.shared_memory import Bytes, SegmentStore
 
 if TYPE_CHECKING:
@@ -69,24 +72,26 @@ def pack(
     try:
         pickled = _pickle(value, reduce)
     except MemoryError as error:
-        raise TransferError("cannot send the value: there is not enough memory to pickle it") from error
+        raise TransferError("cannot send the value: not enough memory to pickle it") from error
     except Exception as error:
         raise TransferError(explain_pickle_error(value, names, error, _attempt)) from error
     if store is None:
-        return _as_frames(pickled.buffers)
+        return _pack_in_frames(pickled.buffers)
     # The pickle itself goes into the file only if it is large, the out-of-band buffers all together or not at all.
-    stream, *beside = map(_size, pickled.buffers)
-    worth_a_file = [stream >= store.least, *[sum(beside) >= store.least] * len(beside)]
-    chosen = list(compress(pickled.buffers, worth_a_file))
-    segment = store.write(chosen) if chosen else None
+    stream, *out_of_band = map(_size, pickled.buffers)
+    worth_a_file = [stream >= store.least, *[sum(out_of_band) >= store.least] * len(out_of_band)]
+    file_buffers = list(compress(pickled.buffers, worth_a_file))
+    segment = store.write(file_buffers) if file_buffers else None
+    # No segment: nothing is worth a file, or shared memory has no room for it.
     if segment is None:
-        return _as_frames(pickled.buffers)
+        return _pack_in_frames(pickled.buffers)
     offsets = iter(segment.offsets)
     buffers = [
-        Buffer(_size(pieces), segment.name, next(offsets)) if filed else Buffer(_size(pieces))
-        for pieces, filed in zip(pickled.buffers, worth_a_file, strict=True)
+        Buffer(_size(pieces), segment.name, next(offsets)) if in_file else Buffer(_size(pieces))
+        for pieces, in_file in zip(pickled.buffers, worth_a_file, strict=True)
     ]
-    frames = [_snapshot(pieces) for pieces, filed in zip(pickled.buffers, worth_a_file, strict=True) if not filed]
+    # In the order of the buffers without a segment, which is the order in which `_locate` takes them.
+    frames = [_snapshot(pieces) for pieces, in_file in zip(pickled.buffers, worth_a_file, strict=True) if not in_file]
     return Packed(Payload(tuple(buffers)), list(frames), (segment.name,))
 
 
@@ -104,24 +109,26 @@ def unpack(payload: Payload, frames: Sequence[Bytes], *, unlink: bool, folder: P
     Arrays and tensors in a segment are not copied; they can be changed in place, which no other process sees. Raises
     `TransferError` if the value cannot be opened here, and `ProtocolError` if the payload is inconsistent.
     """
-    stream, *beside = _locate(payload, frames, unlink=unlink, store=SegmentStore(folder))
+    stream, *out_of_band = _locate(payload, frames, unlink=unlink, store=SegmentStore(folder))
     try:
-        return pickle.loads(stream, buffers=[_usable(buffer) for buffer in beside])
+        # The buffers are given in the order in which the pickler took them out.
+        return pickle.loads(stream, buffers=[_aligned(buffer) for buffer in out_of_band])
     except ModuleNotFoundError as error:
         raise TransferError(
-            f"cannot open the value here: it needs the module {error.name!r}, which cannot be imported in this process;"
+            f"cannot unpickle the value: it needs the module {error.name!r}, which cannot be imported in this process;"
             " install it here, or send plain values (numbers, lists, dicts, arrays, tensors)"
         ) from error
     except (pickle.UnpicklingError, EOFError) as error:
-        raise ProtocolError(f"a payload of {len(stream)} bytes is no pickle of ours: {error}") from error
+        raise ProtocolError(f"invalid payload of {len(stream)} bytes, expected a pickle: {error}") from error
     except MemoryError as error:
-        raise TransferError("cannot open the value here: there is not enough memory") from error
+        raise TransferError("cannot unpickle the value: not enough memory") from error
     except Exception as error:
-        message = f"cannot open the value here: {type(error).__name__}: {error}"
+        message = f"cannot unpickle the value: {type(error).__name__}: {error}"
+        # The module exists on both sides but differs, typically because it was edited between two imports.
         if str(error).startswith("Can't get attribute"):  # pickle's message for a name that the module lacks
             message += (
-                "; the two processes see different versions of that module: restart the one that imported it first,"
-                " or define the name in a cell, then it travels along"
+                "; the two processes have different versions of that module: restart the one that imported it first,"
+                " or define the name in a cell, so that it is sent with the value"
             )
         raise TransferError(message) from error
 
@@ -157,7 +164,7 @@ class _DiscardingFile:
         return len(data)
 
 
-class _Beside:
+class _BufferCollector:
     """Callback that collects the buffers worth keeping out of the pickle."""
 
     def __init__(self, storages: Storages | None) -> None:
@@ -166,7 +173,7 @@ class _Beside:
 
     def __call__(self, buffer: pickle.PickleBuffer) -> bool:
         """Return True if the buffer is to be copied into the pickle."""
-        if memoryview(buffer).nbytes < _IN_PICKLE and not self._is_elsewhere(buffer):
+        if memoryview(buffer).nbytes < _IN_PICKLE and not self._is_placeholder(buffer):
             return True
         self.buffers.append(buffer)
         return False
@@ -174,52 +181,60 @@ class _Beside:
     def views(self) -> Iterator[memoryview]:
         """Yield the bytes of the buffers."""
         for buffer in self.buffers:
-            if self._is_elsewhere(buffer):
+            if self._is_placeholder(buffer):
                 assert self.storages is not None
                 yield self.storages.fetch(buffer)
             else:
                 yield buffer.raw()
 
-    def _is_elsewhere(self, buffer: pickle.PickleBuffer) -> bool:
-        return self.storages is not None and self.storages.is_elsewhere(buffer)
+    def _is_placeholder(self, buffer: pickle.PickleBuffer) -> bool:
+        return self.storages is not None and self.storages.is_placeholder(buffer)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type hints
     """A cloudpickle pickler that takes tensors out of band."""
 
-    def __init__(self, file: _Chunks | _DiscardingFile, beside: _Beside, reduce: Reduce | None = None) -> None:
-        super().__init__(file, protocol=PROTOCOL, buffer_callback=beside)
-        self._storages = beside.storages
+    def __init__(
+        self, file: _Chunks | _DiscardingFile, collector: _BufferCollector, reduce: Reduce | None = None
+    ) -> None:
+        super().__init__(file, protocol=PROTOCOL, buffer_callback=collector)
+        self._storages = collector.storages
         self._reduce = reduce
+        # One per pickle, so that the source of a cell is sent once, however many functions come from it.
         self._sources = CellSources()
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - pickle's own contract
         """Reduce tensors and code objects, and leave everything else to cloudpickle."""
+        # The caller's reducer comes first, so that it can replace what tensors would otherwise become. cloudpickle
+        # comes last.
         if self._reduce is not None and (reduction := self._reduce(value)) is not NotImplemented:
             return reduction
         if self._storages is not None:
             reduction = self._storages.reduce(value)
             if reduction is not NotImplemented:
                 return reduction
+        # A code object is the part of a function that names its file. cloudpickle's own reduction is extended, so that
+        # classes, closures and nested functions are covered as well.
         if isinstance(value, types.CodeType):
             return self._sources.reduce(value, self.dispatch_table[types.CodeType](value))
         return super().reducer_override(value)
 
 
 def _pickle(value: object, reduce: Reduce | None) -> _Pickled:
-    file, beside = _Chunks(), _Beside(_storages())
-    _Pickler(file, beside, reduce).dump(value)
+    file, collector = _Chunks(), _BufferCollector(_storages())
+    _Pickler(file, collector, reduce).dump(value)
     # The first pass records which parts of storages are used; a second one sends only these, see `Storages.trimmed`.
-    trimmed = beside.storages.trimmed() if beside.storages is not None else None
+    trimmed = collector.storages.trimmed() if collector.storages is not None else None
     if trimmed is not None:
-        file, beside = _Chunks(), _Beside(trimmed)
-        _Pickler(file, beside, reduce).dump(value)
-    return _Pickled([file.chunks, *([view] for view in beside.views())], beside)
+        file, collector = _Chunks(), _BufferCollector(trimmed)
+        _Pickler(file, collector, reduce).dump(value)
+    return _Pickled([file.chunks, *([view] for view in collector.views())], collector)
 
 
 def _attempt(value: object, reduce: Reduce | None = None) -> BaseException | None:
+    # The whole pickle is made, because only that tells whether it is possible. Nothing is stored.
     try:
-        _Pickler(_DiscardingFile(), _Beside(_storages()), reduce).dump(value)
+        _Pickler(_DiscardingFile(), _BufferCollector(_storages()), reduce).dump(value)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - returned; a value's own code may raise SystemExit
@@ -228,6 +243,7 @@ def _attempt(value: object, reduce: Reduce | None = None) -> BaseException | Non
 
 
 def _storages() -> Storages | None:
+    # Importing torch here would cost seconds in a notebook that only sends plain values.
     if sys.modules.get("torch") is None:
         return None  # no tensor can exist
     from rankbook.transport.tensors import Storages
@@ -238,7 +254,7 @@ def _storages() -> Storages | None:
 # Where buffers travel -----------------------------------------------------------------------------------------------
 
 
-def _as_frames(outside: Sequence[Sequence[Bytes]]) -> Packed:
+def _pack_in_frames(outside: Sequence[Sequence[Bytes]]) -> Packed:
     buffers = tuple(Buffer(_size(pieces)) for pieces in outside)
     return Packed(Payload(buffers), [_snapshot(pieces) for pieces in outside], ())
 
@@ -254,24 +270,33 @@ def _size(pieces: Sequence[Bytes]) -> int:
 
 def _locate(payload: Payload, frames: Sequence[Bytes], *, unlink: bool, store: SegmentStore) -> list[memoryview]:
     """Return the memory of every buffer of the payload. Raises `ProtocolError` if sizes or numbers do not match."""
+    # The payload comes from a peer. Every number in it is checked before memory is read by it.
     inline = sum(buffer.segment is None for buffer in payload.buffers)
-    if not payload.buffers or inline != len(frames):
-        raise ProtocolError(f"{inline} of {len(payload.buffers)} buffers are in frames, of which {len(frames)} came")
+    if not payload.buffers:
+        raise ProtocolError("invalid payload without buffers: expected at least the pickle")
+    if inline != len(frames):
+        raise ProtocolError(
+            f"invalid payload of {len(payload.buffers)} buffers: expected {inline} frames, got {len(frames)}"
+        )
     names = {buffer.segment: None for buffer in payload.buffers if buffer.segment is not None}
     mapped = {name: store.read(name, unlink=unlink) for name in names}
     waiting = iter(frames)
     views = []
     for buffer in payload.buffers:
-        whole = memoryview(next(waiting)).cast("B") if buffer.segment is None else mapped[buffer.segment]
+        memory = memoryview(next(waiting)).cast("B") if buffer.segment is None else mapped[buffer.segment]
         end = buffer.offset + buffer.size
-        if min(buffer.offset, buffer.size) < 0 or end > len(whole) or (buffer.segment is None and end < len(whole)):
-            raise ProtocolError(f"a buffer from byte {buffer.offset} to {end} does not fit {len(whole)} bytes")
-        views.append(whole[buffer.offset : end])
+        # A frame must have exactly the announced size. A segment may be longer, because it holds several buffers.
+        if min(buffer.offset, buffer.size) < 0 or end > len(memory) or (buffer.segment is None and end < len(memory)):
+            raise ProtocolError(
+                f"invalid buffer: bytes {buffer.offset} to {end} do not match a memory of {len(memory)} bytes"
+            )
+        views.append(memory[buffer.offset : end])
     return views
 
 
-def _usable(buffer: memoryview) -> memoryview | bytearray:
+def _aligned(buffer: memoryview) -> memoryview | bytearray:
     """Return the buffer, or a copy if it is read-only or not aligned for arrays."""
+    # `frombuffer` of numpy and torch share the memory, so it has to be writable, for in-place operations, and aligned.
     if not buffer or buffer.readonly or ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % _ALIGNMENT:
         return bytearray(buffer)
     return buffer
@@ -280,12 +305,12 @@ def _usable(buffer: memoryview) -> memoryview | bytearray:
 PROTOCOL = 5
 """The pickle protocol."""
 
-_MOST_ATTEMPTS = 500
-_MOST_LEVELS = 20
+_MAX_ATTEMPTS = 500
+_MAX_LEVELS = 20
 _SEARCH_SECONDS = 2.0
-_LONGEST_PATH = 120
-_LONGEST_KEY = 40
-_JOINTS = ("[", ".", "'")  # labels that begin so are appended to the path; any other label starts a new path
+_MAX_PATH_LENGTH = 120
+_MAX_KEY_LENGTH = 40
+_PATH_SEPARATORS = ("[", ".", "'")  # labels that begin so are appended to the path; any other label starts a new path
 _END = object()
 
 Attempt = Callable[[object], BaseException | None]
@@ -294,20 +319,20 @@ Attempt = Callable[[object], BaseException | None]
 
 def explain_pickle_error(value: object, names: Sequence[str], error: BaseException, attempt: Attempt) -> str:
     """Return the error message: the value, the part that cannot be pickled, the path to it, and the reason."""
-    culprit = _culprit(value, names, error, attempt)
-    kind = type(culprit.value)
+    part = _find_unpicklable(value, names, error, attempt)
+    kind = type(part.value)
     type_name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    path = culprit.path
-    if len(path) > _LONGEST_PATH:
-        path = f"{path[: _LONGEST_PATH // 2]}…{path[-_LONGEST_PATH // 2 :]}"
-    problem = f"cannot send '{culprit.name}'" if culprit.name else "cannot send the value"
-    where = f" at {path}" if path not in (culprit.name, "value") else ""
-    reason = str(culprit.error).strip().removesuffix(".") or type(culprit.error).__name__
-    return f"{problem}: {'' if culprit.sure else 'something inside '}{type_name}{where} cannot be pickled: {reason}"
+    path = part.path
+    if len(path) > _MAX_PATH_LENGTH:
+        path = f"{path[: _MAX_PATH_LENGTH // 2]}…{path[-_MAX_PATH_LENGTH // 2 :]}"
+    problem = f"cannot send '{part.name}'" if part.name else "cannot send the value"
+    where = f" at {path}" if path not in (part.name, "value") else ""
+    reason = str(part.error).strip().removesuffix(".") or type(part.error).__name__
+    return f"{problem}: {'' if part.sure else 'something inside '}{type_name}{where} cannot be pickled: {reason}"
 
 
 @dataclass(frozen=True)
-class _Culprit:
+class _UnpicklablePart:
     """The part that cannot be pickled. `name` is the user's name of the whole value.
 
     `sure` is False if the search stopped at a limit, so that the cause may lie deeper.
@@ -320,44 +345,50 @@ class _Culprit:
     sure: bool
 
 
-def _culprit(value: object, names: Sequence[str], error: BaseException, attempt: Attempt) -> _Culprit:
+def _find_unpicklable(value: object, names: Sequence[str], error: BaseException, attempt: Attempt) -> _UnpicklablePart:
     """Descend into the value as long as some part of it cannot be pickled on its own.
 
     Every step is a dry-run pickle, so their number, the depth and the time are limited.
     """
     name = names[0] if len(names) == 1 else ""
     path, trail = name or "value", [value]
-    parts = _named_parts(value, names)
+    components = _named_components(value, names)
+    # A search from the outside to the inside. In every round, the parts of the value that failed are pickled one by
+    # one; the first part that fails becomes the value of the next round. If all parts succeed alone, the value itself
+    # is at fault.
     deadline = time.monotonic() + _SEARCH_SECONDS
-    for _ in range(_MOST_ATTEMPTS):
-        label, part = next(parts, ("", _END))
-        if part is _END:
-            return _Culprit(name, path, trail[-1], error, sure=True)
-        if len(trail) > _MOST_LEVELS or time.monotonic() > deadline:
+    for _ in range(_MAX_ATTEMPTS):
+        label, component = next(components, ("", _END))
+        if component is _END:
+            return _UnpicklablePart(name, path, trail[-1], error, sure=True)
+        if len(trail) > _MAX_LEVELS or time.monotonic() > deadline:
             break
-        if any(part is ancestor for ancestor in trail) or (caught := attempt(part)) is None:
+        # A value that contains itself would lead the search in a circle.
+        if any(component is ancestor for ancestor in trail) or (caught := attempt(component)) is None:
             continue
-        if label[:1] in _JOINTS:
+        if label[:1] in _PATH_SEPARATORS:
             path += label
         else:
             name = path = label
-        error, parts = caught, _parts(part)
-        trail.append(part)
-    return _Culprit(name, path, trail[-1], error, sure=False)
+        error, components = caught, _components(component)
+        trail.append(component)
+    return _UnpicklablePart(name, path, trail[-1], error, sure=False)
 
 
-def _named_parts(value: object, names: Sequence[str]) -> Iterator[tuple[str, object]]:
+def _named_components(value: object, names: Sequence[str]) -> Iterator[tuple[str, object]]:
     """Yield the parts of the whole value, by the user's names where possible."""
     if len(names) > 1 and isinstance(value, tuple) and len(value) == len(names):
         return iter(zip(names, value, strict=True))
+    # The values of a push, whose keys are the names of the variables.
     if not names and type(value) is dict and all(isinstance(key, str) and key.isidentifier() for key in value):
         return iter(value.items())
-    return _parts(value)
+    return _components(value)
 
 
-def _parts(value: object) -> Iterator[tuple[str, object]]:
+def _components(value: object) -> Iterator[tuple[str, object]]:
     """Yield the parts into which pickle would take `value`, with the label to append to the path."""
     if type(value) is dict:
+        # Copies of the containers: pickling a part runs user code, which may change them.
         for key, item in list(value.items()):
             yield f"[{_brief(key)}]", item
         for key in list(value):
@@ -375,7 +406,7 @@ def _parts(value: object) -> Iterator[tuple[str, object]]:
     elif isinstance(value, type):
         yield from ((f".{name}", item) for name, item in list(vars(value).items()))
     else:
-        yield from _reduced(value)
+        yield from _reduced_components(value)
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
@@ -393,8 +424,9 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     yield from {**(function.__kwdefaults__ or {}), **vars(function)}.items()
 
 
-def _reduced(value: object) -> Iterator[tuple[str, object]]:
+def _reduced_components(value: object) -> Iterator[tuple[str, object]]:
     try:
+        # What pickle would take the value apart into: constructor, arguments, state, list items, dict items.
         reduction = value.__reduce_ex__(PROTOCOL)
     except KeyboardInterrupt:
         raise
@@ -402,6 +434,7 @@ def _reduced(value: object) -> Iterator[tuple[str, object]]:
         return
     if not isinstance(reduction, tuple):
         return
+    # Reductions have two to six elements. The missing ones are None.
     _, arguments, state, items, pairs = (*reduction, None, None, None)[:5]
     for mapping in state if isinstance(state, tuple) else (state,):  # (attributes, slots) for a class with slots
         for name, item in mapping.items() if isinstance(mapping, dict) else ():
@@ -417,5 +450,54 @@ def _reduced(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _brief(key: object) -> str:
+    # Only for types whose `repr` is not user code.
     text = repr(key) if isinstance(key, str | bytes | int | float | tuple) else f"<{type(key).__qualname__}>"
-    return text if len(text) <= _LONGEST_KEY else f"{text[:_LONGEST_KEY]}…"
+    return text if len(text) <= _MAX_KEY_LENGTH else f"{text[:_MAX_KEY_LENGTH]}…"
+
+
+_cell_numbers: dict[str, int] | None = None
+
+
+def set_cell_numbers(numbers: dict[str, int]) -> None:
+    """Use IPython's table of cell numbers by file name. Cells that arrive from other processes are added to it."""
+    global _cell_numbers
+    _cell_numbers = numbers
+
+
+def cell_number(file: str) -> int | None:
+    """Return the number of the cell with this file name, or None for any other file."""
+    return None if _cell_numbers is None else _cell_numbers.get(file)
+
+
+class CellSources:
+    """The cells of one pickle, which contains their sources once."""
+
+    def __init__(self) -> None:
+        self._sources: dict[str, str] = {}
+
+    def reduce(self, code: types.CodeType, plain: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the reduction `plain` of `code`, extended by the source of its cell if it comes from one."""
+        source = self._source_of(code.co_filename)
+        if not source:
+            return plain
+        return restore_code, (code.co_filename, source, cell_number(code.co_filename) or 0, *plain)
+
+    def _source_of(self, file: str) -> str:
+        if file not in self._sources:
+            match linecache.cache.get(file):
+                # A file has a modification time in linecache, a cell has none. A lazy entry has other fields and does
+                # not match.
+                case (_, None, lines, _):  # linecache has no modification time for a source without a file
+                    self._sources[file] = "".join(lines)
+                case _:
+                    self._sources[file] = ""
+        return self._sources[file]
+
+
+def restore_code(file: str, source: str, number: int, make: Callable[..., Any], args: tuple[Any, ...]) -> object:
+    """Return `make(*args)` and register the source of its cell for tracebacks."""
+    # Without a modification time, so that `linecache.checkcache` does not drop the entry for want of a file.
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    if number and _cell_numbers is not None:
+        _cell_numbers[file] = number
+    return make(*args)

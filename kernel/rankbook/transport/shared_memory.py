@@ -31,9 +31,10 @@ _NAME = re.compile(r"segment-([0-9]+)-[0-9a-f]{16}")
 _ALIGNMENT = 64  # bytes: a cache line, and torch's own alignment
 _WRITE_AT_ONCE = 64 << 20  # bytes; an interrupt is handled between two writes
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM}
-_NO_FILE_OF_OURS = {errno.ELOOP, errno.EMLINK, errno.ENXIO}  # a symbolic link (EMLINK on BSD), a socket
+_INVALID_FILE = {errno.ELOOP, errno.EMLINK, errno.ENXIO}  # a symbolic link (EMLINK on BSD), a socket
 _MAP_FIXED = 0x10  # on Linux and macOS; Python's `mmap` module lacks it
 
+# `mmap` of the C library, because Python's always makes a new mapping and keeps a descriptor, see `_map`.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
@@ -64,7 +65,7 @@ class SegmentStore:
     def __init__(self, folder: Path, *, least: int = 64 << 10) -> None:
         self.folder = folder
         self.least = least
-        self._was_there = folder.exists()
+        self._existed = folder.exists()
 
     def write(self, buffers: Sequence[Sequence[Bytes]]) -> Segment | None:
         """Write one file with `buffers`, given as lists of pieces to concatenate.
@@ -76,15 +77,18 @@ class SegmentStore:
         # Written, not copied into a mapping. Median rates for 200 MB into tmpfs, in MB/s: pwrite 1,700; pwrite after
         # posix_fallocate 1,500; copy into a mapping 1,000, no better if it is populated, with huge pages advised, or
         # by two threads, because every page is faulted in. And a write fails with ENOSPC where a mapping gets SIGBUS.
-        offsets, size = _lay_out(buffers)
+        offsets, size = _buffer_offsets(buffers)
         name = f"segment-{getpid()}-{secrets.token_hex(8)}"
         path = self.folder / name
         try:
-            if self._was_there and not self.folder.exists():  # it was removed under the cluster
+            # Only if it was there once: a store for a folder that never existed is a mistake, and writing reports it.
+            if self._existed and not self.folder.exists():  # it was removed under the cluster
                 ensure_private_folder(self.folder)
-            if size > _free(self.folder) // 2:
+            # The check comes before the write, so that a value that is too large is not written in vain. Another
+            # process may fill the rest meanwhile; then the write fails.
+            if size > _free_bytes(self.folder) // 2:
                 return None
-            with _removed_unless_done(path):
+            with _remove_on_error(path):
                 _write_file(path, buffers, offsets)
         except OSError as error:
             if error.errno in _NO_ROOM:
@@ -100,17 +104,20 @@ class SegmentStore:
         """
         path = self._path(name)
         try:
+            # No symbolic links, and no waiting for a pipe: the name came from a peer.
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError as error:
-            raise TransferError(f"the value is gone: {name} was removed before it was read") from error
+            raise TransferError(f"the value no longer exists: {name} was removed before it was read") from error
         except OSError as error:
-            if error.errno in _NO_FILE_OF_OURS:
-                raise ProtocolError(f"{name} is no shared memory file: {error.strerror}") from error
+            if error.errno in _INVALID_FILE:
+                raise ProtocolError(f"{name} is not a shared memory file: {error.strerror}") from error
             raise TransferError(f"cannot open shared memory in {self.folder}: {error.strerror}") from error
         try:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                raise ProtocolError(f"{name} is no regular file of this user")
+                raise ProtocolError(f"{name} is not a regular file owned by this user")
+            # Removed before it is mapped: the open descriptor keeps it. If the mapping fails, nobody could read the
+            # value anyway.
             if unlink:
                 path.unlink(missing_ok=True)
             return memoryview(_map(file, status.st_size) if status.st_size else bytearray())
@@ -137,22 +144,23 @@ class SegmentStore:
         return self.folder / name
 
 
-def _lay_out(buffers: Sequence[Sequence[Bytes]]) -> tuple[tuple[int, ...], int]:
+def _buffer_offsets(buffers: Sequence[Sequence[Bytes]]) -> tuple[tuple[int, ...], int]:
     offsets, end = [], 0
     for pieces in buffers:
+        # Rounded up, so that every buffer is aligned like memory that torch has allocated.
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         offsets.append(start)
         end = start + sum(map(len, pieces))
     return tuple(offsets), end
 
 
-def _free(folder: Path) -> int:
+def _free_bytes(folder: Path) -> int:
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
 
 
 @contextlib.contextmanager
-def _removed_unless_done(path: Path) -> Iterator[None]:
+def _remove_on_error(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -168,6 +176,7 @@ def _write_file(path: Path, buffers: Sequence[Sequence[Bytes]], offsets: Sequenc
             for piece in pieces:
                 view = memoryview(piece)
                 while view:
+                    # `pwrite` may write less than it is given.
                     written = os.pwrite(file, view[:_WRITE_AT_ONCE], position)
                     position += written
                     view = view[written:]
@@ -184,9 +193,12 @@ def _map(file: int, size: int) -> mmap.mmap:
 
     The mapping is not populated: populating a writable private mapping copies all of it.
     """
+    # The anonymous mapping reserves the addresses, and the object unmaps them when it is freed. MAP_FIXED replaces its
+    # pages by those of the file.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     protection = mmap.PROT_READ | mmap.PROT_WRITE
+    # The descriptor may be closed after this: the mapping keeps the file.
     if _libc.mmap(address, size, protection, mmap.MAP_PRIVATE | _MAP_FIXED, file, 0) != address:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
@@ -198,6 +210,8 @@ def ensure_private_folder(folder: Path) -> None:
 
     Raises PermissionError if the existing one is open to other users, and OSError if it cannot be created.
     """
+    # `mkdir` and not a test before it: between a test and the creation, another user could put a folder or a link
+    # there.
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:

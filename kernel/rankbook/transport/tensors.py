@@ -33,6 +33,7 @@ _SPARSE_USE = 4  # a view that uses less than 1/4 of the bytes it spans, such as
 Reduction = tuple[Any, ...]
 
 _WRITABLE = 0x200  # PyBUF_WRITE
+# torch's storages do not have the buffer protocol, which pickle needs to take memory without a copy.
 _memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
 _memory_at.restype = ctypes.py_object
 _memory_at.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
@@ -61,12 +62,12 @@ class Storages:
     """The storages of the tensors in one pickle. It must outlive the buffers that it returned."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, list[StorageSlice]] = {}  # slices to send; a storage without an entry is sent whole
+        self._slices: dict[int, list[StorageSlice]] = {}  # slices to send; a storage without an entry is sent whole
         self._uses: dict[int, list[StorageUse]] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._sent: dict[tuple[int, int, int], _Sent] = {}
+        self._sent: dict[tuple[int, int, int], _SentSlice] = {}
         self._copies: dict[tuple[object, ...], torch.Tensor] = {}
-        self._elsewhere: dict[int, _Sent] = {}
+        self._placeholders: dict[int, _SentSlice] = {}
 
     def reduce(self, value: object) -> Any:  # noqa: ANN401 - a reduction, or the constant NotImplemented
         """Return the pickle reduction of `value`, or NotImplemented for other types."""
@@ -80,71 +81,83 @@ class Storages:
             return restore_typed_storage, (typed._untyped_storage, typed.dtype)  # the public attribute warns
         return NotImplemented
 
-    def is_elsewhere(self, buffer: PickleBuffer) -> bool:
+    def is_placeholder(self, buffer: PickleBuffer) -> bool:
         """Return True if the buffer is an empty placeholder for memory of another device, which `fetch` copies."""
-        return id(buffer) in self._elsewhere
+        return id(buffer) in self._placeholders
 
     def fetch(self, buffer: PickleBuffer) -> memoryview:
         """Return the bytes of a placeholder, copied to the CPU."""
-        return self._elsewhere[id(buffer)].fetch()
+        return self._placeholders[id(buffer)].fetch()
 
     def trimmed(self) -> Storages | None:
         """Return the storages for a second pass that sends less, or None if that would save little.
 
         Tensors that overlap or touch stay in one slice, because they may alias one another.
         """
-        better, saved = Storages(), 0
+        # Only storages of which a part is unused get an entry. The others are sent whole, as in the first pass.
+        trimmed_storages, saved = Storages(), 0
         for key, uses in self._uses.items():
-            whole = self._storages[key].nbytes()
-            parts, size = _needed(uses)
-            if size < whole:
-                better._parts[key] = parts
-                better._storages[key] = self._storages[key]
-                saved += whole - size
-        return better if saved >= _WORTH_TRIMMING else None
+            total = self._storages[key].nbytes()
+            slices, size = _required_slices(uses)
+            if size < total:
+                trimmed_storages._slices[key] = slices
+                trimmed_storages._storages[key] = self._storages[key]
+                saved += total - size
+        # The second pass costs as much as the first one. It pays only if it saves more copying than that.
+        return trimmed_storages if saved >= _WORTH_TRIMMING else None
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401 - as `reduce`
         if not _is_dense(tensor):
             return NotImplemented
+        # The bit says that the values in memory are not those of the tensor. The receiver would lose it, so the real
+        # values are sent.
         if tensor.is_conj() or tensor.is_neg():
-            return self._copied(tensor, lambda: tensor.detach().resolve_conj().resolve_neg())
+            return self._reduce_copy(tensor, lambda: tensor.detach().resolve_conj().resolve_neg())
         storage, use = tensor.untyped_storage(), _use_of(tensor)
+        # Reading beyond the storage would crash.
         if use.high > storage.nbytes():
-            raise ValueError("its memory was released, as FSDP does with parameters between two uses")
-        part = self._part_of(storage, use)
-        if part is None:
+            raise ValueError("its storage was freed, as FSDP does with parameters between two uses")
+        storage_slice = self._find_slice(storage, use)
+        # The first pass, or a storage that is sent whole: remember which bytes are used.
+        if storage_slice is None:
             self._uses.setdefault(self._key(storage), []).append(use)
-            return _reduction(tensor, tensor, self._send(storage))
-        if part.one_view:
-            return self._copied(tensor, lambda: tensor.detach().clone(memory_format=torch.contiguous_format))
-        return _reduction(tensor, tensor, self._send(storage, part.low, part.high), part.low)
+            return _reduction(tensor, tensor, self._slice_to_send(storage))
+        # One column of a large matrix, for example: its span is nearly the whole storage, but its elements are few.
+        if storage_slice.one_view:
+            return self._reduce_copy(tensor, lambda: tensor.detach().clone(memory_format=torch.contiguous_format))
+        return _reduction(
+            tensor, tensor, self._slice_to_send(storage, storage_slice.low, storage_slice.high), storage_slice.low
+        )
 
-    def _part_of(self, storage: torch.UntypedStorage, use: StorageUse) -> StorageSlice | None:
+    def _find_slice(self, storage: torch.UntypedStorage, use: StorageUse) -> StorageSlice | None:
         # The slices are sorted and disjoint, so the last one that begins before the tensor is the only candidate.
-        parts = self._parts.get(self._key(storage), [])
-        index = bisect_right(parts, use.low, key=lambda part: part.low) - 1
-        return parts[index] if index >= 0 and use.high <= parts[index].high else None
+        slices = self._slices.get(self._key(storage), [])
+        index = bisect_right(slices, use.low, key=lambda candidate: candidate.low) - 1
+        return slices[index] if index >= 0 and use.high <= slices[index].high else None
 
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:  # noqa: ANN401 - as `reduce`
         if storage.device.type == "meta":
             return NotImplemented
         self._uses.setdefault(self._key(storage), []).append(StorageUse(0, storage.nbytes(), storage.nbytes(), ()))
-        return _same, (self._send(storage),)
+        return _same, (self._slice_to_send(storage),)
 
-    def _copied(self, tensor: torch.Tensor, copy: Callable[[], torch.Tensor]) -> Reduction:
+    def _reduce_copy(self, tensor: torch.Tensor, copy: Callable[[], torch.Tensor]) -> Reduction:
         """Return the reduction with the memory of a copy, which all tensors with the same view share."""
+        # Tensors with equal keys are the same view, and share one copy, so that they alias one another again on the
+        # receiver.
         key = (self._key(tensor.untyped_storage()), *_use_of(tensor).view, tensor.is_conj(), tensor.is_neg())
         if key not in self._copies:
             self._copies[key] = copy()
-        return _reduction(tensor, self._copies[key], self._send(self._copies[key].untyped_storage()))
+        return _reduction(tensor, self._copies[key], self._slice_to_send(self._copies[key].untyped_storage()))
 
-    def _send(self, storage: torch.UntypedStorage, low: int = 0, high: int | None = None) -> _Sent:
+    def _slice_to_send(self, storage: torch.UntypedStorage, low: int = 0, high: int | None = None) -> _SentSlice:
         high = storage.nbytes() if high is None else high
         key = (self._key(storage), low, high)
+        # One object per slice. pickle's memo recognizes the object, and refers to the first one when it comes again.
         if key not in self._sent:
-            self._sent[key] = sent = _Sent(storage, low, high)
-            if not _is_here(storage):
-                self._elsewhere[id(sent.buffer)] = sent
+            self._sent[key] = sent = _SentSlice(storage, low, high)
+            if not _is_on_cpu(storage):
+                self._placeholders[id(sent.buffer)] = sent
         return self._sent[key]
 
     def _key(self, storage: torch.UntypedStorage) -> int:
@@ -153,7 +166,7 @@ class Storages:
         return key
 
 
-class _Sent:
+class _SentSlice:
     """A slice of a storage. pickle's memo makes it a single storage on the receiver."""
 
     def __init__(self, storage: torch.UntypedStorage, low: int, high: int) -> None:
@@ -161,33 +174,40 @@ class _Sent:
         self._low = low
         self._size = high - low
         self._fetched: torch.Tensor | None = None
-        self.buffer = PickleBuffer(_memory(storage.data_ptr() + low, self._size) if _is_here(storage) else bytearray())
+        self.buffer = PickleBuffer(
+            _memory(storage.data_ptr() + low, self._size) if _is_on_cpu(storage) else bytearray()
+        )
 
     def __reduce_ex__(self, protocol: object) -> Reduction:
         return restore_storage, (self.buffer,)
 
     def fetch(self) -> memoryview:
         alias = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+        # As bytes: `cpu` of the original dtype would not copy the gaps between strided elements. Kept, because the
+        # memory belongs to it.
         self._fetched = alias.set_(self._storage, self._low, (self._size,), (1,)).cpu()
         return _memory(self._fetched.data_ptr(), self._size)
 
 
-def _reduction(tensor: torch.Tensor, laid: torch.Tensor, sent: _Sent, low: int = 0) -> Reduction:
-    """Return the reduction with the type and attributes of `tensor` and the memory of `laid`.
+def _reduction(tensor: torch.Tensor, source: torch.Tensor, sent: _SentSlice, low: int = 0) -> Reduction:
+    """Return the reduction with the type and attributes of `tensor` and the memory of `source`.
 
-    The storage of `laid` is sent from byte `low` on.
+    The storage of `source` is sent from byte `low` on.
     """
     arguments = (
         sent,
-        laid.dtype,
-        laid.storage_offset() - low // laid.element_size(),
-        tuple(laid.size()),
-        laid.stride(),
+        source.dtype,
+        # The offset counts elements from the start of the slice.
+        source.storage_offset() - low // source.element_size(),
+        tuple(source.size()),
+        source.stride(),
         tensor.requires_grad,
         type(tensor) is torch.nn.Parameter,
     )
     if not tensor.__dict__:
         return restore_tensor, arguments
+    # The sixth element of a reduction sets the state. Without it, pickle would call `Tensor.__setstate__`, which
+    # expects another state.
     return restore_tensor, arguments, dict(tensor.__dict__), None, None, restore_attributes
 
 
@@ -213,6 +233,7 @@ def restore_tensor(
     is_parameter: bool,
 ) -> torch.Tensor:
     """Return the tensor as a leaf without a graph."""
+    # `set_` gives the tensor the received storage, without a copy and without a graph.
     tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, stride)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)
@@ -243,25 +264,29 @@ def _use_of(tensor: torch.Tensor) -> StorageUse:
     view, item = (tensor.dtype, offset, size, stride), tensor.element_size()
     if not tensor.numel():
         return StorageUse(0, 0, 0, view)
+    # Strides of a tensor are not negative in torch, so the last element has the highest address.
     last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     return StorageUse(offset * item, (last + 1) * item, tensor.numel() * item, view)
 
 
-def _needed(uses: Sequence[StorageUse]) -> tuple[list[StorageSlice], int]:
+def _required_slices(uses: Sequence[StorageUse]) -> tuple[list[StorageSlice], int]:
     """Return the disjoint slices of a storage that hold all `uses`, and the number of bytes to send."""
-    parts, total = [], 0
+    slices, total = [], 0
     for low, high, members in _clusters(uses):
         size = members[0].size
         one_view = size < (high - low) // _SPARSE_USE and len({member.view for member in members}) == 1
-        parts.append(StorageSlice(low, high, one_view))
+        slices.append(StorageSlice(low, high, one_view))
         total += size if one_view else high - low
-    return parts, total
+    return slices, total
 
 
+# Example: tensors use the bytes 0-100, 80-200 and 300-400 of a storage. The first two overlap, so they stay in one
+# slice, 0-200. The third one begins a slice at 256, the multiple of 64 below 300.
 def _clusters(uses: Sequence[StorageUse]) -> Iterator[tuple[int, int, list[StorageUse]]]:
     # Merge the byte ranges, sorted by their start, as long as they overlap or touch.
     low, high, members = 0, 0, list[StorageUse]()
     for use in sorted(uses, key=lambda use: use.low):
+        # Rounded down, so that offsets in the slice keep the alignment that the elements had in the storage.
         start = use.low // _ALIGNMENT * _ALIGNMENT
         if members and start > high:
             yield low, high, members
@@ -274,7 +299,7 @@ def _clusters(uses: Sequence[StorageUse]) -> Iterator[tuple[int, int, list[Stora
         yield low, high, members
 
 
-def _is_here(storage: torch.UntypedStorage) -> bool:
+def _is_on_cpu(storage: torch.UntypedStorage) -> bool:
     return storage.device.type == "cpu"
 
 

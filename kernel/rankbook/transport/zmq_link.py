@@ -42,6 +42,8 @@ class _Inbox:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._lock = threading.Lock()
+        # Non-blocking at both ends: a thread that wakes must not wait for a full pipe, and reading must not wait for an
+        # empty one. macOS has no `pipe2`.
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) if hasattr(os, "pipe2") else _pipe()
         self._selector = selectors.DefaultSelector()
         for file in (int(socket.getsockopt(zmq.FD)), self._wake_read):
@@ -49,16 +51,21 @@ class _Inbox:
         self._files: frozenset[int] = frozenset()
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
+        # The caller's files change rarely, so that the selector is kept from call to call.
         if self._files != (wanted := frozenset(files)):
             for file in self._files - wanted:
                 self._selector.unregister(file)
             for file in wanted - self._files:
                 self._selector.register(file, selectors.EVENT_READ)
             self._files = wanted
+        # If a message is waiting, the files are looked at without a wait: the descriptor announces nothing for it any
+        # more.
         ready = {key.fd for key, _ in self._selector.select(0.0 if self._has_message() else timeout)}
+        # All wake-ups so far are one: the caller looks at everything after each return.
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
+        # Asked again, because the message may have arrived during the wait.
         return self._has_message(), ready & wanted
 
     def _has_message(self) -> bool:
@@ -69,34 +76,39 @@ class _Inbox:
         with self._lock:
             if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # zmq.Again would cost ten times as much
                 return None
-            head = memoryview(self._socket.recv(zmq.NOBLOCK))
+            header = memoryview(self._socket.recv(zmq.NOBLOCK))
             frames: list[memoryview] = []
+            # A multipart message arrives as a whole, so its other parts are there.
             while self._socket.getsockopt(zmq.RCVMORE):
                 frames.append(self._socket.recv(copy=False).buffer)  # may be large
-            return head, frames
+            return header, frames
 
     def bind(self, address: str) -> None:
         """Listen at another address as well."""
         with self._lock:
             self._socket.bind(address)
-        self.wake()  # binding may have consumed what the socket's descriptor announced
+        # Binding may have consumed what the socket's descriptor announced.
+        self.wake()
 
     def wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread as well
             os.write(self._wake_write, b"w")
 
     def close(self) -> None:
+        # The selector first: it must not poll descriptors that are closed and perhaps used again.
         self._selector.close()
         self._socket.close(linger=0)
         os.close(self._wake_read)
         os.close(self._wake_write)
 
 
-def _send(socket: zmq.Socket[bytes], head: bytes, frames: Frames, flags: int = 0) -> None:
+def _send(socket: zmq.Socket[bytes], header: bytes, frames: Frames, flags: int = 0) -> None:
+    # Frames are handed over without a copy: zmq's own thread reads their memory later, so they must not change. `pack`
+    # gives copies. A header alone is small, and zmq copies it faster than it counts references.
     if frames:
-        socket.send_multipart([head, *frames], flags, copy=False)
+        socket.send_multipart([header, *frames], flags, copy=False)
     else:
-        socket.send(head, flags)
+        socket.send(header, flags)
 
 
 def _pipe() -> tuple[int, int]:
@@ -112,9 +124,12 @@ class ZmqHub:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._context = zmq.Context()
+        # Protects the downlinks: any thread may send, and the driver's thread opens them.
         self._lock = threading.Lock()
         self._down: dict[int, _Downlink] = {}
         socket = self._context.socket(zmq.PULL)
+        # No limit: a limit would block the ranks' sends while the notebook is busy, and with them the control threads
+        # that answer queries. The ranks limit their output themselves.
         socket.setsockopt(zmq.RCVHWM, 0)
         self.uplink = f"ipc://{folder}/up"
         try:
@@ -123,7 +138,7 @@ class ZmqHub:
             socket.close(linger=0)
             self._context.term()
             raise StartError(
-                f"cannot listen in {folder}: {error}; set RANKBOOK_RUNTIME_DIR to a folder of yours"
+                f"cannot listen in {folder}: {error}; set RANKBOOK_RUNTIME_DIR to a folder that you can write to"
             ) from error
         self._inbox = _Inbox(socket)
 
@@ -132,14 +147,18 @@ class ZmqHub:
         file = self._folder / f"down-{rank}.{incarnation}"
         address = f"ipc://{file}"
         socket = self._context.socket(zmq.PUSH)
+        # No limit, so that a send never waits for a busy rank. `SNDTIMEO` then matters only while no peer is connected.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.SNDTIMEO, _FIRST_SEND_MS)
         try:
+            # A cleaner of temporary files may have removed the folder since the last fork.
             self._renew_folder()
             socket.bind(address)
         except (zmq.ZMQError, OSError) as error:
             socket.close(linger=0)
             raise StartError(f"cannot listen at {address}: {error}") from error
+        # Replaced under the lock: a message goes either to the old process or to the new one. What the old one has not
+        # read is dropped (linger 0), because it has ended.
         with self._lock:
             old, self._down[rank] = self._down.get(rank), _Downlink(socket, file)
             if old is not None:
@@ -176,14 +195,14 @@ class ZmqHub:
 
     def receive(self) -> tuple[Sender, FromRank, list[memoryview]] | None:
         """See `HubLink`."""
-        parcel = self._inbox.receive()
-        if parcel is None:
+        received = self._inbox.receive()
+        if received is None:
             return None
-        head, frames = parcel
-        if len(head) < _SENDER.size:
-            raise UnreadableMessage(f"expected a message that begins with its sender, got {len(head)} bytes")
-        sender = Sender(*_SENDER.unpack_from(head))
-        return sender, read_from_rank(sender, head[_SENDER.size :]), frames
+        header, frames = received
+        if len(header) < _SENDER.size:
+            raise UnreadableMessage(f"expected a message that begins with its sender, got {len(header)} bytes")
+        sender = Sender(*_SENDER.unpack_from(header))
+        return sender, read_from_rank(sender, header[_SENDER.size :]), frames
 
     def wake(self) -> None:
         """See `HubLink`."""
@@ -191,11 +210,13 @@ class ZmqHub:
 
     def close(self) -> None:
         """See `HubLink`."""
+        # Senders find no downlink after this and return False, so that no socket is used after its end.
         with self._lock:
             for down in self._down.values():
                 down.socket.close(linger=_LINGER_MS)
             self._down.clear()
         self._inbox.close()
+        # Waits until the sockets' messages have left, at most `_LINGER_MS`.
         self._context.term()
 
 
@@ -219,8 +240,10 @@ class ZmqRank:
         self._context = zmq.Context()
         self._lock = threading.Lock()
         self._up = self._context.socket(zmq.PUSH)
+        # A rank of a kept cluster must not wait without limit for a notebook that is gone. Other ranks die with it.
         if patience is not None:
             self._up.setsockopt(zmq.SNDTIMEO, int(1_000 * patience))
+        # ZeroMQ connects in the background and reconnects when a new notebook binds the same address.
         self._up.connect(uplink)
         down = self._context.socket(zmq.PULL)
         down.setsockopt(zmq.RCVHWM, 0)
@@ -229,9 +252,10 @@ class ZmqRank:
 
     def send(self, message: Message, frames: Frames = ()) -> None:
         """See `RankLink`."""
-        head = self._sender + encode_from_rank(message)
+        header = self._sender + encode_from_rank(message)
+        # The main thread, the control thread and background threads send. Encoding needs no lock.
         with self._lock:
-            _send(self._up, head, frames)
+            _send(self._up, header, frames)
 
     def offer(self, message: Message, frames: Frames = ()) -> bool:
         """See `rank.replay_buffer.TimeoutLink`."""
@@ -247,8 +271,8 @@ class ZmqRank:
 
     def receive(self) -> tuple[ToRank, list[memoryview]] | None:
         """See `RankLink`."""
-        parcel = self._inbox.receive()
-        return None if parcel is None else (decode_to_rank(parcel[0]), parcel[1])
+        received = self._inbox.receive()
+        return None if received is None else (decode_to_rank(received[0]), received[1])
 
     def wake(self) -> None:
         """See `RankLink`."""

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankbook.checkpoint.format.checksums import PIECE, combine_checksums, pieces, whole
+from rankbook.checkpoint.format.checksums import PIECE, combine_checksums, combine_pieces, pieces
 
 
 @settings(max_examples=60)
@@ -18,16 +18,16 @@ def test_the_checksum_of_two_parts_is_that_of_both(one, other):
 @settings(max_examples=60)
 @given(st.binary(max_size=300), st.integers(1, 50))
 def test_the_whole_follows_from_its_pieces(data, piece):
-    assert whole(pieces(data, piece), len(data), piece) == zlib.crc32(data)
+    assert combine_pieces(pieces(data, piece), len(data), piece) == zlib.crc32(data)
 
 
-def test_a_chunk_has_one_checksum_for_each_piece_and_the_last_is_shorter():
+def test_a_chunk_has_one_checksum_for_every_piece_and_the_last_is_shorter():
     data = np.random.default_rng(0).integers(0, 256, 2 * PIECE + 5, dtype=np.uint8)
     data = memoryview(data)
     assert pieces(data) == tuple(
         zlib.crc32(part) for part in (data[:PIECE], data[PIECE : 2 * PIECE], data[2 * PIECE :])
     )
-    assert whole(pieces(data), data.nbytes) == zlib.crc32(data)
+    assert combine_pieces(pieces(data), data.nbytes) == zlib.crc32(data)
 
 
 def test_bytes_count_and_not_elements():
@@ -36,10 +36,10 @@ def test_bytes_count_and_not_elements():
     assert len(pieces(data, 32)) == 3
 
 
-def test_nothing_has_no_pieces():
+def test_empty_data_has_no_checksums():
     assert pieces(b"") == ()
     assert pieces(memoryview(np.empty((0, 4)))) == ()
-    assert whole((), 0) == zlib.crc32(b"") == 0
+    assert combine_pieces((), 0) == zlib.crc32(b"") == 0
 
 
 def test_long_parts_cost_no_more():

@@ -18,7 +18,7 @@ from rankbook.checkpoint.format.manifest import (
     now,
     piece_bytes,
 )
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 
 CREATED = now()
 
@@ -52,12 +52,12 @@ def manifest(**fields):
     return Manifest(**known | fields)
 
 
-def test_it_comes_back_as_it_was():
+def test_manifest_survives_a_round_trip():
     assert decode(encode(manifest()), "m") == manifest()
     assert manifest().nbytes == 920
 
 
-def test_it_is_json_that_anybody_can_read():
+def test_manifest_is_valid_json():
     read = json.loads(encode(manifest()))
     assert read["tensors"]["model.w"]["chunks"][0]["offset"] == [4, 0]
     assert set(read) == {*Manifest.__struct_fields__, "crc32"}
@@ -77,26 +77,26 @@ def test_every_flipped_bit_is_found():
     for bit in range(len(data) * 8):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(CheckpointingException, match=r"run/manifest\.json"):
+        with pytest.raises(CheckpointError, match=r"run/manifest\.json"):
             decode(bytes(damaged), "run/manifest.json")
 
 
 def test_every_truncation_and_every_addition_is_found():
     data = encode(manifest())
     for length in range(len(data)):
-        with pytest.raises(CheckpointingException, match=r"run/manifest\.json"):
+        with pytest.raises(CheckpointError, match=r"run/manifest\.json"):
             decode(data[:length], "run/manifest.json")
     generator = random.Random(0)
     for _ in range(50):
-        with pytest.raises(CheckpointingException, match=r"run/manifest\.json"):
+        with pytest.raises(CheckpointError, match=r"run/manifest\.json"):
             decode(data + generator.randbytes(generator.randint(1, 30)), "run/manifest.json")
 
 
 def test_a_newer_format_and_an_unknown_field_are_refused():
-    with pytest.raises(CheckpointingException, match=r"m: .*format 2, and this version reads format 1.*newer Rankbook"):
+    with pytest.raises(CheckpointError, match=r"m: .*format 2, but this version reads format 1.*newer Rankbook"):
         decode(encode(manifest(format=2)), "m")
     body = encode(manifest())[:1] + b'"surprise":1,' + encode(manifest())[1:-21]
-    with pytest.raises(CheckpointingException, match=r"m: not a manifest: .*surprise"):
+    with pytest.raises(CheckpointError, match=r"m: not a manifest: .*surprise"):
         decode(body + b'"crc32":"%08x"}\n' % zlib.crc32(body), "m")
 
 
@@ -111,11 +111,11 @@ def test_a_newer_format_and_an_unknown_field_are_refused():
     ],
 )
 def test_metadata_that_json_would_change_is_refused(metadata, message):
-    with pytest.raises(CheckpointingException, match=message):
+    with pytest.raises(CheckpointError, match=message):
         encode(manifest(metadata=metadata))
 
 
-def test_one_checksum_may_stand_for_a_large_chunk_or_each_piece_has_one():
+def test_large_chunk_may_have_one_checksum_or_one_per_piece():
     foreign = chunk(nbytes=2 * PIECE + 10, pieces=(1,))
     assert piece_bytes(foreign) == 2 * PIECE + 10
     assert piece_bytes(chunk(nbytes=2 * PIECE + 10, pieces=(1, 2, 3))) == PIECE

@@ -1,4 +1,4 @@
-"""Bytes of one stored chunk into memory of any kind, each way of reading it checked for damage."""
+"""Test reading stored chunks into tensors of any layout, and the verification of what is read."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_rows_come_straight_into_their_memory(check):
         assert file.reads == [(START + 250 * 4096, 300 * 4096)]
 
 
-@pytest.mark.parametrize("slab", [tensor_io.SLAB, PIECE, 5000])
+@pytest.mark.parametrize("slab", [tensor_io.SLAB_BYTES, PIECE, 5000])
 def test_columns_come_in_slabs_of_any_size(slab, monkeypatch):
-    monkeypatch.setattr(tensor_io, "SLAB", slab)
+    monkeypatch.setattr(tensor_io, "SLAB_BYTES", slab)
     file = File(WHOLE)
     columns = file.into(torch.zeros(768, 10, dtype=torch.int32), (0, 700))
     assert torch.equal(columns, WHOLE[:, 700:710])
@@ -87,7 +87,7 @@ def test_a_wrong_bit_in_any_piece_is_found_where_it_is_read_and_nowhere_else():
     file.into(torch.zeros(256, 1024, dtype=torch.int32), (512, 0))
     for target, source in (((400, 1024), (0, 0)), ((1, 1024), (300, 0)), ((768, 1), (0, 9))):
         with pytest.raises(
-            ChunkDamage, match=f"other bytes than were written, between {PIECE} and {2 * PIECE} of its data"
+            ChunkDamage, match=f"bytes {PIECE} to {2 * PIECE - 1} of its data do not match their checksum"
         ):
             file.into(torch.zeros(target, dtype=torch.int32), source)
         file.into(torch.zeros(target, dtype=torch.int32), source, check=False)
@@ -96,7 +96,7 @@ def test_a_wrong_bit_in_any_piece_is_found_where_it_is_read_and_nowhere_else():
 def test_a_file_that_ends_too_early_is_found():
     file = File(WHOLE)
     del file.bytes[-1:]
-    with pytest.raises(ChunkDamage, match=f"ends after {WHOLE.nbytes - 1} of {WHOLE.nbytes} bytes"):
+    with pytest.raises(ChunkDamage, match=f"is truncated after {WHOLE.nbytes - 1} of {WHOLE.nbytes} bytes"):
         file.into(torch.zeros_like(WHOLE), (0, 0), check=False)
 
 
@@ -111,13 +111,13 @@ def test_a_cast_and_memory_with_gaps_are_filled_as_well():
     assert one.tolist() == [11, 0, 0, 0]
 
 
-def test_an_unknown_dtype_is_told():
-    with pytest.raises(ChunkDamage, match="dtype float5, which this torch does not know"):
+def test_an_unknown_dtype_is_reported():
+    with pytest.raises(ChunkDamage, match="dtype float5, which this version of torch does not support"):
         dtype_named("float5")
 
 
-def test_one_checksum_for_all_is_compared_in_slabs(monkeypatch):
-    monkeypatch.setattr(tensor_io, "SLAB", 1000)
+def test_single_checksum_of_a_chunk_is_compared_in_slabs(monkeypatch):
+    monkeypatch.setattr(tensor_io, "SLAB_BYTES", 1000)
     whole = torch.arange(5000, dtype=torch.uint8)
     file = File(whole, pieces=pieces(whole.numpy().tobytes(), 5000))
     assert data_matches(file.chunk, file.read)
@@ -128,7 +128,7 @@ def test_one_checksum_for_all_is_compared_in_slabs(monkeypatch):
     assert not data_matches(file.chunk, file.read)
 
 
-def test_what_stands_around_the_data_is_compared_too():
+def test_bytes_around_the_data_are_verified():
     import zlib
 
     file = File(torch.zeros(3), envelope=zlib.crc32(bytes(START) + b"end"), length=START + 15)

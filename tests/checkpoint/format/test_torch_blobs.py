@@ -1,4 +1,4 @@
-"""The bytes of a chunk: what `torch.save` would have written, but for where they come from."""
+"""Test that the bytes of a stored chunk are those that `torch.save` writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import zlib
 import pytest
 import torch
 
-from rankbook.checkpoint.format.checksums import pieces, whole
+from rankbook.checkpoint.format.checksums import combine_pieces, pieces
 from rankbook.checkpoint.format.manifest import ITEM_BYTES
 from rankbook.checkpoint.format.tensor_io import dtype_named
 from rankbook.checkpoint.format.torch_blobs import make_envelope, object_blob, raw_bytes
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 
 def blob(tensor):
     around, data = make_envelope(tensor.dtype, tuple(tensor.shape)), raw_bytes(tensor)
-    return around.before + bytes(data) + around.ending(whole(pieces(data), len(data))), len(around.before)
+    return around.before + bytes(data) + around.ending(combine_pieces(pieces(data), len(data))), len(around.before)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5)], ids=str)
@@ -35,7 +35,7 @@ def test_a_chunk_of_every_dtype_is_a_zip_that_torch_loads(name, shape):
     assert bytes(raw_bytes(loaded)) == bytes(raw_bytes(tensor))
     with zipfile.ZipFile(io.BytesIO(made)) as archive:
         assert archive.testzip() is None  # every member has the CRC-32 that it says
-        (member,) = (each for each in archive.infolist() if each.filename == "archive/data/0")
+        (member,) = (item for item in archive.infolist() if item.filename == "archive/data/0")
     assert zlib.crc32(raw_bytes(tensor)) == member.CRC
     assert start % 64 == 0
 
@@ -75,7 +75,7 @@ def test_the_bytes_are_the_values_in_row_major_order(tensor):
     assert bytes(raw_bytes(tensor)) == plain.numpy().tobytes()
 
 
-def test_what_lies_in_order_is_not_copied():
+def test_contiguous_tensor_is_not_copied():
     tensor = torch.zeros(4)
     view = raw_bytes(tensor)
     tensor.fill_(1)

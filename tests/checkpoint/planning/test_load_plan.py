@@ -33,26 +33,30 @@ def store(tensors, order="C"):
                 Chunk(offset, shape, file, start, len(data) + 11, start + 8, len(data), (), None, number % 3, strides)
             )
         described[key] = StoredTensor(array.dtype.name, array.shape, tuple(chunks))
-    listed = tuple(StoredFile(f"__RANK_{at}.distcp", len(each), None, at) for at, each in enumerate(files))
+    listed = tuple(StoredFile(f"__RANK_{at}.distcp", len(item), None, at) for at, item in enumerate(files))
     manifest = Manifest(step=1, world_size=2, tensors=described, objects={}, files=listed)
-    return {file.name: bytes(each) for file, each in zip(listed, files, strict=True)}, manifest
+    return {file.name: bytes(element) for file, element in zip(listed, files, strict=True)}, manifest
 
 
 def apply(plan, wanted, files, *, gap=0, most=None):
     """The wanted chunks, copied by hand; only bytes in the runs are there to be copied."""
-    filled = [np.full(each.shape, 77, each.dtype) for each in wanted]
+    filled = [np.full(item.shape, 77, item.dtype) for item in wanted]
     for position in plan.zeros:
         filled[position][...] = 0
-    for each in plan.chunks:
-        data = bytearray(b"\xee" * each.chunk.nbytes)
-        for start, length in each.runs(gap):
-            begin = each.chunk.data + start
-            data[start : start + length] = files[each.file][begin : begin + length]
-        for whole in each.reads:
-            for read in each.parts(whole, most) if most else [whole]:
-                start, stop = each.span(read)
+    for chunk in plan.chunks:
+        data = bytearray(b"\xee" * chunk.chunk.nbytes)
+        for start, length in chunk.runs(gap):
+            begin = chunk.chunk.data + start
+            data[start : start + length] = files[chunk.file][begin : begin + length]
+        for whole in chunk.reads:
+            for read in chunk.split(whole, most) if most else [whole]:
+                start, stop = chunk.span(read)
                 source = np.ndarray(
-                    read.shape, each.dtype, bytes(data[start:stop]), 0, [step * each.itemsize for step in each.strides]
+                    read.shape,
+                    chunk.dtype,
+                    bytes(data[start:stop]),
+                    0,
+                    [step * chunk.itemsize for step in chunk.strides],
                 )
                 filled[read.wanted][within(read.target, read.shape)] = source
     return filled
@@ -81,9 +85,9 @@ def test_any_grid_is_read_from_any_grid(data, order, gap, most):
     assert plan.nbytes == sum(part.nbytes for part in truth)
     for found, part in zip(apply(plan, wanted, files, gap=gap, most=most), truth, strict=True):
         np.testing.assert_array_equal(found, part)
-    assert len({(each.key, each.chunk.offset) for each in plan.chunks}) == len(plan.chunks)
-    assert [(each.file, each.chunk.data) for each in plan.chunks] == sorted(
-        (each.file, each.chunk.data) for each in plan.chunks
+    assert len({(item.key, item.chunk.offset) for item in plan.chunks}) == len(plan.chunks)
+    assert [(chunk.file, chunk.chunk.data) for chunk in plan.chunks] == sorted(
+        (element.file, element.chunk.data) for element in plan.chunks
     )
 
 
@@ -97,12 +101,12 @@ def test_another_global_shape_is_read_where_both_have_elements_and_zero_elsewher
     both = tuple(slice(0, min(a, b)) for a, b in zip(array.shape, other, strict=True))
     padded[both] = array[both]
     boxes = data.draw(cuts(other))
-    wanted = [WantedChunk("w", array.dtype.name, other, *each, allow_shape_mismatch=True) for each in boxes]
-    for found, each in zip(apply(plan_read(wanted, manifest), wanted, files), boxes, strict=True):
-        np.testing.assert_array_equal(found, padded[within(*each)])
+    wanted = [WantedChunk("w", array.dtype.name, other, *box, allow_shape_mismatch=True) for box in boxes]
+    for found, item in zip(apply(plan_read(wanted, manifest), wanted, files), boxes, strict=True):
+        np.testing.assert_array_equal(found, padded[within(*item)])
     if other != array.shape:
-        strict = [each._replace(allow_shape_mismatch=False) for each in wanted]
-        assert [each.wanted for each in plan_read(strict, manifest).mismatches] == list(range(len(wanted)))
+        strict = [element._replace(allow_shape_mismatch=False) for element in wanted]
+        assert [mismatch.wanted for mismatch in plan_read(strict, manifest).mismatches] == list(range(len(wanted)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -112,11 +116,11 @@ def test_runs_hold_the_wanted_bytes_and_between_gaps_no_others(data, gap):
     _, manifest = store({"w": (array, [((0,) * array.ndim, array.shape)])})
     several = data.draw(cuts(array.shape)) + data.draw(cuts(array.shape))
     boxes = data.draw(st.lists(st.sampled_from(several), min_size=1, max_size=4))
-    plan = plan_read([WantedChunk("w", array.dtype.name, array.shape, *each) for each in boxes], manifest)
+    plan = plan_read([WantedChunk("w", array.dtype.name, array.shape, *item) for item in boxes], manifest)
     needed = np.zeros(array.nbytes, bool)
     places = np.arange(array.nbytes).reshape(*array.shape, array.itemsize)
-    for each in boxes:
-        needed[places[within(*each)].ravel()] = True
+    for box in boxes:
+        needed[places[within(*box)].ravel()] = True
     read, exact = np.zeros(array.nbytes, bool), plan.chunks[0].runs()
     for start, length in exact:
         read[start : start + length] = True
@@ -147,7 +151,7 @@ def test_a_contiguous_slice_of_a_chunk_is_one_range():
 def test_ranges_that_lie_in_others_are_read_once():
     array = np.zeros(100, np.int8)
     _, manifest = store({"w": (array, [((0,), (100,))])})
-    wanted = [WantedChunk("w", "int8", (100,), *each) for each in (((0,), (90,)), ((10,), (5,)), ((50,), (20,)))]
+    wanted = [WantedChunk("w", "int8", (100,), *item) for item in (((0,), (90,)), ((10,), (5,)), ((50,), (20,)))]
     assert plan_read(wanted, manifest).chunks[0].runs() == [(0, 90)]
 
 
@@ -158,7 +162,7 @@ def test_parts_span_no_more_than_asked_unless_they_are_one_element(most):
     wanted = [WantedChunk("w", "float32", array.shape, (1, 2, 3), (5, 6, 7))]
     plan = plan_read(wanted, manifest)
     each = plan.chunks[0]
-    for part in each.parts(each.reads[0], most):
+    for part in each.split(each.reads[0], most):
         start, stop = each.span(part)
         assert stop - start <= most or math.prod(part.shape) == 1
     np.testing.assert_array_equal(apply(plan, wanted, files, most=most)[0], array[1:6, 2:8, 3:10])
@@ -186,7 +190,7 @@ def test_a_scalar_an_empty_chunk_and_prepended_axes():
     assert len(plan.chunks) == 2
 
 
-def test_what_does_not_match_is_returned_with_its_key_and_both_sides():
+def test_mismatches_name_the_key_and_both_values():
     array = np.zeros((4, 4), np.float32)
     _, manifest = store({"w": (array, [((0, 0), (4, 4))])})
     right = WantedChunk("w", "float32", (4, 4), (0, 0), (4, 4))
@@ -200,15 +204,19 @@ def test_what_does_not_match_is_returned_with_its_key_and_both_sides():
     ]
     plan = plan_read(wanted, manifest)
     assert plan.unexpected == [1]
-    said = {each.wanted: each.what for each in plan.mismatches}
-    assert sorted(said) == [2, 3, 4, 5]
-    assert all(each.startswith("tensor 'w': ") for each in said.values())
-    assert "float32" in said[2] and "bfloat16" in said[2]
-    assert "(4, 4), and (8, 4)" in said[3]
-    assert "(4, 4), and (4, 4, 1)" in said[4]
-    assert "[1:5, 0:4] lies outside" in said[5]
+    output = {mismatch.wanted: mismatch.what for mismatch in plan.mismatches}
+    assert sorted(output) == [2, 3, 4, 5]
+    assert all(item.startswith("tensor 'w': ") for item in output.values())
+    assert "float32" in output[2] and output[2].endswith(
+        "bfloat16 was requested; to convert it, pass cast=True to load()"
+    )
+    other = plan_read(wanted, manifest, dtype_hint="ask again")
+    assert other.mismatches[0].what.endswith("bfloat16 was requested; ask again")
+    assert "(4, 4) in the checkpoint, but (8, 4)" in output[3]
+    assert "(4, 4) in the checkpoint, but (4, 4, 1)" in output[4]
+    assert "[1:5, 0:4] is outside" in output[5]
     cast = plan_read(wanted, manifest, cast=True)
-    assert [each.wanted for each in cast.mismatches] == [3, 4, 5]
+    assert [element.wanted for element in cast.mismatches] == [3, 4, 5]
     assert {read.wanted for read in cast.chunks[0].reads} == {0, 2}
     assert cast.chunks[0].dtype == "float32"
 
@@ -229,6 +237,6 @@ def test_a_tensor_whose_stored_chunks_do_not_fill_it_is_never_read(data):
     _, manifest = store({"w": (array, boxes), "sound": (array, [((0,) * array.ndim, array.shape)])})
     whole = WantedChunk("w", array.dtype.name, array.shape, (0,) * array.ndim, array.shape)
     plan = plan_read([whole, whole._replace(key="sound")], manifest)
-    assert [each.key for each in plan.chunks] == ["sound"]
-    assert "do not fit together: " in plan.mismatches[0].what
-    assert not plan.mismatches[0].what.endswith("together: ")
+    assert [chunk.key for chunk in plan.chunks] == ["sound"]
+    assert "do not cover it exactly once: " in plan.mismatches[0].what
+    assert not plan.mismatches[0].what.endswith("once: ")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rankbook.checkpoint.planning.local_plan import LocalPlan, LocalShard, itemsize
 from rankbook.checkpoint.planning.save_plan import PlanCache, plan_save
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 from tests.checkpoint.boxes import cuts, replaced, shapes
 
 
@@ -27,15 +27,15 @@ def declare(*ranks, objects=None, common=None):
 
 
 def refusal(declared, **options):
-    with pytest.raises(CheckpointingException) as caught:
+    with pytest.raises(CheckpointError) as caught:
         plan_save(declared, **options)
     return str(caught.value)
 
 
-def ranks_in(said):
+def ranks_in(message):
     """All ranks that a message names, after the first line, which names all."""
     found = set()
-    for runs in re.findall(r"ranks? ([0-9][0-9, and-]*)", said.partition("\n")[2]):
+    for runs in re.findall(r"ranks? ([0-9][0-9, and-]*)", message.partition("\n")[2]):
         for low, high in re.findall(r"(\d+)(?:-(\d+))?", runs):
             found |= set(range(int(low), int(high or low) + 1))
     return found
@@ -64,9 +64,9 @@ def jobs(draw):
 
 @settings(max_examples=80, deadline=None)
 @given(jobs(), st.booleans())
-def test_each_chunk_is_stored_once_by_a_rank_that_holds_it(job, fully_parallel):
+def test_every_chunk_is_stored_once_by_a_rank_that_holds_it(job, fully_parallel):
     ranks, truth = job
-    plan = plan_save([LocalPlan.unpacked(each.packed()) for each in declare(*ranks)], fully_parallel=fully_parallel)
+    plan = plan_save([LocalPlan.unpack(item.pack()) for item in declare(*ranks)], fully_parallel=fully_parallel)
     planned = plan.tensors()
     assert {
         key: (dtype, whole, [(offset, local) for offset, local, _ in chunks])
@@ -83,7 +83,7 @@ def test_each_chunk_is_stored_once_by_a_rank_that_holds_it(job, fully_parallel):
             for extent in each.local_shape:
                 elements *= extent
             loads[rank] += elements * itemsize(each.dtype_name)
-    assert sorted(stored) == sorted((key, *each) for key, tensor in planned.items() for each in tensor.chunks)
+    assert sorted(stored) == sorted((key, *element) for key, tensor in planned.items() for element in tensor.chunks)
     assert plan.bytes_per_rank == tuple(loads)
 
 
@@ -94,7 +94,7 @@ FAULTS = ["hole", "overlap", "second main", "no main", "shape", "axes", "dtype",
 @given(jobs(), st.sampled_from(FAULTS), st.data())
 def test_a_single_fault_is_found_and_named(job, fault, data):
     ranks, truth = job
-    mains = [(rank, at) for rank, mine in enumerate(ranks) for at, each in enumerate(mine) if each.is_main]
+    mains = [(rank, at) for rank, mine in enumerate(ranks) for at, item in enumerate(mine) if item.is_main]
     rank, at = data.draw(st.sampled_from([(r, i) for r, i in mains if 0 not in ranks[r][i].local_shape]))
     bad = ranks[rank][at]
     key, whole, offset, local = bad.key, bad.global_shape, bad.global_offset, bad.local_shape
@@ -103,13 +103,13 @@ def test_a_single_fault_is_found_and_named(job, fault, data):
     if fault in {"hole", "overlap", "outside"} and not local:
         fault = "no main"
     if fault == "hole":
-        ranks = [[each for each in mine if each[:4] != bad[:4]] for mine in ranks]
-        if not any(each.key == key for mine in ranks for each in mine):
+        ranks = [[element for element in mine if element[:4] != bad[:4]] for mine in ranks]
+        if not any(entry.key == key for mine in ranks for entry in mine):
             return  # nobody holds any of it: then it is no tensor of this checkpoint
-        words, named = [*words, "no rank's main replica holds ["], set()
+        words, named = [*words, "no main replica covers ["], set()
     elif fault == "no main":
         ranks[rank][at] = bad._replace(is_main=False)
-        words += ["no rank's main replica holds [", "replicas that are not main are on"]
+        words += ["no main replica covers [", "other replicas are on"]
     elif fault == "second main":
         other = data.draw(st.integers(0, len(ranks) - 1))
         ranks[other].append(bad)
@@ -118,12 +118,12 @@ def test_a_single_fault_is_found_and_named(job, fault, data):
         axis = data.draw(st.integers(0, len(whole) - 1))
         wider = bad._replace(local_shape=replaced(local, axis, local[axis] + 1))
         if offset[axis] + local[axis] == whole[axis]:
-            words.append("lies outside")
+            words.append("is outside the global shape")
         else:
             words.append("overlaps")
         ranks[rank][at] = wider
     else:
-        if sum(each.key == key for mine in ranks for each in mine) == 1:
+        if sum(member.key == key for mine in ranks for member in mine) == 1:
             ranks[0].append(bad._replace(is_main=False))
         new = {
             "shape": {"global_shape": (*whole[:-1], whole[-1] + 1) if whole else (1,)},
@@ -134,11 +134,11 @@ def test_a_single_fault_is_found_and_named(job, fault, data):
             new |= {"global_offset": (*offset, 0), "local_shape": (*local, 1)}
         ranks[rank][at] = bad._replace(**new)
         words = [*words, "is not the same on all ranks", str(new.get("global_shape", "int8")), str(whole)]
-    said = refusal(declare(*ranks))
-    assert all(word in said for word in words), (words, said)
-    assert named <= ranks_in(said), (named, said)
-    assert said == refusal(declare(*ranks), fully_parallel=True)
-    assert sum(repr(other) in said for other in truth) == 1
+    message = refusal(declare(*ranks))
+    assert all(word in message for word in words), (words, message)
+    assert named <= ranks_in(message), (named, message)
+    assert message == refusal(declare(*ranks), fully_parallel=True)
+    assert sum(repr(other) in message for other in truth) == 1
 
 
 @st.composite
@@ -159,13 +159,13 @@ def replicated(draw):
 def test_replicas_are_shared_out_by_bytes_the_largest_first(ranks, chance):
     for mine in ranks:
         chance.shuffle(mine)
-    holders, pieces = {}, Counter(each.key for mine in ranks for each in mine)
+    holders, pieces = {}, Counter(element.key for mine in ranks for element in mine)
     for rank, mine in enumerate(ranks):
-        for each in mine:
-            if each.local_shape == each.global_shape:
-                holders.setdefault((each.local_shape[0], each.key), []).append(rank)
+        for item in mine:
+            if item.local_shape == item.global_shape:
+                holders.setdefault((item.local_shape[0], item.key), []).append(rank)
     loads, chosen = [0] * len(ranks), {}
-    for (length, key), candidates in sorted(holders.items(), key=lambda each: (pieces[each[0][1]] > 1, -each[0][0])):
+    for (length, key), candidates in sorted(holders.items(), key=lambda entry: (pieces[entry[0][1]] > 1, -entry[0][0])):
         chosen[key] = min(candidates, key=lambda rank: (loads[rank], rank))
         loads[chosen[key]] += length
     plan = plan_save(declare(*ranks), fully_parallel=True)
@@ -203,7 +203,7 @@ def test_ranks_may_hold_nothing():
     assert plan_save(declare([], [])).tensors() == {}
     plan = plan_save(declare([], [chunk("b", (), (), ())], []))
     assert plan.tensors() == {"b": ("float32", (), (((), (), 1),))}
-    with pytest.raises(CheckpointingException, match="nothing to save"):
+    with pytest.raises(CheckpointError, match="nothing to save"):
         plan_save([])
 
 
@@ -217,18 +217,21 @@ def test_objects_are_stored_by_their_main_replicas():
 def test_a_grid_of_objects_is_covered_exactly_once():
     grid = [[LocalShard("rng", (2, 2), (rank // 2, rank % 2))] for rank in range(4)]
     grid[3] = grid[2]
-    said = refusal(declare([], [], [], [], objects=grid))
-    assert "object 'rng' (global shape (2, 2))" in said
-    assert "ranks 2-3 all hold the main replica of [1:2, 0:1]" in said
-    assert "no rank's main replica holds [1:2, 1:2]" in said
+    message = refusal(declare([], [], [], [], objects=grid))
+    assert "object 'rng' (global shape (2, 2))" in message
+    assert "ranks 2-3 all hold the main replica of [1:2, 0:1]" in message
+    assert "no main replica covers [1:2, 1:2]" in message
 
 
 @pytest.mark.parametrize(
     ("common", "words"),
     [
-        (["a", "a", "b"], "the common part: that on ranks 0-1 differs from that on rank 2"),
-        ([{"a": "1", "step": "7"}, {"a": "1", "step": "7"}, {"a": "1", "step": "8"}], "common value 'step': that on"),
-        ([{"a": "1"}, {"a": "1"}, {"a": "1", "extra": "8"}], "'extra' is on rank 2, not on ranks 0-1"),
+        (["a", "a", "b"], "the common part differs between ranks (one value on ranks 0-1, another on rank 2)"),
+        (
+            [{"a": "1", "step": "7"}, {"a": "1", "step": "7"}, {"a": "1", "step": "8"}],
+            "common value 'step' differs between ranks (one value on",
+        ),
+        ([{"a": "1"}, {"a": "1"}, {"a": "1", "extra": "8"}], "'extra' exists on rank 2, but is missing on ranks 0-1"),
     ],
 )
 def test_common_parts_that_differ_are_named_with_their_ranks(common, words):
@@ -244,7 +247,7 @@ def test_a_message_in_full():
         [chunk(**whole, offset=(1, 4), local=(2, 4))],
     ]
     assert refusal(declare(*ranks, common=["a", "a", "b", "a"])).splitlines() == [
-        "what ranks 0-3 hold is no whole checkpoint, and nothing was written:",
+        "the shards of ranks 0-3 do not form a complete checkpoint; nothing was written:",
         (
             "  tensor 'v' is not the same on all ranks: float32, global shape (2,) on rank 0; "
             "float32, global shape (3,) on rank 1"
@@ -253,17 +256,20 @@ def test_a_message_in_full():
             "  tensor 'w' (float32, global shape (4, 8)): "
             "ranks 0-1 all hold the main replica of [0:2, 0:8]: only one may have replica_id 0; "
             "rank 0's main chunk [0:2, 0:8] overlaps rank 3's [1:3, 4:8]; "
-            "no rank's main replica holds [2:4, 0:4]; replicas that are not main are on rank 2; "
-            "no rank's main replica holds [3:4, 4:8]; replicas that are not main are on rank 2"
+            "no main replica covers [2:4, 0:4]; other replicas are on rank 2; "
+            "no main replica covers [3:4, 4:8]; other replicas are on rank 2"
         ),
-        "  the common part: that on ranks 0-1,3 differs from that on rank 2. Make it the same, or a ShardedObject",
+        (
+            "  the common part differs between ranks (one value on ranks 0-1,3, another on rank 2): "
+            "make it equal, or wrap it in a ShardedObject"
+        ),
     ]
 
 
-def test_all_faults_are_told_at_once_up_to_a_number():
-    said = refusal(declare([chunk(f"t{n}", (2,), (0,), (1,)) for n in range(20)]))
-    assert said.count("no rank's main replica holds [1:2]") == 8
-    assert said.endswith("and 12 keys more")
+def test_error_lists_all_faults_up_to_a_limit():
+    message = refusal(declare([chunk(f"t{n}", (2,), (0,), (1,)) for n in range(20)]))
+    assert message.count("no main replica covers [1:2]") == 8
+    assert message.endswith("and 12 more keys")
 
 
 def test_every_small_wrong_cut_of_a_square_is_found():
@@ -271,7 +277,7 @@ def test_every_small_wrong_cut_of_a_square_is_found():
     boxes = [((y, x), (h, w)) for y in range(2) for x in range(2) for h in (1, 2) for w in (1, 2)]
     boxes = [(at, size) for at, size in boxes if at[0] + size[0] <= 2 and at[1] + size[1] <= 2]
     for chosen in range(1, 1 << len(boxes)):
-        mine = [each for bit, each in enumerate(boxes) if chosen >> bit & 1]
+        mine = [item for bit, item in enumerate(boxes) if chosen >> bit & 1]
         cells = [
             (y, x) for at, size in mine for y in range(at[0], at[0] + size[0]) for x in range(at[1], at[1] + size[1])
         ]
@@ -279,7 +285,7 @@ def test_every_small_wrong_cut_of_a_square_is_found():
         if sorted(cells) == [(0, 0), (0, 1), (1, 0), (1, 1)]:
             plan_save(declared)
         else:
-            assert ("holds [" in refusal(declared)) == (len(set(cells)) < 4)
+            assert ("covers [" in refusal(declared)) == (len(set(cells)) < 4)
             assert ("overlaps" in refusal(declared)) == (len(set(cells)) < len(cells))
 
 
@@ -287,10 +293,10 @@ def test_the_plan_of_the_save_before_is_found_again():
     ranks = [[chunk("w", (4,), (2 * rank,), (2,))] for rank in range(2)]
     first, cache = declare(*ranks, common=["1", "1"]), PlanCache()
     plan = plan_save(first)
-    cache.keep(plan, [each.signature() for each in first])
+    cache.put(plan, [item.signature() for item in first])
 
     def recalled(*ranks, common=("2", "2"), **options):
-        return cache.recall([each.signature() for each in declare(*ranks, common=common)], **options)
+        return cache.get([item.signature() for item in declare(*ranks, common=common)], **options)
 
     assert recalled(*ranks) is plan  # a common part may change with each save
     assert recalled(*ranks, common=("2", "3")) is None
@@ -306,7 +312,7 @@ def test_the_plan_of_the_save_before_is_found_again():
     ):
         assert recalled(ranks[0], [ranks[1][0]._replace(**change)]) is None, change
     assert recalled(ranks[0], ranks[1] * 2) is None
-    assert PlanCache().recall([]) is None
+    assert PlanCache().get([]) is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Boxes, grids and bytes, held against numpy's own slicing."""
+"""Test boxes, grids and byte runs against NumPy's slicing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankbook.checkpoint.state_dict import layout
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 
 
 @st.composite
@@ -60,7 +60,7 @@ def test_a_contiguous_slice_is_one_run(stored, start, shape, runs):
 
 @pytest.mark.parametrize(("start", "shape"), [((3, 0), (2, 8)), ((-1, 0), (1, 8)), ((0,), (4,)), ((0, 0), (-1, 8))])
 def test_a_slice_that_is_not_inside_has_no_bytes(start, shape):
-    with pytest.raises(CheckpointingException, match="no bytes"):
+    with pytest.raises(CheckpointError, match=r"slice at .* is outside the array: "):
         layout.byte_runs((4, 8), start, shape, 4)
 
 
@@ -70,22 +70,22 @@ def test_a_column_of_a_large_matrix_takes_little_time():
 
 
 @pytest.mark.parametrize(
-    ("rank_offsets", "prepended", "said"),
+    ("rank_offsets", "prepended", "output"),
     [
         ([(-1, 0, 2)], 0, "axis -1"),
         ([(2, 0, 2)], 0, r"axis 2 of \(2, 0, 2\) is not within 0..1"),
         ([(3, 0, 2)], 1, "not within 0..2"),
         ([(0, -1, 2)], 0, "offset -1 is not within 0..1"),
         ([(0, 2, 2)], 0, "offset 2 is not within 0..1"),
-        ([(0, 0, 0)], 0, "0 fragments; at least 1"),
+        ([(0, 0, 0)], 0, "fragments must be >= 1, got 0"),
         ([(0, 0, 2), (0, 0, 2)], 0, "named twice"),
-        ([(0, 0)], 0, "is not"),
-        ([], -1, "negative"),
+        ([(0, 0)], 0, r"invalid rank offset \(0, 0\): expected \(axis, offset, fragments\)"),
+        ([], -1, "prepend_axis_num must be >= 0, got -1"),
     ],
 )
-def test_a_wrong_rank_offset_is_told_with_its_numbers(rank_offsets, prepended, said):
-    with pytest.raises(CheckpointingException, match=said):
-        layout.place_by_ranks((4, 8), rank_offsets, prepended)
+def test_a_wrong_rank_offset_is_reported_with_its_numbers(rank_offsets, prepended, output):
+    with pytest.raises(CheckpointError, match=output):
+        layout.grid_from_ranks((4, 8), rank_offsets, prepended)
 
 
 @given(
@@ -99,39 +99,39 @@ def test_a_place_by_ranks_fits_every_check_and_knows_its_chunk(axes, prepended, 
     counts = [count for _, count in axes] + [1] * (prepended - len(axes))
     chunk = tuple(data.draw(st.integers(0, count - 1)) for count in counts)
     local = tuple(sizes[prepended:])
-    grid = layout.place_by_ranks(local, list(zip(range(len(sizes)), chunk, counts, strict=True)), prepended)
+    grid = layout.grid_from_ranks(local, list(zip(range(len(sizes)), chunk, counts, strict=True)), prepended)
     shape = (1,) * prepended + local
-    assert layout.is_outside(grid.global_shape, grid.offset, shape) == ""
-    assert layout.wrong_fragments(grid.global_shape, grid.offset, shape, grid.fragments) == ""
+    assert layout.bounds_error(grid.global_shape, grid.offset, shape) == ""
+    assert layout.fragments_error(grid.global_shape, grid.offset, shape, grid.fragments) == ""
     assert layout.chunk_index(grid.offset, local, prepended) == chunk
     assert layout.chunk_sizes(grid.global_shape, grid.fragments) == shape
 
 
 def test_chunks_that_do_not_divide_are_rounded_down_when_asked():
     assert layout.chunk_sizes((10, 8), (4, 1), rounded=True) == (2, 8)
-    with pytest.raises(CheckpointingException, match=r"axis 0: 10 elements % 4 fragments = 2, not 0"):
+    with pytest.raises(CheckpointError, match=r"axis 0: 10 elements % 4 fragments = 2, not 0"):
         layout.chunk_sizes((10, 8), (4, 1))
 
 
 @pytest.mark.parametrize(
-    ("whole", "start", "size", "count", "said"),
+    ("whole", "start", "size", "count", "output"),
     [
         (10, 3, 3, 4, ""),  # 3, 3, 3, 1
         (10, 0, 2, 4, "10 elements in 4 fragments make chunks of 3, not 2"),
         (10, 9, 3, 3, "make chunks of 4, not 3"),
-        (9, 9, 3, 3, "offset 9 / local size 3 = chunk 3 of 3"),
+        (9, 9, 3, 3, "offset 9 / local size 3 = chunk index 3, expected < 3"),
         (0, 0, 0, 5, ""),
-        (4, 0, 4, 0, "0 fragments; at least 1"),
+        (4, 0, 4, 0, "fragments must be >= 1, got 0"),
     ],
 )
-def test_fragments_agree_with_the_shapes(whole, start, size, count, said):
-    found = layout.wrong_fragments((whole,), (start,), (size,), (count,))
-    assert said in found
-    assert bool(said) == bool(found)
+def test_fragments_agree_with_the_shapes(whole, start, size, count, output):
+    found = layout.fragments_error((whole,), (start,), (size,), (count,))
+    assert output in found
+    assert bool(output) == bool(found)
 
 
-def test_fragments_for_other_axes_are_told():
-    assert layout.wrong_fragments((4, 4), (0, 0), (4, 4), (1,)) == "1 fragmentations for 2 axes"
+def test_fragments_for_other_axes_are_reported():
+    assert layout.fragments_error((4, 4), (0, 0), (4, 4), (1,)) == "axis_fragmentations has 1 elements for 2 axes"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_fragments_for_other_axes_are_told():
     [(16, 2, 4, 8), (4, 2, 4, 2), (10, 2, 4, None), (0, 0, 0, 0), (3, 0, 0, None), (8, 0, 4, 0)],
 )
 def test_whole_chunks_shrink_and_others_do_not(value, length, size, result):
-    assert layout.scaled(value, length, size) == result
+    assert layout.rescale(value, length, size) == result
 
 
 cuts = st.lists(
@@ -168,7 +168,7 @@ def test_a_run_of_cuts_is_what_cutting_lists_leaves(size, steps):
     left = list(range(size))
     for step in steps:
         left = cut_by_hand(left, *step)
-    found = layout.run_of_cuts(size, steps)
+    found = layout.cut_range(size, steps)
     if not left:
         assert found == (size, 0)
     elif left == list(range(left[0], left[-1] + 1)):
@@ -179,6 +179,6 @@ def test_a_run_of_cuts_is_what_cutting_lists_leaves(size, steps):
 
 def test_a_strided_cut_before_a_plain_one_is_one_run():
     """As a tensor-parallel layer's rows that are sharded once more: 7 rows, first in 2, each of them in 2."""
-    runs = [layout.run_of_cuts(7, [(2, 2, data), (1, 2, tensor)]) for data in range(2) for tensor in range(2)]
+    runs = [layout.cut_range(7, [(2, 2, data), (1, 2, tensor)]) for data in range(2) for tensor in range(2)]
     assert runs == [(0, 2), (4, 2), (2, 2), (6, 1)]
-    assert layout.run_of_cuts(8, [(2, 2, 0)]) is None
+    assert layout.cut_range(8, [(2, 2, 0)]) is None

@@ -1,4 +1,4 @@
-"""Sharded state dicts taken apart and put together, on one rank; then with DTensors, on four."""
+"""Test how sharded state dicts are partitioned and assembled, on one rank and with DTensors on four."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rankbook.checkpoint.state_dict.sharded_tensor import (
     ShardedTensorFactory,
 )
 from rankbook.checkpoint.state_dict.state_dicts import Expecting, flatten, map_leaves, partition, unflatten
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 from tests.rank_processes import run_ranks
 
 F = ShardedTensor.from_rank_offsets
@@ -42,12 +42,12 @@ trees = st.recursive(
 
 @given(trees)
 @settings(max_examples=60, deadline=None)
-def test_what_was_flattened_is_unflattened(tree):
+def test_unflatten_reverses_flatten(tree):
     flat = flatten(tree)
     assert unflatten(flat, tree) == tree
     assert type(unflatten(flat, tree)) is type(tree)
     doubled = map_leaves(lambda path, leaf: (path, leaf), tree)
-    assert [leaf for _, leaf in flat] == [each[1] for _, each in zip(flat, _pairs(doubled, flat), strict=True)]
+    assert [leaf for _, leaf in flat] == [item[1] for _, item in zip(flat, _pairs(doubled, flat), strict=True)]
 
 
 def _pairs(tree, flat):
@@ -59,7 +59,7 @@ def _pairs(tree, flat):
 
 
 def test_other_leaves_do_not_fit():
-    with pytest.raises(CheckpointingException, match=r"\['b'\]\[0\]"):
+    with pytest.raises(CheckpointError, match=r"\['b'\]\[0\]"):
         unflatten([(("a",), 1)], {"a": 1, "b": [2]})
 
 
@@ -78,17 +78,17 @@ def example():
     }
 
 
-def test_each_leaf_is_taken_for_what_it_is():
+def test_leaves_are_classified_by_type():
     state = example()
     taken = partition(state)
-    assert [(each.path, each.shard.key) for each in taken.tensors] == [
+    assert [(tensor.path, tensor.shard.key) for tensor in taken.tensors] == [
         (("w",), "weight"),
         (("glued", "a"), "g.a"),
         (("glued", "b"), "g.b"),
         (("plain", "x"), "plain.x"),
         (("plain", "deep", 0), "plain.deep.0"),
     ]
-    assert [(path, each.unique_key) for path, each in taken.objects] == [(("rng", 0), "rng/shard_0_1")]
+    assert [(path, item.unique_key) for path, item in taken.objects] == [(("rng", 0), "rng/shard_0_1")]
     assert taken.common == {"plain": {"deep": {1: 5}}, "step": 7, "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}, {}]}
     assert isinstance(state["glued"], ShardedTensorFactory)
     assert state["plain"]["x"].data_ptr() == taken.tensors[3].shard.data.data_ptr()
@@ -102,12 +102,12 @@ def test_an_entry_answers_what_a_plan_asks():
 
 
 def values_of(taken):
-    return {each.path: each.restored(each.shard.data) for each in taken.tensors} | {
-        path: each.data for path, each in taken.objects
+    return {tensor.path: tensor.restore(tensor.shard.data) for tensor in taken.tensors} | {
+        path: item.data for path, item in taken.objects
     }
 
 
-def test_it_is_put_together_with_everything_that_is_stored():
+def test_assemble_returns_everything_that_is_stored():
     taken = partition(example(), gather=None)
     state = taken.assemble(values_of(taken), {**taken.common, "step": 9, "more": {"x": 1}})
     assert state.pop("w").equal(torch.arange(4.0)) and state.pop("glued").equal(torch.arange(4.0))
@@ -122,7 +122,7 @@ def test_it_is_put_together_with_everything_that_is_stored():
     }
 
 
-def test_what_is_missing_is_left_out_and_with_it_what_would_be_merged():
+def test_missing_entries_and_their_factories_are_left_out():
     taken = partition(example(), gather=None)
     values = values_of(taken)
     for path in (("w",), ("glued", "b"), ("plain", "x")):
@@ -135,22 +135,22 @@ def test_what_is_missing_is_left_out_and_with_it_what_would_be_merged():
 def test_a_hole_in_a_list_is_an_error():
     taken = partition(example(), gather=None)
     values = {path: value for path, value in values_of(taken).items() if path != ("rng", 0)}
-    with pytest.raises(CheckpointingException, match=r"\['rng'\]: nothing is stored for its elements \[0\]"):
+    with pytest.raises(CheckpointError, match=r"\['rng'\]: elements \[0\] are missing from the checkpoint"):
         taken.assemble(values, taken.common)
-    with pytest.raises(CheckpointingException, match=r"\['plain'\]: a int is stored where .* has a dict"):
+    with pytest.raises(CheckpointError, match=r"\['plain'\]: a int is stored where .* has a dict"):
         taken.assemble(values_of(taken), {**taken.common, "plain": 3})
 
 
 def test_two_tensors_of_one_name_are_an_error():
-    with pytest.raises(CheckpointingException, match=r"'a\.b': \['a'\]\['b'\] and \['a\.b'\]"):
+    with pytest.raises(CheckpointError, match=r"'a\.b': \['a'\]\['b'\] and \['a\.b'\]"):
         partition({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)})
-    with pytest.raises(CheckpointingException, match="is a dict, not a list"):
+    with pytest.raises(CheckpointError, match="must be a dict, got list"):
         partition([torch.ones(1)])
 
 
-def test_what_a_factory_raises_is_told_and_stays_the_cause():
+def test_error_of_a_factory_is_reported_and_chained():
     broken = {"x": ShardedTensorFactory("k", torch.ones(1), lambda *_: 1 / 0, torch.cat)}
-    with pytest.raises(CheckpointingException, match="rank 0: ZeroDivisionError: division by zero") as caught:
+    with pytest.raises(CheckpointError, match="rank 0: ZeroDivisionError: division by zero") as caught:
         partition(broken)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     with pytest.raises(ZeroDivisionError):
@@ -165,7 +165,7 @@ def test_a_part_may_expect_more_than_it_has():
     state = {"optimizer": Optimizer(), "x": {}}
     assert partition(state).tensors == []
     taken = partition(state, stored={"m": ((3,), "float32")}, gather=None)
-    assert [(each.path, each.shard.local_shape) for each in taken.tensors] == [(("optimizer", "m"), (3,))]
+    assert [(tensor.path, tensor.shard.local_shape) for tensor in taken.tensors] == [(("optimizer", "m"), (3,))]
 
 
 def of_dtensors():
@@ -190,23 +190,23 @@ def of_dtensors():
     state["scalar"] = distribute_tensor(torch.tensor(2.5), mesh, [Replicate(), Replicate()], src_data_rank=None)
     taken = partition(state)
     found = []
-    for each in taken.tensors:
-        shard = each.shard
+    for tensor in taken.tensors:
+        shard = tensor.shard
         found.append((shard.key, shard.global_offset, shard.local_shape, shard.replica_id, shard.data))
         if shard.key.isdigit():
             on, how = layouts[int(shard.key)]
             shape, offset = compute_local_shape_and_global_offset(whole.shape, on, how)
             assert (shard.local_shape, shard.global_offset) == (shape, offset), shard
             assert whole[shard.global_slice()].equal(shard.data)
-            fresh = each.restored(shard.data.clone() + 1)
+            fresh = tensor.restore(shard.data.clone() + 1)
             assert isinstance(fresh, DTensor) and fresh.full_tensor().equal(whole + 1)
-            assert each.restored(shard.data) is state[shard.key]
+            assert tensor.restore(shard.data) is state[shard.key]
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()], run_check=False)
     messages = []
     for state in ({"p": partial}, {"p": torch.ones(2), "x": 1} if dist.get_rank() else {"p": partial}):
         try:
             partition(state)
-        except CheckpointingException as error:
+        except CheckpointError as error:
             messages.append(str(error))
     return found, messages
 
@@ -219,7 +219,7 @@ def test_dtensors_are_shards_with_their_copies_counted():
         rebuilt = torch.full_like(whole, -1)
         times = torch.zeros(5, 3)
         for found, _ in ranks:
-            [(_, offset, shape, replica, data)] = [each for each in found if each[0] == key]
+            [(_, offset, shape, replica, data)] = [item for item in found if item[0] == key]
             if replica == 0:
                 at = tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))
                 rebuilt[at] = data

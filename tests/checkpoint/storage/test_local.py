@@ -28,7 +28,7 @@ def read(storage, path, start, length):
     return bytes(buffer[: storage.read(path, start, memoryview(buffer))])
 
 
-def test_what_is_written_is_read_by_range(storage):
+def test_written_bytes_can_be_read_by_range(storage):
     parts = [b"abc", bytearray(b"def"), memoryview(b"ghi"), memoryview(np.arange(4, dtype=np.uint8).reshape(2, 2)), b""]
     assert storage.write("a/b/file", parts) == 13
     assert read(storage, "a/b/file", 0, 13) == b"abcdefghi\0\1\2\3"
@@ -84,7 +84,7 @@ def test_a_folder_and_a_file_move(storage):
     assert read_all(storage, "c/b/two") == b"2"
 
 
-def test_what_is_moved_replaces_what_was_there(storage):
+def test_move_replaces_the_target(storage):
     for folder in ("old", "new"):
         storage.write(f"{folder}/manifest.json", [folder.encode()])
         storage.write(f"{folder}/only {folder}", [b"1"])
@@ -97,7 +97,7 @@ def test_what_is_moved_replaces_what_was_there(storage):
 
 
 @pytest.mark.parametrize("path", ["../out", "/etc/passwd", "a/../../b", "a\0b"])
-def test_no_path_leads_out(storage, path):
+def test_paths_outside_the_storage_are_refused(storage, path):
     with pytest.raises(OSError, match="not a path inside"):
         storage.write(path, [b"x"])
     with pytest.raises(OSError, match="not a path inside"):
@@ -167,7 +167,7 @@ def test_two_folders_are_exchanged_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("broken_off", range(1, 3))
-def test_without_exchange_one_of_both_is_there_at_every_moment(tmp_path, monkeypatch, broken_off):
+def test_move_without_exchange_keeps_one_folder_readable_at_all_times(tmp_path, monkeypatch, broken_off):
     storage = LocalStorage(tmp_path)
     storage.write("old/manifest.json", [b"old"])
     storage.write("new/manifest.json", [b"new"])
@@ -211,14 +211,14 @@ def test_a_remote_folder_gets_what_makes_it_a_checkpoint_last(monkeypatch):
     assert copied == ["a/b", "zzz", ".metadata", "manifest.json"]
 
 
-def test_what_a_remote_client_raises_is_an_oserror_with_the_place(monkeypatch):
+def test_errors_of_a_remote_client_become_oserror_with_the_path(monkeypatch):
     storage = RemoteStorage("memory://bucket/run")
     monkeypatch.setattr(storage._filesystem, "cat_file", lambda *_, **__: (_ for _ in ()).throw(ValueError("403")))
     with pytest.raises(OSError, match=r"ValueError: 403.*memory://bucket/run/a/file"):
         read(storage, "a/file", 0, 1)
 
 
-def test_a_storage_is_told_by_how_it_is_named(tmp_path):
+def test_a_storage_is_reported_by_how_it_is_named(tmp_path):
     assert isinstance(storage_of("memory://x"), RemoteStorage)
     assert str(storage_of(f"file://{tmp_path}")) == str(storage_of(tmp_path)) == str(tmp_path)
     own = LocalStorage(tmp_path)

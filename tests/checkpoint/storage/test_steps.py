@@ -9,14 +9,15 @@ import uuid
 from dataclasses import asdict
 from itertools import count
 
+import numpy as np
 import pytest
 
 from rankbook import process_identity
-from rankbook.checkpoint.storage import local, lock, steps
-from rankbook.checkpoint.storage.base import read_all
+from rankbook.checkpoint.storage import local, steps
+from rankbook.checkpoint.storage.base import NewFiles, read_all
 from rankbook.checkpoint.storage.fsspec import RemoteStorage
 from rankbook.checkpoint.storage.local import storage_of
-from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.errors import CheckpointError, InvalidArgument
 
 
 @pytest.fixture(params=["local", "local without exchange", "memory"])
@@ -38,6 +39,22 @@ def write_step(storage, step, content=b"x"):
 def save(storage, step, content=b"x"):
     write_step(storage, step, content)
     steps.commit_step(storage, step)
+
+
+class WithoutCreate:
+    """A storage that has only the methods of the protocol."""
+
+    def __init__(self, storage):
+        self.list, self.write = storage.list, storage.write
+
+
+def test_a_new_file_is_written_once_and_its_bytes_are_counted(storage):
+    for name, below in (("a", storage), ("b", WithoutCreate(storage))):
+        parts = (part for part in (b"four", np.ones(3, np.float32)))
+        assert NewFiles(below).write(f"folder/{name}", parts) == 16
+        assert read_all(storage, f"folder/{name}")[:4] == b"four"
+        with pytest.raises(FileExistsError):
+            NewFiles(below).write(f"folder/{name}", [b"other"])
 
 
 def test_a_saved_step_is_finished_and_the_latest(storage):
@@ -62,11 +79,11 @@ def test_steps_are_ordered_by_number(storage):
 def test_an_empty_folder_has_no_step(storage):
     assert steps.finished_steps(storage) == []
     assert steps.read_latest(storage) is None
-    with pytest.raises(CheckpointingException, match="there is no checkpoint; no step is finished"):
+    with pytest.raises(CheckpointError, match="no checkpoint found; finished steps: none"):
         steps.locate(storage)
 
 
-def test_without_latest_the_highest_step_counts(storage):
+def test_highest_step_is_used_without_latest(storage):
     save(storage, 50)
     save(storage, 40)
     storage.remove("latest")
@@ -84,10 +101,10 @@ def test_without_latest_the_highest_step_counts(storage):
         b"step-40 crc32=zzzzzzzz\n",
     ],
 )
-def test_a_damaged_latest_is_told_with_what_there_is(storage, line):
+def test_a_damaged_latest_is_reported_with_what_there_is(storage, line):
     save(storage, 40)
     storage.write("latest", [line])
-    with pytest.raises(CheckpointingException, match=r"/latest: the file is damaged: .*; finished are 40; load one by"):
+    with pytest.raises(CheckpointError, match=r"/latest: the file is damaged: .*; finished steps: 40; load a step by"):
         steps.locate(storage)
     assert steps.locate(storage, 40) == "step-40"
 
@@ -99,7 +116,7 @@ def test_every_flipped_bit_of_latest_is_found(storage):
         damaged = bytearray(line)
         damaged[bit // 8] ^= 1 << bit % 8
         storage.write("latest", [damaged])
-        with pytest.raises(CheckpointingException, match="damaged"):
+        with pytest.raises(CheckpointError, match="damaged"):
             steps.read_latest(storage)
 
 
@@ -108,7 +125,7 @@ def test_latest_may_name_what_somebody_took_away(storage):
     save(storage, 40)
     storage.remove("step-40")
     with pytest.raises(
-        CheckpointingException, match="latest names step 40, which is not there or not finished; finished are 30"
+        CheckpointError, match="latest names step 40, which is missing or not finished; finished steps: 30"
     ):
         steps.locate(storage)
 
@@ -120,7 +137,8 @@ def test_a_folder_without_manifest_is_no_finished_step(storage):
     assert steps.finished_steps(storage) == [40]
     assert steps.list_partials(storage) == ["step-50.partial", "step-60"]
     with pytest.raises(
-        CheckpointingException, match=r"no finished step 60; finished are 40; not finished: step-50\.partial, step-60"
+        CheckpointError,
+        match=r"no finished step 60; finished steps: 40; not finished: step-50\.partial, step-60",
     ):
         steps.folder_of(storage, 60)
 
@@ -129,14 +147,14 @@ def test_a_folder_without_manifest_is_no_finished_step(storage):
 def test_a_folder_that_is_a_checkpoint_itself_is_one(storage, name):
     storage.write(name, [b"x"])
     assert steps.locate(storage) == ""
-    with pytest.raises(CheckpointingException, match="no finished step 40"):
+    with pytest.raises(CheckpointError, match="no finished step 40"):
         steps.locate(storage, 40)
 
 
 def test_a_step_without_its_manifest_is_not_committed(storage):
     folder = steps.begin_step(storage, 40)
     storage.write(f"{folder}/__RANK_0.distcp", [b"x"])
-    with pytest.raises(CheckpointingException, match=r"step-40\.partial has no manifest.json"):
+    with pytest.raises(CheckpointError, match=r"step-40\.partial has no manifest.json"):
         steps.commit_step(storage, 40)
     steps.abandon_step(storage, 40)
     assert storage.list() == {}
@@ -190,7 +208,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_step(storage, monkeypatch
                 done = False
             else:
                 done = True
-        lock._under_way.clear()  # the process is gone
+        steps._active_claims.clear()  # the process is gone
         latest = steps.read_latest(storage)
         found = whole(storage, steps.locate(storage))
         assert (latest, found) in {(40, b"old"), (step, b"new")}
@@ -247,7 +265,7 @@ def test_a_save_of_this_process_is_not_swept_until_it_ends(storage):
     save(storage, 40)
     write_step(storage, 50)
     assert steps.sweep(storage) == []
-    with pytest.raises(CheckpointingException, match=rf"step 50 is being saved by process {os.getpid()} on "):
+    with pytest.raises(CheckpointError, match=rf"step 50 is being saved by process {os.getpid()} on "):
         steps.begin_step(storage, 50)
     steps.abandon_step(storage, 50)
     assert set(storage.list()) == {"latest", "step-40"}
@@ -259,9 +277,9 @@ def test_a_save_of_this_process_is_not_swept_until_it_ends(storage):
 def test_a_save_of_a_process_that_lives_is_not_swept_and_that_of_a_dead_one_is(storage):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         write_step(storage, 50)
-        mine = lock.lock_owner(storage, "step-50.partial.owner")
-        theirs = lock.WriterIdentity(
-            **asdict(mine) | {"pid": other.pid, "started": process_identity.started(other.pid)}
+        mine = steps.lock_owner(storage, "step-50.partial.owner")
+        theirs = steps.WriterIdentity(
+            **asdict(mine) | {"pid": other.pid, "started": process_identity.start_time_of(other.pid)}
         )
         storage.write("step-50.partial.owner", [json.dumps(asdict(theirs)).encode()])
         assert steps.sweep(storage) == []
@@ -286,21 +304,21 @@ def test_a_step_that_is_being_moved_to_its_name_is_not_swept(storage):
 
 def test_another_process_with_the_same_number_is_not_taken_for_the_writer(storage):
     write_step(storage, 50)
-    mine = lock.lock_owner(storage, "step-50.partial.owner")
-    assert mine.lives()
-    assert not lock.WriterIdentity(**asdict(mine) | {"pid": 1}).lives()
+    mine = steps.lock_owner(storage, "step-50.partial.owner")
+    assert mine.is_alive()
+    assert not steps.WriterIdentity(**asdict(mine) | {"pid": 1}).is_alive()
 
 
-def test_a_save_on_another_machine_is_left_alone_for_a_day(storage):
+def test_a_save_on_another_machine_is_kept_for_a_day(storage):
     write_step(storage, 50)
-    mine = lock.lock_owner(storage, "step-50.partial.owner")
+    mine = steps.lock_owner(storage, "step-50.partial.owner")
     there = asdict(mine) | {"machine": "another"}
-    assert lock.WriterIdentity(**there).lives()
-    assert not lock.WriterIdentity(**there | {"since": time.time() - 2 * lock.PATIENCE}).lives()
-    assert not lock.WriterIdentity(**there | {"since": time.time() - 60}).lives(patience=30)
+    assert steps.WriterIdentity(**there).is_alive()
+    assert not steps.WriterIdentity(**there | {"since": time.time() - 2 * steps.PATIENCE}).is_alive()
+    assert not steps.WriterIdentity(**there | {"since": time.time() - 60}).is_alive(patience=30)
 
 
-def test_a_broken_off_save_is_swept_unless_asked_to_keep_it(storage):
+def test_a_aborted_save_is_swept_unless_asked_to_keep_it(storage):
     write_step(storage, 50)
     storage.remove("step-50.partial.owner")
     storage.write("step-60.partial/x", [b"x"])
@@ -331,14 +349,14 @@ def test_steps_above_the_latest_are_another_story_and_stay(storage):
 
 
 @pytest.mark.parametrize("wrong", [{"keep": 0}, {"keep": 2, "keep_every": 0}])
-def test_to_keep_nothing_is_refused(storage, wrong):
-    with pytest.raises(BadRequest, match="=0: it is a number from 1 on"):
+def test_keep_of_zero_is_refused(storage, wrong):
+    with pytest.raises(InvalidArgument, match="must be None or an integer >= 1, got 0"):
         steps.retain(storage, **wrong)
-    with pytest.raises(BadRequest, match="-1"):
+    with pytest.raises(InvalidArgument, match="-1"):
         steps.step_name(-1)
 
 
-def test_to_remove_the_latest_makes_another_one_the_latest(storage):
+def test_removing_the_latest_step_updates_latest(storage):
     for step in (10, 20, 30):
         save(storage, step)
     steps.remove(storage, 30)
@@ -347,5 +365,5 @@ def test_to_remove_the_latest_makes_another_one_the_latest(storage):
     assert steps.read_latest(storage) == 20
     steps.remove(storage, 20)
     assert storage.list() == {}
-    with pytest.raises(CheckpointingException, match="no finished step 20"):
+    with pytest.raises(CheckpointError, match="no finished step 20"):
         steps.remove(storage, 20)

@@ -16,7 +16,7 @@ from rankbook.checkpoint.format.manifest import Chunk, decode, encode
 from rankbook.checkpoint.storage.local import LocalStorage, storage_of
 from rankbook.checkpoint.tools import verify as module
 from rankbook.checkpoint.tools.verify import check_pieces, damaged_pieces, verify
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 from tests.checkpoint.hand_made import write_checkpoint
 
 
@@ -44,9 +44,9 @@ def blob_at(run, path, position):
     manifest = decode((run / "step-40/manifest.json").read_bytes(), "m")
     number = [file.name for file in manifest.files].index(path.name)
     stored = [(key, chunk) for key, tensor in manifest.tensors.items() for chunk in tensor.chunks]
-    for key, each in [*stored, *manifest.objects.items()]:
-        if each.file == number and each.start <= position < each.start + each.length:
-            return key, each.rank
+    for key, item in [*stored, *manifest.objects.items()]:
+        if item.file == number and item.start <= position < item.start + item.length:
+            return key, item.rank
     raise AssertionError(position)
 
 
@@ -56,12 +56,12 @@ def test_a_whole_checkpoint_is_whole_and_no_byte_is_left_out(run):
     assert report.unchecked == 0
     assert report.files == 6
     assert report.nbytes == sum(path.stat().st_size for path in (run / "step-40").iterdir())
-    assert str(report) == f"{run}/step-40: whole (6 files, {report.nbytes:,} bytes)"
+    assert str(report) == f"{run}/step-40: intact (6 files, {report.nbytes:,} bytes)"
     assert verify(run, 30).ok
     assert verify(run / "step-40").ok
 
 
-def test_300_flipped_bits_are_found_each_with_file_key_and_rank(run):
+def test_300_flipped_bits_are_found_every_with_file_key_and_rank(run):
     generator = random.Random(0)
     seen = Counter()
     for number in range(300):
@@ -74,7 +74,7 @@ def test_300_flipped_bits_are_found_each_with_file_key_and_rank(run):
         report = verify(run)
         path.write_bytes(whole)
         key, rank = blob_at(run, path, position)
-        assert [each.file for each in report.damages] == [str(path.relative_to(run))], (number, str(report))
+        assert [damage.file for damage in report.damages] == [str(path.relative_to(run))], (number, str(report))
         assert report.damages[0].key == key
         assert rank is None or report.damages[0].ranks == (rank,)
         assert report.damages[0].file in str(report) and key in str(report)
@@ -83,7 +83,7 @@ def test_300_flipped_bits_are_found_each_with_file_key_and_rank(run):
     assert verify(run).ok
 
 
-def test_100_truncations_are_found_each_with_file_and_the_keys_that_are_cut(run):
+def test_100_truncations_are_found_every_with_file_and_the_keys_that_are_cut(run):
     generator = random.Random(1)
     for _ in range(100):
         path = generator.choice(files_of(run))
@@ -92,25 +92,25 @@ def test_100_truncations_are_found_each_with_file_and_the_keys_that_are_cut(run)
         path.write_bytes(whole[:length])
         report = verify(run)
         path.write_bytes(whole)
-        assert {each.file for each in report.damages} == {str(path.relative_to(run))}
+        assert {damage.file for damage in report.damages} == {str(path.relative_to(run))}
         if path.suffix == ".distcp":
-            assert f"it has {length} bytes instead of {len(whole)}" in str(report)
+            assert f"has {length} bytes, expected {len(whole)}" in str(report)
             cut = {blob_at(run, path, position)[0] for position in range(length, len(whole), 40)}
-            assert {each.key for each in report.damages} == {"", *cut}
+            assert {item.key for item in report.damages} == {"", *cut}
     assert verify(run).ok
 
 
-def test_bytes_appended_to_a_file_are_told(run):
+def test_bytes_appended_to_a_file_are_reported(run):
     path = run / "step-40/__RANK_0.distcp"
     length = path.stat().st_size
     with path.open("ab") as file:
         file.write(b"more")
     (damage,) = verify(run).damages
     assert (damage.file, damage.ranks) == ("step-40/__RANK_0.distcp", (0,))
-    assert damage.what == f"it has {length + 4} bytes instead of {length}"
+    assert damage.what == f"has {length + 4} bytes, expected {length}"
 
 
-def test_25_missing_and_25_swapped_files_are_found_each_by_its_name(run):
+def test_25_missing_and_25_swapped_files_are_found_every_by_its_name(run):
     generator = random.Random(2)
     for number in range(50):
         path = generator.choice(files_of(run)[: -1 if number % 2 else None])  # a missing `latest` is no damage
@@ -122,7 +122,7 @@ def test_25_missing_and_25_swapped_files_are_found_each_by_its_name(run):
             path.write_bytes(generator.choice(others).read_bytes())
         report = verify(run)
         path.write_bytes(whole)
-        assert str(path.relative_to(run)) in {each.file for each in report.damages}, (number, path, str(report))
+        assert str(path.relative_to(run)) in {damage.file for damage in report.damages}, (number, path, str(report))
         if number % 2 and path.name != "manifest.json":
             assert "the file is missing" in str(report)
     assert verify(run).ok
@@ -133,8 +133,8 @@ def test_the_files_of_two_ranks_swapped_are_both_named(run):
     first, second = one.read_bytes(), other.read_bytes()
     one.write_bytes(second), other.write_bytes(first)
     report = verify(run)
-    assert {each.file for each in report.damages} == {"step-40/__RANK_0.distcp", "step-40/__RANK_1.distcp"}
-    assert {each.ranks for each in report.damages} == {(0,), (1,)}
+    assert {damage.file for damage in report.damages} == {"step-40/__RANK_0.distcp", "step-40/__RANK_1.distcp"}
+    assert {item.ranks for item in report.damages} == {(0,), (1,)}
 
 
 def test_two_blobs_of_one_file_swapped_are_both_named(run):
@@ -147,7 +147,7 @@ def test_two_blobs_of_one_file_swapped_are_both_named(run):
     data[one.start : one.start + one.length] = whole[other.start : other.start + other.length]
     data[other.start : other.start + other.length] = whole[one.start : one.start + one.length]
     path.write_bytes(data)
-    assert [(each.key, each.ranks) for each in verify(run).damages] == [("model.0.w", (1,)), ("model.1.w", (1,))]
+    assert [(damage.key, damage.ranks) for damage in verify(run).damages] == [("model.0.w", (1,)), ("model.1.w", (1,))]
 
 
 def test_a_missing_file_says_what_it_held_and_who_wrote_it(run):
@@ -163,18 +163,18 @@ def test_a_missing_file_says_what_it_held_and_who_wrote_it(run):
 def test_surplus_files_and_folders_are_named(run):
     (run / "step-40/__RANK_7.distcp").write_bytes(b"x")
     (run / "step-40/more").mkdir()
-    assert {each.file for each in verify(run).damages} == {"step-40/__RANK_7.distcp", "step-40/more"}
+    assert {damage.file for damage in verify(run).damages} == {"step-40/__RANK_7.distcp", "step-40/more"}
 
 
-def test_a_manifest_of_another_step_is_told(run):
+def test_a_manifest_of_another_step_is_reported(run):
     shutil.rmtree(run / "step-40")
     shutil.copytree(run / "step-30", run / "step-40")
     (damage,) = verify(run).damages
     assert damage.file == "step-40/manifest.json"
-    assert "it is of step 30, and lies in the folder of step 40" in damage.what
+    assert "the manifest is of step 30, but the folder is of step 40" in damage.what
 
 
-def test_a_missing_manifest_is_told_and_the_folder_is_not_taken_for_another_programs(run):
+def test_a_missing_manifest_is_reported_and_the_folder_is_not_taken_for_another_programs(run):
     (run / "step-40/manifest.json").unlink()
     for where in (verify(run), verify(run, 40), verify(run / "step-40")):
         (damage,) = where.damages
@@ -182,45 +182,47 @@ def test_a_missing_manifest_is_told_and_the_folder_is_not_taken_for_another_prog
         assert "is missing" in damage.what
 
 
-def test_a_damaged_latest_is_told_beside_what_the_highest_step_has(run):
+def test_a_damaged_latest_is_reported_beside_what_the_highest_step_has(run):
     (run / "latest").write_bytes(b"step-4")
     (run / "step-40/common.pt").unlink()
-    assert [each.file for each in verify(run).damages] == ["latest", "step-40/common.pt"]
+    assert [damage.file for damage in verify(run).damages] == ["latest", "step-40/common.pt"]
     (run / "latest").unlink()
-    assert [each.file for each in verify(run).damages] == ["latest", "step-40/common.pt"]
+    assert [item.file for item in verify(run).damages] == ["latest", "step-40/common.pt"]
 
 
 def test_latest_may_name_what_is_gone(run):
     shutil.rmtree(run / "step-40")
     report = verify(run)
-    assert [(each.file, each.what) for each in report.damages] == [("latest", "it names step 40, which is not there")]
+    assert [(damage.file, damage.what) for damage in report.damages] == [
+        ("latest", "names step 40, which does not exist")
+    ]
     assert report.where.endswith("step-30")
 
 
-def test_where_there_is_no_checkpoint_there_is_no_report(run, tmp_path):
-    with pytest.raises(CheckpointingException, match="there is no checkpoint"):
+def test_verify_raises_without_a_checkpoint(run, tmp_path):
+    with pytest.raises(CheckpointError, match="no checkpoint found"):
         verify(tmp_path / "nowhere")
-    with pytest.raises(CheckpointingException, match="no finished step 41; finished are 30, 40"):
+    with pytest.raises(CheckpointError, match="no finished step 41; finished steps: 30, 40"):
         verify(run, 41)
 
 
-def test_a_manifest_that_is_wrong_in_itself_is_told(run):
+def test_a_manifest_that_is_wrong_in_itself_is_reported(run):
     path = run / "step-40/manifest.json"
     manifest = decode(path.read_bytes(), "m")
     text = encode(manifest).replace(b'"dtype":"bfloat16"', b'"dtype":"float64"')
     body = text[:-21]
     path.write_bytes(body + b'"crc32":"%08x"}\n' % zlib.crc32(body))
-    assert [(each.file, each.key) for each in verify(run).damages] == [("step-40/manifest.json", "scale")]
+    assert [(damage.file, damage.key) for damage in verify(run).damages] == [("step-40/manifest.json", "scale")]
 
 
-def test_bytes_that_the_manifest_gives_to_nobody_are_told(run):
+def test_bytes_that_the_manifest_gives_to_nobody_are_reported(run):
     path = run / "step-40/manifest.json"
     manifest = decode(path.read_bytes(), "m")
     last = manifest.objects.pop("rng/shard_1_2")
     del manifest.tensors["model.1.w"]
     path.write_bytes(encode(manifest))
     report = verify(run)
-    assert [(each.file, each.key) for each in report.damages] == [
+    assert [(damage.file, damage.key) for damage in report.damages] == [
         ("step-40/__RANK_0.distcp", "model.2.w"),
         ("step-40/__RANK_1.distcp", "model.2.w"),
         ("step-40/__RANK_1.distcp", ""),
@@ -228,7 +230,7 @@ def test_bytes_that_the_manifest_gives_to_nobody_are_told(run):
     assert report.damages[-1].what.endswith(f"the last blob ends at byte {last.start}")
 
 
-def test_a_disk_that_does_not_read_is_told_with_the_keys(run, monkeypatch):
+def test_a_disk_that_does_not_read_is_reported_with_the_keys(run, monkeypatch):
     real = LocalStorage.read
 
     def read(self, path, start, into):
@@ -239,11 +241,11 @@ def test_a_disk_that_does_not_read_is_told_with_the_keys(run, monkeypatch):
     monkeypatch.setattr(LocalStorage, "read", read)
     report = verify(run)
     assert len(report.damages) == 5
-    assert {each.ranks for each in report.damages} == {(1,)}
+    assert {damage.ranks for damage in report.damages} == {(1,)}
     assert "cannot be read: Input/output error" in str(report)
 
 
-def test_large_chunks_are_read_in_windows_and_told_by_their_pieces(tmp_path, monkeypatch):
+def test_large_chunks_are_read_in_windows_and_reported_by_their_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "WINDOW", 4096)
     write_checkpoint(tmp_path, 1, tensors=2, rows=4000)
     write_checkpoint(tmp_path, 2, tensors=40, rows=2)
@@ -258,7 +260,7 @@ def test_large_chunks_are_read_in_windows_and_told_by_their_pieces(tmp_path, mon
         data[position] ^= 4
         path.write_bytes(data)
     path.write_bytes(path.read_bytes()[:50_000])
-    assert "are missing: the file ends before" in str(verify(tmp_path, 1))
+    assert "are missing: the file is truncated" in str(verify(tmp_path, 1))
 
 
 def test_other_storages_are_verified_the_same_way():
@@ -266,7 +268,7 @@ def test_other_storages_are_verified_the_same_way():
     write_checkpoint(storage, 5)
     assert verify(storage).ok
     storage.write("step-5/common.pt", [b"x"])
-    assert [each.file for each in verify(storage).damages] == ["step-5/common.pt"] * 2
+    assert [damage.file for damage in verify(storage).damages] == ["step-5/common.pt"] * 2
 
 
 def dcp_saved(folder):
@@ -290,11 +292,11 @@ def test_a_checkpoint_of_dcp_is_verified_as_far_as_its_zips_go(tmp_path):
         (damage,) = verify(tmp_path).damages
         assert (damage.file, damage.key, damage.ranks) == ("__0_0.distcp", "a.w", (0,))
     path.write_bytes(whole[:-100])
-    assert {each.file for each in verify(tmp_path).damages} == {"__0_0.distcp"}
+    assert {item.file for item in verify(tmp_path).damages} == {"__0_0.distcp"}
     path.unlink()
-    assert {each.key for each in verify(tmp_path).damages} == {"a.w", "a.b", "n"}
+    assert {element.key for element in verify(tmp_path).damages} == {"a.w", "a.b", "n"}
     (tmp_path / ".metadata").write_bytes(b"x")
-    assert [each.file for each in verify(tmp_path).damages] == [".metadata"]
+    assert [entry.file for entry in verify(tmp_path).damages] == [".metadata"]
 
 
 def chunk_of(data):

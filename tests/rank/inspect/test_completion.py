@@ -1,10 +1,16 @@
-"""What an editor is told of a namespace, without a rank; and that nothing in it is run for that."""
+"""Test completion and inspection without a rank, and that they run no user code."""
 
 from __future__ import annotations
 
+import ast
 import functools
+import gc
+import sys
 import threading
 import time
+import types
+import typing
+import weakref
 
 import numpy
 import pandas
@@ -12,8 +18,7 @@ import pytest
 import torch
 
 from rankbook.protocol.queries import GetCompletions, GetInspection
-from rankbook.rank.inspect import completion
-from rankbook.rank.inspect.completion import MOST, CompletionHandler
+from rankbook.rank.inspect.completion import MAX_COMPLETIONS, CodeBeforeCursor, CompletionHandler
 
 RUN: list[str] = []
 
@@ -32,7 +37,7 @@ class Strange:
     """A trap in every door."""
 
     limit = 3
-    __slots__ = ("__dict__", "slot")
+    __slots__ = ("__dict__", "__weakref__", "slot")
 
     def __getattr__(self, name):
         ran(name)
@@ -66,6 +71,73 @@ class Strange:
         ran("method")
 
 
+class Descriptor:
+    def __get__(self, instance, owner):
+        ran("descriptor")
+
+
+class Trapped(dict):
+    """Runs code at every other door."""
+
+    descriptor = Descriptor()
+
+    def __missing__(self, key):
+        ran(f"missing {key}")
+
+    def __iter__(self):
+        ran("iter")
+
+    def keys(self):
+        ran("keys")
+
+    def __getitem__(self, key):
+        ran(f"getitem {key}")
+
+    def __len__(self):  # noqa: PLE0303 - as above
+        ran("len")
+
+    @property
+    def __class__(self):
+        ran("__class__")
+
+    @property
+    def __doc__(self):
+        ran("__doc__")
+
+    @property
+    def __signature__(self):
+        ran("__signature__")
+
+
+class TrappedList(list):
+    def __getitem__(self, index):
+        ran(f"getitem {index}")
+
+
+class TrappedTensor(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        ran(f"torch function {func} {types} {args} {kwargs}")
+
+
+class TrappedKey(str):
+    __slots__ = ()
+
+    def __repr__(self):
+        ran("repr of a key")
+
+    def __hash__(self):
+        return 1
+
+    def __eq__(self, other):
+        ran(f"a key == {other}")
+
+
+class TrappedModule(types.ModuleType):
+    def __getattr__(self, name):
+        ran(f"module {name}")
+
+
 class Net(torch.nn.Module):
     """A small one."""
 
@@ -87,6 +159,19 @@ def make(width: int, *more, depth=[1], **rest) -> Net:  # noqa: B006
     ran("make")
 
 
+class Defaults:
+    def __repr__(self):
+        ran("repr of a default")
+
+
+class Annotation(metaclass=Meta):
+    pass
+
+
+def trapping(first=Defaults(), second=torch.ones(1), third=None, fourth=None, fifth=None):  # noqa: B008
+    ran(f"trapping {first} {second} {third} {fourth} {fifth}")
+
+
 @functools.wraps(make)
 def wrapped(*args, **kwargs):
     ran(f"wrapped {args} {kwargs}")
@@ -99,9 +184,28 @@ def strange():
     return made
 
 
+trapping.__annotations__ = {
+    "first": Annotation,
+    "second": Defaults(),
+    "third": typing.Annotated[int, Defaults()],
+    "fourth": list[Annotation],
+    "fifth": typing.Callable[..., torch.Tensor | None],
+    "return": Annotation,
+}
+trapping.__signature__ = trapping.__wrapped__ = strange()
+trapping.getdoc = lambda: ran("getdoc")
+
+
+def looped(alpha):
+    ran(f"looped {alpha}")
+
+
+looped.__wrapped__ = looped
+
 NAMESPACE = {
     "model": Net(),
     "Net": Net,
+    "Trapped": Trapped,
     "trap": strange(),
     "Trap": Strange,
     "Odd": Meta("Odd", (), {"inside": 1}),
@@ -113,6 +217,14 @@ NAMESPACE = {
     "config": {"learning_rate": 1.0, "layers": {"first": 1}, 3: 4, "it's": 5},
     "frame": pandas.DataFrame({"loss": [1.0], "two words": [2]}),
     "words": ["a", "b"],
+    "trapped": Trapped(key=["value"]),
+    "trapped_list": TrappedList([["value"]]),
+    "trapped_tensor": torch.ones(2).as_subclass(TrappedTensor),
+    "trapped_keys": {TrappedKey("first"): 1, "second": 2},
+    "trapped_module": TrappedModule("trapped_module"),
+    "trapping": trapping,
+    "looped": looped,
+    "table": {("encoder", "weight"): 1, ("encoder", "bias"): 2},
     "_hidden": 1,
     "rank": 0,
 }
@@ -130,7 +242,8 @@ guide = CompletionHandler(Work(), 1)
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_run():
+def nothing_is_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trapped_module", NAMESPACE["trapped_module"])
     RUN.clear()
     yield
     assert RUN == []
@@ -144,7 +257,7 @@ def complete(text, **options):
 
 
 def names(text, **options):
-    return [each.text for each in complete(text, **options).completions]
+    return [completion.text for completion in complete(text, **options).completions]
 
 
 def inspect(text, *, source=False, cursor=None):
@@ -183,17 +296,35 @@ def inspect(text, *, source=False, cursor=None):
         ("Trap().lim", ["limit"]),
         ("Trap.lim", ["limit"]),
         ("Odd.ins", ["inside"]),
+        ("trapped.des", ["descriptor"]),
+        ("trapped.descriptor.", []),
+        ("trapped['ke", ["key"]),
+        ("trapped['key'][0].upp", ["upper"]),
+        ("trapped['absent'].upp", []),
+        ("Trapped().cle", ["clear"]),
+        ("trapped_list[0][0].upp", ["upper"]),
+        ("trapped_tensor.requires_grad_", ["requires_grad_"]),
+        ("trapped_tensor.grad.requires_grad_", ["requires_grad_"]),
+        ("trapped_keys['", ["second"]),
+        ("trapped_module.__na", ["__name__"]),
+        ("trapped_module.absent.", []),
+        ("from trapped_module import __na", ["__name__"]),
+        ("trapping(fir", ["first="]),
+        ("trapped(", ["model"]),
         ("make(3).layers", []),
         ("make(3).forwa", ["forward"]),
         ("make(dep", ["depth="]),
         ("make(1, wid", ["width="]),
         ("Net(wid", ["width="]),
         ("wrapped(dep", ["depth="]),
+        ("looped(alp", ["alpha="]),
         ("trap.method(gam", ["gamma="]),
         ("config['lea", ["learning_rate"]),
         ("config['layers']['fi", ["first"]),
-        ('config["it', ["it's"]),
-        ("config['it", []),
+        ('config["it', ["it\\'s"]),
+        ("config['it", ["it\\'s"]),
+        ("config['lea' * 10**10, 'lea", []),
+        ("config[10**10**10, 'lea", []),
         ("frame['two", ["two words"]),
         ("frame.los", ["loss"]),
         ("words[0].upp", ["upper"]),
@@ -208,25 +339,35 @@ def inspect(text, *, source=False, cursor=None):
         ("'model.lay", []),
         ("x = '''\nmodel.lay", []),
         ("f'{1}' + mod", ["model"]),
+        ("make(1, depth=2, ", ["width=", "model"]),
+        ("make(\n    1,  # (one\n    dep", ["depth="]),
+        ("lambda: make(1)\n", ["model"]),
+        ("[model][0].app", []),
+        ("[model].app", ["append"]),
+        ("(model\n    .layers[0]\n    .wei", ["weight"]),
+        ("model.layers[len(words)].wei", []),
+        ("x[rank + 1, :2].requires_grad_", ["requires_grad_"]),
+        ("return make(1, depth={'(': 2}).forwa", ["forward"]),
+        ("(10**10**10).bit_l", []),
         ("nowhere.at.all.", []),
         ("1.", []),
         (").", []),
         ("config[", ["config"]),
     ],
 )
-def test_what_may_follow(text, some):
+def test_completions_of_code(text, some):
     found = names(text)
-    assert [each for each in some if each not in found] == []
+    assert [item for item in some if item not in found] == []
     if not some:
         assert found == []
     assert RUN == []
 
 
-def test_where_it_stands_and_what_it_is():
+def test_completion_has_its_start_and_type():
     answer = complete("loss = model.layers[0].wei + 1", cursor=26)
     assert answer.start == 23
-    assert [(each.text, each.type) for each in answer.completions] == [("weight", "instance")]
-    kinds = {each.text: each.type for each in complete("").completions}
+    assert [(item.text, item.type) for item in answer.completions] == [("weight", "instance")]
+    kinds = {completion.text: completion.type for completion in complete("").completions}
     assert (kinds["torch"], kinds["make"], kinds["Trap"], kinds["x"], kinds["for"]) == (
         "module",
         "function",
@@ -238,7 +379,7 @@ def test_where_it_stands_and_what_it_is():
 
 def test_private_names_come_when_they_are_asked_for():
     assert "_hidden" not in names("") and names("_hid") == ["_hidden"]
-    assert not [each for each in names("model.") if each.startswith("_")]
+    assert not [name for name in names("model.") if name.startswith("_")]
     assert "_parameters" in names("model._par")
 
 
@@ -248,9 +389,9 @@ def test_variables_are_the_cells_own():
 
 
 def test_a_large_answer_is_cut_and_a_long_cell_is_read_from_its_end():
-    NAMESPACE["many"] = {f"key{each}": each for each in range(3 * MOST)}
+    NAMESPACE["many"] = {f"key{number}": number for number in range(3 * MAX_COMPLETIONS)}
     try:
-        assert len(names("many['")) == MOST
+        assert len(names("many['")) == MAX_COMPLETIONS
     finally:
         del NAMESPACE["many"]
     began = time.thread_time()
@@ -268,8 +409,8 @@ def test_a_namespace_that_changes_meanwhile_is_no_trouble():
             count += 1
             shared[f"new{count}"] = count
             if count % 50 == 0:
-                for each in range(count - 49, count + 1):
-                    del shared[f"new{each}"]
+                for number in range(count - 49, count + 1):
+                    del shared[f"new{number}"]
 
     thread = threading.Thread(target=change)
     thread.start()
@@ -286,10 +427,26 @@ def test_a_namespace_that_changes_meanwhile_is_no_trouble():
         del NAMESPACE["shared"]
 
 
+@pytest.mark.parametrize("code", ["", "held", "held.", "held(", "[held][0].", "held['", "from held import "])
+def test_completion_keeps_no_object_alive(code):
+    def held(value=strange()):  # noqa: B008
+        ran(f"held {value}")
+
+    alive = weakref.ref(held.__defaults__[0])
+    NAMESPACE["held"] = held
+    try:
+        names(code)
+        inspect(code)
+    finally:
+        del NAMESPACE["held"], held
+    gc.collect()
+    assert alive() is None
+
+
 # Inspection ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_function_is_told_with_its_signature_docstring_and_place():
+def test_a_function_is_reported_with_its_signature_docstring_and_place():
     text = inspect("make")
     assert "Signature: make(width: int, *more, depth=<list>, **rest) -> Net" in text
     assert "With a second paragraph." in text and __file__ in text and "Rank:      1" in text
@@ -297,25 +454,37 @@ def test_a_function_is_told_with_its_signature_docstring_and_place():
     assert 'ran("make")' not in text and 'ran("make")' in inspect("make", source=True)
 
 
-def test_values_are_told_by_what_is_stored():
+def test_values_are_reported_by_what_is_stored():
     text = inspect("model.layers[0].weight")
     assert "Parameter" in text and "[2, 4]" in text and "float32" in text and "cpu" in text and "32 bytes" in text
+    assert inspect("array").count("ndarray(shape, dtype=") == 1, "and not once more as C code declares it"
     assert "4 items" in inspect("config") and "'a'" in inspect("words[0]")
     assert "A small one." in inspect("model") and "5 tensors" in inspect("model")
     assert "class Net" in inspect("model", source=True)
 
 
-def test_a_trap_is_told_without_stepping_into_it():
-    for name in ("trap", "Trap", "Odd", "trap.method", "trap.computed", "trap.tensor", "trap.later", "trap.slot"):
-        inspect(name)
+def test_a_trap_is_reported_without_stepping_into_it():
+    of_trap = ["trap.method", "trap.computed", "trap.tensor", "trap.later", "trap.slot"]
+    for name in [name for name in NAMESPACE if "trap" in name.lower()] + of_trap + ["Odd", "trapped['key']"]:
+        assert inspect(name) or name == "trap.computed"
         inspect(name, source=True)
     assert "A trap in every door." in inspect("trap")
-    assert "not known without computing it" in inspect("trap.tensor")
+    assert "unknown until it is computed" in inspect("trap.tensor")
     assert "Signature: trap.method(alpha, beta=2, *, gamma: int = 3) -> dict" in inspect("trap.method")
+    text = inspect("trapping")
+    for parameter in (
+        "first: Annotation = <Defaults>",
+        "second: <Defaults> = <Tensor>",
+        "third: <_AnnotatedAlias> = None",
+        "fourth: <GenericAlias> = None",
+        "fifth: Callable[..., torch.Tensor | None] = None",
+        ") -> Annotation",
+    ):
+        assert parameter in text
     assert RUN == []
 
 
-def test_it_is_asked_about_what_is_under_the_cursor_or_called_there():
+def test_inspection_concerns_the_name_under_the_cursor_or_the_call():
     assert "Make one." in inspect("y = make(1, 2)", cursor=6)
     assert "Make one." in inspect("y = make(1, ", cursor=12)
     assert "builtin_function_or_method" in inspect("print(len(") and "number of items" in inspect("print(len(")
@@ -332,20 +501,26 @@ def test_it_is_asked_about_what_is_under_the_cursor_or_called_there():
         ("x = a.b[0].c", "a.b[0].c"),
         ("f(a, b.c(1)[2]", "b.c(1)[2]"),
         ("return a", "a"),
-        ("a. b", "a. b"),
-        ("a +", ""),
-        ("]", ""),
-        ("", ""),
+        ("a. b", "a.b"),
+        ("print('it (', a.b", "a.b"),
+        ("f(a)(b, c).d", "f(a)(b, c).d"),
+        ("[a][0].b", "[a][0].b"),
+        ("x[a", "a"),
+        ("a +", None),
+        ("]", None),
+        ("", None),
     ],
 )
 def test_the_expression_that_a_text_ends_with(text, expression):
-    assert completion.expression_before(text) == expression
+    found = CodeBeforeCursor(text).expression_before(len(text))
+    assert (found and ast.unparse(found)) == expression
 
 
 def test_strings_brackets_and_comments_are_known():
-    assert completion.cursor_context("f('a(', [1, ").brackets == (1, 8)
-    assert completion.cursor_context("f('it\\'s").quote == 2
-    assert completion.cursor_context("x = 'not closed\ny").quote is None
-    assert completion.cursor_context('"""a\n"b"').quote == 0
-    assert completion.cursor_context("x = 1  # 'what").comment
-    assert not completion.cursor_context("# 'what\nx").comment
+    assert CodeBeforeCursor("f('a(', [1, ").opened == [1, 8]
+    assert CodeBeforeCursor("f('it\\'s").state == "string"
+    assert CodeBeforeCursor("x = 'not closed\ny").state == "code"
+    assert CodeBeforeCursor('"""a\n"b"').state == "string"
+    assert CodeBeforeCursor('"""a\n"b\n"""').state == "code"
+    assert CodeBeforeCursor("x = 1  # 'what").state == "comment"
+    assert CodeBeforeCursor("# 'what\nx").state == "code"

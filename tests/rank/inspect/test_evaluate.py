@@ -1,4 +1,4 @@
-"""What a peek sees and how it ends, without a rank."""
+"""Test the evaluation of expressions and its end, without a rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def peek(source, work=None, seconds=5.0, peeks=None):
         ("[x for _ in range(2)]", "[7, 7]", ""),
         ("(w * 2).requires_grad", "False", ""),
         ("y", "", "NameError: name 'y' is not defined"),
-        ("xx", "", "NameError: name 'xx' is not defined; near: x"),
+        ("xx", "", "NameError: name 'xx' is not defined; did you mean: x?"),
         ("exit_now()", "", "SystemExit: 3"),
         ("1 +", "", "SyntaxError: invalid syntax (<peek>, line 1)"),
         ("'a\\nb' + 1 / 0", "", "ZeroDivisionError: division by zero"),
@@ -52,28 +52,28 @@ def test_an_answer_is_a_text_or_one_line_of_trouble(source, text, trouble):
 
 def test_a_long_answer_is_cut_before_it_is_made():
     assert len(describe("x" * 10_000_000)) < 2100
-    assert describe("x" * 10_000_000).endswith("10,000,000 characters in all")
+    assert describe("x" * 10_000_000).endswith("10,000,000 characters in total")
     assert len(describe(list(range(10**6)))) < 2100
     assert describe("short") == "'short'"
 
 
-def test_what_does_not_end_is_given_up_and_ended_and_too_much_of_it_is_refused():
+def test_endless_expressions_time_out_and_too_many_are_refused():
     gate = threading.Event()
     peeks = Evaluator(Work(gate=gate), torch.device("cpu"))
-    assert peek("[0 for _ in iter(int, 1)]", seconds=0.1, peeks=peeks).trouble == "given up after 0.1 s"
-    (spinning,) = peeks._given_up
+    assert peek("[0 for _ in iter(int, 1)]", seconds=0.1, peeks=peeks).trouble == "timed out after 0.1 s"
+    (spinning,) = peeks._timed_out
     assert spinning.ended.wait(20), "Python code goes on after it was given up"
     for _ in range(4):
-        assert peek("gate.wait(60)", seconds=0.01, peeks=peeks).trouble == "given up after 0.01 s"
-    assert "4 peeks that were given up" in peek("1", peeks=peeks).trouble
+        assert peek("gate.wait(60)", seconds=0.01, peeks=peeks).trouble == "timed out after 0.01 s"
+    assert "4 earlier peeks have timed out and are still running" in peek("1", peeks=peeks).trouble
     gate.set()
     wait_until(lambda: peek("1", peeks=peeks).text == "1", timeout=20, what="room for another peek")
 
 
 def test_only_a_peeks_thread_is_kept_from_collectives():
-    assert not interruptible_work.here.only_looks
-    assert peek("here.only_looks", Work(here=interruptible_work.here)).text == "True"
-    assert not interruptible_work.here.only_looks
+    assert not interruptible_work.thread_state.collectives_forbidden
+    assert peek("thread_state.collectives_forbidden", Work(thread_state=interruptible_work.thread_state)).text == "True"
+    assert not interruptible_work.thread_state.collectives_forbidden
 
 
 def test_names_are_those_of_comprehensions_and_lambdas_too():
@@ -119,7 +119,7 @@ def test_the_innermost_function_of_the_user_goes_first():
     assert found == {"x": 10, "y": 2, "only_outer": 2}, "the library's own `timeout` is none of the user's"
 
 
-def test_nothing_is_kept_of_a_functions_variables():
+def test_evaluation_keeps_no_local_variables_alive():
     code = "def outer():\n    thing = Thing()\n    made.append(weakref.ref(thing))\n    del thing\n    stop()\n"
     code = code.replace("    del thing\n    stop()\n", "    stop()\n    del thing\n    stop2()\n")
     made, seen = [], []

@@ -1,4 +1,4 @@
-"""The search for what holds the memory: from variables to tensors, each storage once, and never through user code."""
+"""Test the search for tensors that hold memory: each storage once, and no user code."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from rankbook.rank.inspect.oom import DEEPEST, find_holdings
+from rankbook.rank.inspect.oom import MAX_DEPTH, find_holdings
 
 
 def names(namespace: dict[str, object], **options) -> list[str]:
     """The names of all that is found, in no order."""
-    return sorted(each.name for each in find_holdings(namespace, **options).holdings)
+    return sorted(holding.name for holding in find_holdings(namespace, **options).holdings)
 
 
 @dataclass
@@ -76,7 +76,7 @@ def test_a_tensor_is_found_by_the_way_that_leads_to_it(value, found):
     assert names({"x": value}) == sorted(found)
 
 
-def test_what_is_told_of_it():
+def test_memory_report_has_name_size_and_shape():
     (holding,) = find_holdings({"x": [torch.zeros(4, 5, dtype=torch.float16)]}).holdings
     assert (holding.name, holding.size, holding.shape, holding.dtype, holding.device) == (
         "x[0]",
@@ -91,7 +91,7 @@ def test_what_is_told_of_it():
 def test_a_storage_counts_once_and_whole_by_its_shortest_name():
     big = torch.zeros(1000)
     found = find_holdings({"views": [big[:10], big.view(10, 100)], "big": big, "as_array": [big.numpy()]})
-    assert [each.name for each in found.holdings] == ["big"]
+    assert [holding.name for holding in found.holdings] == ["big"]
     assert found.size == 4000
     (view,) = find_holdings({"view": big[:10]}).holdings
     assert (view.size, view.shape) == (4000, (10,)), "what a small view keeps alive is the whole"
@@ -99,7 +99,7 @@ def test_a_storage_counts_once_and_whole_by_its_shortest_name():
 
 def test_the_largest_come_first():
     found = find_holdings({"small": torch.ones(1), "large": torch.ones(100), "middle": torch.ones(10)})
-    assert [each.name for each in found.holdings] == ["large", "middle", "small"]
+    assert [holding.name for holding in found.holdings] == ["large", "middle", "small"]
 
 
 def test_gradients_and_an_optimizers_state_are_named_by_their_parameters():
@@ -118,7 +118,7 @@ def test_an_optimizer_without_its_model_still_says_what_it_has():
     assert names({"optimizer": optimizer}) == ["optimizer.param_groups[0]['params'][0]"]
 
 
-def test_only_one_device_is_told_if_that_is_asked_for():
+def test_only_one_device_is_reported_if_that_is_asked_for():
     assert names({"x": ones()}, device="cuda:0") == []
     assert names({"x": ones()}, device="cpu") == ["x"]
 
@@ -162,14 +162,14 @@ def test_a_circle_ends():
     assert names({"circle": circle}) == ["circle[0]"]
 
 
-def test_what_is_too_deep_or_too_much_is_left_out_and_that_is_said():
+def test_search_limits_are_reported_as_incomplete():
     deep: object = ones()
-    for _ in range(DEEPEST + 1):
+    for _ in range(MAX_DEPTH + 1):
         deep = [deep]
     found = find_holdings({"deep": deep, "flat": ones()})
-    assert [each.name for each in found.holdings] == ["flat"] and not found.complete
+    assert [holding.name for holding in found.holdings] == ["flat"] and not found.complete
     many = find_holdings({"t": ones(), "many": [[] for _ in range(100)]}, most_objects=50)
-    assert [each.name for each in many.holdings] == ["t"] and not many.complete
+    assert [item.name for item in many.holdings] == ["t"] and not many.complete
     assert find_holdings({"t": ones()}).complete
 
 
@@ -181,11 +181,11 @@ def test_a_large_namespace_is_searched_up_to_a_bound():
         "big": torch.ones(1000),
     }
     found = find_holdings(namespace)
-    assert [each.name for each in found.holdings] == ["big"]
+    assert [holding.name for holding in found.holdings] == ["big"]
     assert not found.complete
 
 
-def test_nothing_is_kept_of_what_was_found():
+def test_search_keeps_no_object_alive():
     import weakref
 
     big = torch.ones(3)

@@ -1,4 +1,4 @@
-"""Errors that say that memory ran out, and the words for what held it."""
+"""Test which errors count as out of memory, and the report about them."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_the_table_names_the_largest_and_adds_up_the_rest():
     assert len({line.index("MB") for line in lines[:9]}) == 1, "the units stand below each other"
 
 
-def test_where_nothing_is_found_that_is_said():
-    assert describe_holdings(find_holdings({"n": 5})) == ["  no variable leads to a tensor of 1 MB or more"]
+def test_report_without_holdings_says_so():
+    assert describe_holdings(find_holdings({"n": 5})) == ["  no variable holds a tensor of 1 MB or more"]
 
 
 @pytest.fixture
@@ -116,11 +116,11 @@ def test_the_device_is_the_one_that_the_error_names(cuda, error, device):
     assert oom._device_of(error) == device
 
 
-def test_of_a_gpu_it_says_what_is_free_used_kept_and_others(cuda):
+def test_gpu_report_has_free_used_reserved_and_other_memory(cuda):
     found = MemoryReport([MemoryHolding("model.weight", 40_000_000_000, (10,), "float32", "cuda:1")])
     first, second = oom._describe_cuda(torch.device("cuda:1"), found).splitlines()
     assert first == (
-        "memory of cuda:1: 5 GB of 80 GB are free; this rank's tensors have 60 GB, "
-        "10 GB are reserved and not used, 5 GB are others'"
+        "memory of cuda:1: 5 GB of 80 GB are free; this rank's tensors use 60 GB, "
+        "10 GB are reserved but unused, 5 GB are used by other processes or the CUDA context"
     )
-    assert second.startswith("20 GB have no name")
+    assert second.startswith("20 GB belong to no variable")

@@ -1,4 +1,4 @@
-"""What a rank tells of its objects, without a rank."""
+"""Test the replies about a rank's objects, without a rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.protocol import telemetry
 from rankbook.protocol.queries import GetStatistic, GetStatus, QueryFailed
 from rankbook.rank.inspect import object_discovery, shard_map, tensor_introspection
-from rankbook.rank.inspect.object_info import list_variables
 from rankbook.rank.inspect.query_handlers import GradientCounter, StatusHandler, Utilisation, compute_statistic
 from rankbook.rank.inspect.tensor_introspection import GilYield
+from rankbook.rank.inspect.variables import list_variables
 
 
 def inventory(namespace):
@@ -43,7 +43,7 @@ def test_a_statistic_is_torchs_own(tensor):
     assert found.mean == pytest.approx(float(whole.mean()), rel=1e-9, abs=1e-12)
 
 
-def test_what_is_not_finite_is_counted_and_left_out_of_the_rest():
+def test_statistic_counts_non_finite_values_separately():
     tensor = torch.arange(100_000, dtype=torch.float32)
     tensor[5], tensor[50_000], tensor[99_999] = float("nan"), float("inf"), float("-inf")
     found = compute_statistic(0, tensor)
@@ -54,10 +54,10 @@ def test_what_is_not_finite_is_counted_and_left_out_of_the_rest():
 
 
 def test_a_tensor_that_takes_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr("rankbook.rank.inspect.query_handlers.LONGEST", -1.0)
-    with pytest.raises(BadRequest, match="too many to look at"):
+    monkeypatch.setattr("rankbook.rank.inspect.query_handlers.STATISTIC_TIMEOUT", -1.0)
+    with pytest.raises(InvalidArgument, match="too large for statistics"):
         compute_statistic(0, torch.ones(10))
-    with pytest.raises(BadRequest, match="no minimum"):
+    with pytest.raises(InvalidArgument, match="cannot compute the minimum"):
         compute_statistic(0, torch.ones(2, dtype=torch.complex64))
 
 
@@ -68,10 +68,13 @@ def test_shared_parameters_count_once_and_inner_modules_are_not_listed():
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.step()
     found = inventory({"layer": tied, "model": model, "again": model, "box": {"o": optimizer}, "n": 3})
-    assert [(each.kind, each.name) for each in found.holdings] == [("model", "model"), ("optimizer", "box['o']")]
-    assert found.parameters == sum(each.nbytes for each in model.parameters())
-    assert [each() for each in found.trainable] == list(model.parameters())
-    assert found.optimizer == sum(each.nbytes for state in optimizer.state.values() for each in state.values())
+    assert [(holding.kind, holding.name) for holding in found.holdings] == [
+        ("model", "model"),
+        ("optimizer", "box['o']"),
+    ]
+    assert found.parameters == sum(parameter.nbytes for parameter in model.parameters())
+    assert [item() for item in found.trainable] == list(model.parameters())
+    assert found.optimizer == sum(element.nbytes for state in optimizer.state.values() for element in state.values())
     assert tensor_introspection.steps_of_optimizer(optimizer) == 1
 
 
@@ -98,20 +101,20 @@ def test_a_model_below_an_object_and_a_loader_are_found_by_their_way():
     loader = DataLoader([1, 2, 3], batch_size=2)
     namespace = {"trainers": [Trainer()], "loud": Loud(), "loader": loader}
     found = inventory(namespace)
-    assert [(each.name, each.detail) for each in found.holdings] == [
+    assert [(holding.name, holding.detail) for holding in found.holdings] == [
         ("trainers[0].model", ""),
         ("loader", "batch size 2"),
     ]
-    assert [(each.name, each.preview) for each in list_variables(namespace, (), GilYield())] == [
+    assert [(variable.name, variable.preview) for variable in list_variables(namespace, (), GilYield())] == [
         ("trainers", "1 item"),
         ("loud", ""),
         ("loader", ""),
     ]
 
 
-def test_variables_tell_what_metadata_says():
+def test_variables_report_what_metadata_says():
     namespace = {"_x": 1, "rank": 0, "x": torch.ones(2, 3), "s": "a" * 500, "big": 1 << 5000, "f": len}
-    found = {each.name: each for each in list_variables(namespace, {"rank"}, GilYield())}
+    found = {variable.name: variable for variable in list_variables(namespace, {"rank"}, GilYield())}
     assert list(found) == ["x", "s", "big"]
     assert (found["x"].shape, found["x"].dtype, found["x"].bytes, found["x"].device) == ((2, 3), "float32", 24, "cpu")
     assert len(found["s"].preview) <= 80
@@ -124,18 +127,18 @@ def test_an_untouched_wrapper_adds_nothing_to_names():
     torch.nn.Module.__init__(wrapper)
     wrapper.module = inner
     kind, found = shard_map.tensors_of({"m": wrapper}, "m", GilYield())
-    assert (kind, [each.key for each in found]) == ("model", ["weight", "bias"])
+    assert (kind, [item.key for item in found]) == ("model", ["weight", "bias"])
     assert shard_map.tensors_of({"m": wrapper}, "m.module", GilYield())[0] == "model"
-    with pytest.raises(BadRequest, match="no variable 'q'"):
+    with pytest.raises(InvalidArgument, match="variable 'q' is not defined on this rank"):
         shard_map.tensors_of({"m": wrapper}, "q", GilYield())
-    with pytest.raises(BadRequest, match="is a int"):
+    with pytest.raises(InvalidArgument, match="is a int"):
         shard_map.tensors_of({"m": 3}, "m", GilYield())
 
 
 def test_a_state_dict_is_found_whole():
     state = {"model": {"w": torch.ones(2)}, "list": [torch.ones(3)], "step": 3}
     kind, found = shard_map.tensors_of({"s": state}, "s", GilYield())
-    assert (kind, [each.key for each in found]) == ("state dict", ["model.w", "list.0"])
+    assert (kind, [item.key for item in found]) == ("state dict", ["model.w", "list.0"])
 
 
 class _Work:
@@ -150,7 +153,7 @@ class _Work:
     def frames(self):
         return ()
 
-    def waits(self):
+    def pending_collective(self):
         return "", 0.0
 
     def namespace(self):
@@ -163,63 +166,63 @@ class _Work:
         function()
 
 
-def test_a_second_look_tells_holdings_only_where_they_changed():
+def test_a_second_look_reports_holdings_only_where_they_changed():
     work = _Work({"model": torch.nn.Linear(2, 2)})
-    lookout = StatusHandler(work, 0, torch.device("cpu"))
-    first = lookout.answer(GetStatus(1, True, -1, True, False))
-    assert [each.name for each in first.holdings] == ["model"]
-    assert lookout.answer(GetStatus(1, True, first.version, True, False)).holdings is None
+    handler = StatusHandler(work, 0, torch.device("cpu"))
+    first = handler.answer(GetStatus(1, True, -1, True, False))
+    assert [holding.name for holding in first.holdings] == ["model"]
+    assert handler.answer(GetStatus(1, True, first.version, True, False)).holdings is None
     work.variables["other"] = torch.nn.Linear(2, 2)
-    assert lookout.answer(GetStatus(1, True, first.version, False, False)).holdings is None  # not yet due
-    assert len(lookout.answer(GetStatus(1, True, first.version, True, False)).holdings) == 2
-    assert lookout.answer(GetStatus(1, False, -1, False, False)).sample.memory is None
-    assert isinstance(lookout.answer(GetStatistic(1, "model", "nothing")), QueryFailed)
+    assert handler.answer(GetStatus(1, True, first.version, False, False)).holdings is None  # not yet due
+    assert len(handler.answer(GetStatus(1, True, first.version, True, False)).holdings) == 2
+    assert handler.answer(GetStatus(1, False, -1, False, False)).sample.memory is None
+    assert isinstance(handler.answer(GetStatistic(1, "model", "nothing")), QueryFailed)
 
 
-def test_what_takes_next_to_nothing_is_told_at_once_and_searches_grow_rare_while_a_cell_finds_nothing_new(monkeypatch):
+def test_counters_are_always_current_and_searches_become_rarer(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("rankbook.rank.inspect.query_handlers.time.monotonic", lambda: now[0])
     monkeypatch.setattr("rankbook.rank.inspect.query_handlers.time.thread_time", lambda: 0.0)
     work = _Work({"model": torch.nn.Linear(2, 2)})
-    lookout, ask = StatusHandler(work, 0, torch.device("cpu")), GetStatus(1, True, -1, False, False)
-    assert lookout.at_once(ask) is None, "nothing was searched for yet"
-    assert lookout.at_once(GetStatus(1, True, -1, True, False)) is None, "a fresh one searches"
+    handler, ask = StatusHandler(work, 0, torch.device("cpu")), GetStatus(1, True, -1, False, False)
+    assert handler.cheap_answer(ask) is None, "nothing was searched for yet"
+    assert handler.cheap_answer(GetStatus(1, True, -1, True, False)) is None, "a fresh one searches"
     work.running, searched = 7, []
     for tenth in range(160):
         now[0] = 100.0 + tenth / 10
-        if (told := lookout.at_once(ask)) is None:
-            told, before = lookout.answer(ask), lookout._searched
+        if (reported := handler.cheap_answer(ask)) is None:
+            reported, before = handler.answer(ask), handler._last_search
             searched += [tenth] if before == now[0] else []
-        assert [each.name for each in told.holdings] == ["model"]
+        assert [holding.name for holding in reported.holdings] == ["model"]
     assert searched == [0, 10, 30, 70, 110, 150]
     work.running = 8
     now[0] += 1.0
-    lookout.answer(ask)
-    assert lookout._searched == now[0], "another cell may have made anything"
+    handler.answer(ask)
+    assert handler._last_search == now[0], "another cell may have made anything"
 
 
-def test_a_checkpoint_that_is_saved_twice_is_told_once_as_it_is_now(monkeypatch):
+def test_a_checkpoint_that_is_saved_twice_is_reported_once_as_it_is_now(monkeypatch):
     monkeypatch.setattr(telemetry, "listener", None)
     monkeypatch.setattr(telemetry, "_sources", {})  # a save that a test of storage broke off may stand in there
-    lookout = StatusHandler(_Work({}), 0, torch.device("cpu"))
+    handler = StatusHandler(_Work({}), 0, torch.device("cpu"))
 
-    def told():
-        return lookout.answer(GetStatus(1, False, -1, False, True)).saves
+    def reported():
+        return handler.answer(GetStatus(1, False, -1, False, True)).saves
 
     done = telemetry.CheckpointSave("run", "step-3", 3, "done", 8, 8, 0.5, None, False, "")
     other, again = (msgspec.structs.replace(done, **changed) for changed in ({"name": "step-4"}, {"phase": "writing"}))
-    assert told() == ()
+    assert reported() == ()
     for save in (done, other):
         telemetry.report_value(save)
-    assert told() == (done, other)
+    assert reported() == (done, other)
     telemetry.offer_source("checkpoint again", lambda: again)
-    assert told() == (again, other)
+    assert reported() == (again, other)
     telemetry.withdraw_source("checkpoint again")
     telemetry.report_value(later := msgspec.structs.replace(done, seconds=0.7))
-    assert told() == (other, later)
+    assert reported() == (other, later)
 
 
-def test_a_device_of_which_nvml_tells_nothing_is_not_asked_again_and_other_errors_are_told(monkeypatch):
+def test_a_device_of_which_nvml_reports_nothing_is_not_asked_again_and_other_errors_are_reported(monkeypatch):
     not_supported = type("NVMLError_NotSupported", (Exception,), {"__module__": "pynvml"})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for error in (not_supported(), ModuleNotFoundError("No module named 'pynvml'"), KeyError("a bug")):
@@ -232,9 +235,9 @@ def test_a_device_of_which_nvml_tells_nothing_is_not_asked_again_and_other_error
         found = Utilisation(torch.device("cuda"))
         if isinstance(error, KeyError):
             with pytest.raises(KeyError):
-                found.now()
+                found.read()
         else:
-            assert (found.now(), found.now()) == (None, None)
+            assert (found.read(), found.read()) == (None, None)
 
 
 class Counting:
@@ -243,7 +246,7 @@ class Counting:
     def __init__(self, *models):
         self.idle = []
         self.counter = GradientCounter(self.idle.append)
-        self.parameters = [weakref.ref(each) for model in models for each in model.parameters()]
+        self.parameters = [weakref.ref(parameter) for model in models for parameter in model.parameters()]
         self.request()
 
     def request(self):
@@ -255,14 +258,14 @@ class Counting:
 
 
 def gradients_of(model):
-    return sum(each.grad.nbytes for each in model.parameters() if each.grad is not None)
+    return sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
 
 
 def backward(model):
     model(torch.ones(2, model.in_features)).sum().backward()
 
 
-def test_gradients_are_counted_at_the_end_of_a_step_once_for_each_request(monkeypatch):
+def test_gradients_are_counted_at_the_end_of_a_step_once_for_every_request(monkeypatch):
     model, never_stepped = torch.nn.Linear(8, 3), torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters())
     counting = Counting(model, never_stepped)
@@ -325,11 +328,11 @@ def test_the_main_thread_leaves_alone_what_another_thread_trains():
 def test_a_look_waits_for_the_count_of_an_idle_main_thread_and_keeps_nothing_alive():
     model = torch.nn.Linear(8, 3)
     backward(model)
-    lookout = StatusHandler(_Work({"model": model}), 0, torch.device("cpu"))
-    told = lookout.answer(GetStatus(1, True, -1, True, False))
-    assert told.sample.memory.gradients == gradients_of(model)
+    handler = StatusHandler(_Work({"model": model}), 0, torch.device("cpu"))
+    reported = handler.answer(GetStatus(1, True, -1, True, False))
+    assert reported.sample.memory.gradients == gradients_of(model)
     parameter = weakref.ref(model.weight)
-    lookout._work.variables.clear()
+    handler._main_thread.variables.clear()
     del model
     assert parameter() is None
 

@@ -1,4 +1,4 @@
-"""Who answers what a rank is asked while it computes."""
+"""Test which thread answers a query while the rank computes."""
 
 from __future__ import annotations
 
@@ -16,27 +16,31 @@ class Looks:
     def answer(self, question):
         return QueryFailed(question.token, f"apart: {threading.current_thread().name != 'control'}")
 
-    def at_once(self, question):
+    def cheap_answer(self, question):
         if question.token == 13:
             raise ValueError("unlucky")
         return None if question.fresh else QueryFailed(question.token, threading.current_thread().name)
 
 
-def test_what_takes_next_to_nothing_is_answered_by_the_thread_that_hears_it():
-    said = queue.SimpleQueue()
-    inquiries = QueryThreads(said.put, Looks)
+def test_cheap_queries_are_answered_on_the_control_thread():
+    replies = queue.SimpleQueue()
+    query_threads = QueryThreads(replies.put, Looks)
 
-    def heard(token, *, fresh=False):
+    def ask(token, *, fresh=False):
         question = GetStatus(token, False, -1, fresh, False)
-        control = threading.Thread(target=inquiries.put, args=(question,), name="control")
+        control = threading.Thread(target=query_threads.put, args=(question,), name="control")
         control.start()
         control.join()
-        answer = said.get(timeout=20)
-        wait_until(lambda: inquiries._asked == inquiries._answered, timeout=20, what="the thread apart is free again")
+        answer = replies.get(timeout=20)
+        wait_until(
+            lambda: query_threads._queued_count == query_threads._answered_count,
+            timeout=20,
+            what="the thread apart is free again",
+        )
         return answer.token, answer.trouble
 
-    assert heard(1) == (1, "apart: True"), "nobody was there to answer before"
-    assert heard(2) == (2, "control")
-    assert heard(3, fresh=True) == (3, "apart: True")
-    token, trouble = heard(13)
-    assert token == 13 and "a look at the rank failed: unlucky" in trouble and "Traceback" in trouble
+    assert ask(1) == (1, "apart: True"), "nobody was there to answer before"
+    assert ask(2) == (2, "control")
+    assert ask(3, fresh=True) == (3, "apart: True")
+    token, trouble = ask(13)
+    assert token == 13 and "the query failed on the rank: unlucky" in trouble and "Traceback" in trouble

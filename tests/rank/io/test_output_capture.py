@@ -1,4 +1,4 @@
-"""Capture of output with its real pipes, each time in a process of its own: it takes descriptors 1 and 2 away."""
+"""Test the capture of output with real pipes, in processes of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from rankbook.protocol.messages import Text, TextCut
 from rankbook.rank.io import output_capture
-from rankbook.rank.io.output_capture import SHOWN, TAIL, RateLimit
+from rankbook.rank.io.output_capture import MAX_CELL_BYTES, TAIL_BYTES, RateLimit
 
 pytestmark = pytest.mark.processes
 
@@ -21,7 +21,7 @@ import contextlib, ctypes, multiprocessing, os, pickle, resource, select, subpro
 from pathlib import Path
 answer = os.dup(1)
 from rankbook.rank import os_utils
-from rankbook.rank.io.output_capture import SHOWN, OutputCapture
+from rankbook.rank.io.output_capture import MAX_CELL_BYTES, OutputCapture
 
 sent, shields = [], []
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ os._exit(0)
 
 
 def run(logs: Path, body: str) -> tuple[list[Text | TextCut], object]:
-    """What the capture sent while `body` ran, and what `body` left in `told`."""
+    """What the capture sent while `body` ran, and what `body` left in `reported`."""
     done = subprocess.run(
         [sys.executable, "-c", BEFORE + body + AFTER, str(logs)], capture_output=True, check=False, timeout=60
     )
@@ -83,7 +83,7 @@ capture.end()
     assert streams(sent) == [(name, f"{name[3:]} {i}\n") for i in range(3) for name in ("stdout", "stderr")]
 
 
-def test_what_a_child_prints_does_not_overtake_what_python_wrote_to_stderr(tmp_path):
+def test_output_of_a_child_does_not_overtake_stderr(tmp_path):
     sent, _ = run(
         tmp_path,
         """
@@ -111,7 +111,7 @@ capture.end()
     assert streams(sent) == [("stdout", "a"), ("stderr", "b"), ("stdout", "c")]
 
 
-def test_what_c_and_subprocesses_write_is_heard_between_what_python_prints(tmp_path):
+def test_output_of_c_code_and_subprocesses_is_in_order_with_python(tmp_path):
     sent, _ = run(
         tmp_path,
         """
@@ -129,8 +129,8 @@ capture.end()
     assert streams(sent) == [("stdout", "python\nchild\nc library\ndescriptor\npython again\n")]
 
 
-def test_a_forked_worker_that_writes_to_both_streams_is_heard(tmp_path):
-    sent, told = run(
+def test_a_forked_worker_that_writes_to_both_streams_is_noticed(tmp_path):
+    sent, reported = run(
         tmp_path,
         """
 capture.begin(1)
@@ -146,9 +146,9 @@ told = worker.exitcode
 capture.end()
 """,
     )
-    assert told == 0, "the worker must leave the pipes to the rank"
-    heard = dict(streams(sent))
-    assert heard == {"stdout": "out 0\nout 1\nout 2\n", "stderr": "err 0\nerr 1\nerr 2\n"}
+    assert reported == 0, "the worker must leave the pipes to the rank"
+    received = dict(streams(sent))
+    assert received == {"stdout": "out 0\nout 1\nout 2\n", "stderr": "err 0\nerr 1\nerr 2\n"}
 
 
 def test_text_belongs_to_the_cell_in_which_it_was_written(tmp_path):
@@ -168,11 +168,11 @@ capture.end()
 
 
 def test_text_is_sent_under_the_shield(tmp_path):
-    _, told = run(tmp_path, "capture.begin(1); print('x'); capture.end(); told = shields")
-    assert told and told == ["on", "off"] * (len(told) // 2)
+    _, reported = run(tmp_path, "capture.begin(1); print('x'); capture.end(); told = shields")
+    assert reported and reported == ["on", "off"] * (len(reported) // 2)
 
 
-def test_what_is_no_utf8_is_carried_as_it_is(tmp_path):
+def test_bytes_that_are_not_utf8_are_passed_on(tmp_path):
     sent, _ = run(
         tmp_path,
         r"""
@@ -229,14 +229,14 @@ def flood_lines(data: bytes) -> list[int]:
 
 
 def test_as_much_as_may_be_shown_is_shown_whole(tmp_path):
-    lines = SHOWN // LINE
+    lines = MAX_CELL_BYTES // LINE
     sent, _ = run(tmp_path, FLOOD + f"flood({lines}); capture.end()")
     assert flood_lines(b"".join(message.data for message in sent)) == list(range(lines))
     assert not list(tmp_path.iterdir()), "no log without a flood"
 
 
 def test_a_flood_is_cut_says_how_much_is_missing_and_keeps_all_of_it_in_its_log(tmp_path):
-    lines = 3 * SHOWN // LINE
+    lines = 3 * MAX_CELL_BYTES // LINE
     sent, _ = run(tmp_path, FLOOD + f"flood({lines}); capture.end()")
     cuts = [i for i, message in enumerate(sent) if isinstance(message, TextCut)]
     assert len(cuts) == 1
@@ -250,7 +250,7 @@ def test_a_flood_is_cut_says_how_much_is_missing_and_keeps_all_of_it_in_its_log(
     before = b"".join(m.data for m in sent[: cuts[0]] if m.stream == "stdout")
     after = b"".join(m.data for m in sent[cuts[0] :] if isinstance(m, Text))
     head, tail = flood_lines(before), flood_lines(after)
-    assert len(before) <= SHOWN and 0 < len(after) <= TAIL
+    assert len(before) <= MAX_CELL_BYTES and 0 < len(after) <= TAIL_BYTES
     assert head == list(range(len(head))), "the beginning is shown"
     assert tail == list(range(lines - len(tail), lines)), "and the end, whole lines of it"
     assert cut.lines == lines - len(head) - len(tail)
@@ -260,7 +260,7 @@ def test_a_flood_is_cut_says_how_much_is_missing_and_keeps_all_of_it_in_its_log(
 
 
 def test_a_flood_on_both_streams_is_logged_in_order_of_arrival_and_counted_once(tmp_path):
-    lines = SHOWN // LINE
+    lines = MAX_CELL_BYTES // LINE
     sent, _ = run(tmp_path, FLOOD + f"flood({lines}); flood({lines}, 2); flood({lines}); capture.end()")
     (cut,) = [message for message in sent if isinstance(message, TextCut)]
     shown = sum(len(flood_lines(message.data)) for message in sent if isinstance(message, Text))
@@ -269,23 +269,23 @@ def test_a_flood_on_both_streams_is_logged_in_order_of_arrival_and_counted_once(
 
 
 def test_a_flood_without_any_line_break_is_cut_as_well(tmp_path):
-    sent, _ = run(tmp_path, FLOOD + f"line = b'%07d' + b'.' * 93; flood({2 * SHOWN // LINE}); capture.end()")
+    sent, _ = run(tmp_path, FLOOD + f"line = b'%07d' + b'.' * 93; flood({2 * MAX_CELL_BYTES // LINE}); capture.end()")
     (cut,) = [message for message in sent if isinstance(message, TextCut)]
     shown = sum(len(m.data) for m in sent if isinstance(m, Text) and m.stream == "stdout")
-    assert shown <= SHOWN + TAIL
+    assert shown <= MAX_CELL_BYTES + TAIL_BYTES
     assert cut.size + shown == Path(cut.log).stat().st_size
 
 
 def test_the_next_cell_may_print_again(tmp_path):
     sent, _ = run(
         tmp_path,
-        FLOOD + f"flood({2 * SHOWN // LINE}); capture.end(); capture.begin(2); print('fresh'); capture.end()",
+        FLOOD + f"flood({2 * MAX_CELL_BYTES // LINE}); capture.end(); capture.begin(2); print('fresh'); capture.end()",
     )
     assert (sent[-1].cell, sent[-1].data) == (2, b"fresh\n")
 
 
-def test_what_comes_after_the_end_of_a_flooded_cell_is_logged_and_told(tmp_path):
-    lines = 2 * SHOWN // LINE
+def test_output_after_a_flooded_cell_is_logged_and_reported(tmp_path):
+    lines = 2 * MAX_CELL_BYTES // LINE
     sent, _ = run(
         tmp_path,
         FLOOD + f"flood({lines}); capture.end(); os.write(1, b'late\\n'); capture.begin(2); capture.end()",
@@ -295,26 +295,26 @@ def test_what_comes_after_the_end_of_a_flooded_cell_is_logged_and_told(tmp_path)
     assert late, "what a background thread prints after the end is shown too"
 
 
-def test_where_no_log_can_be_written_that_is_said(tmp_path):
+def test_missing_log_is_reported(tmp_path):
     folder = tmp_path / "file"
     folder.write_text("in the way")
-    sent, _ = run(folder, FLOOD + f"flood({2 * SHOWN // LINE}); capture.end()")
+    sent, _ = run(folder, FLOOD + f"flood({2 * MAX_CELL_BYTES // LINE}); capture.end()")
     (cut,) = [message for message in sent if isinstance(message, TextCut)]
     assert "no log could be written" in cut.log
-    assert any(b"no log" in message.data for message in sent if isinstance(message, Text))
+    assert any(b"no log file can be written" in message.data for message in sent if isinstance(message, Text))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
 def test_a_full_disk_is_said_and_costs_no_more_than_the_log(tmp_path):
     (tmp_path / "cell-1-rank-3.log").symlink_to("/dev/full")
-    sent, _ = run(tmp_path, FLOOD + f"flood({2 * SHOWN // LINE}); capture.end()")
+    sent, _ = run(tmp_path, FLOOD + f"flood({2 * MAX_CELL_BYTES // LINE}); capture.end()")
     (cut,) = [message for message in sent if isinstance(message, TextCut)]
     assert "the disk is full" in cut.log
     assert flood_lines(sent[-1].data), "the end is shown all the same"
 
 
 def test_a_flood_costs_the_rank_no_memory(tmp_path):
-    _, told = run(
+    _, reported = run(
         tmp_path,
         """
 threading.Thread(target=read_always, daemon=True).start()
@@ -332,27 +332,27 @@ told = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (1 if sys
     log = tmp_path / "cell-1-rank-3.log"
     assert log.stat().st_size == 64_000_000
     log.unlink()
-    assert told < 32 << 20
+    assert reported < 32 << 20
 
 
 def test_the_end_of_a_cell_keeps_the_pace_too(tmp_path):
-    _, told = run(
+    _, reported = run(
         tmp_path,
         """
 from rankbook.rank.io.output_capture import RateLimit
-capture._pace = RateLimit(rate=400_000, burst=20_000, window=1 << 20)
+capture._rate_limit = RateLimit(rate=400_000, burst=20_000, window=1 << 20)
 capture.begin(1)
 os.write(1, b"x" * 60_000)
 capture.end()
 told = [len(text.data) for text in sent]
 """,
     )
-    assert isinstance(told, list)
-    assert sum(told) == 60_000
-    assert max(told) <= 20_000, "and nothing at once because a byte's worth of time had passed"
+    assert isinstance(reported, list)
+    assert sum(reported) == 60_000
+    assert max(reported) <= 20_000, "and nothing at once because a byte's worth of time had passed"
 
 
-def test_no_three_seconds_carry_more_than_the_window_and_the_burst_goes_at_once(monkeypatch):
+def test_rate_limit_allows_a_burst_and_bounds_every_window(monkeypatch):
     now = 100.0
     monkeypatch.setattr(output_capture.time, "monotonic", lambda: now)
     pace = RateLimit(rate=650.0, burst=1800, window=2400)
@@ -368,7 +368,7 @@ def test_no_three_seconds_carry_more_than_the_window_and_the_burst_goes_at_once(
     assert sum(size for _, size in went) >= 0.9 * 650 * 20, "in the long run as fast as the rate"
 
 
-def test_what_was_sent_leaves_less_of_the_burst_until_the_rate_has_given_it_back(monkeypatch):
+def test_sent_bytes_reduce_the_burst_until_the_rate_refills_it(monkeypatch):
     now = 100.0
     monkeypatch.setattr(output_capture.time, "monotonic", lambda: now)
     pace = RateLimit(rate=500.0, burst=1800, window=1 << 20)

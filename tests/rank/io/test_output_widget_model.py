@@ -1,20 +1,11 @@
-"""What stands in an Output after this and that."""
+"""Test the outputs of an Output widget after a sequence of events."""
 
 from __future__ import annotations
 
 import pytest
 
-from rankbook.rank.io.output_widget import (
-    CUT,
-    MOST_TEXT,
-    Cleared,
-    Displayed,
-    Failed,
-    OutputWidgetModel,
-    Printed,
-    Updated,
-    overwritten,
-)
+from rankbook.output.merger import ClearOutput, RichOutput, Stream
+from rankbook.rank.io.output_widget import CUT, MAX_TEXT, Error, OutputWidgetModel, apply_carriage_returns
 
 
 def stream(text, name="stdout"):
@@ -30,34 +21,37 @@ def shown(*events, before=()):
 
 
 def test_text_of_one_stream_is_joined_and_the_order_is_kept():
-    events = [Printed("stdout", "a"), Printed("stdout", "b\n"), Printed("stderr", "c"), Printed("stdout", "d")]
+    events = [Stream("stdout", "a"), Stream("stdout", "b\n"), Stream("stderr", "c"), Stream("stdout", "d")]
     assert shown(*events) == [stream("ab\n"), stream("c", "stderr"), stream("d")]
-    assert shown(Printed("stdout", "b"), before=[stream("a")]) == [stream("ab")], "what a person appended is text too"
+    assert shown(Stream("stdout", "b"), before=[stream("a")]) == [stream("ab")], "what a person appended is text too"
 
 
 def test_displays_and_errors_stand_between():
-    events = [Displayed({"text/plain": "x"}, {"a": 1}), Printed("stdout", "y"), Failed("ValueError", "no", "one\ntwo")]
+    events = [RichOutput({"text/plain": "x"}, {"a": 1}), Stream("stdout", "y"), Error("ValueError", "no", "one\ntwo")]
     error = {"output_type": "error", "ename": "ValueError", "evalue": "no", "traceback": ["one", "two"]}
     assert shown(*events) == [bundle("x", a=1), stream("y"), error]
 
 
 def test_a_display_is_updated_where_it_stands_and_no_longer_once_it_is_gone():
     captured = OutputWidgetModel()
-    before = captured.apply([], [Displayed({"text/plain": "1"}, {}, "id"), Printed("stdout", "y")])
-    assert captured.knows("id") and not captured.knows("other") and not captured.knows(None)
-    assert captured.apply(before, [Updated("id", {"text/plain": "2"}, {})]) == [bundle("2"), stream("y")]
-    assert captured.apply([stream("z")], [Updated("id", {"text/plain": "3"}, {})]) == [stream("z")]
-    captured.apply([], [Cleared(wait=False)])
-    assert not captured.knows("id")
+    before = captured.apply([], [RichOutput({"text/plain": "1"}, {}, "id"), Stream("stdout", "y")])
+    assert captured.has_display("id") and not captured.has_display("other") and not captured.has_display(None)
+    assert captured.apply(before, [RichOutput({"text/plain": "2"}, {}, "id", update=True)]) == [
+        bundle("2"),
+        stream("y"),
+    ]
+    assert captured.apply([stream("z")], [RichOutput({"text/plain": "3"}, {}, "id", update=True)]) == [stream("z")]
+    captured.apply([], [ClearOutput(wait=False)])
+    assert not captured.has_display("id")
 
 
 def test_clearing_waits_for_what_comes_in_its_place():
     captured = OutputWidgetModel()
     before = [stream("old")]
-    assert captured.apply(before, [Cleared(wait=True)]) == before
-    assert captured.apply(before, [Printed("stdout", "new")]) == [stream("new")]
-    assert captured.apply(before, [Printed("stdout", "er")]) == [stream("older")], "once"
-    assert captured.apply(before, [Cleared(wait=False)]) == []
+    assert captured.apply(before, [ClearOutput(wait=True)]) == before
+    assert captured.apply(before, [Stream("stdout", "new")]) == [stream("new")]
+    assert captured.apply(before, [Stream("stdout", "er")]) == [stream("older")], "once"
+    assert captured.apply(before, [ClearOutput(wait=False)]) == []
 
 
 @pytest.mark.parametrize(
@@ -73,23 +67,23 @@ def test_clearing_waits_for_what_comes_in_its_place():
     ],
 )
 def test_a_carriage_return_overwrites(text, seen):
-    assert overwritten(text) == seen
+    assert apply_carriage_returns(text) == seen
 
 
 def test_a_bar_is_one_line_however_its_text_is_cut():
     captured, outputs = OutputWidgetModel(), []
     for part in ("\r 1%", "\r 2%\r", " 3%", "\n"):
-        outputs = captured.apply(outputs, [Printed("stderr", part)])
+        outputs = captured.apply(outputs, [Stream("stderr", part)])
     assert outputs == [stream(" 3%\n", "stderr")]
 
 
 def test_a_flood_keeps_its_end_in_whole_lines():
-    lines = [f"{number:07}\n" for number in range(MOST_TEXT // 4)]
-    (kept,) = shown(Printed("stdout", "".join(lines)))
+    lines = [f"{number:07}\n" for number in range(MAX_TEXT // 4)]
+    (kept,) = shown(Stream("stdout", "".join(lines)))
     assert kept["text"].startswith(CUT) and kept["text"].endswith(lines[-1])
-    assert MOST_TEXT - 8 <= len(kept["text"]) - len(CUT) <= MOST_TEXT
+    assert MAX_TEXT - 8 <= len(kept["text"]) - len(CUT) <= MAX_TEXT
     assert kept["text"].removeprefix(CUT).split("\n")[0] in "".join(lines).split("\n")
-    several = [stream("x" * MOST_TEXT), bundle("stays"), stream("y" * 10, "stderr")]
-    assert [each.get("name") for each in shown(Printed("stdout", "z\n" * 9), before=several)] == [
+    several = [stream("x" * MAX_TEXT), bundle("stays"), stream("y" * 10, "stderr")]
+    assert [item.get("name") for item in shown(Stream("stdout", "z\n" * 9), before=several)] == [
         "stdout", None, "stderr", "stdout"
     ]  # fmt: skip

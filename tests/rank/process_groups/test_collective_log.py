@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rankbook.rank.process_groups.collective_log import OPS, CollectiveCall, CollectiveLog, FutureWork, Op
+from rankbook.rank.process_groups.collective_log import OPS, CollectiveCall, CollectiveLog, CurrentCell, FutureWork, Op
 
 
 class Work:
@@ -30,99 +30,101 @@ class Rooted:
 
 
 @pytest.fixture
-def ledger() -> CollectiveLog:
+def log() -> CollectiveLog:
     return CollectiveLog("0", (0, 2, 3))
 
 
-def begin(ledger: CollectiveLog, name: str = "allreduce", *args: object) -> tuple[int, CollectiveCall]:
-    return ledger.launch(OPS[name], args or ([torch.ones(4, 4)], None))
+def begin(log: CollectiveLog, name: str = "allreduce", *args: object) -> tuple[int, CollectiveCall]:
+    return log.launch(OPS[name], args or ([torch.ones(4, 4)], None))
 
 
-def test_collectives_are_numbered_from_one_and_sends_are_not(ledger):
-    assert [begin(ledger)[1].number, begin(ledger, "barrier")[1].number] == [1, 2]
-    assert begin(ledger, "send", [torch.ones(1)], 1, 0)[1].number == 0
-    assert begin(ledger, "recv_anysource", [torch.ones(1)], 0)[1].number == 0
-    assert begin(ledger)[1].number == 3
-    assert (ledger.count, ledger.total) == (3, 5)
+def test_collectives_are_numbered_from_one_and_sends_are_not(log):
+    assert [begin(log)[1].number, begin(log, "barrier")[1].number] == [1, 2]
+    assert begin(log, "send", [torch.ones(1)], 1, 0)[1].number == 0
+    assert begin(log, "recv_anysource", [torch.ones(1)], 0)[1].number == 0
+    assert begin(log)[1].number == 3
+    assert (log.count, log.total) == (3, 5)
 
 
-def test_what_was_refused_takes_no_number(ledger):
-    begin(ledger)
-    key, _ = begin(ledger, "barrier")
-    ledger.withdraw(key)
-    assert (ledger.count, ledger.total) == (1, 1)
-    assert ledger.latest.op == "all_reduce"
-    assert begin(ledger, "barrier")[1].number == 2
-    assert [each.number for each in ledger.report().recent] == [1, 2]
+def test_what_was_refused_takes_no_number(log):
+    begin(log)
+    before = log.checksums
+    key, _ = begin(log, "barrier")
+    assert log.checksums != before
+    log.withdraw(key)
+    assert (log.count, log.total, log.checksums) == (1, 1, before)
+    assert log.latest.op == "all_reduce"
+    assert begin(log, "barrier")[1].number == 2
+    assert [each.number for each in log.report().recent] == [1, 2]
 
 
-def test_a_send_that_was_refused_takes_no_collectives_number_away(ledger):
-    begin(ledger)
-    key, _ = begin(ledger, "send", [torch.ones(1)], 1, 0)
-    ledger.withdraw(key)
-    assert (ledger.count, ledger.total) == (1, 1)
-    ledger.withdraw(key)
-    assert (ledger.count, ledger.total) == (1, 1), "only once"
+def test_a_send_that_was_refused_takes_no_collectives_number_away(log):
+    begin(log)
+    key, _ = begin(log, "send", [torch.ones(1)], 1, 0)
+    log.withdraw(key)
+    assert (log.count, log.total) == (1, 1)
+    log.withdraw(key)
+    assert (log.count, log.total) == (1, 1), "only once"
 
 
-def test_pending_is_what_is_being_begun_and_what_has_not_ended_oldest_first(ledger):
-    _, first = begin(ledger)
-    key, second = begin(ledger, "barrier")
-    assert [*ledger.pending()] == [first, second]
-    ledger.end(key)
-    assert [*ledger.pending()] == [first]
+def test_pending_is_what_is_being_begun_and_what_has_not_ended_oldest_first(log):
+    _, first = begin(log)
+    key, second = begin(log, "barrier")
+    assert [*log.pending()] == [first, second]
+    log.end(key)
+    assert [*log.pending()] == [first]
 
 
-def test_a_work_ends_what_is_pending_when_it_is_completed(ledger):
-    _, launched = begin(ledger)
+def test_a_work_ends_what_is_pending_when_it_is_completed(log):
+    _, launched = begin(log)
     work = Work()
     launched.work = weakref.ref(work)
-    assert [*ledger.pending()] == [launched]
+    assert [*log.pending()] == [launched]
     work.completed = True
-    assert [*ledger.pending()] == []
+    assert [*log.pending()] == []
     work.completed = False
-    assert [*ledger.pending()] == [], "and that is final"
+    assert [*log.pending()] == [], "and that is final"
 
 
-def test_a_work_that_nobody_has_any_more_is_nothing_to_wait_for(ledger):
-    _, launched = begin(ledger)
+def test_a_work_that_nobody_has_any_more_is_nothing_to_wait_for(log):
+    _, launched = begin(log)
     work = Work()
     launched.work = weakref.ref(work)
     del work
     gc.collect()
-    assert [*ledger.pending()] == []
+    assert [*log.pending()] == []
 
 
-def test_a_promised_work_is_waited_for_when_nobody_else_has_it(ledger):
-    _, launched = begin(ledger)
+def test_a_promised_work_is_waited_for_when_nobody_else_has_it(log):
+    _, launched = begin(log)
     work = Work()
     launched.work = FutureWork(work, work)
     gc.collect()
-    assert [*ledger.pending()] == [launched]
+    assert [*log.pending()] == [launched]
     work.completed = True
-    assert [*ledger.pending()] == []
+    assert [*log.pending()] == []
 
 
-def test_promised_works_that_are_done_are_not_kept_until_somebody_asks(ledger):
+def test_promised_works_that_are_done_are_not_kept_until_somebody_asks(log):
     works = []
     for _ in range(3):
-        _, launched = begin(ledger)
+        _, launched = begin(log)
         works.append(Work())
         launched.work = FutureWork(works[-1], works[-1])
     watched = [weakref.ref(each) for each in works]
     works[0].completed = works[1].completed = True
-    begin(ledger)
+    begin(log)
     works.clear()
     gc.collect()
     assert [each() is not None for each in watched] == [False, False, True]
 
 
-def test_a_new_start_counts_from_one_forgets_all_and_still_knows_how_many_there_were(ledger):
-    begin(ledger)
-    begin(ledger)
-    ledger.restart()
-    assert (ledger.count, ledger.total, ledger.latest, [*ledger.pending()]) == (0, 2, None, [])
-    assert begin(ledger)[1].number == 1
+def test_a_new_start_counts_from_one_forgets_all_and_still_knows_how_many_there_were(log):
+    begin(log)
+    begin(log)
+    log.restart()
+    assert (log.count, log.total, log.latest, [*log.pending()]) == (0, 2, None, [])
+    assert begin(log)[1].number == 1
 
 
 @pytest.mark.parametrize(
@@ -137,30 +139,165 @@ def test_a_new_start_counts_from_one_forgets_all_and_still_knows_how_many_there_
         ("send", ([torch.ones(())], 2, 0), "send (float32[] to rank 3)"),
         ("recv", ([torch.ones(1)], 1, 0), "recv (float32[1] from rank 2)"),
         ("gather", ([], [torch.ones(2)], Rooted(0)), "gather #1 (float32[2] root 0)"),
-        ("scatter", ([], None), "scatter #1"),
+        ("scatter", ([], None), "scatter #1 (root 0)"),
     ],
 )  # fmt: skip
-def test_the_words_name_what_where_from_and_to_whom_as_the_world_counts(ledger, name, arguments, words):
-    assert str(begin(ledger, name, *arguments)[1]) == words
+def test_the_words_name_what_where_from_and_to_whom_as_the_world_counts(log, name, arguments, words):
+    assert str(begin(log, name, *arguments)[1]) == words
 
 
-def test_a_report_tells_ranks_count_what_is_pending_and_what_was(ledger):
-    key, _ = begin(ledger)
-    ledger.end(key)
-    begin(ledger, "recv", [torch.ones(1)], 1, 0)
-    begin(ledger, "barrier")
-    report = ledger.report()
+def test_a_report_tells_ranks_count_what_is_pending_and_what_was(log):
+    key, _ = begin(log)
+    log.end(key)
+    begin(log, "recv", [torch.ones(1)], 1, 0)
+    begin(log, "barrier")
+    report = log.report()
     assert (report.name, report.ranks, report.count) == ("0", (0, 2, 3), 2)
     assert [(each.op, each.number, each.peer) for each in report.pending] == [("recv", 0, 2), ("barrier", 2, None)]
     assert [(each.op, each.number) for each in report.recent] == [("all_reduce", 1), ("barrier", 2)]
     assert all(each.seconds >= 0 for each in report.pending)
 
 
-def test_only_the_last_ones_are_remembered_but_all_that_are_pending(ledger):
+@dataclass
+class Reducing:
+    """Options with a reduction, as all_reduce's."""
+
+    reduceOp: object
+
+
+SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("allreduce", ([torch.ones(2)], None), ([torch.ones(3)], None)),
+        ("allreduce", ([torch.ones(2, 3)], None), ([torch.ones(3, 2)], None)),
+        ("allreduce", ([torch.ones(2)], None), ([torch.ones(2, dtype=torch.float64)], None)),
+        ("allreduce", ([torch.ones(2)], Reducing(SUM)), ([torch.ones(2)], Reducing(MAX))),
+        ("allreduce", ([torch.ones(2)], SUM), ([torch.ones(2)], MAX)),
+        ("allreduce_coalesced", ([torch.ones(2), torch.ones(3)], None), ([torch.ones(2), torch.ones(4)], None)),
+        ("broadcast", ([torch.ones(2)], Rooted(0)), ([torch.ones(2)], Rooted(1))),
+        ("broadcast", (torch.ones(2), 0), (torch.ones(2), 1)),
+        ("scatter", ([torch.ones(2)], [], Rooted(0)), ([torch.ones(3)], [], Rooted(0))),
+    ],
+)  # fmt: skip
+def test_what_must_be_equal_on_all_ranks_changes_the_digest(name, one, other):
+    digests = []
+    for arguments in (one, other, one):
+        log = CollectiveLog("0", (0, 1))
+        begin(log, name, *arguments)
+        begin(log, "barrier")
+        digests.append(log.report().recent[-1].digest)
+    assert digests[0] == digests[2] != digests[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("allreduce", ([torch.ones(2)], Reducing(SUM)), (torch.ones(2),)),
+        ("broadcast", ([torch.ones(2)], Rooted(0)), (torch.ones(2), 0)),
+        (
+            "alltoall",
+            ([torch.ones(2)] * 2, [torch.ones(1)] * 2, None),
+            ([torch.ones(1)] * 2, [torch.ones(2)] * 2, None),
+        ),
+        ("send", ([torch.ones(2)], 1, 0), ([torch.ones(7)], 0, 0)),
+        ("gather", ([[torch.ones(2)] * 2], [torch.ones(2)], Rooted(0)), ([], [torch.ones(2)], Rooted(0))),
+        (
+            "allgather",
+            ([[torch.ones(2), torch.ones(3)]], [torch.ones(2)], None),
+            ([[torch.ones(2), torch.ones(3)]], [torch.ones(3)], None),
+        ),
+    ],
+)  # fmt: skip
+def test_what_may_differ_between_ranks_does_not(name, one, other):
+    logs = CollectiveLog("0", (0, 1)), CollectiveLog("0", (0, 1))
+    for log, arguments in zip(logs, (one, other), strict=True):
+        begin(log, name, *arguments)
+    assert logs[0].checksums[0] == logs[1].checksums[0]
+
+
+def test_the_order_of_collectives_changes_the_digest():
+    one, other = CollectiveLog("0", (0, 1)), CollectiveLog("0", (0, 1))
+    for log, names in ((one, ("barrier", "allreduce")), (other, ("allreduce", "barrier"))):
+        for name in names:
+            begin(log, name)
+    assert one.count == other.count
+    assert one.checksums != other.checksums
+
+
+@pytest.mark.parametrize(("expected", "balanced"), [(3, True), (4, False)])
+def test_the_balances_of_all_ranks_add_up_to_nothing_if_all_get_what_they_expect(expected, balanced):
+    rows = torch.ones(5, 2)
+    logs = [CollectiveLog("0", (4, 7), rank=rank) for rank in range(2)]
+    for _ in range(3):
+        begin(logs[0], "all_to_all_single", torch.ones(4, 2), rows, [2, 2], [2, 3], None)
+        begin(logs[1], "all_to_all_single", torch.ones(3 + expected, 2), rows, [expected, 3], [2, 3], None)
+        (*_, last) = logs[0].report().recent
+        assert (last.sends, last.expects) == ((4, 6), (4, 4))
+    assert (sum(log.checksums[1] for log in logs) % (1 << 32) == 0) is balanced
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_with_parts_of_different_sizes_are_not_balanced_by_their_symmetry(world_size):
+    logs = [CollectiveLog("0", tuple(range(world_size)), rank=rank) for rank in range(world_size)]
+    for rank, log in enumerate(logs):
+        tensor = torch.ones(world_size * (3 if rank else 2))
+        begin(log, "all_to_all_single", tensor, tensor, [], [], None)
+    assert sum(log.checksums[1] for log in logs) % (1 << 32) != 0
+
+
+def test_equal_parts_and_lists_of_parts_are_counted_in_elements():
+    log = CollectiveLog("0", (0, 1))
+    begin(log, "all_to_all_single", torch.ones(4, 3), torch.ones(4, 3), [], [], None)
+    begin(log, "alltoall", [torch.ones(2), torch.ones(7)], [torch.ones(1), torch.ones(2, 2)], None)
+    first, second = log.report().recent
+    assert (first.sends, first.expects) == ((6, 6), (6, 6))
+    assert (second.sends, second.expects) == ((1, 4), (2, 7))
+
+
+def test_the_line_of_a_launch_is_that_of_the_cell_that_called_torch():
+    cell = CurrentCell()
+    cell.files, cell.number = {"first": 3, "second": 4}, 4
+    log = CollectiveLog("0", (0, 1), cell=cell)
+
+    def layers(count: int) -> None:
+        if count:
+            layers(count - 1)
+        else:
+            begin(log)
+
+    def positions(file: str, depth: int) -> str:
+        exec(compile(f"\n\nlayers({depth})", file, "exec"), {"layers": layers})
+        return log.report().recent[-1].position
+
+    assert positions("second", 4) == "line 3"
+    assert positions("first", 4) == "cell [3] line 3"
+    assert positions("elsewhere", 4) == ""
+    assert positions("second", 400) == ""
+
+
+def test_a_pending_collective_without_a_line_has_that_of_the_running_cell():
+    log = CollectiveLog("0", (0, 1))
+    begin(log)
+    report = log.report(7)
+    assert (report.pending[0].position, report.recent[0].position) == ("line 7", "")
+
+
+def test_many_different_calls_are_described_without_keeping_all_descriptions():
+    log = CollectiveLog("0", (0, 1))
+    for size in range(3000):
+        begin(log, "allreduce", [torch.empty(size)], None)
+    assert log.report().recent[-1].data == "float32[2999]"
+    assert len(log._signatures) <= 1024
+
+
+def test_only_the_last_ones_are_remembered_but_all_that_are_pending(log):
     for _ in range(100):
-        begin(ledger)
-    assert len(ledger.report().pending) == 100
-    assert [each.number for each in ledger.report().recent] == list(range(85, 101))
+        begin(log)
+    assert len(log.report().pending) == 100
+    assert [each.number for each in log.report().recent] == list(range(69, 101))
 
 
 def test_every_method_of_torchs_groups_that_launches_something_is_known():
@@ -176,32 +313,32 @@ def test_every_method_of_torchs_groups_that_launches_something_is_known():
 
 
 def test_what_is_no_tensor_has_no_words():
-    ledger = CollectiveLog("", (0, 1))
-    assert str(ledger.launch(Op("new_group", None, alike=False), ())[1]) == "new_group #1"
+    log = CollectiveLog("", (0, 1))
+    assert str(log.launch(Op("new_group", None, alike=False), ())[1]) == "new_group #1"
 
 
-def test_a_report_bears_that_collecting_garbage_on_its_way_begins_and_ends_collectives(ledger):
+def test_a_report_bears_that_collecting_garbage_on_its_way_begins_and_ends_collectives(log):
     class Dropped:
         def __init__(self) -> None:
             self.cycle = self
 
         def __del__(self) -> None:
-            ledger.end(begin(ledger, "barrier")[0])
-            begin(ledger, "barrier")
+            log.end(begin(log, "barrier")[0])
+            begin(log, "barrier")
 
     kept = gc.get_threshold()
     gc.freeze()  # torch's objects, which would be looked through each time
     try:
         for allocations in range(1, 80):
             gc.disable()
-            ledger.restart()
+            log.restart()
             for _ in range(20):
-                begin(ledger, "barrier")
+                begin(log, "barrier")
             gc.collect()  # the interpreter keeps no tuples to give again
             Dropped()
             gc.set_threshold(allocations)
             gc.enable()
-            assert len(ledger.report().pending) >= 20
+            assert len(log.report().pending) >= 20
     finally:
         gc.set_threshold(*kept)
         gc.unfreeze()

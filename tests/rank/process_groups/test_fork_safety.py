@@ -42,15 +42,15 @@ def busy(name: bytes, seconds: float) -> Iterator[threading.Event]:
 @pytest.mark.skipif(not manager._TASKS.exists(), reason="threads are told by their names on Linux only")
 @pytest.mark.parametrize(("name", "waits"), [(b"pt_gloo_runloop", True), (b"another", False)])
 def test_a_fork_waits_until_the_threads_that_carry_out_collectives_sleep(name, waits, monkeypatch):
-    monkeypatch.setattr(manager, "_AT_MOST", 10.0)
+    monkeypatch.setattr(manager, "_MAX_FORK_WAIT", 10.0)
     with busy(name, 0.3 if waits else 60.0) as computed:
-        manager._wait_for_rest()
+        manager._wait_for_gloo_threads()
         assert computed.is_set() == waits
 
 
 @pytest.mark.skipif(not manager._TASKS.exists(), reason="as above")
 def test_a_fork_does_not_wait_for_ever(monkeypatch):
-    monkeypatch.setattr(manager, "_AT_MOST", 0.02)
+    monkeypatch.setattr(manager, "_MAX_FORK_WAIT", 0.02)
     with busy(b"pt_gloo_runloop", 60.0) as computed:
-        manager._wait_for_rest()
+        manager._wait_for_gloo_threads()
         assert not computed.is_set()

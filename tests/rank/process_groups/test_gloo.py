@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from rankbook.rank.process_groups import gloo
 from tests.conftest import wait_until
 from tests.stranger import OPERATIONS, PAIRS
 
@@ -21,7 +23,7 @@ import json, os, sys, threading, time
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
-from rankbook.rank.process_groups import gloo, gloo
+from rankbook.rank.process_groups import gloo
 from rankbook.rank.process_groups.gloo import tcp_sockets, duplicate
 from rankbook.rank.process_groups.store import FolderStore
 
@@ -47,7 +49,7 @@ def wait(store, keys):
 store.set(f"here-{rank}", "")
 wait(store, [f"here-{other}" for other in range(size)])
 began = time.monotonic()
-backend = gloo.make_gloo(store, rank, size, timedelta(seconds=30), wait)
+backend = gloo.make_gloo(store, rank, size, timedelta(seconds=30), wait, threading.Event())
 seconds = time.monotonic() - began
 tensor = torch.full((3,), rank + 1.0)
 backend.allreduce([tensor]).wait()
@@ -105,7 +107,29 @@ def results(group: list[Process]) -> list[dict[str, object]]:
     return answers
 
 
-@pytest.mark.processes
+def test_a_backend_that_is_connected_after_its_attempt_was_given_up_is_destroyed_on_a_thread_of_its_own(monkeypatch):
+    connected = threading.Event()
+    destroyed_by: list[str] = []
+
+    class Backend:
+        def __del__(self):
+            destroyed_by.append(threading.current_thread().name)
+
+    def connect(*_arguments):
+        connected.wait()
+        return Backend()
+
+    monkeypatch.setattr(gloo, "_connect", connect)
+    attempt = gloo._Attempt(None)
+    attempt.destroy({})
+    connected.set()
+    attempt.ended.wait()
+    del attempt
+    wait_until(lambda: destroyed_by, timeout=20, what="the backend is destroyed")
+    assert destroyed_by == ["rankbook-end"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)])
 def test_ranks_connect_openly_where_nobody_interferes(stack, tmp_path, size):
     for answer in results(ranks(stack, tmp_path, size, awaited=0)):
@@ -114,7 +138,7 @@ def test_ranks_connect_openly_where_nobody_interferes(stack, tmp_path, size):
         assert answer["listeners"] == 1
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @as_root
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_stranger_who_takes_a_rank_s_place_is_refused_and_the_group_forms(stack, tmp_path, size):

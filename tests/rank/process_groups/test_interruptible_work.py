@@ -30,23 +30,25 @@ class Group:
     """One that is whole."""
 
     waits_in_steps = True
-    sunk = False
-    broken_for = 0.0
+    transport_failed = False
+    seconds_since_abort = 0.0
+    cause: str | None = None
 
     def __init__(self, told: Exception | None = None) -> None:
-        self.ledger = CollectiveLog("0", (0, 1))
+        self.log = CollectiveLog("0", (0, 1))
         self._told = told
 
-    def leave_behind(self) -> None:
+    def leak(self) -> None:
         """Nothing is left behind."""
 
     def error_for(self, error: BaseException, launched: CollectiveCall) -> BaseException:  # noqa: ARG002 - see `waits.Group`
         return self._told or error
 
+    def abort_error(self, launched: CollectiveCall) -> BaseException:
+        return CollectiveAborted(f"{self.cause} while this rank waited in {launched}")
+
     def receive(self, work: Work) -> bool:
-        return interruptible_work.InterruptibleWork(
-            work, self, *self.ledger.launch(OPS["recv_anysource"], ([],))
-        ).wait()
+        return interruptible_work.InterruptibleWork(work, self, *self.log.launch(OPS["recv_anysource"], ([],))).wait()
 
 
 class Held:
@@ -59,7 +61,7 @@ def idle(monkeypatch) -> Iterator[list[interruptible_work._Waiter]]:
     monkeypatch.setattr(interruptible_work, "_idle", idle)
     yield idle
     for waiter in idle:
-        waiter.dismiss()
+        waiter.stop()
 
 
 @pytest.mark.parametrize("told", [None, CollectiveAborted("rank 1 raised")], ids=["as it is", "in words of ours"])
@@ -93,4 +95,29 @@ def test_each_thread_gets_what_its_own_wait_gave(monkeypatch):
     monkeypatch.setattr(interruptible_work, "_idle", idle)
     with pytest.raises(RuntimeError, match="refused"):
         Group().receive(Work(RuntimeError("refused")))
-    idle.pop().dismiss()
+    idle.pop().stop()
+
+
+class InterruptedWork:
+    """A collective in whose wait the interrupt arrives."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, _timeout: object = None) -> bool:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_a_group_that_is_being_aborted_gives_the_cause():
+    group = Group()
+
+    def wait() -> None:
+        launched = group.log.launch(OPS["barrier"], (None,))
+        interruptible_work.InterruptibleWork(InterruptedWork(), group, *launched).wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    group.cause = "rank 1 exited with code 1"
+    with pytest.raises(CollectiveAborted, match="rank 1 exited with code 1 while this rank waited in barrier #2"):
+        wait()
+    assert [*group.log.pending()] == []

@@ -124,7 +124,7 @@ while True:
 """
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_processes_that_are_killed_at_any_moment_leave_every_value_whole(store, tmp_path):
     command = [sys.executable, "-c", ADD, str(tmp_path / "store")]
     writers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
@@ -148,7 +148,7 @@ def test_processes_that_are_killed_at_any_moment_leave_every_value_whole(store, 
             writer.communicate()
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_gloo_meets_in_it(tmp_path):
     code = (
         "import sys, threading\nfrom pathlib import Path\nimport torch, torch.distributed as dist\n"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankbook.runtime.comm import collectives
-from rankbook.runtime.comm.collectives import as_bytes, parcels, rows_from_bytes, split_like
+from rankbook.runtime.comm.collectives import as_bytes, make_buckets, rows_from_bytes, split_like
 
 TYPES = (torch.bool, torch.int16, torch.float32, torch.float64, torch.complex64, torch.bfloat16, torch.float8_e4m3fn)
 SHAPES = st.lists(st.integers(0, 3), min_size=1, max_size=3)
@@ -33,7 +33,7 @@ def test_each_tensor_is_in_one_parcel_of_its_kind_and_none_is_too_large(sizes):
     tensors = [torch.empty(size, dtype=torch.uint8) for size, _ in sizes]
     collectives.MOST_BYTES, before = 200, collectives.MOST_BYTES
     try:
-        found = parcels(tensors, [kind for _, kind in sizes])
+        found = make_buckets(tensors, [kind for _, kind in sizes])
     finally:
         collectives.MOST_BYTES = before
     assert sorted(index for each in found for index in each) == list(range(len(sizes)))

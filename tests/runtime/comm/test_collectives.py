@@ -8,8 +8,9 @@ import threading
 import pytest
 import torch
 
-from rankbook.errors import BadRequest, TransferError
-from rankbook.runtime.comm import collectives, consistency
+from rankbook import control_collectives
+from rankbook.errors import InvalidArgument, TransferError
+from rankbook.runtime.comm import collectives
 from rankbook.runtime.comm.collectives import (
     broadcast,
     broadcast_object_list,
@@ -45,13 +46,13 @@ def test_alone_each_is_the_identity_with_the_same_rules_for_shapes():
 
 def test_alone_bad_arguments_are_errors_too():
     PartialState(cpu=True)
-    with pytest.raises(BadRequest, match=r"reduce\('median'\): reduction='median' is not there; use one of 'mean'"):
+    with pytest.raises(InvalidArgument, match=r"reduce\('median'\): unknown reduction 'median'; choose from mean"):
         reduce(torch.ones(1), "median")
-    with pytest.raises(BadRequest, match=r"gather: takes tensors in .*; \['x'\]\[1\] is a str"):
+    with pytest.raises(InvalidArgument, match=r"gather: expected tensors in .*, but \['x'\]\[1\] is a str"):
         gather({"x": [torch.ones(1), "text"]})
-    with pytest.raises(BadRequest, match="there is no rank 1; ranks go from 0 to 0"):
+    with pytest.raises(InvalidArgument, match="from_process must be a rank from 0 to 0, got 1"):
         broadcast(torch.ones(1), from_process=1)
-    with pytest.raises(BadRequest, match="broadcast_object_list: there is no rank -1"):
+    with pytest.raises(InvalidArgument, match="broadcast_object_list: from_process must be a rank from 0 to 0, got -1"):
         broadcast_object_list([], from_process=-1)
 
 
@@ -152,7 +153,7 @@ def _bad_data():
     }
     seen = {}
     for name, attempt in attempts.items():
-        with pytest.raises((BadRequest, TransferError)) as caught:
+        with pytest.raises((InvalidArgument, TransferError)) as caught:
             attempt()
         seen[name] = f"{type(caught.value).__name__}: {caught.value}"
         assert gather(torch.tensor(rank)).tolist() == [0, 1]
@@ -163,38 +164,39 @@ def test_bad_data_is_the_same_error_on_every_rank_and_the_group_goes_on():
     first, second = run_ranks(_bad_data, 2)
     assert first == second
     assert first == {
-        "rows": "BadRequest: gather: the ranks bring different data:\n"
+        "rows": "InvalidArgument: gather: arguments differ between ranks:\n"
         "  rank 0: {'x': float32[2, 3]}\n  rank 1: {'x': float32[3, 3]}",
-        "types": "BadRequest: reduce('mean'): the ranks bring different data:\n"
+        "types": "InvalidArgument: reduce('mean'): arguments differ between ranks:\n"
         "  rank 0: float32[2]\n  rank 1: float64[2]",
-        "leaf": "BadRequest: gather: rank 1: takes tensors in lists, tuples, mappings and dataclasses; [1] is a str",
-        "leaf everywhere": "BadRequest: broadcast(from 0): rank 0: takes tensors in lists, tuples, mappings and "
-        "dataclasses; [0] is a str; rank 1: takes tensors in lists, tuples, mappings and dataclasses; [0] is a str",
-        "op": "BadRequest: reduce('median'): rank 1: reduction='median' is not there; use one of 'mean', 'sum', 'min', "
-        "'max'",
-        "calls": "BadRequest: the ranks call different operations: rank 0: reduce('sum'); rank 1: gather",
-        "sources": "BadRequest: the ranks call different operations: rank 0: broadcast(from 0); "
+        "leaf": "InvalidArgument: gather: rank 1: expected tensors in lists, tuples, mappings and dataclasses, "
+        "but [1] is a str",
+        "leaf everywhere": "InvalidArgument: broadcast(from 0): rank 0: expected tensors in lists, tuples, mappings "
+        "and dataclasses, but [0] is a str; rank 1: expected tensors in lists, tuples, mappings and dataclasses, but "
+        "[0] is a str",
+        "op": "InvalidArgument: reduce('median'): rank 1: unknown reduction 'median'; choose from mean, sum, min, max",
+        "calls": "InvalidArgument: the ranks call different operations: rank 0: reduce('sum'); rank 1: gather",
+        "sources": "InvalidArgument: the ranks call different operations: rank 0: broadcast(from 0); "
         "rank 1: broadcast(from 1)",
-        "dims": "BadRequest: pad_across_processes(dim=0): the ranks bring different data:\n"
+        "dims": "InvalidArgument: pad_across_processes(dim=0): arguments differ between ranks:\n"
         "  rank 0: 2-d\n  rank 1: 1-d",
         "object": "TransferError: gather_object: rank 1: cannot be pickled: TypeError: cannot pickle "
         "'_thread.lock' object",
-        "no list": "BadRequest: gather_object joins lists; rank 1 has a int. Give it [object]",
+        "no list": "InvalidArgument: gather_object: expected a list on every rank, got int on rank 1; pass [object]",
         "unsent": "TransferError: broadcast_object_list: rank 1: cannot be pickled: TypeError: cannot pickle "
         "'_thread.lock' object",
     }
 
 
 def _where_agreeing_is_dear(debug):
-    consistency.is_cheap = lambda: False
+    control_collectives.is_cheap = lambda: False
     state = PartialState()
     state.debug = debug
     if not debug:
         assert gather(torch.ones(1)).shape == (2,)
-        with pytest.raises(BadRequest, match="median"):
+        with pytest.raises(InvalidArgument, match="median"):
             reduce(torch.ones(1), "median")
         return True
-    with pytest.raises(BadRequest, match=r"rank 1: float32\[2\]"):
+    with pytest.raises(InvalidArgument, match=r"rank 1: float32\[2\]"):
         gather(torch.ones(1 + state.process_index))
     return True
 

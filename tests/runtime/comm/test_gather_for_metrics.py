@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime.comm.collectives import trim
 from rankbook.runtime.data.samplers import WHOLE, RoundPadding
 
@@ -30,5 +30,7 @@ def test_containers_of_tensors_and_lists_of_objects_are_trimmed():
 
 
 def test_rows_that_are_not_the_same_number_for_each_rank_are_an_error():
-    with pytest.raises(BadRequest, match="7 gathered rows are not the same number for each of 3 ranks"):
+    with pytest.raises(
+        InvalidArgument, match=r"the number of gathered rows \(7\) is not divisible by the number of ranks \(3\)"
+    ):
         trim(torch.arange(7), UNEVEN)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime.process_state import split_for_rank
 
 
@@ -45,7 +45,7 @@ def test_a_dicts_values_are_split_alike_and_the_inputs_stay():
 
 
 def test_values_of_other_lengths_are_an_error_that_shows_them():
-    with pytest.raises(BadRequest, match=r"'a': 1, 'b': 2"):
+    with pytest.raises(InvalidArgument, match=r"'a': 1, 'b': 2"):
         split_for_rank({"a": [1], "b": [1, 2]}, 0, 2)
 
 

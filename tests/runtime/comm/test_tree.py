@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime.comm.tree import (
     concatenate,
     convert_to_fp32,
@@ -156,21 +156,23 @@ def test_concatenate_joins_each_tensor():
 
 
 def test_concatenate_refuses_what_is_no_tensor():
-    with pytest.raises(BadRequest, match="not str"):
-        concatenate([["a"], ["b"]])
+    for error in (InvalidArgument, TypeError):
+        with pytest.raises(error, match="not str"):
+            concatenate([["a"], ["b"]])
+    assert concatenate([{"name": "a", "x": torch.ones(1)}]) == {"name": "a", "x": torch.ones(1)}
 
 
 def test_the_batch_size_is_the_first_tensors_that_has_one():
     assert find_batch_size({"scale": torch.tensor(1.0), "x": [torch.ones(5, 2), torch.ones(7)]}) == 5
     assert find_batch_size(Batch(one())) == 2
     for data in ({}, "text", torch.tensor(1), [None]):
-        with pytest.raises(BadRequest, match="no batch size"):
+        with pytest.raises(InvalidArgument, match="cannot determine the batch size"):
             find_batch_size(data)
 
 
 def test_other_leaves_are_kept_or_an_error():
     assert recursively_apply(lambda tensor, by: tensor + by, {"x": one(), "n": 1}, 2)["x"].tolist() == [3, 3]
-    with pytest.raises(TypeError, match="a str among them"):
+    with pytest.raises(TypeError, match="dataclasses, got str"):
         recursively_apply(torch.neg, [one(), "text"], error_on_other_type=True)
 
 

@@ -24,18 +24,24 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from rankbook.errors import BadRequest
-from rankbook.runtime import GradientState, prepare_data_loader, skip_first_batches
+from rankbook.errors import InvalidArgument
+from rankbook.runtime import (
+    DataLoaderDispatcher,
+    GradientState,
+    SkipDataLoader,
+    prepare_data_loader,
+    skip_first_batches,
+)
 from rankbook.runtime.comm.collectives import trim
 from rankbook.runtime.config import DataLoaderConfiguration
 from rankbook.runtime.data import rng
 from rankbook.runtime.data.loaders import DataLoaderShard, data_parallel_layout, data_parallel_rank
-from rankbook.runtime.data.samplers import RoundPadding
+from rankbook.runtime.data.samplers import RoundPadding, SeedableRandomSampler
 
 
 @pytest.fixture(autouse=True)
 def no_seed():
-    rng._remembered = None
+    rng._last_seed = None
 
 
 class Numbers(Dataset):
@@ -235,6 +241,79 @@ def test_a_persons_own_generator_gives_the_order_that_torch_would():
         assert orders[0] == orders[1]
 
 
+def orders_of(make, prepared):
+    """The order of two passes of a new loader, and the state of the sampler's generator after them."""
+    loader, generator = make()
+    loader = prepare_data_loader(loader) if prepared else loader
+    return [batches(loader), batches(loader)], generator.get_state().tolist()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shared", ["no other", "another", "the same"])
+def test_a_sampler_with_a_generator_gives_the_order_that_torch_would(workers, shared):
+    def make():
+        generator = torch.Generator().manual_seed(3)
+        of_loader = {"no other": None, "another": torch.Generator().manual_seed(9), "the same": generator}[shared]
+        sampler = RandomSampler(Numbers(10), generator=generator)
+        loader = DataLoader(Numbers(10), 2, sampler=sampler, generator=of_loader, num_workers=workers)
+        return loader, generator
+
+    assert orders_of(make, prepared=True) == orders_of(make, prepared=False)
+
+
+class TellsEpochs(Sampler):
+    """A sampler, or a batch sampler over another one, that records the epochs that it is told."""
+
+    def __init__(self, below, batched=False):
+        self.sampler, self.epochs, self.batched = below, [], batched
+        self.batch_size, self.drop_last = 2, False
+
+    def __iter__(self):
+        return iter(BatchSampler(self.sampler, 2, False) if self.batched else self.sampler)
+
+    def __len__(self):
+        return -(-len(self.sampler) // 2) if self.batched else len(self.sampler)
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+class TellsEpochsAndIsCopied(BatchSampler):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+def test_the_epoch_reaches_the_persons_own_samplers_once():
+    inner = TellsEpochs(range(8))
+    outer = TellsEpochs(inner, batched=True)
+    replaced = TellsEpochsAndIsCopied(RandomSampler(range(8)), 2, False)  # copied, for another generator
+    seedable = SeedableRandomSampler(range(8))
+    sources = [
+        (DataLoader(Numbers(8), batch_sampler=outer), [outer, inner]),
+        (DataLoader(Numbers(8), batch_size=2, sampler=inner), [inner]),
+        (DataLoader(Numbers(8), batch_size=None, sampler=inner), [inner]),
+        (DataLoader(Numbers(8), batch_sampler=replaced), [replaced]),
+    ]
+    for source, told in sources:
+        for ranks, rank in ((1, 0), (2, 1)):
+            for sampler in told:
+                sampler.epochs = []
+            loader = prepare_data_loader(source, num_processes=ranks, process_index=rank)
+            loader.set_epoch(5)
+            assert [sampler.epochs for sampler in told] == [[5]] * len(told)
+            list(loader)
+            assert [sampler.epochs for sampler in told] == [[5]] * len(told)
+            list(loader)
+            assert [sampler.epochs for sampler in told] == [[5, 6]] * len(told)
+    prepare_data_loader(DataLoader(Numbers(8), sampler=seedable)).set_epoch(3)
+    assert seedable.epoch == 3
+
+
 def test_the_main_process_draws_what_it_would_have_drawn():
     loader = prepare_data_loader(DataLoader(Numbers(6), batch_size=2, shuffle=True))
     torch.manual_seed(0)
@@ -343,22 +422,24 @@ def test_skipped_batches_are_not_read_and_the_position_is_shared():
     assert batches(skip_first_batches(DataLoader(dataset, batch_size=5), 1)) == [[5, 6, 7, 8, 9], [10, 11]]
     plain = skip_first_batches(DataLoader(Stream(5), batch_size=2), 1)
     assert batches(plain) == [[2, 3], [4]]
-    with pytest.raises(BadRequest, match="-1"):
+    with pytest.raises(InvalidArgument, match="-1"):
         skip_first_batches(loader, -1)
 
 
 def test_bad_options_are_errors_that_say_what_to_do():
     loader = DataLoader(Numbers(6), batch_size=2)
     for options, words in [
-        ({"rng_types": ["dice"]}, "'dice' is not known; use one of 'generator'"),
-        ({"slice_fn_for_dispatch": len}, "needs dispatch_batches=True"),
+        ({"rng_types": ["dice"]}, "unknown rng type 'dice'; choose from generator"),
+        ({"rng_types": ["dice", "torch", "xpu"]}, "unknown rng types 'dice', 'xpu'; choose from generator"),
+        ({"rng_types": "torch"}, r"got the string 'torch'; pass \['torch'\]"),
+        ({"slice_fn_for_dispatch": len}, "requires dispatch_batches=True"),
         ({"num_processes": 3, "process_index": 0, "split_batches": True}, r"batch size \(2\) % ranks \(3\)"),
     ]:
-        with pytest.raises(BadRequest, match=words):
+        with pytest.raises(InvalidArgument, match=words):
             prepare_data_loader(loader, **options)
-    with pytest.raises(BadRequest, match="not a list"):
+    with pytest.raises(InvalidArgument, match="not a list"):
         prepare_data_loader([1, 2])
-    with pytest.raises(BadRequest, match="has no batch_size"):
+    with pytest.raises(InvalidArgument, match="has no batch_size"):
         prepare_data_loader(
             DataLoader(Numbers(4), batch_sampler=[[0], [1]]), num_processes=2, process_index=0, split_batches=True
         )
@@ -366,7 +447,7 @@ def test_bad_options_are_errors_that_say_what_to_do():
 
 def test_torchdata_that_is_asked_for_and_not_there_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
-    with pytest.raises(BadRequest, match="pip install torchdata"):
+    with pytest.raises(InvalidArgument, match="pip install torchdata"):
         DataLoaderConfiguration(use_stateful_dataloader=True)
 
 
@@ -384,6 +465,33 @@ def test_torchdata_gives_the_batches_where_asked_for():
         again = prepare_data_loader(source, use_stateful_dataloader=True)
         again.load_state_dict(loader.state_dict())
         assert batches(again) == [[2, 3], [4, 5], [6]] and len(batches(again)) == 4
+
+
+def test_a_loader_tells_how_it_was_prepared():
+    generator = torch.Generator()
+    source = DataLoader(Numbers(4), sampler=RandomSampler(Numbers(4), generator=generator))
+    loader = prepare_data_loader(source, rng_types=["torch", "generator"])
+    assert (loader.rng_types, loader.use_stateful_dataloader) == (["torch", "generator"], False)
+    assert loader.synchronized_generator is generator and loader.gradient_state is not None
+    for batch in loader:
+        assert loader.gradient_state.active_dataloader is loader, batch
+    assert prepare_data_loader(DataLoader(Numbers(4))).synchronized_generator is None
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+def test_a_loader_is_one_of_torchdata_where_asked_for():
+    if not find_spec("torchdata"):
+        pytest.skip("torchdata is not installed")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    prepared = prepare_data_loader(DataLoader(Numbers(7), batch_size=2), use_stateful_dataloader=True)
+    for loader in (prepared, DataLoaderShard(Numbers(7), batch_size=2, use_stateful_dataloader=True)):
+        for one in (loader, pickle.loads(pickle.dumps(loader)), copy.copy(loader), skip_first_batches(loader, 0)):
+            assert isinstance(one, StatefulDataLoader) and isinstance(one, DataLoaderShard)
+            assert one.use_stateful_dataloader and type(one).__name__ == "DataLoaderShard"
+            assert batches(one) == [[0, 1], [2, 3], [4, 5], [6]]
+    plain = prepare_data_loader(DataLoader(Numbers(7)))
+    assert type(plain) is type(pickle.loads(pickle.dumps(plain))) is DataLoaderShard
 
 
 def test_batches_are_put_on_the_device_where_asked():
@@ -416,3 +524,48 @@ def test_ranks_that_differ_along_tp_and_cp_alone_have_one_part(names):
         place = (layout == rank).nonzero()[0].tolist()
         mesh.get_local_rank = place.__getitem__
         assert data_parallel_rank(mesh, layout.numel())[1] == part
+
+
+@pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher])
+def test_a_loader_is_made_of_a_dataset_and_the_arguments_of_torch(kind):
+    loader = kind(range(16), batch_size=4, skip_batches=1)
+    for _ in range(2):
+        ends = [(batch.tolist(), loader.end_of_dataloader) for batch in loader]
+        assert ends == [([4, 5, 6, 7], False), ([8, 9, 10, 11], False), ([12, 13, 14, 15], True)]
+    assert isinstance(loader, DataLoader) and len(loader) == 3
+    sampler = SeedableRandomSampler(range(16))
+    loader = kind(range(16), batch_sampler=BatchSampler(sampler, 4, drop_last=False))
+    loader.set_epoch(1)
+    skipping = skip_first_batches(loader, 2)
+    assert skipping.iteration == 1
+    assert len(list(skipping)) == 2
+    assert sampler.epoch == 1
+
+
+def test_a_loader_that_skips_is_made_of_a_dataset_or_of_another_loader():
+    for loader in (
+        SkipDataLoader(range(16), batch_size=4, skip_batches=2),
+        SkipDataLoader(DataLoader(range(16), 4), 2),
+    ):
+        for _ in range(2):
+            assert [batch.tolist() for batch in loader] == [[8, 9, 10, 11], [12, 13, 14, 15]]
+        assert len(loader) == 2 and type(loader.base_dataloader) is DataLoader
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+@pytest.mark.skipif(not find_spec("torchdata"), reason="torchdata is not installed")
+def test_loaders_that_are_made_with_a_state_continue_from_it():
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    for kind, options in ((SkipDataLoader, {"skip_batches": 1}), (DataLoaderDispatcher, {}), (DataLoaderShard, {})):
+        loader = kind(range(16), batch_size=4, use_stateful_dataloader=True, **options)
+        assert isinstance(loader, kind) and isinstance(loader, StatefulDataLoader)
+        batches, state = [], None
+        for number, batch in enumerate(loader):
+            batches.append(batch.tolist())
+            if number == 1:
+                state = loader.state_dict()
+        other = kind(range(16), batch_size=4, use_stateful_dataloader=True, **options)
+        other.load_state_dict(state)
+        assert [batch.tolist() for batch in other] == batches[2:], kind
+        assert len(batches) == 4 - options.get("skip_batches", 0)

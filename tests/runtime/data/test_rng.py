@@ -7,6 +7,7 @@ import contextlib
 import functools
 import pickle
 import random
+import types
 
 import numpy as np
 import pytest
@@ -171,7 +172,60 @@ def test_generators_are_found_in_all_the_places_where_people_keep_them():
     named = {"shared", "numpy", "legacy", "python", "torch", "other", "inner", "keyword", "global_generator"}
     assert named <= ends
     assert [path for path, _ in find_generators(Holder())] == list(found)
-    assert list(find_generators([random.Random()] * (MOST_ITEMS + 1))) == []
+
+
+TRANSFORMS = {"train": [Slotted(torch.Generator())]}
+TRANSFORM = Slotted(np.random.default_rng(9))
+MANY = [random.Random(number) for number in range(MOST_ITEMS + 2)]
+HELPERS = types.ModuleType("helpers_of_a_person")
+HELPERS.rng = np.random.default_rng(4)
+
+
+def draw_from_the_module():
+    return [global_generator.random() for _ in range(2)]
+
+
+class UsesGlobals:
+    def __getitem__(self, index):
+        return draw_from_the_module(), TRANSFORMS["train"], TRANSFORM, HELPERS.rng, MANY[index]
+
+
+def test_generators_are_found_that_the_code_names():
+    found = [value for _, value in find_generators(UsesGlobals())]
+    wanted = [global_generator, TRANSFORMS["train"][0].torch, TRANSFORM.torch, HELPERS.rng, *MANY]
+    assert {id(value) for value in wanted} <= {id(value) for value in found}
+
+
+def test_a_long_list_of_data_is_not_walked():
+    assert list(find_generators(["text"] * 100_000, dict.fromkeys(range(100_000)))) == []
+
+
+def test_a_search_that_ends_early_says_so():
+    def nest(depth):
+        return [] if depth == 0 else [nest(depth - 1) for _ in range(30)]
+
+    rng = BatchRng(UsesGlobals(), {"tree": nest(3)})
+    with pytest.warns(UserWarning, match="ended after 20,000 objects"), rng.seeded(0, 0):
+        pass
+
+
+def test_a_generator_that_is_made_in_the_first_batch_draws_as_the_others():
+    class Lazy:
+        rng = None
+
+        def read(self, _):
+            self.rng = self.rng or np.random.default_rng(5)
+            return self.rng.random()
+
+    def drawn(number):
+        dataset = Lazy()
+        rng = BatchRng(dataset)
+        return [rng.read(dataset.read, None, 0, 0, each) for each in (number, 7)]
+
+    first, second = drawn(1), drawn(2)
+    assert first[0] != second[0] and first[1] == second[1]
+    assert np.random.default_rng(5).random() not in {*first, *second}
+    assert drawn(1) == first
 
 
 def test_held_generators_are_seeded_apart_and_put_back():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
@@ -96,6 +97,50 @@ def test_every_sample_comes_once_but_for_padding_and_len_is_right(case):
     assert set(counts) == set(range(kept))
     missing = -kept % total if case["even"] and not case["drop"] and kept else 0
     assert sum(counts.values()) == kept + missing
+
+
+class OwnBatches:
+    """A batch sampler that a person wrote: its number of samples is not told."""
+
+    def __init__(self, samples, batch_size, drop_last):
+        self.samples, self.batch_size, self.drop_last = samples, batch_size, drop_last
+        self.passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(BatchSampler(self.samples, self.batch_size, self.drop_last))
+
+    def __len__(self):
+        return len(BatchSampler(self.samples, self.batch_size, self.drop_last))
+
+
+class DerivedBatches(BatchSampler):
+    pass
+
+
+@pytest.mark.parametrize("kind", [BatchSampler, DerivedBatches, OwnBatches])
+@pytest.mark.parametrize(("split", "even", "drop"), [*product([False, True], repeat=3)])
+def test_len_is_what_comes_out(kind, split, even, drop):
+    for n, rows, ranks in product(range(13), range(1, 5), range(1, 5)):
+        sampler = kind(range(n), rows * ranks if split else rows, drop)
+        lengths = [(len(shard), sum(1 for _ in shard)) for shard in shards(sampler, ranks, split, even)]
+        assert all(said == given for said, given in lengths), (n, rows, ranks, lengths)
+
+
+def test_len_leaves_the_sampler_and_the_random_states_as_they_were():
+    sampler = OwnBatches(RandomSampler(range(9)), 4, False)
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    assert [len(shard) for shard in shards(sampler, 2, split=True, even=False)] == [3, 2]
+    assert sampler.passes == 0 and torch.equal(torch.rand(1), expected)
+
+
+def test_len_follows_an_attribute_that_is_changed_later():
+    shard = BatchSamplerShard(OwnBatches(range(9), 4, False), 2, 1, split_batches=True)
+    assert (len(shard), len(list(shard))) == (3, 3)
+    shard.even_batches = False
+    assert (len(shard), len(list(shard))) == (2, 2)
 
 
 @given(case=cases)
@@ -190,7 +235,7 @@ def test_a_stream_that_is_its_own_iterator_is_asked_for_it_once():
 
 
 def test_a_stream_whose_batch_cannot_be_split_evenly_is_an_error():
-    with pytest.raises(BadRequest, match=r"batch size \(3\) % ranks \(2\)"):
+    with pytest.raises(InvalidArgument, match=r"batch size \(3\) % ranks \(2\)"):
         IterableDatasetShard(range(9), 3, num_processes=2, split_batches=True)
 
 
@@ -203,6 +248,18 @@ def test_a_seedable_shuffle_depends_on_seed_and_epoch_alone():
     second.set_epoch(2)
     assert list(second) == epochs[2]
     assert list(SeedableRandomSampler(range(20), data_seed=4)) != epochs[0]
+
+
+def test_a_seedable_shuffle_takes_the_arguments_of_torchs_sampler():
+    generator = torch.Generator().manual_seed(3)
+    state = generator.get_state()
+    sampler = SeedableRandomSampler(range(20), generator=generator)
+    assert [list(sampler), list(sampler)] == [list(SeedableRandomSampler(range(20), 3, epoch)) for epoch in (0, 1)]
+    assert sampler.generator is generator and torch.equal(generator.get_state(), state)
+    drawn = SeedableRandomSampler(range(4), data_seed=1, replacement=True, num_samples=30)
+    assert (len(drawn), drawn.num_samples, set(drawn)) == (30, 30, set(range(4)))
+    with pytest.raises(ValueError, match="num_samples"):
+        SeedableRandomSampler(range(4), num_samples=-1)
 
 
 def test_skipped_batches_are_gone_and_counted():

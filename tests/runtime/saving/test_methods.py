@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from rankbook.checkpoint import async_save, load_metadata, load_plain, verify
 from rankbook.checkpoint.storage.local import LocalStorage
-from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.errors import CheckpointError, InvalidArgument
 from rankbook.runtime import Accelerator, GradScalerKwargs, ProjectConfiguration, settings
 from rankbook.runtime.gradient_state import window
 from rankbook.runtime.saving import model_files
@@ -121,7 +122,9 @@ def test_numbers_go_on_after_a_load_and_are_never_used_twice(tmp_path):
     later = Accelerator(project_config=project())
     prepared.append(trained(later))
     later.project_configuration.iteration = 2
-    with pytest.raises(BadRequest, match=r"checkpoint_2 already: load_state\(\) goes on behind the latest"):
+    with pytest.raises(
+        InvalidArgument, match=r"checkpoint_2 already exists: load_state\(\) continues after the latest"
+    ):
         later.save_state()
     later.load_state()
     assert later.save_iteration == 3
@@ -157,7 +160,7 @@ def test_hooks_may_save_a_model_themselves_and_what_they_write_stays(tmp_path):
     assert (folder / "mine" / "weights.pt").is_file()
     assert not (tmp_path / "state.partial").exists()
     model[0].weight.data.zero_()
-    with pytest.raises(BadRequest, match="has no model: prepare what was prepared"):
+    with pytest.raises(InvalidArgument, match="does not contain model: prepare the objects that were prepared"):
         accelerator.load_state(folder)
     accelerator.register_load_state_pre_hook(load)
     accelerator.load_state(folder)
@@ -170,7 +173,7 @@ def test_hooks_may_save_a_model_themselves_and_what_they_write_stays(tmp_path):
     model, _ = trained(other)
     other.register_save_state_pre_hook(rename)
     other.save_state(folder)
-    with pytest.raises(CheckpointingException, match=r"does not fit the model; it has no: '0.bias'"):
+    with pytest.raises(CheckpointError, match=r"does not match the model; only in the model: '0.bias'"):
         other.load_state(folder)
     other.load_state(folder, strict=False)
     assert (model[0].weight == 7).all()
@@ -182,23 +185,29 @@ def test_what_does_not_fit_is_said_before_anything_changes(tmp_path):
     accelerator.save_state(tmp_path / "state")
     model.add_module("more", nn.Linear(1, 1))
     before = values(model)
-    with pytest.raises(CheckpointingException, match=r"it has no: 'more.bias', 'more.weight'. strict=False loads"):
+    with pytest.raises(CheckpointError, match=r"only in the model: 'more.bias', 'more.weight'. strict=False loads"):
         accelerator.load_state(tmp_path / "state")
     del model.more, model[1]
-    with pytest.raises(CheckpointingException, match=r"only it has: 'model.1.bias', .* strict=False loads the rest"):
+    with pytest.raises(
+        CheckpointError, match=r"only in the checkpoint: 'model.1.bias', .* strict=False loads the rest"
+    ):
         accelerator.load_state(tmp_path / "state")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     accelerator.register_for_checkpointing(Counter())
-    with pytest.raises(BadRequest, match="has no custom_checkpoint: prepare what was prepared"):
+    with pytest.raises(
+        InvalidArgument, match="does not contain custom_checkpoint: prepare the objects that were prepared"
+    ):
         accelerator.load_state(tmp_path / "state")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "model.pt").touch()
-    with pytest.raises(BadRequest, match="before checkpoints were sharded"):
+    with pytest.raises(InvalidArgument, match="before checkpoints were sharded"):
         accelerator.load_state(tmp_path / "old")
     from rankbook import checkpoint
 
     checkpoint.save({"x": torch.ones(1)}, tmp_path / "other", step=1)
-    with pytest.raises(BadRequest, match=r"step-1 is no checkpoint of save_state: rankbook.checkpoint.load reads it"):
+    with pytest.raises(
+        InvalidArgument, match=r"step-1 was not written by save_state\(\): load it with rankbook.checkpoint.load"
+    ):
         accelerator.load_state(tmp_path / "other" / "step-1")
 
 
@@ -243,14 +252,75 @@ def test_a_save_that_fails_in_the_background_is_told_by_the_handle_and_the_next_
         assert async_save.wait_for_saves(20)
         assert "the disk is full" in str(handle.error)
         assert "the disk is full" in repr(handle)
-    with pytest.raises(
-        CheckpointingException, match=r"the save before this one failed in the background.*disk is full"
-    ):
+    with pytest.raises(CheckpointError, match=r"the previous asynchronous save failed.*disk is full"):
         accelerator.save_state(tmp_path / "state")
     model[0].weight.data.zero_()
     accelerator.load_state(tmp_path / "state")
     assert same(values(model), then), "the checkpoint before it is as it was"
     accelerator.save_state(tmp_path / "state")
+
+
+def test_a_folder_of_steps_gives_its_latest_and_says_which(tmp_path, capsys):
+    counter = Counter()
+    accelerator = Accelerator()
+    accelerator.register_for_checkpointing(counter)
+    for step in (20, 100, 40):
+        counter.value = step
+        accelerator.save_state(tmp_path / "run" / f"step-{step}")
+    (tmp_path / "run" / "step-580.partial").mkdir()
+    counter.value = 0
+    folders = []
+    accelerator.register_load_state_pre_hook(lambda _models, folder: folders.append(folder))
+    accelerator.load_state(tmp_path / "run")
+    run = tmp_path / "run"
+    assert (counter.value, folders) == (100, [f"{run}/step-100"])
+    assert capsys.readouterr().out == f"load_state: step-100 is the latest of 3 checkpoints in {run}\n"
+    accelerator.load_state(tmp_path / "run" / "step-20")
+    assert (counter.value, capsys.readouterr().out) == (20, "")
+    with pytest.raises(InvalidArgument, match="expected a checkpoint, or a folder of step-N checkpoints"):
+        accelerator.load_state(tmp_path / "nothing")
+
+
+def test_loaders_stay_where_they_are_if_one_of_them_cannot_be_loaded(tmp_path, monkeypatch):
+    accelerator = Accelerator()
+    model, _ = trained(accelerator)
+    loaders = accelerator.prepare(*(DataLoader(TensorDataset(torch.arange(8)), 2, shuffle=True) for _ in range(3)))
+    for loader in loaders:
+        next(iter(loader))
+    accelerator.save_state(tmp_path / "state")
+    list(loaders[0])
+    for _, _ in zip(range(3), loaders[1], strict=False):
+        pass
+    model[0].weight.data.zero_()
+    before = [loader.state_dict() for loader in loaders]
+    load = type(loaders[0]).load_state_dict
+
+    def fail(loader, state):
+        load(loader, state)
+        if loader is loaders[1]:
+            raise InvalidArgument("this one does not want to")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(loaders[0]), "load_state_dict", fail)
+        with pytest.raises(InvalidArgument, match="does not want to"):
+            accelerator.load_state(tmp_path / "state")
+    assert [loader.state_dict() for loader in loaders] == before
+    assert not model[0].weight.any()
+    accelerator.load_state(tmp_path / "state")
+    assert [(loader.position.resume, loader.position.next_epoch()) for loader in loaders] == [(1, 0)] * 3
+
+
+def test_a_save_in_the_background_knows_the_line_that_began_it(tmp_path):
+    accelerator = Accelerator()
+    line = inspect.currentframe().f_lineno
+    handle = accelerator.save_state(tmp_path / "run" / "step-7", async_=True)
+    handle.wait(30)
+    assert handle._called_at == (__file__, line + 1)
+    handle._lost_peer = "rank 1 was killed by SIGKILL"
+    assert handle._describe_loss({__file__: 3}) == (
+        f"the save of step-7 to {tmp_path / 'run'}, begun at line {line + 1} of Cell In[3], was lost: rank 1 was "
+        "killed by SIGKILL. Existing checkpoints are unchanged."
+    )
 
 
 def test_a_checkpoint_may_lie_where_fsspec_reaches():
@@ -261,7 +331,7 @@ def test_a_checkpoint_may_lie_where_fsspec_reaches():
     model[0].weight.data.zero_()
     accelerator.load_state("memory://runs/state")
     assert same(values(model), then)
-    with pytest.raises(BadRequest, match="such as memory://run/state"):
+    with pytest.raises(InvalidArgument, match="such as memory://run/state"):
         accelerator.save_state("memory://state")
 
 
@@ -288,7 +358,7 @@ def test_gradients_that_gather_up_are_said_not_to_be_stored(tmp_path, caplog):
     steps(3)
     assert "window" not in caplog.text
     steps(4)
-    assert "save_state within a window of accumulation" in caplog.text
+    assert "save_state() within a gradient accumulation window" in caplog.text
     accelerator.load_state(tmp_path / "state")
     assert steps() == [False, False, True, False, True], "a window begins with the next batch"
 
@@ -332,7 +402,7 @@ def test_a_model_is_written_as_safetensors_whole_or_in_shards_and_tied_weights_o
     assert same({name: value for each in loaded for name, value in each.items()}, found)
     accelerator.save(found, tmp_path / "one" / "any.safetensors", safe_serialization=True)
     assert same(read(tmp_path / "one"), found)
-    with pytest.raises(BadRequest, match="a dict of tensors"):
+    with pytest.raises(InvalidArgument, match="a dict of tensors"):
         accelerator.save([1], tmp_path / "x", safe_serialization=True)
 
 
@@ -360,16 +430,16 @@ def test_a_model_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, m
             accelerator.save_model(model, tmp_path)
     assert same(read(tmp_path), then)
     model.register_buffer("odd", torch.ones(1, dtype=torch.complex128))
-    with pytest.raises(CheckpointingException, match="odd is of type complex128"):
+    with pytest.raises(CheckpointError, match="odd has the dtype complex128"):
         accelerator.save_model(model, tmp_path)
 
 
 def test_sizes_are_read_as_people_write_them():
-    found = [model_files.size_of(each) for each in ("10GB", "1.5 mib", 7, "200", "3KB")]
+    found = [model_files.parse_size(each) for each in ("10GB", "1.5 mib", 7, "200", "3KB")]
     assert found == [10**10, 3 * 2**19, 7, 200, 3000]
     for wrong in ("ten", "5 PB", 0, "-3"):
-        with pytest.raises(BadRequest, match="max_shard_size"):
-            model_files.size_of(wrong)
+        with pytest.raises(InvalidArgument, match="max_shard_size"):
+            model_files.parse_size(wrong)
 
 
 def test_plain_reading_finds_the_names_of_the_model(tmp_path):
@@ -381,13 +451,26 @@ def test_plain_reading_finds_the_names_of_the_model(tmp_path):
     assert {"optimizer.state.model.0.weight.exp_avg", "model.1.running_mean"} <= found.keys()
 
 
+def test_another_dtype_is_an_error_that_names_no_argument_of_another_function(tmp_path):
+    accelerator = Accelerator()
+    parts = trained(accelerator)
+    accelerator.save_state(tmp_path / "state")
+    accelerator.free_memory(*parts)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+    parts = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 0.1))
+    said = r"dtype is float32 in the checkpoint, but float64 was requested; load_state\(\) does not convert"
+    with pytest.raises(CheckpointError, match=said) as raised:
+        accelerator.load_state(tmp_path / "state")
+    assert "cast=True" not in str(raised.value)
+
+
 def test_a_registered_object_may_hold_what_is_allowed(tmp_path, no_safe_globals):
     accelerator = Accelerator()
     best = Counter(np.float64(0.25))
     accelerator.register_for_checkpointing(best)
     accelerator.save_state(tmp_path / "state")
     best.value = None
-    with pytest.raises(CheckpointingException, match=r"allow=\['numpy._core.multiarray.scalar', 'numpy.dtype'\]"):
+    with pytest.raises(CheckpointError, match=r"allow=\['numpy._core.multiarray.scalar', 'numpy.dtype'\]"):
         accelerator.load_state(tmp_path / "state")
     accelerator.load_state(tmp_path / "state", allow=["numpy._core.multiarray.scalar", np.dtype])
     assert best.value == 0.25

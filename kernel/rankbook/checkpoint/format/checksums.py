@@ -46,11 +46,13 @@ def as_bytes(buffer: Buffer) -> memoryview:
 
 def combine_checksums(crc1: int, crc2: int, length2: int) -> int:
     """Return the CRC-32 of A + B, given those of A and B and the length of B in bytes."""
-    return _times(_shift(length2), crc1) ^ crc2
+    return _multiply(_shift(length2), crc1) ^ crc2
 
 
-def whole(crcs: Iterable[int], nbytes: int, piece: int = PIECE) -> int:
+def combine_pieces(crcs: Iterable[int], nbytes: int, piece: int = PIECE) -> int:
     """Return the CRC-32 of `nbytes` bytes, given that of every `piece` bytes; 0 if there are none."""
+    # Example with pieces of 4 bytes and 10 bytes of data: three checksums, of 4, 4 and 2 bytes. The first step combines
+    # the checksum of nothing (0) with the first one, and so on; the length of the right part is what the shift needs.
     crc, remaining = 0, nbytes
     for piece_crc in crcs:
         length = min(remaining, piece)
@@ -61,16 +63,18 @@ def whole(crcs: Iterable[int], nbytes: int, piece: int = PIECE) -> int:
 @lru_cache(maxsize=4096)  # one entry for whole pieces, one per length of a last piece
 def _shift(length: int) -> int:
     """Return x^(8 * length) modulo the CRC polynomial, by repeated squaring."""
+    # `_ONE >> 8` is x^8: in the bit-reversed form a shift to the right multiplies by x.
+    # About 2 * log2(length) multiplications of 32 steps. The cache makes the shift of a whole piece free.
     power, square = _ONE, _ONE >> 8
     while length:
         if length & 1:
-            power = _times(power, square)
-        square = _times(square, square)
+            power = _multiply(power, square)
+        square = _multiply(square, square)
         length >>= 1
     return power
 
 
-def _times(a: int, b: int) -> int:
+def _multiply(a: int, b: int) -> int:
     # Multiply two polynomials over GF(2) modulo the CRC polynomial: shift and add (XOR), and reduce at every step.
     product = 0
     while a:

@@ -11,18 +11,20 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
 from rankbook.checkpoint.format import checksums
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 
 PIECE = checksums.PIECE
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
+COMMON = "common.pt"
+"""File of the common part: the values of a state dict that are neither tensors nor sharded objects."""
 FORMAT = 1
 
 ITEM_BYTES = {
@@ -35,6 +37,10 @@ ITEM_BYTES = {
     "complex128": 16,
 }
 
+# The last line of a manifest file. The file as a whole is one JSON object:
+#
+#     {"step":100, ... ,"values":{},
+#     "crc32":"0a1b2c3d"}
 _TAIL = re.compile(rb'"crc32":"([0-9a-f]{8})"\}\n')
 _TAIL_LENGTH = len(b'"crc32":"00000000"}\n')
 
@@ -103,6 +109,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tensors: dict[str, StoredTensor]
     objects: dict[str, StoredObject]
     files: tuple[StoredFile, ...]
+    # msgspec makes a new dict for every instance.
     metadata: dict[str, Any] = {}
     created: str = ""
     rankbook: str = ""
@@ -131,9 +138,16 @@ def piece_bytes(chunk: Chunk) -> int:
     return max(chunk.nbytes, 1) if len(chunk.pieces) == 1 else PIECE
 
 
+def known_ranks(ranks: Iterable[int]) -> tuple[int, ...]:
+    """Return the known ones of the ranks in a manifest, which has -1 for an unknown one."""
+    return tuple(sorted({rank for rank in ranks if rank >= 0}))
+
+
 def dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Return True if the elements fill their memory without gaps or overlaps, in some order of the axes."""
     expected = 1
+    # From the fastest axis to the slowest, every stride must be the product of the sizes below it. Example: shape (2,
+    # 3) with strides (1, 2), a transposed matrix, is dense; strides (4, 1) leave a gap after every row.
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1):
         if stride != expected:
             return False
@@ -142,41 +156,45 @@ def dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Encode a manifest file. Raises `CheckpointingException` if `metadata` is not JSON."""
+    """Encode a manifest file. Raises `CheckpointError` if `metadata` is not JSON."""
     check_json(manifest.metadata, "metadata")
     try:
+        # The checksum is the last key of the same JSON object, so the file stays valid JSON. It covers all bytes before
+        # that key.
         body = msgspec.json.encode(manifest)[:-1] + b",\n"
     except (TypeError, ValueError) as error:
-        raise CheckpointingException(f"the manifest cannot be written: {error}") from error
+        raise CheckpointError(f"the manifest cannot be written: {error}") from error
+    # Eight hexadecimal digits: `_TAIL_LENGTH` relies on the fixed width.
     return body + b'"crc32":"%08x"}\n' % zlib.crc32(body)
 
 
 def decode(data: bytes, where: str) -> Manifest:
     """Decode the bytes of the manifest file `where`.
 
-    Raises `CheckpointingException`, naming the file, if its checksum, format or structure is wrong.
+    Raises `CheckpointError`, naming the file, if its checksum, format or structure is wrong.
     """
+    # Searched from a computed position: a search in the whole file would find a "crc32" key of the user's metadata.
     if (tail := _TAIL.fullmatch(data, max(len(data) - _TAIL_LENGTH, 0))) is None:
-        raise CheckpointingException(
-            f"{where}: its last line, with the checksum, is damaged or missing: the file was cut off or changed "
-            f"({len(data)} bytes are there)"
+        raise CheckpointError(
+            f"{where}: the last line, with the checksum, is damaged or missing: the file is truncated or was modified "
+            f"({len(data)} bytes)"
         )
     body = memoryview(data)[: tail.start()]
     if (crc := zlib.crc32(body)) != (recorded := int(tail[1], 16)):
-        raise CheckpointingException(
-            f"{where}: the file was changed: its CRC-32 is {crc:08x}, and it says {recorded:08x}"
-        )
+        raise CheckpointError(f"{where}: the file was modified: its CRC-32 is {crc:08x}, expected {recorded:08x}")
     try:
+        # The checksum's key is taken off again: `Manifest` refuses unknown fields.
         text = bytes(body).rstrip(b",\n") + b"}"
+        # The version first: a later format may have other fields, about which the error would be misleading.
         written = msgspec.json.decode(text, type=_Format).format
         if written not in (0, FORMAT):
-            raise CheckpointingException(
-                f"{where}: the checkpoint has format {written}, and this version reads format {FORMAT}: "
+            raise CheckpointError(
+                f"{where}: the checkpoint has format {written}, but this version reads format {FORMAT}: "
                 "it was written by a newer Rankbook"
             )
         return msgspec.json.decode(text, type=Manifest)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointingException(f"{where}: not a manifest: {error}") from error
+        raise CheckpointError(f"{where}: not a manifest: {error}") from error
 
 
 class _Format(msgspec.Struct):
@@ -184,14 +202,14 @@ class _Format(msgspec.Struct):
 
 
 def check_json(value: object, path: str) -> None:
-    """Raise `CheckpointingException`, naming the path, if a value would not survive a round trip through JSON.
+    """Raise `CheckpointError`, naming the path, if a value would not survive a round trip through JSON.
 
     JSON turns NaN into null, a numeric key into text, and rounds a large integer.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise CheckpointingException(f"{path} has the key {key!r}: keys must be text")
+                raise CheckpointError(f"{path} has the key {key!r}: keys must be strings")
             check_json(item, f"{path}[{key!r}]")
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
@@ -199,9 +217,10 @@ def check_json(value: object, path: str) -> None:
     elif isinstance(value, bool | str | None):
         return
     elif isinstance(value, int):
+        # Python's JSON has integers of any size. Other readers, and msgspec, have 64 bits.
         if not -(2**63) <= value < 2**64:
-            raise CheckpointingException(f"{path} is {value}, which does not fit into 64 bits")
+            raise CheckpointError(f"{path} is {value}, which does not fit into 64 bits")
     elif not isinstance(value, float):
-        raise CheckpointingException(f"{path} is of type {type(value).__name__}: it must be JSON")
+        raise CheckpointError(f"{path} is of type {type(value).__name__}: it must be JSON-serializable")
     elif not math.isfinite(value):
-        raise CheckpointingException(f"{path} is {value}, which JSON cannot hold")
+        raise CheckpointError(f"{path} is {value}, which JSON does not support")

@@ -14,17 +14,21 @@ from __future__ import annotations
 import pickletools
 from functools import cache
 
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 
-MOST_NESTED = 10_000
+MAX_NESTED = 10_000
 """Maximum number of values in one tuple, including those of nested tuples."""
 
+# Opcodes by what they do to the stack, named as in pickletools. Protocols up to 5 are covered; an opcode that is
+# missing here pushes one value (`_simulate`, last branch).
 _PUTS = {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}
 _GETS = {"GET", "BINGET", "LONG_BINGET"}
+# Neither torch.save nor DCP writes these: extension codes name classes by number, and the others refer to buffers
+# outside of the pickle.
 _REFUSED = {"EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER"}
 _TO_MARK = {"TUPLE", "LIST", "DICT", "FROZENSET", "INST", "OBJ"}  # pop everything above the mark, push one value
 _NO_STACK = {"PROTO", "FRAME"}
-_TAKES = {  # number of values popped, and whether one is pushed
+_STACK_EFFECTS = {  # number of values popped, and whether one is pushed
     "APPEND": (1, False), "SETITEM": (2, False), "BUILD": (1, False), "REDUCE": (2, True), "NEWOBJ": (2, True),
     "NEWOBJ_EX": (3, True), "STACK_GLOBAL": (2, True), "BINPERSID": (1, True),
     "TUPLE1": (1, True), "TUPLE2": (2, True), "TUPLE3": (3, True),
@@ -35,7 +39,7 @@ _LINE, _LENGTHS = -1, {-2: 1, -3: 4, -4: 4, -5: 8}
 
 
 @cache
-def _table() -> list[tuple[str, int, int] | None]:
+def _opcode_table() -> list[tuple[str, int, int] | None]:
     """Return, by opcode byte: the opcode's name, the size of its argument, and the number of its arguments."""
     table: list[tuple[str, int, int] | None] = [None] * 256
     for opcode in pickletools.opcodes:
@@ -45,15 +49,24 @@ def _table() -> list[tuple[str, int, int] | None]:
 
 
 def check_opcodes(data: bytes) -> None:
-    """Raise `CheckpointingException` if a pickle is truncated or would take far more memory than its length."""
+    """Raise `CheckpointError` if a pickle is truncated or would take far more memory than its length."""
     try:
-        _follow(data)
+        _simulate(data)
     except (IndexError, KeyError, ValueError) as error:
-        raise CheckpointingException(f"the pickle is damaged: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"the pickle is damaged: {type(error).__name__}: {error}") from error
 
 
-def _follow(data: bytes) -> None:  # noqa: C901, PLR0912 - one branch per kind of opcode
-    table, end, at = _table(), len(data), 0
+def _simulate(data: bytes) -> None:  # noqa: C901, PLR0912 - one branch per kind of opcode
+    # Example: the pickle of ((1, 2), 3) is simulated as follows, the stack to the right of every opcode
+    # (PROTO and MEMOIZE are left out).
+    #
+    #     BININT1 1      [1]
+    #     BININT1 2      [1, 1]
+    #     TUPLE2         [3]           1 for the tuple itself, and 1 for each of its values
+    #     BININT1 3      [3, 1]
+    #     TUPLE2         [5]
+    #     STOP
+    table, end, at = _opcode_table(), len(data), 0
     # A stack element stands for one value of the unpickler's stack: the number of values that its hash visits. Marks
     # are kept apart, as positions in the stack; memo maps an index to the remembered element.
     stack: list[int] = []
@@ -62,41 +75,45 @@ def _follow(data: bytes) -> None:  # noqa: C901, PLR0912 - one branch per kind o
     while True:
         code = table[data[at]]
         if code is None or code[0] in _REFUSED:
-            raise ValueError(f"instruction {data[at]} at byte {at}")
+            raise ValueError(f"unsupported opcode {data[at]} at byte {at}")
         name, size, count = code
         first = at + 1
-        at = first + size if size >= 0 else _after(data, first, size, count)
+        at = first + size if size >= 0 else _argument_end(data, first, size, count)
         if at > end:
-            raise ValueError(f"it ends within the argument of {name} at byte {first - 1}")
+            raise ValueError(f"truncated in the argument of {name} at byte {first - 1}")
         if name == "STOP":
             return
         if name == "FRAME" and int.from_bytes(data[first:at], "little") > end - at:
-            raise ValueError("it ends within a frame")
+            raise ValueError("truncated in a frame")
         if name in _PUTS:
-            index = len(memo) if name == "MEMOIZE" else _index(data, first, at, name)
+            index = len(memo) if name == "MEMOIZE" else _memo_index(data, first, at, name)
+            # A memo needs at most one entry per byte of the pickle. The unpickler's memo is an array up to the highest
+            # index.
             if not 0 <= index <= end:
-                raise ValueError(f"it remembers a value number {index}, and has {end} bytes")
+                raise ValueError(f"memo index {index} is out of range for {end} bytes")
             memo[index] = stack[-1]
         elif name in _GETS:
-            stack.append(memo[_index(data, first, at, name)])
-        elif name in _TAKES:
-            takes, pushes = _TAKES[name]
-            taken = stack[len(stack) - takes :]
-            if len(stack) < takes:
+            stack.append(memo[_memo_index(data, first, at, name)])
+        elif name in _STACK_EFFECTS:
+            pops, pushes = _STACK_EFFECTS[name]
+            popped = stack[len(stack) - pops :]
+            if len(stack) < pops:
                 raise IndexError(f"{name} at byte {first - 1} on an empty stack")
-            del stack[len(stack) - takes :]
+            del stack[len(stack) - pops :]
             if pushes:
-                stack.append(_nested(taken))
+                stack.append(_nested_count(popped))
         elif name in _TO_MARK:
             mark = marks.pop()
-            taken = stack[mark:]
+            popped = stack[mark:]
             del stack[mark:]
-            stack.append(_nested(taken) if name in {"TUPLE", "FROZENSET"} else 1)
+            # A list or a dict has no hash, so whatever it holds is not visited.
+            stack.append(_nested_count(popped) if name in {"TUPLE", "FROZENSET"} else 1)
         elif name in _DROPS_TO_MARK:
             del stack[marks.pop() :]
         elif name == "MARK":
             marks.append(len(stack))
         elif name == "POP":
+            # As in CPython: POP with nothing above the mark removes the mark.
             if marks and marks[-1] == len(stack):
                 marks.pop()
             else:
@@ -107,14 +124,14 @@ def _follow(data: bytes) -> None:  # noqa: C901, PLR0912 - one branch per kind o
             stack.append(1)
 
 
-def _nested(taken: list[int]) -> int:
-    count = 1 + sum(taken)
-    if count > MOST_NESTED:
-        raise ValueError(f"a tuple of more than {MOST_NESTED} values, those of tuples in it included")
+def _nested_count(popped: list[int]) -> int:
+    count = 1 + sum(popped)
+    if count > MAX_NESTED:
+        raise ValueError(f"a tuple has more than {MAX_NESTED} values, including those of nested tuples")
     return count
 
 
-def _after(data: bytes, first: int, size: int, count: int) -> int:
+def _argument_end(data: bytes, first: int, size: int, count: int) -> int:
     """Return the end of an argument whose length is stored in the pickle."""
     if size == _LINE:
         for _ in range(count):
@@ -124,7 +141,8 @@ def _after(data: bytes, first: int, size: int, count: int) -> int:
     return first + width + int.from_bytes(data[first : first + width], "little")
 
 
-def _index(data: bytes, first: int, at: int, name: str) -> int:
+def _memo_index(data: bytes, first: int, at: int, name: str) -> int:
     if name in {"PUT", "GET"}:
+        # A decimal number in text. 20 digits are enough for any index, and bound the time of `int`.
         return int(data[first : min(at, first + 20)])
     return int.from_bytes(data[first:at], "little")

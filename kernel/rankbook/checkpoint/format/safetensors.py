@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 from rankbook.checkpoint.format.manifest import ITEM_BYTES
 from rankbook.checkpoint.storage.base import Storage, read_all
 from rankbook.checkpoint.storage.local import LocalStorage
-from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.errors import CheckpointError, InvalidArgument
 
 if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
+# Bytes that are copied at a time from a remote storage.
 _BUFFER = 16 * 1024 * 1024
 
 NAMES = {
@@ -58,13 +59,16 @@ def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
 def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
     """Encode the header of a file that holds these tensors, (dtype, shape) by key, one after the other.
 
-    Raises `CheckpointingException` for a dtype that the format does not have.
+    Raises `CheckpointError` for a dtype that the format does not have.
     """
+    # Example for one tensor "w" of two float32 values. Offsets count from the end of the header:
+    #
+    #     {"__metadata__":{"format":"pt"},"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for key, (dtype, shape) in tensors.items():
         if dtype not in NAMES:
-            raise CheckpointingException(f"{key} is of type {dtype}, which safetensors files cannot hold")
+            raise CheckpointError(f"{key} has the dtype {dtype}, which safetensors files do not support")
         end = at + nbytes_of(dtype, shape)
         fields[key] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
@@ -85,30 +89,40 @@ def read_tensors(storage: Storage, path: str) -> dict[str, torch.Tensor]:
     mapped, so a tensor takes no memory before its data is used. Files of a remote storage are first copied to the
     temporary folder.
 
-    Raises `CheckpointingException`, naming the file, if a file is damaged or truncated or does not match the index, and
-    `BadRequest` if the library is not installed.
+    Raises `CheckpointError`, naming the file, if a file is damaged or truncated or does not match the index, and
+    `InvalidArgument` if the library is not installed.
     """
     if path.endswith(SUFFIX):
         return _read_file(storage, path)
     names = storage.list(path)
     base = f"{path}/" if path else ""
+    # Three cases: one index, whose files are read; no index, so all files are read; or several indexes, of several
+    # models, among which nobody here can choose.
     indexes = sorted(name for name in names if name.endswith(SUFFIX + ".index.json"))
     files = sorted(name for name in names if name.endswith(SUFFIX))
     weight_map: dict[str, str] = {}
+    if len(indexes) > 1:
+        raise CheckpointError(
+            f"{storage}/{path}: expected one index of {SUFFIX} files, found {', '.join(indexes)}; "
+            "move the files of one model to a folder of their own"
+        )
     if indexes:
         weight_map = _read_index(storage, base + indexes[0])
         files = sorted(set(weight_map.values()))
     if not files:
-        raise CheckpointingException(f"{storage}/{path}: there is no {SUFFIX} file")
+        raise CheckpointError(f"{storage}/{path}: no {SUFFIX} file found")
+    # Checked for all files before the first one is read: an index often names more than was downloaded.
     if missing := [name for name in files if name not in names]:
-        raise CheckpointingException(f"{storage}/{base}{indexes[0]} names {', '.join(missing)}: missing")
+        raise CheckpointError(f"{storage}/{base}{indexes[0]} names missing files: {', '.join(missing)}")
     tensors: dict[str, torch.Tensor] = {}
     for name in files:
         shard = _read_file(storage, base + name)
+        # Both directions of the index are checked: a tensor that it lists must be there, and no tensor may come twice,
+        # because the second one would replace the first without a word.
         if absent := sorted(key for key, file in weight_map.items() if file == name and key not in shard):
-            raise CheckpointingException(f"{storage}/{base}{name}: {absent[0]} is missing, which the index names")
+            raise CheckpointError(f"{storage}/{base}{name}: {absent[0]} is missing, but the index lists it")
         if twice := sorted(tensors.keys() & shard.keys()):
-            raise CheckpointingException(f"{storage}/{path}: {', '.join(twice[:3])} is there more than once")
+            raise CheckpointError(f"{storage}/{path}: duplicate tensors: {', '.join(twice[:3])}")
         tensors |= shard
     return tensors
 
@@ -117,29 +131,31 @@ def _read_index(storage: Storage, path: str) -> dict[str, str]:
     try:
         weight_map = dict(json.loads(read_all(storage, path))["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointingException(f"{storage}/{path}: not an index: {error!r}") from error
+        raise CheckpointError(f"{storage}/{path}: not an index: {error!r}") from error
     if not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointingException(f"{storage}/{path}: not an index: a file's name is no text")
+        raise CheckpointError(f"{storage}/{path}: not an index: a file name is not a string")
     return weight_map
 
 
 def _read_file(storage: Storage, path: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a file in the order of their data."""
     try:
+        # Imported here, because the library is an optional dependency that only conversions need.
         library = import_module("safetensors")
     except ImportError as error:
-        raise BadRequest(
+        raise InvalidArgument(
             'reading safetensors files needs the package safetensors: pip install "rankbook[safetensors]"'
         ) from error
     where = f"{storage}/{path}"
     try:
+        # The mappings of the tensors outlive the opened file.
         with _local_file(storage, path) as file, library.safe_open(file, framework="pt") as opened:
             tensors = {key: opened.get_tensor(key) for key in opened.offset_keys()}
     except (library.SafetensorError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointingException(f"{where}: {error}") from error
+        raise CheckpointError(f"{where}: {error}") from error
     for key, tensor in tensors.items():
         if (dtype := str(tensor.dtype).removeprefix("torch.")) not in NAMES:
-            raise CheckpointingException(f"{where}: {key} is of type {dtype}, which a checkpoint cannot hold")
+            raise CheckpointError(f"{where}: {key} has the dtype {dtype}, which a checkpoint does not support")
     return tensors
 
 
@@ -152,7 +168,7 @@ def _local_file(storage: Storage, path: str) -> Iterator[str]:
     if isinstance(storage, LocalStorage):
         file = storage.root / path
         if not file.is_file():  # opening a named pipe would block until a writer opens it
-            raise CheckpointingException(f"{file}: there is no such file")
+            raise CheckpointError(f"{file}: no such file")
         yield str(file)
         return
     with tempfile.NamedTemporaryFile(suffix=SUFFIX) as copy:

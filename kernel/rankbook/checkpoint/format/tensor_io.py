@@ -19,12 +19,13 @@ from rankbook.checkpoint.format.checksums import crc32
 from rankbook.checkpoint.format.manifest import PIECE, Chunk, piece_bytes
 from rankbook.checkpoint.planning.load_plan import ChunkRead, ReadItem
 
-SLAB = 16 * 1024 * 1024
+SLAB_BYTES = 16 * 1024 * 1024
 """Bytes read at a time if the data cannot be read in place."""
 
 ReadRange = Callable[[int, memoryview], int]
 """Callback that fills a buffer with the bytes from a file position on, and returns how many it read."""
 
+# Integer dtypes by element size in bytes: a copy between equal dtypes may be done on any dtype of that size.
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -43,30 +44,35 @@ def dtype_named(name: str) -> torch.dtype:
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ChunkDamage(f"has the dtype {name}, which this torch does not know")
+        raise ChunkDamage(f"has the dtype {name}, which this version of torch does not support")
     return dtype
 
 
-def read_into(target: torch.Tensor, chunk: ChunkRead, part: ReadItem, read: ReadRange, check: bool) -> None:
+def read_into(target: torch.Tensor, chunk: ChunkRead, item: ReadItem, read: ReadRange, check: bool) -> None:
     """Copy one box of a stored chunk into `target`, which has the box's shape.
 
     With `check`, verifies the pieces that hold the box. Raises `ChunkDamage`, and OSError as `read` does.
     """
     dtype = dtype_named(chunk.dtype)
     source = _Source(chunk.chunk, read, check)
-    as_it_is = not (target.is_conj() or target.is_neg())  # no lazy conj or neg: memory holds the values themselves
-    in_place = target.device.type == "cpu" and target.dtype == dtype and as_it_is
-    if in_place and target.is_contiguous() and _in_order(chunk, part):
-        source.read(chunk.span(part)[0], _bytes_of(target))
+    not_lazy = not (target.is_conj() or target.is_neg())  # no lazy conj or neg: memory holds the values themselves
+    in_place = target.device.type == "cpu" and target.dtype == dtype and not_lazy
+    if in_place and target.is_contiguous() and _is_row_major(chunk, item):
+        source.read(chunk.span(item)[0], _bytes_of(target))
         return
-    first, last = chunk.span(part)
-    buffer = torch.empty(min(last - first, max(SLAB, chunk.itemsize)), dtype=torch.uint8)  # reused by all slabs
-    for slab in chunk.parts(part, SLAB):
+    # The box is not contiguous in the file or in the target, or has another dtype or device: read slabs and copy.
+    first, last = chunk.span(item)
+    # Worst case: one wanted column of a chunk with very long rows. Then slabs bound the memory, and the bytes between
+    # the wanted elements are read and thrown away: one sequential read is faster than a seek per element.
+    buffer = torch.empty(min(last - first, max(SLAB_BYTES, chunk.itemsize)), dtype=torch.uint8)  # reused by all slabs
+    for slab in chunk.split(item, SLAB_BYTES):
         begin, end = chunk.span(slab)
+        # A slab begins at its first element, so the strided view below starts at offset 0.
         scratch = buffer[: end - begin]
         source.read(begin, _bytes_of(scratch))
         into = target
-        for axis, (at, origin) in enumerate(zip(slab.target, part.target, strict=True)):
+        for axis, (at, origin) in enumerate(zip(slab.target, item.target, strict=True)):
+            # `slab.target` counts from the origin of the whole tensor, `into` from that of this box.
             into = into.narrow(axis, at - origin, slab.shape[axis])
         _copy(into, scratch.view(dtype).as_strided(slab.shape, chunk.strides))
 
@@ -78,22 +84,26 @@ def verify_chunk(chunk: ChunkRead, read: ReadRange, scratch: memoryview) -> None
     """
     stored = chunk.chunk
     if not envelope_matches(stored, read):
-        raise ChunkDamage("has other bytes around its data than were written")
+        raise ChunkDamage("the bytes around its data do not match their checksum")
     if len(stored.pieces) == 1 and stored.nbytes > PIECE:  # written by another program: a single checksum
         if not data_matches(stored, read):
-            raise ChunkDamage("has other data than was written")
+            raise ChunkDamage("its data does not match its checksum")
         return
+    # Example with pieces of 4 bytes and boxes that span the bytes [1, 6) and [5, 7): the first box verifies the
+    # pieces [0, 4) and [4, 8), `done` is 6, and of the second box only [6, 7) is left, whose piece is read again.
+    # The cost of that is bounded: one piece per box.
     source, done = _Source(stored, read, check=True), 0
-    for first, last in sorted(chunk.span(part) for part in chunk.reads):
+    for first, last in sorted(chunk.span(item) for item in chunk.reads):
+        # Boxes may overlap in bytes. What was verified for an earlier one is not read again.
         if last > done:
             source.verify(max(first, done), last, scratch)
             done = last
 
 
-def _in_order(chunk: ChunkRead, part: ReadItem) -> bool:
+def _is_row_major(chunk: ChunkRead, item: ReadItem) -> bool:
     """Return True if the box is contiguous in the chunk's data, in row-major order."""
     expected = 1
-    for size, step in zip(reversed(part.shape), reversed(chunk.strides), strict=True):
+    for size, step in zip(reversed(item.shape), reversed(chunk.strides), strict=True):
         if size != 1 and step != expected:
             return False
         expected *= size
@@ -101,8 +111,8 @@ def _in_order(chunk: ChunkRead, part: ReadItem) -> bool:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    turned = target.is_complex() or target.is_neg()
-    if target.dtype == source.dtype and not turned:  # view as integers: copy_ does not support every dtype
+    lazy_or_complex = target.is_complex() or target.is_neg()
+    if target.dtype == source.dtype and not lazy_or_complex:  # view as integers: copy_ does not support every dtype
         plain = _SAME_SIZE[target.dtype.itemsize]
         target, source = target.view(plain), source.view(plain)
     target.copy_(source)
@@ -128,19 +138,25 @@ class _Source:
         part is read into a buffer of its own, verified, and copied.
         """
         if not self._check or not self._chunk.pieces:
-            self._exactly(first, into)
+            self._read_exactly(first, into)
             return
         size, nbytes = piece_bytes(self._chunk), self._chunk.nbytes
         at, end = first, first + len(into)
-        whole = end if end == nbytes else end - end % size  # end of the last piece that the range covers
+        # Example with pieces of 4 bytes, a chunk of 14 bytes, and the range [2, 13):
+        #
+        #     [0, 4)    partly wanted: read into a buffer, verified, [2, 4) is copied
+        #     [4, 12)   whole pieces: read into the target in one go, and verified there
+        #     [12, 14)  partly wanted: as the first one; the last piece is shorter
+        pieces_end = end if end == nbytes else end - end % size  # end of the last piece that the range covers
         while at < end:
             begin = at - at % size
-            if at == begin and at < whole:
-                stop = min(whole, at + max(size, SLAB // size * size))
-                self._verified(at, into[at - first : stop - first])
+            # Whole pieces from here on: read as many as fit into a slab, straight into the target.
+            if at == begin and at < pieces_end:
+                stop = min(pieces_end, at + max(size, SLAB_BYTES // size * size))
+                self._read_verified(at, into[at - first : stop - first])
             else:
                 piece = memoryview(bytearray(min(size, nbytes - begin)))
-                self._verified(begin, piece)
+                self._read_verified(begin, piece)
                 stop = min(begin + len(piece), end)
                 into[at - first : stop - first] = piece[at - begin : stop - begin]
             at = stop
@@ -148,37 +164,40 @@ class _Source:
     def verify(self, first: int, last: int, scratch: memoryview) -> None:
         """Verify the pieces that overlap the bytes [first, last) of the data."""
         if not self._chunk.pieces:
-            self._exactly(last - 1, scratch[:1])
+            # Nothing to compare with. The last byte is read all the same, which finds a truncated file.
+            self._read_exactly(last - 1, scratch[:1])
             return
         size, nbytes = piece_bytes(self._chunk), self._chunk.nbytes
+        # From the piece that holds `first` to the end of the piece that holds the last byte, rounded to whole pieces,
+        # as many at a time as the buffer holds.
         stop, step = min(-(-last // size) * size, nbytes), len(scratch) // size * size
         for begin in range(first - first % size, stop, step):
-            self._verified(begin, scratch[: min(step, stop - begin)])
+            self._read_verified(begin, scratch[: min(step, stop - begin)])
 
-    def _verified(self, begin: int, pieces: memoryview) -> None:
+    def _read_verified(self, begin: int, pieces: memoryview) -> None:
         """Read and verify whole pieces, from byte `begin` of the data on."""
-        self._exactly(begin, pieces)
+        self._read_exactly(begin, pieces)
         size = piece_bytes(self._chunk)
         for at in range(0, len(pieces), size):
             piece = pieces[at : at + size]
             if crc32(piece) != self._chunk.pieces[(begin + at) // size]:
                 low, high = begin + at, begin + at + len(piece)
-                raise ChunkDamage(f"has other bytes than were written, between {low} and {high} of its data")
+                raise ChunkDamage(f"bytes {low} to {high - 1} of its data do not match their checksum")
 
-    def _exactly(self, first: int, into: memoryview) -> None:
+    def _read_exactly(self, first: int, into: memoryview) -> None:
         count = self._read(self._chunk.data + first, into)
         if count != len(into):
-            raise ChunkDamage(f"ends after {first + count} of {self._chunk.nbytes} bytes")
+            raise ChunkDamage(f"is truncated after {first + count} of {self._chunk.nbytes} bytes")
 
 
 def data_matches(chunk: Chunk, read: ReadRange) -> bool:
     """Return True if the data matches the chunk's single checksum; reads the data in slabs."""
     checksum = 0
-    for at in range(0, chunk.nbytes, SLAB):
-        part: Any = memoryview(bytearray(min(SLAB, chunk.nbytes - at)))
-        if read(chunk.data + at, part) != len(part):
+    for at in range(0, chunk.nbytes, SLAB_BYTES):
+        buffer: Any = memoryview(bytearray(min(SLAB_BYTES, chunk.nbytes - at)))
+        if read(chunk.data + at, buffer) != len(buffer):
             return False
-        checksum = crc32(part, checksum)
+        checksum = crc32(buffer, checksum)
     return checksum == chunk.pieces[0]
 
 
@@ -187,11 +206,14 @@ def envelope_matches(chunk: Chunk, read: ReadRange) -> bool:
     if chunk.envelope is None:
         return True
     before = chunk.data - chunk.start
+    # The blob of a chunk:  [ before | data | after ]
+    #                       start    data            start + length
+    # `before` are the zip's first headers, `after` the other members and the directory, a few hundred bytes together.
     after = chunk.length - before - chunk.nbytes
     checksum = 0
     for at, length in ((chunk.start, before), (chunk.data + chunk.nbytes, after)):
-        part: Any = memoryview(bytearray(length))
-        if read(at, part) != length:
+        buffer: Any = memoryview(bytearray(length))
+        if read(at, buffer) != length:
             return False
-        checksum = crc32(part, checksum)
+        checksum = crc32(buffer, checksum)
     return checksum == chunk.envelope

@@ -17,6 +17,7 @@ import torch
 NEVER = frozenset({"collections.defaultdict", "collections.deque"})
 """Classes that torch's restricted unpickler cannot fill, even when they are allowed."""
 
+# Member of the zip with the bytes of the only storage.
 _RECORD = b"archive/data/0"
 _CENTRAL = b"PK\x01\x02"
 _DESCRIPTOR = b"PK\x07\x08"
@@ -33,22 +34,23 @@ class Envelope(NamedTuple):
 
     def ending(self, checksum: int) -> bytes:
         """Return `after` with the CRC-32 of the data filled in."""
-        made = bytearray(self.after)
+        ending = bytearray(self.after)
         for at in self.checksums:
-            struct.pack_into("<I", made, at, checksum)
-        return bytes(made)
+            struct.pack_into("<I", ending, at, checksum)
+        return bytes(ending)
 
 
 class _Sink:
     """Seekable file that records what is written and where, so that the skipped tensor data shows as a gap."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[int, bytes]] = []
+        self.writes: list[tuple[int, bytes]] = []
         self.at = 0
 
+    # The methods that torch's zip writer calls on a file object.
     def write(self, data: Any) -> int:  # noqa: ANN401 - any buffer
         content = bytes(data)
-        self.parts.append((self.at, content))
+        self.writes.append((self.at, content))
         self.at += len(content)
         return len(content)
 
@@ -71,30 +73,36 @@ def make_envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
     everything but the tensor's data; the gap that it leaves separates `before` from `after`.
     """
     tensor = torch.empty(shape, dtype=dtype)  # uninitialized, and never read
+    # What torch.save writes with `skip_data`: headers, data.pkl and so on up to the data; then it seeks over the
+    # data; then the data descriptor, the last members and the directory. All positions and lengths are as in a real
+    # file. Only the CRC-32 of the data is missing; `ending` fills it in.
     size = tensor.numel() * tensor.element_size()
     sink = _Sink()
     with torch.serialization.skip_data():
         torch.save(tensor, sink)  # type: ignore[arg-type]  # has all methods that are called
     before, after = bytearray(), bytearray()
-    hole = False
-    for at, part in sink.parts:
-        if not hole and at == len(before):
+    in_tail = False
+    for at, part in sink.writes:
+        # Writes without a gap belong to the beginning. The first write after the gap, and all later ones, belong to the
+        # end.
+        if not in_tail and at == len(before):
             before += part
             continue
-        hole = True
+        in_tail = True
         if at != len(before) + size + len(after):
             raise RuntimeError(f"torch.save left {at - len(before)} bytes for data of {size}")
         after += part
-    return Envelope(bytes(before), bytes(after), tuple(_places(bytes(after))))
+    return Envelope(bytes(before), bytes(after), tuple(_checksum_positions(bytes(after))))
 
 
-def _places(after: bytes) -> Iterator[int]:
+def _checksum_positions(after: bytes) -> Iterator[int]:
     # The zip stores a member's CRC-32 twice: in the data descriptor right after the data, if there is one, and in the
     # member's entry of the central directory.
     if after.startswith(_DESCRIPTOR):
         yield len(_DESCRIPTOR)
     at = after.find(_CENTRAL)
     while at >= 0:
+        # `find` may hit the signature inside of other bytes. The name that follows decides.
         (length,) = struct.unpack_from("<H", after, at + _CENTRAL_NAME)
         if after[at + _CENTRAL_HEAD : at + _CENTRAL_HEAD + length] == _RECORD:
             yield at + _CENTRAL_CRC
@@ -106,6 +114,7 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
     For a contiguous CPU tensor this is its own memory; otherwise a copy.
     """
+    # A lazy conjugate or negative has the original values in memory. Resolving makes a copy with the right ones.
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     row = plain.as_strided((plain.numel(),), (1,))  # view() needs a last stride of 1 at any size
     return row.view(torch.uint8).numpy().data

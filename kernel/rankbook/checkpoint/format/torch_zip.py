@@ -19,13 +19,17 @@ from typing import Any, Protocol
 
 from rankbook.checkpoint.format import pickle_opcodes
 from rankbook.checkpoint.format.manifest import ITEM_BYTES, dense
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 
-_EDGE = 2048  # bytes read at either end of a blob: enough for headers and directory of one tensor
-_MOST_READ = 64 * 1024 * 1024  # limit of a single read, such as a zip's directory, in bytes
-_MOST_PICKLE = 1024 * 1024  # limit of the pickle that describes a single tensor, in bytes
+_EDGE_BYTES = 2048  # bytes read at either end of a blob: enough for headers and directory of one tensor
+_MAX_READ = 64 * 1024 * 1024  # limit of a single read, such as a zip's directory, in bytes
+_MAX_PICKLE = 1024 * 1024  # limit of the pickle that describes a single tensor, in bytes
+# A local file header (APPNOTE 4.3.7): signature, 22 bytes that the central directory repeats, and the lengths of the
+# file name and of the extra field, which follow the header. The data comes after both.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
+# torch pickles a tensor's storage as ("storage", class, key, device, length), and the class tells the dtype. Newer
+# dtypes have no such class; their pickles name the dtype itself (`_rebuild_tensor_v3`).
 _STORAGE_DTYPES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -82,6 +86,8 @@ class BlobFile(io.RawIOBase):
         super().__init__()
         self._storage, self._path, self._start, self._length = storage, path, start, length
         self._at = 0
+        # A remote read costs milliseconds, and `zipfile` makes a dozen small ones: the end-of-directory record, the
+        # directory, and a header per member. They all lie in the first or last 2 KiB of a blob with one tensor.
         self._edges: list[tuple[int, bytes]] = []
 
     def readable(self) -> bool:
@@ -103,25 +109,25 @@ class BlobFile(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """Read up to `size` bytes; with -1, all that are left."""
         size = max(0, self._length - self._at if size < 0 else min(size, self._length - self._at))
-        data = self._cached(self._at, size)
+        data = self._read_cached(self._at, size)
         self._at += len(data)
         return data
 
-    def _cached(self, at: int, size: int) -> bytes:
+    def _read_cached(self, at: int, size: int) -> bytes:
         for start, edge in self._edges:
             if start <= at and at + size <= start + len(edge):
                 return edge[at - start : at - start + size]
-        if size > _EDGE:
-            return self._fetch(at, size)
-        # Small reads fetch and keep _EDGE bytes: the first or last ones of the blob, or those from `at` on.
-        start = 0 if at + size <= _EDGE else min(at, max(0, self._length - _EDGE))
-        edge = self._fetch(start, min(_EDGE, self._length - start))
+        if size > _EDGE_BYTES:
+            return self._read_uncached(at, size)
+        # Small reads fetch and keep _EDGE_BYTES bytes: the first or last ones of the blob, or those from `at` on.
+        start = 0 if at + size <= _EDGE_BYTES else min(at, max(0, self._length - _EDGE_BYTES))
+        edge = self._read_uncached(start, min(_EDGE_BYTES, self._length - start))
         self._edges.append((start, edge))
         return edge[at - start : at - start + size]
 
-    def _fetch(self, at: int, size: int) -> bytes:
-        if size > _MOST_READ:
-            raise OSError(f"{size} bytes at once are no part of a zip of torch.save")
+    def _read_uncached(self, at: int, size: int) -> bytes:
+        if size > _MAX_READ:
+            raise OSError(f"expected a zip file of torch.save, which never needs {size} bytes at once")
         buffer = bytearray(size)
         return bytes(buffer[: self._storage.read(self._path, self._start + at, memoryview(buffer))])
 
@@ -132,14 +138,22 @@ def open_zip(storage: Readable, path: str, start: int, length: int) -> tuple[zip
     Raises `zipfile.BadZipFile` if it is not a zip of stored members, or truncated.
     """
     try:
-        return _opened(BlobFile(storage, path, start, length), start, length)
+        return _open_members(BlobFile(storage, path, start, length), start, length)
     except (zipfile.BadZipFile, OSError):
         raise
     except Exception as error:  # a damaged zip can hold any numbers and names
         raise zipfile.BadZipFile(f"{type(error).__name__}: {error}") from error
 
 
-def _opened(file: BlobFile, start: int, length: int) -> tuple[zipfile.ZipFile, dict[str, Member]]:
+def _open_members(file: BlobFile, start: int, length: int) -> tuple[zipfile.ZipFile, dict[str, Member]]:
+    # A blob of torch.save is such a zip, with all members stored without compression:
+    #
+    #     archive/data.pkl       the pickle of the object, in which storages are references ("persistent ids")
+    #     archive/byteorder      "little"
+    #     archive/data/0         the bytes of storage "0"; one member per storage
+    #     archive/version, ...
+    #
+    # `members` has the names without the folder, "archive/", which torch.save names after the file.
     archive = zipfile.ZipFile(file)  # not closed: it holds no file descriptor
     members = {}
     for info in archive.infolist():
@@ -150,6 +164,8 @@ def _opened(file: BlobFile, start: int, length: int) -> tuple[zipfile.ZipFile, d
         _, name, extra = _LOCAL_HEADER.unpack(header)
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise zipfile.BadZipFile(f"{info.filename} is compressed")
+        # The lengths in the local header count: torch pads its `extra` field so that the data is aligned, and the
+        # central directory has another one.
         data = info.header_offset + _LOCAL_HEADER.size + name + extra
         if data + info.file_size > length:
             raise zipfile.BadZipFile(f"{info.filename} reaches beyond the end")
@@ -204,37 +220,42 @@ def read_member(storage: Readable, path: str, member: Member) -> bytes:
 def locate_tensor(storage: Readable, path: str, start: int, length: int) -> StoredView:
     """Locate the tensor in a blob that holds a single one. Reads only the ends of the blob.
 
-    Raises `CheckpointingException` if the blob holds anything else; the message does not name the file, which the
+    Raises `CheckpointError` if the blob holds anything else; the message does not name the file, which the
     caller knows.
     """
     try:
         _, members = open_zip(storage, path, start, length)
     except (zipfile.BadZipFile, OSError) as error:
-        raise CheckpointingException(f"it is no zip of torch.save: {error}") from error
+        raise CheckpointError(f"it is not a zip file of torch.save: {error}") from error
+    # Without it there is nothing that says what the storages mean.
     if "data.pkl" not in members:
-        raise CheckpointingException("it is no zip of torch.save: data.pkl is missing")
-    if members["data.pkl"].nbytes > _MOST_PICKLE:
-        raise CheckpointingException(
-            f"its data.pkl has {members['data.pkl'].nbytes} bytes, which no single tensor needs"
+        raise CheckpointError("it is not a zip file of torch.save: data.pkl is missing")
+    if members["data.pkl"].nbytes > _MAX_PICKLE:
+        raise CheckpointError(
+            f"its data.pkl has {members['data.pkl'].nbytes} bytes, expected at most {_MAX_PICKLE} for one tensor"
         )
     pickled = read_member(storage, path, members["data.pkl"])
     if not without_checksums(members) and zlib.crc32(pickled) != members["data.pkl"].crc:
-        raise CheckpointingException("its data.pkl does not match its checksum")
+        raise CheckpointError("its data.pkl does not match its checksum")
     order = members.get("byteorder")
     if order is not None and (order.nbytes > len(b"little") or read_member(storage, path, order) != b"little"):
-        raise CheckpointingException("its bytes are not in little-endian order")
+        raise CheckpointError("its bytes are not in little-endian order")
+    # Storage key, offset and strides come from the pickle, position and checksum of the storage from the zip's
+    # directory.
     view = parse_tensor_pickle(pickled)
     member = members.get(f"data/{view.storage}")
     if member is None:
-        raise CheckpointingException(f"its data/{view.storage} is missing")
+        raise CheckpointError(f"its data/{view.storage} is missing")
     item = ITEM_BYTES[view.dtype]
     nbytes = math.prod(view.shape) * item
     begin = view.offset * item
+    # The view may be smaller than its storage, as of a slice that was saved without clone(). It may not be larger.
     if begin + nbytes > member.nbytes:
-        raise CheckpointingException(f"it has {member.nbytes} bytes, and its tensor {begin + nbytes}")
+        raise CheckpointError(f"it has {member.nbytes} bytes, but its tensor needs {begin + nbytes}")
     strides = None if _row_major(view.shape, view.strides) else view.strides
     if strides is not None and not dense(view.shape, strides):
-        raise CheckpointingException(f"its tensor of shape {view.shape} has strides {strides}, with gaps or overlaps")
+        raise CheckpointError(f"its tensor of shape {view.shape} has strides {strides}, with gaps or overlaps")
+    # The zip's checksum covers the whole storage, so it says nothing about a part of it.
     has_crc = not without_checksums(members) and nbytes == member.nbytes
     return StoredView(view.dtype, view.shape, strides, member.data + begin, nbytes, member.crc if has_crc else None)
 
@@ -253,33 +274,33 @@ class Described:
 def parse_tensor_pickle(pickled: bytes) -> Described:
     """Parse the pickle of a tensor.
 
-    Raises `CheckpointingException` if it holds anything but one plain tensor.
+    Raises `CheckpointError` if it holds anything but one plain tensor.
     """
     try:
         pickle_opcodes.check_opcodes(pickled)
         described = _TensorUnpickler(io.BytesIO(pickled)).load()
-    except CheckpointingException:
+    except CheckpointError:
         raise
     except Exception as error:
         # A pickle is a program: a damaged one may raise any exception.
-        raise CheckpointingException(f"its pickle is damaged: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"its pickle is damaged: {type(error).__name__}: {error}") from error
     if not isinstance(described, Described):
-        raise CheckpointingException(f"it holds no tensor but a {type(described).__name__}")
+        raise CheckpointError(f"it holds a {type(described).__name__}, expected a tensor")
     return described
 
 
 class _TensorUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - any stand-in
-        if (module, name) in _MAKERS:
-            return _MAKERS[module, name]
+        if (module, name) in _REBUILDERS:
+            return _REBUILDERS[module, name]
         if module == "torch" and (dtype := _STORAGE_DTYPES.get(name, name)) in ITEM_BYTES:
             return dtype
-        raise CheckpointingException(f"its pickle names {module}.{name}, which no plain tensor needs")
+        raise CheckpointError(f"its pickle names {module}.{name}, which a plain tensor does not need")
 
     def persistent_load(self, pid: Any) -> tuple[str, str]:  # noqa: ANN401 - any pickled value
         kind, dtype, key, *_ = pid
         if kind != "storage" or not isinstance(key, str | int) or not isinstance(dtype, str):
-            raise CheckpointingException("its pickle refers to something that is no storage")
+            raise CheckpointError("its pickle refers to an object that is not a storage")
         return str(key), dtype
 
 
@@ -296,33 +317,35 @@ def _rebuild(
     if more and isinstance(more[0], str):  # _rebuild_tensor_v3: an untyped storage, and the dtype after it
         dtype = more[0]
         more = more[1:]
+    # What may follow are backward hooks and metadata; torch.save writes them for subclasses and tensors with
+    # attributes.
     if any(more):
-        raise CheckpointingException(f"its tensor needs {more} to be rebuilt")
+        raise CheckpointError(f"its tensor has unsupported arguments: {more}")
     if dtype not in ITEM_BYTES:
-        raise CheckpointingException(f"its tensor has elements of type {dtype}")
+        raise CheckpointError(f"its tensor has the unsupported dtype {dtype}")
     for number in (offset, *shape, *strides):
+        # Not `isinstance`: a bool is not a size.
         if type(number) is not int or not 0 <= number < 2**62:
-            raise CheckpointingException("its tensor has an offset, a shape or strides that no tensor has")
+            raise CheckpointError("its tensor has an invalid offset, shape or stride")
     if len(shape) != len(strides) or math.prod(shape) >= 2**62:
-        raise CheckpointingException(
-            f"its tensor has {len(shape)} axes and {len(strides)} strides, or too many elements"
-        )
+        raise CheckpointError(f"its tensor has {len(shape)} axes and {len(strides)} strides, or too many elements")
     return Described(key, dtype, offset, tuple(shape), tuple(strides))
 
 
-def _parameter(data: Described, *_: object) -> Described:
+def _rebuild_parameter(data: Described, *_: object) -> Described:
     return data
 
 
-_MAKERS: dict[tuple[str, str], str | Callable[..., Any]] = {
+_REBUILDERS: dict[tuple[str, str], str | Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("torch.storage", "UntypedStorage"): "untyped",
     ("collections", "OrderedDict"): dict,
 }
 
 
+# As `Tensor.is_contiguous`: the strides of axes of size 1 do not matter, and without elements nothing does.
 def _row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
     expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):

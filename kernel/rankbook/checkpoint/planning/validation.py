@@ -18,30 +18,33 @@ import numpy as np
 import numpy.typing as npt
 
 from rankbook.checkpoint.planning.local_plan import Integers
-from rankbook.ranks import name_ranks
+from rankbook.formatting import truncate_list
+from rankbook.ranks import abbreviate_ranks
 
 BLOCK = 1 << 15
 """Rows processed at a time, so that the working set fits into the cache of a core."""
 
-MOST_CELLS = 1 << 22
+MAX_CELLS = 1 << 22
 """Maximum cells of the grid of all cuts; beyond that, missing elements are counted and not located."""
 
-MOST_SAID = 4
+MAX_LISTED = 4
 """Maximum number of faults of one kind that a message describes."""
 
 
-def covers_exactly_once(rows: Integers, offset: Integers, shape: Integers, whole: Integers) -> npt.NDArray[np.bool_]:
+def covers_exactly_once(rows: Integers, offset: Integers, shape: Integers, extents: Integers) -> npt.NDArray[np.bool_]:
     """Return a mask over the tensors: True if a tensor's boxes fill it exactly once.
 
-    `whole` (tensors, axes) are the global shapes, `rows` (boxes,) is the tensor of every box, `offset` and `shape` are
-    (boxes, axes). A tensor without elements is filled by zero boxes.
+    `extents` (tensors, axes) are the global shapes, `rows` (boxes,) is the tensor of every box, `offset` and `shape`
+    are (boxes, axes). A tensor without elements is filled by zero boxes.
     """
-    volume, measure = np.zeros(len(whole), np.int64), np.zeros(len(whole), np.uint64)
+    volume, measure = np.zeros(len(extents), np.int64), np.zeros(len(extents), np.uint64)
     for start in range(0, len(rows), BLOCK):
         part = slice(start, start + BLOCK)
         np.add.at(volume, rows[part], chunk_volumes(shape[part]))
         np.add.at(measure, rows[part], _measures(offset[part], offset[part] + shape[part]))
-    same = (volume == chunk_volumes(whole)) & (measure == _measures(np.zeros_like(whole), whole))
+    # The volume is compared as well. It costs little, and excludes the most common fault, a missing chunk, with
+    # certainty.
+    same = (volume == chunk_volumes(extents)) & (measure == _measures(np.zeros_like(extents), extents))
     return np.asarray(same, np.bool_)
 
 
@@ -51,6 +54,9 @@ def chunk_volumes(shape: Integers) -> Integers:
 
 
 def _measures(low: Integers, high: Integers) -> npt.NDArray[np.uint64]:
+    # Example on one axis: boxes [0, 2) and [2, 5) have the measures h(2) - h(0) and h(5) - h(2). Their sum is
+    # h(5) - h(0), the measure of [0, 5), whatever h is. With a hole or an overlap, terms of h do not cancel. Unsigned
+    # integers of NumPy wrap around, which is the arithmetic modulo 2^64 that is wanted.
     product = np.ones(len(low), np.uint64)
     for axis in range(low.shape[1]):
         product *= _scattered(high[:, axis], axis) - _scattered(low[:, axis], axis)
@@ -78,18 +84,21 @@ class ChunkBoxes(NamedTuple):
     ranks: Integers
 
 
-def coverage_errors(whole: Sequence[int], mains: ChunkBoxes, others: ChunkBoxes) -> list[str]:
+def coverage_errors(global_shape: Sequence[int], main_chunks: ChunkBoxes, others: ChunkBoxes) -> list[str]:
     """Describe the coverage errors of one tensor's main chunks, with ranks and offsets; empty if there are none.
 
-    `whole` is the global shape (axes,); `others` are the replicas that are not main, named if they lie in a hole.
+    `global_shape` is (axes,); `others` are the replicas that are not main, named if they lie in a hole.
     """
-    offset, shape, ranks = mains
-    outside = (offset < 0).any(axis=1) | (offset + shape > np.asarray(whole, np.int64)).any(axis=1)
+    offset, shape, ranks = main_chunks
+    # Faults are described one kind after the other. Boxes of one kind are removed before the next is looked for, so
+    # that one cause is reported once.
+    outside = (offset < 0).any(axis=1) | (offset + shape > np.asarray(global_shape, np.int64)).any(axis=1)
     errors = [
-        f"rank {ranks[row]}'s chunk {format_box(offset[row], shape[row])} lies outside"
+        f"rank {ranks[row]}'s chunk {format_box(offset[row], shape[row])} is outside the global shape"
         for row in np.flatnonzero(outside)
     ]
     offset, shape, ranks = offset[~outside], shape[~outside], ranks[~outside]
+    # Equal boxes become neighbours, and boxes are sorted by the first axis, which `_overlaps` requires.
     order = np.lexsort((ranks, *shape.T[::-1], *offset.T[::-1]))
     offset, shape, ranks = offset[order], shape[order], ranks[order]
     errors += _second_mains(offset, shape, ranks)
@@ -97,7 +106,7 @@ def coverage_errors(whole: Sequence[int], mains: ChunkBoxes, others: ChunkBoxes)
     first[1:] = (offset[1:] != offset[:-1]).any(axis=1) | (shape[1:] != shape[:-1]).any(axis=1)
     offset, shape, ranks = offset[first], shape[first], ranks[first]
     errors += _overlaps(offset, shape, ranks)
-    errors += _holes(whole, offset, shape, others)
+    errors += _holes(global_shape, offset, shape, others)
     return errors
 
 
@@ -107,20 +116,11 @@ def format_box(offset: Iterable[int], shape: Iterable[int]) -> str:
     return f"[{', '.join(slices) or '()'}]"
 
 
-def said(ranks: Iterable[int]) -> str:
-    """Format ranks for an error that may concern thousands of them."""
-    return name_ranks(ranks, most=2 * MOST_SAID)
-
-
-def truncate_list(found: Sequence[str]) -> list[str]:
-    """Return the first `MOST_SAID` entries, followed by the number of the remaining ones."""
-    more = len(found) - MOST_SAID
-    return [*found[:MOST_SAID], f"and {more} more like it"] if more > 0 else list(found)
-
-
 def _second_mains(offset: Integers, shape: Integers, ranks: Integers) -> list[str]:
     """Describe equal boxes; the boxes are sorted."""
     same = (offset[1:] == offset[:-1]).all(axis=1) & (shape[1:] == shape[:-1]).all(axis=1)
+    # `same[i]` compares box i with box i + 1. A run of equal boxes is reported once, with all its ranks; `end` is the
+    # end of the last run.
     errors, end = [], 0
     for row in np.flatnonzero(same).tolist():
         if row < end:
@@ -130,10 +130,10 @@ def _second_mains(offset: Integers, shape: Integers, ranks: Integers) -> list[st
             end += 1
         holders = ranks[row : end + 1].tolist()
         where, once = format_box(offset[row], shape[row]), len(set(holders))
-        subject = f"{said(holders)} all hold" if once > 1 else f"{said(holders)} holds"
+        subject = f"{abbreviate_ranks(holders)} all hold" if once > 1 else f"{abbreviate_ranks(holders)} holds"
         times = f" {len(holders)} times" if once < len(holders) else ""
         errors.append(f"{subject} the main replica of {where}{times}: only one may have replica_id 0")
-    return truncate_list(errors)
+    return truncate_list(errors, MAX_LISTED)
 
 
 def _overlaps(offset: Integers, shape: Integers, ranks: Integers) -> list[str]:
@@ -152,24 +152,25 @@ def _overlaps(offset: Integers, shape: Integers, ranks: Integers) -> list[str]:
             f"rank {ranks[other]}'s {format_box(offset[other], shape[other])}"
             for other in (np.flatnonzero(meets) + row + 1).tolist()
         ]
-        if len(errors) > 20 * MOST_SAID:
+        # If everything overlaps, the number of pairs is quadratic; a few are enough for the message.
+        if len(errors) > 20 * MAX_LISTED:
             break
-    return truncate_list(errors)
+    return truncate_list(errors, MAX_LISTED)
 
 
-def _holes(whole: Sequence[int], offset: Integers, shape: Integers, others: ChunkBoxes) -> list[str]:
+def _holes(global_shape: Sequence[int], offset: Integers, shape: Integers, others: ChunkBoxes) -> list[str]:
     """Describe boxes that no chunk covers, found on the grid of all cuts."""
-    if 0 in whole:
+    if 0 in global_shape:
         return []
     cuts = [
         np.unique(np.concatenate([offset[:, axis], offset[:, axis] + shape[:, axis], [0, extent]]))
-        for axis, extent in enumerate(whole)
+        for axis, extent in enumerate(global_shape)
     ]
     cells = tuple(len(edges) - 1 for edges in cuts)
-    if np.prod([float(count) for count in cells]) > MOST_CELLS:
+    if np.prod([float(count) for count in cells]) > MAX_CELLS:
         covered = int(chunk_volumes(shape).sum())
-        total = int(np.prod(np.asarray(whole, np.int64)))
-        return [f"the main chunks hold {covered} elements where the tensor has {total}"] if covered < total else []
+        total = int(np.prod(np.asarray(global_shape, np.int64)))
+        return [f"the main replicas cover {covered} of {total} elements"] if covered < total else []
     # Cut every axis at all chunk boundaries: a chunk then covers whole cells of the grid. Mark them, and grow boxes
     # greedily, last axis first, from the first cell that is not covered.
     taken = np.zeros(cells, np.bool_)
@@ -178,7 +179,9 @@ def _holes(whole: Sequence[int], offset: Integers, shape: Integers, others: Chun
     for row in range(len(offset)):
         taken[tuple(slice(low[row], high[row]) for low, high in zip(lows, highs, strict=True))] = True
     errors: list[str] = []
-    while not taken.all() and len(errors) <= MOST_SAID:
+    while not taken.all() and len(errors) <= MAX_LISTED:
+        # The first free cell in row-major order. The box that grows from it is then marked, so that the next round
+        # finds another hole.
         first = np.unravel_index(int(np.argmin(taken)), cells)
         hole = [slice(int(at), int(at) + 1) for at in first]
         for axis in reversed(range(len(cells))):
@@ -191,6 +194,6 @@ def _holes(whole: Sequence[int], offset: Integers, shape: Integers, others: Chun
         low = np.asarray([edges[part.start] for edges, part in zip(cuts, hole, strict=True)], np.int64)
         high = np.asarray([edges[part.stop] for edges, part in zip(cuts, hole, strict=True)], np.int64)
         overlapping = ((others.offset < high) & (others.offset + others.shape > low)).all(axis=1)
-        replicas = f"; replicas that are not main are on {said(others.ranks[overlapping])}" if overlapping.any() else ""
-        errors.append(f"no rank's main replica holds {format_box(low, high - low)}{replicas}")
-    return [*errors[:MOST_SAID], "and there are more holes"] if len(errors) > MOST_SAID else errors
+        replicas = f"; other replicas are on {abbreviate_ranks(others.ranks[overlapping])}" if overlapping.any() else ""
+        errors.append(f"no main replica covers {format_box(low, high - low)}{replicas}")
+    return [*errors[:MAX_LISTED], "and more holes"] if len(errors) > MAX_LISTED else errors

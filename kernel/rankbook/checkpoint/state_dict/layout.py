@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 
 Shape = tuple[int, ...]
 
@@ -28,31 +28,36 @@ def byte_runs(
     """Return the byte ranges of a row-major array of `stored_shape` that hold its slice at `start` of `shape`.
 
     Ranges are `(byte offset in the array, length in bytes)`, ascending; adjacent ranges are merged, so a contiguous
-    slice is one range. Raises `CheckpointingException` if the slice is not inside the array.
+    slice is one range. Raises `CheckpointError` if the slice is not inside the array.
     """
-    if complaint := is_outside(stored_shape, start, shape):
-        raise CheckpointingException(f"no bytes for a slice at {tuple(start)} of shape {tuple(shape)}: {complaint}")
+    if problem := bounds_error(stored_shape, start, shape):
+        raise CheckpointError(f"slice at {tuple(start)} of shape {tuple(shape)} is outside the array: {problem}")
     if not shard_numel(shape):
         return []
+    # Example: the slice at (1, 0, 2) of shape (2, 3, 2) of an array of shape (4, 3, 5). The last axis is cut, so a run
+    # has 2 elements, and there are 2 * 3 runs, which start at 1*15 + 0*5 + 2 = 17 elements, 22, 27, 32 and so on. If
+    # the last axis were taken whole, all of axis 1 would follow without a gap, and there would be one run.
     axis = len(shape)  # a run spans the axes that are taken whole, and one more
     while axis and shape[axis - 1] == stored_shape[axis - 1]:
         axis -= 1
     outer = max(axis - 1, 0)
     strides = [itemsize * prod(stored_shape[i + 1 :]) for i in range(len(shape))]
     length = itemsize * prod(shape[outer:])
+    # All runs have the same length. Their starts are built axis by axis: one more axis of the array per axis of the
+    # slice.
     starts = np.array(sum(strides[i] * start[i] for i in range(len(shape))), dtype=np.int64)
     for i in range(outer):
         starts = starts[..., None] + strides[i] * np.arange(shape[i], dtype=np.int64)
     return [(begin, length) for begin in starts.ravel().tolist()]
 
 
-def is_outside(global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> str:
+def bounds_error(global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> str:
     """Return an error message, with the arithmetic, if a chunk is not inside its global tensor, else ""."""
     if not len(global_shape) == len(offset) == len(shape):
-        return f"{len(global_shape)}, {len(offset)} and {len(shape)} axes"
-    for axis, (whole, start, size) in enumerate(zip(global_shape, offset, shape, strict=True)):
-        if start < 0 or size < 0 or start + size > whole:
-            return f"axis {axis}: offset {start} + size {size} is not within 0..{whole}"
+        return f"global shape, offset and shape have {len(global_shape)}, {len(offset)} and {len(shape)} axes"
+    for axis, (extent, start, size) in enumerate(zip(global_shape, offset, shape, strict=True)):
+        if start < 0 or size < 0 or start + size > extent:
+            return f"axis {axis}: offset {start} + size {size} is not within 0..{extent}"
     return ""
 
 
@@ -65,37 +70,40 @@ class Grid:
     fragments: Shape
 
 
-def place_by_ranks(local_shape: Sequence[int], rank_offsets: Sequence[Sequence[int]], prepended: int = 0) -> Grid:
+def grid_from_ranks(local_shape: Sequence[int], rank_offsets: Sequence[Sequence[int]], prepended: int = 0) -> Grid:
     """Compute the position of a local shard from `(axis, offset, fragments)` tuples.
 
     A tuple says that the axis of the global tensor is cut into `fragments` equal chunks, of which the shard is number
     `offset`. Axes are counted with the `prepended` ones, which have one element per fragment. Raises
-    `CheckpointingException` for an axis that is out of range or named twice, fewer than one fragment, or an offset that
+    `CheckpointError` for an axis that is out of range or named twice, fewer than one fragment, or an offset that
     is not smaller than the number of fragments.
     """
     if prepended < 0:
-        raise CheckpointingException(f"prepend_axis_num {prepended} is negative")
+        raise CheckpointError(f"prepend_axis_num must be >= 0, got {prepended}")
+    # Example: a local shard of shape (2, 3) with the rank offset (0, 1, 4) is the second of four chunks along axis 0:
+    # global shape (8, 3), offset (2, 0), fragments (4, 1).
     sizes = [1] * prepended + list(local_shape)
     global_shape, offsets, fragments = list(sizes), [0] * len(sizes), [1] * len(sizes)
     named = set()
-    for given in rank_offsets:
-        if len(given) != 3:
-            raise CheckpointingException(f"{given!r} is not (axis, rank offset, fragments)")
-        axis, offset, count = given
+    for entry in rank_offsets:
+        if len(entry) != 3:
+            raise CheckpointError(f"invalid rank offset {entry!r}: expected (axis, offset, fragments)")
+        axis, offset, count = entry
         if not 0 <= axis < len(sizes):
-            raise CheckpointingException(f"axis {axis} of {tuple(given)} is not within 0..{len(sizes) - 1}")
+            raise CheckpointError(f"axis {axis} of {tuple(entry)} is not within 0..{len(sizes) - 1}")
         if count < 1:
-            raise CheckpointingException(f"{tuple(given)} cuts axis {axis} into {count} fragments; at least 1")
+            raise CheckpointError(f"{tuple(entry)}: fragments must be >= 1, got {count}")
         if not 0 <= offset < count:
-            raise CheckpointingException(f"{tuple(given)}: offset {offset} is not within 0..{count - 1}")
+            raise CheckpointError(f"{tuple(entry)}: offset {offset} is not within 0..{count - 1}")
         if axis in named:
-            raise CheckpointingException(f"axis {axis} is named twice: {[tuple(entry) for entry in rank_offsets]}")
+            raise CheckpointError(f"axis {axis} is named twice: {[tuple(entry) for entry in rank_offsets]}")
         named.add(axis)
+        # Chunks are equal, so the global size is the number of chunks times the local size.
         global_shape[axis], offsets[axis], fragments[axis] = count * sizes[axis], offset * sizes[axis], count
     return Grid(tuple(global_shape), tuple(offsets), tuple(fragments))
 
 
-def off_the_grid(offset: Sequence[int], local_shape: Sequence[int], prepended: int = 0) -> str:
+def grid_error(offset: Sequence[int], local_shape: Sequence[int], prepended: int = 0) -> str:
     """Return an error message if an offset is not a multiple of the local size, else "".
 
     Axes of size 0 are skipped.
@@ -106,7 +114,7 @@ def off_the_grid(offset: Sequence[int], local_shape: Sequence[int], prepended: i
     return ""
 
 
-def wrong_fragments(
+def fragments_error(
     global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int], fragments: Sequence[int]
 ) -> str:
     """Return an error message if `fragments` does not match a chunk's shapes, else "".
@@ -114,24 +122,25 @@ def wrong_fragments(
     All arguments include prepended axes. An axis of G elements in F fragments has chunks of G / F elements, rounded up.
     """
     if len(fragments) != len(global_shape):
-        return f"{len(fragments)} fragmentations for {len(global_shape)} axes"
-    for axis, (whole, start, size, count) in enumerate(zip(global_shape, offset, shape, fragments, strict=True)):
+        return f"axis_fragmentations has {len(fragments)} elements for {len(global_shape)} axes"
+    for axis, (extent, start, size, count) in enumerate(zip(global_shape, offset, shape, fragments, strict=True)):
         if count < 1:
-            return f"axis {axis}: {count} fragments; at least 1"
-        if -(-whole // count) != size:
-            return f"axis {axis}: {whole} elements in {count} fragments make chunks of {-(-whole // count)}, not {size}"
+            return f"axis {axis}: fragments must be >= 1, got {count}"
+        # -(-a // b) is a / b rounded up.
+        if (expected := -(-extent // count)) != size:
+            return f"axis {axis}: {extent} elements in {count} fragments make chunks of {expected}, not {size}"
         if size and start // size >= count:
-            return f"axis {axis}: offset {start} / local size {size} = chunk {start // size} of {count}"
+            return f"axis {axis}: offset {start} / local size {size} = chunk index {start // size}, expected < {count}"
     return ""
 
 
 def chunk_index(offset: Sequence[int], local_shape: Sequence[int], prepended: int = 0) -> Shape:
     """Return the index of a chunk in the grid, per global axis; 0 along axes of size 0.
 
-    Raises `CheckpointingException` if an offset is not a multiple of the local size.
+    Raises `CheckpointError` if an offset is not a multiple of the local size.
     """
-    if complaint := off_the_grid(offset, local_shape, prepended):
-        raise CheckpointingException(f"a chunk that is not on a regular grid has no index: {complaint}")
+    if problem := grid_error(offset, local_shape, prepended):
+        raise CheckpointError(f"the chunk is not on a regular grid: {problem}")
     inner = zip(offset[prepended:], local_shape, strict=True)
     return (*offset[:prepended], *(start // size if size else 0 for start, size in inner))
 
@@ -139,44 +148,52 @@ def chunk_index(offset: Sequence[int], local_shape: Sequence[int], prepended: in
 def chunk_sizes(global_shape: Sequence[int], fragments: Sequence[int], *, rounded: bool = False) -> Shape:
     """Return the number of elements of a chunk along every axis; with `rounded`, remainders are rounded down.
 
-    Raises `CheckpointingException` if an axis does not divide evenly and `rounded` is not set.
+    Raises `CheckpointError` if an axis does not divide evenly and `rounded` is not set.
     """
-    for axis, (whole, count) in enumerate(zip(global_shape, fragments, strict=True)):
-        if whole % count and not rounded:
-            raise CheckpointingException(f"axis {axis}: {whole} elements % {count} fragments = {whole % count}, not 0")
-    return tuple(whole // count for whole, count in zip(global_shape, fragments, strict=True))
+    for axis, (extent, count) in enumerate(zip(global_shape, fragments, strict=True)):
+        if extent % count and not rounded:
+            raise CheckpointError(f"axis {axis}: {extent} elements % {count} fragments = {extent % count}, not 0")
+    return tuple(extent // count for extent, count in zip(global_shape, fragments, strict=True))
 
 
-def scaled(value: int, length: int, size: int) -> int | None:
+def rescale(value: int, length: int, size: int) -> int | None:
     """Return `value * length / size` if `value` is a multiple of `size`, else None; 0 of size 0 stays 0."""
     if value % size if size else value:
         return None
     return value // size * length if size else 0
 
 
-def run_of_cuts(size: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[int, int] | None:
+def cut_range(size: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[int, int] | None:
     """Return the elements of an axis that remain after cuts, as `(offset, length)`, or None if not contiguous.
 
     A cut is `(split factor, parts, index)`: the remaining elements are split into as many pieces as the split factor,
     every piece into `parts`, and part `index` of all pieces is kept. Pieces and parts have the sizes of `torch.chunk`:
     rounded up, the last ones smaller or empty. If nothing remains, the offset is the axis' size.
     """
+    # Every cut works on what the earlier cuts have left, which is a list of ranges of the axis.
+    #
+    # Example: tensor parallelism cuts 8 elements into 2 parts, and FSDP cuts each of these into 2 more. DTensor lists
+    # the FSDP cut first, with split factor 2. For index 1 of both, the cuts are (2, 2, 1) and (1, 2, 1):
+    #
+    #     2 pieces [0, 4) and [4, 8), part 1 of each      runs [(2, 4), (6, 8)]
+    #     1 piece of these 4 elements, part 1 of it       runs [(6, 8)], so the result is offset 6, length 2
     runs = [(0, size)]
     for factor, parts, index in cuts:
         total = sum(end - start for start, end in runs)
         piece = -(-total // factor)
         chosen = []
+        # Positions are counted in the concatenation of the remaining ranges, and translated back by `_select_runs`.
         for low in range(0, total, piece or 1):
             inside = min(piece, total - low)
             part = -(-inside // parts)
             chosen.append((low + index * part, low + min((index + 1) * part, inside)))  # can be empty
-        runs = _merged_runs(_select(runs, chosen))
+        runs = _merge_runs(_select_runs(runs, chosen))
     if len(runs) > 1:
         return None
     return (runs[0][0], runs[0][1] - runs[0][0]) if runs else (size, 0)
 
 
-def _select(runs: Sequence[tuple[int, int]], positions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _select_runs(runs: Sequence[tuple[int, int]], positions: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the sections of `runs` at `positions`, which are ranges in the concatenation of all runs."""
     selected = []
     for low, high in positions:
@@ -189,7 +206,7 @@ def _select(runs: Sequence[tuple[int, int]], positions: Sequence[tuple[int, int]
     return selected
 
 
-def _merged_runs(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_runs(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     merged: list[tuple[int, int]] = []
     for start, end in runs:
         if merged and merged[-1][1] == start:

@@ -16,16 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from rankbook.checkpoint.state_dict.replicas import (
-    Gather,
-    ReplicatedEntry,
-    assign_replica_ids,
-    gather_objects,
-    this_rank,
-)
+from rankbook.checkpoint.state_dict.replicas import Gather, ReplicatedEntry, assign_replica_ids
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from rankbook.checkpoint.state_dict.state_dicts import Expecting, Stored, as_dtensor, as_sharded, local_part
-from rankbook.errors import CheckpointingException
+from rankbook.control_collectives import gather_objects, this_rank
+from rankbook.errors import CheckpointError
 
 _INNER = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Attributes in which torch's wrappers keep the wrapped module, besides `module` of DistributedDataParallel."""
@@ -49,10 +44,16 @@ def sharded_state_dict(
     together with its optimizer state, and the parameters are distributed over the ranks by bytes; rank 0 stores
     buffers.
 
-    Raises `CheckpointingException`, the same on every rank, for an optimizer parameter that is not in the model, names
+    Raises `CheckpointError`, the same on every rank, for an optimizer parameter that is not in the model, names
     that collide once the wrappers' parts are removed, DTensors that cannot be stored, and errors of a model's own hooks
     on any rank.
+
+    Example::
+
+        save(sharded_state_dict(model, optimizer), "checkpoints", step=200)
     """
+    # The body may raise on some ranks only, for example in a hook of the model. `assign_replica_ids` is a collective
+    # and must be reached in any case.
     state_dict: ShardedStateDict = {}
     copies: list[ReplicatedEntry] = []
     error = None
@@ -77,21 +78,22 @@ def model_map(
     copies: list[ReplicatedEntry],
     *,
     state: Mapping[str, Any] | None = None,
-    together: str = "",
+    storage_group: str = "",
 ) -> dict[str, Any]:
     """Return the sharded entries of a model, or of its `state` dict as modified by the caller.
 
     Appends the replicated entries to `copies`. A parameter and its optimizer state form a group that one rank stores;
-    `together` is the prefix of the parameter name in the name of the group.
+    `storage_group` is the prefix of the parameter name in the name of the group.
     """
+    # Tied parameters have several names, and each entry of the state dict is stored under its own.
     parameters = {clean_name(model, raw) for raw, _ in model.named_parameters(remove_duplicate=False)}
     entries: dict[str, Any] = {}
     for raw, value in (model.state_dict() if state is None else state).items():
         name = clean_name(model, raw)
         if name in entries:
-            raise CheckpointingException(f"two parts of the model are called {name!r} without their wrappers")
+            raise CheckpointError(f"two entries of the model have the name {name!r} without the names of wrappers")
         if isinstance(value, torch.Tensor):
-            copy = as_sharded(prefix + name, value, together + name if name in parameters else None)
+            copy = as_sharded(prefix + name, value, storage_group + name if name in parameters else None)
         else:  # extra state of a module (`get_extra_state`)
             copy = ReplicatedEntry(ShardedObject(prefix + name, value, (1,), (0,)), (this_rank(),))
         if copy is not None:
@@ -103,7 +105,11 @@ def model_map(
 def clean_name(model: nn.Module, name: str) -> str:
     """Return the name of a parameter or buffer of the model without the parts that wrappers add."""
     parts, module = [], model
+    # The name is followed through the modules, since only their types tell a wrapper's attribute from a user's:
+    # "module._orig_mod.fc.weight" of a compiled model in DistributedDataParallel becomes "fc.weight".
     for part in name.split("."):
+        # A user's model may have a submodule called `module`; it is a wrapper's only if its parent is DDP or
+        # DataParallel.
         wraps = part in _INNER or (part == "module" and isinstance(module, DistributedDataParallel | DataParallel))
         if not wraps or not isinstance(getattr(module, part, None), nn.Module):
             parts.append(part)
@@ -119,40 +125,43 @@ class OptimizerMap(Expecting):
     rank.
     """
 
-    def __init__(self, content: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], start: str) -> None:
+    def __init__(self, content: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], prefix: str) -> None:
         super().__init__(content)
         self.parameters = parameters
-        self.start = start
+        self.prefix = prefix
 
     def expected(self, stored: Stored) -> dict[str, Any]:
         """Return the map with newly allocated shards for state that is stored but not present yet.
 
-        Raises `CheckpointingException` for stored state that is a list of tensors, as LBFGS has it.
+        Raises `CheckpointError` for stored state that is a list of tensors, as LBFGS has it.
         """
         state = {name: dict(values) for name, values in self["state"].items()}
         for key, (shape, dtype) in stored.items():
-            if not key.startswith(self.start):
+            if not key.startswith(self.prefix):
                 continue
-            name, state_name = self._parted(key.removeprefix(self.start))
+            # Only state that the optimizer lacks is added. What it has is in the map already, with its memory.
+            name, state_name = self._split_key(key.removeprefix(self.prefix))
             first, dot, _ = state_name.partition(".")
             if not name or first in state.setdefault(name, {}):
                 continue
             if dot:
-                raise CheckpointingException(
-                    f"{key!r} is stored: an optimizer that keeps lists of tensors has to step once before it is loaded"
+                raise CheckpointError(
+                    f"cannot load {key!r}: an optimizer that keeps lists of tensors must step once before it is loaded"
                 )
             shard = _expected_shard(key, shape, getattr(torch, dtype), self.parameters[name])
             if shard is not None:
                 state[name][state_name] = shard
         return {**self, "state": state}
 
-    def _parted(self, rest: str) -> tuple[str, str]:
+    def _split_key(self, rest: str) -> tuple[str, str]:
         """Split a key into parameter name and state name.
 
         Both may contain dots; the longest parameter name wins.
         """
         name, state_name = rest, ""
         while name:
+            # Example: "fc.weight.exp_avg" with the parameter "fc.weight": the first round tries the name "fc.weight"
+            # and has the state name "exp_avg".
             name, dot, last = name.rpartition(".")
             state_name = f"{last}{dot if state_name else ''}{state_name}"
             if name in self.parameters:
@@ -166,12 +175,20 @@ def _expected_shard(
     copy = as_sharded(key, parameter)
     if copy is None:
         return None
+    # `as_sharded` is used for its place in the global tensor; the data is the parameter's and is not read.
     assert isinstance(copy.entry, ShardedTensor) and copy.entry.data is not None
+    # State of the parameter's shape belongs to its elements and has the same shards.
     if shape and shape == tuple(parameter.shape):
-        place = copy.entry
-        data = torch.empty(place.local_shape, dtype=dtype, device=copy.entry.data.device)
+        template = copy.entry
+        data = torch.empty(template.local_shape, dtype=dtype, device=copy.entry.data.device)
         return ShardedTensor(
-            key, data, dtype, place.local_shape, place.global_shape, place.global_offset, place.axis_fragmentations
+            key,
+            data,
+            dtype,
+            template.local_shape,
+            template.global_shape,
+            template.global_offset,
+            template.axis_fragmentations,
         )
     # Optimizers keep scalars, such as the step count, on the CPU. Where they do not, loading moves the value.
     device = copy.entry.data.device if shape else torch.device("cpu")
@@ -184,39 +201,41 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in names:
-                raise CheckpointingException(
-                    f"parameter {position} of the optimizer's group {index}, of the shape {tuple(parameter.shape)}, is "
-                    "none of the model's: make the optimizer from the parameters of the model as it is now"
+                raise CheckpointError(
+                    f"parameter {position} in group {index} of the optimizer, of shape {tuple(parameter.shape)}, is "
+                    "not a parameter of the model: create the optimizer from the current parameters of the model"
                 )
         groups.append([(names[id(parameter)], parameter) for parameter in group["params"]])
     return groups
 
 
 def optimizer_map(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], start: str, copies: list[ReplicatedEntry]
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], prefix: str, copies: list[ReplicatedEntry]
 ) -> OptimizerMap:
     """Return the sharded entries of an optimizer; `names` are the names of its parameters by identity.
 
-    Appends the replicated entries to `copies`. `start` is the prefix of the parameter names in the keys of the state.
+    Appends the replicated entries to `copies`. `prefix` is the prefix of the parameter names in the keys of the state.
     """
     state: dict[str, dict[str, Any]] = {}
     groups = _groups(optimizer, names)
+    # In the order of the groups, which is the same on all ranks.
     for name, parameter in (pair for group in groups for pair in group):
         for state_name, value in optimizer.state.get(parameter, {}).items():
             entry = value
             if isinstance(value, torch.Tensor):
-                copy = as_sharded(f"{start}{name}.{state_name}", value, name)
+                copy = as_sharded(f"{prefix}{name}.{state_name}", value, name)
                 if copy is None:
                     continue
                 copies.append(copy)
                 entry = copy.entry
             state.setdefault(name, {})[state_name] = entry
     param_groups = [
+        # torch numbers the parameters. Names stay right when the order or the number of the parameters changes.
         {**group, "params": [name for name, _ in members]}
         for group, members in zip(optimizer.param_groups, groups, strict=True)
     ]
     return OptimizerMap(
-        {"state": state, "param_groups": param_groups}, dict(pair for group in groups for pair in group), start
+        {"state": state, "param_groups": param_groups}, dict(pair for group in groups for pair in group), prefix
     )
 
 
@@ -225,8 +244,13 @@ def load_sharded_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer |
 
     `loaded` has local parts or DTensors in place of the shards. Values that were loaded into the model's own memory are
     in place already; the rest is copied. Missing optimizer state is created, with the stored dtypes. Raises
-    `CheckpointingException` for a name that the model or the optimizer does not have, a different shape, and parameter
+    `CheckpointError` for a name that the model or the optimizer does not have, a different shape, and parameter
     groups with other parameters.
+
+    Example::
+
+        state = load(sharded_state_dict(model, optimizer), "checkpoints", step=100)
+        load_sharded_state_dict(model, optimizer, state)
     """
     load_model(model, loaded.get("model", {}))
     if optimizer is not None and "optimizer" in loaded:
@@ -235,30 +259,32 @@ def load_sharded_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer |
 
 def load_model(model: nn.Module, values: Mapping[str, Any]) -> None:
     """Load the restored values of a `model_map` into the model."""
+    # Tensors of `current` share the model's memory. A value that was loaded into this memory needs no copy.
     current = model.state_dict()
     raw_names = {clean_name(model, raw): raw for raw in current}
     if unknown := sorted(values.keys() - raw_names.keys()):
-        raise CheckpointingException(f"the model has no {unknown}")
+        raise CheckpointError(f"unexpected keys for the model: {unknown}")
     state = {}
     for name, value in values.items():
         target = current[raw_names[name]]
         if isinstance(value, torch.Tensor) and isinstance(target, torch.Tensor):
-            value = _laid_out(name, value, target)  # noqa: PLW2901 - the same value in the model's layout
+            value = _convert_layout(name, value, target)  # noqa: PLW2901 - the same value in the model's layout
             if value is target or _same_memory(value, target):
                 continue
         state[raw_names[name]] = value
+    # By torch's method, since a module may convert values in its own hooks.
     model.load_state_dict(state, strict=False)
 
 
-def _laid_out(name: str, value: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+def _convert_layout(name: str, value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     try:
-        return as_dtensor(value, there)
-    except CheckpointingException as error:
-        raise CheckpointingException(f"{name!r}: {error}") from error
+        return as_dtensor(value, target)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name!r}: {error}") from error
 
 
-def _same_memory(value: torch.Tensor, there: torch.Tensor) -> bool:
-    a, b = local_part(value), local_part(there)
+def _same_memory(value: torch.Tensor, target: torch.Tensor) -> bool:
+    a, b = local_part(value), local_part(target)
     return a.data_ptr() == b.data_ptr() and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
@@ -267,28 +293,32 @@ def load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], l
     groups = _groups(optimizer, names)
     stored = loaded.get("param_groups", [{} for _ in groups])
     if len(stored) != len(groups):
-        raise CheckpointingException(f"{len(stored)} parameter groups are stored, and the optimizer has {len(groups)}")
+        raise CheckpointError(f"{len(stored)} parameter groups are stored, but the optimizer has {len(groups)}")
+    # torch's `load_state_dict` expects numbers again, counted through all groups in order.
     numbers: dict[str, int] = {}
     param_groups = []
     for index, (group, stored_group, members) in enumerate(zip(optimizer.param_groups, stored, groups, strict=True)):
         own_names = [name for name, _ in members]
         if others := sorted({*stored_group.get("params", own_names)} ^ {*own_names}):
-            raise CheckpointingException(f"group {index} of the optimizer is stored with other parameters: {others}")
+            raise CheckpointError(f"group {index} of the optimizer and the stored group differ in parameters: {others}")
         numbers |= {name: len(numbers) + position for position, name in enumerate(own_names)}
+        # The stored settings, such as the learning rate, replace the current ones. Parameters are numbered as in
+        # torch's own format.
         param_groups.append({**group, **stored_group, "params": [numbers[name] for name in own_names]})
         if "param_names" in group:
             param_groups[-1]["param_names"] = group["param_names"]
     parameters = dict(pair for members in groups for pair in members)
     if unknown := sorted(loaded.get("state", {}).keys() - parameters.keys()):
-        raise CheckpointingException(f"the optimizer has no parameters {unknown}")
+        raise CheckpointError(f"unexpected parameters for the optimizer: {unknown}")
     state = {
         name: {
-            state_name: _as_state(f"{name}.{state_name}", value, parameters[name])
+            state_name: _convert_state(f"{name}.{state_name}", value, parameters[name])
             for state_name, value in values.items()
         }
         for name, values in loaded.get("state", {}).items()
     }
     by_number = {numbers[name]: values for name, values in state.items()}
+    # By torch's method, which creates the state, moves it to the parameters' devices and calls the optimizer's hooks.
     optimizer.load_state_dict({"state": by_number, "param_groups": param_groups})
     for name, values in state.items():  # load_state_dict casts state to the parameter's dtype: undo it
         own_state = optimizer.state[parameters[name]]
@@ -297,7 +327,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], l
                 own_state[state_name] = value.to(own_state[state_name].device)
 
 
-def _as_state(name: str, value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor, or any value
+def _convert_state(name: str, value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor, or any value
     """Convert a local part that is sharded like its parameter to a DTensor.
 
     Returns other values unchanged.
@@ -305,7 +335,7 @@ def _as_state(name: str, value: Any, parameter: torch.Tensor) -> Any:  # noqa: A
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return value
     sharded = value.dim() and value.shape == local_part(parameter).shape
-    return _laid_out(name, value, parameter.detach()) if sharded else value
+    return _convert_layout(name, value, parameter.detach()) if sharded else value
 
 
 def sharded_state_dicts(
@@ -331,7 +361,7 @@ def sharded_state_dicts(
         for name, model in models.items():
             state = model.state_dict() if states is None else states.get(name)
             if state is not None:
-                state_dict["models"][name] = model_map(model, f"{name}.", copies, state=state, together=f"{name}.")
+                state_dict["models"][name] = model_map(model, f"{name}.", copies, state=state, storage_group=f"{name}.")
         names = _names_of_all(models, optimizers)
         for name, optimizer in optimizers.items():
             state_dict["optimizers"][name] = optimizer_map(optimizer, names, f"{name}.state.", copies)

@@ -18,13 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rankbook.checkpoint.state_dict import layout
-from rankbook.checkpoint.state_dict.replicas import (
-    Gather,
-    ReplicatedEntry,
-    assign_replica_ids,
-    gather_objects,
-    this_rank,
-)
+from rankbook.checkpoint.state_dict.replicas import Gather, ReplicatedEntry, assign_replica_ids
 from rankbook.checkpoint.state_dict.sharded_tensor import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -38,12 +32,14 @@ from rankbook.checkpoint.state_dict.sharded_tensor import (
     format_path,
     is_main_replica,
 )
-from rankbook.errors import CheckpointingException
+from rankbook.control_collectives import gather_objects, this_rank
+from rankbook.errors import CheckpointError, InvalidStateDict
 
 Path: TypeAlias = tuple[Any, ...]
 Stored: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
 """The tensors of a checkpoint: maps a key to global shape and dtype name, such as "float32"."""
 
+# Marks a part without content. None and {} are values that a state dict may hold.
 _MISSING = object()
 
 
@@ -58,12 +54,13 @@ class Expecting(dict[str, Any]):
 def _children(value: Any) -> list[tuple[Any, Any]] | None:  # noqa: ANN401 - any part of a state dict
     if isinstance(value, dict) and value:
         return list(value.items())
+    # torch.Size is a tuple, but a value, not a container.
     if isinstance(value, list | tuple) and value and not isinstance(value, torch.Size):
         return list(enumerate(value))
     return None
 
 
-def _rebuilt(container: Any, values: Sequence[tuple[Any, Any]]) -> Any:  # noqa: ANN401 - of the container's kind
+def _rebuild(container: Any, values: Sequence[tuple[Any, Any]]) -> Any:  # noqa: ANN401 - of the container's kind
     if isinstance(container, dict):
         return dict(values)
     elements = [value for _, value in values]
@@ -72,6 +69,11 @@ def _rebuilt(container: Any, values: Sequence[tuple[Any, Any]]) -> Any:  # noqa:
     return elements
 
 
+# Example: {"a": [1, {"b": 2}], "c": {}} has the leaves
+#
+#     (("a", 0), 1), (("a", 1, "b"), 2), (("c",), {})
+#
+# An empty container is a leaf, because otherwise it would be lost.
 def flatten(sharded_state_dict: Any) -> list[tuple[Path, Any]]:  # noqa: ANN401 - any part of a state dict
     """Return all leaves with their paths, in order."""
     children = _children(sharded_state_dict)
@@ -83,14 +85,14 @@ def flatten(sharded_state_dict: Any) -> list[tuple[Path, Any]]:  # noqa: ANN401 
 def unflatten(leaves: Iterable[tuple[Path, Any]], container: Any) -> Any:  # noqa: ANN401 - of the container's kind
     """Return the containers of `container` with other leaves; the inverse of `flatten`.
 
-    Raises `CheckpointingException` if the paths differ from those of `container`.
+    Raises `CheckpointError` if the paths differ from those of `container`.
     """
-    given = dict(leaves)
+    values = dict(leaves)
     paths = [path for path, _ in flatten(container)]
-    if given.keys() != set(paths):
-        wrong = sorted(map(format_path, given.keys() ^ set(paths)))
-        raise CheckpointingException(f"these are not the leaves of the state dict: {wrong}")
-    return map_leaves(lambda path, _: given[path], container)
+    if values.keys() != set(paths):
+        wrong = sorted(map(format_path, values.keys() ^ set(paths)))
+        raise CheckpointError(f"paths do not match the leaves of the state dict: {wrong}")
+    return map_leaves(lambda path, _: values[path], container)
 
 
 def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()) -> Any:  # noqa: ANN401 - any part
@@ -98,7 +100,7 @@ def map_leaves(function: Callable[[Path, Any], Any], value: Any, path: Path = ()
     children = _children(value)
     if children is None:
         return function(path, value)
-    return _rebuilt(value, [(key, map_leaves(function, child, (*path, key))) for key, child in children])
+    return _rebuild(value, [(key, map_leaves(function, child, (*path, key))) for key, child in children])
 
 
 def nest(leaves: Iterable[tuple[Path, Any]], like: Any = None) -> StateDict:  # noqa: ANN401 - any part of a state dict
@@ -106,13 +108,14 @@ def nest(leaves: Iterable[tuple[Path, Any]], like: Any = None) -> StateDict:  # 
 
     A container whose keys are 0, 1, 2, ... becomes a list, unless it is a dict in `like`, another state dict.
     """
-    made = _Node()
+    root = _Node()
     for path, leaf in leaves:
-        at = made
+        at = root
         for key in path[:-1]:
             at = at.setdefault(key, _Node())
+        # Dicts of the class `_Node` are containers; a dict that is itself a leaf stays as it is.
         at[path[-1]] = leaf
-    return {key: _with_lists(child, _below(like, key)) for key, child in made.items()}
+    return {key: _with_lists(child, _below(like, key)) for key, child in root.items()}
 
 
 def normalize_path(path: Path, like: Any) -> Path:  # noqa: ANN401 - any part of a state dict
@@ -120,6 +123,8 @@ def normalize_path(path: Path, like: Any) -> Path:  # noqa: ANN401 - any part of
     normalized = []
     for key in path:
         if isinstance(like, dict) and key not in like and str(key).isdecimal() and int(key) in like:
+            # JSON and other programs' paths have text where the state dict has numbers, as in the state of an
+            # optimizer.
             key = int(key)  # noqa: PLW2901 - the same key, as a number
         normalized.append(key)
         like = _below(like, key)
@@ -193,7 +198,7 @@ class TensorEntry:
         """Return True if the stored tensor may have another global shape."""
         return self.shard.allow_shape_mismatch
 
-    def restored(self, data: torch.Tensor) -> torch.Tensor:
+    def restore(self, data: torch.Tensor) -> torch.Tensor:
         """Return the value that replaces the entry after a load, on the memory of the loaded local part."""
         return data if self.origin is None else as_dtensor(data, self.origin)
 
@@ -217,15 +222,17 @@ class Split:
 
         values: the loaded `tensors` and `objects` by path. Entries without a value are left out, and so are the results
         of their factories. common: the stored common part, which is returned completely. Raises
-        `CheckpointingException` if an element of a list or tuple is missing, or if a plain value is stored where the
+        `CheckpointError` if an element of a list or tuple is missing, or if a plain value is stored where the
         state dict has a container.
         """
+        # A factory whose parts are not all there cannot be merged. Its whole result is left out, from the path of the
+        # factory on, and what was loaded below it is dropped.
         missing = [path for path in self._paths() if path not in values]
-        factories = _without(self.factories, missing, ())
-        gone = {path[:length] for path in missing for length in range(len(path) + 1)} & set(
+        factories = _loaded_factories(self.factories, missing, ())
+        missing_paths = {path[:length] for path in missing for length in range(len(path) + 1)} & set(
             _factory_paths(self.factories, ())
         )
-        assembled = _assembled(self.containers, values, common, gone, ())
+        assembled = _assemble(self.containers, values, common, missing_paths, ())
         state: StateDict = {} if assembled is _MISSING else assembled
         return apply_factory_merges(state, factories) if factories else state
 
@@ -244,40 +251,45 @@ def partition(
     Applies factories, and converts tensors and DTensors to shards. If several ranks hold copies, the first rank that
     has one holds the main replica; ranks settle this with `gather`, which makes the call collective. With
     `gather=None`, for a load, replica ids are left as they are. `stored` describes the checkpoint, for parts that are
-    `Expecting`. Raises `CheckpointingException`, on every rank if there is a `gather`, if the argument is not a dict,
+    `Expecting`. Raises `CheckpointError`, on every rank if there is a `gather`, if the argument is not a dict,
     for tensors without a key whose paths have the same spelling, for DTensors that cannot be stored, and for errors of
     a factory's `build_fn`.
     """
-    made, copies = Split(), list[ReplicatedEntry]()
+    # Objects of the caller: shards go to `split` as they are, tensors without a key become shards, whose replica ids
+    # are set at the end, in `copies`.
+    split, copies = Split(), list[ReplicatedEntry]()
     error = None
     try:
-        _take_apart(sharded_state_dict, stored, made, copies)
+        _partition(sharded_state_dict, stored, split, copies)
     except Exception as raised:
         if gather is None:
             raise
         error = raised  # assign_replica_ids raises it on all ranks, so that none waits for this one
     if gather is not None:
         assign_replica_ids(copies, gather, error=error)
-    return made
+    return split
 
 
-def _take_apart(state: ShardedStateDict, stored: Stored | None, made: Split, copies: list[ReplicatedEntry]) -> None:
+def _partition(state: ShardedStateDict, stored: Stored | None, split: Split, copies: list[ReplicatedEntry]) -> None:
     if not isinstance(state, dict):
-        raise CheckpointingException(f"a sharded state dict is a dict, not a {type(state).__name__}")
-    fresh = _fresh(state, stored)
-    made.factories = factories_of(fresh)
-    apply_factories(fresh)
+        raise InvalidStateDict(f"sharded_state_dict must be a dict, got {type(state).__name__}")
+    # Factories are applied in place, so the caller's containers are copied first.
+    containers = _copy_containers(state, stored)
+    split.factories = factories_of(containers)
+    apply_factories(containers)
     keys: dict[str, Path] = {}
 
     def entry(path: Path, leaf: Any) -> Any:  # noqa: ANN401 - any leaf
         if isinstance(leaf, ShardedTensor):
-            made.tensors.append(TensorEntry(path, leaf))
+            split.tensors.append(TensorEntry(path, leaf))
         elif isinstance(leaf, ShardedObject):
-            made.objects.append((path, leaf))
+            split.objects.append((path, leaf))
         elif isinstance(leaf, torch.Tensor):
+            # The key of a tensor that is not a ShardedTensor: {"model": {"fc.weight": ...}} is stored as
+            # "model.fc.weight".
             key = ".".join(map(str, path))
             if key in keys:
-                raise CheckpointingException(
+                raise CheckpointError(
                     f"two tensors would be stored as {key!r}: {format_path(keys[key])} and {format_path(path)}"
                 )
             keys[key] = path
@@ -285,22 +297,22 @@ def _take_apart(state: ShardedStateDict, stored: Stored | None, made: Split, cop
             if copy is not None:
                 assert isinstance(copy.entry, ShardedTensor)
                 copies.append(copy)
-                made.tensors.append(TensorEntry(path, copy.entry, leaf))
+                split.tensors.append(TensorEntry(path, copy.entry, leaf))
         return leaf
 
-    made.containers = map_leaves(entry, fresh)
-    common = _common(made.containers)
-    made.common = {} if common is _MISSING else common
+    split.containers = map_leaves(entry, containers)
+    common = _common(split.containers)
+    split.common = {} if common is _MISSING else common
 
 
-def _fresh(value: Any, stored: Stored | None) -> Any:  # noqa: ANN401 - any part of a state dict
+def _copy_containers(value: Any, stored: Stored | None) -> Any:  # noqa: ANN401 - any part of a state dict
     """Copy the containers but not the leaves, with `Expecting` parts expanded; factories are then applied in place."""
     if isinstance(value, Expecting) and stored is not None:
         value = value.expected(stored)
     children = _children(value)
     if children is None:
         return value
-    return _rebuilt(value, [(key, _fresh(child, stored)) for key, child in children])
+    return _rebuild(value, [(key, _copy_containers(child, stored)) for key, child in children])
 
 
 def is_common(leaf: object) -> bool:
@@ -312,39 +324,46 @@ def _common(value: Any) -> Any:  # noqa: ANN401 - any part of a state dict
     children = _children(value)
     if children is None:
         return value if is_common(value) else _MISSING
+    # Of {"lr": 0.1, "w": <shard>} only {"lr": 0.1} is common.
     members = [(key, below) for key, child in children if (below := _common(child)) is not _MISSING]
     if not members:
         return _MISSING
-    return _rebuilt(value, members) if len(members) == len(children) else dict(members)
+    # A list in which some elements are sharded loses its positions, so it is stored as a dict by index.
+    return _rebuild(value, members) if len(members) == len(children) else dict(members)
 
 
-def _assembled(container: Any, values: Mapping[Path, Any], common: Any, gone: set[Path], path: Path) -> Any:  # noqa: ANN401
+def _assemble(container: Any, values: Mapping[Path, Any], common: Any, missing_paths: set[Path], path: Path) -> Any:  # noqa: ANN401
     """Return the part of the state dict at `path`; `common` is the stored common part there."""
-    if path in gone:
+    if path in missing_paths:
         return _MISSING
     if isinstance(container, LocalNonpersistentObject):
         return container.unwrap()
     children = _children(container)
     if children is None:
         return common if is_common(container) else values.get(path, _MISSING)
+    # A container of plain values is replaced as a whole: the stored one may have other keys or another length.
     if all(is_common(leaf) for _, leaf in flatten(container)):
         return common
     if common is not _MISSING and not isinstance(common, dict | list | tuple):
-        raise CheckpointingException(
+        raise CheckpointError(
             f"{format_path(path)}: a {type(common).__name__} is stored "
             f"where the state dict has a {type(container).__name__}"
         )
+    # The state dict and the stored common part are walked together. `stored.pop` removes what has a counterpart, so
+    # that the rest is what is stored and was not asked for.
     stored = {} if common is _MISSING else dict(_children(common) or ())
     members = [
-        (key, _assembled(child, values, stored.pop(key, _MISSING), gone, (*path, key))) for key, child in children
+        (key, _assemble(child, values, stored.pop(key, _MISSING), missing_paths, (*path, key)))
+        for key, child in children
     ]
     present = [(key, child) for key, child in members if child is not _MISSING]
     if isinstance(container, dict):
+        # A dict also gets what is stored and was not asked for; `stored` has only these left.
         return {**dict(present), **stored} if present or stored else _MISSING
     if present and len(present) < len(members):
         absent = sorted({key for key, _ in members} - {key for key, _ in present})
-        raise CheckpointingException(f"{format_path(path)}: nothing is stored for its elements {absent}")
-    return _rebuilt(container, present) if present else _MISSING
+        raise CheckpointError(f"{format_path(path)}: elements {absent} are missing from the checkpoint")
+    return _rebuild(container, present) if present else _MISSING
 
 
 def _factory_paths(factories: Any, path: Path) -> list[Path]:  # noqa: ANN401 - as `factories_of` gives
@@ -353,35 +372,39 @@ def _factory_paths(factories: Any, path: Path) -> list[Path]:  # noqa: ANN401 - 
     return [path]
 
 
-def _without(factories: Any, missing: Sequence[Path], path: Path) -> Any:  # noqa: ANN401 - as `factories_of` gives
+def _loaded_factories(factories: Any, missing: Sequence[Path], path: Path) -> Any:  # noqa: ANN401 - as `factories_of` gives
     """Return the factories for which all entries were loaded."""
     if isinstance(factories, dict):
-        remaining = {key: _without(below, missing, (*path, key)) for key, below in factories.items()}
+        remaining = {key: _loaded_factories(below, missing, (*path, key)) for key, below in factories.items()}
         return {key: below for key, below in remaining.items() if below not in (None, {})}
     return None if any(missing_path[: len(path)] == path for missing_path in missing) else factories
 
 
-def as_sharded(key: str, tensor: torch.Tensor, together: str | None = None) -> ReplicatedEntry | None:
+def as_sharded(key: str, tensor: torch.Tensor, storage_group: str | None = None) -> ReplicatedEntry | None:
     """Convert a tensor to a shard, with the ranks that hold copies; None if this rank is not in a DTensor's mesh.
 
-    A plain tensor is a copy of the whole. Raises `CheckpointingException` for a DTensor with a partial placement or
+    A plain tensor is a copy of the whole. Raises `CheckpointError` for a DTensor with a partial placement or
     whose local part is not a single box of the global tensor, and for sparse, nested and quantized tensors.
     """
     if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else f"{tensor.layout}"
-        raise CheckpointingException(
-            f"{key!r} is a {kind.removeprefix('torch.')} tensor, on rank {this_rank()}: a checkpoint has boxes of "
-            "numbers; store its parts, as plain tensors, or all of it as a ShardedObject"
+        raise CheckpointError(
+            f"{key!r} is a {kind.removeprefix('torch.')} tensor, on rank {this_rank()}: only plain strided tensors are "
+            "supported; store its parts as plain tensors, or wrap it in a ShardedObject"
         )
     nbytes = tensor.numel() * tensor.element_size()
     if not isinstance(tensor, DTensor):
         return ReplicatedEntry(
-            ShardedTensor.from_rank_offsets(key, tensor.detach()), (this_rank(),), 0, 1, nbytes, together
+            ShardedTensor.from_rank_offsets(key, tensor.detach()), (this_rank(),), 0, 1, nbytes, storage_group
         )
     mesh = tensor.device_mesh
+    # None on a rank that is not part of the mesh, such as the ranks of another pipeline stage.
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
+    # Example: a tensor of shape (8, 4) on a mesh of shape (2, 3) with the placements [Replicate, Shard(0)]. The rank at
+    # coordinate (1, 2) has copy `index` 1 of `count` 2, and `cuts` is {0: [(1, 3, 2)]}: part 2 of 3 of dim 0, which are
+    # the rows 6 and 7, because parts have 3 rows, rounded up.
     sizes = tuple(mesh.mesh.shape)
     # Replicate placements number the copies: this rank has copy `index` of `count`. Shard placements cut a tensor dim,
     # in the order of the mesh dims; `split_factor` belongs to the strided sharding of FSDP over tensor parallelism.
@@ -393,17 +416,17 @@ def as_sharded(key: str, tensor: torch.Tensor, together: str | None = None) -> R
         elif (dim := getattr(placement, "dim", None)) is not None and not placement.is_partial():
             cuts.setdefault(dim % tensor.ndim, []).append((int(getattr(placement, "split_factor", 1)), size, at))
         else:
-            raise CheckpointingException(
+            raise CheckpointError(
                 f"{key!r} is a DTensor with the placement {placement}, on rank {this_rank()}: no rank holds its "
                 "values; redistribute it first"
             )
     offset, shape = [0] * tensor.ndim, list(tensor.shape)
     for dim, steps in cuts.items():
-        run = layout.run_of_cuts(tensor.shape[dim], steps)
+        run = layout.cut_range(tensor.shape[dim], steps)
         if run is None:
-            raise CheckpointingException(
-                f"{key!r} is a DTensor with the placements {tensor.placements}: what rank {this_rank()} holds of its "
-                f"dim {dim} does not lie together; redistribute it first"
+            raise CheckpointError(
+                f"{key!r} is a DTensor with the placements {tensor.placements}: the part of dim {dim} on rank "
+                f"{this_rank()} is not contiguous; redistribute it first"
             )
         offset[dim], shape[dim] = run
     local = local_part(tensor)
@@ -414,9 +437,11 @@ def as_sharded(key: str, tensor: torch.Tensor, together: str | None = None) -> R
         tuple(shape),
         tuple(tensor.shape),
         tuple(offset),
+        # torch's shards differ in size if the dimension does not divide evenly, which Megatron-Core calls an irregular
+        # grid.
         None if cuts else (1,) * tensor.ndim,
     )
-    return ReplicatedEntry(shard, tuple(mesh.mesh.flatten().tolist()), index, count, nbytes, together)
+    return ReplicatedEntry(shard, tuple(mesh.mesh.flatten().tolist()), index, count, nbytes, storage_group)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -429,19 +454,22 @@ def as_dtensor(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Convert a local part to the type of `tensor`: a DTensor of its mesh and placements, or a plain tensor.
 
     The result uses the local part's memory. A `local` that is a DTensor already is returned unchanged. Raises
-    `CheckpointingException` if the local part has another shape than that of `tensor`.
+    `CheckpointError` if the local part has another shape than that of `tensor`.
     """
     if isinstance(local, DTensor):
         return local
     part = local_part(tensor)
     if local.shape != part.shape:
-        raise CheckpointingException(
-            f"a part of the shape {tuple(local.shape)} was loaded for one of {tuple(part.shape)}, on rank {this_rank()}"
+        raise CheckpointError(
+            f"loaded a local part of shape {tuple(local.shape)}, expected {tuple(part.shape)}, on rank {this_rank()}"
         )
     if not isinstance(tensor, DTensor):
         return local
+    # The data was loaded into the memory of `tensor` itself.
     if local.dtype == part.dtype and (local.data_ptr() == part.data_ptr() or not part.numel()):
         return tensor
+    # `run_check=False`: the check is a collective. Shape and stride are given, since they cannot be derived from uneven
+    # shards.
     return DTensor.from_local(
         local,
         tensor.device_mesh,

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from rankbook.checkpoint.format.checksums import Buffer
 
-SEALS = ("manifest.json", ".metadata")
+CHECKPOINT_FILES = ("manifest.json", ".metadata")
 """Files that make a folder a checkpoint. When a folder cannot be moved or removed in one operation, these files are
 moved last and removed first, so that a half-moved folder is never mistaken for a checkpoint."""
 
@@ -24,7 +24,7 @@ ASIDE = ".old"
 """Suffix of a folder that is being replaced, where two folders cannot be exchanged. If a reader finds it but not the
 folder itself, the replacement was interrupted, and the reader uses this folder."""
 
-_NUMBERS: dict[type[OSError], int] = {
+_ERRNO_BY_TYPE: dict[type[OSError], int] = {
     # fsspec raises these with a path but without an errno
     FileNotFoundError: errno.ENOENT,
     PermissionError: errno.EACCES,
@@ -66,13 +66,17 @@ def locked_folder(storage: Storage) -> Iterator[None]:
     A storage with a method `locked` implements the lock; for any other storage only the threads of this process exclude
     one another. The lock is reentrant per thread.
     """
-    names: set[str] = _held.__dict__.setdefault("names", set())
+    # Locks that this thread holds. `flock` is not reentrant: a second descriptor of the same folder would wait for the
+    # first.
+    names: set[str] = _held_locks.__dict__.setdefault("names", set())
     name = f"{type(storage).__name__} {storage}"
     if name in names:
         yield
         return
     lock = getattr(storage, "locked", None)
-    with _in_this_process if lock is None else lock():
+    # Without a lock of the storage, claims still decide which process may save a step (`steps.claim_step`).
+    with _process_lock if lock is None else lock():
+        # From here on this thread may enter again, for the same storage, without waiting for itself.
         names.add(name)
         try:
             yield
@@ -80,8 +84,8 @@ def locked_folder(storage: Storage) -> Iterator[None]:
             names.discard(name)
 
 
-_held = threading.local()
-_in_this_process = threading.RLock()
+_held_locks = threading.local()
+_process_lock = threading.RLock()
 
 
 def is_link(storage: Storage, path: str) -> bool:
@@ -106,12 +110,16 @@ class NewFiles:
         return getattr(self._storage, name)
 
     def write(self, path: str, parts: Iterable[Buffer]) -> int:
-        """Write a new file. Return 0 if the storage has a method `create`, otherwise the bytes written."""
+        """Write a new file. Return the bytes written."""
         create = getattr(self._storage, "create", None)
         if create is not None:
-            create(path, parts)
-            return 0
+            contents = [memoryview(part) for part in parts]  # a storage may read them again
+            # `create` fails if the file exists, without a gap between the check and the write.
+            create(path, contents)
+            return sum(content.nbytes for content in contents)
         folder, _, name = path.rpartition("/")
+        # Between this check and the write another process may create the file. `claim_step` reads its claim back for
+        # this reason.
         if name in self._storage.list(folder):
             raise FileExistsError(errno.EEXIST, "File exists", path)
         return self._storage.write(path, parts)
@@ -124,6 +132,7 @@ def read_all(storage: Storage, path: str) -> bytes:
         buffer = memoryview(bytearray(step))
         count = storage.read(path, len(data), buffer)
         data += buffer[:count]
+        # Only the end of a file gives fewer bytes than asked for.
         if count < step:
             return bytes(data)
         step = min(step * 4, 64 * 1024 * 1024)
@@ -136,6 +145,8 @@ def read_range(storage: Storage, path: str, start: int, length: int) -> bytearra
     """
     data, step = bytearray(), 64 * 1024
     while len(data) < length:
+        # Steps of 64 KiB, 256 KiB, 1 MiB and so on. With a length of 2**60 from a damaged file, the loop stops at the
+        # end of the file, and never allocates more than a multiple of what it has read.
         buffer = memoryview(bytearray(min(step, length - len(data))))
         count = storage.read(path, start + len(data), buffer)
         data += buffer[:count]
@@ -150,6 +161,10 @@ def check_path(path: str) -> str:
 
     Paths come from manifests, which may have been tampered with.
     """
+    # PurePosixPath drops empty parts and ".", but keeps "..". A NUL byte is refused here, since the functions of `os`
+    # would raise ValueError for it.
+    # Examples: "step-1/__0_0.distcp" passes, "./a//b" becomes "a/b"; "/etc/passwd", "../other" and "a/../../b" are
+    # refused. Links are the storage's concern (`is_link`).
     parts = PurePosixPath(path)
     if parts.is_absolute() or ".." in parts.parts or "\0" in path:
         raise OSError(errno.EINVAL, "not a path inside the checkpoint's folder", path)
@@ -157,12 +172,14 @@ def check_path(path: str) -> str:
 
 
 @contextmanager
-def naming_file(path: object) -> Iterator[None]:
+def add_filename(path: object) -> Iterator[None]:
     """Add the path to an OSError that has none, such as one from a file descriptor."""
     try:
         yield
     except OSError as error:
+        # The error names a file already, which is more precise than `path`.
         if error.filename is not None:
             raise
-        number = error.errno or _NUMBERS.get(type(error), errno.EIO)
+        # An OSError that was raised with a text only has neither errno nor strerror.
+        number = error.errno or _ERRNO_BY_TYPE.get(type(error), errno.EIO)
         raise OSError(number, error.strerror or str(error), str(path)) from error

@@ -1,7 +1,7 @@
 """Store checkpoints in file systems of fsspec: object stores, memory, remote hosts.
 
 These have no atomic move or removal of a folder. Both are done file by file, in an order that can be interrupted at any
-point: a new folder gets its seals (`SEALS`) last, and an old one loses them first.
+point: a new folder gets its seals (`CHECKPOINT_FILES`) last, and an old one loses them first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rankbook.checkpoint.format.checksums import Buffer, as_bytes
-from rankbook.checkpoint.storage.base import ASIDE, SEALS, check_path, naming_file
+from rankbook.checkpoint.storage.base import ASIDE, CHECKPOINT_FILES, add_filename, check_path
 
 
 class RemoteStorage:
@@ -37,9 +37,9 @@ class RemoteStorage:
 
     def write(self, path: str, parts: Iterable[Buffer]) -> int:
         """See `Storage`. The file is durable when the service has accepted it."""
-        target = self._at(path)
+        target = self._full_path(path)
         written = 0
-        with self._telling(path):
+        with self._translate_errors(path):
             self._filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
             try:
                 with self._filesystem.open(target, "wb") as file:
@@ -48,6 +48,7 @@ class RemoteStorage:
                         file.write(view)
                         written += view.nbytes
             except BaseException:
+                # Closing the file in `with` may have uploaded the part that was written.
                 self._discard(target)
                 raise
         return written
@@ -58,12 +59,13 @@ class RemoteStorage:
         Of two concurrent calls one succeeds, if the service supports conditional creation (S3, Google Cloud Storage,
         memory).
         """
-        target, content = self._at(path), b"".join(bytes(part) for part in parts)
-        with self._telling(path):
+        target, content = self._full_path(path), b"".join(bytes(part) for part in parts)
+        with self._translate_errors(path):
             self._filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
             try:
                 self._filesystem.pipe_file(target, content, mode="create")
             except (NotImplementedError, TypeError, ValueError):  # the service, or this version of fsspec, lacks it
+                # fsspec caches listings; another process may have created the file since.
                 self._filesystem.invalidate_cache(target)
                 if self._filesystem.exists(target):
                     raise FileExistsError(errno.EEXIST, "File exists", f"{self.url}/{path}") from None
@@ -71,18 +73,19 @@ class RemoteStorage:
 
     def read(self, path: str, start: int, into: memoryview) -> int:
         """See `Storage`. Uses one ranged request and one copy."""
-        target = self._at(path)
+        target = self._full_path(path)
         flat = as_bytes(into)
-        with self._telling(path):
+        with self._translate_errors(path):
             data = self._filesystem.cat_file(target, start=start, end=start + len(flat))
             flat[: len(data)] = data
         return len(data)
 
     def list(self, path: str = "") -> dict[str, int | None]:
         """See `Storage`."""
-        folder = self._at(path)
-        with self._telling(path):
+        folder = self._full_path(path)
+        with self._translate_errors(path):
             try:
+                # Other processes write into the folder.
                 self._filesystem.invalidate_cache(folder)
                 entries = self._filesystem.ls(folder, detail=True)
             except (FileNotFoundError, NotADirectoryError):
@@ -94,48 +97,55 @@ class RemoteStorage:
         """See `Storage`. Copies, then removes the source; an existing target is kept under `ASIDE` meanwhile.
 
         At any point of the sequence either the old or the new folder is complete with its seals, under its name or
-        aside.
+        the old one.
         """
         existing = self.list(target)
+        # A single file: object stores replace an object atomically.
         if not self._is_folder(source):
-            with self._telling(source):
-                self._filesystem.copy(self._at(source), self._at(target))
+            with self._translate_errors(source):
+                self._filesystem.copy(self._full_path(source), self._full_path(target))
             self.remove(source)
             return
-        aside = check_path(target) + ASIDE
-        if existing.keys() & set(SEALS):
-            self.remove(aside)
-            self._copy_folder(target, aside)
-        self.remove(target)  # without a seal: an incomplete folder, whose complete copy may be aside
+        old_path = check_path(target) + ASIDE
+        # The target is a complete checkpoint. It is copied to `old_path` before it loses its files, so that a reader
+        # always finds one.
+        if existing.keys() & set(CHECKPOINT_FILES):
+            self.remove(old_path)
+            self._copy_folder(target, old_path)
+        self.remove(target)  # without a seal: an incomplete folder, whose complete copy may be at `old_path`
+        # A crash in here leaves a target without a manifest. Readers then use the copy at `old_path`, if there was an
+        # old checkpoint.
         self._copy_folder(source, target)
         self.remove(source)
-        self.remove(aside)
+        self.remove(old_path)
 
     def remove(self, path: str) -> None:
         """See `Storage`."""
         if self._is_folder(path):
-            for seal in SEALS:
-                self._discard(f"{self._at(path)}/{seal}")
-        with self._telling(path):
+            # First the files that make the folder a checkpoint. An interrupted removal then leaves a folder that no
+            # reader accepts.
+            for name in CHECKPOINT_FILES:
+                self._discard(f"{self._full_path(path)}/{name}")
+        with self._translate_errors(path):
             try:
-                self._filesystem.rm(self._at(path), recursive=True)
+                self._filesystem.rm(self._full_path(path), recursive=True)
             except FileNotFoundError:
                 return
 
     def _copy_folder(self, source: str, target: str) -> None:
         entries = self.list(source)
         # seals last, and `manifest.json` last of all
-        for name in sorted(entries, key=lambda name: (name in SEALS, name == SEALS[0], name)):
+        for name in sorted(entries, key=lambda name: (name in CHECKPOINT_FILES, name == CHECKPOINT_FILES[0], name)):
             if entries[name] is None:
                 self._copy_folder(f"{source}/{name}", f"{target}/{name}")
                 continue
-            with self._telling(f"{source}/{name}"):
-                self._filesystem.makedirs(self._at(target), exist_ok=True)
-                self._filesystem.copy(self._at(f"{source}/{name}"), self._at(f"{target}/{name}"))
+            with self._translate_errors(f"{source}/{name}"):
+                self._filesystem.makedirs(self._full_path(target), exist_ok=True)
+                self._filesystem.copy(self._full_path(f"{source}/{name}"), self._full_path(f"{target}/{name}"))
 
     def _is_folder(self, path: str) -> bool:
-        with self._telling(path):
-            return bool(self._filesystem.isdir(self._at(path)))
+        with self._translate_errors(path):
+            return bool(self._filesystem.isdir(self._full_path(path)))
 
     def _discard(self, target: str) -> None:
         try:
@@ -143,14 +153,14 @@ class RemoteStorage:
         except FileNotFoundError:
             pass  # it was never created
 
-    def _at(self, path: str) -> str:
+    def _full_path(self, path: str) -> str:
         return f"{self._root}/{check_path(path)}".rstrip("/")
 
     @contextmanager
-    def _telling(self, path: str) -> Iterator[None]:
+    def _translate_errors(self, path: str) -> Iterator[None]:
         """Convert an exception of the service's client to an OSError that names the path."""
         try:
-            with naming_file(f"{self.url}/{path}"):
+            with add_filename(f"{self.url}/{path}"):
                 yield
         except (OSError, KeyboardInterrupt):
             raise

@@ -24,20 +24,24 @@ from pathlib import Path
 from typing import Any, Self
 
 from rankbook.checkpoint.format.checksums import Buffer, as_bytes
-from rankbook.checkpoint.storage.base import ASIDE, SEALS, Storage, check_path, naming_file
+from rankbook.checkpoint.storage.base import ASIDE, CHECKPOINT_FILES, Storage, add_filename, check_path
 
-_MOST_PARTS, _MOST_BYTES = 512, 1024 * 1024  # per writev, except for a single larger part; IOV_MAX is 1024
-_FLUSHED = 32 * 1024 * 1024  # bytes after which a flush to disk is started
+_MAX_PARTS, _MAX_BYTES = 512, 1024 * 1024  # per writev, except for a single larger part; IOV_MAX is 1024
+_FLUSH_INTERVAL = 32 * 1024 * 1024  # bytes after which a flush to disk is started
 _flush: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
-_EXCHANGE = 2  # RENAME_EXCHANGE
-_HERE = -100  # AT_FDCWD
+_RENAME_EXCHANGE = 2  # RENAME_EXCHANGE
+_AT_FDCWD = -100  # AT_FDCWD
 _LOCK_TIMEOUT = 300.0
 """Seconds to wait for the lock of a folder. It is held while old steps are removed, which may take long."""
 _NO_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 """Errors from file systems that cannot lock folders, such as NFS."""
 
 
-def storage_of(folder: str | os.PathLike[str] | Storage) -> Storage:
+Folder = str | os.PathLike[str] | Storage
+"""A place for checkpoints: a local path, a URL of fsspec, or an object with the methods of `Storage`."""
+
+
+def storage_of(folder: Folder) -> Storage:
     """Return the storage for a local path or a URL such as "s3://bucket/run"; return a storage unchanged."""
     if isinstance(folder, str) and "://" in folder and not folder.startswith("file://"):
         from rankbook.checkpoint.storage.fsspec import RemoteStorage
@@ -59,16 +63,21 @@ class LocalStorage:
 
     def write(self, path: str, parts: Iterable[Buffer]) -> int:
         """See `Storage`. One fsync for the file, and one for every folder with a new name in it."""
-        target = self._at(path)
-        self._make(target.parent)
+        target = self._full_path(path)
+        self._make_folder(target.parent)
         target.unlink(missing_ok=True)  # do not overwrite the content of a hard link
-        with naming_file(target):
+        with add_filename(target):
+            # `O_EXCL` after the unlink: if two processes write the same file, one of them fails instead of mixing their
+            # data.
             descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 with _Flusher(descriptor) as flusher:
-                    written = _write_all(descriptor, parts, flusher.wrote)
+                    written = _write_all(descriptor, parts, flusher.add_written)
+                # The file's data first, then its name in the folder. A name without data would look like a truncated
+                # file after a crash.
                 os.fsync(descriptor)
             except BaseException:
+                # No part of the file may remain, see `Storage.write`.
                 target.unlink(missing_ok=True)
                 raise
             finally:
@@ -85,9 +94,9 @@ class LocalStorage:
         """
         draft = f"{path}.{uuid.uuid4().hex}"
         self.write(draft, parts)
-        source, target = self._at(draft), self._at(path)
+        source, target = self._full_path(draft), self._full_path(path)
         try:
-            with naming_file(target):
+            with add_filename(target):
                 os.link(source, target, follow_symlinks=False)
         except OSError as error:
             if error.errno not in {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}:
@@ -105,8 +114,10 @@ class LocalStorage:
         Excludes other processes and other threads. Does nothing if the file system has no locks. Raises TimeoutError.
         """
         if not self.root.is_dir():
-            self._make(self.root)
-        with naming_file(self.root):
+            # A lock needs a folder to be held on.
+            self._make_folder(self.root)
+        with add_filename(self.root):
+            # The folder itself is locked. A lock file would have to be created, and would be left behind.
             descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 acquired = _lock(descriptor, self.root, timeout)
@@ -120,13 +131,14 @@ class LocalStorage:
 
     def is_link(self, path: str) -> bool:
         """Return True if the name is a symbolic link, also a dangling one."""
-        return self._at(path).is_symlink()
+        return self._full_path(path).is_symlink()
 
     def read(self, path: str, start: int, into: memoryview) -> int:
         """See `Storage`. Reads straight into the buffer."""
-        source = self._at(path)
+        source = self._full_path(path)
         done, flat = 0, as_bytes(into)
-        with naming_file(source):
+        with add_filename(source):
+            # `O_NONBLOCK`: opening a named pipe would wait for a writer. It has no effect on regular files.
             descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe or device has no end
@@ -139,7 +151,7 @@ class LocalStorage:
 
     def list(self, path: str = "") -> dict[str, int | None]:
         """See `Storage`."""
-        folder = self._at(path)
+        folder = self._full_path(path)
         sizes: dict[str, int | None] = {}
         try:
             with os.scandir(folder) as entries:
@@ -155,24 +167,26 @@ class LocalStorage:
 
     def move(self, source: str, target: str) -> None:
         """See `Storage`. Atomic by rename or exchange; without exchange, in steps by way of `ASIDE`."""
-        old, new = self._at(source), self._at(target)
-        self._make(new.parent)
-        with naming_file(old):
+        old, new = self._full_path(source), self._full_path(target)
+        self._make_folder(new.parent)
+        with add_filename(old):
             if new.is_dir():
+                # After an exchange the old content has the name `source`, and is removed under it.
                 if not _exchange(old, new):
                     self._move_in_steps(old, new)
                 else:
                     _sync_folder(new.parent)  # the exchange must be durable before the old content is removed
                     _remove_folder(old)
             else:
+                # A file, or a name that is not in use: rename(2) replaces it in one step.
                 old.replace(new)
             for folder in {old.parent, new.parent}:
                 _sync_folder(folder)
 
     def remove(self, path: str) -> None:
         """See `Storage`."""
-        target = self._at(path)
-        with naming_file(target):
+        target = self._full_path(path)
+        with add_filename(target):
             try:
                 if target.is_dir() and not target.is_symlink():
                     _remove_folder(target)
@@ -188,7 +202,7 @@ class LocalStorage:
         At every moment either the old or the new folder is complete, under its name or aside.
         """
         aside = new.with_name(new.name + ASIDE)
-        if any((new / seal).exists() for seal in SEALS):
+        if any((new / name).exists() for name in CHECKPOINT_FILES):
             _remove_folder(aside)
             new.rename(aside)
             _sync_folder(new.parent)
@@ -198,11 +212,12 @@ class LocalStorage:
         _sync_folder(new.parent)
         _remove_folder(aside)
 
-    def _at(self, path: str) -> Path:
+    def _full_path(self, path: str) -> Path:
         return self.root / check_path(path)
 
-    def _make(self, folder: Path) -> None:
+    def _make_folder(self, folder: Path) -> None:
         """Create a folder and its missing parents durably."""
+        # Every new folder is a new name in its parent, which has to be synced, from the top down.
         missing = []
         while not folder.is_dir():
             missing.append(folder)
@@ -227,10 +242,12 @@ class _Flusher:
     def __enter__(self) -> Self:
         return self
 
-    def wrote(self, count: int) -> None:
+    def add_written(self, count: int) -> None:
         """Count bytes that were passed to the system, and start a flush if they are many."""
         self._written += count
-        if self._written >= _FLUSHED and (self._thread is None or not self._thread.is_alive()):
+        # fdatasync on the same descriptor in another thread: the writes go on while the disk works. One flush runs at a
+        # time; the next one begins after its end.
+        if self._written >= _FLUSH_INTERVAL and (self._thread is None or not self._thread.is_alive()):
             self._raise()
             self._written = 0
             self._thread = threading.Thread(target=self._flush, name="rankbook-flush", daemon=True)
@@ -249,20 +266,23 @@ class _Flusher:
     def __exit__(self, *failure: object) -> None:
         if self._thread is not None:
             self._thread.join()
+        # The exception of the block is more important than that of a flush.
         if failure[0] is None:
             self._raise()
 
 
-def _write_all(descriptor: int, parts: Iterable[Buffer], wrote: Callable[[int], None]) -> int:
+def _write_all(descriptor: int, parts: Iterable[Buffer], add_written: Callable[[int], None]) -> int:
     """Write all parts with writev, without copying; small parts together. Release a part once it is written."""
     written = 0
     for batch in _batches(parts):
         while batch:
             count = os.writev(descriptor, batch)
             written += count
-            wrote(count)
+            add_written(count)
+            # writev may write less than asked for. Drop the parts that are written, and shorten the next one.
             while batch and count >= len(batch[0]):
                 count -= len(batch.pop(0))
+            # A part of the first remaining buffer was written.
             if count:
                 batch[0] = batch[0][count:]
     return written
@@ -272,10 +292,12 @@ def _batches(parts: Iterable[Buffer]) -> Iterator[list[memoryview]]:
     batch: list[memoryview] = []
     nbytes = 0
     for part in parts:
+        # Small parts, such as the zip headers around small tensors, share a system call. A piece of a large tensor has
+        # 1 MiB and ends the batch.
         if view := as_bytes(part):
             batch.append(view)
             nbytes += len(view)
-        if nbytes >= _MOST_BYTES or len(batch) == _MOST_PARTS:
+        if nbytes >= _MAX_BYTES or len(batch) == _MAX_PARTS:
             del part, view  # keep no reference to a part while it is written
             yield batch
             batch, nbytes = [], 0
@@ -299,15 +321,20 @@ def _lock(descriptor: int, folder: Path, timeout: float) -> bool:
     deadline, pause = time.monotonic() + timeout, 0.001
     while True:
         try:
+            # Polled, because a waiting flock has no timeout and could not be interrupted by a timeout of ours.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    errno.ETIMEDOUT, f"another process has held its lock for {timeout:g} s", str(folder)
+                    errno.ETIMEDOUT,
+                    f"timed out after {timeout:g} s: another process holds the lock of the folder",
+                    str(folder),
                 ) from None
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         except OSError as error:
+            # Without a lock, the exclusive creation of claims still keeps two saves of one step apart
+            # (`steps.claim_step`).
             if error.errno in _NO_LOCKS:
                 return False
             raise
@@ -321,28 +348,33 @@ def _remove_folder(folder: Path) -> None:
         return
     if not folder.is_dir():
         return
-    for seal in SEALS:
-        (folder / seal).unlink(missing_ok=True)
+    # If the removal is interrupted, no reader takes the rest of the folder for a checkpoint.
+    for name in CHECKPOINT_FILES:
+        (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Exchange two folders atomically. Return False if the system or file system cannot."""
     call = _renameat2()
     if call is None:
         return False
-    if call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+    # With both paths absolute or relative to the working directory, as `AT_FDCWD` says.
+    if call(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
+    # ENOSYS comes from an old kernel, EINVAL from a file system without the flag, EPERM from a container's filter of
+    # system calls.
     if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM):
         return False
-    raise OSError(number, os.strerror(number), str(one), None, str(other))
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
 
 
 @cache
 def _renameat2() -> Any:  # noqa: ANN401 - a C function
     if not sys.platform.startswith("linux"):
         return None
+    # Python has no function for renameat2. glibc has it since version 2.28.
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is not None:
         call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]

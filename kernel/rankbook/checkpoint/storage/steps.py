@@ -16,27 +16,31 @@ Several processes may save different steps into one folder at the same time. A p
 sweeps steps holds the storage's lock meanwhile (`base.locked_folder`). A claim is a file that is created exclusively.
 Therefore, even without locks, on NFS or an object store, only one of two processes that save the same step gets the
 claim, and the other one raises an error.
+
+A claim has the identity of the process that writes the step: host, PID namespace, PID, start time and a token. The
+process of another machine cannot be asked; it is considered dead when its claim is older than a day.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import operator
 import os
 import re
+import time
+import uuid
 import zlib
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from rankbook.checkpoint.format.manifest import MANIFEST, METADATA
-from rankbook.checkpoint.storage import lock
-from rankbook.checkpoint.storage.base import ASIDE, NewFiles, Storage, is_link, locked_folder, read_range
+from rankbook.checkpoint.storage.base import ASIDE, NewFiles, Storage, is_link, locked_folder, read_all, read_range
 from rankbook.checkpoint.storage.local import storage_of
-from rankbook.checkpoint.storage.lock import WriterIdentity
-from rankbook.errors import BadRequest, CheckpointingException
-from rankbook.process_identity import PATIENCE
+from rankbook.errors import CheckpointError, InvalidArgument
+from rankbook.process_identity import PATIENCE, ProcessIdentity, identify, machine, start_time_of
 
 LATEST = "latest"
 NEXT = ".latest"
@@ -51,24 +55,24 @@ _LINE = re.compile(r"(step-(\d{1,18})) crc32=([0-9a-f]{8})\n")
 def check_int(name: str, value: object, least: int) -> int:
     """Convert `value` to an int; integers of numpy and torch are accepted too.
 
-    Raises `BadRequest` for other values, and for numbers below `least` or with more than 18 digits.
+    Raises `InvalidArgument` for other values, and for numbers below `least` or with more than 18 digits.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]  # raises TypeError for other values
     except TypeError:
         number = least - 1
     if not least <= number < 10**18 or isinstance(value, bool):
-        raise BadRequest(f"{name}={value!r}: it is a whole number from {least} on, of at most 18 digits")
+        raise InvalidArgument(f"{name} must be an integer >= {least} with at most 18 digits, got {value!r}")
     return number
 
 
 def requested_step(step: object) -> int | None:
-    """Return the number of a requested step, or None for the latest. Raises `BadRequest` for other values."""
+    """Return the number of a requested step, or None for the latest. Raises `InvalidArgument` for other values."""
     return None if step is None or (isinstance(step, str) and step == "latest") else check_int("step", step, 0)
 
 
 def step_name(step: int) -> str:
-    """Return the folder name of a finished step. Raises `BadRequest` for an invalid step number."""
+    """Return the folder name of a finished step. Raises `InvalidArgument` for an invalid step number."""
     return f"step-{check_int('step', step, 0)}"
 
 
@@ -86,14 +90,17 @@ def parse_step(name: str) -> int | None:
 def finished_steps(storage: Storage) -> list[int]:
     """Return the steps that can be loaded, in ascending order."""
     names = storage.list()
+    # A step that is being replaced may exist under its `.old` name only, and counts as finished.
     steps = {step for name in names if (step := parse_step(name.removesuffix(ASIDE))) is not None}
-    return sorted(step for step in steps if _folder(storage, step, names) is not None)
+    return sorted(step for step in steps if _find_folder(storage, step, names) is not None)
 
 
 def steps(folder: str | os.PathLike[str] | Storage) -> list[int]:
     """Return the steps of a checkpoint folder that can be loaded, in ascending order.
 
-    Example: `steps("checkpoints")` returns `[0, 100, 200]`.
+    Example::
+
+        steps("checkpoints")  # [100]
     """
     return finished_steps(storage_of(folder))
 
@@ -101,43 +108,44 @@ def steps(folder: str | os.PathLike[str] | Storage) -> list[int]:
 def list_partials(storage: Storage) -> list[str]:
     """Return the folders of running or interrupted saves, and the remains of removed steps."""
     names = storage.list()
-    return sorted(name for name in names if names[name] is None and _is_rest(storage, name, names))
+    return sorted(name for name in names if names[name] is None and _is_leftover(storage, name, names))
 
 
 def writer_of(storage: Storage, partial: str) -> WriterIdentity | None:
     """Return the process that is writing a partial step; None if the save was interrupted."""
-    owner = lock.lock_owner(storage, partial + OWNER)
-    return owner if owner is not None and owner.lives() else None
+    owner = lock_owner(storage, partial + OWNER)
+    return owner if owner is not None and owner.is_alive() else None
 
 
 def folder_of(storage: Storage, step: int) -> str:
     """Return the folder name of a finished step.
 
-    Raises `CheckpointingException` if the step does not exist; the message lists the existing ones.
+    Raises `CheckpointError` if the step does not exist; the message lists the existing ones.
     """
-    if (name := _folder(storage, step, storage.list())) is None:
-        raise CheckpointingException(f"{storage}: there is no finished step {step}; {_what_there_is(storage, step)}")
+    if (name := _find_folder(storage, step, storage.list())) is None:
+        raise CheckpointError(f"{storage}: no finished step {step}; {_describe_steps(storage, step)}")
     return name
 
 
-def named_by_latest(storage: Storage) -> int | None:
+def read_latest_file(storage: Storage) -> int | None:
     """Return the step that the file `latest` names, finished or not; None if there is no such file.
 
-    Raises `CheckpointingException` if the file is damaged.
+    Raises `CheckpointError` if the file is damaged.
     """
     try:
+        # A valid line has at most about 40 bytes. A larger file is damaged, and is not read completely.
         line = bytes(read_range(storage, LATEST, 0, 200))
     except FileNotFoundError:
         return None
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        raise CheckpointingException(f"{storage}/{LATEST}: the file is damaged: {error.strerror}") from error
+        raise CheckpointError(f"{storage}/{LATEST}: the file is damaged: {error.strerror}") from error
     match = _LINE.fullmatch(line.decode("ascii", errors="replace"))
     if match is None or int(match[3], 16) != zlib.crc32(match[1].encode()):
-        raise CheckpointingException(
-            f"{storage}/{LATEST}: the file is damaged: {line[:60]!r}; {_what_there_is(storage)}; load one by its "
-            "number, or remove the file, and the highest finished step counts"
+        raise CheckpointError(
+            f"{storage}/{LATEST}: the file is damaged: {line[:60]!r}; {_describe_steps(storage)}; load a step by "
+            "its number, or remove the file to use the highest finished step"
         )
     return int(match[2])
 
@@ -145,16 +153,16 @@ def named_by_latest(storage: Storage) -> int | None:
 def read_latest(storage: Storage) -> int | None:
     """Return the latest step: the one that `latest` names, or without that file the highest finished one.
 
-    Return None if no step is finished. Raises `CheckpointingException` if the file is damaged or names a step that does
+    Return None if no step is finished. Raises `CheckpointError` if the file is damaged or names a step that does
     not exist, because only the user can decide which step to use then.
     """
-    step = named_by_latest(storage)
-    while step is not None and _folder(storage, step, storage.list()) is None:
-        named_before, step = step, named_by_latest(storage)
+    step = read_latest_file(storage)
+    while step is not None and _find_folder(storage, step, storage.list()) is None:
+        named_before, step = step, read_latest_file(storage)
         if step == named_before:  # otherwise another process has saved the next step and removed this one: try again
-            raise CheckpointingException(
-                f"{storage}/{LATEST} names step {step}, which is not there or not finished; "
-                f"{_what_there_is(storage, step)}"
+            raise CheckpointError(
+                f"{storage}/{LATEST} names step {step}, which is missing or not finished; "
+                f"{_describe_steps(storage, step)}"
             )
     return max(finished_steps(storage), default=None) if step is None else step
 
@@ -162,15 +170,16 @@ def read_latest(storage: Storage) -> int | None:
 def locate(storage: Storage, step: int | Literal["latest"] | None = "latest") -> str:
     """Return the path of a checkpoint within the storage; "" if the storage's root is itself a checkpoint.
 
-    Raises `CheckpointingException` if it does not exist; the message lists the existing steps.
+    Raises `CheckpointError` if it does not exist; the message lists the existing steps.
     """
+    # A number always means a step of the folder. Without one, a checkpoint in the root itself precedes `latest`.
     number = requested_step(step)
     if number is not None:
         return folder_of(storage, number)
     if is_checkpoint(storage.list()):
         return ""
     if (latest := read_latest(storage)) is None:
-        raise CheckpointingException(f"{storage}: there is no checkpoint; {_what_there_is(storage)}")
+        raise CheckpointError(f"{storage}: no checkpoint found; {_describe_steps(storage)}")
     return folder_of(storage, latest)
 
 
@@ -182,7 +191,7 @@ def is_checkpoint(names: Collection[str]) -> bool:
 def begin_step(storage: Storage, step: int) -> str:
     """Claim a step, empty its partial folder, and return the name of that folder.
 
-    Called on one rank, before any rank writes. Raises `CheckpointingException` if another process or another save of
+    Called on one rank, before any rank writes. Raises `CheckpointError` if another process or another save of
     this one is saving the step, and if the step is a symbolic link.
     """
     name = partial_name(step)
@@ -190,30 +199,34 @@ def begin_step(storage: Storage, step: int) -> str:
     return name
 
 
-def claim_step(storage: Storage, partial: str, what: str) -> None:
+def claim_step(storage: Storage, partial: str, label: str) -> None:
     """Claim a partial folder for this process, and empty it.
 
     The claim is created, then read back: on a storage without locks and exclusive creation, another process may have
-    replaced it. Raises `CheckpointingException` as `begin_step` does.
+    replaced it. Raises `CheckpointError` as `begin_step` does.
     """
     with locked_folder(storage):
         final = partial.removesuffix(PARTIAL)
         for name in (final, final + ASIDE, partial):
             refuse_link(storage, name)
         if (owner := writer_of(storage, partial)) is not None:
-            raise CheckpointingException(f"{storage}/{partial}: {what} is being saved by {owner}")
+            raise CheckpointError(f"{storage}/{partial}: {label} is being saved by {owner}")
+        # Safe under the lock. Without a lock, two processes may both find the owner dead; exclusive creation lets one
+        # of them win.
         storage.remove(partial + OWNER)  # claim of a dead owner
         try:
-            claim = lock.claim_lock(NewFiles(storage), partial + OWNER)
+            claim = claim_lock(NewFiles(storage), partial + OWNER)
         except FileExistsError:
             claim = None
-        if claim is None or lock.lock_owner(storage, partial + OWNER) != claim:  # replaced meanwhile
+        if claim is None or lock_owner(storage, partial + OWNER) != claim:  # replaced meanwhile
             by = writer_of(storage, partial) or "another process"
-            raise CheckpointingException(f"{storage}/{partial}: {what} is being saved by {by}")
+            raise CheckpointError(f"{storage}/{partial}: {label} is being saved by {by}")
         try:
+            # What an earlier, killed save has left. This comes after the claim, so it cannot be the folder of a running
+            # save.
             storage.remove(partial)
         except BaseException:
-            lock.release_lock(storage, partial + OWNER)
+            release_lock(storage, partial + OWNER)
             raise
         _tokens[f"{storage}/{partial}"] = claim.token
 
@@ -222,51 +235,55 @@ _tokens: dict[str, str] = {}  # tokens of this process's claims, by partial fold
 
 
 def refuse_link(storage: Storage, name: str) -> None:
-    """Raise `CheckpointingException` if a name is a symbolic link.
+    """Raise `CheckpointError` if a name is a symbolic link.
 
     A save must not replace data outside the folder.
     """
     if is_link(storage, name):
-        raise CheckpointingException(f"{storage}/{name} is a symbolic link, and nothing was written: remove it first")
+        raise CheckpointError(f"{storage}/{name} is a symbolic link; remove it first (nothing was written)")
 
 
 def _release(storage: Storage, partial: str) -> None:
     """Remove the claim of this process."""
     _tokens.pop(f"{storage}/{partial}", None)
-    lock.release_lock(storage, partial + OWNER)
+    release_lock(storage, partial + OWNER)
 
 
 def _check_claim(storage: Storage, partial: str) -> None:
-    """Raise `CheckpointingException` if another process has taken over the claim of this one."""
+    """Raise `CheckpointError` if another process has taken over the claim of this one."""
     owner = writer_of(storage, partial)
+    # A missing or damaged claim, and that of a process that has ended, do not prevent the commit.
     if owner is not None and owner.token != _tokens.get(f"{storage}/{partial}"):
-        raise CheckpointingException(f"{storage}/{partial} was taken over by {owner}; this save of it is given up")
+        raise CheckpointError(f"{storage}/{partial} was taken over by {owner}; this save is aborted")
 
 
 def commit_step(storage: Storage, step: int) -> None:
     """Rename a partial step to its final name and make it the latest.
 
     The step is renamed first and `latest` after it, so `latest` never names a missing step. Everything that needs disk
-    space is done before. Raises `CheckpointingException` if the partial step has no manifest, if another process has
+    space is done before. Raises `CheckpointError` if the partial step has no manifest, if another process has
     taken over the claim, or if `latest` cannot be replaced.
     """
     name = partial_name(step)
     with locked_folder(storage):
+        # Another process may have taken over: on another machine a claim counts as dead after a day, for example if
+        # this process was suspended for so long.
         _check_claim(storage, name)
         refuse_link(storage, step_name(step))
         if MANIFEST not in storage.list(name):
-            raise CheckpointingException(
-                f"{storage}/{name} has no {MANIFEST}: the save of step {step} did not come to its end"
-            )
+            raise CheckpointError(f"{storage}/{name} has no {MANIFEST}: the save of step {step} did not finish")
+        # The last operation that needs disk space: renaming can then fail only for other reasons.
         _write_next(storage, step)
         storage.move(name, step_name(step))  # the commit: from here on the step can be loaded
+        # A crash between the two moves leaves `latest` on the previous step, which still exists: old steps are removed
+        # after the commit.
         try:
             storage.move(step_name(step) + NEXT, LATEST)
         except OSError as error:
-            raise CheckpointingException(
-                f"{storage}/{step_name(step)} is complete, but {LATEST} could not be replaced and names what it named "
-                f"before: {error}"
+            raise CheckpointError(
+                f"{storage}/{step_name(step)} is complete, but {LATEST} could not be updated and is unchanged: {error}"
             ) from error
+        # If one of the operations above raises, the claim stays, and `abandon_step` ends it.
         _release(storage, name)
 
 
@@ -281,14 +298,15 @@ def commit_as(storage: Storage, partial: str, name: str) -> None:
 
 def abandon_step(storage: Storage, step: int) -> None:
     """Remove an unfinished save of this process. Finished steps stay unchanged."""
-    give_up_step(storage, partial_name(step), step_name(step) + NEXT)
+    discard_partial(storage, partial_name(step), step_name(step) + NEXT)
 
 
-def give_up_step(storage: Storage, partial: str, *others: str) -> None:
+def discard_partial(storage: Storage, partial: str, *others: str) -> None:
     """Remove a partial folder that this process has claimed, and `others`, and release the claim.
 
-    Raises `CheckpointingException` and removes nothing if another process has taken over the claim.
+    Raises `CheckpointError` and removes nothing if another process has taken over the claim.
     """
+    # `_check_claim` raises CheckpointError, which is not suppressed: another process's files must not be removed.
     with contextlib.suppress(OSError):  # even if the storage cannot be reached, the claim must end
         _check_claim(storage, partial)
     try:
@@ -323,31 +341,35 @@ def sweep(storage: Storage, keep: Collection[int] = (), *, patience: float = PAT
 
 def _sweep(storage: Storage, keep: Collection[int], patience: float) -> list[str]:
     names = storage.list()
+    # Steps that are being saved by a living process, with all their names.
     busy = set(keep)
 
-    def being_saved(step: int) -> bool:
-        owner = lock.lock_owner(storage, partial_name(step) + OWNER)
-        return owner is not None and owner.lives(patience)
+    def is_saving(step: int) -> bool:
+        owner = lock_owner(storage, partial_name(step) + OWNER)
+        return owner is not None and owner.is_alive(patience)
 
     for name in names:
-        if name.endswith(PARTIAL + OWNER) and (step := _step_in(name)) is not None and being_saved(step):
+        if name.endswith(PARTIAL + OWNER) and (step := _step_number(name)) is not None and is_saving(step):
             busy.add(step)  # includes its final folder, which may be half moved
     # First restore steps that an interrupted replacement has left under the `.old` name only, then remove the rest.
-    idle = {name: step for name in sorted(names) if (step := _step_in(name)) is not None and step not in busy}
+    idle = {name: step for name in sorted(names) if (step := _step_number(name)) is not None and step not in busy}
     for name, step in idle.items():
-        if name == step_name(step) + ASIDE and _folder(storage, step, names) == name:
+        # `_find_folder` prefers the plain name. So the folder with that name is missing or has no manifest, and nothing
+        # is lost if it is removed.
+        if name == step_name(step) + ASIDE and _find_folder(storage, step, names) == name:
             storage.remove(step_name(step))
             storage.move(name, step_name(step))
     names = storage.list()
-    gone = []
+    removed = []
     for name, step in idle.items():
-        is_rest = _DRAFT.sub("", name).endswith((OWNER, NEXT)) or (
-            names.get(name, 0) is None and _is_rest(storage, name, names)
+        # Files: claims, their drafts, and the next `latest`. Folders: partial ones, and steps without a manifest.
+        is_leftover = _DRAFT.sub("", name).endswith((OWNER, NEXT)) or (
+            names.get(name, 0) is None and _is_leftover(storage, name, names)
         )
-        if name in names and is_rest and not being_saved(step):  # without a lock, a save may have begun meanwhile
+        if name in names and is_leftover and not is_saving(step):  # without a lock, a save may have begun meanwhile
             storage.remove(name)
-            gone.append(name)
-    return gone
+            removed.append(name)
+    return removed
 
 
 def retain(storage: Storage, keep: int | None, keep_every: int | None = None) -> list[int]:
@@ -355,31 +377,37 @@ def retain(storage: Storage, keep: int | None, keep_every: int | None = None) ->
 
     The `keep` newest steps remain, and the multiples of `keep_every`; with `keep=None` nothing is removed. The latest
     step always remains. Steps with a higher number than the latest were saved before a return to an earlier step: they
-    remain too, and do not count. Raises `BadRequest` for numbers below 1.
+    remain too, and do not count. Raises `InvalidArgument` for numbers below 1.
     """
     for word, number in (("keep", keep), ("keep_every", keep_every)):
         if number is not None and number < 1:
-            raise BadRequest(f"{word}={number}: it is a number from 1 on, or None")
+            raise InvalidArgument(f"{word} must be None or an integer >= 1, got {number}")
     if keep is None:
         return []
     with locked_folder(storage):
         latest = read_latest(storage)
         if latest is None:
             return []
+        # Example: steps 10, 20, 30 and 40, latest 30, keep=2. Step 40 does not count, 20 and 30 remain, and 10 is
+        # removed unless it is a multiple of `keep_every`.
+        # Steps above the latest do not count, see the docstring.
         old = [step for step in finished_steps(storage) if step <= latest][:-keep]
-        gone = [step for step in old if step != latest and (keep_every is None or step % keep_every)]
-        for step in gone:
+        removed = [step for step in old if step != latest and (keep_every is None or step % keep_every)]
+        for step in removed:
             remove(storage, step)
-    return gone
+    return removed
 
 
 def remove(folder: str | os.PathLike[str] | Storage, step: int) -> None:
     """Remove a finished step of a checkpoint folder.
 
     If it was the latest, `latest` is set to the highest step below it, or else to the lowest step above it. Raises
-    `CheckpointingException` if the step does not exist.
+    `CheckpointError` if the step does not exist.
 
-        remove("checkpoints", 100)
+    Example::
+
+        if rank == 0:  # in one process
+            remove("checkpoints", 100)
     """
     storage, step = storage_of(folder), check_int("step", step, 0)
     folder_of(storage, step)  # raises before the lock creates a missing folder
@@ -387,42 +415,49 @@ def remove(folder: str | os.PathLike[str] | Storage, step: int) -> None:
         name = folder_of(storage, step)
         try:
             latest = read_latest(storage)
-        except CheckpointingException:  # leave a damaged `latest` unchanged
+        except CheckpointError:  # leave a damaged `latest` unchanged
             latest = None
+        # `latest` is moved before the step is removed, so that it never names a missing step.
         if latest == step:
             others = [other for other in finished_steps(storage) if other != step]
             if next_best := [other for other in others if other < step] or others[:1]:
+                # Both lists are ascending: the last element is the highest step below, or the only one of `others[:1]`.
                 write_latest(storage, next_best[-1])
             else:
                 storage.remove(LATEST)
         storage.remove(name)
+        # An `.old` folder of the same step would otherwise be found as the step.
         if name == step_name(step):
             storage.remove(name + ASIDE)
 
 
-def _folder(storage: Storage, step: int, names: Collection[str]) -> str | None:
+def _find_folder(storage: Storage, step: int, names: Collection[str]) -> str | None:
     base = step_name(step)
+    # The folder under its own name is preferred; the one aside is the fallback of an interrupted replacement.
     return next((name for name in (base, base + ASIDE) if name in names and MANIFEST in storage.list(name)), None)
 
 
-def _step_in(name: str) -> int | None:
+def _step_number(name: str) -> int | None:
     """Return the step number in a name, ignoring all suffixes; None for any other name."""
+    # The suffixes nest: "step-5.partial.owner.<32 hex digits>".
     name = _DRAFT.sub("", name)
     return parse_step(name.removesuffix(NEXT).removesuffix(OWNER).removesuffix(PARTIAL).removesuffix(ASIDE))
 
 
-def _is_rest(storage: Storage, name: str, names: Collection[str]) -> bool:
+def _is_leftover(storage: Storage, name: str, names: Collection[str]) -> bool:
     if parse_step(name.removesuffix(PARTIAL)) is not None and name.endswith(PARTIAL):
         return True
+    # A step without a manifest, or an `.old` folder whose step is also complete under its own name.
     step = parse_step(name.removesuffix(ASIDE))
-    return step is not None and _folder(storage, step, names) != name
+    return step is not None and _find_folder(storage, step, names) != name
 
 
-def _what_there_is(storage: Storage, wanted: int | None = None) -> str:
-    steps, rests = finished_steps(storage), list_partials(storage)
-    summary = f"finished are {', '.join(map(str, steps))}" if steps else "no step is finished"
-    summary += f"; not finished: {', '.join(rests)}" if rests else ""
-    if wanted is not None and (name := step_name(wanted)) in rests:
+def _describe_steps(storage: Storage, wanted: int | None = None) -> str:
+    steps, leftovers = finished_steps(storage), list_partials(storage)
+    # Part of an error message, so that the user can choose a step without listing the folder.
+    summary = f"finished steps: {', '.join(map(str, steps)) or 'none'}"
+    summary += f"; not finished: {', '.join(leftovers)}" if leftovers else ""
+    if wanted is not None and (name := step_name(wanted)) in leftovers:
         summary += f"; {name}/{MANIFEST} is missing"
     return summary
 
@@ -455,24 +490,26 @@ class CheckpointLocation:
     step: int | None = None
     name: str | None = None
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
-    _begun: bool = False
+    _claimed: bool = False
 
     def begin(self) -> str:
         """Choose the step, sweep the leftovers of killed saves, and claim the partial folder; return its name."""
         if self.name is not None:
+            # No sweep: `claim_step` removes what an earlier save of the same name has left.
             claim_step(self.storage, self._partial, self.name)
-            self._begun = True
+            self._claimed = True
             return self._partial
+        # Choosing the number and claiming it are one step: two saves without a number must not choose the same one.
         with locked_folder(self.storage):
             sweep(self.storage)
             if self.step is None:
                 self.step = max(finished_steps(self.storage), default=-1) + 1
             partial = begin_step(self.storage, self.step)
-        self._begun = True
+        self._claimed = True
         return partial
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """Return the name of the finished checkpoint; "" before the step is chosen."""
         if self.name is not None:
             return self.name
@@ -485,19 +522,79 @@ class CheckpointLocation:
             return
         assert self.step is not None
         commit_step(self.storage, self.step)
-        with contextlib.suppress(OSError, CheckpointingException):  # this step is committed; the next save tries again
+        with contextlib.suppress(OSError, CheckpointError):  # this step is committed; the next save tries again
             retain(self.storage, self.retention.keep, self.retention.keep_every)
 
     def abandon(self) -> None:
         """Remove the partial folder and the claim after a failure."""
-        if not self._begun:
+        # A save that failed before its claim must not remove the partial folder of another save.
+        if not self._claimed:
             return
-        with contextlib.suppress(OSError, CheckpointingException):  # the next save sweeps the leftovers
+        with contextlib.suppress(OSError, CheckpointError):  # the next save sweeps the leftovers
             if self.name is not None:
-                give_up_step(self.storage, self._partial)
+                discard_partial(self.storage, self._partial)
             elif self.step is not None:
                 abandon_step(self.storage, self.step)
 
     @property
     def _partial(self) -> str:
         return f"{self.name}{PARTIAL}"
+
+
+_active_claims: dict[str, str] = {}  # tokens of the running saves of this process, by path of the claim
+
+
+@dataclass(frozen=True, slots=True)
+class WriterIdentity(ProcessIdentity):
+    """Identity of a process that writes a step.
+
+    `token` distinguishes the saves of one process.
+    """
+
+    token: str
+
+    def __str__(self) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(self.since))
+        return f"process {self.pid} on {self.host}, since {when} UTC"
+
+    def is_alive(self, patience: float = PATIENCE) -> bool:
+        """Return True if the save may still be running.
+
+        For another machine this means that it began less than `patience` seconds ago.
+        """
+        # This process itself: it is alive, but the save with this token may have ended.
+        if self.machine == machine() and self.pid == os.getpid() and self.started == start_time_of(self.pid):
+            return self.token in _active_claims.values()
+        return ProcessIdentity.is_alive(self, patience)
+
+
+def claim_lock(storage: Storage, path: str) -> WriterIdentity:
+    """Write the file `path`, which claims the step for this process until `release_lock`."""
+    identity = WriterIdentity(**asdict(identify(os.getpid())), token=uuid.uuid4().hex)
+    # Before the file exists, so that another thread of this process never sees the claim as that of an ended save.
+    _active_claims[f"{storage}/{path}"] = identity.token
+    try:
+        storage.write(path, [json.dumps(asdict(identity)).encode()])
+    except BaseException:
+        _active_claims.pop(f"{storage}/{path}", None)
+        raise
+    return identity
+
+
+def release_lock(storage: Storage, path: str) -> None:
+    """Remove a claim, whichever process made it.
+
+    The claim of this process ends even if the storage cannot be reached.
+    """
+    # First of all: if the file cannot be removed, this process at least no longer counts as its living owner.
+    _active_claims.pop(f"{storage}/{path}", None)
+    storage.remove(path)
+
+
+def lock_owner(storage: Storage, path: str) -> WriterIdentity | None:
+    """Return the owner of a claim; None if the file is missing or truncated."""
+    try:
+        return WriterIdentity(**json.loads(read_all(storage, path)))
+    # A damaged claim names no process that could be looked up, and counts as that of a dead one.
+    except (FileNotFoundError, ValueError, TypeError):
+        return None

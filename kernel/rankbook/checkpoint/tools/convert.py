@@ -16,20 +16,18 @@ import numpy as np
 
 from rankbook.checkpoint.format import safetensors
 from rankbook.checkpoint.format.checksums import Buffer
-from rankbook.checkpoint.format.dcp_metadata import manifest_from_dcp
-from rankbook.checkpoint.format.manifest import ITEM_BYTES, MANIFEST, Chunk, Manifest, piece_bytes
-from rankbook.checkpoint.format.structure import MOST_SAID, decode, sizes_match
-from rankbook.checkpoint.planning.load_plan import describe_unsound
+from rankbook.checkpoint.format.dcp_metadata import read_manifest
+from rankbook.checkpoint.format.manifest import COMMON, ITEM_BYTES, Chunk, Manifest, piece_bytes
+from rankbook.checkpoint.format.structure import MAX_LISTED, sizes_match
+from rankbook.checkpoint.planning.load_plan import find_coverage_errors
 from rankbook.checkpoint.storage import steps
-from rankbook.checkpoint.storage.base import Storage, read_all
-from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.storage.base import Storage
+from rankbook.checkpoint.storage.local import Folder, storage_of
 from rankbook.checkpoint.tools import verify
-from rankbook.errors import CheckpointingException
+from rankbook.errors import CheckpointError
 
-MOST_BYTES = 5_000_000_000
+MAX_BYTES = 5_000_000_000
 """Maximum bytes of data per safetensors file; a single larger tensor gets a file of its own."""
-
-Folder = str | os.PathLike[str] | Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,33 +43,26 @@ class Converted:
     left_out: tuple[str, ...] = ()
 
 
-def read_manifest_at(storage: Storage, path: str) -> Manifest:
-    """Return the manifest of the checkpoint in a folder; for other programs' checkpoints, one made from `.metadata`.
-
-    Raises `CheckpointingException`, which names the file, if it is damaged or missing.
-    """
-    where = f"{path}/{MANIFEST}" if path else MANIFEST
-    try:
-        return decode(read_all(storage, where), f"{storage}/{where}")
-    except FileNotFoundError:
-        return manifest_from_dcp(storage, path)
-
-
 def read_tensor(storage: Storage, path: str, manifest: Manifest, key: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Read a whole tensor as bytes and verify all of them. The result has shape (*tensor shape, bytes per element).
 
-    Raises `CheckpointingException` if a chunk is damaged, with the message of `verify`, or if chunks are missing.
+    Raises `CheckpointError` if a chunk is damaged, with the message of `verify`, or if chunks are missing.
     """
     stored = manifest.tensors[key]
     item = ITEM_BYTES[stored.dtype]
-    whole = np.empty((*stored.shape, item), dtype=np.uint8)
+    # Example: a bfloat16 tensor of shape (4, 6) is an array of bytes of shape (4, 6, 2). A chunk of 2 rows at offset
+    # (2, 0) fills full[2:4, 0:6].
+    full = np.empty((*stored.shape, item), dtype=np.uint8)
+    # `full` is not initialized, so gaps would be filled with old memory. Overlaps are excluded by the caller.
     covered = sum(math.prod(chunk.shape) for chunk in stored.chunks)
     if covered != math.prod(stored.shape):
-        raise CheckpointingException(
-            f"{storage}/{path}: {key} of shape {stored.shape} has {math.prod(stored.shape)} elements, and its "
-            f"{len(stored.chunks)} chunks {covered}"
+        raise CheckpointError(
+            f"{storage}/{path}: {key} of shape {stored.shape} has {math.prod(stored.shape)} elements, but its "
+            f"{len(stored.chunks)} chunks have {covered}"
         )
     for chunk in stored.chunks:
+        # Bytes are an axis of their own, the last one, so that dtypes without a NumPy equivalent, such as bfloat16,
+        # work.
         data = _read_chunk(storage, path, manifest, key, chunk)
         if chunk.strides is None:
             shaped = data.reshape(*chunk.shape, item)
@@ -79,8 +70,8 @@ def read_tensor(storage: Storage, path: str, manifest: Manifest, key: str) -> np
             strides = (*(stride * item for stride in chunk.strides), 1)
             shaped = np.lib.stride_tricks.as_strided(data, (*chunk.shape, item), strides)
         where = tuple(slice(at, at + size) for at, size in zip(chunk.offset, chunk.shape, strict=True))
-        whole[where] = shaped
-    return whole
+        full[where] = shaped
+    return full
 
 
 def _read_chunk(
@@ -89,38 +80,41 @@ def _read_chunk(
     data = np.empty(chunk.nbytes, dtype=np.uint8)
     file = manifest.files[chunk.file].name
     if storage.read(f"{path}/{file}" if path else file, chunk.data, data.data) < chunk.nbytes:
-        raise CheckpointingException(f"{storage}/{path}/{file}: key {key!r}: the file ends before the chunk does")
+        raise CheckpointError(f"{storage}/{path}/{file}: key {key!r}: the file is truncated")
+    # Rounded up. A chunk of another program may have no checksums at all; then nothing is compared.
     count = -(-chunk.nbytes // piece_bytes(chunk))
     if bad := verify.check_pieces(chunk, 0, count, data.data):
-        raise CheckpointingException(f"{storage}: {verify.damaged_pieces(manifest, key, chunk, bad, path)}")
+        raise CheckpointError(f"{storage}: {verify.damaged_pieces(manifest, key, chunk, bad, path)}")
     return data
 
 
 def to_safetensors(
-    folder: Folder, target: Folder, *, step: int | None = None, most_bytes: int = MOST_BYTES
+    folder: Folder, target: Folder, *, step: int | None = None, most_bytes: int = MAX_BYTES
 ) -> Converted:
     """Write all tensors of a checkpoint, by default the latest, as safetensors files with an index.
 
     Files have at most `most_bytes` of data, except for a single larger tensor. One tensor is in memory at a time. The
     index is written last. Objects and the common part are left out and listed in the result. Raises
-    `CheckpointingException` if a chunk is damaged, or if safetensors does not support a dtype.
+    `CheckpointError` if a chunk is damaged, or if safetensors does not support a dtype.
     """
-    source, goal = storage_of(folder), storage_of(target)
+    source, destination = storage_of(folder), storage_of(target)
     path = steps.locate(source, step)
-    manifest = read_manifest_at(source, path)
+    manifest = read_manifest(source, path)
     sizes_match(manifest, source.list(path), f"{source}/{path}" if path else str(source))
-    if misfits := [f"{key}: {misfit}" for key, misfit in describe_unsound(manifest, manifest.tensors)]:
-        raise CheckpointingException(f"{source}/{path}: " + "\n  ".join(misfits[:MOST_SAID]))
+    if errors := [f"{key}: {error}" for key, error in find_coverage_errors(manifest, manifest.tensors)]:
+        raise CheckpointError(f"{source}/{path}: " + "\n  ".join(errors[:MAX_LISTED]))
+    # Which tensors go to which file is decided before anything is read, because every header precedes its data.
     shares = _shares(manifest, most_bytes)
     names = [_file_name(number, len(shares)) for number in range(len(shares))]
     for name, keys in zip(names, shares, strict=True):
         entries = {key: (manifest.tensors[key].dtype, manifest.tensors[key].shape) for key in keys}
         beginning = safetensors.encode_header(entries, {"format": "pt"})
-        goal.write(name, _file_parts(beginning, source, path, manifest, keys))
+        destination.write(name, _file_parts(beginning, source, path, manifest, keys))
     weight_map = {key: name for name, keys in zip(names, shares, strict=True) for key in keys}
     total = sum(safetensors.nbytes_of(tensor.dtype, tensor.shape) for tensor in manifest.tensors.values())
-    goal.write(safetensors.INDEX, [safetensors.index(dict(sorted(weight_map.items())), total)])
-    left_out = [*manifest.objects, *(file.name for file in manifest.files if file.name == "common.pt")]
+    # Last: readers begin with the index, so an interrupted conversion is not taken for a complete one.
+    destination.write(safetensors.INDEX, [safetensors.index(dict(sorted(weight_map.items())), total)])
+    left_out = [*manifest.objects, *(file.name for file in manifest.files if file.name == COMMON)]
     return Converted((*names, safetensors.INDEX), len(manifest.tensors), total, tuple(left_out))
 
 
@@ -133,6 +127,8 @@ def _file_parts(
 
 
 def _shares(manifest: Manifest, most_bytes: int) -> list[list[str]]:
+    # In the order of the manifest, a file is filled until the next tensor would exceed the limit. A tensor is never
+    # split: safetensors cannot do that.
     shares: list[list[str]] = [[]]
     nbytes = 0
     for key, tensor in manifest.tensors.items():
@@ -153,8 +149,9 @@ def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: in
     """Write the tensors of a safetensors file, or of a folder with an index, as one step of a checkpoint folder.
 
     The step looks like one saved by a single rank, and any number of ranks can load it. The files are mapped into
-    memory, so they may be larger than it. Raises `CheckpointingException` if a file is damaged.
+    memory, so they may be larger than it. Raises `CheckpointError` if a file is damaged.
     """
+    # Imported here: these modules import torch, which the other direction does not need.
     from rankbook.checkpoint.local_state import LocalState, LocalTensor
     from rankbook.checkpoint.progress import SaveProgress
     from rankbook.checkpoint.saving import PlanHistory, Writer
@@ -165,16 +162,18 @@ def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: in
     parent, name = os.path.split(given) if given.endswith(safetensors.SUFFIX) else (given, "")
     tensors = safetensors.read_tensors(storage_of(parent or "."), name)
     local_tensors = [LocalTensor.of(ShardedTensor.from_rank_offsets(key, tensor)) for key, tensor in tensors.items()]
-    place, telling = CheckpointLocation(storage_of(folder), str(folder), step), SaveProgress(str(folder))
-    writer = Writer(0, LocalState(local_tensors, []), place, telling, PlanHistory(), metadata={}, fully_parallel=False)
+    location, progress = CheckpointLocation(storage_of(folder), str(folder), step), SaveProgress(str(folder))
+    writer = Writer(
+        0, LocalState(local_tensors, []), location, progress, PlanHistory(), metadata={}, fully_parallel=False
+    )
     # one rank's save without collectives, see `saving.run_save`
     try:
-        (task,) = writer.plan([writer.declare(whole=True)])
+        (task,) = writer.plan([writer.declare(full=True)])
         assert task is not None
         writer.commit([writer.write(task)])
     except BaseException:
-        place.abandon()
+        location.abandon()
         raise
     finally:
-        telling.withdraw()
-    return Converted((place.shown,), len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
+        progress.withdraw()
+    return Converted((location.display_name,), len(tensors), sum(tensor.nbytes for tensor in tensors.values()))

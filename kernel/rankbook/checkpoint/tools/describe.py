@@ -5,24 +5,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
-from rankbook.checkpoint.format.dcp_metadata import manifest_from_dcp
-from rankbook.checkpoint.format.manifest import MANIFEST, Manifest, StoredTensor
-from rankbook.checkpoint.format.structure import decode
+from rankbook.checkpoint.format.dcp_metadata import read_manifest
+from rankbook.checkpoint.format.manifest import StoredTensor, known_ranks
 from rankbook.checkpoint.storage import steps
-from rankbook.checkpoint.storage.base import Storage, read_all
-from rankbook.checkpoint.storage.local import storage_of
-from rankbook.errors import CheckpointingException
+from rankbook.checkpoint.storage.base import Storage
+from rankbook.checkpoint.storage.local import Folder, storage_of
+from rankbook.errors import CheckpointError
 from rankbook.formatting import escape_unprintable, format_bytes, plural
 from rankbook.ranks import format_ranks
 
 
-def describe_folder(folder: str | os.PathLike[str] | Storage) -> str:
+def describe_folder(folder: Folder) -> str:
     """Return a table of the finished steps, and a list of unfinished saves with the processes that write them.
 
-    If the folder is itself a checkpoint, describe that. Raises `CheckpointingException` if there is no step at all.
+    If the folder is itself a checkpoint, describe that. Raises `CheckpointError` if there is no step at all.
     """
     storage = storage_of(folder)
     names = storage.list()
@@ -30,11 +28,18 @@ def describe_folder(folder: str | os.PathLike[str] | Storage) -> str:
         return describe(storage)
     finished, partials = steps.finished_steps(storage), steps.list_partials(storage)
     if not finished and not partials:
-        return steps.locate(storage)  # raises CheckpointingException
+        return steps.locate(storage)  # raises CheckpointError
     try:
         latest, trouble = steps.read_latest(storage), ""
-    except CheckpointingException as error:
+    except CheckpointError as error:
         latest, trouble = None, f"\n{error}"
+    # Example:
+    #
+    #        STEP  SIZE     TENSORS  RANKS  SAVED
+    #        100   1.2 GiB  290      4      2025-01-31T12:00:00+00:00
+    #     *  200   1.2 GiB  290      4      2025-01-31T12:30:00+00:00
+    #
+    # The star marks the step that `latest` names.
     rows = [("", "STEP", "SIZE", "TENSORS", "RANKS", "SAVED")]
     rows += [
         ("*" if step == latest else "", str(step), *columns)
@@ -45,14 +50,14 @@ def describe_folder(folder: str | os.PathLike[str] | Storage) -> str:
     return _table(rows) + (f"\nnot finished:{rest}" if rest else "") + trouble
 
 
-def describe(folder: str | os.PathLike[str] | Storage, step: int | None = None) -> str:
+def describe(folder: Folder, step: int | None = None) -> str:
     """Describe one checkpoint, by default the latest: its metadata, tensors, objects and files.
 
-    Raises `CheckpointingException` if it does not exist, or if its manifest is damaged.
+    Raises `CheckpointError` if it does not exist, or if its manifest is damaged.
     """
     storage = storage_of(folder)
     path = steps.locate(storage, step)
-    manifest = _manifest(storage, path)
+    manifest = read_manifest(storage, path)
     writer = f"Rankbook {manifest.rankbook} with torch {manifest.torch}".replace("  ", " ").strip()
     lines = [f"{storage}/{path}" if path else str(storage)]
     if manifest.foreign:
@@ -60,6 +65,7 @@ def describe(folder: str | os.PathLike[str] | Storage, step: int | None = None) 
     else:
         when = "" if manifest.step is None else f"step {manifest.step}, "
         lines.append(f"{when}saved {manifest.created} by {plural(manifest.world_size, 'rank')} ({writer})")
+    # Texts of the checkpoint are escaped: names with control characters could rewrite the terminal.
     if manifest.metadata:
         lines += ["", *(escape_unprintable(f"{name}: {value}") for name, value in manifest.metadata.items())]
     rows = [("TENSOR", "DTYPE", "SHAPE", "CHUNKS", "SIZE", "RANKS")]
@@ -77,27 +83,21 @@ def describe(folder: str | os.PathLike[str] | Storage, step: int | None = None) 
     return "\n".join([*lines, "", _table(files)])
 
 
-def _manifest(storage: Storage, path: str) -> Manifest:
-    where = f"{path}/{MANIFEST}" if path else MANIFEST
-    if MANIFEST not in storage.list(path):
-        return manifest_from_dcp(storage, path)
-    return decode(read_all(storage, where), f"{storage}/{where}")
-
-
 def _columns(storage: Storage, step: int) -> tuple[str, str, str, str] | None:
     """Return the table columns of a step; None if another process has removed the step meanwhile."""
     try:
-        manifest = _manifest(storage, steps.folder_of(storage, step))
-    except (CheckpointingException, OSError) as error:
+        manifest = read_manifest(storage, steps.folder_of(storage, step))
+    except (CheckpointError, OSError) as error:
+        # A damaged step is listed with its error, in place of its columns.
         return ("", "", "", str(error)) if step in steps.finished_steps(storage) else None
     return (format_bytes(manifest.nbytes), str(len(manifest.tensors)), str(manifest.world_size), manifest.created)
 
 
 def _state(storage: Storage, name: str) -> str:
     if not name.endswith(steps.PARTIAL):
-        return "what is left of a step; the next save removes it"
+        return "leftover of a removed step; the next save removes it"
     owner = steps.writer_of(storage, name)
-    return f"being saved by {owner}" if owner else "a save that was broken off; the next save removes it"
+    return f"being saved by {owner}" if owner else "interrupted save; the next save removes it"
 
 
 def _tensor(tensor: StoredTensor) -> tuple[str, str, str, str, str]:
@@ -107,9 +107,8 @@ def _tensor(tensor: StoredTensor) -> tuple[str, str, str, str, str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Format the known ranks; a manifest has -1 for an unknown one."""
-    known_ranks = [rank for rank in ranks if rank >= 0]
-    return format_ranks(known_ranks) if known_ranks else ""
+    known = known_ranks(ranks)
+    return format_ranks(known) if known else ""
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

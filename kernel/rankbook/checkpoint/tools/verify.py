@@ -19,22 +19,31 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from rankbook.checkpoint.format.checksums import Buffer, as_bytes, crc32
 from rankbook.checkpoint.format.dcp_metadata import manifest_from_dcp, rank_of
-from rankbook.checkpoint.format.manifest import MANIFEST, METADATA, Chunk, Manifest, StoredObject, decode, piece_bytes
+from rankbook.checkpoint.format.manifest import (
+    COMMON,
+    MANIFEST,
+    METADATA,
+    Chunk,
+    Manifest,
+    StoredObject,
+    decode,
+    known_ranks,
+    piece_bytes,
+)
 from rankbook.checkpoint.format.structure import find_problems
 from rankbook.checkpoint.format.torch_zip import open_zip, without_checksums
-from rankbook.checkpoint.planning.load_plan import describe_unsound
+from rankbook.checkpoint.planning.load_plan import find_coverage_errors
 from rankbook.checkpoint.storage import steps
 from rankbook.checkpoint.storage.base import Storage, read_all
-from rankbook.checkpoint.storage.local import storage_of
-from rankbook.errors import CheckpointingException
+from rankbook.checkpoint.storage.local import Folder, storage_of
+from rankbook.errors import CheckpointError
 from rankbook.formatting import escape_unprintable
 from rankbook.ranks import name_ranks
 
-MOST_KEYS = 5  # keys of a missing file that a message lists
+MAX_KEYS = 5  # keys of a missing file that a message lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,11 @@ class Report:
 
     `files` and `nbytes` count the files and their total bytes; `unchecked` counts the bytes without a checksum. `print`
     shows a summary with one line per damage.
+
+    Example::
+
+        report = verify("checkpoints")
+        report.ok  # True
     """
 
     where: str
@@ -77,15 +91,17 @@ class Report:
         size = f"{self.files} files, {self.nbytes:,} bytes"
         rest = f", of which {self.unchecked:,} have no checksum" if self.unchecked else ""
         if self.ok:
-            return f"{self.where}: whole ({size}{rest})"
+            return f"{self.where}: intact ({size}{rest})"
         return "\n  ".join([f"{self.where}: damaged ({size}{rest})", *map(str, self.damages)])
 
 
-def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) -> Report:
+def verify(folder: Folder, step: int | None = None) -> Report:
     """Read a checkpoint, by default the latest, and compare every byte with its checksum.
 
     `folder` is a folder of steps, or the folder of a checkpoint, also one of another program. Damage is returned in the
-    report. Raises `CheckpointingException` only if there is no checkpoint.
+    report. Raises `CheckpointError` only if there is no checkpoint.
+
+    Example::
 
         report = verify("checkpoints", step=100)
         assert report.ok, report
@@ -98,37 +114,40 @@ def verify(folder: str | os.PathLike[str] | Storage, step: int | None = None) ->
     if MANIFEST not in names:
         if path or METADATA not in names or any(name.startswith("__RANK_") for name in names):
             damages.append(
-                Damage(prefix + MANIFEST, "", (), f"is missing: {path or storage} is no finished checkpoint")
+                Damage(prefix + MANIFEST, "", (), f"is missing: {path or storage} is not a finished checkpoint")
             )
             return _report(storage, path, damages, names, 0)
-        adopted = _adopted(storage, path, damages)
+        # A checkpoint of torch or Megatron-Core: verified as far as its zips go.
+        manifest = _read_foreign_manifest(storage, path, damages)
         damaged = {damage.key for damage in damages}  # their missing chunks must not be reported again as gaps
-        keys = [key for key in adopted.tensors if key not in damaged]
-        damages += [Damage(prefix + METADATA, key, (), reason) for key, reason in describe_unsound(adopted, keys)]
-        checked = _Verified(storage, path, adopted)
+        keys = [key for key in manifest.tensors if key not in damaged]
+        damages += [Damage(prefix + METADATA, key, (), reason) for key, reason in find_coverage_errors(manifest, keys)]
+        checked = _Verified(storage, path, manifest)
         damages += checked.foreign_damages()
         return _report(storage, path, damages, names, checked.nbytes)
     try:
         manifest = decode(read_all(storage, prefix + MANIFEST), f"{prefix}{MANIFEST}")
-    except (CheckpointingException, OSError) as error:
+    except (CheckpointError, OSError) as error:
         reason = str(error).removeprefix(f"{prefix}{MANIFEST}: ")
         return _report(storage, path, [*damages, Damage(prefix + MANIFEST, "", (), reason)], names, 0)
+    # A folder that was renamed by hand, or copied over another one, is noticed by its step.
     expected = steps.parse_step(path.removesuffix(".old"))
     if path and manifest.step != expected:
-        reason = f"it is of step {manifest.step}, and lies in the folder of step {expected}"
+        reason = f"the manifest is of step {manifest.step}, but the folder is of step {expected}"
         damages.append(Damage(prefix + MANIFEST, "", (), reason))
     wrong = list(find_problems(manifest))
-    damages += [Damage(prefix + MANIFEST, problem.key, _ranks([problem.rank]), problem.what) for problem in wrong]
+    damages += [Damage(prefix + MANIFEST, problem.key, known_ranks([problem.rank]), problem.what) for problem in wrong]
     if any(not problem.key for problem in wrong):  # defects in the list of files, to which all other entries refer
         return _report(storage, path, damages, names, names[MANIFEST] or 0)
+    # Entries that break a rule are reported and then left out: their positions may lead anywhere.
     for problem in wrong:
         manifest.tensors.pop(problem.key, None)
         manifest.objects.pop(problem.key, None)
     damages += [
-        Damage(prefix + MANIFEST, key, (), reason) for key, reason in describe_unsound(manifest, manifest.tensors)
+        Damage(prefix + MANIFEST, key, (), reason) for key, reason in find_coverage_errors(manifest, manifest.tensors)
     ]
     checked = _Verified(storage, path, manifest)
-    damages += checked.damages(whole=not wrong)
+    damages += checked.damages(complete=not wrong)
     return _report(storage, path, damages, names, checked.nbytes + (names[MANIFEST] or 0))
 
 
@@ -149,10 +168,11 @@ def check_pieces(chunk: Chunk, first: int, last: int, buffer: Buffer) -> tuple[i
 def damaged_pieces(manifest: Manifest, key: str, chunk: Chunk, numbers: Iterable[int], folder: str = "") -> Damage:
     """Return the `Damage` for a chunk whose pieces `numbers` do not match their checksums."""
     piece = piece_bytes(chunk)
+    # Positions in the file, as `dd` and hex editors count them. The last piece may be shorter.
     spans = [(chunk.data + n * piece, chunk.data + min((n + 1) * piece, chunk.nbytes)) for n in sorted(numbers)]
     file = manifest.files[chunk.file].name
     reason = f"{_chunk(chunk)}: {_spans(spans)} do not match their checksum"
-    return Damage(f"{folder}/{file}" if folder else file, key, _ranks([chunk.rank]), reason)
+    return Damage(f"{folder}/{file}" if folder else file, key, known_ranks([chunk.rank]), reason)
 
 
 def _find(storage: Storage, step: int | None, damages: list[Damage]) -> str:
@@ -165,24 +185,27 @@ def _find(storage: Storage, step: int | None, damages: list[Damage]) -> str:
         if steps.is_checkpoint(names):
             return ""
         try:
-            step = steps.named_by_latest(storage)
-        except CheckpointingException as error:
+            step = steps.read_latest_file(storage)
+        except CheckpointError as error:
             damages.append(Damage(steps.LATEST, "", (), str(error).removeprefix(f"{storage}/{steps.LATEST}: ")))
+        # A step that has a folder but no manifest stays selected: the report then says that the manifest is missing.
         if step is not None and step not in steps.finished_steps(storage) and steps.step_name(step) not in names:
-            damages.append(Damage(steps.LATEST, "", (), f"it names step {step}, which is not there"))
+            damages.append(Damage(steps.LATEST, "", (), f"names step {step}, which does not exist"))
             step = None
         elif step is None and not damages and (finished := steps.finished_steps(storage)):
-            damages.append(Damage(steps.LATEST, "", (), f"is missing; the highest step counts, {finished[-1]}"))
+            damages.append(
+                Damage(steps.LATEST, "", (), f"is missing; the highest finished step is used, {finished[-1]}")
+            )
         if step is None:
             step = max(steps.finished_steps(storage), default=None)
         if step is None:
-            return steps.locate(storage)  # raises CheckpointingException with the list of steps
+            return steps.locate(storage)  # raises CheckpointError with the list of steps
     if step not in steps.finished_steps(storage) and steps.step_name(step) in names:
         return steps.step_name(step)
     return steps.folder_of(storage, step)
 
 
-def _adopted(storage: Storage, path: str, damages: list[Damage]) -> Manifest:
+def _read_foreign_manifest(storage: Storage, path: str, damages: list[Damage]) -> Manifest:
     prefix = f"{path}/" if path else ""
     reports: list[Damage] = []
     manifest: Manifest | None = None
@@ -190,7 +213,7 @@ def _adopted(storage: Storage, path: str, damages: list[Damage]) -> Manifest:
         manifest = manifest_from_dcp(
             storage, path, lambda file, key, rank, what: reports.append(_damage(prefix + file, key, rank, what))
         )
-    except (CheckpointingException, OSError) as error:
+    except (CheckpointError, OSError) as error:
         reports.append(Damage(prefix + METADATA, "", (), str(error).removeprefix(f"{storage}/{prefix}{METADATA}: ")))
     damages += reports
     return manifest or Manifest(format=0, step=None, world_size=0, tensors={}, objects={}, files=())
@@ -214,14 +237,15 @@ class _Verified:
         self._storage, self._path, self._manifest = storage, path, manifest
         self._prefix = f"{path}/" if path else ""
         self._names = storage.list(path)
+        # Blobs by file, for messages ("it holds ...") and for the search for gaps between them.
         self._by_file: dict[str, list[Blob]] = {}
         for blob in self._blobs():
             self._by_file.setdefault(blob.file, []).append(blob)
         self.nbytes = 0
 
-    def damages(self, *, whole: bool = True) -> list[Damage]:
-        """Return all damage. Without `whole`, invalid entries were removed from the manifest: ignore gaps."""
-        file_damages = list(self._files(whole=whole))
+    def damages(self, *, complete: bool = True) -> list[Damage]:
+        """Return all damage. Without `complete`, invalid entries were removed from the manifest: ignore gaps."""
+        file_damages = list(self._files(complete=complete))
         checks = [check for check in self._checks() if self._present(check.blob.file)]
         return file_damages + self._run(checks)
 
@@ -232,48 +256,56 @@ class _Verified:
             try:
                 _, members = open_zip(self._storage, self._prefix + blob.file, blob.start, blob.length)
             except (zipfile.BadZipFile, OSError) as error:
-                damages.append(self._of(blob, f"the blob at byte {blob.start} is no whole zip of torch.save: {error}"))
+                damages.append(
+                    self._damage_of(
+                        blob, f"the blob at byte {blob.start} is not an intact zip file of torch.save: {error}"
+                    )
+                )
                 continue
             if not without_checksums(members):
                 checks += [
                     Check(blob, name, ((member.data, member.nbytes),), member.crc) for name, member in members.items()
                 ]
+        # It has no checksum. That it parses is all that can be checked.
         for name in ("metadata.json",):
             if name in self._names:
                 try:
                     json.loads(read_all(self._storage, self._prefix + name))
                 except (ValueError, RecursionError, OSError) as error:
-                    damages.append(Damage(self._prefix + name, "", (), f"it is no JSON: {error}"))
+                    damages.append(Damage(self._prefix + name, "", (), f"is not valid JSON: {error}"))
         return damages + self._run(checks)
 
-    def _files(self, *, whole: bool) -> Iterator[Damage]:
+    def _files(self, *, complete: bool) -> Iterator[Damage]:
+        # Folders have no size.
         present = {name for name, size in self._names.items() if size is not None}
         for number, file in enumerate(self._manifest.files):
             blobs = self._by_file.get(file.name, [])
             keys = sorted({blob.key for blob in blobs})
-            ranks = _ranks([blob.rank for blob in blobs] or [file.rank])
+            ranks = known_ranks([blob.rank for blob in blobs] or [file.rank])
             if file.name not in present:
-                more = f", and {len(keys) - MOST_KEYS} more" if len(keys) > MOST_KEYS else ""
-                holds = f"; it holds {', '.join(keys[:MOST_KEYS])}{more}" if keys else ""
+                more = f", and {len(keys) - MAX_KEYS} more" if len(keys) > MAX_KEYS else ""
+                holds = f"; it holds {', '.join(keys[:MAX_KEYS])}{more}" if keys else ""
                 yield Damage(self._prefix + file.name, "", ranks, f"the file is missing{holds}")
             elif (size := self._names[file.name]) != file.size:
-                yield Damage(self._prefix + file.name, "", ranks, f"it has {size} bytes instead of {file.size}")
-            if file.crc is None and whole:
+                yield Damage(self._prefix + file.name, "", ranks, f"has {size} bytes, expected {file.size}")
+            # A file with a checksum of its own is small and has no blobs.
+            if file.crc is None and complete:
                 yield from self._tiling(number)
         for name in sorted(self._names.keys() - {file.name for file in self._manifest.files} - {MANIFEST}):
-            yield Damage(self._prefix + name, "", (), "it is no part of this checkpoint: the manifest does not name it")
+            yield Damage(self._prefix + name, "", (), "is not part of this checkpoint: the manifest does not list it")
 
     def _tiling(self, number: int) -> Iterator[Damage]:
         """Report gaps and overlaps between blobs: bytes outside of blobs have no checksum."""
+        # `at` is where the next blob has to begin: 0, and then the end of the blob before.
         file, at = self._manifest.files[number], 0
         for blob in sorted(self._by_file.get(file.name, []), key=lambda blob: blob.start):
             if blob.start != at:
-                reason = f"the manifest places it at byte {blob.start}, and the one before it ends at byte {at}"
-                yield self._of(blob, reason)
+                reason = f"the manifest places it at byte {blob.start}, but the preceding blob ends at byte {at}"
+                yield self._damage_of(blob, reason)
             at = blob.start + blob.length
         if at != file.size:
-            reason = f"the manifest gives it {file.size} bytes, and the last blob ends at byte {at}"
-            yield Damage(self._prefix + file.name, "", _ranks([file.rank]), reason)
+            reason = f"the manifest gives it {file.size} bytes, but the last blob ends at byte {at}"
+            yield Damage(self._prefix + file.name, "", known_ranks([file.rank]), reason)
 
     def _blobs(self) -> Iterator[Blob]:
         for key, tensor in self._manifest.tensors.items():
@@ -287,8 +319,8 @@ class _Verified:
 
     def _foreign_blobs(self) -> Iterator[Blob]:
         yield from self._blobs()
-        if size := self._names.get("common.pt"):
-            yield Blob("common.pt", "", -1, 0, size, "the common part")
+        if size := self._names.get(COMMON):
+            yield Blob(COMMON, "", -1, 0, size, "the common part")
 
     def _present(self, file: str) -> bool:
         return self._names.get(file) is not None
@@ -308,12 +340,12 @@ class _Verified:
     def _run(self, checks: Sequence[Check]) -> list[Damage]:
         """Run the checks, and return one damage per blob, even if several of its checks fail."""
         failed: dict[Blob, list[tuple[Check, str]]] = {}
-        for check, why in run_checks(self._storage, self._prefix, checks):
-            failed.setdefault(check.blob, []).append((check, why))
+        for check, reason in run_checks(self._storage, self._prefix, checks):
+            failed.setdefault(check.blob, []).append((check, reason))
         self.nbytes = sum(length for check in checks for _, length in check.spans)
-        return [self._of(blob, _failed(blob, whys)) for blob, whys in failed.items()]
+        return [self._damage_of(blob, _failed(blob, failures)) for blob, failures in failed.items()]
 
-    def _of(self, blob: Blob, what: str) -> Damage:
+    def _damage_of(self, blob: Blob, what: str) -> Damage:
         return _damage(self._prefix + blob.file, blob.key, blob.rank, what)
 
 
@@ -324,20 +356,24 @@ def _chunk_checks(blob: Blob, chunk: Chunk) -> Iterator[Check]:
         yield Check(blob, "", ((start, min(piece, chunk.nbytes - number * piece)),), crc)
     if chunk.envelope is not None:
         end = chunk.data + chunk.nbytes
+        # Two spans under one checksum: the bytes before the data, and those after it.
         spans = ((chunk.start, chunk.data - chunk.start), (end, chunk.start + chunk.length - end))
         yield Check(blob, "the envelope of torch.save", spans, chunk.envelope)
 
 
-def _failed(blob: Blob, whys: Iterable[tuple[Check, str]]) -> str:
+def _failed(blob: Blob, failures: Iterable[tuple[Check, str]]) -> str:
     """Describe the failed checks of a blob, grouped by reason: truncated file, read error, changed bytes."""
     reasons: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for check, why in whys:
-        reasons.setdefault((check.part, why), []).extend((at, at + length) for at, length in check.spans if length)
-    messages = [f"{f'{part}, ' if part else ''}{_spans(sorted(spans))} {why}" for (part, why), spans in reasons.items()]
+    for check, reason in failures:
+        reasons.setdefault((check.part, reason), []).extend((at, at + length) for at, length in check.spans if length)
+    messages = [
+        f"{f'{part}, ' if part else ''}{_spans(sorted(spans))} {reason}" for (part, reason), spans in reasons.items()
+    ]
     return f"{blob.label}: {'; '.join(messages)}" if blob.label else "; ".join(messages)
 
 
 def _spans(spans: Sequence[tuple[int, int]]) -> str:
+    # Neighbouring pieces become one range: [(0, 4), (4, 8), (12, 16)] reads "bytes 0 to 7, 12 to 15".
     joined: list[tuple[int, int]] = []
     for start, stop in spans:
         if joined and joined[-1][1] == start:
@@ -352,18 +388,14 @@ def _chunk(chunk: Chunk) -> str:
 
 
 def _damage(file: str, key: str, rank: int, what: str) -> Damage:
-    return Damage(file, key, _ranks([rank if rank >= 0 else rank_of(file.rpartition("/")[2])]), what)
-
-
-def _ranks(ranks: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(sorted({rank for rank in ranks if rank >= 0}))
+    return Damage(file, key, known_ranks([rank if rank >= 0 else rank_of(file.rpartition("/")[2])]), what)
 
 
 WINDOW = 16 * 1024 * 1024
 """Maximum bytes per read, and maximum size of every thread's buffer."""
 
 CHANGED = "do not match their checksum"
-MISSING = "are missing: the file ends before"
+MISSING = "are missing: the file is truncated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,14 +443,18 @@ def run_checks(
 
     `prefix` is prepended to the file names.
     """
+    # Threads, because `storage.read` and crc32 release the GIL. `pool.map` keeps the order of the windows, so the
+    # report does not depend on which thread was faster.
     local = threading.local()
 
     def run(window: list[Check]) -> list[tuple[Check, str]]:
         if not hasattr(local, "buffer"):
+            # One buffer per thread, allocated once, of the size of the largest window.
             local.buffer = bytearray(largest)
         path = prefix + window[0].blob.file
         try:
             with memoryview(local.buffer) as buffer:
+                # A window with one large check, see `_windows`.
                 if window[0].end - window[0].begin > WINDOW:
                     return [result for check in window for result in _in_steps(storage, path, check, buffer)]
                 return list(_in_one_read(storage, path, window, buffer))
@@ -439,6 +475,8 @@ def _windows(checks: Sequence[Check]) -> Iterator[list[Check]]:
         window: list[Check] = []
         furthest = 0
         for check in of_file:
+            # Checks are sorted by their beginnings. An envelope check begins before its chunk's pieces and ends after
+            # them, so the furthest end is not that of the last check.
             furthest = max(furthest, check.end)
             if window and furthest - window[0].begin > WINDOW:
                 yield window
@@ -452,6 +490,7 @@ def _in_one_read(storage: Storage, path: str, window: list[Check], buffer: memor
     begin = window[0].begin
     count = storage.read(path, begin, buffer[: max(check.end for check in window) - begin])
     for check in window:
+        # The file was shorter than expected. Checks that lie before its end are still compared.
         if check.end > begin + count:
             yield check, MISSING
             continue

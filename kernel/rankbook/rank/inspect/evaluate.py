@@ -14,7 +14,6 @@ import _thread
 import ctypes
 import inspect
 import signal
-import sys
 import threading
 import types
 from collections.abc import Iterable, Mapping
@@ -24,16 +23,18 @@ import torch
 from IPython.lib.pretty import pretty
 
 from rankbook.formatting import suggest
+from rankbook.package_folders import is_users
 from rankbook.protocol.queries import GetValue, ValueReply
 from rankbook.rank.process_groups import interruptible_work
-from rankbook.rank.tracebacks import is_users
+from rankbook.rank.tracebacks import pause_gc, thread_frames
 
-_MOST = 2000
+_MAX_TEXT = 2000
 """Maximum characters of an answer."""
-_MOST_ITEMS = 100
-_MOST_GIVEN_UP = 4
+_MAX_ITEMS = 100
+_MAX_TIMED_OUT = 4
 """Number of evaluations that may still run after they were given up, before new ones are refused."""
-_MAKES_OF_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec"})
+# Functions that give a frame's snapshot of its variables to user code, or that read it.
+_LOCALS_READERS = frozenset({"locals", "vars", "dir", "eval", "exec"})
 
 
 class EvaluationSource(Protocol):
@@ -48,32 +49,35 @@ class EvaluationSource(Protocol):
 class Evaluator:
     """Evaluates expressions on a rank that computes on `device`. Any thread."""
 
-    def __init__(self, work: EvaluationSource, device: torch.device) -> None:
-        self._work = work
+    def __init__(self, main_thread: EvaluationSource, device: torch.device) -> None:
+        self._main_thread = main_thread
         self._device = device
-        self._given_up: list[_Evaluation] = []
+        self._timed_out: list[_Evaluation] = []
 
     def answer(self, question: GetValue) -> ValueReply:
         """Evaluate the expression, for at most `question.seconds`."""
-        cell = self._work.running
-        self._given_up = [peek for peek in self._given_up if not peek.ended.is_set()]
-        if len(self._given_up) >= _MOST_GIVEN_UP:
-            trouble = f"{len(self._given_up)} peeks that were given up have not ended yet"
+        cell = self._main_thread.running
+        # Those that have ended meanwhile make room.
+        self._timed_out = [peek for peek in self._timed_out if not peek.ended.is_set()]
+        if len(self._timed_out) >= _MAX_TIMED_OUT:
+            trouble = f"{len(self._timed_out)} earlier peeks have timed out and are still running; try again later"
             return ValueReply(question.token, "", trouble, cell)
         try:
             code = compile(question.source, "<peek>", "eval")
         except (SyntaxError, ValueError, RecursionError) as error:
             return ValueReply(question.token, "", f"{type(error).__name__}: {error}", cell)
-        namespace = self._work.namespace()
+        # A copy, so that names which the expression binds do not become variables.
+        namespace = self._main_thread.namespace()
         if cell is not None:
+            # Only the names that occur in the expression: reading locals keeps their values alive.
             namespace.update(read_locals(names_in(code)))
         evaluation = _Evaluation(code, namespace, self._device)
         del namespace  # its objects must not outlive the evaluation
         if evaluation.wait_end(timeout=question.seconds):
             return ValueReply(question.token, evaluation.text, evaluation.trouble, cell)
-        self._given_up.append(evaluation)
-        waits_for = "; what reads a CUDA tensor waits for all that is queued before it"
-        trouble = f"given up after {question.seconds:g} s{waits_for if self._device.type == 'cuda' else ''}"
+        self._timed_out.append(evaluation)
+        waits_for = "; reading a CUDA tensor waits for all operations queued before it"
+        trouble = f"timed out after {question.seconds:g} s{waits_for if self._device.type == 'cuda' else ''}"
         return ValueReply(question.token, "", trouble, cell)
 
 
@@ -88,7 +92,8 @@ class _Evaluation:
         self.ended = threading.Event()
         self.text = self.trouble = ""
         self._lock = threading.Lock()
-        self._inside = True
+        self._in_expression = True
+        # Not `threading.Thread`, whose `start` waits for the new thread to run, which a busy main thread delays.
         self._ident = _thread.start_new_thread(self._run, (code, namespace, device))
 
     def wait_end(self, *, timeout: float) -> bool:
@@ -99,7 +104,9 @@ class _Evaluation:
         if self.ended.wait(timeout):
             return True
         with self._lock:  # the thread still exists, so its id cannot belong to another thread
-            if self._inside:
+            # The exception must not hit this thread after the expression: `_run` would end without setting `ended`.
+            if self._in_expression:
+                # Python has no other way to end another thread's code.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._ident), ctypes.py_object(_EvaluationTimeout)
                 )
@@ -107,12 +114,12 @@ class _Evaluation:
 
     def _run(self, code: types.CodeType, namespace: dict[str, object], device: torch.device) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the signal must wake up the main thread
-        interruptible_work.here.only_looks = True
+        interruptible_work.thread_state.collectives_forbidden = True
         try:
             # The exception of `wait_end` is asynchronous: it may be raised after the expression, up to the call of
-            # `_take_pending`. `_inside` ensures that none is requested after that.
+            # `_raise_pending`. `_in_expression` ensures that none is requested after that.
             self._try(code, namespace, device)
-            _take_pending()
+            _raise_pending()
         except _EvaluationTimeout:
             pass  # it was raised outside of the expression
         finally:
@@ -125,30 +132,30 @@ class _Evaluation:
             with torch.no_grad():
                 self.text = describe(eval(code, namespace))  # noqa: S307 - the user's own expression, on request
         except BaseException as error:  # noqa: BLE001 - an exception of the expression is the answer
-            self.trouble = tell_error(error, namespace)
+            self.trouble = format_error(error, namespace)
         finally:
             with self._lock:
-                self._inside = False
+                self._in_expression = False
 
 
-def _take_pending() -> None:
+def _raise_pending() -> None:
     """Make a function call, in which the interpreter raises a pending asynchronous exception."""
 
 
 def describe(value: object) -> str:
-    """Return the text of `value` as IPython shows it, at most `_MOST` characters and a note of the full length."""
-    if isinstance(value, (str, bytes)) and len(value) > _MOST:
-        return f"{value[:_MOST]!r}\n… {len(value):,} characters in all"  # the whole repr would delay the cell
-    text = pretty(value, max_width=110, max_seq_length=_MOST_ITEMS)
-    return text if len(text) <= _MOST else f"{text[:_MOST]}\n… {len(text):,} characters in all"
+    """Return the text of `value` as IPython shows it, at most `_MAX_TEXT` characters and a note of the full length."""
+    if isinstance(value, (str, bytes)) and len(value) > _MAX_TEXT:
+        return f"{value[:_MAX_TEXT]!r}\n… {len(value):,} characters in total"  # the whole repr would delay the cell
+    text = pretty(value, max_width=110, max_seq_length=_MAX_ITEMS)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}\n… {len(text):,} characters in total"
 
 
-def tell_error(error: BaseException, names: Mapping[str, object]) -> str:
+def format_error(error: BaseException, names: Mapping[str, object]) -> str:
     """Return the error in one line, with a suggestion for a misspelt name."""
     try:
         value = " ".join(str(error).split())[:500]
     except Exception as failure:  # noqa: BLE001 - a user's __str__ may do anything; its failure is reported
-        value = f"<{type(failure).__name__} while it was put into words>"
+        value = f"<{type(failure).__name__} while formatting this {type(error).__name__}>"
     near = suggest(error.name, names) if isinstance(error, NameError) and error.name else ""
     return f"{type(error).__name__}: {value}".removesuffix(": ") + near
 
@@ -164,26 +171,29 @@ def read_locals(names: Iterable[str], ident: int | None = None) -> dict[str, obj
 
     An inner function takes precedence. Other variables of the frames are neither read nor kept.
     """
+    # From the innermost function outwards, until all names are found.
     remaining, values = set(names), dict[str, object]()
-    frame: types.FrameType | None = sys._current_frames().get(ident or threading.main_thread().ident or 0)
-    while frame is not None and remaining:
-        code = frame.f_code
-        has = remaining.intersection(code.co_varnames + code.co_cellvars + code.co_freevars)
-        if has and code.co_flags & inspect.CO_OPTIMIZED and is_users(code.co_filename):
-            variables = frame.f_locals
-            taken = {name: variables[name] for name in has if name in variables}
-            values |= taken
-            remaining -= taken.keys()
-            _let_go(frame, variables)
-        frame = frame.f_back
+    with pause_gc():
+        for frame in thread_frames(ident or threading.main_thread().ident):
+            if not remaining:
+                break
+            code = frame.f_code
+            has = remaining.intersection(code.co_varnames + code.co_cellvars + code.co_freevars)
+            # Only functions keep their variables in frames of their own. The frame of a cell shares the namespace.
+            if has and code.co_flags & inspect.CO_OPTIMIZED and is_users(code.co_filename):
+                variables = frame.f_locals
+                taken = {name: variables[name] for name in has if name in variables}
+                values |= taken
+                remaining -= taken.keys()
+                _clear_snapshot(frame, variables)
     return values
 
 
-def _let_go(frame: types.FrameType, snapshot: Any) -> None:  # noqa: ANN401 - a dict, or from 3.13 on a view
+def _clear_snapshot(frame: types.FrameType, snapshot: Any) -> None:  # noqa: ANN401 - a dict, or from 3.13 on a view
     """Clear the snapshot of a frame's variables, so that it does not keep their values alive.
 
     Up to Python 3.12 a frame keeps such a snapshot until it ends. It is left alone if a debugger traces the frame,
     which writes the snapshot back, or if the function calls `locals` or the like and may use it as its own.
     """
-    if isinstance(snapshot, dict) and frame.f_trace is None and not _MAKES_OF_LOCALS & set(frame.f_code.co_names):
+    if isinstance(snapshot, dict) and frame.f_trace is None and not _LOCALS_READERS & set(frame.f_code.co_names):
         snapshot.clear()

@@ -24,10 +24,11 @@ from rankbook.protocol.telemetry import Holding
 from rankbook.rank.inspect import tensor_introspection
 from rankbook.rank.inspect.tensor_introspection import GilYield, NamedTensor, instance_dict, is_a
 
-_DEEPEST = 3
+_MAX_DEPTH = 3
 """Maximum steps from a variable: `trainers[0].model` takes two."""
-_MOST = 5_000
-_MOST_ITEMS = 200
+_MAX_OBJECTS = 5_000
+_MAX_ITEMS = 200
+# Values that lead to no model, which are most of what a namespace holds.
 _OPAQUE = (
     *(str, bytes, bytearray, int, float, complex, type(None), type),
     *(ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, numpy.ndarray),
@@ -44,35 +45,38 @@ class DiscoveredObjects:
     trees: dict[str, list[tuple[str, torch.nn.Module]]] = field(default_factory=dict)
 
 
-def discover_objects(namespace: Mapping[str, object], breath: GilYield) -> DiscoveredObjects:
+def discover_objects(namespace: Mapping[str, object], gil_yield: GilYield) -> DiscoveredObjects:
     """Return the objects that `namespace` leads to. A submodule of a discovered model is not listed on its own."""
     objects = DiscoveredObjects()
-    for name, value in _walk(namespace, breath):
-        _sort(objects, name, value)
+    # Variables first, so that a prepared object that is also a variable has the variable's name.
+    for name, value in _walk(namespace, gil_yield):
+        _classify(objects, name, value)
     for name, value in _prepared():
-        _sort(objects, name, value)
-    trees = {name: list(tensor_introspection.modules_of(model, breath)) for name, model in _once(objects.models)}
+        _classify(objects, name, value)
+    trees = {name: list(tensor_introspection.modules_of(model, gil_yield)) for name, model in _unique(objects.models)}
+    # Of `model` and `block = model.blocks[0]` only `model` is listed: the block is part of its tree.
     inner = {id(module) for tree in trees.values() for _, module in tree[1:]}
-    objects.models = {name: model for name, model in _once(objects.models) if id(model) not in inner}
+    objects.models = {name: model for name, model in _unique(objects.models) if id(model) not in inner}
     objects.trees = {name: trees[name] for name in objects.models}
+    # The optimizer inside a prepared one is the same thing to the user.
     wrapped = {id(instance_dict(optimizer).get("optimizer")) for optimizer in objects.optimizers.values()}
     objects.optimizers = {
-        name: optimizer for name, optimizer in _once(objects.optimizers) if id(optimizer) not in wrapped
+        name: optimizer for name, optimizer in _unique(objects.optimizers) if id(optimizer) not in wrapped
     }
-    objects.loaders = dict(_once(objects.loaders))
+    objects.loaders = dict(_unique(objects.loaders))
     return objects
 
 
-def _sort(found: DiscoveredObjects, name: str, value: object) -> None:
+def _classify(objects: DiscoveredObjects, name: str, value: object) -> None:
     if is_a(value, torch.nn.Module):
-        found.models[name] = value  # type: ignore[assignment]
+        objects.models[name] = value  # type: ignore[assignment]
     elif is_a(value, torch.optim.Optimizer):
-        found.optimizers[name] = value  # type: ignore[assignment]
+        objects.optimizers[name] = value  # type: ignore[assignment]
     elif is_a(value, DataLoader):
-        found.loaders[name] = value  # type: ignore[assignment]
+        objects.loaders[name] = value  # type: ignore[assignment]
 
 
-def _once(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _unique(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
     for name, value in named.items():
         if id(value) not in seen:
@@ -80,34 +84,39 @@ def _once(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _walk(namespace: Mapping[str, object], breath: GilYield) -> Iterator[tuple[str, object]]:
+def _walk(namespace: Mapping[str, object], gil_yield: GilYield) -> Iterator[tuple[str, object]]:
     """Search breadth-first, so that the shortest name of an object comes first."""
     queue = deque((name, value, 0) for name, value in namespace.items())
     seen: set[int] = set()
     objects: list[object] = []  # keeps the objects alive, so that no id is reused
-    remaining = _MOST
+    # A bound on the time of a search, however many variables there are.
+    remaining = _MAX_OBJECTS
     while queue and remaining:
         name, value, depth = queue.popleft()
+        # Example: with `trainers = [Trainer(model)]` the queue holds ("trainers", list, 0), then ("trainers[0]",
+        # Trainer, 1), then ("trainers[0].model", model, 2), which is yielded.
         remaining -= 1
-        breath()
+        gil_yield()
+        # The search does not look into these. A model's parts are found by its tree.
         if is_a(value, torch.nn.Module) or is_a(value, torch.optim.Optimizer) or is_a(value, DataLoader):
             yield name, value
-        elif depth < _DEEPEST and id(value) not in seen and not issubclass(type(value), _OPAQUE):
+        elif depth < _MAX_DEPTH and id(value) not in seen and not issubclass(type(value), _OPAQUE):
             seen.add(id(value))
             objects.append(value)
-            queue.extend((below, child, depth + 1) for below, child in _below(name, value))
+            queue.extend((below, child, depth + 1) for below, child in _children(name, value))
 
 
-def _below(name: str, value: object) -> Iterator[tuple[str, object]]:
+def _children(name: str, value: object) -> Iterator[tuple[str, object]]:
     if is_a(value, dict):
         yield from (
             (f"{name}[{key!r}]", item)
-            for key, item in tensor_introspection.items(value)[:_MOST_ITEMS]
+            for key, item in tensor_introspection.items(value)[:_MAX_ITEMS]
             if type(key) is str
         )
     elif is_a(value, list) or is_a(value, tuple):
-        first: list[object] = list(islice((list if is_a(value, list) else tuple).__iter__(value), _MOST_ITEMS))  # type: ignore[arg-type]
+        first: list[object] = list(islice((list if is_a(value, list) else tuple).__iter__(value), _MAX_ITEMS))  # type: ignore[arg-type]
         yield from ((f"{name}[{index}]", item) for index, item in enumerate(first))
+    # Objects of the standard library are not searched: there are very many of them.
     elif type(value).__module__ not in sys.stdlib_module_names:
         yield from (
             (f"{name}.{key}", item)
@@ -118,6 +127,7 @@ def _below(name: str, value: object) -> Iterator[tuple[str, object]]:
 
 def _prepared() -> Iterator[tuple[str, object]]:
     """Yield the objects that the runtime has prepared, which may be local variables of a function."""
+    # Not imported by any cell: nothing was prepared.
     models = sys.modules.get("rankbook.runtime.prepared")
     optimizers = sys.modules.get("rankbook.runtime.prepare")
     if models is None or optimizers is None:
@@ -142,44 +152,49 @@ class MeasuredObjects:
     counters: tuple[weakref.ref[torch.optim.Optimizer], ...]
 
 
-def measure_objects(found: DiscoveredObjects, device: str, breath: GilYield) -> MeasuredObjects:
+def measure_objects(objects: DiscoveredObjects, device: str, gil_yield: GilYield) -> MeasuredObjects:
     """Describe every object, and count the bytes on `device` (`cpu`, `cuda:0`). A shared tensor counts once."""
     tensors: dict[int, torch.Tensor] = {}
+    # Bytes by kind, "parameters" and "optimizer".
     sizes: Counter[str] = Counter()
 
+    # By identity, so that a parameter that two models share counts once.
     def count(kind: str, tensor: torch.Tensor) -> None:
         if id(tensor) not in tensors and tensor_introspection.device_of(tensor) == device:
             tensors[id(tensor)] = tensor
             sizes[kind] += tensor_introspection.nbytes(tensor)
 
     holdings = []
-    for name, model in found.models.items():
-        tree = found.trees[name]
+    for name, model in objects.models.items():
+        tree = objects.trees[name]
         parameters = [
-            entry for entry in tensor_introspection.tensors_of_modules(tree, breath) if entry.kind == "parameter"
+            entry for entry in tensor_introspection.tensors_of_modules(tree, gil_yield) if entry.kind == "parameter"
         ]
-        for part in parameters:
-            breath()
-            count("parameters", part.tensor)
-        holdings.append(_tell_model(name, model, parameters, [module for _, module in tree]))
+        for entry in parameters:
+            gil_yield()
+            count("parameters", entry.tensor)
+        holdings.append(_describe_model(name, model, parameters, [module for _, module in tree]))
+    # Weak references, because a view must not keep a model alive.
     trainable = tuple(weakref.ref(tensor) for tensor in tensors.values() if tensor.requires_grad)
-    for name, optimizer in found.optimizers.items():
-        state = tensor_introspection.tensors_of_optimizer(optimizer, {}, breath)
-        for part in state:
-            breath()
-            count("optimizer", part.tensor)
-        holdings.append(_tell_optimizer(name, optimizer, state))
-    holdings += [_tell_loader(name, loader) for name, loader in found.loaders.items()]
+    for name, optimizer in objects.optimizers.items():
+        state = tensor_introspection.tensors_of_optimizer(optimizer, {}, gil_yield)
+        for entry in state:
+            gil_yield()
+            count("optimizer", entry.tensor)
+        holdings.append(_describe_optimizer(name, optimizer, state))
+    holdings += [_describe_loader(name, loader) for name, loader in objects.loaders.items()]
     return MeasuredObjects(
         tuple(holdings),
         sizes["parameters"],
         sizes["optimizer"],
         trainable,
-        tuple(weakref.ref(counter) for counter in found.optimizers.values()),
+        tuple(weakref.ref(counter) for counter in objects.optimizers.values()),
     )
 
 
-def _tell_model(name: str, model: torch.nn.Module, held: list[NamedTensor], modules: list[torch.nn.Module]) -> Holding:
+def _describe_model(
+    name: str, model: torch.nn.Module, held: list[NamedTensor], modules: list[torch.nn.Module]
+) -> Holding:
     tensors = [parameter.tensor for parameter in held]
     kinds = {type(module).__name__ for module in modules}
     ddp = tensor_introspection.loaded_class("torch.nn.parallel", "DistributedDataParallel")
@@ -190,6 +205,7 @@ def _tell_model(name: str, model: torch.nn.Module, held: list[NamedTensor], modu
         wrapper = "FSDP2"
     elif any(map(tensor_introspection.is_dtensor, tensors)):
         wrapper = "tp"
+    # In words, for the view: "compiled, Shard(dim=0): 12, Replicate(): 3".
     details = ["compiled"] if "OptimizedModule" in kinds else []
     layouts = Counter(_placements(tensor) for tensor in tensors if tensor_introspection.is_dtensor(tensor))
     details += [f"{layout}: {count}" for layout, count in layouts.items()]
@@ -206,7 +222,7 @@ def _tell_model(name: str, model: torch.nn.Module, held: list[NamedTensor], modu
     )
 
 
-def _tell_optimizer(name: str, optimizer: torch.optim.Optimizer, state: list[NamedTensor]) -> Holding:
+def _describe_optimizer(name: str, optimizer: torch.optim.Optimizer, state: list[NamedTensor]) -> Holding:
     parameters = tensor_introspection.parameters_of_optimizer(optimizer)
     tensors = [entry.tensor for entry in state]
     return Holding(
@@ -221,7 +237,7 @@ def _tell_optimizer(name: str, optimizer: torch.optim.Optimizer, state: list[Nam
     )
 
 
-def _tell_loader(name: str, loader: DataLoader[Any]) -> Holding:
+def _describe_loader(name: str, loader: DataLoader[Any]) -> Holding:
     has = instance_dict(loader)
     details = []
     position = instance_dict(has.get("position"))

@@ -26,15 +26,19 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from rankbook.errors import CollectiveAborted
 from rankbook.formatting import format_bytes
+from rankbook.package_folders import is_users
 from rankbook.protocol.messages import ErrorReport
-from rankbook.rank.tracebacks import cause_of, context_of, is_users, members_of, traceback_of, value_of
+from rankbook.rank.inspect.tensor_introspection import instance_dict, items
+from rankbook.rank.tracebacks import cause_of, context_of, members_of, traceback_of, value_of
 
+# torch raises a plain RuntimeError for these. Only the text tells them apart.
 _ON_CPU = re.compile("DefaultCPUAllocator: (can't|not enough)")
-_ON_CUDA = re.compile("CUDA error: out of memory|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED")
-_OF_A_PEER = re.compile(r"rank \d+ raised (OutOfMemoryError\b|MemoryError\b|\w+ \(out of memory\))")
+_ON_CUDA = re.compile("CUDA error: out of memory|Failed to CUDA calloc|CU(BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED")
+# The cause of an aborted collective, as the coordinator words it.
+_PEER_OOM = re.compile(r"rank \d+ raised (OutOfMemoryError\b|MemoryError\b|\w+ \(out of memory\))")
 _DEVICE = re.compile(r"GPU (\d+)")
-_MOST_ROWS = 8
-_MOST_VARIABLES = 5
+_MAX_ROWS = 8
+_MAX_VARIABLES = 5
 _SMALL = 1_000_000
 """Bytes below which a storage gets no row."""
 
@@ -53,15 +57,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_peer_oom(error: BaseException) -> bool:
     """Return True if a collective was aborted because another rank ran out of memory: this one may be short as well."""
-    return issubclass(type(error), CollectiveAborted) and _OF_A_PEER.match(value_of(error)) is not None
+    return issubclass(type(error), CollectiveAborted) and _PEER_OOM.match(value_of(error)) is not None
 
 
 def report_and_free(shell: InteractiveShell, error: BaseException, report: ErrorReport) -> ErrorReport:
     """Return `report` with a description of the memory, after releasing the frames of the failed cell."""
     try:
+        # Before the frames are released: their local variables are part of the description.
         memory = _describe(shell, error)
     except Exception as failure:  # noqa: BLE001 - reported instead; user objects and a failed device may do anything
-        memory = f"memory: what holds it could not be found ({type(failure).__name__}: {failure})"
+        memory = f"memory: cannot list the tensors that hold it ({type(failure).__name__}: {failure})"
     free_memory(shell, error)
     return ErrorReport(
         name=report.name,
@@ -69,12 +74,14 @@ def report_and_free(shell: InteractiveShell, error: BaseException, report: Error
         traceback=report.traceback,
         plain=report.plain,
         line=report.line,
+        place=report.place,
         memory=memory,
     )
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """Yield the error, its `__cause__` chain, and the members of exception groups."""
+    # A list, because errors are compared by identity: a user's class may define `__hash__` and `__eq__`.
     seen: list[BaseException] = []
     waiting = [error]
     while waiting:
@@ -87,14 +94,14 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             waiting += members_of(exception)
 
 
-# Description
+# Description --------------------------------------------------------------------------------------------------------
 
 
 def _describe(shell: InteractiveShell, error: BaseException) -> str:
     device = _device_of(error)
     report = find_holdings(_names(shell, error), device=device)
-    head = _describe_cpu() if device == "cpu" else _describe_cuda(torch.device(device), report)
-    return "\n".join([head, *describe_holdings(report)])
+    header = _describe_cpu() if device == "cpu" else _describe_cuda(torch.device(device), report)
+    return "\n".join([header, *describe_holdings(report)])
 
 
 def _device_of(error: BaseException) -> str:
@@ -111,6 +118,7 @@ def _device_of(error: BaseException) -> str:
 def _names(shell: InteractiveShell, error: BaseException) -> Mapping[str, object]:
     """Return the user's variables, followed by the local variables of user functions in the traceback."""
     hidden = shell.user_ns_hidden
+    # A name that a cell has bound to another value is the user's, even if it was predefined.
     names = {name: value for name, value in shell.user_ns.items() if hidden.get(name, hidden) is not value}
     for cause in _causes(error):
         for frame, _ in traceback.walk_tb(traceback_of(cause)):
@@ -123,43 +131,49 @@ def _names(shell: InteractiveShell, error: BaseException) -> Mapping[str, object
 def _describe_cpu() -> str:
     machine = psutil.virtual_memory()
     resident, free, total = map(format_bytes, (psutil.Process().memory_info().rss, machine.available, machine.total))
-    return f"memory of cpu: this process has {resident}; {free} of {total} are free"
+    return f"memory of cpu: this process uses {resident}; {free} of {total} are free"
 
 
-def _describe_cuda(device: torch.device, found: MemoryReport) -> str:
+def _describe_cuda(device: torch.device, report: MemoryReport) -> str:
     free, total = torch.cuda.mem_get_info(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     text = (
         f"memory of {device}: {format_bytes(free)} of {format_bytes(total)} are free; "
-        f"this rank's tensors have {format_bytes(allocated)}, "
-        f"{format_bytes(reserved - allocated)} are reserved and not used, "
-        f"{format_bytes(max(0, total - free - reserved))} are others'"
+        f"this rank's tensors use {format_bytes(allocated)}, "
+        f"{format_bytes(reserved - allocated)} are reserved but unused, "
+        f"{format_bytes(max(0, total - free - reserved))} are used by other processes or the CUDA context"
     )
-    nameless = allocated - found.size
-    if nameless > max(_SMALL, allocated // 100):
-        text += f"\n{format_bytes(nameless)} have no name: what autograd keeps for backward(), temporary results"
+    # A small difference is normal: the allocator rounds sizes up.
+    unattributed = allocated - report.size
+    if unattributed > max(_SMALL, allocated // 100):
+        text += f"\n{format_bytes(unattributed)} belong to no variable: tensors saved for backward(), temporary results"
     return text
 
 
-def describe_holdings(found: MemoryReport) -> list[str]:
+def describe_holdings(report: MemoryReport) -> list[str]:
     """Return the lines of a table of the largest storages, and the total per variable."""
-    large = [holding for holding in found.holdings if holding.size >= _SMALL]
-    rows = [_row(holding) for holding in large[:_MOST_ROWS]]
+    large = [holding for holding in report.holdings if holding.size >= _SMALL]
+    rows = [_row(holding) for holding in large[:_MAX_ROWS]]
     if not rows:
-        return ["  no variable leads to a tensor of 1 MB or more"]
-    rest = found.holdings[_MOST_ROWS:]
+        return ["  no variable holds a tensor of 1 MB or more"]
+    rest = report.holdings[_MAX_ROWS:]
     if rest:
         rows.append((format_bytes(sum(holding.size for holding in rest)), f"in {len(rest)} more", "", "", ""))
+    # Example of the table:
+    #
+    #       4.29 GB  model.layers[0].weight               (32000, 4096)  float32  cuda:0
+    #       4.29 GB  optimizer.state[model.…]['exp_avg']  (32000, 4096)  float32  cuda:0
+    #       by variable: model 8.6 GB, optimizer 17.2 GB
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = ["  " + "  ".join([row[0].rjust(widths[0]), *map(str.ljust, row[1:], widths[1:])]).rstrip() for row in rows]
     totals: dict[str, int] = {}
-    for holding in found.holdings:
+    for holding in report.holdings:
         totals[holding.variable] = totals.get(holding.variable, 0) + holding.size
-    order = sorted(totals, key=lambda name: -totals[name])[:_MOST_VARIABLES]
-    if len(found.holdings) > len(totals):
+    order = sorted(totals, key=lambda name: -totals[name])[:_MAX_VARIABLES]
+    if len(report.holdings) > len(totals):
         lines.append(f"  by variable: {', '.join(f'{name} {format_bytes(totals[name])}' for name in order)}")
-    if not found.complete:
-        lines.append("  (not all that the variables lead to was looked at: it is too much, or too deep)")
+    if not report.complete:
+        lines.append("  (incomplete: the search reached its limit on the number of objects or on their depth)")
     return lines
 
 
@@ -167,14 +181,16 @@ def _row(holding: MemoryHolding) -> tuple[str, str, str, str, str]:
     return format_bytes(holding.size), holding.name, str(holding.shape), holding.dtype, holding.device
 
 
-# Release
+# Release ------------------------------------------------------------------------------------------------------------
 
 
 def free_memory(shell: InteractiveShell, error: BaseException) -> None:
     """Release the frames of the error and all that they hold. A debugger finds nothing afterwards."""
-    for exception in _all_of(error):
+    # `clear_frames` drops the local variables of every frame. Without the traceback, the frames themselves are freed.
+    for exception in _referenced_errors(error):
         traceback.clear_frames(traceback_of(exception))
         BaseException.with_traceback(exception, None)
+    # The interpreter and IPython keep the last error for a debugger.
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         if hasattr(sys, name):
             delattr(sys, name)
@@ -182,13 +198,14 @@ def free_memory(shell: InteractiveShell, error: BaseException) -> None:
     if result is not None:
         result.error_in_exec = result.error_before_exec = None
     shell.InteractiveTB.tb = shell.InteractiveTB.pdb = None  # the debugger of an earlier error keeps its frames
+    # Frames and errors refer to one another, so that reference counts alone do not free them.
     gc.collect()
     if torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):  # the device has failed for good; its next use raises
             torch.cuda.empty_cache()
 
 
-def _all_of(error: BaseException) -> list[BaseException]:
+def _referenced_errors(error: BaseException) -> list[BaseException]:
     """Return the error and all exceptions that it references: causes, contexts and members of groups."""
     exceptions: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
@@ -200,11 +217,11 @@ def _all_of(error: BaseException) -> list[BaseException]:
     return exceptions
 
 
-DEEPEST = 12
+MAX_DEPTH = 12
 """Maximum steps from a variable to a tensor: `model.layers[0].attention.query.weight` takes seven."""
-MOST_OBJECTS = 100_000
+MAX_OBJECTS = 100_000
 """Maximum number of objects to visit; that takes 0.2 s."""
-_MOST_ITEMS = 10_000
+_MAX_ITEMS = 10_000
 _VARIABLE = re.compile(r"(?:[^.[{]*\(\): )?\w+")
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, FunctionType)
 _OPAQUE = (*_PLAIN, BuiltinFunctionType)
@@ -241,7 +258,7 @@ class MemoryReport:
 
 
 def find_holdings(
-    namespace: Mapping[str, object], *, device: str | None = None, most_objects: int = MOST_OBJECTS
+    namespace: Mapping[str, object], *, device: str | None = None, most_objects: int = MAX_OBJECTS
 ) -> MemoryReport:
     """Find the storages that the variables lead to, without duplicates.
 
@@ -254,7 +271,7 @@ class _Search:
     """Breadth-first search, which finds the shortest name of a tensor first."""
 
     def __init__(self, most_objects: int) -> None:
-        self._left = most_objects
+        self._remaining = most_objects
         self._seen: dict[int, object] = {}  # keeps the objects alive, so that no id is reused
         self._storages: dict[tuple[str, int], MemoryHolding] = {}  # by device and data pointer: views count once
         self._names: dict[int, str] = {}
@@ -263,67 +280,71 @@ class _Search:
         self._complete = True
 
     def run(self, namespace: Mapping[str, object], device: str | None) -> MemoryReport:
+        # A copy, because cells' threads may define variables meanwhile.
         self._enqueue(dict(namespace).items(), 0)
-        self._work()
+        self._visit_queue()
         for name, optimizer in self._optimizers:  # last: by then its parameters have names, which label its states
-            self._enqueue(self._optimizer_parts(name, optimizer), 1)
-            self._work()
+            self._enqueue(self._optimizer_children(name, optimizer), 1)
+            self._visit_queue()
         holdings = [holding for holding in self._storages.values() if device in (None, holding.device)]
         return MemoryReport(sorted(holdings, key=lambda holding: -holding.size), self._complete)
 
-    def _enqueue(self, parts: Any, depth: int) -> None:  # noqa: ANN401 - pairs of a name and anything
-        for name, value in parts:
-            self._left -= 1
-            if self._left < 0:
+    def _enqueue(self, children: Any, depth: int) -> None:  # noqa: ANN401 - pairs of a name and anything
+        # Counted when they are queued, and not when they are visited, which bounds the memory of the queue too.
+        for name, value in children:
+            self._remaining -= 1
+            if self._remaining < 0:
                 self._complete = False
                 return
             if not issubclass(type(value), _OPAQUE) and id(value) not in self._seen:
-                if depth > DEEPEST:
+                # Deeper objects are not visited, but the report says that something was left out.
+                if depth > MAX_DEPTH:
                     self._complete = False
                     continue
                 self._seen[id(value)] = value
                 self._queue.append((name, value, depth))
 
-    def _work(self) -> None:
+    def _visit_queue(self) -> None:
         while self._queue:
             name, value, depth = self._queue.popleft()
             kind = type(value)  # isinstance would run a proxy's __class__
             if issubclass(kind, torch.optim.Optimizer):
                 self._optimizers.append((name, value))  # type: ignore[arg-type]
             else:
-                self._enqueue(self._parts(name, value, kind), depth + 1)
+                self._enqueue(self._children(name, value, kind), depth + 1)
 
-    def _parts(self, name: str, value: Any, kind: type) -> Iterator[tuple[str, object]]:  # noqa: ANN401 - anything
+    def _children(self, name: str, value: Any, kind: type) -> Iterator[tuple[str, object]]:  # noqa: ANN401 - anything
         if issubclass(kind, torch.Tensor):
-            yield from self._tensor_parts(name, value)
+            yield from self._tensor_children(name, value)
         elif issubclass(kind, numpy.ndarray):
             self._add_array(name, value)
         elif issubclass(kind, dict):
-            yield from ((f"{name}[{_key(key)}]", item) for key, item in self._first(dict.items(value)))
+            yield from ((f"{name}[{_key(key)}]", item) for key, item in self._first_items(dict.items(value)))
         elif issubclass(kind, (list, tuple, deque)):
-            yield from _with_index(name, self._first(_iterator(kind)(value)))
+            yield from _with_index(name, self._first_items(_iterator(kind)(value)))
         elif issubclass(kind, (set, frozenset)):
-            yield from ((f"{name}{{…}}", item) for item in self._first(_iterator(kind)(value)))
+            yield from ((f"{name}{{…}}", item) for item in self._first_items(_iterator(kind)(value)))
         if issubclass(kind, torch.nn.Module):
-            yield from _module_parts(name, value)
+            yield from _module_children(name, value)
         yield from ((f"{name}.{attribute}", item) for attribute, item in _attributes(value))
 
-    def _first(self, items: Iterable[Any]) -> list[Any]:
-        first = list(islice(items, _MOST_ITEMS + 1))  # in one step: another thread may change the container
-        if len(first) > _MOST_ITEMS:
+    def _first_items(self, elements: Iterable[Any]) -> list[Any]:
+        first = list(islice(elements, _MAX_ITEMS + 1))  # in one step: another thread may change the container
+        if len(first) > _MAX_ITEMS:
             self._complete = False
-        return first[:_MOST_ITEMS]
+        return first[:_MAX_ITEMS]
 
-    def _tensor_parts(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, object]]:
+    def _tensor_children(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, object]]:
         self._names[id(tensor)] = name
         flatten = getattr(type(tensor), "__tensor_flatten__", None)
+        # The wrapper itself has no memory of its own.
         if flatten is not None:  # a DTensor or another wrapper of the tensors that own the memory
             for attribute in flatten(tensor)[0]:
                 yield name if attribute == "_local_tensor" else f"{name}.{attribute}", getattr(tensor, attribute)
         elif tensor.layout is torch.strided:
             self._add_tensor(name, tensor)
         else:
-            yield from ((f"{name}.{part}", piece) for part, piece in _sparse_parts(tensor))
+            yield from ((f"{name}.{part}", piece) for part, piece in _sparse_components(tensor))
         if tensor.is_leaf and tensor.grad is not None:
             yield f"{name}.grad", tensor.grad
 
@@ -337,16 +358,19 @@ class _Search:
         self._add(name, pointer, storage.nbytes(), tuple(tensor.shape), dtype, str(tensor.device))
 
     def _add_array(self, name: str, array: numpy.ndarray[Any, Any]) -> None:
+        # A view has no memory of its own.
         while issubclass(type(array.base), numpy.ndarray):
             array = array.base  # type: ignore[assignment]
+        # The address of the memory, by which views of one array count once.
         pointer = array.__array_interface__["data"][0]
         self._add(name, pointer, array.nbytes, tuple(array.shape), str(array.dtype), "cpu")
 
     def _add(self, name: str, pointer: int, size: int, shape: tuple[int, ...], dtype: str, device: str) -> None:
         if size and pointer and device != "meta":
+            # The first name is the shortest, because the search is breadth-first.
             self._storages.setdefault((device, pointer), MemoryHolding(name, size, shape, dtype, device))
 
-    def _optimizer_parts(self, name: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, object]]:
+    def _optimizer_children(self, name: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, object]]:
         """Yield the states, named by their parameters: `optimizer.state[model.weight]['exp_avg']`."""
         for number, (parameter, state) in enumerate(dict.items(optimizer.state)):
             yield f"{name}.state[{self._names.get(id(parameter), number)}]", state
@@ -359,8 +383,8 @@ def _iterator(kind: type) -> Any:  # noqa: ANN401 - a method of a container
     return next(base for base in (list, tuple, deque, set, frozenset) if issubclass(kind, base)).__iter__
 
 
-def _with_index(name: str, items: Iterable[Any]) -> Iterator[tuple[str, object]]:
-    return ((f"{name}[{index}]", item) for index, item in enumerate(items))
+def _with_index(name: str, elements: Iterable[Any]) -> Iterator[tuple[str, object]]:
+    return ((f"{name}[{index}]", item) for index, item in enumerate(elements))
 
 
 def _key(key: object) -> str:
@@ -370,23 +394,20 @@ def _key(key: object) -> str:
     return "…"
 
 
-def _module_parts(name: str, module: torch.nn.Module) -> Iterator[tuple[str, object]]:
+def _module_children(name: str, module: torch.nn.Module) -> Iterator[tuple[str, object]]:
     for kind in ("_parameters", "_buffers"):
-        yield from ((f"{name}.{key}", item) for key, item in _own(module, kind).items())
+        yield from ((f"{name}.{key}", item) for key, item in items(instance_dict(module).get(kind)))
+    # The name is one that works in a cell: `model.blocks[0].fc`, `model.heads['value']`.
     numbered = issubclass(type(module), (torch.nn.Sequential, torch.nn.ModuleList))
     keyed = issubclass(type(module), torch.nn.ModuleDict)
-    for key, item in _own(module, "_modules").items():
+    for key, item in items(instance_dict(module).get("_modules")):
         yield f"{name}[{key}]" if numbered else f"{name}[{key!r}]" if keyed else f"{name}.{key}", item
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
-    """Yield the attributes in the instance's dict and slots. `_module_parts` yields the parts of a module."""
-    try:
-        attributes = object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        attributes = {}
-    if issubclass(type(attributes), dict):
-        yield from ((str(key), item) for key, item in list(dict.items(attributes)) if key not in _OF_MODULES)
+    """Yield the attributes in the instance's dict and slots. `_module_children` yields the parts of a module."""
+    yield from ((str(key), item) for key, item in items(instance_dict(value)) if key not in _MODULE_DICTS)
+    # Slots are descriptors of the class, which are read without a property being called.
     for kind in type(value).__mro__:
         for slot, descriptor in list(vars(kind).items()):
             if type(descriptor) is _MEMBER:
@@ -396,12 +417,7 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
                     continue
 
 
-def _own(module: torch.nn.Module, name: str) -> dict[str, object]:
-    parts = object.__getattribute__(module, "__dict__").get(name)
-    return parts if issubclass(type(parts), dict) else {}
-
-
-def _sparse_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _sparse_components(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     if tensor.layout is torch.sparse_coo:
         yield "values()", tensor._values()
         yield "indices()", tensor._indices()
@@ -411,9 +427,10 @@ def _sparse_parts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         yield "col_indices()", tensor.col_indices()
 
 
+# Python has no name for the type of a slot's descriptor, so it is taken from a class with a slot.
 class _Slotted:
     __slots__ = ("slot",)
 
 
 _MEMBER = type(vars(_Slotted)["slot"])
-_OF_MODULES = frozenset(("_parameters", "_buffers", "_modules"))
+_MODULE_DICTS = frozenset(("_parameters", "_buffers", "_modules"))

@@ -22,7 +22,8 @@ import psutil
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from rankbook.errors import BadRequest, RankbookError
+from rankbook.errors import InvalidArgument, RankbookError
+from rankbook.package_folders import is_users
 from rankbook.protocol import telemetry
 from rankbook.protocol.messages import Frame
 from rankbook.protocol.queries import (
@@ -41,18 +42,18 @@ from rankbook.protocol.queries import (
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Statistic, Struct
 from rankbook.rank.inspect import object_discovery, tensor_introspection
 from rankbook.rank.inspect.object_discovery import MeasuredObjects
-from rankbook.rank.inspect.object_info import list_variables
 from rankbook.rank.inspect.tensor_introspection import GilYield
-from rankbook.rank.tracebacks import is_users
+from rankbook.rank.inspect.variables import list_variables
 
-_AT_MOST = {True: 1 / 200, False: 1 / 50}
+_MAX_LOAD = {True: 1 / 200, False: 1 / 50}
 """Maximum share of a processor for the search for objects, while a cell runs (True) and while none does (False)."""
-_SOONEST = 0.5
+_MIN_INTERVAL = 0.5
 """Minimum seconds between two measurements of the device's memory. Counters are read for every query."""
-_PAUSES = 1.0, 4.0
+_SEARCH_PAUSES = 1.0, 4.0
 """Minimum and maximum seconds between two searches while a cell runs; the pause doubles while nothing changes."""
 _COUNT_TIMEOUT = 0.02
 """Seconds that a search waits for the count of gradients; a later count appears in the next answer."""
+# Completed saves that are remembered until a view asks for them.
 _LAST_SAVES = 16
 
 
@@ -61,13 +62,13 @@ class MainThreadStatus(Protocol):
 
     running: int | None
 
-    def line(self) -> int | None:
+    def line(self) -> int | str | None:
         """Return the line of the cell that is executing."""
 
     def frames(self) -> tuple[Frame, ...]:
         """Return the stack."""
 
-    def waits(self) -> tuple[str, float]:
+    def pending_collective(self) -> tuple[str, float]:
         """Return the oldest pending collective and its age in seconds; "" if there is none."""
 
     def namespace(self) -> dict[str, object]:
@@ -83,84 +84,89 @@ class MainThreadStatus(Protocol):
 class StatusHandler:
     """Answers status queries for `rank`, which computes on `device`."""
 
-    def __init__(self, work: MainThreadStatus, rank: int, device: torch.device) -> None:
-        self._work = work
+    def __init__(self, main_thread: MainThreadStatus, rank: int, device: torch.device) -> None:
+        self._main_thread = main_thread
         self._rank = rank
         self._device = device
         self._host = socket.gethostname()
         self._device_name = ""
+        # What the last search and the last measurement have found. Between them, every reply repeats it.
         self._utilisation = Utilisation(device)
-        self._utilised: float | None = None
-        self._inventory: MeasuredObjects | None = None
+        self._last_utilisation: float | None = None
+        self._measured: MeasuredObjects | None = None
         self._memory: MemoryUse | None = None
-        self._gradients = GradientCounter(work.run_when_idle)
-        self._due = self._searched = self._cost = 0.0
-        self._pause = _PAUSES[0]
+        self._gradients = GradientCounter(main_thread.run_when_idle)
+        # All 0.0, so that the first query measures at once.
+        self._due = self._last_search = self._search_cost = 0.0
+        self._pause = _SEARCH_PAUSES[0]
         self._cell: int | None = None
         self._version = 0
         self._holdings: tuple[Holding, ...] = ()
-        self._ended: tuple[CheckpointSave, ...] = ()
-        self._ending = threading.Lock()
-        self._listens = False
+        self._finished_saves: tuple[CheckpointSave, ...] = ()
+        self._saves_lock = threading.Lock()
+        self._listening = False
 
     def answer(self, question: Look) -> Answer:
         """Answer a query, or return `QueryFailed` with the reason."""
         try:
             match question:
                 case GetStatus():
-                    return self._look(question)
+                    # Asked ten times a second while a view is open. The other queries come when a user clicks.
+                    return self._status(question)
                 case GetDetail(token):
                     return DetailReply(token, self._detail())
                 case GetShards(token, name, others):
                     from rankbook.rank.inspect import shard_map
 
                     return shard_map.shard_reply(
-                        token, self._work.namespace(), name, self._rank, GilYield(), others=others
+                        token, self._main_thread.namespace(), name, self._rank, GilYield(), others=others
                     )
                 case GetStatistic(token, name, key):
                     from rankbook.rank.inspect import shard_map
 
-                    tensor = shard_map.find_tensor(self._work.namespace(), name, key, GilYield())
+                    tensor = shard_map.find_tensor(self._main_thread.namespace(), name, key, GilYield())
                     return StatisticReply(token, compute_statistic(self._rank, tensor))
         except RankbookError as error:
             return QueryFailed(question.token, str(error))
 
-    def at_once(self, question: Look) -> Answer | None:
+    def cheap_answer(self, question: Look) -> Answer | None:
         """Answer a status query that needs no search and no measurement, or return None."""
         if not isinstance(question, GetStatus) or question.fresh:
             return None
         now = time.monotonic()
         if question.holdings and (now >= self._due or self._search_is_due(now)):
             return None
-        return self._told(question)
+        return self._status_reply(question)
 
     # Status
 
-    def _look(self, question: GetStatus) -> StatusReply:
+    def _status(self, question: GetStatus) -> StatusReply:
         if question.holdings:
             now = time.monotonic()
             if question.fresh or self._search_is_due(now):
                 self._search()
             if question.fresh or now >= self._due:
                 self._measure()
-        return self._told(question)
+        return self._status_reply(question)
 
     def _search_is_due(self, now: float) -> bool:
         # The pause between searches is the larger one of two: a fixed pause, which doubles while nothing changes, and
         # the pause that keeps the cost of the last search (CPU seconds) within its share of a processor.
-        running = self._work.running
+        running = self._main_thread.running
         if running != self._cell:
-            self._cell, self._pause = running, _SOONEST
-        pause = _SOONEST if running is None else self._pause
-        wait = max(pause, self._cost / _AT_MOST[running is not None])
-        return self._inventory is None or now >= self._searched + wait
+            # Another cell is likely to make new objects, so the pause is short again.
+            self._cell, self._pause = running, _MIN_INTERVAL
+        pause = _MIN_INTERVAL if running is None else self._pause
+        wait = max(pause, self._search_cost / _MAX_LOAD[running is not None])
+        return self._measured is None or now >= self._last_search + wait
 
-    def _told(self, question: GetStatus) -> StatusReply:
+    def _status_reply(self, question: GetStatus) -> StatusReply:
         if question.saves:
             self._listen()
         changed = question.holdings and question.known != self._version
         return StatusReply(
             question.token,
+            # Counters and the current line are cheap and always fresh. Memory is at most `_MIN_INTERVAL` old.
             self._sample(memory=question.holdings),
             self._version,
             self._holdings if changed else None,
@@ -170,71 +176,81 @@ class StatusHandler:
     def _saves(self) -> tuple[CheckpointSave, ...]:
         """Return the running saves and the last completed ones; for a checkpoint saved twice, the later save."""
         running = [save for save in telemetry.snapshot("checkpoint ") if isinstance(save, CheckpointSave)]
+        # A checkpoint that is being saved again is shown as running, not as done.
         again = {(save.folder, save.name) for save in running}
-        return (*running, *(save for save in self._ended if (save.folder, save.name) not in again))
+        return (*running, *(save for save in self._finished_saves if (save.folder, save.name) not in again))
 
     def _sample(self, *, memory: bool) -> RankSample:
-        waits_for, waited = self._work.waits()
+        waits_for, waited = self._main_thread.pending_collective()
         return RankSample(
             host=self._host,
             device_name=self._device_name,
-            cell=self._work.running,
-            line=self._work.line(),
+            cell=self._main_thread.running,
+            line=self._main_thread.line(),
             waits_for=waits_for,
             waited=waited,
             memory=self._memory if memory else None,
-            utilisation=self._utilised if memory else None,
+            utilisation=self._last_utilisation if memory else None,
             steps=self._steps(),
             at=time.monotonic(),
         )
 
     def _steps(self) -> int | None:
         counted = [step.steps for step in telemetry.snapshot("training") if isinstance(step, telemetry.TrainingStep)]
+        # The runtime counts optimizer steps itself. Otherwise an optimizer's own counter is read.
         if counted and counted[0]:
             return counted[0]
-        optimizers = [] if self._inventory is None else [reference() for reference in self._inventory.counters]
+        optimizers = [] if self._measured is None else [reference() for reference in self._measured.counters]
         steps = [
             tensor_introspection.steps_of_optimizer(optimizer) for optimizer in optimizers if optimizer is not None
         ]
         return max((count for count in steps if count is not None), default=None)
 
     def _search(self) -> None:
+        # CPU time of this thread: what the search costs the cell, without the pauses in which it gives back the GIL.
         began = time.thread_time()
-        breath = GilYield()
+        gil_yield = GilYield()
         if not self._device_name:
             self._device_name = device_name(self._device)
-        objects = object_discovery.discover_objects(self._work.namespace(), breath)
-        inventory = object_discovery.measure_objects(objects, str(self._device), breath)
-        self._gradients.request(inventory.trainable, timeout=_COUNT_TIMEOUT)
-        if self._inventory is None or inventory.holdings != self._holdings:
+        objects = object_discovery.discover_objects(self._main_thread.namespace(), gil_yield)
+        measured = object_discovery.measure_objects(objects, str(self._device), gil_yield)
+        self._gradients.request(measured.trainable, timeout=_COUNT_TIMEOUT)
+        if self._measured is None or measured.holdings != self._holdings:
+            # The number lets the notebook name what it knows, and unchanged holdings are not sent again.
             self._version += 1
-            self._holdings = inventory.holdings
-            self._pause = _PAUSES[0]
+            self._holdings = measured.holdings
+            self._pause = _SEARCH_PAUSES[0]
         else:
-            self._pause = min(max(2 * self._pause, _PAUSES[0]), _PAUSES[1])
-        self._inventory = inventory
-        self._searched, self._cost = time.monotonic(), time.thread_time() - began
+            self._pause = min(max(2 * self._pause, _SEARCH_PAUSES[0]), _SEARCH_PAUSES[1])
+        self._measured = measured
+        self._last_search, self._search_cost = time.monotonic(), time.thread_time() - began
         self._due = 0.0  # measure at once, with the new objects
 
     def _measure(self) -> None:
-        inventory = self._inventory
-        assert inventory is not None
-        self._memory = measure_memory(self._device, inventory.parameters, self._gradients.bytes, inventory.optimizer)
-        self._utilised = self._utilisation.now()  # a call into the driver, which may be slow
-        self._due = time.monotonic() + _SOONEST
+        measured = self._measured
+        assert measured is not None
+        self._memory = measure_memory(self._device, measured.parameters, self._gradients.bytes, measured.optimizer)
+        self._last_utilisation = self._utilisation.read()  # a call into the driver, which may be slow
+        self._due = time.monotonic() + _MIN_INTERVAL
 
     def _listen(self) -> None:
         """Keep completed saves, which are in no telemetry snapshot any more."""
-        if self._listens:
+        if self._listening:
             return
-        self._listens = True
+        self._listening = True
+        # A chain: other listeners still get the event.
         before: Callable[[Struct], Any] | None = telemetry.listener
 
         def listener(struct: Struct) -> None:
             if isinstance(struct, CheckpointSave) and struct.phase in {"done", "failed"}:
-                with self._ending:
-                    saves = [save for save in self._ended if (save.folder, save.name) != (struct.folder, struct.name)]
-                    self._ended = tuple([*saves, struct][-_LAST_SAVES:])
+                # Several threads may report saves.
+                with self._saves_lock:
+                    saves = [
+                        save
+                        for save in self._finished_saves
+                        if (save.folder, save.name) != (struct.folder, struct.name)
+                    ]
+                    self._finished_saves = tuple([*saves, struct][-_LAST_SAVES:])
             if before is not None:
                 before(struct)
 
@@ -243,18 +259,20 @@ class StatusHandler:
     # Details
 
     def _detail(self) -> RankDetail:
-        frames = [frame for frame in self._work.frames() if frame.file.startswith("Cell In[") or is_users(frame.file)]
+        frames = [
+            frame for frame in self._main_thread.frames() if frame.file.startswith("Cell In[") or is_users(frame.file)
+        ]
         stack = tuple(
             f"{frame.file}, line {frame.line}"
             + (f", in {frame.function}" if frame.function != "<module>" else "")
             + (f": {frame.source}" if frame.source else "")
             for frame in frames
         )
-        variables = list_variables(self._work.namespace(), self._work.hidden(), GilYield())
+        variables = list_variables(self._main_thread.namespace(), self._main_thread.hidden(), GilYield())
         return RankDetail(self._rank, stack, (), variables)
 
 
-LONGEST = 1.5
+STATISTIC_TIMEOUT = 1.5
 """Maximum seconds for a statistic."""
 _PIECE = {"cpu": 30_000, "cuda": 1 << 24}
 """Elements per piece and device type. torch splits work between threads from 32768 elements on."""
@@ -263,22 +281,26 @@ _PIECE = {"cpu": 30_000, "cuda": 1 << 24}
 def compute_statistic(rank: int, tensor: torch.Tensor) -> Statistic:
     """Compute minimum, mean and maximum of the local elements. Values that change meanwhile may be old or new.
 
-    Raises `BadRequest` for data without an order, and for more than can be read in `LONGEST` seconds.
+    Raises `InvalidArgument` for data without an order, and for more than can be read in `STATISTIC_TIMEOUT` seconds.
     """
     if tensor.is_complex() or tensor.is_quantized or tensor.layout is not torch.strided:
-        raise BadRequest(f"a tensor of {tensor.dtype}, {tensor.layout} has no minimum and maximum here")
+        raise InvalidArgument(f"cannot compute the minimum and maximum of a tensor of {tensor.dtype}, {tensor.layout}")
     if tensor.device.type == "meta":
-        raise BadRequest("the tensor is on the meta device and has no values")
+        raise InvalidArgument("the tensor is on the meta device and has no values")
+    # One pass: the mean is computed from the sum and the number of the finite values.
     began, read = time.monotonic(), 0
     low, high, total, finite, nans, infinities = float("inf"), float("-inf"), 0.0, 0, 0, 0
     with torch.no_grad():
+        # In pieces, so that the time limit can be checked, and no copy of the whole tensor is made.
         for piece in _pieces(tensor.detach(), _PIECE.get(tensor.device.type, 1 << 20)):
-            if time.monotonic() - began > LONGEST:
-                raise BadRequest(
-                    f"{tensor.numel():,} elements are too many to look at while the rank works: {read:,} of them took "
-                    f"{LONGEST} s"
+            if time.monotonic() - began > STATISTIC_TIMEOUT:
+                raise InvalidArgument(
+                    f"the tensor is too large for statistics: reading {read:,} of its {tensor.numel():,} elements took "
+                    f"{STATISTIC_TIMEOUT} s, the limit while the rank works"
                 )
+            # float64 is exact for integers up to 2**53. On CUDA it would be slow.
             values = piece.to(torch.float64) if tensor.device.type == "cpu" else piece.to(torch.float32)
+            # NaN and infinity are counted on their own. Minimum, mean and maximum of the other values are still useful.
             finite_values = values[values.isfinite()] if tensor.is_floating_point() else values
             if tensor.is_floating_point() and finite_values.numel() < values.numel():
                 nans += int(values.isnan().sum())
@@ -303,6 +325,7 @@ def _pieces(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
         for start in range(0, flat.numel(), most):
             yield flat[start : start + most]
     else:
+        # As many rows as fit into a piece. A single row that is still too large is split again, along the next axis.
         rows = max(1, most // (tensor.numel() // tensor.shape[0]))
         for start in range(0, tensor.shape[0], rows):
             block = tensor[start : start + rows]
@@ -312,11 +335,13 @@ def _pieces(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
 def measure_memory(device: torch.device, parameters: int, gradients: int, optimizer: int) -> MemoryUse | None:
     """Return the memory use in bytes, or None for a CUDA device that this rank has not initialized."""
     if device.type == "cuda":
+        # Asking for the memory would initialize CUDA on a rank that may not use it.
         if not torch.cuda.is_initialized():
             return None
         free, total = torch.cuda.mem_get_info(device)
         shared = 0
     else:
+        # A CPU rank has no memory of its own: what it could use is what it has plus what the machine has free.
         resident = psutil.Process().memory_info()
         free, shared = psutil.virtual_memory().available, getattr(resident, "shared", 0)
         total = free + resident.rss
@@ -362,7 +387,7 @@ class GradientCounter:
         self._bytes: dict[int, int] = {}
         self._stepped: set[int] = set()
         self._main = threading.main_thread().ident
-        self._elsewhere: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
+        self._other_threads: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         self._counted = threading.Event()
         self._waits_for_idle = False
         self._hook: object = None
@@ -375,8 +400,10 @@ class GradientCounter:
     def request(self, parameters: Iterable[weakref.ref[torch.Tensor]], *, timeout: float) -> None:
         """Request a count of the gradients of `parameters`, and wait up to `timeout` seconds for it."""
         self._hook = self._hook or register_optimizer_step_post_hook(self._after_step)
+        # By identity, because tensors compare by their elements. The weak references let parameters be freed meanwhile.
         pending = {id(tensor): parameter for parameter in parameters if (tensor := parameter()) is not None}
         self._bytes = {key: size for key, size in self._bytes.items() if key in pending}
+        # Cleared before the parameters are set, because the count may come at once.
         self._counted.clear()
         self._pending, self._stepped = pending, set()
         if pending and not self._waits_for_idle:
@@ -386,26 +413,28 @@ class GradientCounter:
             self._counted.wait(timeout)
 
     def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        # Inside a compiled step, this hook would be traced.
         if torch.compiler.is_compiling():
             return
         if (thread := threading.get_ident()) != self._main:
-            self._elsewhere[id(optimizer)] = weakref.ref(optimizer), thread
+            self._other_threads[id(optimizer)] = weakref.ref(optimizer), thread
         else:
-            self._elsewhere.pop(id(optimizer), None)
+            self._other_threads.pop(id(optimizer), None)
         if self._pending and id(optimizer) not in self._stepped:
             self._stepped.add(id(optimizer))
             self._count(tensor_introspection.parameters_of_optimizer(optimizer))
 
     def _when_idle(self) -> None:
         self._waits_for_idle = False
+        # A thread that has ended does not step any more. Its optimizers count as the main thread's again.
         alive = {thread.ident for thread in threading.enumerate()}
-        elsewhere = {
+        stepped_elsewhere = {
             id(parameter)
-            for reference, thread in tuple(self._elsewhere.values())
+            for reference, thread in tuple(self._other_threads.values())
             if thread in alive and (optimizer := reference()) is not None
             for parameter in tensor_introspection.parameters_of_optimizer(optimizer)
         }
-        tensors = [parameter() for key, parameter in tuple(self._pending.items()) if key not in elsewhere]
+        tensors = [parameter() for key, parameter in tuple(self._pending.items()) if key not in stepped_elsewhere]
         self._count([tensor for tensor in tensors if tensor is not None])
 
     def _count(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -413,6 +442,7 @@ class GradientCounter:
         with torch._C.DisableTorchFunctionSubclass():  # no user code
             for parameter in parameters:
                 if pending.pop(id(parameter), None) is not None:
+                    # A non-leaf tensor has no gradient, and torch warns when it is asked for one.
                     gradient = parameter.grad if parameter.is_leaf else None
                     sizes[id(parameter)] = 0 if gradient is None else tensor_introspection.nbytes(gradient)
         if not pending:
@@ -424,11 +454,11 @@ class Utilisation:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._silent = device.type != "cuda"
+        self._unavailable = device.type != "cuda"
 
-    def now(self) -> float | None:
+    def read(self) -> float | None:
         """Return a number from 0 to 1, or None."""
-        if self._silent or not torch.cuda.is_initialized():
+        if self._unavailable or not torch.cuda.is_initialized():
             return None
         try:
             return torch.cuda.utilization(self._device) / 100
@@ -437,5 +467,5 @@ class Utilisation:
             # classes of NVML's errors are in a module that only torch imports.
             if not (isinstance(error, ImportError | RuntimeError | OSError) or type(error).__module__ == "pynvml"):
                 raise
-            self._silent = True
+            self._unavailable = True
             return None

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.protocol.queries import Box, RankTensor, ShardsReply
 from rankbook.rank.inspect import object_discovery, tensor_introspection
 from rankbook.rank.inspect.tensor_introspection import GilYield, instance_dict, is_a
 
-_MOST = 200_000
+_MAX_TENSORS = 200_000
 """Maximum number of tensors per variable."""
 
 
@@ -28,51 +28,55 @@ class KeyedTensor:
     value: Any
 
 
-def resolve_variable(namespace: Mapping[str, object], name: str, breath: GilYield) -> object:
-    """Return the variable, or the object at a dotted name, without running properties. Raises `BadRequest`."""
+def resolve_variable(namespace: Mapping[str, object], name: str, gil_yield: GilYield) -> object:
+    """Return the variable, or the object at a dotted name, without running properties. Raises `InvalidArgument`."""
     if name in namespace:
         return namespace[name]
+    # A dotted name, such as `trainer.model` or `state.optim.0`, where 0 is a key.
     first, *rest = name.split(".")
     if first in namespace:
         value = namespace[first]
         for part in rest:
+            # Attributes and items, as they are stored. `getattr` could run a property.
             inside = {**instance_dict(value), **{str(key): below for key, below in tensor_introspection.items(value)}}
             inside.update(instance_dict(value).get("_modules", {}) if is_a(value, torch.nn.Module) else {})
             if part not in inside:
-                raise BadRequest(f"{first!r} on this rank has no {part!r}")
+                raise InvalidArgument(f"{first!r} has no attribute or item {part!r} on this rank")
             value = inside[part]
         return value
-    objects = object_discovery.discover_objects(namespace, breath)
+    # A name that a view shows, such as `prepared model 0`, is no variable.
+    objects = object_discovery.discover_objects(namespace, gil_yield)
     for kind in (objects.models, objects.optimizers):
         if name in kind:
             return kind[name]
-    raise BadRequest(f"there is no variable {name!r} on this rank")
+    raise InvalidArgument(f"variable {name!r} is not defined on this rank")
 
 
-def tensors_of(namespace: Mapping[str, object], name: str, breath: GilYield) -> tuple[str, list[KeyedTensor]]:
-    """Return the kind of the variable, as in `ShardMap`, and its tensors. Raises `BadRequest`."""
-    value = resolve_variable(namespace, name, breath)
+def tensors_of(namespace: Mapping[str, object], name: str, gil_yield: GilYield) -> tuple[str, list[KeyedTensor]]:
+    """Return the kind of the variable, as in `ShardMap`, and its tensors. Raises `InvalidArgument`."""
+    value = resolve_variable(namespace, name, gil_yield)
     if is_a(value, torch.nn.Module):
-        tree = list(tensor_introspection.modules_of(value, breath))  # type: ignore[arg-type]
+        tree = list(tensor_introspection.modules_of(value, gil_yield))  # type: ignore[arg-type]
         return "model", [
-            KeyedTensor(entry.name, entry.tensor) for entry in tensor_introspection.tensors_of_modules(tree, breath)
+            KeyedTensor(entry.name, entry.tensor) for entry in tensor_introspection.tensors_of_modules(tree, gil_yield)
         ]
     if is_a(value, torch.optim.Optimizer):
+        # The states of an optimizer are named by the parameters of the models that were found.
         names = {
             id(entry.tensor): entry.name
-            for tree in object_discovery.discover_objects(namespace, breath).trees.values()
-            for entry in tensor_introspection.tensors_of_modules(tree, breath)
+            for tree in object_discovery.discover_objects(namespace, gil_yield).trees.values()
+            for entry in tensor_introspection.tensors_of_modules(tree, gil_yield)
         }
-        states = tensor_introspection.tensors_of_optimizer(value, names, breath)  # type: ignore[arg-type]
+        states = tensor_introspection.tensors_of_optimizer(value, names, gil_yield)  # type: ignore[arg-type]
         return "optimizer", [KeyedTensor(state.name, state.tensor) for state in states]
     if is_a(value, torch.Tensor):
         return "DTensor" if tensor_introspection.is_dtensor(value) else "tensor", [KeyedTensor(name, value)]
     if _is_shard(value):
         return "ShardedTensor", [KeyedTensor(str(instance_dict(value).get("key", name)), value)]
     if is_a(value, dict):
-        return "state dict", list(_leaves(value, (), breath))
-    raise BadRequest(
-        f"{name!r} on this rank is a {type(value).__name__}, and no model, optimizer, state dict or tensor"
+        return "state dict", list(_leaves(value, (), gil_yield))
+    raise InvalidArgument(
+        f"expected a model, optimizer, state dict or tensor, but {name!r} is a {type(value).__name__} on this rank"
     )
 
 
@@ -81,8 +85,9 @@ def _is_shard(value: object) -> bool:
     return kind is not None and is_a(value, kind)
 
 
-def _leaves(value: object, path: tuple[str, ...], breath: GilYield) -> Iterator[KeyedTensor]:
-    breath()
+def _leaves(value: object, path: tuple[str, ...], gil_yield: GilYield) -> Iterator[KeyedTensor]:
+    gil_yield()
+    # A bound, because a dict may contain itself.
     if len(path) > 12:
         return
     if is_a(value, torch.Tensor):
@@ -92,22 +97,22 @@ def _leaves(value: object, path: tuple[str, ...], breath: GilYield) -> Iterator[
     elif is_a(value, dict):
         for key, item in tensor_introspection.items(value):
             if type(key) in {str, int}:
-                yield from _leaves(item, (*path, str(key)), breath)
+                yield from _leaves(item, (*path, str(key)), gil_yield)
     elif type(value) in {list, tuple}:
         for index, item in enumerate(tuple(value)):  # type: ignore[arg-type]
-            yield from _leaves(item, (*path, str(index)), breath)
+            yield from _leaves(item, (*path, str(index)), gil_yield)
 
 
-def find_tensor(namespace: Mapping[str, object], name: str, key: str, breath: GilYield) -> torch.Tensor:
-    """Return the local shard of one tensor of a variable. Raises `BadRequest`."""
-    _, tensors = tensors_of(namespace, name, breath)
+def find_tensor(namespace: Mapping[str, object], name: str, key: str, gil_yield: GilYield) -> torch.Tensor:
+    """Return the local shard of one tensor of a variable. Raises `InvalidArgument`."""
+    _, tensors = tensors_of(namespace, name, gil_yield)
     for tensor in tensors:
         if tensor.key == key:
             value = instance_dict(tensor.value).get("data") if _is_shard(tensor.value) else tensor.value
             if value is None:
-                raise BadRequest(f"{key!r} of {name!r} has no data on this rank")
+                raise InvalidArgument(f"{key!r} of {name!r} has no data on this rank")
             return tensor_introspection.local_shard(value)
-    raise BadRequest(f"{name!r} has no tensor {key!r} on this rank")
+    raise InvalidArgument(f"{name!r} has no tensor {key!r} on this rank")
 
 
 @dataclass
@@ -116,21 +121,28 @@ class _Grids:
 
     rank: int
     others: bool
+    # Example: a linear layer of (8, 4) and its bias of (8,), sharded along dim 0 over two ranks:
+    #
+    #     grids[0] = (Box(0, (0, 0), (4, 4)), Box(1, (4, 0), (4, 4)))
+    #     grids[1] = (Box(0, (0,), (4,)), Box(1, (4,), (4,)))
+    #
+    # Further layers of the same shape refer to the same two grids. Without `others`, a grid has this rank's box only.
     grids: list[tuple[Box, ...]] = field(default_factory=list)
     numbers: dict[Any, int] = field(default_factory=dict)
 
     def of_dtensor(self, tensor: torch.Tensor) -> int:
         spec = tensor_introspection.spec_of(tensor)
         shape = tensor_introspection.shape_of(tensor)
+        # Most parameters of a model have one of a few shapes and placements.
         key = (shape, id(spec.mesh), tuple(spec.placements))
         if key not in self.numbers:
-            self.numbers[key] = self._add(tuple(self._cut(shape, spec.mesh, spec.placements)))
+            self.numbers[key] = self._add(tuple(self._partition(shape, spec.mesh, spec.placements)))
         return self.numbers[key]
 
-    def whole(self, shape: tuple[int, ...]) -> int:
-        return self.box(Box(self.rank, (0,) * len(shape), shape))
+    def of_unsharded(self, shape: tuple[int, ...]) -> int:
+        return self.of_box(Box(self.rank, (0,) * len(shape), shape))
 
-    def box(self, box: Box) -> int:
+    def of_box(self, box: Box) -> int:
         if box not in self.numbers:
             self.numbers[box] = self._add((box,))
         return self.numbers[box]
@@ -139,13 +151,14 @@ class _Grids:
         self.grids.append(boxes)
         return len(self.grids) - 1
 
-    def _cut(self, shape: tuple[int, ...], mesh: Any, placements: Any) -> Iterator[Box]:  # noqa: ANN401 - torch's
-        """Yield the box of every rank in the mesh. Raises `BadRequest` for a placement without a box."""
+    def _partition(self, shape: tuple[int, ...], mesh: Any, placements: Any) -> Iterator[Box]:  # noqa: ANN401 - torch's
+        """Yield the box of every rank in the mesh. Raises `InvalidArgument` for a placement without a box."""
         sizes = tuple(int(extent) for extent in mesh.mesh.shape)
         for number, rank in enumerate(mesh.mesh.flatten().tolist()):
             if not self.others and rank != self.rank:
                 continue
             coordinate: list[int] = []
+            # The mesh is flattened in C order, so the coordinate follows from the number.
             remainder = number
             for size in reversed(sizes):
                 coordinate.insert(0, remainder % size)
@@ -154,6 +167,7 @@ class _Grids:
 
 
 def _box(rank: int, shape: tuple[int, ...], axes: list[tuple[Any, int, int]]) -> Box:
+    # Imported here, because a rank that shows no shards need not have loaded the checkpoint package.
     from rankbook.checkpoint.state_dict import layout
 
     cuts: dict[int, list[tuple[int, int, int]]] = {}
@@ -162,37 +176,38 @@ def _box(rank: int, shape: tuple[int, ...], axes: list[tuple[Any, int, int]]) ->
             continue
         dim = getattr(placement, "dim", None)
         if dim is None or placement.is_partial():
-            raise BadRequest(f"it has the placement {placement}: no rank holds its values yet")
+            raise InvalidArgument(f"unsupported placement {placement}: no rank holds its values yet")
+        # Several mesh axes may divide one dimension, one after the other.
         cuts.setdefault(dim % len(shape), []).append((int(getattr(placement, "split_factor", 1)), size, at))
     offset, local = [0] * len(shape), list(shape)
     for dim, steps in cuts.items():
-        run = layout.run_of_cuts(shape[dim], steps)
+        run = layout.cut_range(shape[dim], steps)
         if run is None:
-            raise BadRequest(f"what rank {rank} holds of its dim {dim} does not lie together")
+            raise InvalidArgument(f"the shard of rank {rank} is not contiguous in dim {dim}")
         offset[dim], local[dim] = run
     return Box(rank, tuple(offset), tuple(local))
 
 
 def shard_reply(
-    token: int, namespace: Mapping[str, object], name: str, rank: int, breath: GilYield, *, others: bool
+    token: int, namespace: Mapping[str, object], name: str, rank: int, gil_yield: GilYield, *, others: bool
 ) -> ShardsReply:
-    """Return the answer. Raises `BadRequest` if the variable does not exist or has no tensors."""
-    kind, tensors = tensors_of(namespace, name, breath)
+    """Return the answer. Raises `InvalidArgument` if the variable does not exist or has no tensors."""
+    kind, tensors = tensors_of(namespace, name, gil_yield)
     grids, rank_tensors, trouble = _Grids(rank, others), list[RankTensor](), list[str]()
-    for tensor in tensors[:_MOST]:
-        breath()
+    for tensor in tensors[:_MAX_TENSORS]:
+        gil_yield()
         try:
-            rank_tensors.append(_tell(tensor, grids))
-        except BadRequest as error:
+            rank_tensors.append(_rank_tensor(tensor, grids))
+        except InvalidArgument as error:
             trouble.append(f"{tensor.key}: {error}")
-    if len(tensors) > _MOST:
-        trouble.append(f"{len(tensors) - _MOST} of {len(tensors)} tensors are left out")
+    if len(tensors) > _MAX_TENSORS:
+        trouble.append(f"{len(tensors) - _MAX_TENSORS} of {len(tensors)} tensors are left out")
     if not tensors:
-        trouble.append("it holds no tensors yet")
+        trouble.append("no tensors yet")
     return ShardsReply(token, kind, tuple(rank_tensors), tuple(grids.grids), "; ".join(trouble[:5]))
 
 
-def _tell(named: KeyedTensor, grids: _Grids) -> RankTensor:
+def _rank_tensor(named: KeyedTensor, grids: _Grids) -> RankTensor:
     value = named.value
     if _is_shard(value):
         has = instance_dict(value)
@@ -206,10 +221,10 @@ def _tell(named: KeyedTensor, grids: _Grids) -> RankTensor:
             dtype.itemsize,
             device,
             tuple(has["global_shape"]),
-            grids.box(box),
+            grids.of_box(box),
         )
     shape = tensor_introspection.shape_of(value)
-    grid = grids.of_dtensor(value) if tensor_introspection.is_dtensor(value) else grids.whole(shape)
+    grid = grids.of_dtensor(value) if tensor_introspection.is_dtensor(value) else grids.of_unsharded(shape)
     with torch._C.DisableTorchFunctionSubclass():
         itemsize = tensor_introspection.local_shard(value).element_size()
     return RankTensor(
@@ -219,6 +234,8 @@ def _tell(named: KeyedTensor, grids: _Grids) -> RankTensor:
 
 def _number(replica: object) -> int:
     """Return the replica number, or -1 for a secondary replica with several axes, to be numbered with its peers."""
+    # Megatron-Core allows an int or a tuple of ints with one entry per mesh axis. A tuple of zeros is the main replica;
+    # what other tuples mean is known only by comparison with those of all ranks.
     if type(replica) is int:
         return replica
     return -1 if type(replica) is not tuple or any(replica) else 0

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-_STRETCH = 0.0003
+_WORK_SECONDS = 0.0003
 """Seconds of work after which the GIL is released for the main thread."""
-_PAUSE = 0.0005
+# Seconds of a pause: a scan then has the GIL for about 0.3 ms of every 0.8 ms.
+_YIELD_SECONDS = 0.0005
 _never = threading.Event()
 
 
@@ -29,8 +30,9 @@ class GilYield:
 
     def __call__(self) -> None:
         """Release the GIL if it is time to."""
-        if time.perf_counter() - self._began > _STRETCH:
-            _never.wait(_PAUSE)
+        # CPython hands the GIL over only every 5 ms if another thread asks for it. Waiting gives it up at once.
+        if time.perf_counter() - self._began > _WORK_SECONDS:
+            _never.wait(_YIELD_SECONDS)
             self._began = time.perf_counter()
 
 
@@ -51,6 +53,7 @@ def is_a(value: object, kind: type) -> bool:
 def instance_dict(value: object) -> dict[str, Any]:
     """Return the instance's `__dict__` without running properties."""
     try:
+        # The method of `object` itself, because the user's class may define `__getattribute__`.
         attributes = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return {}
@@ -61,6 +64,7 @@ def items(mapping: object) -> list[tuple[Any, Any]]:
     """Return the items of a dict that another thread may be changing; empty for any other object."""
     if not is_a(mapping, dict):
         return []
+    # A dict that changes all the time is left out of the look.
     for _ in range(5):
         try:
             return list(dict.items(mapping))  # type: ignore[arg-type]
@@ -75,6 +79,8 @@ def loaded_class(module: str, name: str) -> type | None:
     return kind if is_a(kind, type) else None
 
 
+# Classes are looked up among the modules that are loaded. Importing torch.distributed.tensor takes a second, which a
+# rank that uses none must not pay for being watched.
 def is_dtensor(tensor: object) -> bool:
     """Return True for a DTensor."""
     kind = loaded_class("torch.distributed.tensor", "DTensor")
@@ -94,6 +100,7 @@ def spec_of(tensor: torch.Tensor) -> Any:  # noqa: ANN401 - torch's, which is pr
 def nbytes(tensor: torch.Tensor) -> int:
     """Return the bytes of the local shard."""
     shard = local_shard(tensor)
+    # Inside, torch calls no `__torch_function__` of a subclass, which is user code.
     with torch._C.DisableTorchFunctionSubclass():
         return shard.numel() * shard.element_size()
 
@@ -124,6 +131,7 @@ def device_of(tensor: torch.Tensor) -> str:
 
 def children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return the child modules. The name of a module inside a wrapper is empty."""
+    # Names without wrappers, so that `model.fc.weight` has the same name before and after `prepare`.
     transparent = _wrapped_name(module)
     return [
         ("" if name == transparent else str(name), child)
@@ -153,27 +161,29 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def modules_of(model: torch.nn.Module, breath: GilYield) -> Iterator[tuple[str, torch.nn.Module]]:
+def modules_of(model: torch.nn.Module, gil_yield: GilYield) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the model and all its submodules without duplicates, with the prefixes of their tensors' names."""
     seen = {id(model)}
     waiting = [("", model)]
     while waiting:
         prefix, module = waiting.pop()
         yield prefix, module
-        breath()
+        gil_yield()
         below = [(f"{prefix}{name}." if name else prefix, child) for name, child in children(module)]
+        # A stack, so that the children come off in their order.
         for name, child in reversed(below):
             if id(child) not in seen:
                 seen.add(id(child))
                 waiting.append((name, child))
 
 
-def tensors_of_modules(modules: list[tuple[str, torch.nn.Module]], breath: GilYield) -> list[NamedTensor]:
+def tensors_of_modules(modules: list[tuple[str, torch.nn.Module]], gil_yield: GilYield) -> list[NamedTensor]:
     """Return the parameters and buffers without duplicates. For FSDP2 these are the shards, even while unsharded."""
     tensors: dict[int, NamedTensor] = {}
-    shards = _kept_by_fsdp([module for _, module in modules])
+    # By identity: of tied parameters the first name counts, as in `named_parameters`.
+    shards = _fsdp_shards([module for _, module in modules])
     for prefix, module in modules:
-        breath()
+        gil_yield()
         for kind in ("parameter", "buffer"):
             for name, tensor in items(instance_dict(module).get(f"_{kind}s")):
                 shard = shards.get((id(module), name), tensor)
@@ -188,7 +198,7 @@ def is_fsdp(module: torch.nn.Module) -> bool:
     return kind is not None and is_a(module, kind)
 
 
-def _kept_by_fsdp(modules: list[torch.nn.Module]) -> Mapping[tuple[int, str], torch.Tensor]:
+def _fsdp_shards(modules: list[torch.nn.Module]) -> Mapping[tuple[int, str], torch.Tensor]:
     """Return the shards of all parameters that FSDP2 manages, by module id and name.
 
     While a module is unsharded, its attributes hold the gathered parameters instead.
@@ -197,6 +207,7 @@ def _kept_by_fsdp(modules: list[torch.nn.Module]) -> Mapping[tuple[int, str], to
         sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state"), "_get_module_fsdp_state", None
     )
     shards: dict[tuple[int, str], torch.Tensor] = {}
+    # No cell has imported FSDP, so no model is sharded.
     if state_of is None:
         return shards
     for module in modules:
@@ -216,6 +227,7 @@ def _kept_by_fsdp(modules: list[torch.nn.Module]) -> Mapping[tuple[int, str], to
 
 def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the innermost of nested optimizers, which has the state."""
+    # A bound, because an optimizer may contain itself.
     for _ in range(4):
         inner = instance_dict(optimizer).get("optimizer")
         if inner is None or not is_a(inner, torch.optim.Optimizer):
@@ -234,13 +246,13 @@ def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> list[torch.Tens
 
 
 def tensors_of_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], breath: GilYield
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], gil_yield: GilYield
 ) -> list[NamedTensor]:
     """Return the state tensors without duplicates. `names` maps ids of parameters to names."""
     tensors: dict[int, NamedTensor] = {}
     numbers = {id(tensor): number for number, tensor in enumerate(parameters_of_optimizer(optimizer))}
     for parameter, state in items(instance_dict(bare_optimizer(optimizer)).get("state")):
-        breath()
+        gil_yield()
         of = names.get(id(parameter), numbers.get(id(parameter), "?"))
         for name, value in items(state):
             if is_a(value, torch.Tensor):
@@ -254,10 +266,12 @@ def steps_of_optimizer(optimizer: torch.optim.Optimizer) -> int | None:
     if type(counted) is int:  # the wrapper of a prepared optimizer counts
         return counted
     try:
+        # Any parameter's counter does: all are stepped together.
         _, state = next(iter(dict.items(instance_dict(bare_optimizer(optimizer)).get("state", {}))))
         step: Any = dict.get(state, "step")
     except (StopIteration, RuntimeError, TypeError):  # no state yet, or changed by another thread
         return None
+    # A counter on the device would have to be copied, which waits for the queued kernels.
     if is_a(step, torch.Tensor) and device_of(step) == "cpu" and numel(step) == 1 and not is_dtensor(step):
         with torch._C.DisableTorchFunctionSubclass():
             return int(step.item())

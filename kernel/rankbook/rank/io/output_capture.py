@@ -5,8 +5,8 @@ anything else is sent (a display, the end of a cell), the pipes are drained unde
 drain the pipes whenever output switches between them, so that stdout and stderr stay in order as well
 (`TurnTakingStream`).
 
-A rank may send `SHOWN` bytes per cell; the rest goes to a log file (`_Quota`). `RateLimit` slows the reading of the
-pipes, and so the program that prints, to what the front end accepts. `print_in_one_write` replaces `print`.
+A rank may send `MAX_CELL_BYTES` bytes per cell; the rest goes to a log file (`_Quota`). `RateLimit` slows the reading
+of the pipes, and so the program that prints, to what the front end accepts. `print_in_one_write` replaces `print`.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from rankbook.protocol.base import StreamName
 from rankbook.protocol.messages import Text, TextCut
 from rankbook.rank import os_utils
 from rankbook.transport.output_journal import OutputJournal
 
-PACE_STEP = 0.05
+RATE_LIMIT_STEP = 0.05
 """Seconds between two checks whether the rate limit allows more output."""
 _WINDOW = 3.2
 """Seconds over which Jupyter's server measures the rate, with a margin."""
-StreamName = Literal["stdout", "stderr"]
 
-SHOWN = 4 << 20
+MAX_CELL_BYTES = 4 << 20
 """Bytes that one rank may send per cell; further output goes to the cell's log."""
 _PRIVATE = partial(os.open, mode=0o600)
-TAIL = 8 << 10
+TAIL_BYTES = 8 << 10
 """Bytes at the end of a flood that are shown in any case."""
 
 
 class Redirect(Protocol):
     """Interface of a target that receives text instead of the cell, such as an Output widget."""
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: StreamName, data: bytes) -> None:
         """Write bytes of the stream `name`."""
 
 
@@ -55,7 +55,7 @@ class OutputCapture:
 
     `outputs` are the read and write ends of the pipes (stdout read, stdout write, stderr read, stderr write). `send`
     sends a message to the notebook, and `shield` holds interrupts back meanwhile. `logs` is the folder for log files,
-    `pace` the rate limit, and `words` the path of the `OutputJournal`.
+    `rate_limit` the rate limit, and `journal` the path of the `OutputJournal`.
     """
 
     def __init__(
@@ -65,15 +65,17 @@ class OutputCapture:
         shield: Callable[[], contextlib.AbstractContextManager[None]],
         logs: Path,
         rank: int,
-        pace: RateLimit | None = None,
-        words: Path | None = None,
+        rate_limit: RateLimit | None = None,
+        journal: Path | None = None,
     ) -> None:
         out_read, out_write, err_read, err_write = outputs
+        # Descriptors 1 and 2 are what C++ code, subprocesses and `os.write` use, whatever Python's `sys.stdout` is.
         os.dup2(out_write, 1)
         os.dup2(err_write, 2)
         os.close(out_write)
         os.close(err_write)
         self.files = (out_read, err_read)
+        # `poll`, since `select` fails for descriptors above 1023, which a rank with many workers may reach.
         self._poll = select.poll()
         for descriptor in self.files:
             self._poll.register(descriptor, select.POLLIN)
@@ -82,15 +84,16 @@ class OutputCapture:
         self._shield = shield
         self._logs = logs
         self._rank = rank
-        self._pace = pace or RateLimit(rate=None, burst=0)
-        self._words = OutputJournal(words)
-        self._elapsed = threading.Event()
+        self._rate_limit = rate_limit or RateLimit(rate=None, burst=0)
+        self._journal = OutputJournal(journal)
+        self._never = threading.Event()
+        # Reentrant: `_send_in_order` of the executor holds it while it calls `drain`.
         self.lock = threading.RLock()
         self._quota = _Quota(0, logs, f"before-the-first-cell-rank-{rank}.log")
         self.forked = False
         self._main = threading.get_ident()
-        self._here: list[Redirect] = []
-        self.elsewhere: dict[int, list[Redirect]] = {}
+        self._redirects: list[Redirect] = []
+        self.thread_redirects: dict[int, list[Redirect]] = {}
         self._streams = (TurnTakingStream(1, self), TurnTakingStream(2, self))
         sys.stdout, sys.stderr = self._streams
         builtins.print = print_in_one_write
@@ -99,44 +102,49 @@ class OutputCapture:
     def _become_child(self) -> None:
         """Stop capturing in a forked child, such as a DataLoader worker: the rank reads the pipes."""
         self.forked = True
-        self.elsewhere.clear()  # the capturing widgets belong to the rank
+        self.thread_redirects.clear()  # the capturing widgets belong to the rank
 
     def begin(self, cell: int) -> None:
         """Attribute the output from now on to `cell`."""
-        self._flush_own()
+        # Python's buffers first, then the pipes, then the new quota: what was printed before belongs to the old cell.
+        self._flush_streams()
         with self.lock:
             self.drain()
             for message in self._quota.close():  # output of a thread after the end of its cell
                 self._send(message)
             self._quota = _Quota(cell, self._logs, f"cell-{cell}-rank-{self._rank}.log")
 
-    def divert(self, place: Redirect) -> None:
-        """Redirect this thread's output to `place`; on the main thread, all output of the process."""
+    def redirect(self, target: Redirect) -> None:
+        """Redirect this thread's output to `target`; on the main thread, all output of the process."""
+        # Descriptors 1 and 2 exist once per process, so only the main thread can redirect the pipes. Other threads
+        # redirect what they write by Python's streams.
         if threading.get_ident() != self._main:
-            self.elsewhere.setdefault(threading.get_ident(), []).append(place)
+            self.thread_redirects.setdefault(threading.get_ident(), []).append(target)
             return
         self.flush()
         with self.lock:
             self.drain()
-            self._here.append(place)
+            self._redirects.append(target)
 
-    def diverted(self) -> Redirect | None:
+    def current_redirect(self) -> Redirect | None:
         """Return the current redirect of this thread, or None."""
-        redirects = self._here if threading.get_ident() == self._main else self.elsewhere.get(threading.get_ident())
+        redirects = (
+            self._redirects if threading.get_ident() == self._main else self.thread_redirects.get(threading.get_ident())
+        )
         return redirects[-1] if redirects and not self.forked else None
 
-    def end_diversion(self) -> None:
+    def end_redirect(self) -> None:
         """End the innermost redirect of this thread."""
         if threading.get_ident() != self._main:
-            redirects = self.elsewhere[threading.get_ident()]
+            redirects = self.thread_redirects[threading.get_ident()]
             redirects.pop()
             if not redirects:
-                del self.elsewhere[threading.get_ident()]
+                del self.thread_redirects[threading.get_ident()]
             return
         self.flush()
         with self.lock:
             self.drain()
-            self._here.pop()
+            self._redirects.pop()
 
     def flush(self) -> None:
         """Flush Python's buffers into the pipes, also of streams that user code has put in place of sys.stdout.
@@ -144,6 +152,7 @@ class OutputCapture:
         The same holds for sys.stderr. Their `flush` is user code, so only the main thread calls this, while a cell
         runs. Raises KeyboardInterrupt.
         """
+        # The two streams of this class are flushed below, without calling code that a user may have attached.
         for stream in (sys.stdout, sys.stderr):
             if stream is not self._streams[0] and stream is not self._streams[1]:
                 try:
@@ -152,9 +161,9 @@ class OutputCapture:
                     raise
                 except BaseException:  # noqa: BLE001, S110 - a stream without flush, closed, or one that raises
                     pass
-        self._flush_own()
+        self._flush_streams()
 
-    def _flush_own(self) -> None:
+    def _flush_streams(self) -> None:
         for stream in self._streams:
             with contextlib.suppress(Exception):  # user code has closed it
                 TurnTakingStream.flush(stream)
@@ -163,61 +172,67 @@ class OutputCapture:
         """Send the content of the pipes. Any thread."""
         if self.forked:
             return
+        # The shield first: an interrupt between the two would leave the lock held, or a message half sent.
         with self._shield(), self.lock:
-            self._take(SHOWN)
+            self._send_pipes(MAX_CELL_BYTES)
 
     def drain_if_room(self) -> None:
         """Send the content of the pipes unless the rate limit is exhausted. Any thread."""
         if self.forked:
             return
         with self._shield(), self.lock:
-            if self._pace.room() != 0:
-                self._take(SHOWN)
+            if self._rate_limit.room() != 0:
+                self._send_pipes(MAX_CELL_BYTES)
 
-    def tell(self, text: str) -> None:
+    def send_stderr(self, text: str) -> None:
         """Send `text` as if it came from stderr, without the pipe. Any thread."""
         with self._shield(), self.lock:
             for message in self._quota.admit("stderr", text.encode(errors="replace")):
                 self._send(message)
 
-    def _take(self, most: int) -> bool:
+    def _send_pipes(self, most: int) -> bool:
         """Send up to `most` bytes of every pipe. Return True if there may be more."""
         ready = {file for file, _ in self._poll.poll(0)}  # one system call instead of two reads of empty pipes
         more = False
         for descriptor, name in zip(self.files, self._names, strict=True):
             data = self._read(descriptor, name, most) if descriptor in ready else b""
             more = more or len(data) >= most
-            if data and self._here:
-                self._here[-1].write(name, data)
+            if data and self._redirects:
+                self._redirects[-1].write(name, data)
             elif data:
-                self._pace.spend(len(data))
+                # Redirected text does not count: it reaches the page as a widget's state.
+                self._rate_limit.spend(len(data))
                 for message in self._quota.admit(name, data):
                     self._send(message)
+                # What goes to the log file only must not be recovered from the journal after a crash.
                 if not self._quota.open:
-                    self._words.end()
+                    self._journal.end()
         return more
 
     def _read(self, descriptor: int, name: StreamName, most: int) -> bytes:
-        data = self._words.take(descriptor, name, self._quota.cell, most) if self._quota.open and most else None
+        data = self._journal.transfer(descriptor, name, self._quota.cell, most) if self._quota.open and most else None
         return os_utils.read_available(descriptor, most=most) if data is None else data
 
-    def drain_at_pace(self) -> float:
+    def drain_within_limit(self) -> float:
         """Send as much as the rate limit allows. Return the seconds to wait for more, or 0 if the pipes are empty."""
         with self.lock:
-            room = self._pace.room() if self._quota.open else None
+            # With the quota used up, the text goes to a file, which is not limited.
+            room = self._rate_limit.room() if self._quota.open else None
             if room is not None:
-                return PACE_STEP if self._take(room) else 0.0
+                return RATE_LIMIT_STEP if self._send_pipes(room) else 0.0
         self.drain()
         return 0.0
 
     def end(self) -> None:
         """Send the remaining output of the cell, and the notice about output that was cut."""
-        self._flush_own()
-        while self._pace.rate is not None and self.drain_at_pace():
-            self._elapsed.wait(PACE_STEP)
+        self._flush_streams()
+        # The end of the cell waits until its output has left at the allowed rate, because the front end would drop the
+        # excess.
+        while self._rate_limit.rate is not None and self.drain_within_limit():
+            self._never.wait(RATE_LIMIT_STEP)
         with self.lock:
             self.drain()
-            self._here.clear()  # a redirect ends with its cell
+            self._redirects.clear()  # a redirect ends with its cell
             for message in self._quota.close():
                 self._send(message)
 
@@ -234,7 +249,8 @@ class RateLimit:
         self.rate = rate
         self._burst = burst
         self._window = burst if window is None else window
-        self._went: deque[tuple[float, int]] = deque()
+        # Time and size of what was sent within the window, and their sum, so that `room` need not add them up.
+        self._sends: deque[tuple[float, int]] = deque()
         self._recent = 0
         self._room = float(burst)
         self._last = time.monotonic()
@@ -247,17 +263,17 @@ class RateLimit:
         now = time.monotonic()
         self._room = min(self._burst, self._room + (now - self._last) * self.rate)
         self._last = now
-        if not self._went:
+        if not self._sends:
             self._recent = 0
-        while self._went and now - self._went[0][0] > _WINDOW:
-            self._recent -= self._went.popleft()[1]
+        while self._sends and now - self._sends[0][0] > _WINDOW:
+            self._recent -= self._sends.popleft()[1]
         return max(0, min(int(self._room), self._window - self._recent))
 
     def spend(self, size: int) -> None:
         """Record that `size` bytes were sent. An excess is subtracted from future room."""
         self._room -= size
         if self.rate is not None:
-            self._went.append((time.monotonic(), size))
+            self._sends.append((time.monotonic(), size))
             self._recent += size
 
 
@@ -270,10 +286,12 @@ class _Quota:
         self._name = name
         self._path: Path | None = None
         self._sent: list[bytes] | None = []
-        self._room = SHOWN
+        self._room = MAX_CELL_BYTES
         self._log: io.FileIO | None = None
         self._cut_bytes = 0
         self._cut_lines = 0
+        # A flood of 100 MB on stdout shows: the first 4 MiB, a line that names the log file, and at the end of the cell
+        # a line with what was cut (`TextCut`) and the last 8 KiB. The log file has all of it.
         self._tail: deque[tuple[StreamName, bytes]] = deque()
         self._tail_size = 0
 
@@ -285,7 +303,8 @@ class _Quota:
     def admit(self, name: StreamName, data: bytes) -> list[Text | TextCut]:
         if self._sent is not None:
             # Within the quota, send the text and keep a copy for the log. The piece that exceeds the quota is cut at
-            # the end of a line; from then on everything goes to the log, and the last `TAIL` bytes are kept in memory.
+            # the end of a line; from then on everything goes to the log, and the last `TAIL_BYTES` bytes are kept in
+            # memory.
             if len(data) <= self._room:
                 self._room -= len(data)
                 self._sent.append(data)
@@ -302,9 +321,10 @@ class _Quota:
         self._write(data)
         self._cut_bytes += len(data)
         self._cut_lines += data.count(b"\n")
-        self._tail.append((name, data[-TAIL:]))
+        self._tail.append((name, data[-TAIL_BYTES:]))
         self._tail_size += len(self._tail[-1][1])
-        while self._tail_size - len(self._tail[0][1]) >= TAIL:
+        # Whole pieces are dropped, as long as the rest has `TAIL_BYTES` bytes.
+        while self._tail_size - len(self._tail[0][1]) >= TAIL_BYTES:
             self._tail_size -= len(self._tail.popleft()[1])
         return []
 
@@ -313,16 +333,19 @@ class _Quota:
             return []
         last: list[Text] = []
         kept = 0
+        # From the end backwards, until enough bytes are together.
         for name, data in reversed(self._tail):
-            piece = data[-(TAIL - kept) :] if kept < TAIL else b""
+            piece = data[-(TAIL_BYTES - kept) :] if kept < TAIL_BYTES else b""
             kept += len(piece)
             last.insert(0, Text(cell=self.cell, stream=name, data=piece))
+        # The first line is incomplete, and is left out.
         if self._cut_bytes > kept and last:
             first = last[0]
             last[0] = Text(cell=first.cell, stream=first.stream, data=first.data[first.data.find(b"\n") + 1 :])
         shown = sum(len(text.data) for text in last)
         lines = self._cut_lines - sum(text.data.count(b"\n") for text in last)
-        cut = TextCut(cell=self.cell, lines=lines, size=self._cut_bytes - shown, log=self._where())
+        cut = TextCut(cell=self.cell, lines=lines, size=self._cut_bytes - shown, log=self._describe_log())
+        # A thread may print more after this, which then gets a notice of its own.
         self._cut_bytes = self._cut_lines = self._tail_size = 0
         self._tail.clear()
         if self._log is not None:
@@ -337,11 +360,11 @@ class _Quota:
             self._log = io.FileIO(self._path, "w", opener=_PRIVATE)
         except OSError as error:
             self._path = None
-            note = f"too much output to show; the rest is not kept: no log, {error}\n"
+            note = f"too much output to show; the rest is discarded, because no log file can be written: {error}\n"
         else:
             for data in self._sent:
                 self._write(data)
-            note = f"too much output to show; all of it goes to {self._path}\n"
+            note = f"too much output to show; the complete output is written to {self._path}\n"
         self._sent = None
         return note
 
@@ -349,22 +372,23 @@ class _Quota:
         if self._log is None or self._log.closed:
             if self._path is None or self._log is None:
                 return
+            # The log was closed at the end of the cell, and a thread prints again.
             self._log = io.FileIO(self._path, "a", opener=_PRIVATE)
         view = memoryview(data)
         try:
             while view:
                 view = view[self._log.write(view) or 0 :]
-        except OSError:  # the disk is full: the log stays, and `_where` reports that it is incomplete
+        except OSError:  # the disk is full: the log stays, and `_describe_log` reports that it is incomplete
             self._log.close()
             self._log = None
 
-    def _where(self) -> str:
+    def _describe_log(self) -> str:
         if self._path is None:
             return "(no log could be written)"
-        return str(self._path) if self._log is not None else f"{self._path} (cut short: the disk is full)"
+        return str(self._path) if self._log is not None else f"{self._path} (truncated: the disk is full)"
 
 
-_DRAIN_PACE = 0.005
+_DRAIN_INTERVAL = 0.005
 """Seconds between two drains during a flood on stderr: no child process starts and prints sooner."""
 
 
@@ -378,6 +402,7 @@ class TurnTakingStream(io.TextIOWrapper):
     _last: TurnTakingStream | None = None
 
     def __init__(self, descriptor: int, capture: OutputCapture) -> None:
+        # `closefd=False`: closing `sys.stdout`, as some programs do, must not close the descriptor.
         raw = io.FileIO(descriptor, "w", closefd=False)
         super().__init__(
             io.BufferedWriter(raw, 1 << 16), encoding="utf-8", errors="backslashreplace", line_buffering=True
@@ -388,9 +413,10 @@ class TurnTakingStream(io.TextIOWrapper):
 
     def write(self, text: str, /) -> int:
         """Write `text`, after sending the earlier text of the other stream."""
-        if self._capture.elsewhere and (redirects := self._capture.elsewhere.get(threading.get_ident())):
+        if self._capture.thread_redirects and (redirects := self._capture.thread_redirects.get(threading.get_ident())):
             redirects[-1].write("stderr" if self._drains else "stdout", text.encode(errors="backslashreplace"))
             return len(text)
+        # A class attribute: there is one order for both streams.
         last = TurnTakingStream._last
         if last is not self:
             TurnTakingStream._last = self
@@ -403,7 +429,7 @@ class TurnTakingStream(io.TextIOWrapper):
             self.flush()  # shows a partial line at once, and keeps it if the next statement kills the process
         if self._drains and time.monotonic() > self._due:  # else a child's stdout, which is read first, overtakes it
             self._capture.drain_if_room()
-            self._due = time.monotonic() + _DRAIN_PACE
+            self._due = time.monotonic() + _DRAIN_INTERVAL
         return written
 
 
@@ -420,6 +446,7 @@ def print_in_one_write(
 ) -> None:
     """Print as the builtin does, with one write for the whole text: every write is a system call."""
     stream = sys.stdout if file is None else file
+    # Exactly this type, since a subclass or another object may define `write` in its own way.
     if type(stream) is not TurnTakingStream:
         _print(*values, sep=sep, end=end, file=file, flush=flush)
     else:

@@ -11,6 +11,9 @@ of two ways:
    established, but nothing is read from them. Connections whose other end belongs to this user are freed of the filter,
    and TCP retransmits the payload 0.2 s later; the others are shut down. So gloo never reads a byte of another user.
 
+Every attempt has a time limit, and all ranks try again after an attempt that has failed on one of them: a thread of
+gloo may have ended, or a queue of connections have been full.
+
 From then on the listener drops every segment, so that no other user can exhaust the rank's descriptors. Where the
 system has no socket filters and does not report the owner of a connection (macOS), nothing is checked.
 
@@ -38,45 +41,74 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 
-_OPEN_TIMEOUT = timedelta(seconds=2)
-"""Time for the ranks to connect in the open way, which is ample unless another user interferes."""
-_LOOK_AGAIN = 0.002
-_FRESH_LISTENERS = 100
+_ATTEMPT_TIMEOUTS = 2.0, 5.0, 10.0, 20.0
+"""Seconds for the ranks to connect, in each attempt. The first one is ample unless another user interferes."""
+_POLL_INTERVAL = 0.002
+_MAX_LISTENERS = 100
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER, which Python has no names for
 _DROP_ALL, _CUT_PAYLOAD = 0, 1
 """Number of bytes of a segment that a filter lets pass, not counting the headers that belong to them (socket(7))."""
-_DISTRUSTED = "distrusted"
+_FAILED = "failed"
+_lost_thread = threading.Event()
+"""Set once a thread of gloo has called std::terminate(), as it may after a message of another user."""
+_abandoned: list[object] = []
+"""Devices of failed attempts, kept if a thread was lost: their destructor waits for the thread and holds the GIL."""
 
 
 def make_gloo(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, wait: Callable[[dist.Store, list[str]], None]
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    wait: Callable[[dist.Store, list[str]], None],
+    given_up: threading.Event,
 ) -> Any:  # noqa: ANN401 - torch has no type for it
-    """Return a `ProcessGroupGloo` whose peers are ranks of this user. `wait` waits for keys of a store.
+    """Return a `ProcessGroupGloo` whose peers are ranks of this user.
 
-    Tries the open way first. A rank that has seen another user, or could not connect, sets the key `distrusted`. Then
-    all ranks write that their attempt has ended, and wait for one another: so all of them read the same verdict, and
-    take the guarded way together.
+    The first attempt is open, the others are guarded. A rank that could not connect, or has seen another user in the
+    open way, sets the key `failed`, on which the others give up the attempt as well. Then all ranks write that theirs
+    has ended, and wait for one another: so all of them use the group, or all of them try again.
+
+    `wait` waits for keys of a store. `given_up` ends an attempt. Raises RuntimeError if the last attempt has failed.
     """
-    openly = dist.PrefixStore("open", store)
-    with _closed_after(_Listeners()) as listeners, track_new_sockets() as opened:
-        # The ranks that are still connecting look for `distrusted`, so that all of them give up the open way together.
-        attempt = _Attempt(listeners, openly, rank, size, min(timeout, _OPEN_TIMEOUT))
-        deadline = time.monotonic() + _OPEN_TIMEOUT.total_seconds()
-        while not attempt.ended.wait(_LOOK_AGAIN) and time.monotonic() < deadline:
-            if listeners.strangers() or openly.check([_DISTRUSTED]):
-                break
-        if not attempt.made or listeners.strangers():
-            openly.set(_DISTRUSTED, "")
-    openly.set(f"ended-{rank}", "")
-    wait(openly, [f"ended-{peer}" for peer in range(size)])
-    if not openly.check([_DISTRUSTED]):
-        made = attempt.made[0]
-        made._set_default_timeout(timeout)
-        return made
-    shutdown_sockets(opened)
-    attempt.forget()
-    with _closed_after(_guarded_listeners()) as listeners, listeners.admit_own():
-        return _connect(listeners, dist.PrefixStore("guarded", store), rank, size, timeout)
+    for number, limit in enumerate(_ATTEMPT_TIMEOUTS):
+        guarded = number > 0
+        # Every attempt has keys of its own, so that a late rank does not take a key of the last attempt for one of
+        # this.
+        keys = dist.PrefixStore(f"attempt-{number}", store)
+        with (
+            _closed_after(_guarded_listeners() if guarded else _Listeners()) as listeners,
+            track_new_sockets() as opened,
+        ):
+            attempt = _Attempt(listeners, keys, rank, size, min(timeout, timedelta(seconds=limit)))
+            # The loop watches; the connecting itself runs on the thread of the attempt.
+            deadline = time.monotonic() + limit
+            while not attempt.ended.wait(_POLL_INTERVAL) and time.monotonic() < deadline and not given_up.is_set():
+                if guarded:
+                    listeners.admit_same_user()
+                elif listeners.has_foreign_connections():
+                    break
+                if keys.check([_FAILED]):
+                    break
+            # Checked once more, because a foreign connection may have come between the last look and the end of the
+            # attempt.
+            if not attempt.backends or (not guarded and listeners.has_foreign_connections()):
+                keys.set(_FAILED, "")
+        try:
+            # What all ranks do next follows from the key `failed`, which none of them sets any more once all have
+            # ended.
+            keys.set(f"ended-{rank}", "")
+            wait(keys, [f"ended-{peer}" for peer in range(size)])
+            if not keys.check([_FAILED]):
+                return attempt.take(timeout)
+        finally:
+            # Also when the wait raises: half an attempt must not keep its sockets.
+            if not attempt.taken:
+                attempt.destroy(opened)
+    raise RuntimeError(
+        f"the ranks could not connect to each other in {len(_ATTEMPT_TIMEOUTS)} attempts ({sum(_ATTEMPT_TIMEOUTS):g} s)"
+        ": the machine is overloaded, or another user of it interferes (see `ss -tnp`)"
+    )
 
 
 def make_unconnected() -> Any:  # noqa: ANN401
@@ -91,27 +123,47 @@ def make_unconnected() -> Any:  # noqa: ANN401
 class _Attempt:
     """A connection attempt on another thread: a foreign connection can end gloo's thread, so that `_connect` hangs."""
 
-    def __init__(self, *arguments: Any) -> None:  # noqa: ANN401 - those of `_connect`
+    def __init__(self, listeners: _Listeners, *arguments: Any) -> None:  # noqa: ANN401 - those of `_connect`
         self.ended = threading.Event()
-        self.made: list[Any] = []
+        self.backends: list[Any] = []
+        self.taken = False
+        self._listeners = listeners
         threading.Thread(target=self._run, args=arguments, name="rankbook-connect", daemon=True).start()
 
     def _run(self, *arguments: Any) -> None:  # noqa: ANN401
         try:
-            self.made.append(_connect(*arguments))
+            self.backends.append(_connect(self._listeners, *arguments))
         except RuntimeError:  # too slow, or aborted
             pass
         finally:
             self.ended.set()
 
-    def forget(self) -> None:
-        """Destroy the backend on another thread, since its destructor may wait for gloo's thread."""
-        threading.Thread(target=self.made.clear, name="rankbook-end", daemon=True).start()
+    def take(self, timeout: timedelta) -> Any:  # noqa: ANN401
+        """Return the backend for use, with the timeout of its collectives."""
+        self.taken = True
+        backend = self.backends.pop()
+        backend._set_default_timeout(timeout)
+        return backend
+
+    def destroy(self, sockets: Opened) -> None:
+        """Shut down the sockets of the attempt, and destroy its backend once there is one.
+
+        The destructor may wait for gloo's thread, without end if that is lost, so it is called on another thread.
+        """
+        shutdown_sockets(sockets)
+        threading.Thread(target=self._destroy, name="rankbook-end", daemon=True).start()
+
+    def _destroy(self) -> None:
+        self.ended.wait()
+        self.backends.clear()
+        if _lost_thread.is_set():
+            _abandoned.append(self._listeners)
 
 
 def _connect(listeners: _Listeners, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:  # noqa: ANN401
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined, unused-ignore]
     options._devices = listeners.devices
+    # torch's own default is two threads per device.
     options._threads = 2 * len(listeners.devices)
     options._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, options)
@@ -122,6 +174,7 @@ class _Listeners:
 
     def __init__(self) -> None:
         names = os.environ.get("GLOO_SOCKET_IFNAME")
+        # gloo does not tell its descriptors. They are what is open afterwards and was not before.
         with track_new_sockets() as opened:
             gloo = dist.ProcessGroupGloo
             self.devices = (
@@ -131,6 +184,7 @@ class _Listeners:
             )
         self._sockets: Opened = {}
         self._addresses: set[Address] = set()
+        self._decided: Opened = {}
         for descriptor, identity in opened.items():
             with duplicate(descriptor, identity) as same:
                 if same is not None and same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -148,39 +202,30 @@ class _Listeners:
         """Return True if any process has connected to one of the listeners."""
         return any(has_connections(address) for address in self._addresses)
 
-    def strangers(self) -> bool:
+    def has_foreign_connections(self) -> bool:
         """Return True if a listener has accepted a connection from another user."""
-        return not all(_is_own(local, remote) for _, _, local, remote in self._accepted())
+        return not all(_is_same_user(local, remote) for _, _, local, remote in self._accepted())
 
-    @contextlib.contextmanager
-    def admit_own(self) -> Iterator[None]:
-        """Remove the filter from connections of this user during the block, and shut down those of others."""
-        done = threading.Event()
-        thread = threading.Thread(target=self._admit, args=(done,), name="rankbook-admit", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
+    def admit_same_user(self) -> None:
+        """Remove the filter from new connections of this user, and shut down those of others.
 
-    def _admit(self, done: threading.Event) -> None:
-        decided: Opened = {}
-        # gloo accepts connections on its own thread, so newly accepted sockets are found by polling. gloo waits until
-        # the filter of its peers' connections is removed, and never sees a byte of the others.
-        while not done.wait(_LOOK_AGAIN):
-            for descriptor, identity, local, remote in self._accepted():
-                if decided.get(descriptor) == identity:
-                    continue
-                decided[descriptor] = identity
-                if not _is_own(local, remote):
-                    shutdown_sockets({descriptor: identity})
-                    continue
-                with duplicate(descriptor, identity) as same:
-                    if same is not None:
-                        same.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+        gloo accepts connections on its own thread, so this is to be called again and again. gloo waits until the filter
+        of its peers' connections is removed, and never sees a byte of the others.
+        """
+        # Every connection is decided once, by its identity, because descriptors are used again.
+        for descriptor, identity, local, remote in self._accepted():
+            if self._decided.get(descriptor) == identity:
+                continue
+            self._decided[descriptor] = identity
+            if not _is_same_user(local, remote):
+                shutdown_sockets({descriptor: identity})
+                continue
+            with duplicate(descriptor, identity) as same:
+                if same is not None:
+                    same.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
 
     def _accepted(self) -> Iterator[tuple[int, tuple[int, int], Address, Address | None]]:
+        # Accepted connections have the local address of the listener.
         for descriptor, identity in tcp_sockets().items():
             with duplicate(descriptor, identity) as same:
                 if same is None or descriptor in self._sockets or same.getsockname()[:2] not in self._addresses:
@@ -194,7 +239,7 @@ class _Listeners:
 
 def _guarded_listeners() -> _Listeners:
     """Return listeners without any connection, whose future connections deliver no payload."""
-    for _ in range(_FRESH_LISTENERS):
+    for _ in range(_MAX_LISTENERS):
         listeners = _Listeners()
         # Drop everything first: then no connection can be established between the check and the second filter. If
         # another user was faster, try new listeners on other ports.
@@ -210,16 +255,18 @@ def _closed_after(listeners: _Listeners) -> Iterator[_Listeners]:
     try:
         yield listeners
     finally:
+        # The group is connected, or has failed. Either way the listener is not needed any more.
         listeners.filter(_DROP_ALL)
 
 
-def _is_own(local: Address, remote: Address | None) -> bool:
+def _is_same_user(local: Address, remote: Address | None) -> bool:
     """Return True if the other end of a connection belongs to this user, or the system does not tell."""
     return remote is not None and user_of_peer(local, remote) in {os.geteuid(), None}
 
 
 def _attach(listener: socket.socket, length: int) -> None:
     """Attach the one-instruction filter `BPF_RET | BPF_K`."""
+    # Kept in a variable until the call is over: the structure holds only its address.
     code = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, length))
     program = struct.pack("@HP", 1, ctypes.addressof(code))
     with contextlib.suppress(OSError):  # this system has no such filters
@@ -231,7 +278,7 @@ Address = tuple[str, int]
 NOBODY = -1
 _TABLES = {socket.AF_INET: Path("/proc/net/tcp"), socket.AF_INET6: Path("/proc/net/tcp6")}
 _SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _ENOENT = 4, 20, -2  # sock_diag(7)
-_LISTENS = "0A"
+_LISTEN_STATE = "0A"
 Opened = dict[int, tuple[int, int]]
 """Descriptors, with the device and inode that identify the socket even if the number is reused."""
 
@@ -255,6 +302,7 @@ def track_new_sockets() -> Iterator[Opened]:
     try:
         yield opened
     finally:
+        # A number that is open before and after may still be another socket, which its identity tells.
         opened.update((file, identity) for file, identity in tcp_sockets().items() if before.get(file) != identity)
 
 
@@ -266,6 +314,8 @@ def duplicate(descriptor: int, identity: tuple[int, int]) -> Iterator[socket.soc
     except OSError:
         yield None
         return
+    # The number may have been closed and used again since it was listed. The duplicate cannot be: it is compared before
+    # it is used.
     if _identity(copy) != identity:
         os.close(copy)
         yield None
@@ -321,7 +371,7 @@ def user_of_peer(local: Address, remote: Address) -> int | None:
 
 def has_connections(listener: Address) -> bool:
     """Return True if a connection to this address exists, accepted or not."""
-    return any(row[1] == _in_hex(listener) and row[3] != _LISTENS for row in _rows(_family(listener)))
+    return any(row[1] == _in_hex(listener) and row[3] != _LISTEN_STATE for row in _rows(_family(listener)))
 
 
 def _diagnose(local: Address, remote: Address) -> int | None:
@@ -335,6 +385,7 @@ def _diagnose(local: Address, remote: Address) -> int | None:
     hosts = b"".join(socket.inet_pton(family, host).ljust(16, b"\0") for host, _ in (local, remote))
     which = struct.pack("!HH", local[1], remote[1]) + hosts + struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)
     request = struct.pack("=BBBxI", family, socket.IPPROTO_TCP, 0, 0xFFFFFFFF) + which
+    # macOS has no netlink sockets: the AttributeError is handled by the caller.
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG) as kernel:
         kernel.settimeout(1.0)
         kernel.send(struct.pack("=IHHII", 16 + len(request), _SOCK_DIAG_BY_FAMILY, 1, 0, 0) + request)
@@ -360,6 +411,7 @@ def _family(address: Address) -> socket.AddressFamily:
 
 
 def _in_hex(address: Address) -> str:
+    # The kernel prints the address as words in the byte order of the machine.
     packed = socket.inet_pton(_family(address), address[0])
     return "".join(f"{word:08X}" for word in struct.unpack(f"={len(packed) // 4}I", packed)) + f":{address[1]:04X}"
 
@@ -369,7 +421,7 @@ GLOO = "gloo"
 _TORCH = "pt_gloo"
 """Prefix of the names of torch's threads, which execute gloo collectives."""
 _Handler = ctypes.CFUNCTYPE(None)
-_kept: list[object] = []
+_handlers: list[object] = []
 """The handlers, kept alive because C++ holds only their addresses."""
 
 
@@ -382,22 +434,26 @@ def install_terminate_handler(rescue: Callable[[str], bool]) -> bool:
     if sys.platform != "linux":
         return False
     try:
+        # The mangled name of `std::set_terminate(void (*)())`.
         set_terminate = ctypes.CDLL("libstdc++.so.6")["_ZSt13set_terminatePFvvE"]
     except (OSError, AttributeError):
         return False
     set_terminate.argtypes = [_Handler]
     set_terminate.restype = ctypes.c_void_p
 
+    # Runs on the thread that fails, outside of any Python call. ctypes takes the GIL for it.
     def terminate() -> None:
         name = _name()
         if name.startswith((GLOO, _TORCH)) and rescue(name):
+            _lost_thread.set()
+            # The thread must not return from here: C++ would end the process.
             threading.Event().wait()
         before()
 
     handler = _Handler(terminate)
     address = set_terminate(handler)
     before = _Handler(address) if address else _Handler(lambda: None)  # C++ ends the process when a handler returns
-    _kept.extend((handler, before))
+    _handlers.extend((handler, before))
     return True
 
 

@@ -1,15 +1,15 @@
 """Interruptible waits for collectives, which end when their process group is aborted.
 
-`InterruptibleWork` replaces torch's Work. It never waits in C++ for longer than `_LOOK_EVERY` without a look at the
+`InterruptibleWork` replaces torch's Work. It never waits in C++ for longer than `_CHECK_INTERVAL` without a look at the
 state of its group, for two reasons. Python delivers KeyboardInterrupt only between calls into C++. And gloo does not
 end every wait of a broken connection: it forgets a send that its socket refuses (EPIPE, or a transfer under way), so
 that the wait lasts until the group's timeout of half an hour (`Pair::signalException` in gloo's transport/tcp/pair.cc
-signals operations that wait to begin, but not those under way). A wait that has not ended `ENDS_WITHIN` seconds after
+signals operations that wait to begin, but not those under way). A wait that has not ended `ABORT_TIMEOUT` seconds after
 the abort is left behind.
 
 There are two ways to wait. Most collectives complete in gloo's threads, so the caller waits in steps with a timeout
-(`_wait_in_steps`). Send, recv and reduce_scatter (`Op.alone` is False) must be waited for in a single call, so a helper
-thread makes that call while the caller waits for the thread (`_wait_apart`).
+(`_wait_in_steps`). Send, recv and reduce_scatter (`Op.completes_alone` is False) must be waited for in a single call,
+so a helper thread makes that call while the caller waits for the thread (`_wait_on_thread`).
 """
 
 from __future__ import annotations
@@ -27,70 +27,74 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from rankbook.rank.process_groups.collective_log import CollectiveCall, CollectiveLog, FutureWork
+from rankbook.rank.process_groups.device_calls import DeviceCall
 
-_LOOK_EVERY = timedelta(seconds=0.25)
+_CHECK_INTERVAL = timedelta(seconds=0.25)
 """The longest time that a wait stays in C++ before it checks for interrupts and for an aborted group."""
-ENDS_WITHIN = 0.5
+ABORT_TIMEOUT = 0.5
 """Seconds that gloo has to end the waits of an aborted group before they are left behind."""
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """Thread-local state of the thread that uses a process group."""
 
-    only_looks = False
+    collectives_forbidden = False
     """True on a thread that evaluates an expression beside the cell. It must not launch collectives: the other ranks
     would match them with the cell's."""
 
 
-here = _Here()
+thread_state = _ThreadState()
 
 
 class WaitObserver(Protocol):
     """Interface of the profiler that measures the collectives of a cell. Any thread.
 
-    `word` is the name of the function in torch.distributed.
+    `call` is the collective, and `group` the name of its process group.
     """
 
-    def begins(self, word: str) -> AbstractContextManager[None]:
+    def launching(self, call: CollectiveCall, group: str) -> AbstractContextManager[None]:
         """Measure the launch of a collective."""
 
-    def waits_for(self, word: str) -> AbstractContextManager[None]:
+    def waiting(self, call: CollectiveCall, group: str) -> AbstractContextManager[None]:
         """Measure the wait for a collective."""
 
-    def promised(self, future: Any) -> None:  # noqa: ANN401 - torch's
+    def waiting_for_future(self, call: CollectiveCall, group: str, future: Any) -> None:  # noqa: ANN401 - torch's
         """Note that C++ will wait for a collective through its future."""
 
 
 @dataclass
-class _Watching:
-    by: WaitObserver | None = None
+class _ActiveObserver:
+    value: WaitObserver | None = None
 
 
-watching = _Watching()
+active_observer = _ActiveObserver()
 
 
 class Group(Protocol):
     """Interface of the process group that a wait needs."""
 
-    ledger: CollectiveLog
+    log: CollectiveLog
 
     @property
-    def waits_in_steps(self) -> bool:
-        """Return True if waits must be cut into steps."""
-
-    @property
-    def sunk(self) -> bool:
+    def transport_failed(self) -> bool:
         """Return True if gloo's thread has failed, so that no wait in C++ will end."""
 
     @property
-    def broken_for(self) -> float:
+    def seconds_since_abort(self) -> float:
         """Return the seconds since the group was aborted; 0 while it works."""
 
-    def leave_behind(self) -> None:
+    @property
+    def cause(self) -> str | None:
+        """Return the reason why the group cannot be used until it is renewed, or None."""
+
+    def leak(self) -> None:
         """Keep the inner group alive forever: a thread is blocked in it."""
 
     def error_for(self, error: BaseException, launched: CollectiveCall) -> BaseException:
         """Return the exception to raise where `launched` failed with `error`."""
+
+    def abort_error(self, launched: CollectiveCall) -> BaseException:
+        """Return the exception to raise where `launched` waits in a group that has a `cause`."""
 
 
 class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-ignore]
@@ -102,30 +106,39 @@ class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-
         self._group = group
         self._key = key
         self._launched = launched
+        # A weak reference, so that the log does not keep the tensors of a work alive.
         launched.work = weakref.ref(self)
 
     def wait(self, *timeout: Any) -> bool:  # noqa: ANN401 - a timedelta, or nothing
         """Wait as torch's Work does. Raises `CollectiveAborted`."""
-        watcher = watching.by
-        if watcher is None:
+        observer = active_observer.value
+        if observer is None:
             return self._wait(*timeout)
-        with watcher.waits_for(self._launched.op):
+        with observer.waiting(self._launched, self._group.log.name):
             return self._wait(*timeout)
 
     def _wait(self, *timeout: Any) -> bool:  # noqa: ANN401 - as `wait`
         try:
-            if not timeout and self._group.waits_in_steps:
-                if not self._launched.alone:
-                    return self._wait_apart()
+            # With a timeout of its own, the caller's wait ends by itself.
+            if not timeout:
+                if not self._launched.completes_alone:
+                    return self._wait_on_thread()
                 self._wait_in_steps()
+            # After `_wait_in_steps` the work is complete, and this raises its error, if it has one.
             return bool(self._work.wait(*timeout))
         except RuntimeError as error:
             other = self._group.error_for(error, self._launched)
             if other is error:
                 raise
             raise other from None  # gloo's own message would hide the reason
+        except KeyboardInterrupt:
+            # After a death the notebook interrupts the ranks of which it does not know yet that they wait.
+            if self._group.cause is None:
+                raise
+            raise self._group.abort_error(self._launched) from None
         finally:
-            self._group.ledger.end(self._key)
+            # In all cases: what was waited for in vain is not pending any more.
+            self._group.log.end(self._key)
 
     def _wait_in_steps(self) -> None:
         """Wait in steps until the collective has completed, or `_check` raises.
@@ -133,40 +146,45 @@ class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-
         Only for operations that gloo completes without a waiting thread, see `Op`.
         """
         while not self._work.is_completed():
+            # Before every step, so that a group that is already broken is not waited for.
             self._check()
             try:
-                self._work.wait(_LOOK_EVERY)
+                self._work.wait(_CHECK_INTERVAL)
             except RuntimeError:
                 if self._work.is_completed():
                     return  # it has failed; the caller's wait raises the error
 
-    def _wait_apart(self) -> bool:
+    def _wait_on_thread(self) -> bool:
         """Wait on a helper thread that can be left behind, so that this thread stays interruptible."""
         try:
+            # `pop` and `append` of a list are atomic, so the threads of user code need no lock here.
             waiter = _idle.pop()
         except IndexError:
             waiter = _Waiter()
         waiter.begin(self._work)
         try:
-            while not waiter.ended.wait(_LOOK_EVERY.total_seconds()):
+            # An Event is waited for in Python, where an interrupt is raised at once.
+            while not waiter.ended.wait(_CHECK_INTERVAL.total_seconds()):
                 self._check()
             return waiter.result()
         finally:
             if waiter.ended.is_set():  # its result was taken, so that another thread may reuse the waiter at once
                 _idle.append(waiter)
             else:
-                waiter.dismiss()
+                # The thread may be in C++ forever, so it is not used again.
+                waiter.stop()
 
     def _check(self) -> None:
         """Raise an error that `error_for` recognizes if this wait will never end."""
-        if self._group.sunk:
-            raise RuntimeError("the transport has given up")
-        if self._launched.from_anybody:
-            if self._group.broken_for > 0:  # only a message ends it: gloo ignores broken connections here
-                raise RuntimeError("the transport is gone")
-        elif self._group.broken_for > ENDS_WITHIN:
-            self._group.leave_behind()
-            raise RuntimeError("the transport is gone")
+        if self._group.transport_failed:
+            raise RuntimeError("the transport has failed")
+        if self._launched.is_any_source:
+            if self._group.seconds_since_abort > 0:  # only a message ends it: gloo ignores broken connections here
+                raise RuntimeError("the transport is closed")
+        elif self._group.seconds_since_abort > ABORT_TIMEOUT:
+            # The inner group's destructor would wait for the operation that is left behind.
+            self._group.leak()
+            raise RuntimeError("the transport is closed")
 
     def synchronize(self) -> None:
         """Synchronize as torch's Work does. Raises `CollectiveAborted`."""
@@ -185,8 +203,55 @@ class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-
         """
         future = self._work.get_future()
         self._launched.work = FutureWork(self._work, future)  # it outlives this object
-        if (watcher := watching.by) is not None:
-            watcher.promised(future)
+        if (observer := active_observer.value) is not None:
+            observer.waiting_for_future(self._launched, self._group.log.name, future)
+        return future
+
+
+class DeviceWork(InterruptibleWork):
+    """A launched collective that a device executes, as those of NCCL: `wait` orders, and does not wait on the host.
+
+    The log keeps the call until the device has finished it (`device_calls.py`), whatever is called here.
+    """
+
+    def __init__(self, work: Any, group: Group, launched: CollectiveCall) -> None:  # noqa: ANN401 - torch's
+        dist._Work.__init__(self)
+        self._work = work
+        self._group = group
+        self._launched = launched
+
+    def _rely(self) -> None:
+        """Note that the program relies on the result from now on."""
+        if isinstance(call := self._launched.work, DeviceCall):
+            call.is_awaited = True
+
+    def _wait(self, *timeout: Any) -> bool:  # noqa: ANN401 - as `wait`
+        self._rely()
+        try:
+            result = bool(self._work.wait(*timeout))
+        except RuntimeError as error:
+            other = self._group.error_for(error, self._launched)
+            if other is error:
+                raise
+            raise other from None
+        # NCCL's wait returns normally after an abort.
+        if self._group.seconds_since_abort > 0:
+            raise self._group.abort_error(self._launched)
+        return result
+
+    def synchronize(self) -> None:
+        """Synchronize as torch's Work does. Raises `CollectiveAborted`."""
+        self._rely()
+        super().synchronize()
+        if self._group.seconds_since_abort > 0:
+            raise self._group.abort_error(self._launched)
+
+    def get_future(self) -> Any:  # noqa: ANN401 - torch's
+        """Return the future of the collective. NCCL's is ordered as `wait` is, and holds up nobody."""
+        self._rely()
+        future = self._work.get_future()
+        if (observer := active_observer.value) is not None:
+            observer.waiting_for_future(self._launched, self._group.log.name, future)
         return future
 
 
@@ -217,7 +282,7 @@ class _Waiter:
         finally:
             del result
 
-    def dismiss(self) -> None:
+    def stop(self) -> None:
         """End the thread after its current wait, if that ever ends."""
         self._works.put(None)
 
@@ -235,7 +300,7 @@ _idle: list[_Waiter] = []
 os.register_at_fork(after_in_child=_idle.clear)  # a forked child does not inherit the threads
 
 
-def _passed_on(name: str) -> Callable[..., Any]:
+def _forwarded(name: str) -> Callable[..., Any]:
     def call(self: InterruptibleWork, *args: Any) -> Any:  # noqa: ANN401 - as torch's
         return getattr(self._work, name)(*args)
 
@@ -243,8 +308,9 @@ def _passed_on(name: str) -> Callable[..., Any]:
     return call
 
 
+# Forwarded unchanged. Those of the second list exist in some versions of torch only.
 for _name in ("is_completed", "is_success", "exception", "source_rank", "_source_rank", "result"):
-    setattr(InterruptibleWork, _name, _passed_on(_name))
+    setattr(InterruptibleWork, _name, _forwarded(_name))
 for _name in ("block_current_stream", "get_future_result", "_get_op_type", "_get_duration"):
     if hasattr(dist._Work, _name):  # type: ignore[attr-defined, unused-ignore]
-        setattr(InterruptibleWork, _name, _passed_on(_name))
+        setattr(InterruptibleWork, _name, _forwarded(_name))

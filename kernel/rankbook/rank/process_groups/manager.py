@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
+from torch.optim.optimizer import Optimizer
 
 from rankbook.errors import CollectiveAborted
 from rankbook.protocol.messages import Abort
@@ -42,9 +43,10 @@ from rankbook.rank import model_reset
 from rankbook.rank.process_groups import (
     gloo,
 )
-from rankbook.rank.process_groups.collective_log import CollectiveCall, CollectiveLog, FutureWork, Op
+from rankbook.rank.process_groups.collective_log import CollectiveCall, CollectiveLog, CurrentCell, FutureWork, Op
+from rankbook.rank.process_groups.device_calls import Accelerator, Cuda, DeviceQueue, DeviceWatcher
 from rankbook.rank.process_groups.gloo import make_gloo, make_unconnected, track_new_sockets
-from rankbook.rank.process_groups.recoverable_group import BackendGroup, RecoverableProcessGroup
+from rankbook.rank.process_groups.recoverable_group import ABORT_LIMIT, BackendGroup, RecoverableProcessGroup
 from rankbook.rank.process_groups.store import FolderStore, generation_prefix
 
 JOIN_TIMEOUT = timedelta(seconds=60)
@@ -53,7 +55,12 @@ _FOREVER = timedelta(days=365)
 """Timeout of collectives while a rank may be paused in a debugger."""
 _NAME = "rankbook"
 _MANAGED = {"gloo", "nccl"}
-_FORMING = Op("new_group", None, alike=False)  # logged like a collective, so that the notebook sees ranks waiting in it
+_ACCELERATORS: dict[str, Callable[[torch.device], Accelerator]] = {"nccl": Cuda}
+"""The backends that queue collectives on a device, and how to ask that device."""
+_CHECK_INTERVAL = 0.25
+"""Seconds between two looks at `_cancel` while a thread connects backends."""
+_NEW_GROUP = Op("new_group", None, alike=False)
+"""Logged like a collective, so that the notebook sees ranks waiting in it."""
 _T = TypeVar("_T")
 
 
@@ -69,7 +76,7 @@ class _Member:
     def describe(self) -> dict[str, Any]:
         """Return the arguments with which a fresh rank creates the group."""
         backend = str(c10d._world.pg_map[self.group][0])
-        return {"ranks": self.group.ledger.ranks, "backend": backend, "timeout": self.timeout.total_seconds()}
+        return {"ranks": self.group.log.ranks, "backend": backend, "timeout": self.timeout.total_seconds()}
 
 
 class GroupManager:
@@ -84,21 +91,40 @@ class GroupManager:
         device: torch.device,
         folder: Path,
     ) -> None:
-        self.where: Callable[[], int | None] = lambda: None
+        self.current_line: Callable[[], int | str | None] = lambda: None
+        self.on_break: Callable[[], None] = lambda: None
+        """Called when a connection of a group has broken and the reason is not known."""
+        self.on_cut: Callable[[CollectiveAborted], object] = lambda _error: None
+        """Called before calls that a device has not finished are aborted, with the error to raise in the cell."""
+        self.on_stuck: Callable[[str], None] = lambda _text: None
+        """Called with a message for the user when the device does not let go of an aborted collective."""
+        self.cell = CurrentCell()
         self.rank = rank
         self._world_size = world_size
         self._backend = backend
         self.device = device
         self._generation = 0
         self._members: dict[str, _Member] = {}
-        self._forming = CollectiveLog("", tuple(range(world_size)))
-        self._made: Counter[str] = Counter()
-        self._being_made: tuple[str, dict[str, str]] | None = None  # name and backends, while torch calls `_make`
+        # Groups that were destroyed in the last cell that used groups, see `report_used`.
+        self._destroyed: set[str] = set()
+        self._launched_in_forgotten = 0
+        # Creating a group is a collective call too, so it has a log like those of the groups. Its name is empty, and
+        # its ranks are all ranks.
+        self._creation_log = CollectiveLog("", tuple(range(world_size)))
+        # How often a group of this name was created in this generation.
+        self._creation_counts: Counter[str] = Counter()
+        self._watcher: DeviceWatcher | None = None
+        self._steps: model_reset.StepTracker | None = None
+        self.restored_from: int | None = None
+        """The rank whose weights have replaced those of a step on the results of aborted collectives."""
+        self.untrusted: list[Optimizer] = []
+        """The optimizers with such a step for which there was no other rank to copy from."""
+        self._creating: tuple[str, dict[str, str]] | None = None  # name and backends, while torch calls `_create_group`
         self._cause: str | None = None
-        self._give_up = threading.Event()
-        self._patient = False
+        self._cancel = threading.Event()
+        self._timeouts_suspended = False
         self.master_port = os.environ.get("MASTER_PORT")
-        self.store = FolderStore(folder / "store", self._give_up)  # never replaced: torch keeps a reference
+        self.store = FolderStore(folder / "store", self._cancel)  # never replaced: torch keeps a reference
         self.store.set_timeout(JOIN_TIMEOUT)
         self._install()
 
@@ -109,25 +135,36 @@ class GroupManager:
 
         Raises torch's errors when other ranks do not come, and `CollectiveAborted`.
         """
+        # The reason of the last abort is over: every rank that joins has left its cell.
         self._cause = None
-        self._give_up.clear()
+        self._cancel.clear()
         self._generation = generation
         if not dist.is_initialized():
             self._members.clear()
             c10d._world.group_count = 0  # a failed join has incremented it, and the ranks must agree
-        groups, count = self._agree()
+        # First of all: while a kernel of an old collective waits for its peers, CUDA can connect nothing.
+        for member in self._foreground().values():
+            member.group.end_device_calls()
+        groups, count, steps = self._agree_on_groups()
         # From here on every rank is in the new generation, so that no rank reads older keys any more.
         if self.rank == 0:
             self.store.forget_generations(generation)
-        self._made.clear()
+        self._creation_counts.clear()
+        # After a failed first attempt there is no default group, and the rank begins from scratch, as a new process
+        # does.
         if dist.is_initialized():
             # In the order of creation, which all ranks share, since creating a group is a collective call.
             for name, member in self._foreground().items():
                 if name in groups:
-                    member.group.renew(self._connect(name, member.group.ledger.ranks, member))
+                    member.group.renew(self._connect(name, member.group.log.ranks, member), generation)
                 else:
-                    member.group.break_off(f"this group was not formed on each of its ranks, make it again: {name}")
+                    member.group.abort_with_cause(
+                        f"group {name} was not formed on all of its ranks and must be created again"
+                    )
+                    member.group.shutdown()  # nothing will connect it again
+            # After the groups work again, because models hold references to them.
             model_reset.reset_after_abort()
+            self._mend_steps(steps)
         else:
             dist.init_process_group(
                 self._backend,
@@ -135,47 +172,97 @@ class GroupManager:
                 rank=self.rank,
                 world_size=self._world_size,
             )
-            self._make_as_peers(groups)
+            self._create_peer_groups(groups)
         # torch names a group by the number of groups before it. A rank that failed while it created a group may have
         # counted fewer than the others.
         c10d._world.group_count = max(count, c10d._world.group_count)
-        self._forming.restart()
+        self._creation_log.restart()
 
-    def _agree(self) -> tuple[dict[str, dict[str, Any]], int]:
-        """Exchange the groups of all ranks. Return the groups to keep and the highest group count of a rank.
+    def _agree_on_groups(self) -> tuple[dict[str, dict[str, Any]], int, list[model_reset.StepReport | None]]:
+        """Exchange the groups of all ranks. Return the groups to keep, and the highest group count of a rank.
+
+        Also return the steps of all ranks' optimizers, None for a fresh process.
 
         A group is kept if all of its members have it. A fresh process has none and counts as having all.
         """
-        for name in [name for name, member in self._members.items() if member.group not in c10d._world.pg_map]:
-            del self._members[name]
+        # All ranks have left their cells, so nobody waits in a destroyed group any more.
+        self._forget(self._find_destroyed())
+        self._destroyed = set()
         # `fresh` marks a process without a default group: at the start of the cluster, or in place of a dead rank.
-        own_report = {
+        local_report = {
             "count": c10d._world.group_count,
             "fresh": not dist.is_initialized(),
+            "lost": self.lost_device(),
+            "steps": self._report_steps(),
             "groups": {name: member.describe() for name, member in self._foreground().items()},
         }
+        # Every rank writes its report and reads all others, so all of them compute the same result. There is no rank
+        # that decides.
         store = self._store("agreement")
-        store.set(str(self.rank), json.dumps(own_report))
+        store.set(str(self.rank), json.dumps(local_report))
         everyone = [str(rank) for rank in range(self._world_size)]
-        self._await(store, everyone)
+        self._wait_for_keys(store, everyone)
         reports = [json.loads(store.get(key)) for key in everyone]
+        for rank, report in enumerate(reports):
+            if report["lost"]:
+                raise RuntimeError(f"rank {rank} has lost its device ({report['lost']}); %distributed heal replaces it")
         groups: dict[str, dict[str, Any]] = {}
         for report in reports:
             for name, group in report["groups"].items():
+                # A group that one member could not create would hang on the others.
                 if all(reports[rank]["fresh"] or name in reports[rank]["groups"] for rank in group["ranks"]):
                     groups.setdefault(name, group)
-        return groups, max(report["count"] for report in reports)
+        steps = [None if report["fresh"] else report["steps"] for report in reports]
+        return groups, max(report["count"] for report in reports), steps
+
+    def _report_steps(self) -> model_reset.StepReport | None:
+        """Describe the optimizers' steps, if a device executes collectives."""
+        if self._steps is None:
+            return None
+        groups = [member.group for member in self._foreground().values()]
+        since = min((group.cut_since for group in groups if group.cut_since is not None), default=None)
+        for group in groups:
+            group.cut_since = None
+        return self._steps.report(since)
+
+    def _mend_steps(self, reports: list[model_reset.StepReport | None]) -> None:
+        """Take back the steps on the results of aborted collectives, or note that no rank can. A collective."""
+        suspect = sorted({index for report in reports if report is not None for index in report["suspect"]})
+        if self._steps is None or not suspect:
+            return
+        optimizers = self._steps.optimizers()
+        source = model_reset.choose_source(reports)
+        if source is not None:
+            optimizers = [optimizers[index] for index in suspect]
+            sharded = [each for each in optimizers if model_reset.is_sharded(each)]
+            model_reset.restore_stepped([each for each in optimizers if each not in sharded], source)
+            self.untrusted += sharded
+            self.restored_from = source if len(sharded) < len(optimizers) else None
+        else:
+            own = reports[self.rank]
+            self.untrusted += [optimizers[index] for index in (own["suspect"] if own is not None else ())]
+        self._steps.forget()
+
+    def _find_destroyed(self) -> set[str]:
+        """Return the groups that the user has destroyed: they are not in torch's table any more."""
+        return {name for name, member in self._members.copy().items() if member.group not in c10d._world.pg_map}
+
+    def _forget(self, names: set[str]) -> None:
+        for name in names:
+            self._launched_in_forgotten += self._members.pop(name).group.log.total
 
     def _foreground(self) -> dict[str, _Member]:
         """Return the groups that cells use, by name."""
         return {name: member for name, member in self._members.copy().items() if not member.group.background}
 
-    def _make_as_peers(self, groups: dict[str, dict[str, Any]]) -> None:
+    def _create_peer_groups(self, groups: dict[str, dict[str, Any]]) -> None:
         """Create the groups that the peers have with this rank, which has replaced a dead one."""
         for name, group in groups.items():
+            # torch's own function, so that torch's tables know the group. It ends in `_create_group` like every other
+            # creation.
             ranks = group["ranks"]
             if name not in self._members and self.rank in ranks:
-                made, _ = c10d._new_process_group_helper(
+                process_group, _ = c10d._new_process_group_helper(
                     len(ranks),
                     ranks.index(self.rank),
                     ranks,
@@ -184,10 +271,12 @@ class GroupManager:
                     c10d.GroupName(name),
                     timeout=timedelta(seconds=group["timeout"]),
                 )
-                c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
+                c10d._world.pg_group_ranks[process_group] = {rank: index for index, rank in enumerate(ranks)}
 
     def leave(self) -> None:
         """Destroy all process groups."""
+        for member in self._members.copy().values():
+            member.group.leave()
         if dist.is_initialized():
             dist.destroy_process_group()
         self._members.clear()
@@ -199,58 +288,78 @@ class GroupManager:
 
         Without `lost`, groups in the background are left alone. With it, the processes of `message.ranks` are gone, and
         all groups with one of them as a member are concerned. With `shut`, the wait for other ranks while a group is
-        being created ends as well.
+        being created ends as well. This rank creates no more groups, unless the message concerns only groups of other
+        ranks.
         """
-        self._cause = self._cause or message.cause
-        for name, member in (self._members.copy() if message.lost else self._foreground()).items():
-            named = not message.groups or name in message.groups
-            if named and not set(message.ranks).isdisjoint(member.group.ledger.ranks):
-                if message.shut:
-                    member.group.break_off(message.cause)
-                else:
-                    member.group.explain(message.cause)
-        if (
-            message.shut
-            and self._being_made is not None
-            and (not message.groups or self._forming.name in message.groups)
-        ):
-            self._give_up.set()
+        # A copy, because the main thread may be creating a group.
+        members = self._members.copy() if message.lost else self._foreground()
+        groups = [
+            member.group
+            for name, member in members.items()
+            if (not message.groups or name in message.groups)
+            and not set(message.ranks).isdisjoint(member.group.log.ranks)
+        ]
+        ends_creation = not message.groups or self._creation_log.name in message.groups
+        if groups or ends_creation or message.lost:
+            # The first reason stays: later ones are mostly consequences.
+            self._cause = self._cause or message.cause
+        for group in groups:
+            if message.shut:
+                group.abort_with_cause(message.cause, mismatch=message.mismatch)
+            else:
+                group.set_cause(message.cause, mismatch=message.mismatch)
+        if message.shut and self._creating is not None and ends_creation:
+            # Ends the waits for keys in the store and gloo's attempts to connect.
+            self._cancel.set()
 
     def rescue(self, thread: str) -> bool:
         """Handle a C++ thread that called std::terminate(). Return True if the process can continue without the thread.
 
         Called on that thread. A thread of torch that executes collectives may be lost if a future was completed twice,
-        see `FutureWork.forsake`. A thread of gloo, which reads the sockets, fails if tensors differ in size or type
-        between ranks; then all groups with a pending collective are aborted. With NCCL among the backends the process
-        ends.
+        see `FutureWork.complete_early`. A thread of gloo, which reads the sockets, fails if tensors differ in size or
+        type between ranks; then all groups with a pending collective are aborted.
         """
         if not thread.startswith(gloo.GLOO):  # a thread of torch, which executes collectives
-            return FutureWork.any_forsaken
+            return FutureWork.any_completed_early
         members = self._members.copy().values()
-        if not all(member.group.waits_in_steps for member in members):
-            return False
         for member in members:
-            if next(member.group.ledger.pending(), None) is not None:  # threads of idle groups have nothing to read
-                member.group.sink(
-                    "the tensors that the ranks gave to a collective differ in size or type; it was broken off"
-                )
+            if next(member.group.log.pending(), None) is not None:  # threads of idle groups have nothing to read
+                member.group.fail_transport()
         return True
 
-    def report(self) -> tuple[GroupReport, ...]:
-        """Return the collective logs of all groups in the foreground. Any thread."""
-        ledgers = [self._forming, *(member.group.ledger for member in self._foreground().values())]
-        return tuple(ledger.report() for ledger in ledgers)
+    def report(self, line: int | str | None = None) -> tuple[GroupReport, ...]:
+        """Return the collective logs of all groups in the foreground. Any thread.
 
-    def waits_for(self) -> CollectiveCall | None:
+        `line` is that of the running cell, for pending collectives whose line the logs do not know.
+        """
+        logs = [self._creation_log, *(member.group.log for member in self._foreground().values())]
+        return tuple(log.report(line) for log in logs)
+
+    def report_used(self) -> tuple[GroupReport, ...]:
+        """Return the logs of the groups in the foreground that were used since the last call. Main thread."""
+        # Only what has changed, because the report is part of every `Done`.
+        used = [member.group.log for member in self._foreground().values()]
+        used = [log for log in used if log.total != log.reported]
+        for log in used:
+            log.reported = log.total
+        # The logs of destroyed groups outlive them until the next cell: another rank may still wait in a collective of
+        # such a group, and the notebook finds out by comparing the logs.
+        destroyed = self._find_destroyed()
+        self._forget(destroyed & self._destroyed)
+        self._destroyed = destroyed
+        return tuple(log.report() for log in used)
+
+    def oldest_pending(self) -> CollectiveCall | None:
         """Return the oldest collective that has not completed, or None. Any thread."""
-        ledgers = [self._forming, *(member.group.ledger for member in self._foreground().values())]
-        pending = [call for ledger in ledgers for call in ledger.pending()]
+        logs = [self._creation_log, *(member.group.log for member in self._foreground().values())]
+        pending = [call for log in logs for call in log.pending()]
         return min(pending, key=lambda call: call.began, default=None)
 
     @property
     def launched(self) -> int:
         """Return the number of operations that this rank has launched so far."""
-        return self._forming.total + sum(member.group.ledger.total for member in self._foreground().values())
+        logs = [self._creation_log, *(member.group.log for member in self._foreground().values())]
+        return self._launched_in_forgotten + sum(log.total for log in logs)
 
     def translate(self, error: BaseException) -> BaseException:
         """Return `CollectiveAborted` for an error that C++ code raised because of an abort, as in DDP's backward pass.
@@ -260,34 +369,61 @@ class GroupManager:
         if not isinstance(error, RuntimeError) or isinstance(error, CollectiveAborted):
             return error
         for member in self._foreground().values():
-            launched = member.group.ledger.latest
+            launched = member.group.log.latest
             if launched is not None and (other := member.group.error_for(error, launched)) is not error:
                 return other.with_traceback(error.__traceback__)
         return error
 
-    def be_patient(self, patient: bool) -> None:
+    def wait_for_device(self) -> None:
+        """Wait until the device has finished the collectives on whose results the program relies. Main thread.
+
+        An interrupt and an abort end the wait, by an exception that is raised in this thread.
+        """
+        watcher = self._watcher
+        if watcher is None:
+            return
+        while watcher.error is None and any(each.group.waits_for_device() for each in self._foreground().values()):
+            watcher.wait(_CHECK_INTERVAL)
+
+    def lost_device(self) -> str:
+        """Return the error of a device that has failed for good and executes nothing any more, or an empty string."""
+        if self._watcher is None and self.device.type == "cuda" and torch.cuda.is_initialized():
+            self._watcher = DeviceWatcher(Cuda(self.device), self._on_device_lost)
+        error = None if self._watcher is None else self._watcher.probe()
+        return "" if error is None else next(iter(str(error).splitlines()), type(error).__name__)
+
+    def _on_device_lost(self, error: Exception) -> None:
+        cause = f"the device of rank {self.rank} has failed ({next(iter(str(error).splitlines()), '')})"
+        for member in self._members.copy().values():
+            member.group.mark_lost(cause)
+
+    def suspend_timeouts(self, suspended: bool) -> None:
         """Suspend the timeouts of collectives launched from now on, or restore them. Any thread.
 
         The debugger calls it, because a paused rank keeps the others waiting without limit.
         """
-        self._patient = patient
+        self._timeouts_suspended = suspended
         for member in self._foreground().values():
+            if member.group.is_shut_down:
+                continue
             for device in member.backends:
                 member.group._get_backend(torch.device(device))._set_default_timeout(self._timeout_of(member))
 
     def _timeout_of(self, member: _Member) -> timedelta:
-        return _FOREVER if self._patient else member.timeout
+        return _FOREVER if self._timeouts_suspended else member.timeout
 
     # Creating groups
 
     def _install(self) -> None:
         """Make torch create its groups through this manager."""
+        # Once per process: torch's tables and functions belong to the module.
         if _NAME.upper() not in dist.Backend._plugins:
             install_fork_guards()
-            dist.Backend.register_backend(_NAME, _make_here, extended_api=True, devices=["cpu", "cuda"])
-            c10d._new_process_group_helper = _through_us(c10d._new_process_group_helper)
-            model_reset.remember_models()
-            _rendezvous_handlers["env"] = functools.partial(_meet_by_environment, _rendezvous_handlers["env"])
+            dist.Backend.register_backend(_NAME, _create_backend, extended_api=True, devices=["cpu", "cuda"])
+            c10d._new_process_group_helper = _wrap_new_group(c10d._new_process_group_helper)
+            c10d.batch_isend_irecv = dist.batch_isend_irecv = _wrap_batch(c10d.batch_isend_irecv)
+            model_reset.track_models()
+            _rendezvous_handlers["env"] = functools.partial(_env_rendezvous, _rendezvous_handlers["env"])
         global _installed
         _installed = self
 
@@ -300,12 +436,15 @@ class GroupManager:
         backends = backends_of(backend)
         if not set(backends.values()) <= _MANAGED:
             return original(*bound.args, **bound.kwargs)
+        # torch creates one backend, ours, for all device types. `_create_group` finds the requested ones in
+        # `_creating`.
         bound.arguments.update(backend=_NAME, device_id=None)
         is_default = not bound.arguments["global_ranks_in_group"]
+        # The other ranks may not come to create the group: after an abort, they are not in the same place of the cell.
         if self._cause is not None and not is_default:
             raise CollectiveAborted(f"{self._cause}, so this rank cannot begin new_group")
-        key, launched = self._forming.launch(_FORMING, ())
-        self._being_made = (str(bound.arguments["group_name"]), backends)
+        key, launched = self._creation_log.launch(_NEW_GROUP, ())
+        self._creating = (str(bound.arguments["group_name"]), backends)
         try:
             group, store = original(*bound.args, **bound.kwargs)
         except RuntimeError:
@@ -313,21 +452,25 @@ class GroupManager:
                 raise
             raise CollectiveAborted(f"{self._cause} while this rank waited in {launched}") from None
         finally:
-            self._being_made = None
-            self._forming.end(key)
+            self._creating = None
+            self._creation_log.end(key)
+        # torch has noted the name of our backend. Its tables must show what the user has asked for.
         if isinstance(group, RecoverableProcessGroup):  # a rank outside the group gets NON_GROUP_MEMBER
             c10d._world.pg_map[group] = (backend, store)
             c10d._world.pg_backend_config[group] = str(dist.BackendConfig(dist.Backend(backend)))
         return group, store
 
-    def _make(self, options: Any, _backend_options: object) -> RecoverableProcessGroup:  # noqa: ANN401 - torch's
-        assert self._being_made is not None
-        name, backends = self._being_made
+    def _create_group(self, options: Any, _backend_options: object) -> RecoverableProcessGroup:  # noqa: ANN401 - torch's
+        assert self._creating is not None
+        name, backends = self._creating
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         member = _Member(None, backends, options.timeout, options.group_rank)  # type: ignore[arg-type]
         inner = self._connect(name, ranks, member)
-        ledger = CollectiveLog(name, ranks)
-        member.group = RecoverableProcessGroup(options.store, options.group_rank, ranks, inner, ledger, self._line)
+        log = CollectiveLog(name, ranks, rank=options.group_rank, cell=self.cell)
+        log.generation = self._generation
+        member.group = RecoverableProcessGroup(options.store, options.group_rank, ranks, inner, log, self._line)
+        member.group.on_break = self._on_break
+        member.group.on_cut = functools.partial(self._on_cut, member)
         # A DeviceMesh asks the outer group for its backends. For gloo a dummy is registered, since torch cannot replace
         # a registered backend later.
         for device, backend in backends.items():
@@ -338,8 +481,22 @@ class GroupManager:
         self._members[name] = member
         return member.group
 
-    def _line(self) -> int | None:
-        return self.where()
+    def _on_break(self) -> None:
+        self.on_break()
+
+    def _on_cut(self, member: _Member, error: CollectiveAborted) -> None:
+        # A thread of the program that aborts a group itself goes on, and so does a save beside the cells.
+        if not member.group.background and threading.current_thread() is not threading.main_thread():
+            self.on_cut(error)
+
+    def _on_stuck(self) -> None:
+        self.on_stuck(
+            f"The abort of a collective on {self.device} has not returned within {ABORT_LIMIT:g} s: the device does "
+            f"not respond. %distributed restart {self.rank} starts a new process for this rank.\n"
+        )
+
+    def _line(self) -> int | str | None:
+        return self.current_line()
 
     def _connect(self, name: str, ranks: tuple[int, ...], member: _Member) -> BackendGroup:
         """Meet the other members in the store and connect the backends.
@@ -347,28 +504,66 @@ class GroupManager:
         An interrupt ends the wait, as `abort` does. The members meet before gloo begins to connect, so that its short
         timeout counts from when all of them are present.
         """
-        self._made[name] += 1  # user code may destroy a group and create it again, which needs fresh keys
-        store = self._store(f"group-{name}.{self._made[name]}")
+        self._creation_counts[name] += 1  # user code may destroy a group and create it again, which needs fresh keys
+        store = self._store(f"group-{name}.{self._creation_counts[name]}")
+        # The value does not matter: the key says that this member is present.
         store.set(f"here-{member.rank}", "")
-        self._await(store, [f"here-{rank}" for rank in range(len(ranks))])
+        self._wait_for_keys(store, [f"here-{rank}" for rank in range(len(ranks))])
         with track_new_sockets() as sockets:
-            group = self._patiently(functools.partial(self._make_inner, store, name, ranks, member))
-        backends = {id(backend): backend for backend in (group._get_backend(torch.device(d)) for d in member.backends)}
-        aborts = [backend.abort for backend in backends.values() if backend.name() == "nccl"]
-        return BackendGroup(group, sockets, aborts)
+            group = self._run_interruptibly(functools.partial(self._create_connected_group, store, name, ranks, member))
+        backends = self._device_backends(group, member)
+        if not backends:
+            return BackendGroup(group, sockets, [])
+        queued_types = frozenset(device for device, backend in member.backends.items() if backend in _ACCELERATORS)
+        queue = DeviceQueue(self._watch_device(member))
+        inner = BackendGroup(group, sockets, [backend.abort for backend in backends], queued_types, queue)
+        inner.on_stuck = self._on_stuck
+        return inner
 
-    def _make_inner(self, store: dist.Store, name: str, ranks: tuple[int, ...], member: _Member) -> dist.ProcessGroup:
+    @staticmethod
+    def _device_backends(group: dist.ProcessGroup, member: _Member) -> list[Any]:
+        """Return the backends that queue collectives on a device. One may serve several device types."""
+        devices = [torch.device(device) for device, backend in member.backends.items() if backend in _ACCELERATORS]
+        return list({id(backend): backend for backend in map(group._get_backend, devices)}.values())
+
+    def _watch_device(self, member: _Member) -> DeviceWatcher:
+        """Return the watcher of the rank's device."""
+        if self._watcher is None:
+            make = next(_ACCELERATORS[backend] for backend in member.backends.values() if backend in _ACCELERATORS)
+            self._watcher = DeviceWatcher(make(self.device), self._on_device_lost)
+        if self._steps is None:
+            self._steps = model_reset.StepTracker()
+        return self._watcher
+
+    def _create_connected_group(
+        self, store: dist.Store, name: str, ranks: tuple[int, ...], member: _Member
+    ) -> dist.ProcessGroup:
+        """Create the inner group. Connect NCCL, which would do so in the first collective.
+
+        There, a rank would wait for the others where neither an abort nor an interrupt reaches it, and those that come
+        later than the store's timeout would find it gone. Here, all members have just met.
+        """
+        group = self._create_inner_group(store, name, ranks, member)
+        for backend in self._device_backends(group, member):
+            backend.eager_connect_single_device(self.device)
+        return group
+
+    def _create_inner_group(
+        self, store: dist.Store, name: str, ranks: tuple[int, ...], member: _Member
+    ) -> dist.ProcessGroup:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # the current device belongs to the thread
         group = dist.ProcessGroup(store, member.rank, len(ranks))
-        made: dict[str, Any] = {}
+        created: dict[str, Any] = {}
         for device, backend in member.backends.items():
             kind = dist.Backend.backend_type_map[backend]
-            if backend not in made:
-                timeout, beside = self._timeout_of(member), dist.PrefixStore(backend, store)
-                made[backend] = make_backend(backend, beside, name, ranks, member.rank, timeout, self._await)
+            if backend not in created:
+                timeout, backend_store = self._timeout_of(member), dist.PrefixStore(backend, store)
+                created[backend] = make_backend(
+                    backend, backend_store, name, ranks, member.rank, timeout, self._wait_for_keys, self._cancel
+                )
                 group._set_default_backend(kind)
-            group._register_backend(torch.device(device), kind, made[backend])
+            group._register_backend(torch.device(device), kind, created[backend])
         group._set_group_name(c10d.GroupName(name))
         group._set_group_desc("inner")
         return group
@@ -376,37 +571,48 @@ class GroupManager:
     def _store(self, what: str) -> dist.Store:
         return dist.PrefixStore(f"{generation_prefix(self._generation)}/{what}", self.store)
 
-    def _await(self, store: dist.Store, keys: list[str]) -> None:
+    def _wait_for_keys(self, store: dist.Store, keys: list[str]) -> None:
         """Wait until all `keys` are set. torch's own wait ignores signals and `abort`."""
+        # Short pauses first, because the others are usually there at once.
         pause, deadline = 0.0005, time.monotonic() + JOIN_TIMEOUT.total_seconds()
         while not store.check(keys):
-            if self._give_up.wait(pause):
-                raise CollectiveAborted("the other ranks do not come")
-            if time.monotonic() > deadline and not self._patient:
+            if self._cancel.wait(pause):
+                raise CollectiveAborted("the other ranks will not join the process group")
+            if time.monotonic() > deadline and not self._timeouts_suspended:
                 missing = [key for key in keys if not store.check([key])]
-                raise RuntimeError(f"not there within {JOIN_TIMEOUT.total_seconds():.0f} s: {', '.join(missing)}")
+                seconds = JOIN_TIMEOUT.total_seconds()
+                raise RuntimeError(f"timeout after {seconds:.0f} s, waiting for the other ranks: {', '.join(missing)}")
             pause = min(2 * pause, 0.02)
 
-    def _patiently(self, wait: Callable[[], _T]) -> _T:
-        """Call `wait` on another thread, because it blocks in C++. An interrupt ends it through `_give_up`."""
+    def _run_interruptibly(self, wait: Callable[[], _T]) -> _T:
+        """Call `wait` on another thread, because it blocks in C++. An interrupt ends it through `_cancel`."""
         result: list[_T] = []
         failed: list[BaseException] = []
+        ended = threading.Event()
 
         def run() -> None:
             try:
                 result.append(wait())
             except BaseException as error:  # noqa: BLE001 - raised again, on the thread that waits for it
                 failed.append(error)
+            finally:
+                ended.set()
 
-        thread = threading.Thread(target=run, name="rankbook-join", daemon=True)
-        thread.start()
+        # A daemon thread: in the worst case it stays in C++ forever.
+        threading.Thread(target=run, name="rankbook-join", daemon=True).start()
         try:
-            thread.join()
+            # Waits for the store and for gloo end soon after `_cancel`. NCCL knows no way out of a connection attempt.
+            while not ended.wait(_CHECK_INTERVAL) and not self._cancel.is_set():
+                pass
+            if not ended.wait(ABORT_LIMIT):
+                failed.append(CollectiveAborted("the other ranks will not join the process group"))
+        # Mostly KeyboardInterrupt. The thread is told to give up and then waited for, because it uses the store and the
+        # sockets.
         except BaseException:
-            self._give_up.set()
-            thread.join()
+            self._cancel.set()
+            ended.wait(ABORT_LIMIT)
             if self._cause is None:  # else `abort` has set it, and it stays set until the next join
-                self._give_up.clear()
+                self._cancel.clear()
             raise
         if failed:
             raise failed[0]
@@ -416,39 +622,64 @@ class GroupManager:
 _installed: GroupManager | None = None
 
 
-def _member() -> GroupManager:
+def _manager() -> GroupManager:
     assert _installed is not None
     return _installed
 
 
-def _make_here(options: object, backend_options: object) -> RecoverableProcessGroup:
-    return _member()._make(options, backend_options)
+def _create_backend(options: object, backend_options: object) -> RecoverableProcessGroup:
+    return _manager()._create_group(options, backend_options)
 
 
-def _meet_by_environment(original: Callable[..., Any], url: str, **options: Any) -> Iterator[Any]:  # noqa: ANN401
+def _env_rendezvous(original: Callable[..., Any], url: str, **options: Any) -> Iterator[Any]:  # noqa: ANN401
     """Redirect `init_method="env://"` to the cluster's store, unless the user has set another address."""
-    member = _member()
-    if (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) != ("127.0.0.1", member.master_port):
+    manager = _manager()
+    # User code that has set another address wants torch's own rendezvous.
+    if (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) != ("127.0.0.1", manager.master_port):
         yield from original(url, **options)
         return
     query = dict(parse_qsl(urlsplit(url).query))
+    # As torch's own handler does: from the URL, else from the environment.
     rank, world_size = (int(query.get(name.lower(), os.environ[name])) for name in ("RANK", "WORLD_SIZE"))
-    yield dist.PrefixStore("env", member.store), rank, world_size
+    yield dist.PrefixStore("env", manager.store), rank, world_size
 
 
-def _through_us(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_new_group(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def new_process_group(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
-        return _member().new_group(original, signature.bind(*args, **kwargs))
+        return _manager().new_group(original, signature.bind(*args, **kwargs))
 
     return new_process_group
+
+
+def _wrap_batch(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Return `batch_isend_irecv` for our groups as well: torch makes one batch only for its own class of groups.
+
+    Without a batch, NCCL executes the sends and receives in the order of the list: a ring, or two ranks that send more
+    than NCCL's buffers hold, never end.
+    """
+
+    @functools.wraps(original)
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+        c10d._check_p2p_op_list(p2p_op_list)
+        group, device = p2p_op_list[0].group or dist.group.WORLD, p2p_op_list[0].tensor.device
+        if not isinstance(group, RecoverableProcessGroup) or not group._get_backend(device).supports_coalescing:
+            return original(p2p_op_list)
+        with c10d._coalescing_manager(group, device, async_ops=True) as batch:
+            for operation in p2p_op_list:
+                peer = "group_dst" if operation.op is dist.isend else "group_src"
+                operation.op(operation.tensor, group=operation.group, tag=operation.tag, **{peer: operation.group_peer})
+        return list(batch.works)
+
+    return batch_isend_irecv
 
 
 def backends_of(backend: str) -> dict[str, str]:
     """Return the backend of every device type."""
     if backend == "undefined":
+        # torch's default, when no backend is named.
         return {"cpu": "gloo", **({"cuda": "nccl"} if torch.cuda.is_available() else {})}
     return dict(dist.BackendConfig(dist.Backend(backend)).get_device_backend_map())
 
@@ -461,29 +692,30 @@ def make_backend(
     rank: int,
     timeout: timedelta,
     wait: Callable[[dist.Store, list[str]], None],
+    given_up: threading.Event,
 ) -> Any:  # noqa: ANN401 - torch has no type for it
     """Return a gloo or NCCL backend for the group `name` of the global `ranks`, in which this rank is number `rank`.
 
-    `wait` waits for keys of a store.
+    `wait` waits for keys of a store. `given_up` ends gloo's attempt to connect.
     """
     if backend == "gloo":
-        made: Any = make_gloo(store, rank, len(ranks), timeout, wait)
-        made.options.global_ranks_in_group = list(ranks)
-        made.options.group_name = c10d.GroupName(name)
+        process_group: Any = make_gloo(store, rank, len(ranks), timeout, wait, given_up)
+        process_group.options.global_ranks_in_group = list(ranks)
+        process_group.options.group_name = c10d.GroupName(name)
     else:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         options.global_ranks_in_group = list(ranks)
         options.group_name = c10d.GroupName(name)
-        made = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
-    made._set_sequence_number_for_group()
-    return made
+        process_group = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+    process_group._set_sequence_number_for_group()
+    return process_group
 
 
 _TASKS = Path("/proc/self/task")
 _TORCH = "pt_gloo"
 """Prefix of the names of torch's threads that execute gloo collectives."""
-_AT_MOST = 0.1
+_MAX_FORK_WAIT = 0.1
 """Seconds that a fork waits for these threads; one of them may be at work for long."""
 
 
@@ -497,7 +729,8 @@ def install_fork_guards() -> None:
     pickled by value for spawned children.
     """
     if sys.platform == "linux":
-        os.register_at_fork(before=_wait_for_rest)
+        # Linux only: the states of threads are read from /proc.
+        os.register_at_fork(before=_wait_for_gloo_threads)
     os.register_at_fork(after_in_child=gc.freeze)
     ForkingPickler.reducer_override = _by_value  # type: ignore[method-assign]  # multiprocessing has no other hook
 
@@ -509,17 +742,18 @@ def _by_value(_pickler: object, value: object) -> Any:  # noqa: ANN401 - see pic
     return NotImplemented
 
 
-def _wait_for_rest() -> None:
-    deadline = time.monotonic() + _AT_MOST
-    while any(map(_runs, _TASKS.iterdir())) and time.monotonic() < deadline:
+def _wait_for_gloo_threads() -> None:
+    deadline = time.monotonic() + _MAX_FORK_WAIT
+    while any(map(_is_running, _TASKS.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.0005)  # releases the GIL, which those threads may need
 
 
-def _runs(task: Path) -> bool:
+def _is_running(task: Path) -> bool:
     """Return True if the task is one of torch's gloo threads and not asleep."""
     try:
         identity = (task / "stat").read_text()
     except OSError:  # the thread has ended
         return False
     name, _, rest = identity.partition("(")[2].rpartition(")")
+    # `S` is interruptible sleep in proc(5): the thread waits for work.
     return name.startswith(_TORCH) and rest.split()[0] != "S"

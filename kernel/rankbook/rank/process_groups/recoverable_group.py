@@ -20,20 +20,23 @@ Threads of a rank
     rankbook-wait     Waits in C++ for operations that must be waited for in one call (send, recv, reduce_scatter), so
                       that the main thread stays interruptible and can leave a wait behind.
     rankbook-join     Connects the backends of a new generation, while the main thread stays interruptible.
-    rankbook-connect  Makes the first attempt to connect gloo; may be left behind. rankbook-admit filters connections
-                      in the second attempt (see `gloo.py`).
-    rankbook-end      Destroys an old inner group: its destructor joins gloo's threads, which may never end.
+    rankbook-connect  Makes an attempt to connect gloo (see `gloo.py`); may be left behind.
+    rankbook-device   Asks the device which collectives it has finished, see "NCCL" below. Only with NCCL.
+    rankbook-abort    Calls NCCL's abort for one inner group. It may hang, and is then left behind.
+    rankbook-end      Destroys the inner group of an old generation, or of a group that the user has destroyed: the
+                      destructor joins gloo's threads, which may never end.
     gloo*, pt_gloo*   C++ threads of gloo and torch. When one calls std::terminate(), the handler in `gloo.py` calls
                       `GroupManager.rescue` on it.
     save thread       Uses groups of its own that are marked `background`: neither an interrupt nor an error of a cell
                       aborts them, and a regroup leaves them alone. Only the death of a member does.
 
 Messages (`protocol/messages.py`)
-    GetCollectives, Collectives  The notebook asks every rank for its collective logs and compares them.
-    Abort(shut=False)            Gives the reason why a collective may fail soon: `explain`.
-    Abort(shut=True)             Ends the collectives of the named groups: `break_off`.
+    GetCollectives, Collectives  The notebook asks every rank for its collective logs and compares them. A rank also
+                                 sends its logs unasked when a connection breaks and it does not know why.
+    Abort(shut=False)            Gives the reason why a collective may fail soon: `set_cause`.
+    Abort(shut=True)             Ends the collectives of the named groups: `abort_with_cause`.
     Interrupt                    Raises KeyboardInterrupt in the main thread.
-    Done                         Reports the end of a cell, and how many collectives it launched.
+    Done                         Reports the end of a cell, and the logs of the groups that it has used.
     Regroup(generation)          A task for the main thread: join this generation.
 
 From the event to the abort
@@ -45,23 +48,50 @@ From the event to the abort
     Death. The notebook at once sends Abort(shut=False, lost=True) with the reason. The kernel closes the dead process'
         sockets, so gloo mostly fails by itself. `GracePeriods.death_interrupt` later the ranks that wait for the dead
         one get Abort(shut=True) and the others an Interrupt; after `death_abort` every remaining rank is aborted.
-    Mismatched tensors. gloo's thread throws where no caller catches. The terminate handler parks that thread forever,
-        and `sink` breaks off every group with a pending collective.
+    Mismatch. The ranks gave different operations or tensors to the same collective, which `CollectiveMonitor` sees in
+        the logs. The ranks that wait in this group get Abort(shut=True), with the collective and the values of all
+        ranks as the reason. gloo may notice at the same time: its thread throws where no caller catches. The terminate
+        handler parks that thread forever, and `fail_transport` breaks off every group with a pending collective. The
+        waits that end wait for the reason. If all ranks have completed the collective, their results are wrong: the
+        notebook compares the logs once more at the end of the cell, and makes it an error.
 
-What `break_off` does, on the control thread:
+What `abort_with_cause` does, on the control thread:
 
 1. It records the reason, so that calls from now on raise `CollectiveAborted` at once, and starts the clock of
-   `broken_for`.
-2. It shuts down the TCP sockets of the inner group (gloo has no abort) and calls NCCL's abort. Every operation under
-   way fails, on the peers as well. The sockets are shut down and not closed: gloo's threads still use the descriptors,
-   whose numbers would be given to other files.
+   `seconds_since_abort`.
+2. It shuts down the TCP sockets of the inner group (gloo has no abort) and starts NCCL's abort. Every operation of gloo
+   under way fails, on the peers as well. The sockets are shut down and not closed: gloo's threads still use the
+   descriptors, whose numbers would be given to other files.
 3. A wait that raises goes through `error_for`. It recognizes the backends' messages about broken connections, waits up
    to one second for the reason to arrive, and raises `CollectiveAborted` with the reason, the collective and the line.
 4. gloo forgets some operations when their socket fails. Such a wait is left behind 0.5 s after the abort: the caller
-   raises, and the inner group is kept forever (`_wrecks`), because its destructor would wait for that operation.
+   raises, and the inner group is kept forever (`_leaked`), because its destructor would wait for that operation.
 5. C++ code that holds only a future, as DDP's reducer does in `backward()`, is reached by no exception. After 0.5 s a
    timer completes those futures with an empty tensor, on which the reducer raises; `GroupManager.translate` turns that
    error into `CollectiveAborted`.
+
+NCCL. The above describes gloo, whose collectives wait on the host. NCCL's are queued on the device:
+
+1. A synchronous call returns no work and goes on, and `Work.wait` returns at once. Whether a collective has completed,
+   only the device knows. So the log keeps a call until the device has finished it (`device_calls.py`), and the main
+   thread waits for those that the cell relies on before it sends Done. Thereby the notebook sees who waits for whom,
+   as with gloo. The decision is made for every call, by the device of its tensors: a group may have both backends.
+2. What waits is `.item()`, a synchronize or a barrier: a CUDA call that neither an exception nor a signal ends. Only
+   the end of the collective does. An abort ends it, without an error and with partial data, and everything that is
+   queued behind it is executed with that data. So, before the abort, `Interrupts.raise_error` has `CollectiveAborted`
+   raised in the main thread: its signal is pending when the CUDA call returns, and no further line of the cell is
+   executed.
+3. A CUDA call may hang while another thread waits for the device. The control thread makes none: the thread
+   `rankbook-device` asks the device, and other threads read what it has noted. An abort may hang as well, so that it
+   has a thread of its own. After `ABORT_LIMIT` seconds the user is told to restart the rank.
+4. The host is ahead of the device. An optimizer step that was queued behind an aborted collective has used its partial
+   data. The regroup copies weights and states from a rank that has not begun such a step (`model_reset.py`), or,
+   without one, the next cell names the models.
+5. A communicator is connected when its group is formed, and not in the first collective: there, neither an abort nor an
+   interrupt would reach the wait for a rank that comes late. NCCL's watchdog neither ends the process nor writes dumps
+   (`launch/environment.py`); after `TORCH_NCCL_ASYNC_ERROR_HANDLING=2` it only aborts a communicator.
+6. A device that has reported an error such as a failed assertion executes nothing any more in this process
+   (`DeviceWatcher.error`). The rank reports it in Done, its log counts as broken, and `heal` replaces it.
 
 From the abort to the re-formed group:
 
@@ -70,14 +100,15 @@ From the abort to the re-formed group:
    The death of a rank has the same effect, once its replacement has connected.
 2. Once all ranks are idle, the notebook increments the generation and sends Regroup to all ranks, before any queued
    cell. The first generation is formed in the same way.
-3. The ranks agree, through the store, on the groups to keep: those that exist on all of their members, where a fresh
-   process counts as having every group (`GroupManager._agree`). A group that a rank failed to create is aborted for
-   good.
+3. The ranks abort the unfinished calls of their devices: while one waits for its peers, CUDA can connect nothing. Then
+   they agree, through the store, on the groups to keep: those that exist on all of their members, where a fresh
+   process counts as having every group (`GroupManager._agree_on_groups`). A group that a rank failed to create is
+   aborted for good, and its connections are freed.
 4. For every kept group, in the order of creation, the members announce themselves in the store, wait for one another,
    connect a new inner group, and `renew` the outer one. The logs count from 0 again. A fresh process calls
    `init_process_group` and then creates the groups that its peers have.
-5. Models are reset to the start of a step (`model_reset.reset_after_abort`). If the regroup fails on a rank, the
-   cluster counts as ungrouped, and the next regroup begins with another generation.
+5. Models are reset to the start of a step (`model_reset.reset_after_abort`), and weights are restored (NCCL, 4). If the
+   regroup fails on a rank, the cluster counts as ungrouped, and the next regroup begins with another generation.
 
 The store (`store.py`) is a folder of files. It carries no tensor. It is used for the agreement of step 3, to wait for
 the members of a group, for gloo's addresses and NCCL's unique id, and for what torch itself stores while it creates a
@@ -89,52 +120,140 @@ so that an interrupt and `GroupManager.abort` can end them.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rankbook.errors import BadRequest, CollectiveAborted
+from rankbook.errors import CollectiveAborted, InvalidArgument
 from rankbook.rank.process_groups.collective_log import OPS, CollectiveCall, CollectiveLog, FutureWork, Op
+from rankbook.rank.process_groups.device_calls import DeviceCall, DeviceQueue
 from rankbook.rank.process_groups.gloo import Opened, shutdown_sockets
-from rankbook.rank.process_groups.interruptible_work import ENDS_WITHIN, InterruptibleWork, here, watching
+from rankbook.rank.process_groups.interruptible_work import (
+    ABORT_TIMEOUT,
+    DeviceWork,
+    InterruptibleWork,
+    active_observer,
+    thread_state,
+)
 
-_BROKEN_LINK = re.compile(r"onnection (?:closed|reset|refused)|roken pipe|ocket|ransport|borted|NCCL")
-"""Error messages of gloo and NCCL that mean a broken connection, and not an invalid call."""
+_BROKEN_LINK = re.compile(r"onnection (?:closed|reset|refused)|roken pipe|ocket|ransport|borted")
+"""Error messages of gloo that mean a broken connection, and not an invalid call."""
+_NCCL = re.compile(r"NCCL|nccl[A-Z]")
+_NCCL_BROKEN_LINK = re.compile(
+    r"ncclRemoteError|communicator was aborted|onnection (?:closed|reset|refused)|roken pipe"
+)
+"""Those of NCCL, which mentions sockets and transports in other errors as well."""
+_NCCL_DETAIL = re.compile(r"Last error:\n(.+)")
+_NCCL_HINTS = (
+    ("shared memory segment", "/dev/shm is full: enlarge it (docker run --shm-size=1g), or set NCCL_SHM_DISABLE=1"),  # noqa: S108
+    ("CUDA calloc", "the device has no memory left for NCCL: free some of it, or use smaller batches"),
+)
+"""What to do about some of NCCL's errors."""
 _EMPTY = re.compile(r"size \(?0\b")
-"""torch's error message for an empty tensor in a bucket of gradients, see `_forsake`."""
-_CAUSE_WITHIN = 1.0
+"""torch's error message for an empty tensor in a bucket of gradients, see `_complete_futures`."""
+ABORT_LIMIT = 5.0
+"""Seconds for the abort of a device's collectives, after which the rank needs to be restarted."""
+_CAUSE_TIMEOUT = 1.5
 """Seconds to wait for the notebook's reason after a connection broke."""
+_DIFFERENT_TENSORS = "the tensors of a collective differ in size or type between ranks; it was aborted"
+_ABORTED_ELSEWHERE = "another rank aborted the collective (see the error of that rank)"
 
 
 class BackendGroup:
-    """The connections of one generation: a torch ProcessGroup, its sockets, and the abort functions of its backends."""
+    """The connections of one generation: a torch ProcessGroup, its sockets, and the abort functions of its backends.
 
-    def __init__(self, group: dist.ProcessGroup, sockets: Opened, aborts: list[Callable[[], None]]) -> None:
+    `queued_types` are the device types whose backend queues collectives on the device, as NCCL does, and `queue` has
+    the unfinished ones. `aborts` are the abort functions of these backends.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        sockets: Opened,
+        aborts: list[Callable[[], None]],
+        queued_types: frozenset[str] = frozenset(),
+        queue: DeviceQueue | None = None,
+    ) -> None:
         self.group = group
-        self.sunk = False
+        self.transport_failed = False
+        self.queued_types = queued_types
+        self.queue = queue
+        self.on_stuck: Callable[[], None] = lambda: None
+        """Called on another thread when an abort has not returned within `ABORT_LIMIT` seconds."""
         self._sockets = sockets
         self._aborts = aborts
-
-    @property
-    def waits_in_steps(self) -> bool:
-        """Return True if waits must be cut into steps: gloo waits end only by completion or timeout."""
-        return not self._aborts
+        self._lock = threading.Lock()
+        self._abort_ended: threading.Event | None = None
 
     def abort(self) -> None:
-        """Make every call that waits in this group raise. Any thread."""
-        shutdown_sockets(self._sockets)
-        for abort in self._aborts:
-            abort()
+        """Make every call that waits in this group raise or end. Any thread.
 
-    def leave_behind(self) -> None:
+        Does not wait for the abort of a device's collectives, which may hang.
+        """
+        shutdown_sockets(self._sockets)
+        with self._lock:
+            if not self._aborts or self._abort_ended is not None:
+                return
+            self._abort_ended = ended = threading.Event()
+        timer = threading.Timer(ABORT_LIMIT, self._report_stuck)
+        timer.daemon = True
+        timer.start()
+        arguments = (self._aborts, ended, timer)
+        threading.Thread(target=self._abort_backends, args=arguments, name="rankbook-abort", daemon=True).start()
+
+    def _abort_backends(self, aborts: list[Callable[[], None]], ended: threading.Event, timer: threading.Timer) -> None:
+        # A device that has failed says so in the cell.
+        with contextlib.suppress(RuntimeError):
+            if self.queue is not None:
+                self.queue.watcher.accelerator.bind_thread()
+            for abort in aborts:
+                abort()
+        timer.cancel()
+        ended.set()
+
+    def _report_stuck(self) -> None:
+        self.leak()
+        self.on_stuck()
+
+    @property
+    def is_aborted(self) -> bool:
+        """Return True if the abort of a device's collectives has begun."""
+        return self._abort_ended is not None
+
+    def wait_aborted(self) -> None:
+        """Abort the group, and wait until its device has left the collectives, for at most `ABORT_LIMIT` seconds."""
+        self.abort()
+        deadline = time.monotonic() + ABORT_LIMIT
+        if self._abort_ended is not None and not self._abort_ended.wait(ABORT_LIMIT):
+            self.leak()
+        queue = self.queue
+        while queue is not None and queue.unfinished() and time.monotonic() < deadline:
+            queue.watcher.wait(0.1)
+
+    def runs_on_device(self, op: Op, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+        """Return True if a device executes this call of a group that has `queued_types`."""
+        value: Any = None
+        if op.tensors is not None:
+            value = args[op.tensors] if len(args) > op.tensors else None
+            while isinstance(value, (list, tuple)):
+                value = value[0] if value else None
+        else:  # a barrier
+            value = options["opts"] if "opts" in options else args[0] if args else None
+        device = getattr(value, "device", None)
+        if device is None:  # without a tensor, torch takes NCCL
+            return True
+        return device.type in self.queued_types
+
+    def leak(self) -> None:
         """Keep the group alive forever: its destructor would wait for a thread that never ends."""
-        if self not in _wrecks:
-            _wrecks.append(self)
+        if self not in _leaked:
+            _leaked.append(self)
 
     def end(self) -> None:
         """Abort the group and destroy it.
@@ -142,23 +261,33 @@ class BackendGroup:
         The destructor joins the group's threads, and one of them may wait for an operation that gloo has forgotten, so
         it runs on a thread of its own.
         """
-        self.abort()
-        if self in _wrecks:
+        self.wait_aborted()
+        self.destroy()
+
+    def destroy(self) -> None:
+        """Destroy the group, once it has completed its operations. A second call does nothing."""
+        if self in _leaked or not hasattr(self, "group"):
             return
+        # The list holds the only reference that is left, so that `clear` runs the destructor on the new thread.
         last = [self.group]
         del self.group
+        self._aborts = []  # the methods of the backends refer to them
         thread = threading.Thread(target=last.clear, name="rankbook-end", daemon=True)
         thread.start()
-        thread.join(ENDS_WITHIN / 2)  # usually enough to free its descriptors before the next group is connected
+        thread.join(ABORT_TIMEOUT / 2)  # usually enough to free its descriptors before the next group is connected
+
+    def unfinished(self) -> list[DeviceCall]:
+        """Return the calls that a device has not finished. Any thread."""
+        return [] if self.queue is None else self.queue.unfinished()
 
 
-_wrecks: list[BackendGroup] = []
+_leaked: list[BackendGroup] = []
 
 
 class RecoverableProcessGroup(dist.ProcessGroup):
     """The process group that torch and the user hold, in front of a replaceable inner group; see the module docstring.
 
-    `ranks` are the global ranks of the members. `where` returns the line of the running cell.
+    `ranks` are the global ranks of the members. `current_line` returns the line of the running cell.
     """
 
     def __init__(
@@ -167,82 +296,146 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         rank: int,
         ranks: tuple[int, ...],
         inner: BackendGroup,
-        ledger: CollectiveLog,
-        where: Callable[[], int | None],
+        log: CollectiveLog,
+        current_line: Callable[[], int | str | None],
     ) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg, unused-ignore]
         self.background = False
         """True for a group that only a thread beside the cells uses, as an asynchronous save does: an error of a cell
         does not abort it, and a regroup leaves its connections alone. Set by the creator of the group."""
+        self.is_shut_down = False
         self._store = store
-        self.ledger = ledger
+        self.log = log
+        self.on_break: Callable[[], None] = lambda: None
+        """Called when a connection has broken and the reason is not known."""
+        self.on_cut: Callable[[CollectiveAborted], None] = lambda _error: None
+        """Called when calls that a device has not finished are about to be aborted, with the error to raise."""
+        self.cut_since: float | None = None
+        """Time of the launch of the oldest call that was aborted while a device had not finished it."""
         self._inner: BackendGroup = inner
-        self._where = where
+        self._batch: list[tuple[int, CollectiveCall]] | None = None
+        self._current_line = current_line
         self._cause: str | None = None
+        self._mismatch = False
         self._broken_at: float | None = None
-        self._forsaken = False
-        self._told = threading.Event()
+        self._futures_completed = False
+        self._cause_set = threading.Event()
+        if inner.queue is not None:
+            inner.queue.log = log
 
     # Failure and recovery
 
-    def renew(self, inner: BackendGroup) -> None:
+    def renew(self, inner: BackendGroup, generation: int) -> None:
         """Replace the inner group by `inner`, which has fresh connections, and restart the log."""
+        # The old one first: its descriptors are free for the new connections.
         self._inner.end()
         self._inner = inner
+        if inner.queue is not None:
+            inner.queue.log = self.log
+        self._batch = None
         self._cause = None
+        self._mismatch = False
         self._broken_at = None
-        self._forsaken = False
-        self._told = threading.Event()
-        self.ledger.restart()
+        self._futures_completed = False
+        self.is_shut_down = False
+        # A new event, and not a cleared one: a thread that has been left behind may still wait for the old one.
+        self._cause_set = threading.Event()
+        self.log.restart(generation)
 
-    def explain(self, cause: str) -> None:
-        """Record the reason that later errors and calls report. The first reason wins. Any thread."""
-        self._cause = self._cause or cause
-        self._told.set()
+    def set_cause(self, cause: str, *, mismatch: bool = False) -> None:
+        """Record the reason that later errors and calls report. The first reason wins. Any thread.
 
-    def break_off(self, cause: str) -> None:
+        `mismatch`: the reason names the collective, so that the error of a wait repeats neither this nor the line.
+        """
+        # The mismatch flag before the reason, which readers look at first.
+        if self._cause is None:
+            self._mismatch = mismatch
+            self._cause = cause
+        self._cause_set.set()
+
+    def abort_with_cause(self, cause: str, *, mismatch: bool = False) -> None:
         """Make every waiting call raise `CollectiveAborted` with this reason. Any thread.
 
-        Futures that C++ still holds after `ENDS_WITHIN` seconds are completed by a timer, see `_forsake`.
+        Futures that C++ still holds after `ABORT_TIMEOUT` seconds are completed by a timer, see `_complete_futures`.
         """
         # The order matters: a thread whose wait the abort ends must find the cause, and the log must say `broken`.
-        self.explain(cause)
-        self._note_broken()
+        self.set_cause(cause, mismatch=mismatch)
+        self._break_off()
+
+    def _break_off(self) -> None:
+        """End every waiting call."""
+        # The log first, so that a report that is made from now on says that the connections are broken.
+        self._mark_broken()
+        # Before the abort, which lets the main thread go on with partial results.
+        self._note_cut()
         self._inner.abort()
-        promised = [call.work for call in self.ledger.pending() if isinstance(call.work, FutureWork)]
-        if promised and self.waits_in_steps:
-            timer = threading.Timer(ENDS_WITHIN, self._forsake, (self._inner, promised))
+        # Works that Python waits for notice the abort themselves (`InterruptibleWork._check`). Those that C++ holds as
+        # futures do not.
+        futures = [call.work for call in self.log.pending() if isinstance(call.work, FutureWork)]
+        if futures:
+            timer = threading.Timer(ABORT_TIMEOUT, self._complete_futures, (self._inner, futures))
             timer.daemon = True
             timer.start()
 
-    def _forsake(self, inner: BackendGroup, promised: list[FutureWork]) -> None:
+    def _note_cut(self) -> None:
+        """Remember which calls an abort is about to cut short, and have the error raised in the cell."""
+        unfinished = self._inner.unfinished()
+        if unfinished:
+            if self.cut_since is None:
+                self.cut_since = unfinished[0].launched.began
+            self.on_cut(self.abort_error(unfinished[0].launched))
+
+    def end_device_calls(self) -> None:
+        """Abort what a device has not finished, before a regroup. Main thread."""
+        if self._inner.queue is not None and not self.is_shut_down:
+            self._note_cut()
+            self._inner.wait_aborted()
+
+    def mark_lost(self, cause: str) -> None:
+        """Note that the device has failed for good, so that it completes no collective any more. Any thread."""
+        if self._inner.queue is not None:
+            self.set_cause(cause)
+            self.log.broken = True  # the others wait in vain, also in what this rank has launched
+
+    def waits_for_device(self) -> bool:
+        """Return True if the device has not finished a call on whose result the program relies."""
+        queue = self._inner.queue
+        return queue is not None and queue.is_awaited
+
+    def _complete_futures(self, inner: BackendGroup, futures: list[FutureWork]) -> None:
         """Complete the futures that C++ still waits for with an empty tensor, on which DDP's reducer raises."""
-        for work in promised:
-            if work.forsake([torch.empty(0)]):
-                self._forsaken = True
-                inner.leave_behind()
+        for work in futures:
+            # The operation itself goes on in gloo's thread, which the destructor of the inner group would join.
+            if work.complete_early([torch.empty(0)]):
+                self._futures_completed = True
+                inner.leak()
 
-    def _note_broken(self) -> None:
+    def _mark_broken(self) -> None:
+        # The first time stays: the clock of `seconds_since_abort` must not start again.
         self._broken_at = self._broken_at or time.monotonic()
-        self.ledger.broken = True
+        self.log.broken = True
 
-    def sink(self, cause: str) -> None:
-        """Abort the group after gloo's thread has failed: no wait in C++ will end any more. Any thread."""
-        self._inner.sunk = True
-        self._inner.leave_behind()
-        self.break_off(cause)
+    def fail_transport(self) -> None:
+        """Abort the group after gloo's thread has failed: no wait in C++ will end any more. Any thread.
 
-    def leave_behind(self) -> None:
+        The tensors of a collective do not match. The notebook will say which ones.
+        """
+        # Before the waits end, which look at this flag.
+        self._inner.transport_failed = True
+        self._inner.leak()
+        self._break_off()
+
+    def leak(self) -> None:
         """Keep the inner group alive forever: a thread is blocked in it."""
-        self._inner.leave_behind()
+        self._inner.leak()
 
     @property
-    def sunk(self) -> bool:
+    def transport_failed(self) -> bool:
         """Return True if gloo's thread has failed, so that no wait in C++ will end."""
-        return self._inner.sunk
+        return self._inner.transport_failed
 
     @property
-    def broken_for(self) -> float:
+    def seconds_since_abort(self) -> float:
         """Return the seconds since the group was aborted; 0 while it works."""
         return 0.0 if self._broken_at is None else time.monotonic() - self._broken_at
 
@@ -254,57 +447,101 @@ class RecoverableProcessGroup(dist.ProcessGroup):
     def error_for(self, error: BaseException, launched: CollectiveCall) -> BaseException:
         """Return the exception to raise where `launched` failed with `error`.
 
-        A broken connection becomes `CollectiveAborted`, after a wait of up to `_CAUSE_WITHIN` seconds for the reason;
+        A broken connection becomes `CollectiveAborted`, after a wait of up to `_CAUSE_TIMEOUT` seconds for the reason;
         any other error is returned unchanged.
         """
-        if not _BROKEN_LINK.search(str(error)) and not (self._forsaken and _EMPTY.search(str(error))):
-            return error
-        self._note_broken()
-        self._told.wait(_CAUSE_WITHIN)
+        # Invalid arguments raise RuntimeError too, and have to reach the user as they are.
+        text = str(error)
+        of_nccl = _NCCL.search(text) is not None
+        link = _NCCL_BROKEN_LINK if of_nccl else _BROKEN_LINK
+        if not link.search(text) and not (self._futures_completed and _EMPTY.search(text)):
+            return describe_nccl_error(error) if of_nccl else error
+        self._mark_broken()
+        # The connection broke before the notebook has said why. It is told that this rank does not know, and asks the
+        # others.
         if self._cause is None:
-            self._cause = "another rank broke off, for a reason that its own error tells,"
-        return self._aborted(f" while this rank waited in {launched}")
+            self.on_break()
+            self._cause_set.wait(_CAUSE_TIMEOUT)
+        if self._cause is None and of_nccl:  # no rank has failed, so its words are all that is known
+            return describe_nccl_error(error)
+        # Only if no reason has come in time, because the first one stays.
+        self.set_cause(_DIFFERENT_TENSORS if self.transport_failed else _ABORTED_ELSEWHERE)
+        return self.abort_error(launched)
 
-    def _aborted(self, doing: str) -> CollectiveAborted:
-        line = self._where()
+    def abort_error(self, launched: CollectiveCall) -> CollectiveAborted:
+        """Return the exception to raise where `launched` waits in this group, which has a `cause`."""
+        if self._mismatch:
+            return CollectiveAborted(self._cause)
+        return self._abort_error(f" while this rank waited in {launched}")
+
+    def _abort_error(self, doing: str) -> CollectiveAborted:
+        line = self._current_line()
         return CollectiveAborted(f"{self._cause}{doing}" + (f" at line {line}" if line is not None else ""))
 
     # The interface that torch calls
 
     def _launch(self, name: str, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - a Work
-        if here.only_looks:
-            raise BadRequest(f"a peek cannot begin {op.word}, for the ranks would no longer be at the same collective")
+        # A `peek` runs beside the cell. Its collective would be matched with one of the cell on the other ranks.
+        if thread_state.collectives_forbidden:
+            raise InvalidArgument(
+                f"a peek cannot begin {op.function}: the ranks would no longer be at the same collective"
+            )
         if self._cause is not None:
-            raise self._aborted(f", so this rank cannot begin {op.word}")
+            raise self._abort_error(f", so this rank cannot begin {op.function}")
         # Logged before the call, which may block: the notebook has to see a rank that waits in it. A call that torch
         # refuses is withdrawn, because the other ranks have not seen it; one that fails on the network has ended.
-        key, launched = self.ledger.launch(op, args)
-        watcher = watching.by
+        key, launched = self.log.launch(op, args, kwargs)
+        observer = active_observer.value
+        # The inner group is looked up at every launch, because a regroup replaces it.
+        inner = self._inner
         try:
-            if watcher is None:
-                work = getattr(self._inner.group, name)(*args, **kwargs)
+            if observer is None:
+                work = getattr(inner.group, name)(*args, **kwargs)
             else:
-                with watcher.begins(op.word):
-                    work = getattr(self._inner.group, name)(*args, **kwargs)
+                with observer.launching(launched, self.log.name):
+                    work = getattr(inner.group, name)(*args, **kwargs)
         except RuntimeError as error:
             other = self.error_for(error, launched)
             if other is error:
-                self.ledger.withdraw(key)
+                self.log.withdraw(key)
                 raise
-            self.ledger.end(key)
+            self.log.end(key)
             raise other from None  # gloo's own message would hide the reason
         except BaseException:
-            self.ledger.withdraw(key)
+            self.log.withdraw(key)
             raise
+        if inner.queued_types and inner.runs_on_device(op, args, kwargs):
+            return self._follow(work, inner, key, launched)
+        # torch returns no work for some calls.
         if work is None:
-            self.ledger.end(key)
+            self.log.end(key)
             return None
         return InterruptibleWork(work, self, key, launched)
 
-    @property
-    def waits_in_steps(self) -> bool:
-        """Return True if waits must be cut into steps, see `BackendGroup`."""
-        return self._inner.waits_in_steps
+    def _follow(self, work: Any, inner: BackendGroup, key: int, launched: CollectiveCall) -> DeviceWork | None:  # noqa: ANN401 - torch's
+        """Keep a call that was queued on the device in the log until the device has finished it.
+
+        Return a work for an asynchronous call, and None for a synchronous one, which torch does not wait for either.
+        """
+        queue = inner.queue
+        assert queue is not None
+        accelerator = queue.watcher.accelerator
+        if self._batch is not None:  # its end is that of the batch
+            self._batch.append((key, launched))
+            return None if work is None else DeviceWork(work, self, launched)
+        if accelerator.is_capturing():  # the graph will execute it, as often as it is replayed
+            self.log.end(key)
+            return None if work is None else DeviceWork(work, self, launched)
+        try:
+            query = accelerator.record() if work is None else work.is_completed
+        except RuntimeError:  # the device has failed
+            self.log.end(key)
+            raise
+        queue.add(key, launched, query, is_awaited=work is None)
+        # The abort may have come while torch queued the call, or have ended a call in which torch waits, as a barrier.
+        if self._broken_at is not None:
+            raise self.abort_error(launched)
+        return None if work is None else DeviceWork(work, self, launched)
 
     def name(self) -> str:
         """Return the name of the inner group's backend."""
@@ -319,21 +556,54 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         return self._store
 
     def shutdown(self) -> None:
-        """Shut down the inner group."""
-        self._inner.group.shutdown()
+        """Free the connections. `dist.destroy_process_group` calls it.
+
+        The threads and descriptors of the inner group are free soon after, whoever still holds a reference to this
+        group. Later collectives raise `CollectiveAborted`.
+        """
+        if not self.is_shut_down:
+            self.is_shut_down = True
+            if not self._inner.is_aborted:  # NCCL's own would wait for an aborted communicator
+                self._inner.group.shutdown()
+            self.set_cause("the process group was destroyed")
+            self._inner.destroy()
+
+    def leave(self) -> None:
+        """Free the connections without the other ranks: NCCL's own `shutdown` waits for them."""
+        if self._inner.queue is not None and not self.is_shut_down:
+            self.is_shut_down = True
+            self.set_cause("the rank has left")
+            self._inner.end()
 
     def abort(self) -> None:
         """Abort the group as `torch.distributed.ProcessGroup.abort` does: waiting calls raise."""
-        self.break_off("the process group was aborted")
+        self.abort_with_cause("the process group was aborted")
 
     def _get_backend(self, device: Any) -> Any:  # noqa: ANN401 - torch's
         return self._inner.group._get_backend(device)
 
     def _start_coalescing(self, device: Any) -> None:  # noqa: ANN401
+        if device.type in self._inner.queued_types:
+            self._batch = []
         self._inner.group._start_coalescing(device)
 
     def _end_coalescing(self, device: Any) -> Any:  # noqa: ANN401
-        return self._inner.group._end_coalescing(device)
+        batch, self._batch = self._batch, None
+        inner = self._inner
+        try:
+            work = inner.group._end_coalescing(device)
+        except RuntimeError as error:
+            for key, _ in batch or ():
+                self.log.end(key)
+            other = error if not batch else self.error_for(error, batch[-1][1])
+            if other is error:
+                raise
+            raise other from None
+        if not batch:
+            return work
+        # All of them end with the batch, whose work is that of the last.
+        works = [self._follow(work, inner, key, launched) for key, launched in batch]
+        return works[-1]
 
     def set_timeout(self, timeout: Any) -> None:  # noqa: ANN401
         """Set the timeout of the inner group's backends."""
@@ -343,6 +613,24 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         self._inner.group._set_default_timeout(timeout)  # type: ignore[attr-defined, unused-ignore]
 
 
+def describe_nccl_error(error: BaseException) -> BaseException:
+    """Return an error of NCCL with its reason as the first line, and what to do where that is known.
+
+    torch puts the place in its own source, the version and general words before the reason.
+    """
+    text = str(error)
+    found = _NCCL_DETAIL.search(text)
+    hints = [hint for words, hint in _NCCL_HINTS if words in text]
+    first = ": ".join(filter(None, [found[1].strip() if found else "", *hints]))
+    if not first or text.startswith(first):
+        return error
+    try:
+        return type(error)(f"{first}\n{text}").with_traceback(error.__traceback__)
+    except TypeError:
+        return error
+
+
+# The methods are generated, because every one does the same: log, forward, wrap the work.
 def _method(name: str, op: Op) -> Callable[..., Any]:
     def call(self: RecoverableProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
         return self._launch(name, op, args, kwargs)
@@ -352,5 +640,6 @@ def _method(name: str, op: Op) -> Callable[..., Any]:
 
 
 for _name, _op in OPS.items():
+    # Some versions of torch lack some of them.
     if hasattr(dist.ProcessGroup, _name):
         setattr(RecoverableProcessGroup, _name, _method(_name, _op))

@@ -29,19 +29,24 @@ _FIRST_PAUSE = 0.0005
 _LONGEST_PAUSE = 0.02
 
 
+# Examples of keys, in generation 3 and a group that torch calls `g`:
+##
+#     generation-3/agreement/0                     the groups of rank 0, see `GroupManager._agree_on_groups`
+#     generation-3/group-g.1/here-0                member 0 is present; the group is created for the first time
+#     generation-3/group-g.1/gloo/attempt-0/...    what gloo's first attempt to connect stores
 def generation_prefix(generation: int) -> str:
     """Return the prefix of the keys of one generation of the process groups."""
     return f"generation-{generation}"
 
 
 class FolderStore(dist.Store):
-    """A `dist.Store` in `folder`, shared by all processes that open it. A set `give_up` ends all waits for keys."""
+    """A `dist.Store` in `folder`, shared by all processes that open it. A set `cancel` ends all waits for keys."""
 
-    def __init__(self, folder: Path, give_up: threading.Event) -> None:
+    def __init__(self, folder: Path, cancel: threading.Event) -> None:
         super().__init__()
         self._path = folder
         self._opened = _open_private(folder)
-        self._give_up = give_up
+        self._cancel = cancel
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set the value of a key."""
@@ -58,14 +63,15 @@ class FolderStore(dist.Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set. Raise `DistStoreError` after `timeout`.
 
-        Raises `CollectiveAborted` once `give_up` is set.
+        Raises `CollectiveAborted` once `cancel` is set.
         """
         allowed: timedelta = self.timeout if timeout is None else timeout  # type: ignore[attr-defined, unused-ignore]
         seconds = allowed.total_seconds()
+        # Short pauses first: the ranks of one machine are mostly ready at the same time.
         pause, deadline = _FIRST_PAUSE, time.monotonic() + seconds
         while not self.check(keys):
-            if self._give_up.wait(pause):
-                raise CollectiveAborted("the other ranks do not come")
+            if self._cancel.wait(pause):
+                raise CollectiveAborted("the other ranks will not join the process group")
             if time.monotonic() > deadline:
                 missing = ", ".join(key for key in keys if not self.check([key]))
                 raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f}ms, keys: {missing}")
@@ -130,16 +136,22 @@ class FolderStore(dist.Store):
     def forget_generations(self, before: int) -> None:
         """Delete the keys of the generations below `before`."""
         for name in self._names():
+            # The slash of the prefix is quoted in file names.
             match = re.match(r"key-generation-(\d+)%2F", name)
             if match and int(match[1]) < before:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=self._folder)
 
+    # Files
+
     @property
     def _folder(self) -> int:
         """Return a descriptor of the folder, which is created again if a cleaner of temporary files removed it."""
+        # The descriptor of a removed folder stays valid, but nobody else finds what is written there. A link count of 0
+        # is its sign.
         if os.fstat(self._opened).st_nlink == 0:
             fresh = _open_private(self._path)
+            # The same number, because other threads may be about to use it.
             os.dup2(fresh, self._opened, inheritable=False)
             os.close(fresh)
         return self._opened
@@ -163,6 +175,7 @@ class FolderStore(dist.Store):
             return file.read()
 
     def _write(self, key: str, value: bytes) -> None:
+        # One name per thread, so that two writers never share a file. `rename` replaces the old value in one step.
         fresh = f"fresh-{os.getpid()}-{threading.get_ident()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         with os.fdopen(os.open(fresh, flags, 0o600, dir_fd=self._folder), "wb") as file:
@@ -178,6 +191,8 @@ class FolderStore(dist.Store):
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
+        # Opened anew every time: the lock belongs to the open file, so that two threads of one process exclude each
+        # other as well. Closing it releases the lock.
         descriptor = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._folder)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -193,11 +208,14 @@ def _open_private(folder: Path) -> int:
         status = path.lstat()
         if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or stat.S_IMODE(status.st_mode) & 0o077:
             raise PermissionError(f"{path} is open to other users: expected a folder of this user with mode 0700")
+    # All later calls are relative to this descriptor, so a folder that is renamed or replaced by a link is not
+    # followed.
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def _name(key: str) -> str:
     name = quote(key, safe="")
+    # File names have at most 255 bytes. The hash keeps long keys with equal beginnings apart.
     if len(name) > _LONGEST_NAME:
         name = f"{name[: _LONGEST_NAME // 2]}-{hashlib.sha256(key.encode()).hexdigest()}"
     return f"key-{name}"

@@ -3,12 +3,12 @@
 With a single process every function returns what it would with more: gathering a 0-d tensor gives one dimension.
 
 Consistency check. Before anything is sent, the ranks compare the structure, shapes and dtypes of their arguments
-(`consistency.check_same`), if the group has a CPU backend or `debug` is set. If a rank has different shapes, or a leaf
+(`check_same`), if the group has a CPU backend or `debug` is set. If a rank has different shapes, or a leaf
 that is not a tensor, all ranks raise an error that shows the arguments of all. This costs one collective of 16 bytes;
 `RANKBOOK_DEBUG=0` disables it.
 
 Packing. Small tensors are sent together: one collective for all leaves of a container of one kind, up to `MOST_BYTES`,
-instead of one per leaf (`parcels`, `as_bytes`, `rows_from_bytes`, `split_like`).
+instead of one per leaf (`make_buckets`, `as_bytes`, `rows_from_bytes`, `split_like`).
 
 `trim` removes samples that were repeated to make batches even, for `Accelerator.gather_for_metrics`.
 """
@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from rankbook.errors import BadRequest, TransferError
-from rankbook.runtime.comm import consistency
+from rankbook import control_collectives
+from rankbook.control_collectives import control_device
+from rankbook.errors import InvalidArgument, TransferError
 from rankbook.runtime.comm.tree import children, describe, is_container, leaves, map_leaves, rebuild
 from rankbook.runtime.data.samplers import WHOLE, RoundPadding
 from rankbook.runtime.process_state import PartialState
@@ -32,7 +33,7 @@ _T = TypeVar("_T")
 REDUCTIONS = ("mean", "sum", "min", "max")
 # torch 2.13 has renamed this function and warns about the old name.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # type: ignore[deprecated,unused-ignore]
-_SENT_AS_THEY_ARE = frozenset(  # supported by gloo and nccl; others are sent as bytes, or reduced in a wider type
+_SUPPORTED_DTYPES = frozenset(  # supported by gloo and nccl; others are sent as bytes, or reduced in a wider type
     {
         torch.bool,
         torch.uint8,
@@ -53,17 +54,23 @@ _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceO
 def gather(tensor: _T) -> _T:
     """Concatenate the tensors of all ranks along their first dimension, in rank order, on every rank.
 
-    A 0-d tensor counts as one row. Shapes must be equal on all ranks; see `pad_across_processes`. Raises `BadRequest`
-    on every rank for different shapes, and for leaves that are not tensors (use `gather_object`).
+    A 0-d tensor counts as one row. Shapes must be equal on all ranks; see `pad_across_processes`. Raises
+    `InvalidArgument` on every rank for different shapes, and for leaves that are not tensors (use `gather_object`).
+
+    Example::
+
+        gather(torch.tensor([rank, rank]))  # tensor([0, 0, 1, 1])
     """
     state = PartialState()
     _prepare(state, "gather", tensor, describe)
     if not state.use_distributed:
         return _map(lambda leaf: leaf if leaf.ndim else leaf[None], tensor)
+    # The order of the leaves is the same on all ranks (checked above), and so are the buckets and the order of
+    # collectives.
     given = [leaf for _, leaf in leaves(tensor)]
-    sent = [_sendable(leaf.detach() if leaf.ndim else leaf.detach()[None]).contiguous() for leaf in given]
+    sent = [_on_supported_device(leaf.detach() if leaf.ndim else leaf.detach()[None]).contiguous() for leaf in given]
     gathered: dict[int, torch.Tensor] = {}
-    for parcel in parcels(sent, [leaf.device for leaf in sent]):
+    for parcel in make_buckets(sent, [leaf.device for leaf in sent]):
         together = [sent[index] for index in parcel]
         gathered.update(zip(parcel, _gather(state, together), strict=True))
     results = iter([gathered[index].to(leaf.device) for index, leaf in enumerate(given)])
@@ -73,7 +80,9 @@ def gather(tensor: _T) -> _T:
 def _gather(state: PartialState, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Gather all `tensors` of all ranks in one collective."""
     first = tensors[0]
-    sent = _as_sent(first) if len(tensors) == 1 else as_bytes(tensors)
+    # A single tensor is sent as it is. Several tensors are sent as bytes, so that they may have different dtypes.
+    sent = _as_supported_dtype(first) if len(tensors) == 1 else as_bytes(tensors)
+    # Rank r's rows are at [r * rows, (r + 1) * rows) of the first dimension.
     gathered = sent.new_empty((state.num_processes * sent.shape[0], *sent.shape[1:]))
     _all_gather(gathered, sent)
     if len(tensors) == 1:
@@ -84,22 +93,26 @@ def _gather(state: PartialState, tensors: list[torch.Tensor]) -> list[torch.Tens
 def reduce(tensor: _T, reduction: str = "mean", scale: float = 1.0) -> _T:
     """Reduce every tensor over all ranks to the "mean", "sum", "min" or "max", times `scale`; return new tensors.
 
-    The mean of integers is a floating point number. Raises `BadRequest` on every rank for an unknown reduction,
+    The mean of integers is a floating point number. Raises `InvalidArgument` on every rank for an unknown reduction,
     different shapes, and leaves that are not tensors; nothing is sent then.
+
+    Example::
+
+        reduce({"loss": torch.tensor(1.0 + rank)}, "mean")  # {'loss': tensor(1.5000)}
     """
     state = PartialState()
     unknown = reduction not in REDUCTIONS
-    failure = (
-        f"reduction={reduction!r} is not there; use one of {', '.join(map(repr, REDUCTIONS))}" if unknown else None
-    )
+    # Not raised here: other ranks may have valid arguments, and all of them learn of it in `_prepare`.
+    failure = f"unknown reduction {reduction!r}; choose from {', '.join(REDUCTIONS)}" if unknown else None
     _prepare(state, f"reduce({reduction!r})", tensor, describe, failure)
     given = [leaf for _, leaf in leaves(tensor)]
     summed = [_as_summed(leaf) for leaf in given]
     if state.use_distributed:
-        for parcel in parcels(summed, [(leaf.device, leaf.dtype) for leaf in summed]):
+        for parcel in make_buckets(summed, [(leaf.device, leaf.dtype) for leaf in summed]):
             if len(parcel) == 1:
                 dist.all_reduce(summed[parcel[0]], op=_OPS[reduction])
                 continue
+            # A reduction needs one dtype, unlike `gather`, so the buckets are per device and dtype.
             flat = torch.cat([summed[index].view(-1) for index in parcel])
             dist.all_reduce(flat, op=_OPS[reduction])
             together = [summed[index] for index in parcel]
@@ -111,9 +124,12 @@ def reduce(tensor: _T, reduction: str = "mean", scale: float = 1.0) -> _T:
 
 def _as_summed(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous copy of a type and on a device that the backend can reduce."""
-    copied = _sendable(tensor.detach()).clone(memory_format=torch.contiguous_format)
-    if copied.dtype in _SENT_AS_THEY_ARE and copied.dtype != torch.bool:
+    # Collectives work in place, and the user's tensor must not change.
+    copied = _on_supported_device(tensor.detach()).clone(memory_format=torch.contiguous_format)
+    if copied.dtype in _SUPPORTED_DTYPES and copied.dtype != torch.bool:
         return copied
+    # Floats that the backends do not support, such as float8, are reduced in float32; bools and unsupported integers,
+    # such as int16, in int64.
     return copied.to(torch.float32 if copied.is_floating_point() else torch.int64)
 
 
@@ -124,6 +140,7 @@ def _finish(
         reduced = reduced / state.num_processes
     if scale != 1.0:
         reduced = reduced * scale
+    # The mean of integers stays a float, and the sum of bools is a count.
     keeps_type = given.dtype != torch.bool and given.is_floating_point() == reduced.is_floating_point()
     return reduced.to(given.device, given.dtype if keeps_type else reduced.dtype)
 
@@ -131,10 +148,14 @@ def _finish(
 def broadcast(tensor: _T, from_process: int = 0) -> _T:
     """Copy the tensors of rank `from_process` into those of the other ranks, in place, and return them.
 
-    Raises `BadRequest` on every rank for an invalid rank, different shapes and leaves that are not tensors.
+    Raises `InvalidArgument` on every rank for an invalid rank, different shapes and leaves that are not tensors.
+
+    Example::
+
+        broadcast(torch.tensor(5 + rank))  # tensor(5)
     """
     state = PartialState()
-    _prepare(state, f"broadcast(from {from_process})", tensor, describe, _no_such_rank(state, from_process))
+    _prepare(state, f"broadcast(from {from_process})", tensor, describe, _check_rank(state, from_process))
     if state.use_distributed:
         _map(lambda leaf: _broadcast(leaf, from_process), tensor)
     return tensor
@@ -142,9 +163,10 @@ def broadcast(tensor: _T, from_process: int = 0) -> _T:
 
 def _broadcast(tensor: torch.Tensor, source: int) -> torch.Tensor:
     detached = tensor.detach()
+    # `detached[None]` is a view: the broadcast writes into the user's tensor.
     rows = detached if detached.ndim else detached[None]
-    sent = _sendable(rows).contiguous()
-    dist.broadcast(_as_sent(sent), src=source)
+    sent = _on_supported_device(rows).contiguous()
+    dist.broadcast(_as_supported_dtype(sent), src=source)
     if sent.data_ptr() != rows.data_ptr():  # `sent` is a copy: not contiguous, or on another device
         rows.copy_(sent)
     return tensor
@@ -153,15 +175,20 @@ def _broadcast(tensor: torch.Tensor, source: int) -> torch.Tensor:
 def pad_across_processes(tensor: _T, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> _T:
     """Pad every tensor along `dim` with `pad_index`, up to the largest size on any rank.
 
-    A tensor without that dimension is unchanged. `pad_first` puts the padding before the data. Raises `BadRequest` on
-    every rank for different structures or numbers of dimensions, and for leaves that are not tensors.
+    A tensor without that dimension is unchanged. `pad_first` puts the padding before the data. Raises `InvalidArgument`
+    on every rank for different structures or numbers of dimensions, and for leaves that are not tensors.
+
+    Example::
+
+        gather(pad_across_processes(torch.ones(1 + rank)))  # tensor([1., 0., 1., 1.])
     """
     state = PartialState()
     _prepare(state, f"pad_across_processes(dim={dim})", tensor, lambda data: str(map_leaves(_kind, data)))
+    # One MAX reduction for the sizes of all leaves.
     padded = [leaf for _, leaf in leaves(tensor) if -leaf.ndim <= dim < leaf.ndim]
     if not state.use_distributed or not padded:
         return tensor
-    sizes = torch.tensor([leaf.shape[dim] for leaf in padded], device=consistency.control_device())
+    sizes = torch.tensor([leaf.shape[dim] for leaf in padded], device=control_device())
     dist.all_reduce(sizes, op=dist.ReduceOp.MAX)
     longest = iter(sizes.tolist())
     return _map(
@@ -188,22 +215,31 @@ def gather_object(object: Any) -> Any:  # noqa: A002, ANN401 - the established n
     """Concatenate the lists of all ranks to one list, in rank order, on every rank.
 
     With one process the object is returned unchanged. Raises `TransferError` on every rank if an object of any rank
-    cannot be pickled, and `BadRequest` if a rank passes something that is not a list.
+    cannot be pickled, and `InvalidArgument` if a rank passes something that is not a list.
+
+    Example::
+
+        gather_object([f"from {rank}"])  # ['from 0', 'from 1']
     """
     state = PartialState()
     if not state.use_distributed:
         return object
     items: list[Any] = []
+    # Every rank sees all objects, so all ranks raise the same error.
     for rank, objects in enumerate(_exchange(state, object)):
         if not hasattr(objects, "__iter__"):
-            raise BadRequest(f"gather_object joins lists; rank {rank} has a {type(objects).__name__}. Give it [object]")
+            raise InvalidArgument(
+                f"gather_object: expected a list on every rank, got {type(objects).__name__} on rank {rank}; "
+                "pass [object]"
+            )
         items.extend(objects)
     return items
 
 
 def _exchange(state: PartialState, value: object) -> list[Any]:
     rows: list[Any] = [None] * state.num_processes
-    dist.all_gather_object(rows, _pickled(value))
+    # The value is pickled here and not by torch: an error in `all_gather_object` would leave the other ranks waiting.
+    dist.all_gather_object(rows, _try_pickle(value))
     failed = [f"rank {rank}: {row}" for rank, row in enumerate(rows) if isinstance(row, str)]
     if failed:
         raise TransferError(f"gather_object: {'; '.join(failed)}")
@@ -213,24 +249,29 @@ def _exchange(state: PartialState, value: object) -> list[Any]:
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Replace the items of every rank's list by those of rank `from_process`, and return the list.
 
-    Raises `TransferError` on every rank if an object cannot be pickled, `BadRequest` for an invalid rank.
+    Raises `TransferError` on every rank if an object cannot be pickled, `InvalidArgument` for an invalid rank.
+
+    Example::
+
+        broadcast_object_list([f"run-{rank}"])  # ['run-0']
     """
     state = PartialState()
-    failure = _no_such_rank(state, from_process)
+    failure = _check_rank(state, from_process)
     if failure is not None:
-        raise BadRequest(f"broadcast_object_list: {failure}")
+        raise InvalidArgument(f"broadcast_object_list: {failure}")
     if not state.use_distributed:
         return object_list
-    message: list[Any] = [_pickled(object_list) if state.process_index == from_process else None]
+    message: list[Any] = [_try_pickle(object_list) if state.process_index == from_process else None]
     dist.broadcast_object_list(message, src=from_process)
     if isinstance(message[0], str):
         raise TransferError(f"broadcast_object_list: rank {from_process}: {message[0]}")
+    # In place, as torch's function: callers use their own variable, and not the return value.
     if state.process_index != from_process:
         object_list[:] = pickle.loads(message[0])
     return object_list
 
 
-def _pickled(value: object) -> bytes | str:
+def _try_pickle(value: object) -> bytes | str:
     """Return the pickle, or an error message: the other ranks wait for an answer in either case."""
     try:
         return pickle.dumps(value)
@@ -238,26 +279,32 @@ def _pickled(value: object) -> bytes | str:
         return f"cannot be pickled: {type(error).__name__}: {error}"
 
 
-def _prepare(state: PartialState, what: str, data: Any, words: Any, failure: str | None = None) -> None:  # noqa: ANN401 - anything
+def _prepare(state: PartialState, what: str, data: Any, describe_data: Any, failure: str | None = None) -> None:  # noqa: ANN401 - anything
     """Check the arguments of a collective, and raise an error on every rank if they are invalid or differ."""
     if failure is None:
-        wrong = [f"{path or 'it'} is a {type(leaf).__name__}" for path, leaf in leaves(data) if not _is_tensor(leaf)]
+        wrong = [
+            f"{path or 'the argument'} is a {type(leaf).__name__}"
+            for path, leaf in leaves(data)
+            if not _is_tensor(leaf)
+        ]
         if wrong:
-            failure = f"takes tensors in lists, tuples, mappings and dataclasses; {', '.join(wrong[:3])}"
-    if state.use_distributed and (state.debug or (state.checks and consistency.is_cheap())):
-        consistency.check_same(what, words(data), failure)
+            failure = f"expected tensors in lists, tuples, mappings and dataclasses, but {', '.join(wrong[:3])}"
+    # Comparing costs a collective on the CPU. If the group has only nccl, it would wait for the GPU's queue in every
+    # call.
+    if state.use_distributed and (state.debug or (state.checks and control_collectives.is_cheap())):
+        control_collectives.check_same(what, describe_data(data), failure)
     elif failure is not None:
-        raise BadRequest(f"{what}: {failure}")
+        raise InvalidArgument(f"{what}: {failure}")
 
 
 def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not is_container(value)
 
 
-def _no_such_rank(state: PartialState, rank: int) -> str | None:
+def _check_rank(state: PartialState, rank: int) -> str | None:
     if 0 <= rank < state.num_processes:
         return None
-    return f"there is no rank {rank}; ranks go from 0 to {state.num_processes - 1}"
+    return f"from_process must be a rank from 0 to {state.num_processes - 1}, got {rank}"
 
 
 def _map(function: Any, data: _T) -> _T:  # noqa: ANN401 - tensor to tensor
@@ -265,12 +312,12 @@ def _map(function: Any, data: _T) -> _T:  # noqa: ANN401 - tensor to tensor
     return result
 
 
-def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+def _as_supported_dtype(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a view of its bytes if the backends do not support its dtype."""
-    return tensor if tensor.dtype in _SENT_AS_THEY_ARE else tensor.view(torch.uint8)
+    return tensor if tensor.dtype in _SUPPORTED_DTYPES else tensor.view(torch.uint8)
 
 
-def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+def _on_supported_device(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor on a device for which the group has a backend."""
     group = dist.group.WORLD
     if (
@@ -279,28 +326,33 @@ def _sendable(tensor: torch.Tensor) -> torch.Tensor:
         or tensor.device.type in {device.type for device in group._device_types}
     ):
         return tensor
-    return tensor.to(consistency.control_device())
+    return tensor.to(control_device())
 
 
 MOST_BYTES = 1 << 20
 """Maximum bytes per packed collective. Copying a larger tensor costs more than the latency of its own collective."""
 
 
-def parcels(tensors: Sequence[torch.Tensor], kinds: Sequence[Hashable]) -> list[list[int]]:
+def make_buckets(tensors: Sequence[torch.Tensor], kinds: Sequence[Hashable]) -> list[list[int]]:
     """Group tensors of the same kind in order, up to `MOST_BYTES` per group; return the indices of the groups."""
-    open_parcels: dict[Hashable, tuple[list[int], int]] = {}
+    # Example: float32 tensors of 0.6, 0.3, 2 and 0.2 MB in this order. The buckets are {0, 1}, {2} alone, and {3},
+    # which no longer fits into the first one.
+    # A new bucket is opened when the current one of the kind is full. Tensors are not sorted by size, because all ranks
+    # must find the same buckets; they do so from the shapes alone.
+    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
     closed: list[list[int]] = []
     for index, (tensor, kind) in enumerate(zip(tensors, kinds, strict=True)):
         size = tensor.nbytes
+        # A bucket of its own.
         if size > MOST_BYTES:
             closed.append([index])
             continue
-        indices, filled = open_parcels.get(kind, ([], 0))
+        indices, filled = open_buckets.get(kind, ([], 0))
         if filled + size > MOST_BYTES:
             closed.append(indices)
             indices, filled = [], 0
-        open_parcels[kind] = ([*indices, index], filled + size)
-    return closed + [indices for indices, _ in open_parcels.values()]
+        open_buckets[kind] = ([*indices, index], filled + size)
+    return closed + [indices for indices, _ in open_buckets.values()]
 
 
 def as_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -332,8 +384,13 @@ def trim(gathered: Any, share: RoundPadding | None) -> Any:  # noqa: ANN401 - of
 
     `gathered` holds tensors of `len(share.real) * rows` rows, those of rank 0 first, the same number for every rank
     after padding; or it is a list of as many objects. `share` is the loader's (`loader.share`) for the batch that the
-    rows were computed from, None if all rows are real. Raises `BadRequest` if the rows cannot be divided among the
+    rows were computed from, None if all rows are real. Raises `InvalidArgument` if the rows cannot be divided among the
     ranks.
+
+    Example::
+
+        loader = prepare_data_loader(torch.utils.data.DataLoader(range(3), batch_size=1))
+        [trim(gather(batch), loader.share).tolist() for batch in loader]  # [[0, 1], [2]]
     """
     if share is None:
         return gathered
@@ -350,8 +407,12 @@ def trim(gathered: Any, share: RoundPadding | None) -> Any:  # noqa: ANN401 - of
 
 
 def _rows(total: int, share: RoundPadding) -> list[int]:
+    # A metric may have another number of rows per sample than the batch, or one row per batch, so the rows are counted
+    # from `gathered` itself.
     rows, rest = divmod(total, len(share.real))
     if rest:
-        raise BadRequest(f"{total} gathered rows are not the same number for each of {len(share.real)} ranks")
+        raise InvalidArgument(
+            f"the number of gathered rows ({total}) is not divisible by the number of ranks ({len(share.real)})"
+        )
     counts = [rows if count == WHOLE else min(count, rows) for count in share.real]
     return [rank * rows + row for rank, count in enumerate(counts) for row in range(count)]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument, UnsupportedType
 
 _T = TypeVar("_T")
 
@@ -25,7 +25,13 @@ def is_tensor(value: object) -> bool:
 
 
 def honor_type(like: Any, values: Iterable[Any]) -> Any:  # noqa: ANN401 - of the type of `like`
-    """Return a sequence of the type of `like` with these values; a named tuple takes them by position."""
+    """Return a sequence of the type of `like` with these values; a named tuple takes them by position.
+
+    Example::
+
+        honor_type((1, 2), [3, 4])  # (3, 4)
+    """
+    # The constructor of a named tuple takes its fields as separate arguments, that of a tuple takes an iterable.
     if isinstance(like, tuple) and hasattr(like, "_fields"):
         return type(like)(*values)
     return type(like)(values)
@@ -33,6 +39,7 @@ def honor_type(like: Any, values: Iterable[Any]) -> Any:  # noqa: ANN401 - of th
 
 def _mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:  # noqa: ANN401 - of the type of `like`
     """Return a mapping of the type of `like`, with its other state (a defaultdict's factory, custom attributes)."""
+    # The common case; the constructor of other types may do anything.
     if type(like) is dict:
         return items
     if isinstance(like, defaultdict):
@@ -40,10 +47,10 @@ def _mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:  # noq
     try:
         return type(like)(items)  # type: ignore[call-arg]
     except TypeError:  # a user-defined type whose constructor takes other arguments
-        made: Any = copy.copy(like)
+        mapping: Any = copy.copy(like)
         for key, value in items.items():
-            made[key] = value
-        return made
+            mapping[key] = value
+        return mapping
 
 
 def _dataclass_like(like: Any, values: dict[str, Any]) -> Any:  # noqa: ANN401 - of the type of `like`
@@ -51,10 +58,11 @@ def _dataclass_like(like: Any, values: dict[str, Any]) -> Any:  # noqa: ANN401 -
 
     The constructor is not called: it may take other arguments or recompute fields.
     """
-    made = copy.copy(like)
+    # Past the `__setattr__` of a frozen dataclass, and of one that checks or converts its fields.
+    instance = copy.copy(like)
     for name, value in values.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(instance, name, value)
+    return instance
 
 
 def is_container(value: object) -> bool:
@@ -63,6 +71,7 @@ def is_container(value: object) -> bool:
 
 
 def _is_dataclass(value: object) -> bool:
+    # A tensor subclass or a module may be a dataclass, too, and is a leaf nevertheless.
     return dataclasses.is_dataclass(value) and not isinstance(value, type | torch.Tensor | torch.nn.Module)
 
 
@@ -112,6 +121,10 @@ def recursively_apply(
     """Return the same containers, with `func(leaf, *args, **kwargs)` for every leaf that `test_type` accepts.
 
     Other leaves are unchanged, or raise `TypeError` with `error_on_other_type`.
+
+    Example::
+
+        recursively_apply(torch.neg, {"x": torch.ones(2), "name": "a"})  # {'x': tensor([-1., -1.]), 'name': 'a'}
     """
 
     def apply(leaf: Any) -> Any:  # noqa: ANN401 - the function's
@@ -119,8 +132,8 @@ def recursively_apply(
             return func(leaf, *args, **kwargs)
         if error_on_other_type:
             raise TypeError(
-                f"{getattr(func, '__name__', func)} takes tensors in lists, tuples, mappings and "
-                f"dataclasses; there is a {type(leaf).__name__} among them"
+                f"{getattr(func, '__name__', func)}: expected tensors in lists, tuples, mappings and dataclasses, "
+                f"got {type(leaf).__name__}"
             )
         return leaf
 
@@ -138,6 +151,10 @@ def send_to_device(
     A container type with its own `.to` (such as a tokenizer's batch) is moved by that. `skip_keys` are keys of
     mappings, at any depth, whose values are not moved. `non_blocking` is as in torch; it is omitted for a `.to` that
     does not accept it.
+
+    Example::
+
+        batch = send_to_device({"image": torch.ones(2, 3), "names": ["a", "b"]}, device)
     """
     skipped = frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ())
     return _send(tensor, torch.device(device) if isinstance(device, str) else device, non_blocking, skipped)
@@ -153,6 +170,7 @@ def _send(data: Any, device: Any, non_blocking: bool, skipped: frozenset[str]) -
         }
     if kind is list or kind is tuple:
         return kind([_send(child, device, non_blocking, skipped) for child in data])
+    # `skip_keys` applies inside of containers, and a container's own `.to` knows nothing of it.
     has_to = callable(getattr(data, "to", None)) and not isinstance(data, type)
     if has_to and not (skipped and isinstance(data, Mapping)):
         return _call_to(data, device, non_blocking)
@@ -172,6 +190,7 @@ def _call_to(data: Any, device: Any, non_blocking: bool) -> Any:  # noqa: ANN401
     try:
         moved = data.to(device, non_blocking=non_blocking)
     except TypeError as error:
+        # Any other TypeError is one of the method itself.
         if "non_blocking" not in str(error):
             raise
         moved = data.to(device)
@@ -179,14 +198,24 @@ def _call_to(data: Any, device: Any, non_blocking: bool) -> Any:  # noqa: ANN401
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:  # noqa: ANN401 - of the type of the elements
-    """Concatenate the tensors of containers of the same structure along `dim`. Raises `BadRequest` for other leaves."""
+    """Concatenate tensors of equally structured containers along `dim`; a single element is returned as it is.
+
+    Raises `UnsupportedType` (an `InvalidArgument` and a TypeError) for several leaves of another type.
+
+    Example::
+
+        concatenate([{"x": torch.ones(1)}, {"x": torch.zeros(2)}])  # {'x': tensor([1., 0., 0.])}
+    """
     first = data[0]
+    # There is nothing to join, so it may be anything, such as the texts of a batch.
+    if len(data) == 1 and not isinstance(first, torch.Tensor) and not is_container(first):
+        return first
     if is_container(first):
         return rebuild(
             first, {key: concatenate([_child(part, key) for part in data], dim) for key, _ in children(first)}
         )
     if not isinstance(first, torch.Tensor):
-        raise BadRequest(f"only tensors can be concatenated, not {type(first).__name__}")
+        raise UnsupportedType(f"only tensors can be concatenated, not {type(first).__name__}")
     return torch.cat(list(data), dim=dim)
 
 
@@ -195,11 +224,18 @@ def _child(container: Any, key: Any) -> Any:  # noqa: ANN401 - any container
 
 
 def find_batch_size(data: Any) -> int:  # noqa: ANN401 - anything
-    """Return the first dimension of the first tensor that has one. Raises `BadRequest` if there is none."""
+    """Return the first dimension of the first tensor that has one. Raises `InvalidArgument` if there is none.
+
+    Example::
+
+        find_batch_size({"image": torch.zeros(8, 3)})  # 8
+    """
     for _, leaf in leaves(data):
         if isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
             return int(leaf.shape[0])
-    raise BadRequest(f"no batch size can be told from a {type(data).__name__} without a tensor that has a dimension")
+    raise InvalidArgument(
+        f"cannot determine the batch size of a {type(data).__name__} without a tensor of at least one dimension"
+    )
 
 
 def slice_tensors(
@@ -211,13 +247,23 @@ def slice_tensors(
     """Return the same containers with `tensor[tensor_slice]` for every tensor; other leaves are unchanged.
 
     Rank and world size are the arguments of a `slice_fn_for_dispatch`, which this function can be used as.
+
+    Example::
+
+        slice_tensors({"x": torch.arange(4), "name": "a"}, slice(1, 3))  # {'x': tensor([1, 2]), 'name': 'a'}
     """
     result: _T = recursively_apply(lambda tensor: tensor[tensor_slice], data)
     return result
 
 
 def convert_to_fp32(tensor: _T) -> _T:
-    """Return the same containers with half precision tensors converted to float32."""
+    """Return the same containers with half precision tensors converted to float32.
+
+    Example::
+
+        convert_to_fp32({"x": torch.ones(2).half()})["x"].dtype  # torch.float32
+    """
+    # Other dtypes stay: indices must remain integers, and float64 must not lose digits.
     half = (torch.float16, torch.bfloat16)
     result: _T = recursively_apply(
         lambda leaf: leaf.float(), tensor, test_type=lambda leaf: is_tensor(leaf) and leaf.dtype in half
@@ -227,6 +273,7 @@ def convert_to_fp32(tensor: _T) -> _T:
 
 def describe(data: Any) -> str:  # noqa: ANN401 - anything
     """Return the structure, dtypes and shapes as text: `{'x': float32[4, 2], 'y': [int64[4]]}`."""
+    # The same text on all ranks for equal data, since the ranks compare it: no addresses, and nothing of the values.
     if isinstance(data, torch.Tensor):
         return f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}"
     if not is_container(data):

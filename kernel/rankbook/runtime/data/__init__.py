@@ -8,6 +8,5 @@ batch_reader.py    datasets that read a whole batch per request
 stateful.py        loader position, and dataset state for checkpoints
 rng.py             seeds and random states
 dispatcher.py      `DataLoaderDispatcher`: rank 0 reads for all ranks
-frames.py          wire format of dispatched batches
-slots.py           shared memory for large buffers on one host
+channel.py         point-to-point messages of dispatched batches
 """

@@ -9,22 +9,32 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from rankbook.runtime.data.rng import BatchRng
-from rankbook.runtime.data.samplers import WHOLE, Dealt, IterableDatasetShard, Round, RoundPadding, mark_last
+from rankbook.runtime.data.samplers import (
+    WHOLE,
+    Dealt,
+    EarlierDeal,
+    IterableDatasetShard,
+    Round,
+    RoundPadding,
+    mark_last,
+)
 
 
 class BatchRequest(NamedTuple):
     """A request to read one batch.
 
     `items` are the indices of its samples, None for an iterable dataset. `number` counts the batches of all ranks in
-    the epoch.
+    the epoch. `earlier` are the deals of the epoch to other numbers of ranks, of an iterable dataset.
     """
 
+    # `run` is the number of the pass in this process. A persistent worker tells a new pass from the current one by it.
     run: int
     seed: int
     epoch: int
@@ -34,6 +44,7 @@ class BatchRequest(NamedTuple):
     items: Any
     share: RoundPadding | None
     last: bool
+    earlier: tuple[EarlierDeal, ...] = ()
 
 
 class FetchedBatch(NamedTuple):
@@ -42,6 +53,7 @@ class FetchedBatch(NamedTuple):
     batch: Any
     share: RoundPadding | None
     last: bool
+    # Both fields are needed: a rank may have no batch in this round although the stream goes on for others.
     absent: bool = False  # the stream has ended, or this rank has no batch in this round
 
     def pin_memory(self) -> FetchedBatch:
@@ -71,6 +83,8 @@ class MapReader(Dataset[Any]):
         self._single = single
         self._rng = BatchRng(dataset, collate)
 
+    # `dataset` and `_rng` are not set yet while the object is unpickled in a worker. Looking them up here would
+    # recurse.
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the dataset's
         if name.startswith("__") or name in {"dataset", "_rng"}:
             raise AttributeError(name)
@@ -79,20 +93,26 @@ class MapReader(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - a ticket from the loader, an index from other callers
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - a request from the loader, an index from other callers
         return self.__getitems__(index) if type(index) is BatchRequest else self.dataset[index]
 
-    def __getitems__(self, ticket: BatchRequest) -> Any:  # noqa: ANN401 - a batch
-        if ticket.items is None:
+    # torch's fetcher calls `__getitems__` with what the batch sampler yields, which is a request here instead of a
+    # list.
+    def __getitems__(self, request: BatchRequest) -> Any:  # noqa: ANN401 - a batch
+        if request.items is None:
             return NOTHING
-        with self._rng.seeded(ticket.seed, ticket.epoch, ticket.number):
-            batch = self._read(ticket.items)
-        return FetchedBatch(batch, ticket.share, ticket.last) if ticket.last or ticket.share else batch
+        # `number` counts the batches of all ranks. So it is the same batch, drawn with the same numbers, on any rank
+        # and worker.
+        batch = self._rng.read(self._read, request.items, request.seed, request.epoch, request.number)
+        return FetchedBatch(batch, request.share, request.last) if request.last or request.share else batch
 
     def _read(self, items: Any) -> Any:  # noqa: ANN401
         dataset = self.dataset
+        # A loader without batching: the request has one index, and the item is what the user's collate function
+        # converts.
         if self._single:
             return self._collate(dataset[items[0]])
+        # The same preference as in torch's own fetcher.
         if getattr(dataset, "__getitems__", None):
             return self._collate(dataset.__getitems__(items))
         return self._collate([dataset[index] for index in items])
@@ -118,56 +138,78 @@ class IterableReader(Dataset[Any]):
         self._run = -1
         self._rounds: Iterator[Round] = iter(())
         self._current: Round | None = None
-        self._at = -1
+        self._round_number = -1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_run": -1, "_rounds": None, "_current": None, "_at": -1}
+        # An iterator can be neither pickled nor shared. The receiving process opens the stream itself, in its first
+        # request.
+        return {**self.__dict__, "_run": -1, "_rounds": None, "_current": None, "_round_number": -1}
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the dataset's
         if name.startswith("__") or name in {"dataset", "_rng"}:
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __getitem__(self, ticket: BatchRequest) -> Any:  # noqa: ANN401 - a batch
-        return self.__getitems__(ticket)
+    def __getitem__(self, request: BatchRequest) -> Any:  # noqa: ANN401 - a batch
+        return self.__getitems__(request)
 
-    def __getitems__(self, ticket: BatchRequest) -> Any:  # noqa: ANN401 - a batch
+    def __getitems__(self, request: BatchRequest) -> Any:  # noqa: ANN401 - a batch
         patch_worker_info()
-        current = self._advance(ticket)
-        part = current.parts[ticket.rank] if current else None
+        current = self._advance(request)
+        # With the dispatcher, this process gets one request per rank for every round, and reads the round once.
+        part = current.parts[request.rank] if current else None
         if current is None or part is None:
             return NOTHING
-        with self._collate_rng.seeded(ticket.seed, ticket.epoch, "collate", ticket.number):
+        # The samples were drawn by the stream; only the collate function draws per batch.
+        with self._collate_rng.seeded(request.seed, request.epoch, "collate", request.number):
             batch = self._collate(part[0] if self._single else list(part))
-        share = keep_share(current.share) if self._single else current.share
-        last = current.last[ticket.rank]
+        share = whole_batch_padding(current.share) if self._single else current.share
+        last = current.last[request.rank]
         return FetchedBatch(batch, share, last) if last or share else batch
 
-    def _advance(self, ticket: BatchRequest) -> Round | None:
+    def _advance(self, request: BatchRequest) -> Round | None:
         """Read up to the round of the request. Return None if the stream ends before."""
-        if ticket.run != self._run or ticket.round < self._at:
-            self._run, self._at, self._current = ticket.run, -1, None
+        # A new pass, or a request for an earlier round: the stream starts again.
+        if request.run != self._run or request.round < self._round_number:
+            self._run, self._round_number, self._current = request.run, -1, None
             if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
-                set_epoch(ticket.epoch)  # the copy in a persistent worker has no other way to learn it
-            self._restart(ticket)
-        while self._at < ticket.round:
+                set_epoch(request.epoch)  # the copy in a persistent worker has no other way to learn it
+            self._restart(request)
+        # Rounds of other workers, and rounds that the pass skips, are read and dropped. A stream cannot be entered in
+        # the middle.
+        while self._round_number < request.round:
             self._current = next(self._rounds, None)
-            self._at += 1
+            self._round_number += 1
         return self._current
 
-    def _restart(self, ticket: BatchRequest) -> None:
-        self._rounds = mark_last(self._each(ticket, self._shard.dealt(self._open(ticket))))
+    def _restart(self, request: BatchRequest) -> None:
+        self._rounds = mark_last(self._rounds_of(request, self._open(request)))
 
-    def _each(self, ticket: BatchRequest, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
-        """Yield `rounds`, numbered from `first`, reading every round with generators seeded for it."""
-        return self._rng.iterate(rounds, ticket.seed, ticket.epoch, "round", first=first)
+    def _rounds_of(self, request: BatchRequest, stream: Iterator[Any]) -> Iterator[Dealt]:
+        """Yield the rounds of a stream that starts with the epoch, after those of the request's earlier deals.
 
-    def _open(self, ticket: BatchRequest) -> Any:  # noqa: ANN401 - an iterator, possibly with other methods
-        with self._rng.seeded(ticket.seed, ticket.epoch, "start"):
+        The earlier rounds are read as they were then, so that a stream that draws random numbers is the same.
+        """
+        done, samples = 0, map(next, repeat(stream))
+        for deal in request.earlier:
+            # Samples of one round of that deal. Only their number is of interest, so they are discarded as they come.
+            rows = deal.samples // deal.rounds
+            for number in range(done, done + deal.rounds):
+                with self._rng.seeded(request.seed, request.epoch, "round", number):
+                    next(islice(samples, rows, rows), None)
+            done += deal.batches
+        return self._seed_rounds(request, self._shard.dealt(stream, is_rest=bool(request.earlier)), done)
+
+    def _seed_rounds(self, request: BatchRequest, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
+        """Yield `rounds`, reading every round with generators seeded for it; the seeds are numbered from `first`."""
+        return self._rng.iterate(rounds, request.seed, request.epoch, "round", first=first)
+
+    def _open(self, request: BatchRequest) -> Any:  # noqa: ANN401 - an iterator, possibly with other methods
+        with self._rng.seeded(request.seed, request.epoch, "start"):
             return iter(self.dataset)
 
 
-def keep_share(share: RoundPadding | None) -> RoundPadding | None:
+def whole_batch_padding(share: RoundPadding | None) -> RoundPadding | None:
     """Return the share of a round whose items are whole batches already, with unknown numbers of rows."""
     if share is None:
         return None
@@ -177,6 +219,8 @@ def keep_share(share: RoundPadding | None) -> RoundPadding | None:
 def patch_worker_info() -> None:
     """Make `get_worker_info` report a single worker in this worker process; do nothing outside a worker."""
     info: Any = get_worker_info()
+    # A dataset that shards itself by `get_worker_info` would yield only a part of the stream, and the rest would be
+    # lost: all workers see the whole stream here.
     if info is not None and info.num_workers != 1:
         alone = copy.copy(info)
         for name, value in (("id", 0), ("num_workers", 1)):
@@ -193,6 +237,8 @@ class WorkerInit:
     def __call__(self, worker: int) -> None:
         """Run the user's function for worker number `worker`, and raise what it raises."""
         info: Any = get_worker_info()
+        # `info.dataset` is the reader, because torch knows only that one. The user's function expects the user's
+        # dataset.
         fetch = info.dataset
         object.__setattr__(info, "dataset", fetch.dataset)
         if self._iterable:

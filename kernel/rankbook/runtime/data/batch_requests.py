@@ -7,7 +7,7 @@ data.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -16,29 +16,41 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data.sampler import SubsetRandomSampler, WeightedRandomSampler
 
-from rankbook.runtime.data.batch_reader import BatchRequest, keep_share
+from rankbook.runtime.data.batch_reader import BatchRequest, whole_batch_padding
 from rankbook.runtime.data.rng import BatchRng, stream_seed
 from rankbook.runtime.data.samplers import (
     BatchSamplerShard,
+    EarlierDeal,
     IterableDatasetShard,
     Round,
     RoundPadding,
     SeedableRandomSampler,
     set_epoch_recursive,
 )
+from rankbook.runtime.data.stateful import is_stateful
 
-_GIVEN_A_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-_DRAW_NOTHING_ELSE = (SequentialSampler, SeedableRandomSampler, DistributedSampler, *_GIVEN_A_GENERATOR)
+_GENERATOR_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_KNOWN_SAMPLERS = (SequentialSampler, SeedableRandomSampler, DistributedSampler, *_GENERATOR_SAMPLERS)
 
 
 @dataclass
 class EpochState:
-    """One pass over the data. `run` counts the passes; `skip` is the number of rounds left out at its start."""
+    """One pass over the data.
+
+    `run` counts the passes, and `earlier` are the deals of its epoch to other numbers of ranks. `skip` is the number of
+    rounds left out at its start, after these deals.
+    """
 
     run: int = 0
     seed: int = 0
     epoch: int = 0
     skip: int = 0
+    earlier: tuple[EarlierDeal, ...] = ()
+
+    @property
+    def first_batch(self) -> int:
+        """Number of batches in the `earlier` deals, which is the number of the first batch after them."""
+        return sum(deal.batches for deal in self.earlier)
 
 
 class SingleItemSampler:
@@ -60,41 +72,65 @@ class Shuffle:
     """Seed a batch sampler from (seed, epoch), so that all ranks shuffle alike.
 
     `batch_sampler` is a copy of the user's, as deep as needed: torch's samplers are given a generator, and the user's
-    objects stay unchanged. A torch generator that the user gave is used as it is, and available as `own`.
+    objects (`original`) stay unchanged. A torch generator that the user gave is used as it is, and available as
+    `user_generator`.
     """
 
     def __init__(self, batch_sampler: Any, seedable: bool = False) -> None:  # noqa: ANN401 - any batch sampler
+        # Three cases below. A generator of the user is left alone. torch's own random samplers get a generator of ours,
+        # which `begin` seeds. Any other sampler may draw from generators that only a search can find (`BatchRng`).
         sampler: Any = getattr(batch_sampler, "sampler", None)
-        self.own: torch.Generator | None = getattr(sampler, "generator", None)
+        drawn_from = None if isinstance(sampler, SeedableRandomSampler) else sampler
+        self.user_generator: torch.Generator | None = getattr(drawn_from, "generator", None)
         self._generator: torch.Generator | None = None
         self._seedable: SeedableRandomSampler | None = None
-        self.batch_sampler = batch_sampler
-        if seedable and self.own is None and _is_plain_shuffle(sampler):
+        self.original = self.batch_sampler = batch_sampler
+        if seedable and self.user_generator is None and _is_plain_shuffle(sampler):
             sampler = self._replace(SeedableRandomSampler(sampler.data_source))
-        if self.own is None and type(sampler) in _GIVEN_A_GENERATOR:
+        if self.user_generator is None and type(sampler) in _GENERATOR_SAMPLERS:
             self._generator = torch.Generator()
             self._replace(copy.copy(sampler)).generator = self._generator
+        # Without a seed of its own it follows the loader's. Subclasses are not touched, as they may define the order
+        # differently.
         if type(sampler) is SeedableRandomSampler and not sampler.seed_given:
             self._seedable = self._replace(copy.copy(sampler))
-        known = type(batch_sampler) in {BatchSampler, SingleItemSampler} and type(sampler) in _DRAW_NOTHING_ELSE
-        roots = () if known else (batch_sampler,)
-        self._rng = BatchRng(*roots, skip=(self.own,) if self.own else ())
+        draws_nothing_else = (
+            type(batch_sampler) in {BatchSampler, SingleItemSampler} and type(sampler) in _KNOWN_SAMPLERS
+        )
+        roots = () if draws_nothing_else else (batch_sampler,)
+        self._rng = BatchRng(*roots, skip=(self.user_generator,) if self.user_generator else ())
 
     def _replace(self, sampler: Any) -> Any:  # noqa: ANN401 - any sampler
+        # A shallow copy: the data source is shared with the user's sampler, and attributes are replaced in the copy
+        # only.
         self.batch_sampler = copy.copy(self.batch_sampler)
         self.batch_sampler.sampler = sampler
         return sampler
 
-    def begin(self, a_pass: EpochState) -> None:
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the user's samplers; a copied batch sampler takes over what that has changed."""
+        set_epoch_recursive(epoch, self.original)
+        if self.batch_sampler is not self.original:
+            if callable(getattr(self.original, "set_epoch", None)):
+                changed = {name: value for name, value in vars(self.original).items() if name != "sampler"}
+                vars(self.batch_sampler).update(changed)
+            set_epoch_recursive(epoch, self.batch_sampler.sampler)
+
+    def begin(self, epoch_state: EpochState) -> None:
         """Seed the sampler for a new pass."""
         if self._seedable is not None:
-            self._seedable.initial_seed = a_pass.seed
+            self._seedable.initial_seed = epoch_state.seed
         if self._generator is not None:
-            self._generator.manual_seed(stream_seed(a_pass.seed, a_pass.epoch, "shuffle") >> 193)
+            # `manual_seed` takes a signed 64-bit number: 63 of the 256 bits are used.
+            self._generator.manual_seed(stream_seed(epoch_state.seed, epoch_state.epoch, "shuffle") >> 193)
 
-    def draw(self, rounds: Iterator[Round], a_pass: EpochState) -> Iterator[Round]:
-        """Yield `rounds`, drawn with generators seeded for the pass if the sampler may use generators of its own."""
-        return self._rng.iterate(rounds, a_pass.seed, a_pass.epoch, "shuffle")
+    def draw(self, rounds: Iterator[Round], epoch_state: EpochState) -> Iterator[Round]:
+        """Yield `rounds`, drawn with generators seeded for the pass if the sampler may use generators of its own.
+
+        All draws of the pass continue one stream. So a sampler that draws with every batch gives the same batches to
+        any number of ranks.
+        """
+        return self._rng.iterate_as_one(rounds, epoch_state.seed, epoch_state.epoch, "shuffle", 0)
 
 
 def _is_plain_shuffle(sampler: Any) -> bool:  # noqa: ANN401 - any sampler
@@ -106,7 +142,7 @@ def _is_plain_shuffle(sampler: Any) -> bool:  # noqa: ANN401 - any sampler
 class MapBatchSampler:
     """Batch requests of a map-style dataset for `ranks`, round by round, without requests for ranks that have no batch.
 
-    `numbered` is (world size, rank), used to number the batches if the user's own sampler has distributed the samples
+    `numbering` is (world size, rank), used to number the batches if the user's own sampler has distributed the samples
     already; otherwise the shard's are used.
     """
 
@@ -115,59 +151,117 @@ class MapBatchSampler:
         shard: BatchSamplerShard,
         shuffle: Shuffle,
         ranks: tuple[int, ...],
-        numbered: tuple[int, int] | None = None,
+        numbering: tuple[int, int] | None = None,
     ) -> None:
         self.shard = shard
         self.shuffle = shuffle
         self.ranks = ranks
         self.current = EpochState()
-        self._numbered = numbered
+        self._numbering = numbering
+        # Epoch that the user has set for the next pass already; calling `set_epoch` of his samplers twice may not be
+        # harmless.
+        self._samplers_epoch: int | None = None
+        self._samples: list[int] = []
         self.batch_size = shard.batch_size
         self.drop_last = shard.drop_last
 
-    def begin(self, a_pass: EpochState) -> None:
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the user's samplers, and of the copies that are read in their place."""
+        self.shuffle.set_epoch(epoch)
+        self._samplers_epoch = epoch
+
+    def begin(self, epoch_state: EpochState) -> None:
         """Set the pass that the next `__iter__` yields requests for."""
-        self.current = a_pass
-        set_epoch_recursive(self.shard.batch_sampler, a_pass.epoch)
-        self.shuffle.begin(a_pass)
+        self.current = epoch_state
+        if self._samplers_epoch != epoch_state.epoch:
+            self.set_epoch(epoch_state.epoch)
+        self._samplers_epoch = None
+        self.shuffle.begin(epoch_state)
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        run, seed, epoch = self.current.run, self.current.seed, self.current.epoch
-        world_size, offset = self._numbered or (self.shard.num_processes, 0)
-        alone = len(self.ranks) == 1
-        for round_ in self.shuffle.draw(self.shard.rounds(self.current.skip), self.current):
-            for rank in self.ranks:
+        current = self.current
+        run, seed, epoch = current.run, current.seed, current.epoch
+        shard, ranks, numbering = self.shard, self.ranks, self._numbering
+        # The user's DistributedSampler has dealt the samples to the current number of ranks. A rest of an epoch that
+        # began with another number must be dealt from all samples.
+        if numbering and current.earlier:
+            shard, ranks, numbering = self._rest_shard(*numbering), (numbering[1],), None
+        # A batch's number in the epoch: the round times the number of ranks, plus the rank, plus the batches of earlier
+        # deals.
+        world_size, offset = numbering or (shard.num_processes, 0)
+        offset += current.first_batch
+        alone = len(ranks) == 1
+        # Samples of the epoch before every round, for `samples_before`. Filled while the requests are made, which
+        # torch's workers run ahead of.
+        self._samples = []
+        for round_ in self.shuffle.draw(shard.rounds(current.skip, current.earlier), current):
+            if not self._samples:
+                self._samples.append(round_.samples.start * (numbering or (1,))[0])
+            self._samples.append(round_.samples.stop * (numbering or (1,))[0])
+            for rank in ranks:
                 items = round_.parts[rank]
+                # A rank with no batch in a round has none in later rounds either.
                 if items is None and alone:
                     return
                 share, last = round_.share, round_.last[rank]
-                if self._numbered:
+                if numbering:
                     assert items is not None  # samples were distributed already: exactly one rank reads here
-                    share = share_of_dealt(self.shard.sampler, len(items)) if last else None
+                    share = distributed_sampler_padding(shard.sampler, len(items)) if last else None
                 number = round_.number * world_size + rank + offset
                 yield BatchRequest(run, seed, epoch, round_.number, rank, number, items, share, last)
 
     def __len__(self) -> int:
         return len(self.shard)
 
+    def remaining(self, earlier: Sequence[EarlierDeal]) -> int:
+        """Return the number of this rank's batches after the `earlier` deals of an epoch."""
+        return (self._rest_shard(*self._numbering) if self._numbering else self.shard).remaining(earlier)
+
+    def samples_before(self, round_: int) -> int | None:
+        """Return the number of samples of the epoch that come before a round of the current pass; None if unknown."""
+        # Entry 0 is the number of samples before the first round of this pass.
+        index = round_ - self.current.skip
+        return self._samples[index] if 0 <= index < len(self._samples) else None
+
+    def can_deal_rest(self, earlier: Sequence[EarlierDeal]) -> bool:  # noqa: ARG002 - as for an iterable dataset
+        """Return True if what is left after `earlier` deals can be dealt to this number of ranks."""
+        sampler = self.shard.sampler
+        return self._numbering is None or (
+            type(self.shard.batch_sampler) in {BatchSampler, SingleItemSampler}
+            and type(sampler) is DistributedSampler
+            and (sampler.num_replicas, sampler.rank) == self._numbering
+        )
+
+    def _rest_shard(self, world_size: int, rank: int) -> BatchSamplerShard:
+        """Return the shard of the rest of an epoch, where the user's DistributedSampler has distributed its samples.
+
+        Its rank's samples are not the rest of another number of ranks' samples, so all of them are dealt again.
+        """
+        batch_sampler, sampler = copy.copy(self.shard.batch_sampler), copy.copy(self.shard.sampler)
+        samples = len(sampler.dataset)
+        sampler.num_replicas, sampler.rank, sampler.num_samples, sampler.total_size = 1, 0, samples, samples
+        batch_sampler.sampler = sampler
+        return BatchSamplerShard(batch_sampler, world_size, rank)
+
     def move_to(self, rank: int) -> None:
         """Continue as `rank`, on the process that replaces a dead rank."""
-        if self._numbered is None:
+        if self._numbering is None:
             self.shard.process_index = rank
+            # More than one rank: this process reads for all (the dispatcher), so it keeps all requests.
             self.ranks = self.ranks if len(self.ranks) > 1 else (rank,)
             return
-        place, self._numbered = self._numbered, (self._numbered[0], rank)
-        below: Any = self.shard.batch_sampler
-        while below is not None:  # the user's own samplers, which have distributed the samples already
-            if isinstance(below, DistributedSampler) and (below.num_replicas, below.rank) == place:
-                below.rank = rank
-            if isinstance(below, BatchSamplerShard) and (below.num_processes, below.process_index) == place:
-                below.process_index = rank
-            following = getattr(below, "batch_sampler", None)
-            below = getattr(below, "sampler", None) if following is None else following
+        previous, self._numbering = self._numbering, (self._numbering[0], rank)
+        sampler: Any = self.shard.batch_sampler
+        while sampler is not None:  # the user's own samplers, which have distributed the samples already
+            if isinstance(sampler, DistributedSampler) and (sampler.num_replicas, sampler.rank) == previous:
+                sampler.rank = rank
+            if isinstance(sampler, BatchSamplerShard) and (sampler.num_processes, sampler.process_index) == previous:
+                sampler.process_index = rank
+            following = getattr(sampler, "batch_sampler", None)
+            sampler = getattr(sampler, "sampler", None) if following is None else following
 
 
-def share_of_dealt(sampler: Any, rows: int) -> RoundPadding | None:  # noqa: ANN401 - any sampler
+def distributed_sampler_padding(sampler: Any, rows: int) -> RoundPadding | None:  # noqa: ANN401 - any sampler
     """Return what is real in the last round, of `rows` per rank, if a DistributedSampler has distributed the samples.
 
     It repeats samples until all ranks have the same number, so the last sample of a rank may be a repetition. Returns
@@ -175,6 +269,8 @@ def share_of_dealt(sampler: Any, rows: int) -> RoundPadding | None:  # noqa: ANN
     """
     if not isinstance(sampler, DistributedSampler):
         return None
+    # DistributedSampler deals sample k to rank k % n, so the first `more` ranks have a real last sample, and the others
+    # a repeated one.
     more = len(sampler.dataset) % sampler.num_replicas  # type: ignore[arg-type]
     ranks = tuple(range(sampler.num_replicas))
     if sampler.drop_last or not more:
@@ -186,8 +282,8 @@ class UnbatchedSampler(MapBatchSampler):
     """`MapBatchSampler` for datasets whose items are batches already, with unknown numbers of rows."""
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        for ticket in super().__iter__():
-            yield ticket._replace(share=keep_share(ticket.share))
+        for request in super().__iter__():
+            yield request._replace(share=whole_batch_padding(request.share))
 
 
 class IterableBatchSampler:
@@ -200,19 +296,23 @@ class IterableBatchSampler:
         self.batch_size = shard.batch_size
         self.drop_last = shard.drop_last
 
-    def begin(self, a_pass: EpochState) -> None:
+    def begin(self, epoch_state: EpochState) -> None:
         """Set the pass that the next `__iter__` yields requests for."""
-        self.current = a_pass
+        self.current = epoch_state
         # Set the epoch here too, before the workers do: a dataset may keep its epoch in memory shared by all workers,
         # and concurrent changes by all of them would race.
-        self.shard.set_epoch(a_pass.epoch)
+        self.shard.set_epoch(epoch_state.epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: a stream has no sampler, and its dataset learns the epoch from the loader."""
 
     def __iter__(self) -> Iterator[BatchRequest]:
         run, seed, epoch = self.current.run, self.current.seed, self.current.epoch
+        first, earlier = self.current.first_batch, self.current.earlier
         for number in count(self.current.skip):
             for rank in self.ranks:
-                whole = number * self.shard.num_processes + rank
-                yield BatchRequest(run, seed, epoch, number, rank, whole, None, None, False)
+                index = number * self.shard.num_processes + rank + first
+                yield BatchRequest(run, seed, epoch, number, rank, index, None, None, False, earlier)
 
     def move_to(self, rank: int) -> None:
         """Continue as `rank`, on the process that replaces a dead rank."""
@@ -220,5 +320,21 @@ class IterableBatchSampler:
         self.ranks = self.ranks if len(self.ranks) > 1 else (rank,)
 
     def __len__(self) -> int:
-        whole, more = divmod(len(self.shard), self.shard.rows)
-        return whole + bool(more)
+        return self.remaining(())
+
+    def remaining(self, earlier: Sequence[EarlierDeal]) -> int:
+        """Return the number of this rank's batches after the `earlier` deals of an epoch."""
+        batches, more = divmod(self.shard.remaining(earlier), self.shard.rows)
+        return batches + bool(more)
+
+    def samples_before(self, round_: int) -> int | None:
+        """Return the number of samples of the epoch that come before a round of the current pass; None if unknown."""
+        dealt = sum(deal.samples for deal in self.current.earlier)
+        return dealt + round_ * self.shard.rows * self.shard.num_processes
+
+    def can_deal_rest(self, earlier: Sequence[EarlierDeal]) -> bool:
+        """Return True if what is left after `earlier` deals can be dealt to this number of ranks.
+
+        The dataset must have a state. Any other stream may be another one when it is read again.
+        """
+        return is_stateful(self.shard.dataset) and all(deal.samples >= 0 for deal in earlier)

@@ -3,12 +3,13 @@
 `PreparedLoader.__iter__` runs one pass. At its start all ranks agree on seed, epoch and position (`_begin`); then it
 counts the batches, so that a checkpoint can resume after the last one. Which samples a rank gets is decided in
 samplers.py, and reading them is the task of the subclasses (loaders.py, dispatcher.py). `iterate_local` reads in this
-process or in torch's workers.
+process or in torch's workers. `build_loader_parts` makes the parts of a prepared loader of the user's loader.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,20 +17,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, _DatasetKind
 
+from rankbook.control_collectives import control_device
 from rankbook.protocol import telemetry
-from rankbook.runtime.comm import consistency
 from rankbook.runtime.comm.tree import send_to_device
+from rankbook.runtime.config import require_stateful_dataloader
 from rankbook.runtime.data import stateful as reader_state
-from rankbook.runtime.data.batch_reader import FetchedBatch
-from rankbook.runtime.data.batch_requests import EpochState, IterableBatchSampler, MapBatchSampler
-from rankbook.runtime.data.rng import check_rng_types, remembered_seed, run_seed, synchronize_rng_states
-from rankbook.runtime.data.samplers import WHOLE, RoundPadding
-from rankbook.runtime.data.stateful import ReadPosition
+from rankbook.runtime.data.batch_reader import FetchedBatch, IterableReader, MapReader, WorkerInit, identity
+from rankbook.runtime.data.batch_requests import (
+    EpochState,
+    IterableBatchSampler,
+    MapBatchSampler,
+    Shuffle,
+    SingleItemSampler,
+    UnbatchedSampler,
+)
+from rankbook.runtime.data.rng import check_rng_types, last_seed, run_seed, synchronize_rng_states
+from rankbook.runtime.data.samplers import (
+    WHOLE,
+    BatchSamplerShard,
+    EarlierDeal,
+    IterableDatasetShard,
+    RoundPadding,
+)
+from rankbook.runtime.data.stateful import ReadPosition, StatefulIterable, StatefulReader, is_stateful
 from rankbook.runtime.gradient_state import GradientState
 from rankbook.runtime.process_state import PartialState
 
+# Seeds are unsigned 64-bit numbers. They travel as two halves in an int64 tensor, see `_broadcast_from_first`.
 _LOW = (1 << 32) - 1
 
 
@@ -40,9 +56,10 @@ class LoaderParts:
     `source` is the user's loader, unchanged. `inner` is a copy of it that reads `tickets` through `fetch`. `total_rows`
     is the number of samples of all ranks in a full round, 0 if unknown. `length` returns the number of this rank's
     batches. `custom_iter` is True if the class of `source` overrides `__iter__`, which may do anything with the
-    batches. `stateful` is True if `inner` is torchdata's StatefulDataLoader and keeps a state of the dataset. `agree`
-    is True if the ranks of the default group read together. `deal` is the `process_index` of every rank of that group,
-    for a process that replaces a dead rank and takes over its part; None if the caller chose the index.
+    batches. `use_stateful_dataloader` is the option; `stateful` is True if `inner` is torchdata's StatefulDataLoader
+    and keeps a state of the dataset.
+    `synchronized` is True if the ranks of the default group read together. `deal` is the `process_index` of every rank
+    of that group, for a process that replaces a dead rank and takes over its part; None if the caller chose the index.
     """
 
     source: Any
@@ -55,7 +72,8 @@ class LoaderParts:
     length: Callable[[], int]
     custom_iter: bool = False
     stateful: bool = False
-    agree: bool = False
+    use_stateful_dataloader: bool = False
+    synchronized: bool = False
     deal: tuple[int, ...] | None = None
     device: torch.device | None = None
     non_blocking: bool = False
@@ -64,7 +82,7 @@ class LoaderParts:
     generator: torch.Generator | None = None
 
     @property
-    def place(self) -> tuple[int, int]:
+    def rank_and_count(self) -> tuple[int, int]:
         """Index of this rank among the ranks that read different data, and their number."""
         return self.process_index, self.num_processes
 
@@ -75,8 +93,8 @@ class LoaderParts:
         inner.__dict__["_iterator"] = None
         inner.__dict__.pop("_get_iterator", None)
         process = _process()
-        on_own = process is not None and self.device == process.device
-        return {"fields": {**self.__dict__, "inner": inner}, "on_own_device": on_own}
+        on_process_device = process is not None and self.device == process.device
+        return {"fields": {**self.__dict__, "inner": inner}, "on_own_device": on_process_device}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state["fields"])
@@ -95,8 +113,9 @@ def _process() -> PartialState | None:
     return PartialState() if PartialState._shared_state or dist.is_initialized() else None
 
 
-def _position(name: str, reference: weakref.ref[PreparedLoader]) -> telemetry.Source:
+def _position_source(name: str, reference: weakref.ref[PreparedLoader]) -> telemetry.Source:
     def source() -> telemetry.LoaderPosition | None:
+        # The telemetry registry must not keep a loader alive.
         loader = reference()
         if loader is None:
             return None
@@ -123,6 +142,7 @@ class PreparedLoader(DataLoader[Any]):
     remainder: int
     skip_batches: int
     position: ReadPosition
+    _rest_after: tuple[EarlierDeal, ...] = ()
 
     def _setup(self, parts: LoaderParts, position: ReadPosition | None = None, skip_batches: int = 0) -> None:
         self.parts = parts
@@ -130,17 +150,27 @@ class PreparedLoader(DataLoader[Any]):
         self.skip_batches = skip_batches
         self.end_of_dataloader, self.share, self.remainder = False, None, -1
         parts.rng_types = check_rng_types(parts.rng_types)
+        self._become_stateful()
+
+    def _become_stateful(self) -> None:
+        if self.parts.use_stateful_dataloader:  # torchdata is optional, so the class is not defined at import
+            self.__class__ = _stateful_class(type(self))
 
     def tell(self, name: str) -> None:
         """Publish the position of loops over this loader to telemetry under `name`."""
-        self.told_as = name
-        telemetry.offer_source(name, _position(name, weakref.ref(self)))
+        self.telemetry_name = name
+        telemetry.offer_source(name, _position_source(name, weakref.ref(self)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new_loader, (getattr(type(self), "_plain_class", type(self)),), self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if "told_as" in state:  # in a process that replaces a dead rank
-            self.tell(state["told_as"])
+        self._become_stateful()
+        if "telemetry_name" in state:  # in a process that replaces a dead rank
+            self.tell(state["telemetry_name"])
 
+    # The constructor of torch's DataLoader is not called, so its attributes are those of the user's loader.
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of the user's loader
         if name == "parts" or name.startswith("__"):
             raise AttributeError(name)
@@ -151,6 +181,12 @@ class PreparedLoader(DataLoader[Any]):
         """The loader that yields the batches, of the class of the user's loader."""
         return self.parts.inner
 
+    @property
+    def batch_sampler(self) -> Any:  # type: ignore[override]  # noqa: ANN401
+        """The `BatchSamplerShard`, None for an iterable dataset."""
+        shard = self.parts.tickets.shard
+        return shard if isinstance(shard, BatchSamplerShard) else None
+
     @property  # type: ignore[misc]  # torch's can be set
     def multiprocessing_context(self) -> Any:  # noqa: ANN401 - as torch's
         """Multiprocessing context of the workers, as in torch."""
@@ -160,6 +196,26 @@ class PreparedLoader(DataLoader[Any]):
     def device(self) -> torch.device | None:
         """Device that batches are moved to, None if they are not moved."""
         return self.parts.device
+
+    @property
+    def rng_types(self) -> list[str]:
+        """Generators that get rank 0's state at the start of a pass."""
+        return self.parts.rng_types
+
+    @property
+    def synchronized_generator(self) -> torch.Generator | None:
+        """The generator of the user's sampler, None if it has none."""
+        return self.parts.generator
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The shared state of gradient accumulation."""
+        return GradientState()
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """True if the loader was prepared with this option, and so is an instance of torchdata's StatefulDataLoader."""
+        return self.parts.use_stateful_dataloader
 
     @property
     def total_batch_size(self) -> int:
@@ -177,59 +233,98 @@ class PreparedLoader(DataLoader[Any]):
         return self.position.next_epoch()
 
     def __len__(self) -> int:
-        """Return the number of this rank's batches in a whole pass. Raises TypeError for a dataset without a length."""
+        """Return the number of this rank's batches in a whole pass. Raises TypeError for a dataset without a length.
+
+        In an epoch that was begun with another number of ranks it is the number of batches in the rest.
+        """
+        if earlier := self.position.resume_after or self._rest_after:
+            return self.parts.tickets.remaining(earlier)
         return max(0, self.parts.length() - self.skip_batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, which determines its shuffle and random numbers.
 
-        Without a call, every pass has the epoch after the previous one.
+        The user's batch sampler, its samplers and the dataset get the same call, if they have a `set_epoch`. Without a
+        call, every pass has the epoch after the previous one.
         """
         self.position.set_epoch(epoch)
+        self.parts.tickets.set_epoch(epoch)
         dataset = self.parts.source.dataset
         if callable(tell := getattr(dataset, "set_epoch", None)):
             tell(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position (seed, epoch, batches delivered) and other state that a resumed run continues from."""
-        state = self.position.state_dict(self.parts.num_processes, self.parts.total_rows)
+        samples = self.parts.tickets.samples_before(self.position.delivered)
+        state = self.position.state_dict(self.parts.num_processes, self.parts.total_rows, samples)
         if state["finished"] and not self.position.restore and self.parts.generator is not None:
             state["generator"] = self.parts.generator.get_state()
         if self.parts.stateful:
             skip = self.parts.tickets.current.skip
             state["reader"] = reader_state.capture_state(
-                self.parts.inner, self.parts.fetch, self.position, self.parts.place, skip
+                self.parts.inner, self.parts.fetch, self.position, self.parts.rank_and_count, skip
             )
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Make the next pass continue where `state_dict` was taken, also with other numbers of workers or ranks.
 
-        Raises `BadRequest` if the batches delivered there do not end at the end of a round of this world size.
+        With another number of ranks, the rest of the epoch consists of the samples that no rank has had, each once. Its
+        last batches may be smaller. If the loader cannot find these samples, it starts the epoch anew and warns. Raises
+        `InvalidArgument` for what is not a state of a loader.
         """
-        self.position.load_state_dict(state_dict, self.parts.num_processes, self.parts.total_rows, remembered_seed())
+        parts, position = self.parts, self.position
+        position.load_state_dict(state_dict, parts.num_processes, parts.total_rows, last_seed())
+        earlier = position.resume_after
+        has_stream = parts.stateful and isinstance(parts.fetch, StatefulIterable) and position.reader is not None
+        if not earlier or has_stream or parts.tickets.can_deal_rest(earlier):
+            return
+        position.start_anew()
+        if isinstance(parts.source.dataset, IterableDataset):
+            reason = "an iterable dataset needs the methods state_dict and load_state_dict for that"
+        else:
+            reason = f"its {type(parts.source.batch_sampler).__name__} gives only the samples of one rank"
+        warnings.warn(
+            f"the loader starts epoch {position.next_epoch()} anew: it was saved with {state_dict['world_size']} ranks "
+            f"in the middle of the epoch, and cannot continue there with {parts.num_processes}; {reason}",
+            stacklevel=2,
+        )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # The body of this generator runs at the first `next`, so the collectives of `_begin` run when the loop begins
+        # and not in `iter(loader)`.
         self._begin()
+        self._rest_after = self.position.earlier
         state, position, device = GradientState(), self.position, self.parts.device
         if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
             device = None  # without an accelerator, all batches are on the CPU
         run, non_blocking = position.run, self.parts.non_blocking
-        with state.iterating(self):
-            for batch, share, last in self._arrivals():
-                if device is not None:
-                    batch = send_to_device(batch, device, non_blocking)  # noqa: PLW2901 - the same, elsewhere
-                if position.run == run:  # no later pass has started
-                    self.share = share
-                    position.delivered += 1
-                    if last:
-                        self._end(share)
-                yield batch
-            if position.run == run and not position.finished:  # this rank had no batch at all
-                self._end(None)
+        try:
+            with state.iterating(self):
+                for batch, share, last in self._arrivals():
+                    if device is not None:
+                        batch = send_to_device(batch, device, non_blocking)  # noqa: PLW2901 - the same, elsewhere
+                    # Another loop over this loader, or over one from `skip_first_batches`, may have started while this
+                    # one is suspended. Then the position belongs to that one.
+                    if position.run == run:  # no later pass has started
+                        self.share = share
+                        # Counted before the batch is yielded: a state that is saved in the loop's body continues after
+                        # this batch.
+                        position.delivered += 1
+                        # The position and `end_of_dataloader` change before the last batch is yielded, since
+                        # `accumulate` asks for them in the body of the loop.
+                        if last:
+                            self._end(share)
+                    yield batch
+                if position.run == run and not position.finished:  # this rank had no batch at all
+                    self._end(None)
+        finally:
+            if position.run == run:
+                self._rest_after = ()
 
     def _end(self, share: RoundPadding | None) -> None:
         self.end_of_dataloader = self.position.finished = True
+        # All samples of the last round are real.
         if share is None:
             self.remainder = 0
         else:
@@ -239,51 +334,180 @@ class PreparedLoader(DataLoader[Any]):
         """Agree with the other ranks on seed, epoch, position and random states of the pass, and start its requests.
 
         The seed is the first of: `data_seed`, the seed of the earlier passes (unless `set_seed` was called since), and
-        the seed of this run. With `agree`, rank 0's values are used on all ranks.
+        the seed of this run. With `synchronized`, rank 0's values are used on all ranks.
         """
         parts, position = self.parts, self.position
+        # Which seed. A loader keeps the seed of its first pass, so that epochs differ by their number alone and a
+        # checkpoint needs one seed. A later `set_seed` is an explicit wish for another one.
         if parts.data_seed is not None:
             seed = parts.data_seed
-        elif position.seed is not None and remembered_seed() in {None, position.seeded_by}:
+        elif position.seed is not None and last_seed() in {None, position.seeded_by}:
             seed = position.seed
         else:
-            seed, position.seeded_by = run_seed(), remembered_seed()
-        skip = position.resume or self.skip_batches
+            seed, position.seeded_by = run_seed(), last_seed()
+        skip, earlier = position.resume if position.resumes else self.skip_batches, position.resume_after
         epoch = position.next_epoch()
         generator = parts.generator
+        # A resumed pass shuffles with the user's generator in the state that it had when the pass began.
         if generator is not None and position.restore and position.generator is not None:
             generator.set_state(position.generator)
-        if parts.agree:
-            seed, epoch, skip = _agreed(seed, epoch, skip)
+        # Ranks may have loaded different checkpoints, or have drawn different seeds. From here on all of them use rank
+        # 0's values, so that their shares fit together.
+        if parts.synchronized:
+            seed, epoch, skip, earlier = _broadcast_from_first(seed, epoch, skip, earlier)
             others = [name for name in parts.rng_types if name != "generator"]
             if others or generator is not None:
                 synchronize_rng_states([*others, *(["generator"] if generator is not None else [])], generator)
+        # The state before the sampler draws from it, for a resume in the middle of the pass.
         position.generator = None if generator is None else generator.get_state()
         first = skip
         if parts.stateful and position.reader is not None:
-            first = reader_state.restore_state(parts.inner, parts.fetch, parts.place, position, skip)
-        position.begin(seed, epoch, skip)
+            first = reader_state.restore_state(parts.inner, parts.fetch, parts.rank_and_count, position, skip)
+        position.begin(seed, epoch, skip, earlier)
         self.end_of_dataloader, self.share, self.remainder = False, None, -1
-        parts.tickets.begin(EpochState(position.run, seed, epoch, first))
-        parts.inner.generator = generator if generator is not None else torch.Generator()
+        parts.tickets.begin(EpochState(position.run, seed, epoch, first, earlier))
+        # torch's iterator draws the base seed of its workers from this generator, or from the global one if there is
+        # none. A generator of its own keeps the global one unchanged by loaders. The seed itself has no effect on the
+        # batches.
+        parts.inner.generator = torch.Generator() if parts.source.generator is None else parts.source.generator
 
     def _arrivals(self) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
         raise NotImplementedError
 
 
-def _agreed(seed: int, epoch: int, skip: int) -> tuple[int, int, int]:
+_stateful_classes: dict[type[PreparedLoader], type[PreparedLoader]] = {}
+
+
+def _stateful_class(kind: type[PreparedLoader]) -> type[PreparedLoader]:
+    """Return a class like `kind` that is also a subclass of torchdata's StatefulDataLoader."""
+    if kind not in _stateful_classes:
+        members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_plain_class": kind}
+        _stateful_classes[kind] = type(kind.__name__, (kind, require_stateful_dataloader()), members)
+    return _stateful_classes[kind]
+
+
+def _new_loader(kind: type[PreparedLoader]) -> PreparedLoader:
+    return kind.__new__(kind)
+
+
+def _broadcast_from_first(
+    seed: int, epoch: int, skip: int, earlier: tuple[EarlierDeal, ...]
+) -> tuple[int, int, int, tuple[EarlierDeal, ...]]:
     """Return rank 0's values. A collective."""
-    agreed = torch.tensor(
-        [seed >> 32, seed & _LOW, epoch, skip], dtype=torch.int64, device=consistency.control_device()
-    )
-    dist.broadcast(agreed, src=0)
-    high, low, epoch, skip = agreed.tolist()
-    return high << 32 | low, epoch, skip
+    # The earlier deals have no fixed length, so their sums are sent. These are all that the next pass needs.
+    own = [sum(deal.batches for deal in earlier), sum(deal.samples for deal in earlier)]
+    values = torch.tensor([seed >> 32, seed & _LOW, epoch, skip, *own], dtype=torch.int64, device=control_device())
+    dist.broadcast(values, src=0)
+    high, low, epoch, skip, batches, samples = values.tolist()
+    if [batches, samples] != own:  # this rank has loaded another state
+        earlier = (EarlierDeal(1, 0, batches, samples),) if batches else ()
+    return high << 32 | low, epoch, skip, earlier
 
 
 def is_default_group(num_processes: int) -> bool:
     """Return True if the loader's ranks are those of the default process group."""
     return num_processes > 1 and PartialState().use_distributed and PartialState().num_processes == num_processes
+
+
+def build_loader_parts(
+    source: Any,  # noqa: ANN401 - a DataLoader
+    ranks: int,
+    rank: int,
+    *,
+    split_batches: bool = False,
+    even_batches: bool = True,
+    every_rank: bool = False,
+    numbering: tuple[int, int] | None = None,
+    stateful: bool = False,
+    seedable: bool = False,
+    data_seed: int | None = None,
+) -> LoaderParts:
+    """Return the parts of the prepared loader for `source`. With `every_rank`, this process reads for all ranks."""
+    served_ranks = tuple(range(ranks)) if every_rank else (rank,)
+    even_batches = even_batches and ranks > 1  # even_batches has no effect on a single rank
+    # `batch_size=None`: the dataset's items are batches already.
+    single = source.batch_sampler is None
+    tickets: MapBatchSampler | IterableBatchSampler
+    fetch: Any
+    generator = None
+    if isinstance(source.dataset, IterableDataset):
+        size = 1 if single else source.batch_size
+        stream = IterableDatasetShard(
+            source.dataset, size, bool(source.drop_last), ranks, rank, split_batches and not single, even_batches
+        )
+        tickets, rows = IterableBatchSampler(stream, served_ranks), 0 if single else stream.rows
+        # The dispatcher reads for all ranks; torchdata's state is one of a rank and its workers.
+        keeps_state = stateful and not every_rank
+        fetch = (StatefulIterable if keeps_state else IterableReader)(source.dataset, stream, source.collate_fn, single)
+    else:
+        shuffle = Shuffle(SingleItemSampler(source.sampler) if single else source.batch_sampler, seedable)
+        generator = shuffle.user_generator
+        shard = BatchSamplerShard(shuffle.batch_sampler, ranks, rank, split_batches and not single, even_batches)
+        tickets = (UnbatchedSampler if single else MapBatchSampler)(shard, shuffle, served_ranks, numbering)
+        rows = 0 if single else (shard.batch_size or 0) // (ranks if shard.split_batches else 1)
+        keeps_state = stateful and not every_rank and is_stateful(source.dataset)
+        fetch = (StatefulReader if keeps_state else MapReader)(source.dataset, source.collate_fn, single)
+    stateful_kind = require_stateful_dataloader() if stateful else None
+    inner = _copy(source, tickets, fetch, stateful_kind)
+    # A subclass with an `__iter__` of its own may drop or add batches, so the metadata cannot be trusted, see
+    # `_read_custom`.
+    custom_iter = type(inner).__iter__ not in {DataLoader.__iter__, getattr(stateful_kind, "__iter__", None)}
+    world_size = ranks if numbering is None else numbering[0]
+    return LoaderParts(
+        source=source,
+        inner=inner,
+        tickets=tickets,
+        fetch=fetch,
+        num_processes=world_size,
+        process_index=rank if numbering is None else numbering[1],
+        total_rows=rows * world_size,
+        length=tickets.__len__,
+        custom_iter=custom_iter,
+        stateful=isinstance(fetch, StatefulReader | StatefulIterable) and not custom_iter,
+        use_stateful_dataloader=stateful,
+        data_seed=data_seed,
+        generator=generator,
+    )
+
+
+def _copy(source: Any, tickets: Any, fetch: Any, stateful: type[Any] | None) -> Any:  # noqa: ANN401 - a DataLoader
+    """Return a loader like `source` that reads `tickets` through `fetch`, of torchdata's class if `stateful`."""
+    start = source.worker_init_fn
+    if start is not None:
+        start = WorkerInit(source.dataset, start, isinstance(source.dataset, IterableDataset))
+    if stateful is not None and not isinstance(source, stateful):
+        # A plain DataLoader cannot be turned into torchdata's class by copying; this is the one case where a
+        # constructor is called, with torchdata's own class.
+        inner = stateful(
+            fetch,
+            batch_sampler=tickets,
+            collate_fn=identity,
+            worker_init_fn=start,
+            **{name: getattr(source, name) for name in _COPIED_OPTIONS},
+        )
+    else:
+        inner = copy.copy(source)
+    inner.__dict__.update(  # torch's `__setattr__` refuses most of these
+        dataset=fetch,
+        batch_sampler=tickets,
+        collate_fn=identity,
+        worker_init_fn=start,
+        # An iterable dataset is read through a map-style reader, too: requests carry the order.
+        _dataset_kind=_DatasetKind.Map,
+        _iterator=None,
+        in_order=True,  # the position counts batches in order
+    )
+    return inner
+
+
+_COPIED_OPTIONS = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+)
 
 
 def iterate_local(parts: LoaderParts) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
@@ -293,47 +517,51 @@ def iterate_local(parts: LoaderParts) -> Iterator[tuple[Any, RoundPadding | None
         return
     inner = parts.inner
     pinned = inner.pin_memory and torch.accelerator.is_available()
+    # Any subclass may have overridden what its iterator does.
     in_process = type(inner) is DataLoader and not inner.num_workers and not pinned
-    for fetched in _read_here(parts) if in_process else iter(inner):
+    for fetched in _read_in_process(parts) if in_process else iter(inner):
         if type(fetched) is not FetchedBatch:
             yield fetched, None, False
             continue
+        # This rank reads for itself and has no further batch. The dispatcher needs the entry to complete the round.
         if fetched.absent and len(parts.tickets.ranks) == 1:
             return
         yield fetched if fetched.absent else fetched.batch, fetched.share, fetched.last
 
 
-def _read_here(parts: LoaderParts) -> Iterator[Any]:
+def _read_in_process(parts: LoaderParts) -> Iterator[Any]:
     """Read in this process without torch's iterator, whose overhead exceeds the time to read a small batch."""
-    if parts.generator is not None:  # torch draws a seed for its workers first; draw it for the same shuffle
-        torch.empty((), dtype=torch.int64).random_(generator=parts.generator)
+    # Torch draws a seed for its workers first, from the loader's generator and not from the sampler's. If they are the
+    # same, the shuffle depends on it.
+    if parts.source.generator is not None:
+        torch.empty((), dtype=torch.int64).random_(generator=parts.source.generator)
     return map(parts.fetch.__getitems__, parts.tickets)
 
 
 class BatchUnwrapper:
     """torch's iterator without the metadata of batches; a user-defined `__iter__` reads from it.
 
-    `count` is the number of batches read, and `arrived` the metadata of the last one.
+    `count` is the number of batches read, and `fetched` the metadata of the last one.
     """
 
     def __init__(self, iterator: Any) -> None:  # noqa: ANN401 - torch's
         self._iterator = iterator
         self.count = 0
-        self.arrived: FetchedBatch | None = None
+        self.fetched: FetchedBatch | None = None
 
     def __iter__(self) -> BatchUnwrapper:
         return self
 
     def __next__(self) -> Any:  # noqa: ANN401 - a batch
         fetched = next(self._iterator)
-        self.arrived = fetched if type(fetched) is FetchedBatch else None
-        if self.arrived is not None and self.arrived.absent:
+        self.fetched = fetched if type(fetched) is FetchedBatch else None
+        if self.fetched is not None and self.fetched.absent:
             raise StopIteration
         self.count += 1
-        return fetched if self.arrived is None else self.arrived.batch
+        return fetched if self.fetched is None else self.fetched.batch
 
     def _reset(self, loader: Any) -> None:  # noqa: ANN401 - called by torch for persistent workers
-        self.count, self.arrived = 0, None
+        self.count, self.fetched = 0, None
         self._iterator._reset(loader)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - torch's
@@ -348,24 +576,28 @@ def _read_custom(parts: LoaderParts) -> Iterator[tuple[Any, RoundPadding | None,
     The last batch is known only after the next read fails, so one batch is read ahead. A batch has the metadata of the
     batch it was made from only as long as both were counted one to one.
     """
-    inner, made = parts.inner, []
+    inner, unwrappers = parts.inner, []
+    # torch's `__iter__` calls `self._get_iterator()`. Replaced in the instance, it gives the user's `__iter__` an
+    # iterator that hides the metadata and counts the batches.
     make = type(inner)._get_iterator
 
     def get_iterator() -> BatchUnwrapper:
-        made.append(BatchUnwrapper(make(inner)))
-        return made[-1]
+        unwrappers.append(BatchUnwrapper(make(inner)))
+        return unwrappers[-1]
 
     inner.__dict__["_get_iterator"] = get_iterator
+    # Persistent workers: torch keeps the iterator of the first pass and resets it.
     if isinstance(inner._iterator, BatchUnwrapper):
-        made.append(inner._iterator)
+        unwrappers.append(inner._iterator)
     batches = iter(inner)
     count, nothing = 0, object()
     batch = next(batches, nothing)
     while batch is not nothing:
-        arrived = made[-1].arrived if made else None
+        fetched = unwrappers[-1].fetched if unwrappers else None
         following = next(batches, nothing)
         count += 1
         last = following is nothing
-        one_to_one = bool(made) and made[-1].count == count + (0 if last else 1)
-        yield batch, arrived.share if arrived and one_to_one else None, last
+        # With one batch read ahead, the counter is one further than the yielded batches, except at the end.
+        one_to_one = bool(unwrappers) and unwrappers[-1].count == count + (0 if last else 1)
+        yield batch, fetched.share if fetched and one_to_one else None, last
         batch = following

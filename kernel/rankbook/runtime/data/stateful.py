@@ -1,6 +1,11 @@
 """Loader state for checkpoints: the position in the data, and the dataset state kept by torchdata's StatefulDataLoader.
 
-`ReadPosition` is (seed, epoch, batches delivered). It determines the next batch, for any number of workers and ranks.
+`ReadPosition` is (seed, epoch, batches delivered). It determines the next batch, for any number of workers.
+
+Another number of ranks. All ranks together have had the first samples of the epoch, in the order that (seed, epoch)
+determines for any number of ranks. The new ranks make that order again, leave out these samples, and share the others:
+`EarlierDeal` says how many there were. This may happen several times in an epoch. The state of a loader lists all
+earlier deals, and its `batches` are counted since the last of them.
 
 Dataset state. torchdata returns the state that the dataset had, in every worker, after the last delivered batch,
 regardless of how far workers have read ahead. The state of a map-style dataset belongs to one rank and its workers. If
@@ -20,9 +25,9 @@ from typing import Any
 
 import torch
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime.data.batch_reader import BatchRequest, IterableReader, MapReader
-from rankbook.runtime.data.samplers import Dealt, mark_last
+from rankbook.runtime.data.samplers import Dealt, EarlierDeal, mark_last
 
 _ROUND = "stream_round"
 
@@ -45,87 +50,107 @@ class StatefulReader(MapReader):
 class StatefulIterable(IterableReader):
     """Reader of an iterable dataset that may have a state, itself or in its iterators.
 
-    A round is read before its request arrives, so that the last round is known to be the last. Therefore `_states`
-    keeps the states after the last two rounds, and `state_dict` returns the one of the latest request. `resume` is the
-    state that one run starts from.
+    A round is read before its request arrives, so that the last round is known to be the last. Therefore
+    `_round_states` keeps the states after the last two rounds, and `state_dict` returns the one of the latest request.
+    `resume` is the state that one run starts from.
     """
 
     _stream: Any = None
-    _states: tuple[tuple[int, dict[str, Any]], ...] = ()
-    _fresh: dict[str, Any] | None = None  # state of the dataset before this process has read from it
-    _start: dict[str, Any] | None = None  # state of the dataset at the start of the pass
-    _sticks: bool | None = None
+    _round_states: tuple[tuple[int, dict[str, Any]], ...] = ()
+    _initial_state: dict[str, Any] | None = None  # state of the dataset before this process has read from it
+    _pass_start_state: dict[str, Any] | None = None  # state of the dataset at the start of the pass
+    _reapplies_loaded_state: bool | None = None
     resume: dict[str, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_stream": None, "_states": ()}
+        return {**super().__getstate__(), "_stream": None, "_round_states": ()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the round of the latest request."""
-        state = next((recorded for number, recorded in self._states if number == self._at), None)
-        return {_ROUND: -1} if state is None else {_ROUND: self._at, "state": state, "start": self._start}
+        # torchdata asks after every batch, when `mark_last` has already read one round further. The state after that
+        # round would skip a round on resume.
+        state = next((recorded for number, recorded in self._round_states if number == self._round_number), None)
+        return (
+            {_ROUND: -1}
+            if state is None
+            else {_ROUND: self._round_number, "state": state, "start": self._pass_start_state}
+        )
 
     def load_state_dict(self, state: object) -> None:
         """Do nothing: a pass starts from `resume`."""
 
-    def _restart(self, ticket: BatchRequest) -> None:
-        self._states = ()
-        if self._fresh is None:
-            self._fresh = self._state_before()
+    def _restart(self, request: BatchRequest) -> None:
+        self._round_states = ()
+        # Only in the first pass of this process: later the dataset may continue from where the previous pass ended.
+        if self._initial_state is None:
+            self._initial_state = self._state_before()
         resume, shard = self.resume, self._shard
-        if resume is None or resume["run"] != ticket.run:
-            self._start = self._begin_anew(self._fresh)
-            self._stream = self._open(ticket)
-            self._rounds = mark_last(self._each(ticket, shard.dealt(self._stream)))
+        # `resume` is for one pass. The following ones start like any other.
+        if resume is None or resume["run"] != request.run:
+            self._pass_start_state = self._new_pass_state(self._initial_state)
+            self._stream = self._open(request)
+            self._rounds = mark_last(self._rounds_of(request, self._stream))
             return
-        self._start, first = resume["start"], resume["first"]
-        filled_up = shard.even_batches and not shard.drop_last
-        initial = self._first_samples(ticket, resume["start"]) if filled_up else []
-        self._stream = self._open_at(ticket, resume["state"])
-        self._at = first - 1
-        self._rounds = mark_last(self._each(ticket, shard.dealt(self._stream, first, initial), first))
+        self._pass_start_state, first = resume["start"], resume["first"]
+        # In these cases the last round needs the samples of round 0, see `split_samples`.
+        filled_up = shard.even_batches and not shard.drop_last and not request.earlier
+        initial = self._read_first_samples(request, resume["start"]) if filled_up else []
+        # The state was taken after the round `first` - 1, so the stream continues with `first`.
+        self._stream = self._open_with_state(request, resume["state"])
+        self._round_number = first - 1
+        rounds = shard.dealt(self._stream, first, initial, is_rest=bool(request.earlier))
+        done = sum(deal.batches for deal in request.earlier)
+        self._rounds = mark_last(self._seed_rounds(request, rounds, done + first))
 
-    def _each(self, ticket: BatchRequest, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
-        for dealt in super()._each(ticket, rounds, first):
-            self._states = (*self._states[-1:], (dealt[0], self._state()))
+    def _seed_rounds(self, request: BatchRequest, rounds: Iterator[Dealt], first: int = 0) -> Iterator[Dealt]:
+        for dealt in super()._seed_rounds(request, rounds, first):
+            # Copies of the state after the last two rounds: the one just read, and the one before, which is delivered
+            # now.
+            self._round_states = (*self._round_states[-1:], (dealt.number, self._state()))
             yield dealt
 
-    def _begin_anew(self, fresh: dict[str, Any]) -> dict[str, Any]:
+    def _new_pass_state(self, initial_state: dict[str, Any]) -> dict[str, Any]:
         """Return the state at the start of a pass for which no state was loaded.
 
         Some datasets apply a loaded state only when they are read, and start every later pass from it too, or from that
-        of a new one. These are reset to their initial state. All others continue from their current state. `_sticks`
-        records which kind the dataset is, once known.
+        of a new one. These are reset to their initial state. All others continue from their current state.
+        `_reapplies_loaded_state` records which kind the dataset is, once known.
         """
         now = self._state_before()
-        if not now or (self._sticks is None and _same(now, fresh)):
+        # Nothing to do: the dataset has no state, or is as it was at the beginning.
+        if not now or (self._reapplies_loaded_state is None and _same(now, initial_state)):
             return now
-        if self._sticks is not False:
-            self._load(fresh)
-        if self._sticks:
-            return fresh
-        if self._sticks is None:
-            self._sticks = not _same(self._dataset_state(), fresh)
-            self._load({} if self._sticks else now)
-        return fresh if self._sticks else now
+        if self._reapplies_loaded_state is not False:
+            self._load(initial_state)
+        if self._reapplies_loaded_state:
+            return initial_state
+        # Find out which kind the dataset is: load the initial state, and see whether it shows at once. If not, the
+        # dataset applies it when it is read. Either way the dataset is left in the state for the new pass.
+        if self._reapplies_loaded_state is None:
+            self._reapplies_loaded_state = not _same(self._dataset_state(), initial_state)
+            self._load({} if self._reapplies_loaded_state else now)
+        return initial_state if self._reapplies_loaded_state else now
 
-    def _first_samples(self, ticket: BatchRequest, start: dict[str, Any]) -> list[Any]:
+    def _read_first_samples(self, request: BatchRequest, start: dict[str, Any]) -> list[Any]:
         """Read the samples of the first round again, which fill up the last round: a checkpoint contains no samples."""
-        stream = self._open_at(ticket, start)
-        with self._rng.seeded(ticket.seed, ticket.epoch, "round", 0):
+        stream = self._open_with_state(request, start)
+        with self._rng.seeded(request.seed, request.epoch, "round", 0):
             try:
                 return self._shard.first_samples(stream)
             finally:
                 if callable(close := getattr(stream, "close", None)):
                     close()
 
-    def _open_at(self, ticket: BatchRequest, state: dict[str, Any]) -> Any:  # noqa: ANN401 - an iterator
+    def _open_with_state(self, request: BatchRequest, state: dict[str, Any]) -> Any:  # noqa: ANN401 - an iterator
         before = self._state_before()
         self._load(state)
+        # The loaded state differs from the current one. If the dataset still reports the current one, it applies the
+        # loaded state later.
         if "dataset" in state and not _same(before, {"dataset": state["dataset"]}):
-            self._sticks = _same(before, self._dataset_state())
+            self._reapplies_loaded_state = _same(before, self._dataset_state())
+        # Loading a state may have created generators.
         self._rng.search_again()
-        stream = self._open(ticket)
+        stream = self._open(request)
         if "iterator" in state:
             stream.load_state_dict(copy.deepcopy(state["iterator"]))
         return stream
@@ -144,6 +169,7 @@ class StatefulIterable(IterableReader):
             return {}
 
     def _state(self) -> dict[str, Any]:
+        # A dataset that is its own iterator has one state, which is read below.
         state = {} if self._stream is self.dataset else self._dataset_state()
         if is_stateful(self._stream):
             state["iterator"] = copy.deepcopy(self._stream.state_dict())
@@ -166,38 +192,42 @@ def capture_state(
     inner: Any,  # noqa: ANN401 - torch's iterator
     fetch: Any,  # noqa: ANN401 - torch's fetcher
     position: ReadPosition,
-    place: tuple[int, int],
+    rank_and_count: tuple[int, int],
     skip: int,
 ) -> dict[str, Any] | None:
     """Return the state for `restore_state`, None if there is none, since workers of a finished pass have ended.
 
-    `inner` is the StatefulDataLoader, `place` this rank and the number of ranks, and `skip` the number of rounds that
-    its pass left out at the start. The state of an iterable dataset belongs to one pass; every pass starts afresh.
+    `inner` is the StatefulDataLoader, `rank_and_count` this rank and the number of ranks, and `skip` the number of
+    rounds that its pass left out at the start. The state of an iterable dataset belongs to one pass; every pass starts
+    afresh.
     """
+    # A loaded state that no pass has used yet is passed on unchanged.
     if position.reader is not None:
         return position.reader
-    reading = not position.finished and position.wanted_epoch is None and inner._iterator is not None
+    reading = not position.finished and position.requested_epoch is None and inner._iterator is not None
     if isinstance(fetch, StatefulIterable):
-        states = _told_by_streams(inner.state_dict()) if reading else []
+        # One state per worker; the one of the worker that delivered the last batch belongs to round `delivered` - 1.
+        states = _stream_states(inner.state_dict()) if reading else []
         matches = [entry for entry in states if entry[_ROUND] == position.delivered - 1 and entry["state"]]
         return copy.deepcopy(matches[0]) if matches else None
-    header = {"place": list(place), "workers": inner.num_workers}
+    # A map-style dataset: its state belongs to this rank and its workers, so these are recorded for the comparison.
+    header = {"place": list(rank_and_count), "workers": inner.num_workers}
     if reading:
         state = copy.deepcopy(inner.state_dict())
         return {**header, "delivered": position.delivered, "skip": skip, "state": state}
     return None if inner.num_workers else {**header, "dataset": copy.deepcopy(fetch.state_dict())}
 
 
-def _told_by_streams(state: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - torchdata's, of any version
+def _stream_states(state: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - torchdata's, of any version
     """Return the states of the `StatefulIterable` of every worker, wherever torchdata has nested them."""
     if not isinstance(state, dict):
         return []
     if _ROUND in state:
         return [state] if "state" in state else []
-    return [stream_state for child in state.values() for stream_state in _told_by_streams(child)]
+    return [stream_state for child in state.values() for stream_state in _stream_states(child)]
 
 
-def restore_state(inner: Any, fetch: Any, place: tuple[int, int], position: ReadPosition, skip: int) -> int:  # noqa: ANN401
+def restore_state(inner: Any, fetch: Any, rank_and_count: tuple[int, int], position: ReadPosition, skip: int) -> int:  # noqa: ANN401
     """Make the next pass of `inner` continue from a captured state; return the number of rounds to skip.
 
     `skip` is the number of rounds that all ranks leave out at the start, as rank 0 determined. The result is smaller if
@@ -205,44 +235,50 @@ def restore_state(inner: Any, fetch: Any, place: tuple[int, int], position: Read
     """
     saved, stream = position.reader or {}, isinstance(fetch, StatefulIterable)
     if stream != (_ROUND in saved):
-        _warn("it is that of another kind of dataset", stream)
+        _warn("it was saved for another kind of dataset", stream)
         return skip
     if stream:
         if skip != position.resume:
-            _warn(f"it is that after {position.resume} rounds, and rank 0 continues after {skip}", stream)
+            _warn(f"it was saved after {position.resume} rounds, but rank 0 continues after {skip}", stream)
             return skip
         fetch.resume = {**saved, "first": skip, "run": position.run + 1}
         inner.__dict__["_iterator"] = None  # persistent workers do not have this state
         return skip
-    now = {"place": list(place), "workers": inner.num_workers}
+    now = {"place": list(rank_and_count), "workers": inner.num_workers}
     then = {name: saved[name] for name in now}
-    if now != then or saved.get("delivered", skip) != skip:
+    if now != then:
         (rank, ranks), (rank_now, ranks_now) = then["place"], now["place"]
         _warn(
-            f"it is that of rank {rank} of {ranks} with {then['workers']} workers, and this is rank {rank_now} of "
-            f"{ranks_now} with {now['workers']}",
+            f"it was saved on rank {rank} of {ranks} with {then['workers']} workers, but this is rank {rank_now} of "
+            f"{ranks_now} with {now['workers']} workers",
             stream,
         )
+        return skip
+    if saved.get("delivered", skip) != skip:
+        _warn(f"it was saved after {saved['delivered']} batches, but this rank continues after {skip}", stream)
         return skip
     if "dataset" in saved:
         fetch.load_state_dict(copy.deepcopy(saved["dataset"]))
         return skip
+    # torchdata skips the delivered batches by itself, so only the rounds that its pass had left out remain to be
+    # skipped.
     inner.load_state_dict(copy.deepcopy(saved["state"]))
     return int(saved["skip"])
 
 
-def _warn(why: str, stream: bool) -> None:
-    so = "The stream is read from its beginning" if stream else "The batches are right"
-    warnings.warn(f"the dataset's own state is not put back: {why}. {so}", stacklevel=5)
+def _warn(reason: str, stream: bool) -> None:
+    result = "The stream is read from its beginning" if stream else "The batches are correct"
+    warnings.warn(f"the state of the dataset is not restored: {reason}. {result}", stacklevel=5)
 
 
 @dataclass
 class ReadPosition:
     """Position of a loader in its data.
 
-    `epoch` is the one started last, -1 before the first; `delivered` is the number of batches delivered in it. `resume`
-    is the round at which the next pass starts after `load_state_dict`, and `restore` says that it has to restore
-    `generator`, the state of the user's own generator at the start of the pass. `reader` is the loaded state of
+    `epoch` is the one started last, -1 before the first; `delivered` is the number of batches delivered in it, after
+    its `earlier` deals to other numbers of ranks. After `load_state_dict` the next pass starts at the round `resume`
+    after the deals `resume_after`, that is after `resume_samples` samples (-1: unknown). `restore` says that it has to
+    restore `generator`, the state of the user's own generator at the start of the pass. `reader` is the loaded state of
     torchdata's loader, until the next pass. `seeded_by` is the seed given to `set_seed` when `seed` was fixed; a later
     `set_seed` causes a new seed.
     """
@@ -254,71 +290,99 @@ class ReadPosition:
     finished: bool = True
     run: int = 0
     generator: torch.Tensor | None = None
-    wanted_epoch: int | None = None
+    requested_epoch: int | None = None
+    earlier: tuple[EarlierDeal, ...] = ()
     resume: int = 0
+    resume_after: tuple[EarlierDeal, ...] = ()
+    resume_samples: int = -1
     restore: bool = False
     reader: dict[str, Any] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass. A pending resume is kept if it is of the same epoch."""
-        if self.resume and epoch != self.next_epoch():
-            self.resume, self.restore, self.reader = 0, False, None
-        self.wanted_epoch = epoch
+        # `set_epoch` of another epoch discards the resume: its rounds belong to the epoch of the checkpoint.
+        if self.resumes and epoch != self.next_epoch():
+            self.start_anew()
+            self.restore = False
+        self.requested_epoch = epoch
+
+    @property
+    def resumes(self) -> bool:
+        """True if the next pass does not start at the beginning of its epoch."""
+        return bool(self.resume or self.resume_after)
+
+    def start_anew(self) -> None:
+        """Make the next pass start at the beginning of its epoch."""
+        self.resume, self.resume_after, self.resume_samples, self.reader = 0, (), -1, None
 
     def next_epoch(self) -> int:
         """Return the epoch of the next pass."""
-        return self.epoch + 1 if self.wanted_epoch is None else self.wanted_epoch
+        return self.epoch + 1 if self.requested_epoch is None else self.requested_epoch
 
-    def begin(self, seed: int, epoch: int, skip: int) -> None:
-        """Start a pass, `skip` batches after its beginning."""
-        self.seed, self.epoch, self.delivered = seed, epoch, skip
-        self.finished, self.wanted_epoch, self.resume, self.restore = False, None, 0, False
-        self.reader = None
+    def begin(self, seed: int, epoch: int, skip: int, earlier: tuple[EarlierDeal, ...] = ()) -> None:
+        """Start a pass, `skip` batches after the `earlier` deals of its epoch."""
+        # `delivered` starts at `skip`, so that it is always the number of the next round.
+        self.seed, self.epoch, self.delivered, self.earlier = seed, epoch, skip, earlier
+        self.finished, self.requested_epoch, self.restore = False, None, False
+        self.start_anew()
         self.run += 1
 
-    def state_dict(self, world_size: int, total_rows: int) -> dict[str, Any]:
-        """Return the state for `load_state_dict`. `total_rows` is the number of samples in a round, 0 if unknown."""
-        pending = self.resume or self.wanted_epoch is not None
+    def state_dict(self, world_size: int, total_rows: int, samples: int | None = None) -> dict[str, Any]:
+        """Return the state for `load_state_dict`.
+
+        `total_rows` is the number of samples in a round, 0 if unknown. `samples` is the number of samples of the epoch
+        that all ranks have had, None if it follows from the others.
+        """
+        # A state is asked for before the pass that it describes has begun, such as right after a load.
+        pending = self.resumes or self.requested_epoch is not None
+        batches = self.resume if pending else self.delivered
+        earlier = self.resume_after if pending else self.earlier
+        if pending:
+            samples = self.resume_samples if self.resumes else 0
+        elif samples is None:
+            samples = sum(deal.samples for deal in earlier) + batches * total_rows if total_rows or not batches else -1
         return {
             "seed": self.seed,
             "epoch": self.next_epoch() if pending else self.epoch,
-            "batches": self.resume if pending else self.delivered,
+            "batches": batches,
             "finished": False if pending else self.finished,
             "world_size": world_size,
             "total_batch_size": total_rows,
+            "samples": samples,
+            "earlier": [list(deal) for deal in earlier],
             "generator": self.generator,
         }
 
     def load_state_dict(self, state: dict[str, Any], world_size: int, total_rows: int, seeded_by: int | None) -> None:
         """Make the next pass continue where `state` was taken.
 
-        Raises `BadRequest` if the batches delivered there do not end at the end of a round of this world size.
+        With other ranks or batches it starts after all samples delivered there. Raises `InvalidArgument` for what is
+        not a state of a loader.
         """
         unknown = {"seed", "epoch", "batches", "finished", "world_size", "total_batch_size"} - set(state)
         if unknown:
             names = ", ".join(sorted(unknown))
-            raise BadRequest(f"this is no loader's state, for it has no {names}; take one by state_dict()")
-        skip = 0 if state["finished"] else rounds_here(state, world_size, total_rows)
+            raise InvalidArgument(f"invalid loader state: missing {names}; pass a state that state_dict() returned")
+        self.start_anew()
         self.seed, self.seeded_by = state["seed"], seeded_by
+        # `next_epoch` adds one: a finished epoch is followed by the next one, an unfinished one is continued.
         self.epoch = state["epoch"] if state["finished"] else state["epoch"] - 1
         self.delivered, self.finished = 0, True
-        self.resume, self.wanted_epoch = skip, None
+        self.requested_epoch = None
+        if not state["finished"]:
+            self._resume(state, world_size, total_rows)
         self.generator = state.get("generator")
         self.restore = self.generator is not None
         self.reader = state.get("reader")
 
-
-def rounds_here(state: dict[str, Any], world_size: int, total_rows: int) -> int:
-    """Return the number of rounds of this world size that equal the batches delivered in `state`."""
-    batches, then, rows = state["batches"], state["world_size"], state["total_batch_size"]
-    unit, before, now = ("samples", rows, total_rows) if rows and total_rows else ("batches", then, world_size)
-    if before == now:
-        return int(batches)
-    whole, rest = divmod(batches * before, now)
-    if rest:
-        raise BadRequest(
-            f"the loader cannot continue there with {world_size} ranks: {batches} batches * {before} {unit} each = "
-            f"{batches * before} {unit}, no multiple of the {now} per round here; "
-            f"resume with {then} ranks, or save where it is one"
-        )
-    return int(whole)
+    def _resume(self, state: dict[str, Any], world_size: int, total_rows: int) -> None:
+        batches, ranks, rows = state["batches"], state["world_size"], state["total_batch_size"]
+        earlier = tuple(EarlierDeal(*deal) for deal in state.get("earlier", ()))
+        samples = state.get("samples", batches * rows if rows else -1)  # older checkpoints do not contain it
+        # The same deal: continue at the round. Otherwise what was delivered becomes one more earlier deal.
+        if (ranks, rows) == (world_size, total_rows):
+            self.resume = batches
+        elif batches:
+            before = sum(deal.samples for deal in earlier)
+            earlier += (EarlierDeal(ranks, rows, batches, samples - before if samples >= 0 else -1),)
+        self.resume_after, self.resume_samples = earlier, samples

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rankbook.errors import BadRequest
-from rankbook.runtime.comm import consistency
+from rankbook import control_collectives
+from rankbook.errors import InvalidArgument
+from rankbook.formatting import plural
 from rankbook.runtime.comm.collectives import gather_object
 from rankbook.runtime.gradient_state import window
 from rankbook.runtime.prepare import unwrap
+from rankbook.runtime.process_state import PartialState
 from rankbook.runtime.saving import training_state
 from rankbook.runtime.settings import AcceleratorSettings
 
@@ -48,9 +50,11 @@ class SavingMethods(AcceleratorSettings):
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:  # noqa: ANN401
         """Write `obj` with `torch.save` on rank 0, or on one rank per machine if the project is configured so.
 
-        With `safe_serialization`, `obj` is a dict of full tensors, and the file has the safetensors format.
+        With `safe_serialization`, `obj` is a dict of full tensors, and the file has the safetensors format. Raises
+        `InvalidArgument` for another object then, and OSError, on the rank that writes.
         """
-        if not self._writes:
+        # No collective: the other ranks return at once and do not wait for the file.
+        if not self.should_save_model:
             return
         if safe_serialization:
             from rankbook.checkpoint.storage.local import storage_of
@@ -72,33 +76,32 @@ class SavingMethods(AcceleratorSettings):
         The file is `model.safetensors`, or, above `max_shard_size`, `model-00001-of-00002.safetensors` and so on with
         `model.safetensors.index.json`. Tied tensors are written once, under their first name. Without
         `safe_serialization` the files are written with torch.save and named `pytorch_model.bin`. Raises on every rank
-        if one cannot write; an earlier model in the folder is left unchanged then.
+        if one cannot write; an earlier model in the folder is left unchanged then. Raises `InvalidArgument` for a size
+        that is neither a number of bytes nor a text such as "200MB", and for a state dict with other values than
+        tensors.
         """
         from rankbook.checkpoint.storage.local import storage_of
         from rankbook.runtime.saving import model_files
 
-        most = model_files.size_of(max_shard_size)
+        most = model_files.parse_size(max_shard_size)
         storage = storage_of(save_directory)
         state = model_files.without_duplicates(self.unwrap_model(model))
         kind = model_files.SAFETENSORS if safe_serialization else model_files.PICKLED
-        with self._told_to_all("save_model"):
-            failure = model_files.write_model(storage, state, kind, most, writes=self._writes)
+        with self._raise_on_all("save_model"):
+            failure = model_files.write_model(storage, state, kind, most, writes=self.should_save_model)
             if failure is not None:
                 raise failure
 
-    @property
-    def _writes(self) -> bool:
-        """True if this rank writes data that are not sharded."""
-        each_node = self.project_configuration.save_on_each_node
-        return self.is_local_main_process if each_node else self.is_main_process
-
     def register_for_checkpointing(self, *objects: Any) -> None:  # noqa: ANN401 - anything with the two methods
-        """Include `objects` in `save_state` and `load_state`, by their `state_dict` and `load_state_dict` methods."""
+        """Include `objects` in `save_state` and `load_state`, by their `state_dict` and `load_state_dict` methods.
+
+        An object is registered once, also if the cell is run again. Raises `InvalidArgument` for an object that lacks
+        one of the methods.
+        """
         lacking = [item for item in objects if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))]
         if lacking:
             names = ", ".join(type(item).__name__ for item in lacking)
-            raise BadRequest(f"to be saved an object needs state_dict and load_state_dict, which {names} has not")
-        # Register an object once: the user may run the cell again.
+            raise InvalidArgument(f"objects to save must have the methods state_dict and load_state_dict, got {names}")
         self._custom_objects += [
             item for item in objects if not any(item is registered for registered in self._custom_objects)
         ]
@@ -148,14 +151,20 @@ class SavingMethods(AcceleratorSettings):
         from rankbook.checkpoint.saving import Saved
         from rankbook.runtime.saving import state as checkpoints
 
-        with self._told_to_all("save_state"):
-            folder = self._folder_to_write(output_dir)
+        with self._raise_on_all("save_state"):
+            folder = self._output_folder(output_dir)
+        # The default folder depends on the project's iteration, which every rank counts for itself; ranks may also
+        # compute different names from a clock.
         if self.use_distributed:  # otherwise ranks with different folders would all report success
-            consistency.check_same("save_state", f"the folder {folder}")
+            control_collectives.check_same("save_state", f"the folder {folder}")
+        # The last `accumulate` block did not end a window.
         if not self.gradient_state.sync_gradients and self.is_main_process:
-            _log.warning("save_state within a window of accumulation: gradients that gather up are not stored")
-        parts = self._parts(self._models)
-        with self._told_to_all("save_state"):
+            _log.warning("save_state() within a gradient accumulation window: the accumulated gradients are not saved")
+        parts = self._training_parts(self._models)
+        with self._raise_on_all("save_state"):
+            # The hooks get the list of states and may remove or replace entries, as in Accelerate. Which entry belongs
+            # to which model is found by the identity of the dict afterwards; a replaced one is assigned by its
+            # position.
             before = {name: model.state_dict() for name, model in parts.models.items()}
             states: list[Any] = list(before.values())
             for hook in tuple(self._save_hooks.values()):
@@ -163,8 +172,13 @@ class SavingMethods(AcceleratorSettings):
         # A hook may have removed states that it has saved itself, or replaced them.
         names = {id(state): name for name, state in before.items()}
         remaining = {names.get(id(state), name): state for name, state in zip(before, states, strict=False)}
+        # Older checkpoints are removed only after the new one is complete, on rank 0.
         limit = partial(training_state.keep_latest, self.project_configuration, Path(folder))
-        done = checkpoints.write_state(parts, remaining, folder, told=self._told_to_all, async_=async_, after=limit)
+        # With `async_` the state has been copied when this returns, and a background thread writes the files.
+        done = checkpoints.write_state(
+            parts, remaining, folder, raise_on_all=self._raise_on_all, async_=async_, on_commit=limit
+        )
+        # Every rank counts, so that the next default folder is the same on all.
         if output_dir is None:
             self.project_configuration.iteration += 1
         return folder if isinstance(done, Saved) else done
@@ -179,64 +193,85 @@ class SavingMethods(AcceleratorSettings):
         """Load what `save_state` has saved into the objects that are prepared now, for any sharding. All ranks call it.
 
         The default for `input_dir` is the latest of the project's numbered checkpoints; the next one is numbered after
-        it. Without `strict` a model may differ from the saved one; what both have is loaded. A rank beyond the saved
-        world size keeps its random state. `allow` are classes and functions, or their names, that the states of
-        registered objects may contain besides those that torch considers safe.
+        it. If `input_dir` contains steps (`step-20`, `step-40`, ...), the latest is loaded, and its name is printed.
 
-        Raises on every rank: `BadRequest` if the folder is not a checkpoint, contains something else, or a loader
-        cannot resume with this world size; `CheckpointingException` if a model does not match or the data are damaged.
+        With another number of ranks than it was saved with, a loader in the middle of an epoch continues with the
+        samples that no rank has had, each once; the last batches of the epoch may be smaller. A loader that cannot find
+        them, such as one of an iterable dataset without a state, starts the epoch anew and warns.
+
+        Without `strict` a model may differ from the saved one; what both have is loaded. A rank beyond the saved world
+        size keeps its random state. `allow` are classes and functions, or their names, that the states of registered
+        objects may contain besides those that torch considers safe.
+
+        Raises on every rank: `InvalidArgument` if the folder is not a checkpoint or contains something else;
+        `CheckpointError` if a model does not match or the data are damaged.
         These checks come before any prepared object changes, see `rankbook.checkpoint.load`.
         """
         from rankbook.checkpoint.async_save import wait_for_saves
         from rankbook.runtime.saving import state as checkpoints
 
+        # The save of a rank ends only after rank 0 has committed the checkpoint, so every rank sees it afterwards.
         wait_for_saves()  # the requested checkpoint may still be written in the background
         project = self.project_configuration
-        with self._told_to_all("load_state"):
+        with self._raise_on_all("load_state"):
+            # Every rank reads the folder for itself. On a shared file system all find the same step.
             folder = os.fspath(input_dir) if input_dir is not None else str(training_state.latest_folder(project))
+            if input_dir is not None and (latest := checkpoints.latest_step(folder)) is not None:
+                name, count = latest
+                PartialState().print(f"load_state: {name} is the latest of {plural(count, 'checkpoint')} in {folder}")
+                folder = f"{folder.rstrip('/')}/{name}"
             checkpoints.existing_folder(folder)
             models = self._models
             for hook in tuple(self._load_hooks.values()):
                 hook(models, folder)  # it may remove models that it has loaded itself
-        checkpoints.read_state(self._parts(models), folder, told=self._told_to_all, strict=strict, allow=allow)
-        if input_dir is None and (number := training_state.number_of(Path(folder))) is not None:
+        # The models are those that the hooks have left in the list.
+        checkpoints.read_state(
+            self._training_parts(models), folder, raise_on_all=self._raise_on_all, strict=strict, allow=allow
+        )
+        # Continue to number after the loaded checkpoint, which would be overwritten otherwise.
+        if input_dir is None and (number := training_state.checkpoint_number(Path(folder))) is not None:
             project.iteration = max(project.iteration, number + 1)
-        window.abandon(self.gradient_state)
+        # Gradients that were accumulated before the load belong to other weights.
+        window.abort(self.gradient_state)
 
-    def _parts(self, models: list[Any]) -> TrainingParts:
+    def _training_parts(self, models: list[Any]) -> TrainingParts:
         from rankbook.runtime.saving import state as checkpoints
 
         others = {
             "scheduler": self._schedulers,
+            # Plain loaders such as `SkipDataLoader` have no position to store.
             "loader": [loader for loader in self._dataloaders if hasattr(loader, "state_dict")],
             "custom_checkpoint": self._custom_objects,
             "scaler": [self.scaler] if self.scaler is not None else [],
         }
+        # Names in the checkpoint are those of the user's own model, without DDP's prefix "module.".
         raw = [self.unwrap_model(model) for model in models]
         return checkpoints.training_parts(raw, self._optimizers, others, self.process_index, self.num_processes)
 
-    def _folder_to_write(self, given: str | os.PathLike[str] | None) -> str:
-        if given is not None:
-            return os.fspath(given)
+    def _output_folder(self, output_dir: str | os.PathLike[str] | None) -> str:
+        if output_dir is not None:
+            return os.fspath(output_dir)
         project = self.project_configuration
         if not project.automatic_checkpoint_naming:
-            raise BadRequest(
-                "save_state() needs a folder, or a ProjectConfiguration with automatic_checkpoint_naming=True and a "
+            raise InvalidArgument(
+                "save_state() requires a folder, or a ProjectConfiguration with automatic_checkpoint_naming=True and a "
                 "project_dir"
             )
         folder = project.checkpoints / f"checkpoint_{project.iteration}"
+        # Only rank 0 looks: `_raise_on_all` of the caller makes its error known to the others.
         if self.is_main_process and training_state.is_complete(folder):
-            raise BadRequest(
-                f"there is a checkpoint {folder} already: load_state() goes on behind the latest, or give "
-                "ProjectConfiguration another iteration or project_dir"
+            raise InvalidArgument(
+                f"checkpoint {folder} already exists: load_state() continues after the latest one, or set another "
+                "iteration or project_dir in ProjectConfiguration"
             )
         return str(folder)
 
     @contextmanager
-    def _told_to_all(self, what: str) -> Iterator[None]:
-        """Return a context manager for a block that may fail on some ranks: if it fails on one, all ranks raise.
+    def _raise_on_all(self, what: str) -> Iterator[None]:
+        """Run a block that may fail on some ranks; if it fails on one, all ranks raise. A collective.
 
-        A collective.
+        The rank that failed raises its own error, with its traceback. The others raise an `InvalidArgument` that names
+        the rank and its error.
         """
         failure: Exception | None = None
         try:
@@ -253,4 +288,4 @@ class SavingMethods(AcceleratorSettings):
             raise failure
         first = next((rank for rank, message in enumerate(failures) if message is not None), None)
         if first is not None:
-            raise BadRequest(f"{what} failed on rank {first}: {failures[first]}")
+            raise InvalidArgument(f"{what} failed on rank {first}: {failures[first]}")

@@ -23,19 +23,24 @@ from torch import nn
 from rankbook.checkpoint.format import safetensors
 from rankbook.checkpoint.format.torch_blobs import raw_bytes
 from rankbook.checkpoint.storage.base import Storage
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime.strategies.base import full_tensor
 
+# Decimal and binary units, as Hugging Face's libraries write them. `parse_size` converts the text to upper case first,
+# so that "GiB" is found as "GIB".
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+# Suffix of a file that is being written. Such a file left behind by a killed save is removed by the next one.
 _DRAFT = ".writing"
 
 
-def size_of(given: int | str) -> int:
-    """Return the number of bytes in "10GB", "200MiB" or a number. Raises `BadRequest` for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(given).strip().upper())
+def parse_size(size: int | str) -> int:
+    """Return the number of bytes in "10GB", "200MiB" or a number. Raises `InvalidArgument` for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", str(size).strip().upper())
     if match is None or match[2] not in _UNITS or not float(match[1]):
-        raise BadRequest(f'max_shard_size={given!r}: a number of bytes, or such as "200MB" or "10GB"')
+        raise InvalidArgument(
+            f'max_shard_size must be a number of bytes, or text such as "200MB" or "10GB", got {size!r}'
+        )
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -55,7 +60,7 @@ class FileKind:
         """Name of the index file, used with more than one file."""
         return f"{self.start}{self.end}.index.json"
 
-    def is_own(self, name: str) -> bool:
+    def matches(self, name: str) -> bool:
         """Return True if an earlier save in this format may have written the file."""
         pattern = rf"{re.escape(self.start)}(-\d{{5}}-of-\d{{5}})?{re.escape(self.end)}(\.index\.json)?"
         return re.fullmatch(pattern, name) is not None
@@ -67,8 +72,11 @@ SAFETENSORS, PICKLED = FileKind("model", ".safetensors"), FileKind("pytorch_mode
 def without_duplicates(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the model's state dict with tied tensors under their first name only.
 
-    Raises `BadRequest` for non-tensors.
+    Raises `InvalidArgument` for non-tensors.
     """
+    # `state_dict()` returns new tensor objects (detached), so tied weights cannot be recognized by identity there. The
+    # parameters and buffers themselves are shared, and `remove_duplicate=False` yields them under all their names. An
+    # entry that is neither, such as one that a state dict hook adds, has only its own identity.
     owners = {
         raw_name: id(tensor)
         for named in (model.named_parameters, model.named_buffers)
@@ -76,7 +84,10 @@ def without_duplicates(model: nn.Module) -> dict[str, torch.Tensor]:
     }
     state = model.state_dict()
     if others := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
-        raise BadRequest(f"save_model writes tensors, which {', '.join(others)} is not; save_state stores all of it")
+        raise InvalidArgument(
+            f"save_model() saves only tensors, but the state dict has other values: {', '.join(others)}; "
+            "save_state() saves all values"
+        )
     seen: set[int] = set()
     tensors: dict[str, torch.Tensor] = {}
     for name, value in state.items():
@@ -111,43 +122,52 @@ def write_model(
     files of an earlier save are removed. Returns the storage error, if there was one: a rank that cannot write still
     takes part in the remaining collectives, and the caller reports the error to all ranks.
     """
+    # Every rank computes the same groups, names and order of tensors from the same state dict. The order of the
+    # collectives in `_full_tensors` depends on it.
     groups = shards(state, most)
     names = [kind.name(number, len(groups)) for number in range(len(groups))]
-    heads = [_head(state, keys) if kind is SAFETENSORS else b"" for keys in groups]  # raises on all ranks if at all
+    headers = [_header(state, keys) if kind is SAFETENSORS else b"" for keys in groups]  # raises on all ranks if at all
     failure: OSError | None = None
-    for name, head, keys in zip(names, heads, groups, strict=True):
-        wholes = _wholes(state, keys)
+    for name, header, keys in zip(names, headers, groups, strict=True):
+        tensors = _full_tensors(state, keys)
         if writes and failure is None:
             try:
-                storage.write(name + _DRAFT, _safe(head, wholes) if kind is SAFETENSORS else _pickled(wholes))
+                storage.write(
+                    name + _DRAFT,
+                    _safetensors_parts(header, tensors) if kind is SAFETENSORS else _pickled_parts(tensors),
+                )
             except OSError as error:
                 failure = error
-        for _ in wholes:  # ranks that do not write still take part in the collectives
+        for _ in tensors:  # ranks that do not write still take part in the collectives
             pass
+    # From here on only the writing rank works. The caller lets the other ranks wait for the outcome.
     if writes and failure is None:
         try:
-            _put_in_place(storage, state, kind, names, groups)
+            _commit_files(storage, state, kind, names, groups)
         except OSError as error:
             failure = error
     return failure
 
 
 def write_file(storage: Storage, name: str, state: Mapping[str, torch.Tensor]) -> None:
-    """Write a dict of full tensors as one safetensors file. Raises `BadRequest` for other objects, and OSError."""
+    """Write a dict of full tensors as one safetensors file. Raises `InvalidArgument` for other objects, and OSError."""
     if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
-        raise BadRequest("safe_serialization=True writes a dict of tensors, and nothing else")
+        raise InvalidArgument("safe_serialization=True can only save a dict of tensors")
     ((*names,),) = shards(state, sys.maxsize)
-    storage.write(name + _DRAFT, _safe(_head(state, names), _wholes(state, names)))
+    storage.write(name + _DRAFT, _safetensors_parts(_header(state, names), _full_tensors(state, names)))
     storage.move(name + _DRAFT, name)
 
 
-def _put_in_place(
+def _commit_files(
     storage: Storage,
     state: Mapping[str, torch.Tensor],
     kind: FileKind,
     names: Sequence[str],
     groups: Sequence[list[str]],
 ) -> None:
+    # All tensors are on disk. A reader may now see a mixture of old and new files until the last rename, but never an
+    # incomplete file. The index names the shards, so it comes after them; files of the old save that no index names go
+    # last.
     for name in names:
         storage.move(name + _DRAFT, name)
     kept = set(names)
@@ -159,28 +179,30 @@ def _put_in_place(
         storage.write(kind.index + _DRAFT, [text.encode()])
         storage.move(kind.index + _DRAFT, kind.index)
     for name in storage.list():
-        if kind.is_own(name.removesuffix(_DRAFT)) and name not in kept:
+        if kind.matches(name.removesuffix(_DRAFT)) and name not in kept:
             storage.remove(name)
 
 
-def _wholes(state: Mapping[str, torch.Tensor], names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _full_tensors(state: Mapping[str, torch.Tensor], names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
     for name in names:
         yield name, full_tensor(state[name].detach())
 
 
-def _head(state: Mapping[str, torch.Tensor], names: Sequence[str]) -> bytes:
+def _header(state: Mapping[str, torch.Tensor], names: Sequence[str]) -> bytes:
     entries = {name: (str(state[name].dtype).removeprefix("torch."), tuple(state[name].shape)) for name in names}
     return safetensors.encode_header(entries, {"format": "pt"})
 
 
-def _safe(head: bytes, wholes: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Any]:
-    yield head
-    for _, whole in wholes:
-        if math.prod(whole.shape):
-            yield raw_bytes(whole)
+def _safetensors_parts(header: bytes, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Any]:
+    yield header
+    for _, tensor in tensors:
+        # An empty tensor has an entry in the header and no bytes in the file.
+        if math.prod(tensor.shape):
+            yield raw_bytes(tensor)
 
 
-def _pickled(wholes: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Any]:
+def _pickled_parts(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[Any]:
     stream = io.BytesIO()
-    torch.save({name: whole.cpu().clone() for name, whole in wholes}, stream)
+    # torch.save writes the whole storage of a view. A clone has only the tensor's own elements.
+    torch.save({name: tensor.cpu().clone() for name, tensor in tensors}, stream)
     yield stream.getbuffer()

@@ -5,8 +5,8 @@ stored as rank 0 has them. The random state of every rank is a separate object, 
 torchdata's loader on every rank.
 
 Order of loading. Checks come before changes: read the manifest, check that all objects are stored, load the objects,
-match the stored tensors with the models and optimizers, and let the loaders accept the new world size. Then the tensors
-are read into the models and optimizers, and the other objects are restored.
+match the stored tensors with the models and optimizers, and let the loaders accept their states, which they do for any
+number of ranks. Then the tensors are read into the models and optimizers, and the other objects are restored.
 
 This module is imported on the first save or load. Folders, hooks and numbering are in methods.py and training_state.py.
 """
@@ -18,7 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,27 @@ from rankbook.checkpoint.state_dict.models import load_sharded_state_dicts, shar
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject
 from rankbook.checkpoint.storage.base import ASIDE
 from rankbook.checkpoint.storage.local import LocalStorage, storage_of
-from rankbook.checkpoint.storage.steps import PARTIAL, CheckpointLocation, is_checkpoint
-from rankbook.errors import BadRequest, CheckpointingException
+from rankbook.checkpoint.storage.steps import (
+    PARTIAL,
+    CheckpointLocation,
+    finished_steps,
+    is_checkpoint,
+    read_latest,
+    step_name,
+)
+from rankbook.errors import CheckpointError, InvalidArgument
+from rankbook.runtime.data.stateful import ReadPosition
 from rankbook.runtime.saving import training_state
 
-Told = Callable[[str], AbstractContextManager[None]]
+RaiseOnAll = Callable[[str], AbstractContextManager[None]]
 """Context manager for a block that may fail on some ranks, and then raises on all."""
 
+# Key of the manifest's metadata that tells a training checkpoint from one that was written by
+# `rankbook.checkpoint.save`.
 _KIND = "rankbook.runtime"
 _RANDOM = "random_states"
-_OWN_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata|metadata\.json|manifest\.json|common\.pt")
+# Files that the checkpoint itself consists of. Everything else in a folder belongs to a hook or to the user.
+_CHECKPOINT_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata|metadata\.json|manifest\.json|common\.pt")
 
 
 @dataclass(frozen=True)
@@ -70,38 +81,42 @@ def training_parts(
     world_size: int,
 ) -> TrainingParts:
     """Name the objects ("model", "model_1" and so on) and return them. `others` are lists by kind."""
-    objects = {name: item for kind, items in others.items() for name, item in _named(kind, items).items()}
-    return TrainingParts(_named("model", models), _named("optimizer", optimizers), objects, rank, world_size)
+    objects = {name: item for kind, items in others.items() for name, item in _by_name(kind, items).items()}
+    return TrainingParts(_by_name("model", models), _by_name("optimizer", optimizers), objects, rank, world_size)
 
 
-def _named(kind: str, things: Sequence[Any]) -> dict[str, Any]:
+def _by_name(kind: str, things: Sequence[Any]) -> dict[str, Any]:
+    # The first object of a kind has no number, the next one is "model_1". Names depend on the order of `prepare`, so a
+    # loading script has to prepare the objects in the order of the saving one.
     return {f"{kind}_{number}" if number else kind: item for number, item in enumerate(things)}
 
 
 @dataclass
 class Folder(CheckpointLocation):
-    """Location of a checkpoint. `after` is called on rank 0 when the checkpoint is complete."""
+    """Location of a checkpoint. `on_commit` is called on rank 0 when the checkpoint is complete."""
 
-    after: Callable[[], None] = field(default=lambda: None)
+    on_commit: Callable[[], None] = field(default=lambda: None)
 
     def commit(self) -> None:
         """Commit the checkpoint on rank 0, keeping files that a hook or the user has put into the folder."""
+        # A commit replaces the whole folder by the draft. Files that a hook has written into the folder would be lost
+        # with the old folder, so they are linked into the draft first. This is done for local folders only.
         if isinstance(self.storage, LocalStorage) and self.name is not None:
             _carry_over(self.storage.root / self.name, self.storage.root / f"{self.name}{PARTIAL}")
         super().commit()
-        self.after()
+        self.on_commit()
 
 
 def _carry_over(folder: Path, draft: Path) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
-        if _OWN_FILE.fullmatch(path.name) is None:
+        if _CHECKPOINT_FILE.fullmatch(path.name) is None:
             if path.is_dir() and not path.is_symlink():
-                shutil.copytree(path, draft / path.name, symlinks=True, copy_function=_linked)
+                shutil.copytree(path, draft / path.name, symlinks=True, copy_function=_link_file)
             else:
-                _linked(path, draft / path.name)
+                _link_file(path, draft / path.name)
 
 
-def _linked(source: str | Path, target: str | Path) -> None:
+def _link_file(source: str | Path, target: str | Path) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # the file system has no hard links
@@ -109,116 +124,170 @@ def _linked(source: str | Path, target: str | Path) -> None:
 
 
 def split_folder(folder: str) -> tuple[str, str]:
-    """Split a folder or its URL into parent and name. Raises `BadRequest` if it has no parent folder."""
+    """Split a folder or its URL into parent and name. Raises `InvalidArgument` if it has no parent folder."""
     if "://" in folder:
-        scheme, _, path = folder.partition("://")
-        above, _, name = path.rstrip("/").rpartition("/")
+        scheme, _, rest = folder.partition("://")
+        above, _, name = rest.rstrip("/").rpartition("/")
         if not above.strip("/"):
-            raise BadRequest(f"{folder}: a checkpoint needs a folder within another, such as {scheme}://run/state")
+            raise InvalidArgument(
+                f"invalid checkpoint folder {folder}: expected a folder in another one, such as {scheme}://run/state"
+            )
         return f"{scheme}://{above}", name
-    whole = Path(os.path.abspath(folder))  # noqa: PTH100 - unlike resolve, it keeps symbolic links
-    return str(whole.parent), whole.name
+    path = Path(os.path.abspath(folder))  # noqa: PTH100 - unlike resolve, it keeps symbolic links
+    return str(path.parent), path.name
 
 
 def write_state(
-    found: TrainingParts,
+    parts: TrainingParts,
     states: Mapping[str, Mapping[str, Any]],
     folder: str,
     *,
-    told: Told,
+    raise_on_all: RaiseOnAll,
     async_: bool,
-    after: Callable[[], None],
+    on_commit: Callable[[], None],
 ) -> Saved | SaveHandle:
     """Save all objects, with `states` for the models, replacing the content of the folder. A collective."""
-    with told("save_state"):
-        objects = {name: item.state_dict() for name, item in found.objects.items()}
+    # A user's `state_dict` may raise on one rank. All ranks have to know before the collective save begins.
+    with raise_on_all("save_state"):
+        objects = {name: item.state_dict() for name, item in parts.objects.items()}
         random = training_state.random_state()
     state = {
-        **sharded_state_dicts(found.models, found.optimizers, states=states),
-        "objects": {name: ShardedObject(name, value, (1,), (0,), found.rank) for name, value in objects.items()},
+        **sharded_state_dicts(parts.models, parts.optimizers, states=states),
+        # The fifth argument is the replica: rank 0 is replica 0, which is the one that is written. `readers` and random
+        # states have one entry per rank instead: their shape is (world size,), and the offset is the rank.
+        "objects": {name: ShardedObject(name, value, (1,), (0,), parts.rank) for name, value in objects.items()},
         "readers": {
-            name: ShardedObject(name, value, (found.world_size,), (found.rank,)) for name, value in _readers(objects)
+            name: ShardedObject(name, value, (parts.world_size,), (parts.rank,)) for name, value in _readers(objects)
         },
-        _RANDOM: ShardedObject(_RANDOM, random, (found.world_size,), (found.rank,)),
+        _RANDOM: ShardedObject(_RANDOM, random, (parts.world_size,), (parts.rank,)),
     }
     above, name = split_folder(folder)
-    place = Folder(storage_of(above), above, name=name, after=after)
-    parts = [part for part in found.names if part in states or part not in found.models]
-    return save_contents(local_state_of(state), place, metadata={_KIND: {"parts": parts}}, async_=async_)
+    place = Folder(storage_of(above), above, name=name, on_commit=on_commit)
+    # A save hook may have taken a model out of `states`, because it has stored the model in a file of its own.
+    names = [part for part in parts.names if part in states or part not in parts.models]
+    return save_contents(local_state_of(state), place, metadata={_KIND: {"parts": names}}, async_=async_)
 
 
 def read_state(
-    found: TrainingParts, folder: str, *, told: Told, strict: bool, allow: Sequence[type | str] = ()
+    parts: TrainingParts, folder: str, *, raise_on_all: RaiseOnAll, strict: bool, allow: Sequence[type | str] = ()
 ) -> None:
     """Restore all objects from a checkpoint.
 
-    A collective; raises on every rank, `BadRequest` if objects are missing.
+    A collective; raises on every rank, `InvalidArgument` if objects are missing.
     """
-    with told("load_state"):
+    with raise_on_all("load_state"):
         folder = existing_folder(folder)
         manifest = load_metadata(folder)
-        _check(found, manifest, folder)
-    objects = load(_objects(found, manifest), folder, allow=allow)
-    requested = sharded_state_dicts(found.models, found.optimizers)
-    with told("load_state"):
-        requested = _stored(requested, manifest, folder, strict=strict)
-    prepared = prepare_load(requested, folder, allow=allow)
-    with told("load_state"):  # a loader may refuse this world size, before anything else has changed
-        for name, item in found.objects.items():
-            if name.partition("_")[0] == "loader":
+        _check(parts, manifest, folder)
+    # Steps 1 to 3 change nothing: read the objects, match the tensors, plan and check the reading of tensors.
+    objects = load(_objects(parts, manifest), folder, allow=allow)
+    requested = sharded_state_dicts(parts.models, parts.optimizers)
+    with raise_on_all("load_state"):
+        requested = _select_stored(requested, manifest, folder, strict=strict)
+    prepared = prepare_load(
+        requested, folder, allow=allow, dtype_hint="load_state() does not convert: prepare it with the stored dtype"
+    )
+    # A loader may refuse a damaged state, on any rank. Nothing else has changed yet, and the loaders are put back.
+    loaders = {name: item for name, item in parts.objects.items() if _is_loader(name)}
+    positions = [(loader.position, replace(loader.position)) for loader in loaders.values() if _has_position(loader)]
+    try:
+        with raise_on_all("load_state"):
+            for name, loader in loaders.items():
                 reader = objects.get(f"{name}.reader")
-                item.load_state_dict(objects[name] if reader is None else {**objects[name], "reader": reader})
+                loader.load_state_dict(objects[name] if reader is None else {**objects[name], "reader": reader})
+    except BaseException:
+        # In place: loaders that `skip_first_batches` returned share the position.
+        for position, before in positions:
+            vars(position).update(vars(before))
+        raise
+    # From here on objects change. `fill` reads into the tensors of the models and optimizers in place; the state dicts
+    # are loaded afterwards, for the values that are not tensors.
     loaded = prepared.fill()
-    with told("load_state"):
-        load_sharded_state_dicts(found.models, found.optimizers, loaded)
-        for name, item in found.objects.items():
-            if name.partition("_")[0] != "loader" and name in objects:  # the scaler of fp16 may start without a state
+    with raise_on_all("load_state"):
+        load_sharded_state_dicts(parts.models, parts.optimizers, loaded)
+        for name, item in parts.objects.items():
+            # Loaders have got their states above.
+            if not _is_loader(name) and name in objects:  # the scaler of fp16 may start without a state
                 item.load_state_dict(objects[name])
+        # The random states come last, so that nothing of the loading itself draws from the restored generators.
         if objects.get(_RANDOM) is not None:
             training_state.restore_random_state(objects[_RANDOM])
 
 
+def _is_loader(name: str) -> bool:
+    return name.partition("_")[0] == "loader"  # "loader", "loader_1", ...
+
+
+def _has_position(loader: object) -> bool:
+    """Return True for a prepared loader. A subclass of `Accelerator` may return other loaders."""
+    return isinstance(getattr(loader, "position", None), ReadPosition)
+
+
 def _readers(objects: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Return the dataset states of the loaders that have one, by name."""
-    loaders = [(name, state) for name, state in objects.items() if name.partition("_")[0] == "loader"]
+    loaders = [(name, state) for name, state in objects.items() if _is_loader(name)]
     return [(f"{name}.reader", state["reader"]) for name, state in loaders if "reader" in state]
 
 
+def latest_step(folder: str) -> tuple[str, int] | None:
+    """Return the latest step in a folder of steps, and their number; None for any other folder.
+
+    `latest_step("run")` returns `("step-580", 29)` if 29 folders from `run/step-20` to `run/step-580` contain a
+    checkpoint.
+    """
+    above, name = split_folder(folder)
+    # The folder itself is a checkpoint, such as `run/step-20`: it is loaded as it is.
+    if is_checkpoint(storage_of(above).list(name)):
+        return None
+    storage = storage_of(folder)
+    step = read_latest(storage)
+    return None if step is None else (step_name(step), len(finished_steps(storage)))
+
+
 def existing_folder(folder: str) -> str:
-    """Return the folder that contains the checkpoint. Raises `BadRequest` if there is none."""
+    """Return the folder that contains the checkpoint. Raises `InvalidArgument` if there is none."""
     above, name = split_folder(folder)
     storage = storage_of(above)
     for candidate in (name, f"{name}{ASIDE}"):  # aside: a save was killed while it replaced the checkpoint
         if is_checkpoint(storage.list(candidate)):
             return f"{above}/{candidate}"
     if "model.pt" in storage.list(name):
-        raise BadRequest(f"{folder} was written by a Rankbook before checkpoints were sharded, and cannot be read")
-    raise BadRequest(f"there is no checkpoint {folder}")
+        raise InvalidArgument(
+            f"{folder} was written by an old version of Rankbook, before checkpoints were sharded, and cannot be loaded"
+        )
+    raise InvalidArgument(f"no checkpoint found at {folder}: expected a checkpoint, or a folder of step-N checkpoints")
 
 
-def _check(found: TrainingParts, manifest: Manifest, folder: str) -> None:
+def _check(parts: TrainingParts, manifest: Manifest, folder: str) -> None:
     try:
         stored = manifest.metadata[_KIND]["parts"]
     except (KeyError, TypeError) as error:
-        raise BadRequest(f"{folder} is no checkpoint of save_state: rankbook.checkpoint.load reads it") from error
-    if missing := [name for name in found.names if name not in stored and name != "scaler"]:
-        raise BadRequest(f"{folder} has no {', '.join(missing)}: prepare what was prepared when it was saved")
+        raise InvalidArgument(
+            f"{folder} was not written by save_state(): load it with rankbook.checkpoint.load()"
+        ) from error
+    if missing := [name for name in parts.names if name not in stored and name != "scaler"]:
+        raise InvalidArgument(
+            f"{folder} does not contain {', '.join(missing)}: prepare the objects that were prepared when it was saved"
+        )
 
 
-def _objects(found: TrainingParts, manifest: Manifest) -> dict[str, Any]:
+def _objects(parts: TrainingParts, manifest: Manifest) -> dict[str, Any]:
     """Return the objects to load.
 
     The scaler of fp16 is optional, and a rank beyond the saved world size has no random state to load.
     """
-    requests = {name: ShardedObject(name, None, (1,), (0,)) for name in found.objects}
+    requests = {name: ShardedObject(name, None, (1,), (0,)) for name in parts.objects}
+    # The axis has as many entries as ranks have saved. The offset must be valid for the object to be created, so it is
+    # limited for a rank beyond them, whose request is removed again.
     requests[_RANDOM] = ShardedObject(
-        _RANDOM, None, (manifest.world_size,), (min(found.rank, manifest.world_size - 1),)
+        _RANDOM, None, (manifest.world_size,), (min(parts.rank, manifest.world_size - 1),)
     )
-    if found.rank >= manifest.world_size:
+    if parts.rank >= manifest.world_size:
         del requests[_RANDOM]
-    if found.world_size == manifest.world_size:
-        readers = {f"{name}.reader" for name in found.objects}
-        requests |= {name: ShardedObject(name, None, (found.world_size,), (found.rank,)) for name in readers}
+    # The dataset's own state belongs to one rank of a certain number of ranks, see `rankbook.runtime.data.stateful`.
+    if parts.world_size == manifest.world_size:
+        readers = {f"{name}.reader" for name in parts.objects}
+        requests |= {name: ShardedObject(name, None, (parts.world_size,), (parts.rank,)) for name in readers}
     optional = {name for name in requests if name == "scaler" or name.endswith(".reader")}
     return {
         name: request
@@ -227,39 +296,43 @@ def _objects(found: TrainingParts, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _stored(wanted: dict[str, Any], manifest: Manifest, folder: str, *, strict: bool) -> dict[str, Any]:
-    """Return `wanted` without the entries that are not stored.
+def _select_stored(requested: dict[str, Any], manifest: Manifest, folder: str, *, strict: bool) -> dict[str, Any]:
+    """Return `requested` without the entries that are not stored.
 
     Entries may be missing for models if not `strict`, and for optimizers that had not made a step when they were saved.
     """
     stored = {*manifest.tensors, *manifest.objects}
 
-    def known(entry: Any) -> bool:  # noqa: ANN401 - a shard or a value
+    def is_stored(entry: Any) -> bool:  # noqa: ANN401 - a shard or a value
+        # Values without a key are not stored under a name of their own.
         return not hasattr(entry, "key") or getattr(entry, "unique_key", entry.key) in stored
 
-    for name, entries in wanted["models"].items():
-        lacking = sorted(key for key, entry in entries.items() if not known(entry))
+    for name, entries in requested["models"].items():
+        lacking = sorted(key for key, entry in entries.items() if not is_stored(entry))
         model_keys = {f"{name}.{key}" for key in entries}
+        # Stored objects have keys with their offset and shape; `_plain_key` removes these for the comparison.
         surplus = sorted(
-            key for key in stored if key.startswith(f"{name}.") and _plain(key, manifest) not in model_keys
+            key for key in stored if key.startswith(f"{name}.") and _plain_key(key, manifest) not in model_keys
         )
         if strict and (lacking or surplus):
             gaps = [
                 f"{phrase}: {', '.join(map(repr, keys[:8]))}" + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
-                for phrase, keys in (("it has no", lacking), ("only it has", surplus))
+                for phrase, keys in (("only in the model", lacking), ("only in the checkpoint", surplus))
                 if keys
             ]
-            raise CheckpointingException(
-                f"{folder} does not fit the {name.replace('_', ' ')}; {'; '.join(gaps)}. strict=False loads the rest"
+            raise CheckpointError(
+                f"{folder} does not match the {name.replace('_', ' ')}; {'; '.join(gaps)}. strict=False loads the rest"
             )
-        wanted["models"][name] = {key: entry for key, entry in entries.items() if known(entry)}
-    for optimizer in wanted["optimizers"].values():
+        requested["models"][name] = {key: entry for key, entry in entries.items() if is_stored(entry)}
+    # An optimizer creates its state in the first step, so the state of a parameter may be missing in the checkpoint
+    # although the optimizer asks for it. This is not an error; the optimizer keeps what it has.
+    for optimizer in requested["optimizers"].values():
         for values in optimizer["state"].values():
-            for quantity in [quantity for quantity, entry in values.items() if not known(entry)]:
+            for quantity in [quantity for quantity, entry in values.items() if not is_stored(entry)]:
                 del values[quantity]
         optimizer["state"] = {name: values for name, values in optimizer["state"].items() if values}
-    return wanted
+    return requested
 
 
-def _plain(key: str, manifest: Manifest) -> str:
+def _plain_key(key: str, manifest: Manifest) -> str:
     return ShardedObject.empty_from_unique_key(key).key if key in manifest.objects else key

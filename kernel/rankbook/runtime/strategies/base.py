@@ -76,6 +76,9 @@ class Strategy(ABC):
     def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:  # noqa: B027 - most have nothing to do
         """Undo `wrap`: restore `model`, and remove all references to it from `wrapped`."""
 
+    def restore_parameters(self, model: nn.Module) -> None:  # noqa: B027
+        """Put back the parameters that `wrap` has made, if a forward pass has replaced them."""
+
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:  # noqa: B027
         """Set whether the next backward pass reduces gradients over the ranks, or accumulates them locally."""
 
@@ -83,6 +86,9 @@ class Strategy(ABC):
         """Discard gradients that backward has accumulated locally and not yet stored in the parameters' `grad`."""
 
 
+# Every `init_device_mesh` creates process groups, which is a collective and uses sockets and memory. So a mesh is
+# created once per shape. The key of an entry is not enough: after an aborted collective the default group may be a new
+# one, and the mesh's groups of the old one are dead.
 _meshes: dict[tuple[str, tuple[tuple[str, int], ...]], tuple[object, DeviceMesh]] = {}
 
 
@@ -92,7 +98,7 @@ def mesh_for(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
     Meshes are cached. A mesh of an earlier default process group is created again.
     """
     if not dist.is_initialized():
-        _make_alone()
+        _init_single_rank_group()
     world = dist.group.WORLD
     key = (device_type, tuple(sizes.items()))
     entry = _meshes.get(key)
@@ -104,7 +110,7 @@ def mesh_for(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
     return entry[1]
 
 
-def _make_alone() -> None:
+def _init_single_rank_group() -> None:
     """Create a process group of this process alone: sharding needs a mesh, and a mesh a group, even for one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -121,7 +127,19 @@ class SingleDevice(Strategy):
         return setup.num_processes == 1 and setup.fsdp is None
 
 
-_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+# `unshard_module` uses private names of torch, which has no public way to undo `fully_shard`.
+_FSDP_ATTRIBUTES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+
+
+def reshard(model: nn.Module) -> None:
+    """Put the shards of `model` back that a forward pass has replaced by full parameters.
+
+    After a forward pass without a backward pass some modules still hold full parameters, which are not those of the
+    optimizer: the root, and with `reshard_after_forward=False` the units inside it.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # of this unit alone
 
 
 def unshard_module(model: nn.Module) -> None:
@@ -130,12 +148,13 @@ def unshard_module(model: nn.Module) -> None:
     A parameter shared by two modules stays shared. Gradients are gathered as well. All collectives come first: if one
     fails, the model is still sharded and usable. Only then hooks and states are removed and parameters replaced.
     """
-    if isinstance(model, FSDPModule):
-        model.reshard()
-    whole: dict[nn.Parameter, nn.Parameter] = {}
+    reshard(model)
+    # Full parameters by their shards, for parameters that several modules share: one collective, and one result.
+    full_parameters: dict[nn.Parameter, nn.Parameter] = {}
+    # Modules that were sharded in one call share a state.
     states = {id(state): state for submodule in model.modules() if (state := _state_of(submodule)) is not None}
     gathered = [
-        (module, name, _whole(parameter, whole))
+        (module, name, _full_parameter(parameter, full_parameters))
         for module in model.modules()
         for name, parameter in cast("dict[str, object]", module._parameters).items()  # mypy: no Parameter is a DTensor
         if isinstance(parameter, DTensor)
@@ -151,22 +170,23 @@ def unshard_module(model: nn.Module) -> None:
             ):
                 for handle in handles.values():
                     handle.remove()
+        # This hook is registered on the module that owns the parameter.
         for shard in _parameters_of(state):
             shard._post_load_hook_handle.remove()
     for module, name, parameter in gathered:
         module._parameters[name] = parameter
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            _forget(module)
+            _remove_fsdp_state(module)
 
 
-def _whole(parameter: Any, known: dict[Any, nn.Parameter]) -> nn.Parameter:  # noqa: ANN401 - a DTensor parameter
-    if parameter not in known:
-        made = nn.Parameter(full_tensor(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
+def _full_parameter(parameter: Any, cache: dict[Any, nn.Parameter]) -> nn.Parameter:  # noqa: ANN401 - a DTensor parameter
+    if parameter not in cache:
+        full = nn.Parameter(full_tensor(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
         if parameter.grad is not None:
-            made.grad = full_tensor(parameter.grad).clone()
-        known[parameter] = made
-    return known[parameter]
+            full.grad = full_tensor(parameter.grad).clone()
+        cache[parameter] = full
+    return cache[parameter]
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -176,6 +196,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def drop_unreduced(model: nn.Module) -> None:
     """Discard the gradients that the shards of `model` have accumulated on this rank and not reduced."""
+    # FSDP keeps them in one of two places: as a sum of several passes, or in the `grad` of the full parameter.
     for module in model.modules():
         state = _state_of(module)
         for parameter in _parameters_of(state) if state is not None else ():
@@ -199,10 +220,13 @@ def _parameters_of(state: Any) -> list[Any]:  # noqa: ANN401 - torch's FSDPState
     return [parameter for group in _groups_of(state) for parameter in group.fsdp_params]
 
 
-def _forget(module: nn.Module) -> None:
+def _remove_fsdp_state(module: nn.Module) -> None:
+    # torch finds the state of a module in this mapping and in two attributes. If one of them were left, `fully_shard`
+    # would refuse the module in a later `prepare`.
     _module_state_mapping.pop(module, None)
-    for mark in (contract.__globals__["STATE_KEY"], contract.__globals__["REGISTRY_KEY"], *_MARKS):
-        module.__dict__.pop(mark, None)
+    for attribute in (contract.__globals__["STATE_KEY"], contract.__globals__["REGISTRY_KEY"], *_FSDP_ATTRIBUTES):
+        module.__dict__.pop(attribute, None)
+    # `fully_shard` has replaced the class by a subclass of FSDPModule and the user's class. Return to the user's.
     module.__class__ = next(
         base for base in type(module).__mro__[1:] if not issubclass(base, FSDPModule) and issubclass(base, nn.Module)
     )

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime.config import DistributedDataParallelKwargs
 from rankbook.runtime.strategies.base import Strategy, StrategySetup
 
@@ -27,6 +27,7 @@ class DataParallel(Strategy):
     @classmethod
     def fits(cls, setup: StrategySetup) -> bool:
         """Return True for more than one rank without sharding or a tensor-parallel plan."""
+        # A mesh with `dp_replicate` alone consists of whole replicas, which is what DDP provides.
         sizes = setup.parallelism.sizes if setup.parallelism is not None else {"dp_shard": 1, "tp": 1}
         return setup.num_processes > 1 and setup.fsdp is None and sizes["dp_shard"] == sizes["tp"] == 1
 
@@ -40,10 +41,15 @@ class DataParallel(Strategy):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
         handler = self.setup.handlers.ddp
+        # DDP's constructor gets only the fields that differ from our defaults; those of the hook are applied after it.
         options = {name: value for name, value in handler.to_kwargs().items() if not name.startswith("comm_")}
         device = self.setup.device
+        # Checked here, before the constructor: DDP's constructor is a collective, and all ranks have devices of the
+        # same type.
         if handler.comm_hook == "bf16" and device.type == "cpu":
-            raise BadRequest("comm_hook='bf16' needs a CUDA device, says torch, and this rank's is cpu: use 'fp16'")
+            raise InvalidArgument(
+                "comm_hook='bf16' requires a CUDA device in torch, but the device of this rank is cpu; use 'fp16'"
+            )
         wrapped = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None, **options)
         _register_hook(wrapped, handler)
         return wrapped
@@ -51,6 +57,8 @@ class DataParallel(Strategy):
     def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:  # noqa: ARG002 - as every strategy's
         """Remove the reducer's hooks from the parameters: a second reducer would reduce every gradient twice."""
         if isinstance(wrapped, DistributedDataParallel) and "reducer" in wrapped.__dict__:
+            # The hooks are on the gradient accumulators of the user's parameters, so they would outlive the wrapper if
+            # its reducer is kept alive by a reference of the user. The logger refers to the reducer, too.
             wrapped.reducer._remove_autograd_hooks()
             wrapped.logger = None
             del wrapped.reducer
@@ -59,6 +67,8 @@ class DataParallel(Strategy):
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
         """See `Strategy`."""
         if isinstance(wrapped, DistributedDataParallel):
+            # The same attribute that DDP's `no_sync` sets. It has to be set before the forward pass, where DDP prepares
+            # its reducer.
             wrapped.require_backward_grad_sync = sync
 
 
@@ -69,6 +79,8 @@ def _register_hook(wrapped: DistributedDataParallel, handler: DistributedDataPar
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     low_rank = name == "power_sgd"
+    # None is the default process group. The state has the errors of the compression of every parameter, so every
+    # wrapper has its own.
     state = powerSGD_hook.PowerSGDState(None, **handler.comm_state_option) if low_rank else None
     hook: Any = powerSGD_hook.powerSGD_hook if low_rank else getattr(default_hooks, _HOOKS[name])
     if handler.comm_wrapper != "no":
@@ -77,4 +89,6 @@ def _register_hook(wrapped: DistributedDataParallel, handler: DistributedDataPar
 
 
 def _released(*_: object, **__: object) -> NoReturn:
-    raise BadRequest("this model was prepared again since: call the one that the later prepare() returned")
+    raise InvalidArgument(
+        "this model was prepared again and can no longer be called: use the one that the last prepare() returned"
+    )

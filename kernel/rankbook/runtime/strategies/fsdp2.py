@@ -17,12 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime.config import FullyShardedDataParallelPlugin
-from rankbook.runtime.strategies.base import Strategy, StrategySetup, drop_unreduced, mesh_for, unshard_module
+from rankbook.runtime.strategies.base import (
+    Strategy,
+    StrategySetup,
+    drop_unreduced,
+    mesh_for,
+    reshard,
+    unshard_module,
+)
 
 _NAMED_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_ENOUGH = 100_000_000
+_MIN_UNIT_PARAMETERS = 100_000_000
 """Default number of parameters from which "size_based_wrap" makes a module a unit."""
 
 
@@ -48,6 +55,7 @@ class FullyShardedDataParallel(Strategy):
     def axes(self) -> dict[str, int]:
         """Axes of the mesh and their sizes."""
         sizes = self.setup.parallelism.sizes if self.setup.parallelism is not None else {}
+        # Hybrid sharding: replicas of the model, each of which is sharded over the ranks of one row of the mesh.
         if sizes.get("dp_replicate", 1) > 1:
             return {"dp_replicate": sizes["dp_replicate"], "dp_shard": sizes["dp_shard"]}
         return {"dp_shard": self.setup.num_processes}
@@ -60,6 +68,7 @@ class FullyShardedDataParallel(Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard `model` in place: its parameters become DTensors."""
         mesh = mesh_for(self.setup.device.type, self.axes)
+        # The user's ranks may have initialized the model with different seeds.
         copy_from_first(model)
         shard(model, mesh, self.plugin)
         return model
@@ -67,6 +76,10 @@ class FullyShardedDataParallel(Strategy):
     def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:  # noqa: ARG002 - as every strategy's
         """Gather all parameters on every rank. A collective."""
         unshard_module(model)
+
+    def restore_parameters(self, model: nn.Module) -> None:
+        """See `Strategy`."""
+        reshard(model)
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
         """See `Strategy`."""
@@ -82,6 +95,8 @@ def copy_from_first(model: nn.Module) -> None:
     """Broadcast rank 0's weights, so that the shards of all ranks belong to the same model. A collective."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in (*model.parameters(), *model.buffers()):
+            # A tensor on the meta device has no data yet, and a DTensor is distributed already. All ranks skip the same
+            # ones, since they have the same model.
             if tensor.device.type != "meta" and not isinstance(tensor, DTensor):
                 dist.broadcast(tensor.detach(), 0)
 
@@ -92,13 +107,16 @@ def shard(model: nn.Module, mesh: DeviceMesh, plugin: FullyShardedDataParallelPl
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": plugin.reshard_after_forward,
-        "mp_policy": _policy(plugin),
-        "offload_policy": _offload(plugin, mesh.device_type),
+        "mp_policy": _mixed_precision_policy(plugin),
+        "offload_policy": _offload_policy(plugin, mesh.device_type),
         "ignored_params": ignored or None,
     }
     units = list(_units(model, plugin))
+    # Before sharding, so that the hooks of FSDP surround those of the recomputation.
     if plugin.activation_checkpointing:
         _checkpoint_activations(units)
+    # Inner units first: `fully_shard` takes only the parameters below a module that no inner unit has taken. The call
+    # for the model itself takes what is left.
     for unit in units:
         fully_shard(unit, **options)
     fully_shard(model, **options)
@@ -106,22 +124,27 @@ def shard(model: nn.Module, mesh: DeviceMesh, plugin: FullyShardedDataParallelPl
 
 def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Iterator[nn.Module]:
     """Yield the modules that are sharded and gathered as units of their own, innermost first."""
-    is_unit = _wanted(plugin)
+    is_unit = _unit_predicate(plugin)
     if is_unit is None:
         return
+    # `modules()` yields a parent before its children. Reversed, the inner units come first.
     below = [module for module in model.modules() if module is not model and not isinstance(module, FSDPModule)]
     for module in reversed(below):
+        # torch refuses to shard a container that has no forward.
         if is_unit(module) and not isinstance(module, nn.ModuleList | nn.ModuleDict):
             yield module
 
 
-def _wanted(plugin: FullyShardedDataParallelPlugin) -> Callable[[nn.Module], bool] | None:
+def _unit_predicate(plugin: FullyShardedDataParallelPlugin) -> Callable[[nn.Module], bool] | None:
     policy = plugin.auto_wrap_policy
+    # Without units all parameters are gathered at once, at the beginning of the forward pass.
     if policy is None or policy == "no_wrap":
         return None
     if policy == "size_based_wrap":
-        enough = plugin.min_num_params or _ENOUGH
-        return lambda module: sum(parameter.numel() for parameter in module.parameters()) >= enough
+        # The number includes the parameters of inner units. So an outer module that contains a unit is large enough,
+        # too.
+        least = plugin.min_num_params or _MIN_UNIT_PARAMETERS
+        return lambda module: sum(parameter.numel() for parameter in module.parameters()) >= least
     if policy == "transformer_based_wrap":
         names = set(plugin.transformer_cls_names_to_wrap or ())
         return lambda module: type(module).__name__ in names
@@ -130,8 +153,11 @@ def _wanted(plugin: FullyShardedDataParallelPlugin) -> Callable[[nn.Module], boo
 
 
 def _checkpoint_activations(units: list[nn.Module]) -> None:
+    """Recompute the activations of `units` in the backward pass. Raises `InvalidArgument` if there are none."""
     if not units:
-        raise BadRequest("activation_checkpointing needs an auto_wrap_policy: it says which blocks are run again")
+        raise InvalidArgument(
+            "activation_checkpointing requires an auto_wrap_policy, which selects the blocks to recompute"
+        )
     from torch.distributed._composable import checkpoint
 
     for unit in units:
@@ -149,21 +175,24 @@ def _ignored_parameters(model: nn.Module, plugin: FullyShardedDataParallelPlugin
     return {parameter for module in modules for parameter in module.parameters()}
 
 
-def _policy(plugin: FullyShardedDataParallelPlugin) -> MixedPrecisionPolicy:
-    given = plugin.mixed_precision_policy
-    if given is None:
+def _mixed_precision_policy(plugin: FullyShardedDataParallelPlugin) -> MixedPrecisionPolicy:
+    policy = plugin.mixed_precision_policy
+    if policy is None:
         return MixedPrecisionPolicy()
-    if isinstance(given, MixedPrecisionPolicy):
-        return given
-    if isinstance(given, dict):
-        return MixedPrecisionPolicy(**given)
-    if given not in _NAMED_TYPES:
-        raise BadRequest(f"mixed_precision_policy={given!r} is unknown: give a MixedPrecisionPolicy, 'bf16' or 'fp16'")
-    kind = _NAMED_TYPES[given]
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    if isinstance(policy, dict):
+        return MixedPrecisionPolicy(**policy)
+    if policy not in _NAMED_TYPES:
+        raise InvalidArgument(
+            f"unknown mixed_precision_policy {policy!r}; choose from bf16, fp16, or pass a MixedPrecisionPolicy"
+        )
+    kind = _NAMED_TYPES[policy]
+    # Outputs are fp32, as with autocast, so that a loss is computed in fp32 with every strategy.
     return MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=kind, output_dtype=torch.float32)
 
 
-def _offload(plugin: FullyShardedDataParallelPlugin, device_type: str) -> OffloadPolicy:
+def _offload_policy(plugin: FullyShardedDataParallelPlugin, device_type: str) -> OffloadPolicy:
     if device_type == "cpu":  # the shards are on the CPU anyway, and torch would pin memory for a missing device
         return OffloadPolicy()
     if isinstance(plugin.cpu_offload, OffloadPolicy):

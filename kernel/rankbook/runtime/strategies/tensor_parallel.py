@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from rankbook.errors import BadRequest
+from rankbook.errors import InvalidArgument
 from rankbook.runtime.strategies.base import StrategySetup, mesh_for
 from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel, copy_from_first, shard
 
@@ -51,10 +51,16 @@ class TensorParallel(FullyShardedDataParallel):
         handler = self.setup.parallelism.tp_handler
         plan = read_plan(model, handler.plan if handler is not None else None)
         mesh = mesh_for(self.setup.device.type, self.axes)
+        # `parallelize_module` scatters the weights of the first rank of every `tp` group, and does not touch parameters
+        # outside the plan. So all ranks must have the same weights before it.
         copy_from_first(model)
+        # `parallelize_module` adds forward hooks that redistribute inputs and outputs, and returns no handles for them.
+        # They are found by comparing the hook tables before and after.
         hooks = _hooks_of(model)
         parallelize_module(model, mesh["tp"], plan)
         model.__dict__["_rankbook_tp_hooks"] = _new_hooks(model, hooks)
+        # Tensor parallelism first, then sharding: `fully_shard` accepts parameters that are DTensors on the `tp` axis
+        # and shards them on the other axes of the same mesh.
         if self.setup.data_parallel_size > 1:
             shard(model, mesh["dp_replicate", "dp_shard"], self.plugin)
         return model
@@ -66,26 +72,30 @@ class TensorParallel(FullyShardedDataParallel):
             hooks.pop(key, None)
 
 
-def read_plan(model: nn.Module, given: dict[str, Any] | None) -> dict[str, ParallelStyle]:
+def read_plan(model: nn.Module, plan_option: dict[str, Any] | None) -> dict[str, ParallelStyle]:
     """Return torch's style for every module of `model` in the plan.
 
-    Raises `BadRequest` for missing or unknown entries.
+    Raises `InvalidArgument` for missing or unknown entries.
     """
-    chosen = given or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    chosen = plan_option or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     kind = type(model).__name__
     if not chosen:
-        raise BadRequest(
-            f"{kind} has no tensor-parallel plan: give ParallelismConfig(tp_handler=TorchTensorParallelConfig("
-            'plan={"layer.up": "colwise", "layer.down": "rowwise"})), or the model a tp_plan'
+        raise InvalidArgument(
+            f"{kind} has no tensor-parallel plan: pass ParallelismConfig(tp_handler=TorchTensorParallelConfig("
+            'plan={"layer.up": "colwise", "layer.down": "rowwise"})), or set the attribute tp_plan of the model'
         )
     names = [name for name, _ in model.named_modules() if name]
     plan: dict[str, ParallelStyle] = {}
     for pattern, style in chosen.items():
         if not isinstance(style, ParallelStyle) and style not in _STYLES:
-            raise BadRequest(f"the tensor-parallel plan has {style!r} for {pattern!r}; it knows {sorted(_STYLES)}")
+            raise InvalidArgument(
+                f"unknown style {style!r} for {pattern!r} in the tensor-parallel plan; choose from "
+                f"{', '.join(sorted(_STYLES))}"
+            )
+        # `*` also matches dots, so that "layers.*.up" selects the layer of every block.
         matches = fnmatch.filter(names, pattern)
         if not matches:
-            raise BadRequest(f"the tensor-parallel plan names {pattern!r}, and {kind} has no such module")
+            raise InvalidArgument(f"{pattern!r} in the tensor-parallel plan matches no module of {kind}")
         plan |= {name: style if isinstance(style, ParallelStyle) else _STYLES[style]() for name in matches}
     return plan
 

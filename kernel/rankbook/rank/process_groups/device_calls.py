@@ -1,0 +1,249 @@
+"""Collectives that a device executes later: what has been launched and is not finished, as far as the host knows.
+
+NCCL queues a collective on a stream and returns. Neither the return of the call nor that of `Work.wait` says that it
+has completed, and an aborted one completes without an error. So the log of a group keeps such a call until the device
+has executed it. To ask a device takes a CUDA call, which may hang while another thread waits for the device. Only the
+thread of `DeviceWatcher` does that. All other threads read the flags that it sets.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+
+from rankbook.rank.process_groups.collective_log import CollectiveCall, CollectiveLog
+
+_PAUSE = 0.005
+"""Seconds between two queries while calls are unfinished. Every one takes the GIL from the main thread."""
+_SHORT_PAUSE = 0.0005
+"""The same while a thread waits in `DeviceWatcher.wait`."""
+
+Query = Callable[[], bool]
+
+
+class Accelerator(Protocol):
+    """Interface of the device of a rank."""
+
+    def bind_thread(self) -> None:
+        """Make the rank's device the current one of this thread. Called before the first query of a thread."""
+
+    def record(self) -> Query:
+        """Return a query that is True once the device has executed what this thread has queued so far.
+
+        The query raises the error of a device that has failed for good.
+        """
+
+    def is_capturing(self) -> bool:
+        """Return True while what this thread queues is recorded in a graph and not executed."""
+
+
+class Cuda:
+    """The CUDA device of a rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def bind_thread(self) -> None:
+        """See `Accelerator`. Without this, the first CUDA call of a thread creates a context on device 0."""
+        torch.cuda.set_device(self._device)
+
+    def record(self) -> Query:
+        """See `Accelerator`."""
+        event = torch.cuda.Event()
+        event.record()
+        return event.query
+
+    def is_capturing(self) -> bool:
+        """See `Accelerator`."""
+        return torch.cuda.is_current_stream_capturing()
+
+
+class DeviceCall:
+    """A call that the device has not finished. `is_awaited`: the program relies on its result.
+
+    It takes the place of a work in the log, see `CollectiveCall.work`.
+    """
+
+    __slots__ = ("_query", "done", "is_awaited", "key", "launched")
+
+    def __init__(self, key: int, launched: CollectiveCall, query: Query, *, is_awaited: bool) -> None:
+        self.key = key
+        self.launched = launched
+        self.is_awaited = is_awaited
+        self.done = False
+        self._query: Query | None = query
+
+    def __call__(self) -> DeviceCall:
+        """Return this object, as a weak reference to a work would."""
+        return self
+
+    def is_completed(self) -> bool:
+        """Return True if the watcher has seen that the device has finished the call."""
+        return self.done
+
+    def query(self) -> bool:
+        """Ask the device. The watcher's thread only."""
+        return self._query is None or self._query()
+
+    def finish(self) -> None:
+        """Set the flag, and release the work with its tensors."""
+        self.done = True
+        self._query = None
+
+
+class DeviceQueue:
+    """The unfinished calls of one inner group, oldest first.
+
+    The device executes the calls of a group in the order of their launches, so a finished one has no unfinished
+    predecessor.
+    """
+
+    def __init__(self, watcher: DeviceWatcher) -> None:
+        self.watcher = watcher
+        self.log: CollectiveLog | None = None
+        self._calls: deque[DeviceCall] = deque()
+        self._is_watched = False
+
+    def add(self, key: int, launched: CollectiveCall, query: Query, *, is_awaited: bool) -> DeviceCall:
+        """Follow a call until `query` is True. The thread that has launched it."""
+        launched.work = call = DeviceCall(key, launched, query, is_awaited=is_awaited)
+        self._calls.append(call)
+        if not self._is_watched:
+            self.watcher.watch(self)
+        return call
+
+    def unfinished(self) -> list[DeviceCall]:
+        """Return the calls that the device has not finished. Any thread."""
+        return [call for call in self._calls.copy() if not call.done]
+
+    @property
+    def is_awaited(self) -> bool:
+        """Return True if the program relies on the result of an unfinished call. Any thread."""
+        return any(call.is_awaited for call in self.unfinished())
+
+    def update(self) -> None:
+        """Ask the device what it has finished. Raises its error. The watcher's thread only."""
+        count = len(self._calls)
+        if not count:
+            return
+        # Mostly everything is finished, or nothing is. In between, the first unfinished call is searched for.
+        if self._calls[count - 1].query():
+            finished = count
+        elif not self._calls[0].query():
+            return
+        else:
+            finished, unfinished = 1, count - 1
+            while finished < unfinished:
+                middle = (finished + unfinished) // 2
+                if self._calls[middle].query():
+                    finished = middle + 1
+                else:
+                    unfinished = middle
+        for _ in range(finished):
+            self._drop()
+
+    def forget(self) -> None:
+        """Drop all calls: the device will not finish them. The watcher's thread only."""
+        while self._calls:
+            self._drop()
+
+    def _drop(self) -> None:
+        call = self._calls[0]
+        call.finish()
+        if self.log is not None:
+            self.log.end(call.key)
+        self._calls.popleft()  # last, so that the queue is empty only once nothing of it is in the log
+
+
+class DeviceWatcher:
+    """The thread that asks the device which calls it has finished.
+
+    `error` is the error of a device that has failed for good, upon which `on_lost` is called on the watcher's thread.
+    """
+
+    def __init__(self, accelerator: Accelerator, on_lost: Callable[[Exception], None]) -> None:
+        self.accelerator = accelerator
+        self.error: Exception | None = None
+        self._on_lost = on_lost
+        self._queues: list[DeviceQueue] = []
+        self._changed = threading.Condition()
+        self._work = threading.Event()
+        self._hurry = threading.Event()
+        self._waiting = 0
+        self._thread: threading.Thread | None = None
+
+    def watch(self, queue: DeviceQueue) -> None:
+        """Query `queue` until it is empty."""
+        with self._changed:
+            if not queue._is_watched:
+                queue._is_watched = True
+                self._queues.append(queue)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="rankbook-device", daemon=True)
+                self._thread.start()
+        self._work.set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the device has finished further calls, for at most `seconds`. Signals are handled meanwhile."""
+        with self._changed:
+            self._waiting += 1
+            self._hurry.set()
+            try:
+                if self._queues:
+                    self._changed.wait(seconds)
+            finally:
+                self._waiting -= 1
+                if not self._waiting:
+                    self._hurry.clear()
+
+    def probe(self) -> Exception | None:
+        """Return the error of a device that has failed for good, or None. Does not wait for the device."""
+        if self.error is None:
+            try:
+                self.accelerator.record()()
+            except Exception as error:  # noqa: BLE001 - the error is the answer
+                self._lose(error)
+        return self.error
+
+    def _lose(self, error: Exception) -> None:
+        if self.error is None:
+            self.error = error
+            self._on_lost(error)
+
+    def _run(self) -> None:
+        self.accelerator.bind_thread()
+        while True:
+            self._work.wait()
+            self._work.clear()
+            for _ in self._rounds():
+                if self._hurry.is_set():
+                    threading.Event().wait(_SHORT_PAUSE)
+                else:
+                    self._hurry.wait(_PAUSE)
+
+    def _rounds(self) -> Iterator[None]:
+        """Query all queues again and again; return once they are empty."""
+        while True:
+            for queue in self._queues.copy():
+                try:
+                    queue.update()
+                except Exception as error:  # noqa: BLE001 - it stays: this device executes nothing any more
+                    self._lose(error)
+                    queue.forget()
+            with self._changed:
+                for queue in self._queues.copy():
+                    if not queue._calls:
+                        queue._is_watched = False
+                        self._queues.remove(queue)
+                        # The main thread may have added a call before the flag was cleared.
+                        if queue._calls:
+                            queue._is_watched = True
+                            self._queues.append(queue)
+                self._changed.notify_all()
+                if not self._queues:
+                    return
+            yield

@@ -1,0 +1,32 @@
+"""Names of `accelerate.state`: the shared states of a process.
+
+They are those of `rankbook.runtime`. The import of another name of Accelerate raises an ImportError that says what to
+use instead.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rankbook.accelerate_names import reexport
+
+if TYPE_CHECKING:
+    from rankbook.runtime import (
+        AcceleratorState,
+        DistributedType,
+        DynamoBackend,
+        GradientAccumulationPlugin,
+        GradientState,
+        PartialState,
+    )
+
+__all__ = [
+    "AcceleratorState",
+    "DistributedType",
+    "DynamoBackend",
+    "GradientAccumulationPlugin",
+    "GradientState",
+    "PartialState",
+]
+
+__getattr__, __dir__ = reexport(__name__, __all__)

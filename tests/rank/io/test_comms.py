@@ -1,0 +1,60 @@
+"""Test messages of the page for widgets that a cell is still constructing."""
+
+from __future__ import annotations
+
+import threading
+
+from rankbook.protocol.comm import CommToRank
+from rankbook.rank.io.comms import HeldMessages
+
+
+class Rank:
+    """What a rank sends and receives; `delivered` reached the widgets' handlers."""
+
+    def __init__(self) -> None:
+        self.delivered: list[str] = []
+        self.held = HeldMessages(lambda received: self.delivered.append(received[0].content))
+
+    def opens(self, name: str, content: str = "{}") -> None:
+        self.held.message_sent("open", name, content)
+
+    def hears(self, name: str, content: str) -> None:
+        self.held.message_received((CommToRank("msg", name, content, "{}"), ()))
+
+
+def test_messages_for_a_new_widget_wait_for_its_display_and_keep_their_order():
+    rank = Rank()
+    rank.opens("earlier")
+    rank.held.begin_cell()
+    rank.opens("figure")
+    rank.hears("figure", "one")
+    rank.hears("figure", "two")
+    rank.hears("earlier", "of an earlier cell")
+    assert rank.delivered == ["of an earlier cell"]
+    rank.held.release()
+    rank.hears("figure", "three")
+    assert rank.delivered == ["of an earlier cell", "one", "two", "three"]
+
+
+def test_a_widget_to_which_another_one_refers_is_complete():
+    rank = Rank()
+    rank.held.begin_cell()
+    rank.opens("child-1")
+    rank.opens("other-2")
+    rank.hears("child-1", "for the child")
+    rank.hears("other-2", "for the other")
+    rank.held.message_sent("msg", "box", '{"state": {"children": ["IPY_MODEL_child-1"]}}')
+    assert rank.delivered == ["for the child"]
+    rank.held.end_cell()
+    assert rank.delivered == ["for the child", "for the other"]
+
+
+def test_between_cells_and_on_the_thread_that_handles_messages_nothing_waits():
+    rank = Rank()
+    rank.opens("a")
+    rank.held.begin_cell()
+    rank.held.comm_thread = threading.get_ident()
+    rank.opens("b")
+    for name in "ab":
+        rank.hears(name, name)
+    assert rank.delivered == ["a", "b"]

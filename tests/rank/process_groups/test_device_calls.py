@@ -1,0 +1,275 @@
+"""Calls that a device has not finished stay in the log of their group, and only one thread asks the device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rankbook.errors import CollectiveAborted
+from rankbook.rank.process_groups import recoverable_group
+from rankbook.rank.process_groups.collective_log import OPS, CollectiveLog
+from rankbook.rank.process_groups.device_calls import DeviceQueue, DeviceWatcher
+from rankbook.rank.process_groups.recoverable_group import BackendGroup, RecoverableProcessGroup
+from tests.conftest import wait_until
+from tests.nccl_stand_in import Device, StandInGroup
+
+TENSOR = torch.ones(4)
+
+
+class OnDevice:
+    """The device of a test, as Rankbook asks it. `threads` are those that have asked."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.capturing = False
+        self.threads: set[str] = set()
+
+    def bind_thread(self) -> None:
+        pass
+
+    def record(self) -> Callable[[], bool]:
+        self.device.raise_error()
+        event = self.device.record()
+
+        def query() -> bool:
+            self.threads.add(threading.current_thread().name)
+            return event.query()
+
+        return query
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+
+class Setting:
+    """A group of one rank on a held device, and what it has reported."""
+
+    def __init__(self) -> None:
+        self.device = Device()
+        self.device.held = True
+        self.accelerator = OnDevice(self.device)
+        self.lost: list[Exception] = []
+        self.watcher = DeviceWatcher(self.accelerator, self.lost.append)
+        self.inner = StandInGroup(dist.HashStore(), 0, 1, device=self.device)
+        self.inner.eager_connect_single_device()
+        self.log = CollectiveLog("", (0,))
+        self.backends = self.make_backends({"cpu"})
+        self.group = RecoverableProcessGroup(dist.HashStore(), 0, (0,), self.backends, self.log, lambda: 3)
+        self.cut: list[CollectiveAborted] = []
+        self.group.on_cut = self.cut.append
+
+    def make_backends(self, queued_types: set[str]) -> BackendGroup:
+        queue = DeviceQueue(self.watcher)
+        return BackendGroup(self.inner, {}, [self.inner.abort], frozenset(queued_types), queue)
+
+    def reduce(self, *, is_async: bool = False) -> Any:
+        options = dist.AllreduceOptions()
+        options.asyncOp = is_async
+        return self.group.allreduce([TENSOR.clone()], options)
+
+    def pending(self) -> list[str]:
+        return [str(call) for call in self.log.pending()]
+
+
+@pytest.fixture
+def setting() -> Iterator[Setting]:
+    setting = Setting()
+    yield setting
+    setting.device.aborts_hang = setting.device.queries_hang = setting.device.held = False
+    setting.device.end()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    wait_until(is_so, timeout=30, what="the device")
+
+
+def test_a_synchronous_call_is_pending_until_the_device_has_finished_it(setting):
+    assert setting.reduce() is None
+    assert setting.pending() == ["all_reduce #1 (float32[4])"]
+    assert setting.group.waits_for_device()
+    setting.device.held = False
+    until(lambda: not setting.pending())
+    assert not setting.group.waits_for_device()
+
+
+def test_the_wait_for_an_asynchronous_call_does_not_end_it_in_the_log(setting):
+    work = setting.reduce(is_async=True)
+    assert not setting.group.waits_for_device()
+    assert work.wait()
+    assert setting.group.waits_for_device()
+    del work
+    assert setting.pending() == ["all_reduce #1 (float32[4])"]
+
+
+def test_the_future_of_a_call_does_not_end_it_in_the_log(setting):
+    work = setting.reduce(is_async=True)
+    assert work.get_future().done()
+    assert setting.group.waits_for_device()
+    assert setting.pending()
+
+
+def test_only_the_thread_of_the_watcher_asks_the_device(setting):
+    setting.reduce()
+    until(lambda: bool(setting.accelerator.threads))
+    assert setting.pending()
+    assert setting.log.report().pending
+    assert setting.accelerator.threads == {"rankbook-device"}
+
+
+def test_the_log_answers_while_a_query_hangs(setting):
+    setting.device.queries_hang = True
+    setting.reduce()
+    setting.reduce(is_async=True)
+    assert len(setting.log.report().pending) == 2
+
+
+def test_many_calls_end_in_order(setting):
+    for _ in range(100):
+        setting.reduce()
+    assert len(setting.pending()) == 100
+    setting.device.delay = 1.0
+    setting.device.held = False
+    until(lambda: len(setting.pending()) < 100)
+    left = [call.number for call in setting.log.pending()]
+    assert left
+    assert left == list(range(101 - len(left), 101))
+    setting.device.delay = 0.0
+    until(lambda: not setting.pending())
+
+
+def test_a_report_has_the_oldest_of_many_calls(setting):
+    for _ in range(200):
+        setting.reduce()
+    report = setting.log.report()
+    assert report.pending[0].number == 1
+    assert len(report.pending) == 128
+    assert report.count == 200
+
+
+def test_an_abort_of_unfinished_calls_is_told_before_the_device_goes_on(setting):
+    setting.reduce()
+    states: list[int] = []
+    setting.group.on_cut = lambda error: states.append(len(setting.device.pending)) or setting.cut.append(error)
+    setting.group.abort_with_cause("rank 1 raised ValueError")
+    assert states == [1]
+    assert str(setting.cut[0]) == (
+        "rank 1 raised ValueError while this rank waited in all_reduce #1 (float32[4]) at line 3"
+    )
+    assert setting.group.cut_since is not None
+
+
+def test_an_abort_without_unfinished_calls_raises_nowhere(setting):
+    setting.device.held = False
+    setting.reduce()
+    until(lambda: not setting.pending())
+    setting.group.abort_with_cause("rank 1 raised ValueError")
+    assert not setting.cut
+    assert setting.group.cut_since is None
+
+
+def test_waits_raise_after_an_abort(setting):
+    works = [setting.reduce(is_async=True) for _ in range(2)]
+    setting.group.abort_with_cause("rank 1 raised ValueError")
+    for wait in (works[0].wait, works[1].synchronize):
+        with pytest.raises(CollectiveAborted, match="rank 1 raised ValueError while this rank waited in all_reduce"):
+            wait()
+
+
+def test_a_barrier_that_an_abort_has_ended_raises(setting):
+    raised: list[BaseException] = []
+
+    def meet() -> None:
+        try:
+            setting.group.barrier(options())
+        except CollectiveAborted as error:
+            raised.append(error)
+
+    def options() -> Any:
+        made = dist.BarrierOptions()
+        made.asyncOp, made.device = False, torch.device("cpu")
+        return made
+
+    thread = threading.Thread(target=meet)
+    thread.start()
+    until(lambda: setting.device.pending == ["barrier"])
+    setting.group.abort_with_cause("rank 1 raised ValueError")
+    setting.device.held = False
+    thread.join(30)
+    assert "while this rank waited in barrier #1" in str(raised[0])
+
+
+def test_an_abort_that_hangs_holds_up_nobody_and_is_told(setting, monkeypatch):
+    monkeypatch.setattr(recoverable_group, "ABORT_LIMIT", 0.05)
+    stuck = threading.Event()
+    setting.backends.on_stuck = stuck.set
+    setting.device.aborts_hang = True
+    setting.reduce()
+    setting.group.abort_with_cause("rank 1 raised ValueError")
+    assert stuck.wait(30)
+    assert setting.backends in recoverable_group._leaked
+    recoverable_group._leaked.remove(setting.backends)
+
+
+def test_a_failed_device_breaks_the_log_and_says_why(setting):
+    setting.reduce()
+    setting.device.poison()
+    until(lambda: bool(setting.lost))
+    assert "device-side assert" in str(setting.watcher.error)
+    setting.group.mark_lost("the device of rank 0 has failed")
+    assert setting.log.report().broken
+    with pytest.raises(CollectiveAborted, match="the device of rank 0 has failed, so this rank cannot begin"):
+        setting.reduce()
+
+
+def test_a_probe_finds_a_failed_device_and_does_not_wait_for_a_busy_one(setting):
+    setting.reduce()
+    assert setting.watcher.probe() is None
+    setting.device.poison()
+    assert setting.watcher.probe() is setting.lost[0]
+
+
+def test_what_a_graph_records_is_not_followed(setting):
+    setting.accelerator.capturing = True
+    setting.reduce()
+    assert not setting.pending()
+
+
+def test_a_batch_ends_as_a_whole(setting):
+    setting.group._start_coalescing(torch.device("cpu"))
+    for _ in range(2):
+        setting.reduce(is_async=True)
+    assert len(setting.pending()) == 2
+    work = setting.group._end_coalescing(torch.device("cpu"))
+    assert work.wait()
+    assert len(setting.pending()) == 2
+    setting.device.held = False
+    until(lambda: not setting.pending())
+
+
+@pytest.mark.parametrize(
+    ("queued", "name", "args", "expected"),
+    [
+        ({"cuda"}, "allreduce", ([TENSOR],), False),
+        ({"cpu"}, "allreduce", ([TENSOR],), True),
+        ({"cuda"}, "allgather", ([[TENSOR]], [TENSOR]), False),
+        ({"cuda"}, "gather", ([], [TENSOR]), False),
+        ({"cuda"}, "barrier", (dist.BarrierOptions(),), True),
+        ({"cuda"}, "allreduce", ([],), True),
+    ],
+)
+def test_whether_a_device_executes_a_call_follows_from_its_tensors(setting, queued, name, args, expected):
+    """A group with gloo and NCCL waits for CPU tensors as one with gloo alone does."""
+    assert setting.make_backends(queued).runs_on_device(OPS[name], args, {}) is expected
+
+
+def test_a_barrier_on_the_cpu_is_gloos(setting):
+    options = dist.BarrierOptions()
+    options.device = torch.device("cpu")
+    backends = setting.make_backends({"cuda"})
+    assert not backends.runs_on_device(OPS["barrier"], (options,), {})
+    assert not backends.runs_on_device(OPS["barrier"], (), {"opts": options})

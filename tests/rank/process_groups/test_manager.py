@@ -1,0 +1,87 @@
+"""Messages about failed collectives: which groups of a rank they concern."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from rankbook.errors import CollectiveAborted
+from rankbook.protocol.messages import Abort
+from rankbook.rank.process_groups.collective_log import CollectiveLog
+from rankbook.rank.process_groups.manager import GroupManager
+
+PAIR, OTHERS, BACKGROUND, WORLD = "pair", "others", "background", "0"
+
+
+class FakeGroup:
+    """Records what is told to a group."""
+
+    def __init__(self, name, ranks, background=False):
+        self.log, self.background, self.told = CollectiveLog(name, ranks), background, []
+
+    def set_cause(self, cause, *, mismatch):
+        self.told.append(("cause", cause, mismatch))
+
+    def abort_with_cause(self, cause, *, mismatch):
+        self.told.append(("abort", cause, mismatch))
+
+
+@pytest.fixture
+def manager():
+    """The manager of rank 0 of four, without torch's part."""
+    manager = object.__new__(GroupManager)
+    groups = [FakeGroup(WORLD, (0, 1, 2, 3)), FakeGroup(PAIR, (0, 1)), FakeGroup(BACKGROUND, (0, 1), background=True)]
+    manager._members = {group.log.name: SimpleNamespace(group=group) for group in groups}
+    manager._creation_log = CollectiveLog("", (0, 1, 2, 3))
+    manager._cause, manager._creating, manager._cancel = None, None, threading.Event()
+    return manager
+
+
+def create(manager):
+    """Create a group as torch does, which answers with a group of its own."""
+
+    def original(backend, global_ranks_in_group, group_name, device_id=None):
+        assert manager._creating[0] == "new"
+        return "group", "store"
+
+    return manager.new_group(original, inspect.signature(original).bind("gloo", [0, 1], "new"))
+
+
+def abort(manager, groups, ranks, **options):
+    manager.abort(Abort(groups, "rank 2 failed", options.pop("shut", False), ranks, **options))
+    return {name: [kind for kind, *_ in member.group.told] for name, member in manager._members.items()}
+
+
+@pytest.mark.parametrize("groups", [(OTHERS,), (BACKGROUND,)])
+def test_a_failure_in_a_group_of_other_ranks_does_not_keep_this_rank_from_creating_groups(manager, groups):
+    assert abort(manager, groups, (1, 2, 3)) == {WORLD: [], PAIR: [], BACKGROUND: []}
+    assert create(manager) == ("group", "store")
+
+
+@pytest.mark.parametrize(
+    ("groups", "ranks", "options", "told"),
+    [
+        ((PAIR,), (0, 1), {"shut": True}, {WORLD: [], PAIR: ["abort"], BACKGROUND: []}),
+        ((PAIR,), (1,), {"mismatch": True}, {WORLD: [], PAIR: ["cause"], BACKGROUND: []}),
+        ((), (2,), {}, {WORLD: ["cause"], PAIR: [], BACKGROUND: []}),
+        ((), (1,), {"lost": True}, {WORLD: ["cause"], PAIR: ["cause"], BACKGROUND: ["cause"]}),
+        (("",), (2,), {}, {WORLD: [], PAIR: [], BACKGROUND: []}),
+    ],
+    ids=["own group", "own group, told only", "all groups", "lost", "creation"],
+)
+def test_a_failure_that_concerns_this_rank_keeps_it_from_creating_groups(manager, groups, ranks, options, told):
+    assert abort(manager, groups, ranks, **options) == told
+    with pytest.raises(CollectiveAborted, match="rank 2 failed, so this rank cannot begin new_group"):
+        create(manager)
+
+
+def test_only_a_message_about_the_creation_ends_the_wait_for_other_ranks(manager):
+    manager._creating = ("new", {"cpu": "gloo"})
+    abort(manager, (OTHERS,), (2, 3), shut=True)
+    abort(manager, (PAIR,), (0, 1), shut=True)
+    assert not manager._cancel.is_set()
+    abort(manager, ("",), (2,), shut=True)
+    assert manager._cancel.is_set()

@@ -1,0 +1,52 @@
+"""Which optimizer steps are taken back after an aborted collective, and from which rank."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from rankbook.rank import model_reset
+from rankbook.rank.model_reset import StepReport, StepTracker, choose_source, names_of
+
+
+@pytest.fixture(scope="module")
+def tracker() -> StepTracker:
+    return StepTracker()
+
+
+def report(*suspect: int, optimizers: tuple[int, ...] = (1, 2)) -> StepReport:
+    return StepReport(optimizers=list(optimizers), suspect=list(suspect))
+
+
+def test_a_step_is_suspect_if_it_began_after_the_aborted_collective(tracker):
+    tracker.forget()
+    first, second = (torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2))
+    first.step()
+    since = time.monotonic()
+    assert tracker.report(since)["suspect"] == []
+    second.step()
+    found = tracker.report(since)
+    assert [tracker.optimizers()[index] for index in found["suspect"]] == [second]
+    assert tracker.report(None)["suspect"] == []
+    tracker.forget()
+    assert tracker.report(since)["suspect"] == []
+
+
+def test_the_first_rank_without_a_suspect_step_is_the_source():
+    assert choose_source([report(0), report(), report()]) == 1
+    assert choose_source([report(0), report(1)]) is None
+
+
+def test_ranks_with_other_optimizers_and_new_processes_are_no_source():
+    assert choose_source([report(0), report(optimizers=(1, 3))]) is None
+    assert choose_source([report(0), None]) is None
+
+
+def test_variables_that_hold_a_model_or_its_optimizer_are_named():
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    namespace = {"net": model, "sgd": optimizer, "other": other, "_hidden": model, "number": 3}
+    assert names_of([optimizer], namespace) == ["net", "sgd"]
+    assert not model_reset.is_sharded(optimizer)
