@@ -1,4 +1,4 @@
-"""What the tests stand on: a real kernel, driven as a front end would, and the check that nothing is left of it."""
+"""Fixtures: a real kernel that is driven as by a front end, and the check that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ipykernel
+import IPython
 import psutil
 import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
@@ -31,6 +32,7 @@ from tests.suite import (  # noqa: F401 - pytest finds its hooks and fixtures he
     pytest_configure,
     pytest_runtest_call,
     pytest_runtest_protocol,
+    pytest_terminal_summary,
     pytest_xdist_auto_num_workers,
     runtime_folder,
     short_path,
@@ -38,6 +40,8 @@ from tests.suite import (  # noqa: F401 - pytest finds its hooks and fixtures he
 )
 
 MARK = "RANKBOOK_TEST_MARK"
+IPYTHON_7 = IPython.version_info < (8,)
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 # A shell's background job, or one below nohup, ignores these, and so would every process that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -49,10 +53,12 @@ _ONE_LOOK = 0.25
 _PATIENCE = """\
 def _patience():
     from rankbook.coordinator.cluster import Cluster
-    from rankbook.output.merger import OutputMerger
+    from rankbook.output import merger
 
-    OutputMerger.__init__.__kwdefaults__["hold"] = 1.0
+    assert merger._HOLD < 1.0, "the name has changed"
+    merger._HOLD = 1.0
     for ask in (Cluster.complete, Cluster.inspect, Cluster.status, Cluster.stacks):
+        assert ask.__kwdefaults__["timeout"] < 5.0, "the name has changed"
         ask.__kwdefaults__["timeout"] = 5.0
 
 
@@ -345,6 +351,17 @@ class Notebook:
         self.manager.cleanup_resources()
 
 
+def shows_frame(text: str, cell: int, line: int, call: str = "") -> bool:
+    """Return whether a traceback without colours has a frame in this line of the cell, of `call` if given.
+
+    IPython 7 writes the line only in front of its source, behind an arrow.
+    """
+    if IPYTHON_7:
+        frames = re.findall(r"^Cell In\[(\d+)\] in (.+)\n(?: .*\n)*?-+> (\d+) ", text, re.MULTILINE)
+        return any((int(at), int(arrow)) == (cell, line) and (not call or call == name) for at, name, arrow in frames)
+    return f"Cell In[{cell}], line {line}" + (f", in {call}" if call else "") in text
+
+
 def marked_processes(mark: str) -> dict[int, str]:
     """The living processes whose environment carries the mark."""
     found = {}
@@ -356,18 +373,18 @@ def marked_processes(mark: str) -> dict[int, str]:
 
 
 def stacks_of(processes: dict[int, str]) -> str:
-    """Where every thread of these processes is, so that a hang that comes once in a thousand times tells its cause."""
-    said = []
-    for pid, command in processes.items():
+    """Return where every thread of these processes is, the latest ones first: the ranks come before the kernel."""
+    printed = []
+    for pid, command in sorted(processes.items(), reverse=True):
         looks = [["py-spy", "dump", "--pid", str(pid)]]
         if shutil.which("gdb"):  # it knows the threads of C++ too
             looks.append(["gdb", "-p", str(pid), "-batch", "-nx", "-ex", "thread apply all backtrace 14"])
-        said.append(f"--- {pid}: {command[:100]}")
+        printed.append(f"--- {pid}: {command[:100]}")
         for look in looks:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 dump = subprocess.run(look, capture_output=True, text=True, timeout=60, check=False)
-                said.append(dump.stdout + (dump.stderr if dump.returncode else ""))
-    return "\n".join(said)
+                printed.append(dump.stdout + (dump.stderr if dump.returncode else ""))
+    return "\n".join(printed)
 
 
 def cluster_folders(pid: int) -> list[Path]:
@@ -427,13 +444,6 @@ def no_safe_globals() -> Iterator[None]:
     torch.serialization.add_safe_globals(before)
 
 
-@pytest.fixture(scope="module")
-def kernel() -> Iterator[Kernel]:
-    """Return a function that starts a kernel for the rest of the module: `kernel(ranks=3)`, see `running_kernel`."""
-    with contextlib.ExitStack() as stack:
-        yield lambda **options: stack.enter_context(running_kernel(**options))
-
-
 @pytest.fixture
 def fresh_notebook() -> Iterator[Notebook]:
     """Return a kernel of the test's own, with the extension loaded and no ranks yet."""
@@ -448,16 +458,17 @@ class SharedKernel:
         self._stack = contextlib.ExitStack()
         self._notebook: Notebook | None = None
 
-    def take(self) -> Notebook:
-        """Return the kernel with an empty namespace and two fresh ranks; another kernel where it does not answer."""
+    def take(self, ranks: int = 2) -> Notebook:
+        """Return the kernel with an empty namespace and fresh ranks; another kernel where it does not answer."""
         if self._notebook is not None:
             try:
                 self._clean(self._notebook)
             except (AssertionError, pytest.fail.Exception, RuntimeError, queue.Empty):  # a test has broken it
                 self.close()
         if self._notebook is None:
-            self._notebook = self._stack.enter_context(running_kernel())
-        self._notebook.ok("%distributed start -n 2")
+            # Imported once: the ranks of most modules train something.
+            self._notebook = self._stack.enter_context(running_kernel(env={"RANKBOOK_PRELOAD": "start"}))
+        self._notebook.ok(f"%distributed start -n {ranks}")
         return self._notebook
 
     def give_back(self) -> None:
@@ -476,11 +487,14 @@ class SharedKernel:
     @staticmethod
     def _clean(notebook: Notebook) -> None:
         notebook.late.clear()
-        for channel in (notebook.client.iopub_channel, notebook.client.control_channel):
-            while channel.msg_ready():
-                channel.get_msg(timeout=1)
-        notebook.ok(f"%unload_ext rankbook\n{RESTORE}")
-        notebook.ok("%reset -f")
+        for get_message in (notebook.client.get_iopub_msg, notebook.client.get_control_msg):
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    get_message(timeout=0)
+        # The forkserver is kept: its imports are most of the time that a start takes.
+        notebook.ok("import sys\nfrom rankbook.launch import local\nsys.rankbook_forkserver = local._prestarted")
+        notebook.ok(f"local._prestarted = None\n%unload_ext rankbook\n{RESTORE}")
+        notebook.ok("from rankbook.launch import local\nlocal._prestarted = sys.rankbook_forkserver\n%reset -f")
         notebook.ok("%load_ext rankbook")
 
 
@@ -490,6 +504,24 @@ def shared_kernel() -> Iterator[SharedKernel]:
     shared = SharedKernel()
     yield shared
     shared.close()
+
+
+@pytest.fixture(scope="module")
+def kernel(shared_kernel: SharedKernel) -> Iterator[Kernel]:
+    """Return a function that gives the module a kernel: `kernel(ranks=3)` the shared one, with fresh ranks.
+
+    With `own=True`, other options, or without ranks, it is a kernel of the module's own: see `running_kernel`.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def make(*, ranks: int | None = None, own: bool = False, **options: Any) -> Notebook:
+            if own or options or ranks is None:
+                return stack.enter_context(running_kernel(ranks=ranks, **options))
+            notebook = shared_kernel.take(ranks)
+            stack.callback(shared_kernel.give_back)
+            return notebook
+
+        yield make
 
 
 @pytest.fixture(scope="module")
@@ -505,5 +537,5 @@ def notebook(module_notebook: Notebook) -> Iterator[Notebook]:
     yield module_notebook
     outcome = module_notebook.run("%%distributed\nprint('still here')", timeout=20)
     assert outcome.status == "ok", f"the test left the ranks unusable: {outcome.traceback or outcome.text}"
-    told = set(outcome.stdout.splitlines())  # on a busy machine one rank may be too late for a common line
-    assert "[0-1] still here" in told or {"[0] still here", "[1] still here"} <= told
+    reported = set(outcome.stdout.splitlines())  # on a busy machine one rank may be too late for a common line
+    assert "[0-1] still here" in reported or {"[0] still here", "[1] still here"} <= reported

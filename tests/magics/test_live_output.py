@@ -1,4 +1,4 @@
-"""What the ranks print: live, complete, in order, labelled, and bounded."""
+"""Test the output of ranks: live, complete, in order, labelled and bounded."""
 
 from __future__ import annotations
 
@@ -29,10 +29,15 @@ def by_rank(text: str, ranks: int = 2) -> dict[int, list[str]]:
     return found
 
 
+def test_the_notebook_waits_longer_for_equal_output_than_a_users_does(notebook):
+    """The other tests depend on it: ranks on a busy machine are late with what the others print too."""
+    assert notebook.ok("from rankbook.output import merger; print(merger._HOLD)").stdout == "1.0\n"
+
+
 # Labels --------------------------------------------------------------------------------------------------------------
 
 
-def test_what_all_print_shows_once_and_what_differs_rank_by_rank(notebook):
+def test_equal_output_is_shown_once_and_different_output_per_rank(notebook):
     outcome = notebook.ok("%%distributed\nprint('same'); print('mine', rank); print('same again')")
     assert outcome.stdout.startswith("[0-1] same\n")
     assert outcome.stdout.endswith("[0-1] same again\n")
@@ -95,7 +100,7 @@ def test_warnings_and_logging_are_heard(notebook):
     assert "UserWarning: beware" in outcome.stderr and "[0-1] logged" in outcome.stderr
 
 
-def test_what_c_code_writes_is_heard_in_its_place(notebook):
+def test_output_of_c_code_keeps_its_position(notebook):
     outcome = notebook.ok(
         "%%distributed\nimport ctypes, os\nprint('python')\nlibc = ctypes.CDLL(None)\n"
         "libc.puts(b'from c')\nlibc.fflush(None)\nos.write(2, b'to descriptor 2\\n')\nprint('python again')"
@@ -104,7 +109,7 @@ def test_what_c_code_writes_is_heard_in_its_place(notebook):
     assert outcome.stderr == "[0-1] to descriptor 2\n"
 
 
-def test_what_subprocesses_write_is_heard(notebook):
+def test_output_of_subprocesses_is_shown(notebook):
     outcome = notebook.ok(
         "%%distributed\nimport subprocess, sys\n"
         "subprocess.run([sys.executable, '-c', 'import sys; print(\"child\"); print(\"oh\", file=sys.stderr)']);"
@@ -114,7 +119,7 @@ def test_what_subprocesses_write_is_heard(notebook):
         assert by_rank(outcome.stderr)[rank] == ["oh"]
 
 
-def test_what_dataloader_workers_write_to_both_streams_is_heard(notebook):
+def test_output_of_dataloader_workers_is_shown_for_both_streams(notebook):
     outcome = notebook.ok(
         """%%distributed
 import sys
@@ -134,7 +139,7 @@ print("total", total)"""
         assert sorted(by_rank(outcome.stderr)[rank]) == [f"warning {i}" for i in range(6)]
 
 
-def test_what_a_forked_child_displays_becomes_text(notebook):
+def test_displays_of_a_forked_child_become_text(notebook):
     outcome = notebook.ok(
         "%%distributed --ranks 0\nimport multiprocessing\n"
         "child = multiprocessing.get_context('fork').Process(target=display, args=('shown by a child',))\n"
@@ -143,7 +148,7 @@ def test_what_a_forked_child_displays_becomes_text(notebook):
     assert outcome.stdout == "[0] 'shown by a child'\n[0] 0\n"
 
 
-def test_threads_are_heard_also_after_their_cell_has_ended(notebook):
+def test_threads_are_noticed_also_after_their_cell_has_ended(notebook):
     message = notebook.send(
         "%%distributed --ranks 0\nimport threading\ngo = threading.Event()\n"
         "def later():\n    go.wait()\n    print('from a thread')\nt = threading.Thread(target=later); t.start()"
@@ -210,7 +215,7 @@ print(" done")"""
     assert "loading... done" in outcome.text
 
 
-def test_progress_bars_keep_a_line_for_each_rank(notebook):
+def test_progress_bars_keep_a_line_for_every_rank(notebook):
     outcome = notebook.ok(
         "%%distributed\nimport time\nfrom tqdm import tqdm\n"
         "for _ in tqdm(range(40), desc=f'rank {rank}', mininterval=0.02): time.sleep(0.02)\nprint('done')"
@@ -245,18 +250,20 @@ def test_a_progress_bar_moves_while_it_runs(notebook, tmp_path):
 # Much ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_hundred_thousand_lines_of_each_rank_arrive_complete_and_in_order(notebook):
+def test_a_hundred_thousand_lines_of_every_rank_arrive_complete_and_in_order(notebook):
     outcome = notebook.ok("%%distributed\nfor i in range(100_000): print('line', i, 'of', rank)", timeout=60)
     printed = {rank: [f"line {i} of {rank}" for i in range(100_000)] for rank in (0, 1)}
     assert by_rank(outcome.stdout) == printed
-    messages = [each for each in outcome.messages if each["msg_type"] == "stream"]
+    messages = [message for message in outcome.messages if message["msg_type"] == "stream"]
     assert len(messages) < 2_000, "in blocks, for Jupyter drops what comes by the thousand"
-    sent = sum(len(each["content"]["text"]) for each in messages)
+    sent = sum(len(item["content"]["text"]) for item in messages)
     assert sent <= 1.5 * sum(len(line) + 1 for lines in printed.values() for line in lines)
 
 
 def test_a_hundred_thousand_equal_lines_show_once(notebook):
-    outcome = notebook.ok("%%distributed\nfor i in range(100_000): print(i)", timeout=60)
+    # On a busy machine one rank may be a second ahead of the other, and its lines are not held back for so long.
+    code = "for i in range(100_000):\n    print(i)\n    if i % 500 == 0: dist.barrier()"
+    outcome = notebook.ok(f"%%distributed\n{code}", timeout=60)
     for lines in by_rank(outcome.stdout).values():
         assert lines == [str(i) for i in range(100_000)]
     assert outcome.stdout.count("\n") < 150_000, "most of them have met"
@@ -290,7 +297,10 @@ def test_a_flood_is_cut_says_so_and_is_whole_in_its_log(notebook):
     assert left_out + len(shown) == lines
     assert shown[0] == 0 and shown[-1] == lines - 1, "the beginning and the end are shown"
     assert shown == sorted(shown)
-    assert sum(len(each["content"]["text"]) for each in outcome.messages if each["msg_type"] == "stream") < 10 << 20
+    assert (
+        sum(len(message["content"]["text"]) for message in outcome.messages if message["msg_type"] == "stream")
+        < 10 << 20
+    )
     expected = sum(9 * 10**digits * (digits + 2) for digits in range(1, 7)) + 20
     assert log.stat().st_size == expected
     ends = subprocess.run(["tail", "-n1", str(log)], capture_output=True, text=True, check=True).stdout
