@@ -182,7 +182,16 @@ def test_a_message_from_before_its_end_does_not_make_a_rank_alive(sleeper):
     assert liveness.wait_exited((1,), timeout=20) == {1}
     assert sent == [1, 1]
     ranks = Ranks(0, 1)
-    assert ranks.liveness.wait_exited((0, 1, 2), timeout=60) == set()
+    assert ranks.liveness.wait_exited((0, 1), timeout=60) == set()
+    assert ranks.liveness.wait_exited((0, 1, 2), timeout=0.2) == set(), "its link is closed, but its process is alive"
+
+
+@pytest.mark.processes
+def test_a_rank_whose_link_is_closed_already_has_ended_if_its_process_has(sleeper):
+    liveness = LivenessTracker(threading.Condition(threading.RLock()), lambda *_: False, lambda _: sleeper.pid)
+    os.kill(sleeper.pid, signal.SIGKILL)
+    sleeper.wait()
+    assert liveness.wait_exited((1,), timeout=20) == {1}
 
 
 @pytest.mark.processes

@@ -296,7 +296,8 @@ def test_wandb_itself_writes_a_run_without_a_network(tmp_path, monkeypatch):
 def test_mlflow_itself_reads_what_was_logged(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri(tmp_path.as_uri())
+    # Not `set_tracking_uri`, which would set the variable for the processes of later tests.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.as_uri())
     PartialState(cpu=True)
     tracker = MLflowTracker("experiment", run_name="first")
     tracker.start()

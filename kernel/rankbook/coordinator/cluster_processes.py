@@ -39,6 +39,9 @@ from rankbook.transport.zmq_link import ZmqHub
 
 _STOP_TIMEOUT = 5.0
 _ANSWER_TIMEOUT = 1.0
+_REPORT_TIMEOUT = 10.0
+"""Seconds for the forkserver to report a process that has ended, which takes some milliseconds."""
+
 _numbers = itertools.count(1)
 
 
@@ -200,7 +203,7 @@ class ClusterProcesses:
         # The system's view first; then wait until the forkserver's reports have reached the state machine.
         exited = driver.liveness.wait_exited(driver.live_ranks(), timeout=timeout)
         with driver.changed:
-            while not exited.isdisjoint(driver.live_ranks()) and time.monotonic() < deadline + _ANSWER_TIMEOUT:
+            while not exited.isdisjoint(driver.live_ranks()) and time.monotonic() < deadline + _REPORT_TIMEOUT:
                 driver.changed.wait(0.05)
 
     def _launched(self, driver: Driver, ranks: tuple[int, ...]) -> bool:

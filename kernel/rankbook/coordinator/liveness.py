@@ -162,7 +162,10 @@ class LivenessTracker:
         """
         token = next(self._tokens)
         answers = self._stacks[token] = {}
-        unknown = {rank for rank in ranks if self._ask(rank, token)}
+        unknown = set(ranks)
+        # A link that is closed already is no reply: the process may have ended a moment ago.
+        for rank in unknown:
+            self._ask(rank, token)
         ended = set[int]()
         began = time.monotonic()
         with self._changed:
