@@ -364,6 +364,14 @@ while time.monotonic() < end:
 print('looped')"""
 
 
+def live_threads(pid: int) -> list[str]:
+    try:
+        tasks = [task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:  # it, or one of them, has just ended
+        return [] if not psutil.pid_exists(pid) else ["?"]
+    return [task for task in tasks if task.rpartition(")")[2].split()[0] not in "ZX"]
+
+
 def test_a_loaders_worker_that_is_killed_between_two_cells_is_reported_and_its_rank_goes_on(four):
     output = four.ok(
         "%%distributed --ranks 1\nimport os\nfrom torch.utils.data import DataLoader\n"
@@ -372,6 +380,8 @@ def test_a_loaders_worker_that_is_killed_between_two_cells_is_reported_and_its_r
     ).stdout
     worker, rank = map(int, re.search(r"worker (\d+) of (\d+)", output).groups())
     os.kill(worker, signal.SIGKILL)
+    # Its threads may take a moment to end. Only then the rank gets SIGCHLD, which is not to come within the next cell.
+    wait_until(lambda: not live_threads(worker), timeout=20, what="the worker ends")
     stderr = ""
 
     def full_text():
@@ -381,7 +391,7 @@ def test_a_loaders_worker_that_is_killed_between_two_cells_is_reported_and_its_r
         stderr += outcome.stderr
         return f"DataLoader worker (pid {worker}) is killed" in stderr
 
-    wait_until(full_text, timeout=10, what="the next cell that tells of it")  # its threads may take a moment to end
+    wait_until(full_text, timeout=10, what="the next cell that tells of it")
     failed = four.run("%%distributed --ranks 1\nfor batch in batches: pass")
     assert "worker" in failed.evalue + failed.traceback
     four.ok("%%distributed --ranks 1\ndel batches")  # here, and not in the midst of what comes next
