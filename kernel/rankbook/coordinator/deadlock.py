@@ -19,6 +19,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import msgspec
+
 from rankbook.coordinator import actions as act
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.states import CellEntry, CellState, RankEntry, RankState
@@ -111,22 +113,32 @@ def blocked_ranks(
     `reports` has the latest reports. A blocked rank will not start another collective either, so the ranks that wait
     for it are blocked too: the search repeats with the blocked ranks added until it finds no more.
     """
-    # Every round adds at least one rank to `ended`, and a rank in it is not looked at again, so the search ends.
+    # The waits of all ranks in one collective have one answer, which is looked up by group and number. So the time of a
+    # round is proportional to the number of ranks. Every round adds at least one rank to `ended`, so the search ends.
+    begun = _BegunCollectives(reports)
+    waiting = {
+        rank: report
+        for rank, report in reports.items()
+        if rank not in inactive_ranks and any(group.pending for group in report.report.groups)
+    }
     blocked: dict[int, BlockedRank] = {}
     ended = dict(inactive_ranks)
-    while True:
+    while waiting:
+        missing_ranks = _MissingRanks(ended, begun)
         more = [
             verdict
-            for rank, report in reports.items()
-            if rank not in ended and (verdict := _find_blocked(rank, report, ended, reports, now)) is not None
+            for rank, report in waiting.items()
+            if (verdict := _find_blocked(rank, report, ended, missing_ranks, now)) is not None
         ]
         if not more:
-            return sorted(blocked.values(), key=lambda entry: entry.rank)
+            break
         for verdict in more:
+            del waiting[verdict.rank]
             blocked[verdict.rank] = verdict
             # The blocked rank inherits the first cause, so that a chain of waits is reported with the error at its
             # beginning.
             ended[verdict.rank] = InactiveRank(verdict.outcome, verdict.reason, now - verdict.seconds)
+    return sorted(blocked.values(), key=lambda entry: entry.rank)
 
 
 # Example: ranks 0, 1 and 2 have begun 7, 7 and 6 collectives of a group, and rank 2 has raised. The waits of ranks 0
@@ -136,25 +148,13 @@ def _find_blocked(
     rank: int,
     report: CollectiveReport,
     ended: Mapping[int, InactiveRank],
-    reports: Mapping[int, CollectiveReport],
+    missing_ranks: _MissingRanks,
     now: float,
 ) -> BlockedRank | None:
     for group in report.report.groups:
         for launch in group.pending:
-            # A send or recv waits for one rank, a collective for all members.
-            members = group.ranks if launch.peer is None else (launch.peer,)
-            others = [member for member in members if member != rank]
-            missing = [
-                member
-                for member in others
-                if member in ended and not _has_begun(reports.get(member), group.name, launch)
-            ]
-            if not launch.number and len(missing) < len(others):
-                continue  # recv from any source: another sender may still exist
-            if missing:
-                worst = min(
-                    missing, key=lambda candidate: (_PRIORITY[ended[candidate].outcome], ended[candidate].since)
-                )
+            worst = missing_ranks.worst(rank, group, launch)
+            if worst is not None:
                 inactive = ended[worst]
                 # The rank has measured its wait when it sent the report; the time since then is added. The wait is
                 # hopeless only since the missing rank became inactive.
@@ -165,16 +165,59 @@ def _find_blocked(
     return None
 
 
-def _has_begun(other: CollectiveReport | None, group: str, launch: CollectiveLaunch) -> bool:
-    """Return True if the rank has started that collective, which therefore may still complete.
+class _BegunCollectives:
+    """How many collectives every rank has begun in every group, by the name of the group."""
 
-    Sends and receives have no number (0) and cannot be counted.
-    """
-    if other is None or not launch.number:
-        return False
-    view = other.group(group)
-    # A broken connection carries no data any more, even if both ranks have begun the collective.
-    return view is not None and view.count >= launch.number and not view.broken
+    def __init__(self, reports: Mapping[int, CollectiveReport]) -> None:
+        self._counts: dict[str, dict[int, int]] = {}
+        for rank, report in reports.items():
+            for view in report.report.groups:
+                # A broken connection carries no data any more, even if both ranks have begun the collective.
+                self._counts.setdefault(view.name, {}).setdefault(rank, 0 if view.broken else view.count)
+
+    def missing(self, ranks: Iterable[int], group: str, launch: CollectiveLaunch) -> list[int]:
+        """Return those of `ranks` that have not started that collective, so that it cannot complete yet.
+
+        Sends and receives have no number (0) and cannot be counted: nobody has started them.
+        """
+        if not launch.number:
+            return list(ranks)
+        counts = self._counts.get(group, {})
+        return [rank for rank in ranks if counts.get(rank, 0) < launch.number]
+
+
+class _MissingRanks:
+    """The ranks among `ended` that other ranks wait for. One answer per collective serves all ranks that wait in it."""
+
+    def __init__(self, ended: Mapping[int, InactiveRank], begun: _BegunCollectives) -> None:
+        self._ended = ended
+        self._begun = begun
+        self._worst: dict[tuple[str, int, int], int | None] = {}
+
+    def worst(self, rank: int, group: GroupReport, launch: CollectiveLaunch) -> int | None:
+        """Return the ended rank that explains best why `rank`, which has not ended, waits in vain; None if none does."""
+        # A send or recv waits for one rank, a collective for all members.
+        if launch.peer is not None:
+            return self._find((launch.peer,), group.name, launch) if launch.peer != rank else None
+        # A recv from any source: another sender may still exist.
+        if not launch.number:
+            if any(member not in self._ended for member in group.ranks if member != rank):
+                return None
+            return self._find(group.ranks, group.name, launch)
+        # The identity of the members stands for them, because comparing a thousand ranks takes long. Equal tuples that
+        # are not identical cost time, not correctness.
+        key = (group.name, id(group.ranks), launch.number)
+        if key not in self._worst:
+            self._worst[key] = self._find(group.ranks, group.name, launch)
+        return self._worst[key]
+
+    def _find(self, members: Iterable[int], group: str, launch: CollectiveLaunch) -> int | None:
+        ended = [member for member in members if member in self._ended]
+        return min(
+            self._begun.missing(ended, group, launch),
+            key=lambda candidate: (_PRIORITY[self._ended[candidate].outcome], self._ended[candidate].since),
+            default=None,
+        )
 
 
 def find_mismatch(
@@ -275,12 +318,13 @@ def _describe_values(sides: Mapping[int, CollectiveLaunch]) -> str:
 
 def _describe_sizes(sides: Mapping[int, CollectiveLaunch], members: tuple[int, ...]) -> str:
     """Return the first size of an all_to_all that differs from what its receiver expects; empty if all match."""
-    for sender, sent in sides.items():
-        for receiver, expected in sides.items():
-            if not sent.sends or not expected.expects:
-                continue
-            size = sent.sends[members.index(receiver)]
-            wanted = expected.expects[members.index(sender)]
+    senders = {rank: side for rank, side in sides.items() if side.sends}
+    receivers = {rank: side for rank, side in sides.items() if side.expects}
+    index = {rank: number for number, rank in enumerate(members)} if senders else {}
+    for sender, sent in senders.items():
+        for receiver, expected in receivers.items():
+            size = sent.sends[index[receiver]]
+            wanted = expected.expects[index[sender]]
             if size != wanted:
                 whom = "itself, and" if sender == receiver else f"rank {receiver}, which"
                 position = f", at {sent.position}" if sent.position else ""
@@ -314,11 +358,13 @@ def find_deadlock(reports: Mapping[int, CollectiveReport], *, patience: float) -
         for rank, report in reports.items()
         if any(launch.seconds >= patience for group in report.report.groups for launch in group.pending)
     }
-    while stuck := [
-        rank for rank in waiting if not any(_waits_for(rank, other, waiting, reports) for other in waiting)
-    ]:
+    begun = _BegunCollectives(reports)
+    late = _late_ranks(waiting, begun)
+    while stuck := [rank for rank in waiting if not _waits_for_any(rank, waiting, late)]:
         for rank in stuck:  # not deadlocked: the rank it waits for is still making progress
             del waiting[rank]
+        for ranks in late.values():
+            ranks.difference_update(stuck)
     if not waiting:
         return None
     lines = [f"  {_describe_wait(rank, *waiting[rank][0], reports[rank].report.line)}" for rank in sorted(waiting)]
@@ -327,29 +373,41 @@ def find_deadlock(reports: Mapping[int, CollectiveReport], *, patience: float) -
     )
 
 
-def _waits_for(
-    rank: int,
-    other: int,
-    waiting: Mapping[int, list[tuple[GroupReport, CollectiveLaunch]]],
-    reports: Mapping[int, CollectiveReport],
-) -> bool:
-    """Return True if the waiting rank `other` has not started the operation that `rank` waits in."""
+_Waits = Mapping[int, list[tuple[GroupReport, CollectiveLaunch]]]
+_LateRanks = dict[tuple[str, int, int], set[int]]
+
+
+def _late_ranks(waiting: _Waits, begun: _BegunCollectives) -> _LateRanks:
+    """Return, for every collective that a rank waits in, the waiting ranks that have not started it."""
+    late: _LateRanks = {}
+    for waits in waiting.values():
+        for group, launch in waits:
+            key = _wait_key(group, launch)
+            if launch.peer is None and launch.number and key not in late:
+                members = [member for member in group.ranks if member in waiting]
+                late[key] = set(begun.missing(members, group.name, launch))
+    return late
+
+
+def _wait_key(group: GroupReport, launch: CollectiveLaunch) -> tuple[str, int, int]:
+    return group.name, id(group.ranks), launch.number
+
+
+def _waits_for_any(rank: int, waiting: _Waits, late: _LateRanks) -> bool:
+    """Return True if another waiting rank has not started an operation that `rank` waits in."""
     for group, launch in waiting[rank]:
         if launch.peer is None:
-            if (
-                launch.number
-                and other != rank
-                and other in group.ranks
-                and not _has_begun(reports[other], group.name, launch)
-            ):
+            # `rank` is among them if its own connections are broken.
+            ranks = late[_wait_key(group, launch)] if launch.number else ()
+            if len(ranks) > (rank in ranks):
                 return True
         # A transfer between two waiting ranks completes if the other one waits in the counterpart of it. A recv from
         # any source is a counterpart too (peer None).
-        elif launch.peer == other:
+        elif launch.peer in waiting:
             answers = {"send": "recv", "recv": "send"}
             if not any(
                 counterpart.op == answers.get(launch.op) and counterpart.peer in (rank, None)
-                for _, counterpart in waiting[other]
+                for _, counterpart in waiting[launch.peer]
             ):
                 return True
     return False
@@ -400,6 +458,7 @@ class CollectiveMonitor:
         self._grace = grace
         self._reports: dict[int, CollectiveReport] = {}
         self._groups: dict[int, dict[GroupKey, GroupReport]] = {}
+        self._members: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._asked: set[int] = set()
         self._broken: set[tuple[int, GroupKey]] = set()
         self._mismatches: dict[GroupKey, CollectiveMismatch] = {}
@@ -409,13 +468,15 @@ class CollectiveMonitor:
 
     def record_report(self, rank: int, report: CollectiveReport) -> None:
         """Store a rank's report."""
-        self._reports[rank] = report
-        self.record_groups(rank, report.report.groups)
+        groups = tuple(self._with_shared_members(view) for view in report.report.groups)
+        self._reports[rank] = replace(report, report=msgspec.structs.replace(report.report, groups=groups))
+        self.record_groups(rank, groups)
 
     def record_groups(self, rank: int, groups: Iterable[GroupReport]) -> None:
         """Store the state of some of a rank's groups; the rank may have finished its cell."""
         known = self._groups.setdefault(rank, {})
-        for view in groups:
+        for reported in groups:
+            view = self._with_shared_members(reported)
             key = group_key(view)
             if key not in known:  # the group was formed anew: nothing that is known of it matters any more
                 for old in [old for old in known if old[0] == view.name]:
@@ -424,6 +485,12 @@ class CollectiveMonitor:
                     self._mismatches.pop(old, None)
                     self._failed.discard(old)
             known[key] = view
+
+    # All ranks of a group report the same members. One tuple for all of them takes memory once, and can be compared by
+    # its identity.
+    def _with_shared_members(self, view: GroupReport) -> GroupReport:
+        shared = self._members.setdefault(view.ranks, view.ranks)
+        return view if shared is view.ranks else msgspec.structs.replace(view, ranks=shared)
 
     def react(self, rank: int, ranks: Mapping[int, RankEntry], cells: Mapping[int, CellEntry]) -> list[act.Action]:
         """Return the actions that follow from the report of `rank` at once, before the next check.
@@ -469,18 +536,25 @@ class CollectiveMonitor:
     def _views(self) -> dict[GroupKey, dict[int, GroupReport]]:
         """Return the latest state of every group, by member."""
         views: dict[GroupKey, dict[int, GroupReport]] = {}
+        # Looked up by the identity of the members first: the hash of a key takes time for every member.
+        known: dict[tuple[str, int, int], dict[int, GroupReport]] = {}
         for rank, groups in sorted(self._groups.items()):
             for key, view in groups.items():
-                views.setdefault(key, {})[rank] = view
+                identity = (key[0], key[1], id(key[2]))
+                members = known.get(identity)
+                if members is None:
+                    members = known[identity] = views.setdefault(key, {})
+                members[rank] = view
         return views
 
     def waiting_for(self, lost: Collection[int]) -> set[int]:
         """Return the ranks that wait in a group of which one of `lost` is a member."""
+        affected = {id(ranks) for ranks in self._members if not set(ranks).isdisjoint(lost)}
         return {
             rank
             for rank, report in self._reports.items()
             for group in report.report.groups
-            if group.pending and not set(group.ranks).isdisjoint(lost)
+            if group.pending and id(group.ranks) in affected
         }
 
     def check(self, now: float, ranks: Mapping[int, RankEntry], cells: Mapping[int, CellEntry]) -> list[act.Action]:
