@@ -12,7 +12,7 @@ that may have left the ranks at different collectives.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -45,6 +45,8 @@ class ClusterState:
     def __init__(self, world_size: int, *, grace: GracePeriods | None = None) -> None:
         self.grace = grace or GracePeriods()
         self.ranks = {rank: RankEntry(rank) for rank in range(world_size)}
+        # Number of ranks per state, so that an event of one rank does not look at all ranks.
+        self._state_counts = Counter({RankState.ABSENT: world_size})
         self.cells: dict[int, CellEntry] = {}
         self.grouped = False
         self.generation = 0
@@ -140,15 +142,15 @@ class ClusterState:
         return any(rank.lost_device for rank in self.ranks.values())
 
     def _regroup_if_complete(self) -> list[act.Action]:
-        states = {rank.state for rank in self.ranks.values()}
         # Every rank has to run. The method is called again when the last missing one has connected.
-        if not states <= {RankState.IDLE, RankState.BUSY}:
+        idle = self._state_counts[RankState.IDLE]
+        if idle + self._state_counts[RankState.BUSY] < len(self.ranks):
             return []
         # A rank without its device cannot be connected. The others go on without the group until it is replaced.
         if self._has_lost_device():
             return []
         # A stale group waits until all ranks are idle. If one never is, the queued cells run in the stale group.
-        if self.grouped and not (self._stale and states == {RankState.IDLE}):
+        if self.grouped and not (self._stale and idle == len(self.ranks)):
             return []
         # The keys of a group in the store begin with its generation, so that two generations cannot be confused.
         self.generation += 1
@@ -173,11 +175,12 @@ class ClusterState:
         rank.loss = None if expected else event.reason
         actions: list[act.Action] = [act.NotifyRankLost(rank.rank, event.reason, cell, expected)]
         self._collective_monitor.forget(rank.rank)
-        if not rank.refork and self._live_ranks():
+        live = self._live_ranks()
+        if not rank.refork and live:
             # The peers learn the cause at once: a wait that then breaks by itself reports it. The reports that are
             # requested here tell `_interrupt_after_death` later which ranks wait for the dead one.
             cause = f"rank {rank.rank} {event.reason}"
-            actions += [act.SendAbort((), (), cause, lost=rank.rank), act.RequestCollectives(self._live_ranks())]
+            actions += [act.SendAbort((), (), cause, lost=rank.rank), act.RequestCollectives(live)]
         # Queued cells wait for a rank that is being restarted. They fail if it is gone for good.
         waiting = () if rank.refork else tuple(self._queue)
         for number in (cell, *waiting):
@@ -437,6 +440,8 @@ class ClusterState:
                 f"rank {rank.rank} is {rank.state.name} and does not accept {step.name}\n"
                 f"{self._journal.recent_events()}"
             )
+        self._state_counts[rank.state] -= 1
+        self._state_counts[after] += 1
         rank.state = after
 
     def _step(self, cell: CellEntry, step: CellStep) -> None:

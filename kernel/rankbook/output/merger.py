@@ -168,10 +168,19 @@ class OutputMerger:
     ) -> None:
         # Ranks that may still send output, and that the others therefore wait for.
         self._open = set(ranks)
+        # The subset of `_open` without queued items: those that the queued items of the others wait for.
+        self._silent = set(ranks)
         self._sources: dict[int, RankQueue] = {}
         # The subset of `_sources` with queued items. Most ranks have none at most times, and the loops visit only
         # these.
         self._queued: dict[int, RankQueue] = {}
+        # Properties of the queues together, kept up to date so that `deadline`, which the caller reads after every
+        # message, looks at no queue: the time of the oldest item, whether an item at a head need not wait for other
+        # ranks, and whether a queue is above its limits.
+        self._oldest = float("inf")
+        self._has_unshared = self._has_full = False
+        # Ranks with a row that is not a line yet. Only they can have rows to show live.
+        self._unfinished: set[int] = set()
         self._last_emit = float("-inf")
         if view is None:
             live = LiveDisplays(f"{key}-live", after=live_after)
@@ -184,22 +193,51 @@ class OutputMerger:
         if source is None:
             source = self._sources[rank] = RankQueue(rank)
         source.add_output(message, now)
-        # Text without a newline may have stayed in the terminal.
-        if source.items:
-            self._queued[rank] = source
+        self._update_rank(source)
 
     def finish(self, rank: int, now: float) -> None:
         """Record that a rank's part of the cell has ended: end its unfinished rows, and stop waiting for its output."""
         # Before the queues are looked at: without this rank, the others may be complete.
         self._open.discard(rank)
+        self._silent.discard(rank)
         self._end_rows(rank, now)
 
     def _end_rows(self, rank: int, now: float) -> None:
         source = self._sources.get(rank)
         if source is not None:
             source.end_rows(now)
-            if source.items:
+            self._update_rank(source)
+
+    def _update_rank(self, source: RankQueue) -> None:
+        """Record what has changed after `source` was given output or has ended its rows."""
+        rank = source.rank
+        # Text without a newline may have stayed in the terminal.
+        if source.items:
+            if rank not in self._queued:
                 self._queued[rank] = source
+                self._silent.discard(rank)
+                self._note_head(source)
+            self._has_full = self._has_full or source.full
+        if any(terminal.unfinished for terminal in source.terminals.values()):
+            self._unfinished.add(rank)
+        else:
+            self._unfinished.discard(rank)
+
+    def _note_head(self, source: RankQueue) -> None:
+        self._oldest = min(self._oldest, source.items[0].time)
+        self._has_unshared = self._has_unshared or source.unshared
+
+    def _remove_empty_queues(self) -> None:
+        """Update what is known of the queues after items were taken."""
+        self._oldest, self._has_unshared, self._has_full = float("inf"), False, False
+        for rank, source in tuple(self._queued.items()):
+            if source.items:
+                self._note_head(source)
+                self._has_full = self._has_full or source.full
+            else:
+                del self._queued[rank]
+                if rank in self._open:
+                    self._silent.add(rank)
 
     def flush(self, now: float) -> list[Emit]:
         """Return what can be shown now."""
@@ -240,13 +278,11 @@ class OutputMerger:
         if self._queued:
             # The oldest item is due after `hold`, or as soon as the pace allows if no rank is waited for. A queue above
             # its limits ignores the pace too.
-            sources = self._queued.values()
-            hold = 0.0 if self._open <= self._queued.keys() or any(queue.unshared for queue in sources) else _HOLD
-            oldest = min(source.items[0].time for source in sources)
+            hold = 0.0 if not self._silent or self._has_unshared else _HOLD
             times.append(
-                oldest
-                if any(queue.full for queue in sources)
-                else max(oldest + hold, self._last_emit + _MIN_FLUSH_INTERVAL)
+                self._oldest
+                if self._has_full
+                else max(self._oldest + hold, self._last_emit + _MIN_FLUSH_INTERVAL)
             )
         return min(times, default=None)
 
@@ -262,10 +298,12 @@ class OutputMerger:
 
     def _hidden_rows(self) -> list[TerminalRow]:
         """Return the unfinished rows that may be shown: all that their rank sent before them has been."""
+        if not self._unfinished:
+            return []
         return [
             row
-            for source in self._sources.values()
-            if not source.items
+            for rank, source in self._sources.items()
+            if rank in self._unfinished and not source.items
             for terminal in source.terminals.values()
             for row in terminal.hidden_rows()
         ]
@@ -283,7 +321,7 @@ class OutputMerger:
             sources = [self._queued[rank] for rank in sorted(self._queued)]
             if drained is not None:
                 allowed_counts = [source.count if source.rank == drained else 0 for source in sources]
-            elif self._open <= self._queued.keys():
+            elif not self._silent:
                 allowed_counts = [source.count for source in sources]
             else:
                 allowed_counts = [source.due(now, _HOLD) for source in sources]
@@ -291,9 +329,7 @@ class OutputMerger:
                 return
             for item in interleave(sources, allowed_counts):
                 self._view.show(item)
-            for source in sources:
-                if not source.items:
-                    del self._queued[source.rank]
+            self._remove_empty_queues()
 
 
 class _Labels(dict[Ranks, str]):

@@ -244,6 +244,11 @@ class TerminalStream:
         self._reset()
         return row.text
 
+    @property
+    def unfinished(self) -> bool:
+        """True if the stream has a row that is not blank, shown in a live display or not."""
+        return any(not row.blank for row in self._rows)
+
     def hidden_rows(self) -> list[TerminalRow]:
         """Return the non-blank rows that are not shown in a live display yet."""
         return [row for row in self._rows if row.display is None and not row.blank]
