@@ -145,7 +145,7 @@ class SimulatedCluster:
         self.ends = {fork.rank: self.hub.rank_end(fork.downlink) for fork in self.launcher.forked}
         self.say(lambda rank: RankReady(rank=rank, pid=rank, incarnation=1, device="cpu", backend="gloo", threads=1))
         (group,) = self.state.cells
-        self.say(lambda rank: Done(cell=group, status="ok", seconds=0.1))
+        self.say(lambda _: Done(cell=group, status="ok", seconds=0.1))
 
     def say(self, make: Callable[[int], Message], *, single: bool = False, ranks: tuple[int, ...] = ()) -> None:
         """Let ranks send a message, and the driver handle all of them: `single`, one after another."""
@@ -184,7 +184,7 @@ class SimulatedCluster:
         cell = self.submit()
         if line is not None:
             self.say(lambda rank: Text(cell=cell.cell, stream="stdout", data=line(rank)), single=single)
-        self.say(lambda rank: Done(cell=cell.cell, status="ok", seconds=0.1), single=single)
+        self.say(lambda _: Done(cell=cell.cell, status="ok", seconds=0.1), single=single)
         assert cell.ended
         assert cell.result.ok
         self.drop_messages()
@@ -197,7 +197,7 @@ class SimulatedCluster:
         cell = self.submit()
         with self.clock():
             self.driver.post(ev.InterruptCell(cell.cell))
-        self.say(lambda rank: Done(cell=cell.cell, status="interrupted", seconds=0.1))
+        self.say(lambda _: Done(cell=cell.cell, status="interrupted", seconds=0.1))
         assert cell.ended
         self.drop_messages()
 
@@ -230,7 +230,14 @@ class SimulatedCluster:
             for index in range(max(1, begun - 15), begun)
         )
         last = CollectiveLaunch(
-            number=begun, op=op, data="float32[4]", peer=None, seconds=3.0, position="line 3", code=len(op), digest=len(op)
+            number=begun,
+            op=op,
+            data="float32[4]",
+            peer=None,
+            seconds=3.0,
+            position="line 3",
+            code=len(op),
+            digest=len(op),
         )
         group = GroupReport(name="0", ranks=self.ranks, count=begun, pending=(last,), recent=(*recent, last))
         return Collectives(token=0, cell=number, line=3, groups=(group,))

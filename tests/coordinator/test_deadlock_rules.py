@@ -34,7 +34,7 @@ def random_report(random: random.Random, rank: int) -> CollectiveReport:
             count = random.randint(0, 2)
             pending = tuple(random_launch(random, rank, members, count) for _ in range(random.choice([0, 0, 1, 1, 2])))
             # Members as another process decodes them: equal, but not identical.
-            shared = members if random.random() < 0.5 else tuple(list(members))
+            shared = members if random.random() < 0.5 else (*members,)
             broken = random.random() < 0.1
             groups.append(GroupReport(name=name, ranks=shared, count=count, pending=pending, recent=(), broken=broken))
     return CollectiveReport(Collectives(token=0, cell=1, line=rank, groups=tuple(groups)), NOW)
@@ -65,7 +65,7 @@ def blocked_by_definition(reports, inactive) -> dict[int, tuple[str, CollectiveL
         for rank in set(reports) - set(ended):
             for group, launch in waits(reports, rank):
                 if rank not in found and (missing := missing_in(reports, ended, rank, group, launch)):
-                    order = sorted(missing, key=lambda other: (group.ranks.index(other)))
+                    order = sorted(missing, key=lambda other: group.ranks.index(other))
                     worst = min(order, key=lambda other: (ended[other].outcome == "finished", ended[other].since))
                     found[rank] = (group.name, launch, worst, ended[worst].reason)
         if not found:

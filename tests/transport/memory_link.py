@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from rankbook.protocol.messages import FromRank, Message, ToRank, decode_to_rank, encode, encode_from_rank
 from rankbook.transport.link import Frames, Sender, read_from_rank
@@ -37,6 +37,13 @@ class MemoryHub:
             return False
         self._down[rank][1].append((encode(message), [memoryview(frame) for frame in frames]))
         return True
+
+    def send_many(self, ranks: Iterable[int], message: Message, frames: Frames = ()) -> None:
+        """See `HubLink`."""
+        parcel = (encode(message), [memoryview(frame) for frame in frames])
+        for rank in ranks:
+            if rank in self._down:
+                self._down[rank][1].append(parcel)
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:  # noqa: ARG002 - never waits
         """See `HubLink`; never waits."""

@@ -123,3 +123,17 @@ def until_message(wait):
     while not wait(5.0, ())[0]:
         assert time.monotonic() < deadline
     return True
+
+
+def test_a_message_for_many_ranks_keeps_its_place_in_the_order_of_every_rank(pair):
+    ranks = [pair.dial(rank, 1) for rank in range(3)]
+    assert pair.hub.send(1, Interrupt(cell=0))
+    pair.hub.send_many((0, 1, 7), Interrupt(cell=1), [b"frame"])
+    for rank in (0, 1, 2):
+        assert pair.hub.send(rank, Interrupt(cell=2))
+    received = {}
+    for rank, end in enumerate(ranks):
+        while not received.get(rank) or received[rank][-1] != (2, []):
+            message, frames = next_of(end)
+            received.setdefault(rank, []).append((message.cell, [bytes(frame) for frame in frames]))
+    assert received == {0: [(1, [b"frame"]), (2, [])], 1: [(0, []), (1, [b"frame"]), (2, [])], 2: [(2, [])]}

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 import msgspec
@@ -195,7 +196,7 @@ class _MissingRanks:
         self._worst: dict[tuple[str, int, int], int | None] = {}
 
     def worst(self, rank: int, group: GroupReport, launch: CollectiveLaunch) -> int | None:
-        """Return the ended rank that explains best why `rank`, which has not ended, waits in vain; None if none does."""
+        """Return the ended rank that explains best why `rank`, which has not ended, waits in vain; None without one."""
         # A send or recv waits for one rank, a collective for all members.
         if launch.peer is not None:
             return self._find((launch.peer,), group.name, launch) if launch.peer != rank else None
@@ -547,6 +548,15 @@ class CollectiveMonitor:
                 members[rank] = view
         return views
 
+    def _forget_old_members(self) -> None:
+        """Drop the members of groups that no report has any more."""
+        # By identity, which takes no time in proportion to the members.
+        views = (view for groups in self._groups.values() for view in groups.values())
+        reported = (view for report in self._reports.values() for view in report.report.groups)
+        current = {id(view.ranks): view.ranks for view in chain(views, reported)}
+        if len(current) < len(self._members):
+            self._members = {members: members for members in current.values()}
+
     def waiting_for(self, lost: Collection[int]) -> set[int]:
         """Return the ranks that wait in a group of which one of `lost` is a member."""
         affected = {id(ranks) for ranks in self._members if not set(ranks).isdisjoint(lost)}
@@ -560,6 +570,7 @@ class CollectiveMonitor:
     def check(self, now: float, ranks: Mapping[int, RankEntry], cells: Mapping[int, CellEntry]) -> list[act.Action]:
         """Return the actions for waits that cannot end, new requests for reports, and the time of the next check."""
         running = self._running(cells)
+        self._forget_old_members()
         if not running:
             self._since.clear()
             self._reported.clear()

@@ -202,7 +202,7 @@ class Driver:
 
     def live_ranks(self) -> tuple[int, ...]:
         """Return the ranks that can answer a query: those that are idle or busy."""
-        return tuple(rank.rank for rank in self.state.ranks.values() if rank.state in (RankState.IDLE, RankState.BUSY))
+        return self.state.live_ranks()
 
     def wait_stacks(self, *, timeout: float) -> dict[int, Stack]:
         """Ask every rank for its stack; return the replies within `timeout` seconds. Not on the driver thread."""
@@ -248,12 +248,14 @@ class Driver:
                     # The number is still needed when the rank is idle again: if its process dies then, what is left of
                     # its output belongs to the cell that it ran last.
                     self.rank_processes[rank].last_cell = number
-                    self._hub.send(rank, *cell.tasks[rank])
+                # Ranks that follow one another with the same task are sent it together, so that it is encoded once.
+                for _, group in itertools.groupby(ranks, lambda rank: tuple(map(id, cell.tasks[rank]))):
+                    same = tuple(group)
+                    self._hub.send_many(same, *cell.tasks[same[0]])
                 if cell.start():
                     self._flusher.add(number)
             case act.SendInterrupt(number, ranks):
-                for rank in ranks:
-                    self._hub.send(rank, Interrupt(cell=number))
+                self._hub.send_many(ranks, Interrupt(cell=number))
             case act.StartTimer() | act.ScheduleCheck() | act.RequestCollectives() | act.SendAbort():
                 self._perform_monitoring(action)
             # Only the driver thread may show output, and this thread may be another one.
@@ -278,15 +280,18 @@ class Driver:
                 now, before = time.monotonic(), self._next_check or 0.0
                 self._next_check = before if now <= before <= now + seconds else now + seconds
             case act.RequestCollectives(ranks):
-                for rank in ranks:
-                    self._hub.send(rank, GetCollectives(token=0))
+                self._hub.send_many(ranks, GetCollectives(token=0))
             case act.SendAbort(ranks, groups, cause, lost, mismatch):
                 # All ranks learn the cause; only `ranks` abort their collectives (`shut`). After a death, the message
                 # names the dead rank, and waits in its groups that break by themselves report the cause.
                 causing_ranks, is_loss = (ranks, False) if lost is None else ((lost,), True)
-                for rank in self.live_ranks():
-                    abort = Abort(groups, cause, rank in ranks, causing_ranks, lost=is_loss, mismatch=mismatch)
-                    self._hub.send(rank, abort)
+                live = self.live_ranks()
+                aborted = set(ranks)
+                others = [rank for rank in live if rank not in aborted] if aborted else live
+                for members, shut in ((sorted(aborted.intersection(live)), True), (others, False)):
+                    if members:
+                        abort = Abort(groups, cause, shut, causing_ranks, lost=is_loss, mismatch=mismatch)
+                        self._hub.send_many(members, abort)
 
     def _record_rank_lost(self, rank: int, reason: str, number: int | None) -> None:
         if (cell := self._cells.get(number or 0)) is not None:

@@ -175,7 +175,7 @@ class ClusterState:
         rank.loss = None if expected else event.reason
         actions: list[act.Action] = [act.NotifyRankLost(rank.rank, event.reason, cell, expected)]
         self._collective_monitor.forget(rank.rank)
-        live = self._live_ranks()
+        live = self.live_ranks()
         if not rank.refork and live:
             # The peers learn the cause at once: a wait that then breaks by itself reports it. The reports that are
             # requested here tell `_interrupt_after_death` later which ranks wait for the dead one.
@@ -213,8 +213,11 @@ class ClusterState:
         cell = self.cells.get(rank.cell) if rank.cell is not None else None
         return rank.state is not RankState.IDLE and not (cell is not None and cell.internal)
 
-    def _live_ranks(self) -> tuple[int, ...]:
-        return tuple(rank.rank for rank in self.ranks.values() if rank.state in (RankState.IDLE, RankState.BUSY))
+    def live_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that can answer a query: those that are idle or busy."""
+        # Called after every death. The look-up of a state's name would take most of the time.
+        idle, busy = RankState.IDLE, RankState.BUSY
+        return tuple([rank.rank for rank in self.ranks.values() if rank.state is idle or rank.state is busy])
 
     # Example: a cell runs on ranks 0-1; a cell for ranks 0-3 is queued, and after it one for ranks 2-3. The last one
     # could run at once, but it waits. Otherwise a stream of cells for ranks 2-3 could keep the cell for all ranks from
@@ -390,7 +393,7 @@ class ClusterState:
         self._stale = self._stale or cell.aborted or (unsure and cell.collectives > 0 and not cell.internal)
         broken = cell.aborted or any("CollectiveAborted" in answer for answer in cell.answers.values())
         # If a rank or its device is missing, the group is not formed before the rank is replaced.
-        is_complete = self._live_ranks() == tuple(self.ranks) and not self._has_lost_device()
+        is_complete = self.live_ranks() == tuple(self.ranks) and not self._has_lost_device()
         if (broken or mismatch) and is_complete:
             why = "collectives were aborted" if broken else "collectives did not match"
             notices.append(act.NotifyUser(cell.cell, f"{why}: {_REGROUPED}"))

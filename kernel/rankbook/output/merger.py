@@ -280,9 +280,7 @@ class OutputMerger:
             # its limits ignores the pace too.
             hold = 0.0 if not self._silent or self._has_unshared else _HOLD
             times.append(
-                self._oldest
-                if self._has_full
-                else max(self._oldest + hold, self._last_emit + _MIN_FLUSH_INTERVAL)
+                self._oldest if self._has_full else max(self._oldest + hold, self._last_emit + _MIN_FLUSH_INTERVAL)
             )
         return min(times, default=None)
 

@@ -6,7 +6,7 @@ hand messages for other threads on in memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from rankbook.errors import ProtocolError, UnreadableMessage
@@ -40,6 +40,9 @@ class HubLink(Protocol):
 
     def send(self, rank: int, message: Message, frames: Frames = ()) -> bool:
         """Send to the newest incarnation of `rank`. Return False if it is gone. Any thread."""
+
+    def send_many(self, ranks: Iterable[int], message: Message, frames: Frames = ()) -> None:
+        """Send one message to several ranks, in this order, as `send` does; it is encoded once. Any thread."""
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
         """Wait up to `timeout` seconds for a message, a readable descriptor, or `wake`. Receiving thread only.

@@ -15,7 +15,7 @@ import os
 import selectors
 import struct
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import zmq
@@ -175,6 +175,17 @@ class ZmqHub:
 
     def send(self, rank: int, message: Message, frames: Frames = ()) -> bool:
         """See `HubLink`."""
+        return self._send_encoded(rank, encode(message), frames)
+
+    def send_many(self, ranks: Iterable[int], message: Message, frames: Frames = ()) -> None:
+        """See `HubLink`."""
+        header = encode(message)
+        for rank in ranks:
+            self._send_encoded(rank, header, frames)
+
+    # The lock is taken per rank: a rank that has not connected may be waited for, and the others' senders must not wait
+    # longer than for that one.
+    def _send_encoded(self, rank: int, header: bytes, frames: Frames) -> bool:
         with self._lock:
             down = self._down.get(rank)
             if down is None:
@@ -183,7 +194,7 @@ class ZmqHub:
                 # Only the first message waits for the rank to connect. The queue has no limit, so a later one fails
                 # (zmq.Again) only if the rank has disconnected.
                 flags = zmq.NOBLOCK if down.used else 0
-                _send(down.socket, encode(message), frames, flags)
+                _send(down.socket, header, frames, flags)
             except zmq.Again:
                 return False
             down.used = True
