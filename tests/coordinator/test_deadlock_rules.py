@@ -65,7 +65,7 @@ def blocked_by_definition(reports, inactive) -> dict[int, tuple[str, CollectiveL
         for rank in set(reports) - set(ended):
             for group, launch in waits(reports, rank):
                 if rank not in found and (missing := missing_in(reports, ended, rank, group, launch)):
-                    order = sorted(missing, key=lambda other: group.ranks.index(other))
+                    order = sorted(missing, key=group.ranks.index)
                     worst = min(order, key=lambda other: (ended[other].outcome == "finished", ended[other].since))
                     found[rank] = (group.name, launch, worst, ended[worst].reason)
         if not found:

@@ -224,6 +224,14 @@ class DriverHarness:
         self.driver.submit(cell)
         return cell
 
+    def submit_same(self, *ranks: int) -> RunningCell:
+        """Submit a cell that is one object for all ranks."""
+        number = self.state.new_cell()
+        task = (RunCell(cell=number, source="x", number=7), ())
+        cell = RunningCell(number, 7, dict.fromkeys(ranks, task), cluster_key="", sink=None)
+        self.driver.submit(cell)
+        return cell
+
     def wait_end(self, cell: RunningCell) -> None:
         assert isinstance(cell.inbox.get(timeout=SOON), CellEnded)
         assert cell.result is not None
@@ -678,3 +686,23 @@ def refuse(*_: object) -> ForkRank:
 )
 def test_how_a_rank_ended_in_plain_text(code, kills, words):
     assert describe_exit(exited(0, code, memory_kills=kills)) == words
+
+
+def test_a_task_is_sent_once_to_neighbouring_ranks_that_have_the_same_object(harness):
+    harness.launch()
+    sent = []
+    send_many = harness.hub.send_many
+
+    def recorded(ranks, message, frames=()):
+        sent.append((tuple(ranks), message))
+        send_many(ranks, message, frames)
+
+    harness.hub.send_many = recorded
+    cell = harness.submit_same(0, 1)
+    assert [(ranks, type(message)) for ranks, message in sent if not isinstance(message, GetCollectives)] == [
+        ((0, 1), RunCell)
+    ]
+    for rank in (0, 1):
+        assert isinstance(harness.next_task(rank), RunCell)
+        harness.done(rank, cell.cell)
+    harness.wait_end(cell)

@@ -239,7 +239,9 @@ class ClusterTasks:
             # The state machine has no lock of its own.
             with driver.changed:
                 key = self._state.new_cell()
-            messages = {rank: (make(key), frames) for rank, (make, frames) in tasks.items()}
+            # Ranks with the same task get the same object, which the driver sends them encoded once.
+            made = {make: make(key) for make in {make for make, _ in tasks.values()}}
+            messages = {rank: (made[make], frames) for rank, (make, frames) in tasks.items()}
             cell = RunningCell(
                 key, number, messages, cluster_key=self.key, sink=sink, label=label, view=view, make_header=make_header
             )
@@ -537,7 +539,7 @@ class Cluster(ClusterQueries):
         Raises `InvalidArgument`, which suggests similar names, if a rank does not have the name.
         """
         chosen = self.select(ranks)
-        tasks = {rank: (lambda cell: FetchValue(cell=cell, name=name), ()) for rank in chosen}
+        tasks = dict.fromkeys(chosen, (lambda cell: FetchValue(cell=cell, name=name), ()))
         return list(self._collect(tasks, timeout, f"a pull of {name}").values())
 
     def scatter(

@@ -238,7 +238,7 @@ class Driver:
             case act.Kill(rank, incarnation, idle):
                 self.shutdown_manager.shut_down(rank, incarnation, graceful=idle)
             case act.FormGroup(number, generation):
-                tasks = {rank: (Regroup(cell=number, generation=generation), ()) for rank in self.state.ranks}
+                tasks = dict.fromkeys(self.state.ranks, (Regroup(cell=number, generation=generation), ()))
                 self._cells[number] = RunningCell(
                     number, -1, tasks, cluster_key="", sink=None, label="forming the group"
                 )
