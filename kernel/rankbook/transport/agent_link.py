@@ -1,0 +1,537 @@
+"""Link between the coordinator and the agents of other hosts: ZeroMQ over TCP, encrypted and authenticated by CURVE.
+
+`AgentHub` is the coordinator's end, a ROUTER that is bound to one address. `AgentLink` is an agent's end, a DEALER.
+Both have a `Session` per agent, which makes up for what a broken connection loses.
+
+Authentication. The keys are made per cluster (`make_keys`). An agent proves with the client's key pair that it has read
+the connection file, and the hub proves with the server's key that it has written it. libzmq asks the hub about every
+client key (ZAP, https://rfc.zeromq.org/spec/27/); all but one are refused and counted. Of a connection that has not
+authenticated itself nothing else arrives here.
+
+First packets. On every connection the agent sends `RBAGENT1`, its id, whether it was accepted before, and its
+description. These frames never change, so that any version can refuse any other one. The hub answers with `RBACCEPT`,
+or `RBREFUSE` and a reason. After that both send packets of the session, which continues on a new connection where the
+old one has ended.
+
+Loss of a connection. An agent judges by the connection: libzmq's heartbeats, which its own thread sends and answers, so
+that a coordinator that is busy for a minute is not taken for dead. It connects again with a new socket, after 0.1 to 2
+seconds. The hub judges by messages: an agent is never busy for long, and answers a `RBPING` at once.
+
+The descriptors to poll are edge-triggered (https://libzmq.readthedocs.io/en/latest/zmq_getsockopt.html, ZMQ_FD): call
+`has_message` before a wait, and `receive` after it. Any thread may send; one thread polls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import zmq
+from zmq.utils import z85
+
+from rankbook.errors import InvalidArgument, ProtocolError, StartError
+from rankbook.transport.session import Bytes, Session
+
+_HELLO, _ACCEPT, _REFUSE, _PING, _PONG = b"RBAGENT1", b"RBACCEPT", b"RBREFUSE", b"RBPING", b"RBPONG"
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN = b"rankbook"
+_MAX_FRAME = 2 << 20
+_MAX_HELLO = 64 << 10
+_MAX_BAD_PACKETS = 10
+_PING_INTERVAL = 1.0
+_UNREACHABLE_AFTER = 3.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+_WITHOUT_COPY = 64 << 10
+"""Bytes from which a frame is handed to libzmq without a copy; below, copying is faster."""
+
+
+@dataclass(frozen=True)
+class LinkKeys:
+    """Keys of an agent, in Z85 (https://rfc.zeromq.org/spec/32/): the server's public key and the client's pair."""
+
+    server_public: bytes
+    client_public: bytes
+    client_secret: bytes = field(repr=False)
+
+
+def make_keys() -> tuple[LinkKeys, bytes]:
+    """Make the keys of a new cluster: those of its agents, and the server's secret key."""
+    server_public, server_secret = zmq.curve_keypair()
+    return LinkKeys(server_public, *zmq.curve_keypair()), server_secret
+
+
+# Events -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A new agent, to be answered with `accept` or `refuse`. `hello` is its description."""
+
+    agent: str
+    hello: bytes
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message. `agent` is empty at the agent's end."""
+
+    agent: str
+    stream: int
+    frames: Sequence[Bytes] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Unreachable:
+    """The peer is not reached for some seconds, or the connection has broken."""
+
+    agent: str = ""
+
+
+@dataclass(frozen=True)
+class Reachable:
+    """The peer is reached again. Nothing was lost."""
+
+    agent: str = ""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The coordinator has accepted this agent."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The coordinator has refused this agent."""
+
+    reason: str
+
+
+HubEvent = Hello | Message | Unreachable | Reachable
+LinkEvent = Accepted | Refused | Message | Unreachable | Reachable
+
+
+# The coordinator's end ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Peer:
+    """An agent, as the hub knows it. `connection` is libzmq's id of its newest connection."""
+
+    connection: bytes
+    accepted: bool = False
+    reachable: bool = True
+    session: Session = field(default_factory=Session)
+    last_received: float = 0.0
+    next_ping: float = 0.0
+    round_trip: float | None = None
+
+
+class AgentHub:
+    """Listen for agents at `address` (never all interfaces) and `port` (0: a free one).
+
+    Raises `StartError` if it cannot listen there.
+    """
+
+    def __init__(self, address: str, port: int, keys: LinkKeys, server_secret: bytes) -> None:
+        if address in ("", "*", "0.0.0.0", "::"):  # noqa: S104 - refused
+            raise InvalidArgument(f"invalid address {address!r}: expected the address of one interface")
+        self.address = address
+        self.refusals = 0
+        self.dropped = 0
+        self._allowed = z85.decode(keys.client_public)
+        self._lock = threading.RLock()
+        self._peers: dict[str, _Peer] = {}
+        self._agents: dict[bytes, str] = {}
+        self._bad_packets: dict[bytes, int] = {}
+        self._forgotten: set[str] = set()
+        self._last_poll = time.monotonic()
+        self._context = zmq.Context()
+        # Before the other socket, which asks it about its first connection.
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.bind(_ZAP_ADDRESS)
+        self._socket = self._context.socket(zmq.ROUTER)
+        _set_options(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.BACKLOG, 1024)
+        self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, server_secret)
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.server_public)
+        self._socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+        try:
+            self._socket.bind(f"tcp://{address}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise StartError(f"cannot listen at {address}:{port}: {error}; choose another port with --port") from error
+        self.port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2].rstrip("\0"))
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors to poll."""
+        return [int(self._socket.getsockopt(zmq.FD)), int(self._zap.getsockopt(zmq.FD))]
+
+    def has_message(self) -> bool:
+        """Return True if `receive` has something to do now."""
+        with self._lock:
+            return _is_readable(self._socket) or _is_readable(self._zap)
+
+    def receive(self) -> list[HubEvent]:
+        """Return what has happened since the last call. Raises nothing, whatever a peer has sent."""
+        events: list[HubEvent] = []
+        with self._lock:
+            now = time.monotonic()
+            # While nobody polled, nothing was received: that is no silence of the agents.
+            if now - self._last_poll > _PING_INTERVAL:
+                for peer in self._peers.values():
+                    peer.last_received += now - self._last_poll
+            self._last_poll = now
+            while _is_readable(self._zap):
+                self._authenticate()
+            while _is_readable(self._socket):
+                connection, *packet = (frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+                self._take(bytes(connection), packet, now, events)
+            self._flush_all(now)
+        return events
+
+    def accept(self, agent: str) -> None:
+        """Accept a new agent."""
+        with self._lock:
+            peer = self._peers[agent]
+            peer.accepted = True
+            self._send_frames(peer, [_ACCEPT])
+
+    def refuse(self, agent: str, reason: str) -> None:
+        """Refuse a new agent."""
+        with self._lock:
+            self._send_frames(self._peers[agent], [_REFUSE, reason.encode(errors="replace")])
+            self._drop(agent)
+
+    def forget(self, agent: str) -> None:
+        """Give an agent up. It is refused when it returns."""
+        with self._lock:
+            self._forgotten.add(agent)
+            self._drop(agent)
+
+    def send(self, agent: str, stream: int, frames: Sequence[Bytes]) -> None:
+        """Send a message to an accepted agent, also while it is not reached. Any thread."""
+        with self._lock:
+            peer = self._peers.get(agent)
+            if peer is not None:
+                peer.session.send(stream, frames)
+                self._flush(peer, time.monotonic())
+
+    def pending(self, agent: str, stream: int) -> int:
+        """Return the bytes that are queued for an agent or not acknowledged."""
+        with self._lock:
+            peer = self._peers.get(agent)
+            return 0 if peer is None else peer.session.pending(stream)
+
+    def round_trip(self, agent: str) -> float | None:
+        """Return the smoothed round trip to an agent in seconds, or None before the first one."""
+        peer = self._peers.get(agent)
+        return None if peer is None else peer.round_trip
+
+    def deadline(self) -> float | None:
+        """Return the time of the next timer."""
+        with self._lock:
+            times = [peer.next_ping for peer in self._peers.values()]
+            times += [due for peer in self._peers.values() if (due := peer.session.deadline()) is not None]
+            return min(times, default=None)
+
+    def run_timers(self, now: float) -> list[HubEvent]:
+        """Ask silent agents for a sign of life, and return those that have given none for too long."""
+        events: list[HubEvent] = []
+        with self._lock:
+            for agent, peer in self._peers.items():
+                if now >= peer.next_ping:
+                    peer.next_ping = now + _PING_INTERVAL
+                    self._send_frames(peer, [_PING, repr(now).encode()])
+                if peer.reachable and now - peer.last_received > _UNREACHABLE_AFTER:
+                    peer.reachable = False
+                    events.append(Unreachable(agent))
+            self._flush_all(now)
+        return events
+
+    def close(self, linger: float = 0.5) -> None:
+        """Close the link. Messages that were sent get `linger` seconds to leave."""
+        with self._lock:
+            self._socket.close(linger=int(1000 * linger))
+            self._zap.close(linger=0)
+            self._peers.clear()
+        self._context.term()
+
+    def _authenticate(self) -> None:
+        request = self._zap.recv_multipart(zmq.NOBLOCK)
+        # Version, request id, domain, address, identity, mechanism, and for CURVE the client's key.
+        allowed = len(request) == 7 and request[5] == b"CURVE" and request[6] == self._allowed
+        self.refusals += not allowed
+        status = [b"200", b"OK"] if allowed else [b"400", b"unknown key"]
+        self._zap.send_multipart([b"1.0", request[1] if len(request) > 1 else b"", *status, b"", b""])
+
+    def _take(self, connection: bytes, packet: Sequence[memoryview], now: float, events: list[HubEvent]) -> None:
+        if self._bad_packets.get(connection, 0) >= _MAX_BAD_PACKETS:
+            self.dropped += 1
+            return
+        try:
+            if packet and packet[0] == _HELLO:
+                self._greet(connection, packet, now, events)
+                return
+            agent = self._agents[connection]
+            self._receive(agent, self._peers[agent], packet, now, events)
+        # A KeyError for a connection that has not said who it is, or was given up.
+        except (ProtocolError, UnicodeDecodeError, ValueError, LookupError):
+            self.dropped += 1
+            self._bad_packets[connection] = self._bad_packets.get(connection, 0) + 1
+
+    def _greet(self, connection: bytes, packet: Sequence[memoryview], now: float, events: list[HubEvent]) -> None:
+        if len(packet) != 4 or sum(map(len, packet)) > _MAX_HELLO:
+            raise ProtocolError("invalid first packet of an agent")
+        agent, resumes, hello = bytes(packet[1]).decode("ascii"), bytes(packet[2]) == b"1", bytes(packet[3])
+        known = self._peers.get(agent)
+        if agent in self._forgotten or (known is None and resumes):
+            refused = _Peer(connection)
+            self._send_frames(refused, [_REFUSE, b"the notebook has given this host up while it was not reached"])
+            return
+        self._agents[connection] = agent
+        if known is None:
+            self._peers[agent] = _Peer(connection, last_received=now, next_ping=now + _PING_INTERVAL)
+            events.append(Hello(agent, hello))
+            return
+        # The same agent over a new connection. What came over the old one is not read any more.
+        self._agents.pop(known.connection, None)
+        self._agents[connection] = agent
+        known.connection = connection
+        known.session.reconnected(now)
+        if known.accepted:
+            self._send_frames(known, [_ACCEPT])
+        self._alive(agent, known, now, events)
+
+    def _receive(
+        self, agent: str, peer: _Peer, packet: Sequence[memoryview], now: float, events: list[HubEvent]
+    ) -> None:
+        if packet[0] == _PONG and len(packet) == 2:
+            seconds = now - float(bytes(packet[1]))
+            if not 0 <= seconds < 3600:
+                raise ProtocolError("invalid answer to a ping")
+            peer.round_trip = seconds if peer.round_trip is None else 0.8 * peer.round_trip + 0.2 * seconds
+        else:
+            if not peer.accepted:
+                raise ProtocolError("a packet of an agent that was not accepted")
+            events += [Message(agent, stream, frames) for stream, frames in peer.session.receive(packet, now)]
+        self._alive(agent, peer, now, events)
+
+    def _alive(self, agent: str, peer: _Peer, now: float, events: list[HubEvent]) -> None:
+        peer.last_received = now
+        if not peer.reachable:
+            peer.reachable = True
+            events.append(Reachable(agent))
+
+    def _drop(self, agent: str) -> None:
+        peer = self._peers.pop(agent, None)
+        if peer is not None:
+            self._agents.pop(peer.connection, None)
+
+    def _flush_all(self, now: float) -> None:
+        for peer in self._peers.values():
+            self._flush(peer, now)
+
+    def _flush(self, peer: _Peer, now: float) -> None:
+        if peer.accepted:
+            for packet in peer.session.packets(now):
+                self._send_frames(peer, packet)
+
+    def _send_frames(self, peer: _Peer, frames: Sequence[Bytes]) -> None:
+        # A connection that has ended is not known any more. The session sends again over the next one.
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send(peer.connection, zmq.SNDMORE | zmq.NOBLOCK)
+            _send_frames(self._socket, frames)
+
+
+# An agent's end -----------------------------------------------------------------------------------------------------
+
+
+class AgentLink:
+    """Connect to the coordinator at `address` and `port` as the agent `agent_id`, with the description `hello`."""
+
+    def __init__(self, address: str, port: int, keys: LinkKeys, agent_id: str, hello: bytes) -> None:
+        self._endpoint = f"tcp://{address}:{port}"
+        self._keys = keys
+        self._hello = [agent_id.encode("ascii"), hello]
+        self._context = zmq.Context()
+        self._session = Session()
+        self._accepted = False
+        self._connected = False
+        self._pause = _FIRST_PAUSE
+        self._reconnect_at: float | None = None
+        self._connect()
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors to poll. They change with every connection."""
+        if self._reconnect_at is not None:
+            return []
+        return [int(self._socket.getsockopt(zmq.FD)), int(self._monitor.getsockopt(zmq.FD))]
+
+    def has_message(self) -> bool:
+        """Return True if `receive` has something to do now."""
+        return self._reconnect_at is None and (_is_readable(self._socket) or _is_readable(self._monitor))
+
+    def receive(self) -> list[LinkEvent]:
+        """Return what has happened since the last call."""
+        events: list[LinkEvent] = []
+        now = time.monotonic()
+        while self._reconnect_at is None and _is_readable(self._socket):
+            packet = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+            self._receive(packet, now, events)
+        while self._reconnect_at is None and _is_readable(self._monitor):
+            event, _ = _MONITOR_EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
+            if event in _BROKEN:
+                self._disconnect(now)
+                if self._connected:
+                    self._connected = False
+                    events.append(Unreachable())
+        self._flush(now)
+        return events
+
+    def send(self, stream: int, frames: Sequence[Bytes]) -> None:
+        """Send a message, also while the coordinator is not reached."""
+        self._session.send(stream, frames)
+        self._flush(time.monotonic())
+
+    def pending(self, stream: int) -> int:
+        """Return the bytes that are queued or not acknowledged."""
+        return self._session.pending(stream)
+
+    def deadline(self) -> float | None:
+        """Return the time of the next timer."""
+        times = [due for due in (self._reconnect_at, self._session.deadline()) if due is not None]
+        return min(times, default=None)
+
+    def run_timers(self, now: float) -> None:
+        """Connect again when it is time, and send what is due."""
+        if self._reconnect_at is not None and now >= self._reconnect_at:
+            self._connect()
+        self._flush(now)
+
+    def close(self, linger: float = 0.5) -> None:
+        """Close the link. What was sent gets up to `linger` seconds to be acknowledged."""
+        deadline = time.monotonic() + linger
+        while self._connected and self._accepted and (remaining := deadline - time.monotonic()) > 0:
+            if not self.pending(0) and not self.pending(1):
+                break
+            wait_readable(self.filenos(), min(0.05, remaining))
+            self.receive()
+        if self._reconnect_at is None:
+            self._close_socket(linger)
+        self._context.term()
+
+    def _connect(self) -> None:
+        self._reconnect_at = None
+        self._socket = self._context.socket(zmq.DEALER)
+        _set_options(self._socket)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public)
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.client_secret)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, 5_000)
+        self._monitor = self._socket.get_monitor_socket(sum(_BROKEN))
+        self._socket.connect(self._endpoint)
+        agent_id, hello = self._hello
+        try:
+            _send_frames(self._socket, [_HELLO, agent_id, b"1" if self._accepted else b"0", hello])
+        except zmq.Again:  # the connection was refused already
+            self._disconnect(time.monotonic())
+
+    def _disconnect(self, now: float) -> None:
+        self._close_socket(0.0)
+        self._reconnect_at = now + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _close_socket(self, linger: float) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=int(1000 * linger))
+
+    def _receive(self, packet: list[memoryview], now: float, events: list[LinkEvent]) -> None:
+        kind = packet[0]
+        if kind == _PING:
+            self._send([_PONG, *packet[1:2]])
+        elif kind == _ACCEPT:
+            self._pause = _FIRST_PAUSE
+            first, self._accepted, self._connected = not self._accepted, True, True
+            if not first:
+                self._session.reconnected(now)
+            events.append(Accepted() if first else Reachable())
+        elif kind == _REFUSE:
+            reason = bytes(packet[1]).decode(errors="replace") if len(packet) > 1 else "no reason given"
+            events.append(Refused(reason))
+        else:
+            # The peer has proved that it is the coordinator: a malformed packet is a defect, which is not hidden.
+            events += [Message("", stream, frames) for stream, frames in self._session.receive(packet, now)]
+
+    def _flush(self, now: float) -> None:
+        if self._connected:
+            for packet in self._session.packets(now):
+                self._send(packet)
+
+    def _send(self, frames: Sequence[Bytes]) -> None:
+        # zmq.Again: the connection has just ended, which the monitor tells next. The session sends again over the next
+        # one.
+        with contextlib.suppress(zmq.Again):
+            _send_frames(self._socket, frames)
+
+
+_MONITOR_EVENT = struct.Struct("=Hi")  # zmq_socket_monitor(3): the event and its value
+_BROKEN = (
+    zmq.EVENT_DISCONNECTED,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_CLOSED,
+)
+"""Events of libzmq's monitor after which a connection does not work any more."""
+
+
+def source_address(address: str, port: int) -> str:
+    """Return the address of this host from which `address` is reached. Raises `StartError` if there is no route."""
+    # Connecting a UDP socket sends nothing: the system only chooses the route and, with it, the address.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, port))
+        except OSError as error:
+            raise StartError(f"cannot reach {address}: {error.strerror or error}") from error
+        return str(probe.getsockname()[0])
+
+
+def wait_readable(files: Sequence[int], timeout: float) -> None:
+    """Wait until one of the descriptors is readable."""
+    poll = select.poll()
+    for file in files:
+        poll.register(file, select.POLLIN)
+    poll.poll(1000 * timeout)
+
+
+def _set_options(link_socket: zmq.Socket[bytes]) -> None:
+    link_socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
+    link_socket.setsockopt(zmq.HANDSHAKE_IVL, 5_000)
+    link_socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
+    link_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 8_000)
+    link_socket.setsockopt(zmq.HEARTBEAT_TTL, 8_000)
+    link_socket.setsockopt(zmq.TCP_MAXRT, 10_000)
+    # The sessions bound what is on the way; a full queue would drop packets.
+    link_socket.setsockopt(zmq.SNDHWM, 0)
+    link_socket.setsockopt(zmq.LINGER, 0)
+
+
+def _is_readable(link_socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(link_socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _send_frames(link_socket: zmq.Socket[bytes], frames: Sequence[Bytes]) -> None:
+    last = len(frames) - 1
+    for number, frame in enumerate(frames):
+        flags = zmq.NOBLOCK | (zmq.SNDMORE if number < last else 0)
+        link_socket.send(frame, flags, copy=len(frame) < _WITHOUT_COPY)

@@ -1,0 +1,251 @@
+"""Session layer of the link between two hosts: messages that arrive once and in order, also over several connections.
+
+ZeroMQ over TCP loses what is on the way when a connection breaks, without an error. A `Session` is one end of a
+conversation that survives this: it cuts messages into packets, numbers them, keeps them until the peer has acknowledged
+them, and sends them again over the next connection. It opens no socket and reads no clock, so that any loss, repetition
+and reordering can be tested: packets go in and out, and `now` is an argument.
+
+Streams. A message belongs to one of two streams, which have numbers and acknowledgements of their own. Packets of
+stream 0 (messages) go before those of stream 1 (values). A packet has at most `CHUNK` bytes, and no more than `window`
+bytes of a stream are unacknowledged, so that a message never waits behind more than a window of values on the wire.
+
+A packet is a list of frames: a header (`_HEADER`) and the pieces of one message. Every piece but the last one ends a
+frame of the message; flags say whether the last one does, and whether it ends the message. The header acknowledges as
+well. A packet without pieces only acknowledges; it is sent when nothing else was for `_ACKNOWLEDGE_AFTER` seconds, or
+after `_ACKNOWLEDGE_BYTES` bytes.
+
+A packet that is not the next one of its stream is dropped: an earlier one has been acknowledged already, and a later
+one will be sent again with those between, after a reconnect or after `_RESEND_AFTER` seconds without progress.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rankbook.errors import ProtocolError, TransferError
+
+Bytes = bytes | bytearray | memoryview
+Packet = list[Bytes]
+
+STREAMS = 2
+CHUNK = 256 << 10
+"""Bytes in one packet."""
+_WINDOW = 4 << 20
+_MAX_PIECES = 1000
+_MAX_MESSAGE = 1 << 30
+"""Bytes of one message: larger values travel in parts."""
+_MAX_FRAMES = 1 << 20
+_ACKNOWLEDGE_AFTER = 0.02
+_ACKNOWLEDGE_BYTES = 1 << 20
+_RESEND_AFTER = 10.0
+
+# Kind, stream, flags, unused; the packet's number; the next expected numbers of both streams.
+_HEADER = struct.Struct("<BBBxQQQ")
+_DATA, _ACKNOWLEDGE = 1, 2
+_ENDS_FRAME, _ENDS_MESSAGE = 1, 2
+
+
+@dataclass
+class _Outgoing:
+    """Sending side of a stream. `messages` are to be cut into packets, from `piece` of `offset` on."""
+
+    messages: deque[list[memoryview]] = field(default_factory=deque)
+    frame: int = 0
+    offset: int = 0
+    next_number: int = 0
+    queued_bytes: int = 0
+    # Packets that are not acknowledged, oldest first, and how many of them were sent over this connection.
+    packets: deque[tuple[int, int, list[memoryview], int]] = field(default_factory=deque)
+    packet_bytes: int = 0
+    sent: int = 0
+    acknowledged_bytes: int = 0
+
+
+@dataclass
+class _Incoming:
+    """Receiving side of a stream: the next expected number, and the message that has arrived in part."""
+
+    expected: int = 0
+    frames: list[Bytes] = field(default_factory=list)
+    pieces: list[Bytes] = field(default_factory=list)
+    size: int = 0
+
+
+class Session:
+    """One end of a conversation. `window` is the number of unacknowledged bytes per stream.
+
+    Example::
+
+        session = Session()
+        session.send(0, [b"hello"])
+        session.packets(now=0.0)  # one packet
+    """
+
+    def __init__(self, *, window: int = _WINDOW) -> None:
+        self.repeated = 0
+        self.out_of_order = 0
+        self._window = window
+        self._out = [_Outgoing() for _ in range(STREAMS)]
+        self._in = [_Incoming() for _ in range(STREAMS)]
+        self._acknowledge_at: float | None = None
+        self._unacknowledged_bytes = 0
+        self._progress_at = 0.0
+
+    # Sending
+
+    def send(self, stream: int, frames: Sequence[Bytes]) -> None:
+        """Queue a message. The memory of the frames must not change until they are acknowledged.
+
+        Raises `TransferError` for a message that is too large for the peer.
+        """
+        views = [memoryview(frame) for frame in frames]
+        size = sum(map(len, views))
+        if size > _MAX_MESSAGE or len(views) > _MAX_FRAMES:
+            raise TransferError(f"cannot send a message of {size} bytes in {len(views)} frames to another host")
+        out = self._out[stream]
+        out.messages.append(views)
+        out.queued_bytes += size
+
+    def pending(self, stream: int) -> int:
+        """Return the number of bytes that are queued or not acknowledged yet."""
+        return self._out[stream].queued_bytes + self._out[stream].packet_bytes
+
+    def acknowledged(self, stream: int) -> int:
+        """Return the number of bytes that the peer has acknowledged since the beginning."""
+        return self._out[stream].acknowledged_bytes
+
+    def packets(self, now: float) -> list[Packet]:
+        """Return the packets to send now."""
+        if self._resend_due(now):
+            self.reconnected(now)
+        packets: list[Packet] = []
+        for stream, out in enumerate(self._out):
+            # Those of an earlier connection first.
+            while out.sent < len(out.packets):
+                packets.append(self._packet(stream, *out.packets[out.sent][:3]))
+                out.sent += 1
+            while out.messages and out.packet_bytes < self._window:
+                number, flags, pieces = self._cut(out)
+                if not out.packets:
+                    self._progress_at = now
+                size = sum(map(len, pieces))
+                out.packets.append((number, flags, pieces, size))
+                out.packet_bytes += size
+                out.sent += 1
+                packets.append(self._packet(stream, number, flags, pieces))
+        if packets:
+            self._clear_acknowledgement()
+        elif self._acknowledge_at is not None and now >= self._acknowledge_at:
+            self._clear_acknowledgement()
+            packets.append([_HEADER.pack(_ACKNOWLEDGE, 0, 0, 0, *self._expected())])
+        return packets
+
+    def reconnected(self, now: float) -> None:
+        """Send everything again that was not acknowledged: the connection is a new one."""
+        self._progress_at = now
+        for out in self._out:
+            out.sent = 0
+        self._acknowledge_at = now
+
+    def deadline(self) -> float | None:
+        """Return the time at which `packets` has something to send without any event; None without one."""
+        times = [] if self._acknowledge_at is None else [self._acknowledge_at]
+        if any(out.packets for out in self._out):
+            times.append(self._progress_at + _RESEND_AFTER)
+        return min(times, default=None)
+
+    def _cut(self, out: _Outgoing) -> tuple[int, int, list[memoryview]]:
+        """Cut the next packet from the first message: its number, its flags and its pieces."""
+        message = out.messages[0]
+        pieces: list[memoryview] = []
+        size = flags = 0
+        while out.frame < len(message) and size < CHUNK and len(pieces) < _MAX_PIECES:
+            view = message[out.frame]
+            piece = view[out.offset : out.offset + CHUNK - size]
+            pieces.append(piece)
+            size += len(piece)
+            out.offset += len(piece)
+            flags = 0
+            if out.offset == len(view):
+                flags = _ENDS_FRAME
+                out.frame, out.offset = out.frame + 1, 0
+        if out.frame == len(message):
+            flags = _ENDS_FRAME | _ENDS_MESSAGE
+            out.messages.popleft()
+            out.frame = 0
+        out.queued_bytes -= size
+        number = out.next_number
+        out.next_number += 1
+        return number, flags, pieces
+
+    def _packet(self, stream: int, number: int, flags: int, pieces: list[memoryview]) -> Packet:
+        return [_HEADER.pack(_DATA, stream, flags, number, *self._expected()), *pieces]
+
+    def _expected(self) -> list[int]:
+        return [incoming.expected for incoming in self._in]
+
+    def _resend_due(self, now: float) -> bool:
+        return any(out.packets for out in self._out) and now >= self._progress_at + _RESEND_AFTER
+
+    def _clear_acknowledgement(self) -> None:
+        self._acknowledge_at = None
+        self._unacknowledged_bytes = 0
+
+    # Receiving
+
+    def receive(self, packet: Sequence[Bytes], now: float) -> list[tuple[int, list[Bytes]]]:
+        """Handle a packet; return the messages that it completes, with their streams. Raises `ProtocolError`."""
+        if not packet or len(packet[0]) != _HEADER.size:
+            raise ProtocolError("invalid packet: it has no header")
+        kind, stream, flags, number, *acknowledged = _HEADER.unpack(packet[0])
+        pieces = packet[1:]
+        if kind not in (_DATA, _ACKNOWLEDGE) or stream >= STREAMS or flags > (_ENDS_FRAME | _ENDS_MESSAGE):
+            raise ProtocolError(f"invalid packet: kind {kind}, stream {stream}, flags {flags}")
+        if any(count > out.next_number for count, out in zip(acknowledged, self._out, strict=True)):
+            raise ProtocolError("invalid packet: it acknowledges what was not sent")
+        for count, out in zip(acknowledged, self._out, strict=True):
+            self._acknowledged(out, count, now)
+        if kind == _ACKNOWLEDGE:
+            return []
+        return self._take(stream, flags, number, pieces, now)
+
+    def _acknowledged(self, out: _Outgoing, count: int, now: float) -> None:
+        while out.packets and out.packets[0][0] < count:
+            size = out.packets.popleft()[3]
+            out.packet_bytes -= size
+            out.acknowledged_bytes += size
+            out.sent = max(0, out.sent - 1)
+            self._progress_at = now
+
+    def _take(
+        self, stream: int, flags: int, number: int, pieces: Sequence[Bytes], now: float
+    ) -> list[tuple[int, list[Bytes]]]:
+        incoming = self._in[stream]
+        size = sum(map(len, pieces))
+        self._unacknowledged_bytes += size
+        late = 0.0 if self._unacknowledged_bytes >= _ACKNOWLEDGE_BYTES else _ACKNOWLEDGE_AFTER
+        self._acknowledge_at = min(self._acknowledge_at or now + late, now + late)
+        if number != incoming.expected:
+            # The peer has not received an acknowledgement, or one of its packets was lost.
+            if number < incoming.expected:
+                self.repeated += 1
+            else:
+                self.out_of_order += 1
+            return []
+        if not pieces or size > CHUNK or incoming.size + size > _MAX_MESSAGE or len(incoming.frames) > _MAX_FRAMES:
+            raise ProtocolError(f"invalid packet: {size} bytes in {len(pieces)} pieces")
+        incoming.expected += 1
+        incoming.size += size
+        for position, piece in enumerate(pieces):
+            incoming.pieces.append(piece)
+            if position < len(pieces) - 1 or flags & _ENDS_FRAME:
+                whole = incoming.pieces[0] if len(incoming.pieces) == 1 else b"".join(incoming.pieces)
+                incoming.frames.append(whole)
+                incoming.pieces = []
+        if not flags & _ENDS_MESSAGE:
+            return []
+        frames, incoming.frames, incoming.pieces, incoming.size = incoming.frames, [], [], 0
+        return [(stream, frames)]

@@ -1,0 +1,277 @@
+"""Test the link between hosts with real sockets: strangers, malformed packets, and connections that break."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import socket
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import zmq
+
+from rankbook.errors import InvalidArgument, StartError
+from rankbook.transport import agent_link
+from rankbook.transport.agent_link import (
+    Accepted,
+    AgentHub,
+    AgentLink,
+    Hello,
+    LinkKeys,
+    Message,
+    Reachable,
+    Refused,
+    Unreachable,
+    make_keys,
+    source_address,
+    wait_readable,
+)
+from tests.transport.tcp_proxy import Proxy
+
+pytestmark = pytest.mark.timeout(120)
+
+LOOPBACK = "127.0.0.1"
+KEYS, SERVER_SECRET = make_keys()
+
+
+class Pair:
+    """A hub with its links, which `until` polls in turn."""
+
+    def __init__(self, hub: AgentHub) -> None:
+        self.hub = hub
+        self.links: list[AgentLink] = []
+        self.at_hub: list = []
+        self.at_link: dict[int, list] = {}
+        self.refuse = ""
+
+    def connect(self, *, port: int = 0, keys: LinkKeys = KEYS, name: str = "") -> AgentLink:
+        link = AgentLink(LOOPBACK, port or self.hub.port, keys, name or f"agent-{len(self.links)}", b"hello")
+        self.links.append(link)
+        return link
+
+    def poll(self) -> None:
+        ends = [self.hub, *self.links]
+        if not any(end.has_message() for end in ends):
+            wait_readable([file for end in ends for file in end.filenos()], 0.01)
+        for event in [*self.hub.receive(), *self.hub.run_timers(time.monotonic())]:
+            self.at_hub.append(event)
+            if isinstance(event, Hello):
+                if self.refuse:
+                    self.hub.refuse(event.agent, self.refuse)
+                else:
+                    self.hub.accept(event.agent)
+        for link in self.links:
+            self.at_link.setdefault(id(link), []).extend(link.receive())
+            link.run_timers(time.monotonic())
+
+    def until(self, condition, *, timeout: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert time.monotonic() < deadline, (self.at_hub[-5:], self.at_link)
+            self.poll()
+
+    def seen(self, link: AgentLink, kind: type) -> list:
+        return [event for event in self.at_link.get(id(link), []) if isinstance(event, kind)]
+
+    def texts(self, events) -> list[bytes]:
+        return [bytes(event.frames[0]) for event in events if isinstance(event, Message)]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair(AgentHub(LOOPBACK, 0, KEYS, SERVER_SECRET))
+    yield made
+    for link in made.links:
+        link.close(0.0)
+    made.hub.close(0.0)
+
+
+@pytest.fixture
+def proxy(pair: Pair) -> Iterator[Proxy]:
+    made = Proxy(pair.hub.port)
+    yield made
+    made.close()
+
+
+def test_messages_go_both_ways(pair):
+    link = pair.connect()
+    pair.until(lambda: pair.seen(link, Accepted))
+    assert pair.at_hub[0] == Hello("agent-0", b"hello")
+    link.send(0, [b"up", b"x" * 100_000])
+    pair.hub.send("agent-0", 1, [b"down"])
+    pair.until(lambda: pair.texts(pair.at_hub) and pair.seen(link, Message))
+    (up,) = [event for event in pair.at_hub if isinstance(event, Message)]
+    assert (up.agent, up.stream, bytes(up.frames[1])) == ("agent-0", 0, b"x" * 100_000)
+    assert pair.texts(pair.seen(link, Message)) == [b"down"]
+    pair.until(lambda: pair.hub.round_trip("agent-0") is not None and not link.pending(0))
+    assert pair.hub.dropped == pair.hub.refusals == 0
+
+
+def test_a_refused_agent_gets_the_reason(pair):
+    pair.refuse = "another version"
+    link = pair.connect()
+    pair.until(lambda: pair.seen(link, Refused))
+    assert pair.seen(link, Refused) == [Refused("another version")]
+
+
+@pytest.mark.parametrize("fault", ["no key", "wrong server key", "unknown client key"])
+def test_strangers_are_kept_out(pair, fault):
+    other, _ = make_keys()
+    member = pair.connect(name="member")
+    pair.until(lambda: pair.seen(member, Accepted))
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.linger = 0
+    if fault != "no key":
+        stranger.curve_serverkey = other.server_public if fault == "wrong server key" else KEYS.server_public
+        stranger.curve_publickey, stranger.curve_secretkey = other.client_public, other.client_secret
+    failures = stranger.get_monitor_socket(
+        zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    )
+    stranger.connect(f"tcp://{LOOPBACK}:{pair.hub.port}")
+    stranger.send_multipart([b"RBAGENT1", b"stranger", b"0", b"hello"])
+    before = len(pair.at_hub)
+    pair.until(lambda: failures.poll(0))
+    assert pair.at_hub[before:] == [] and pair.texts(pair.at_hub) == []
+    assert pair.hub.refusals == (fault == "unknown client key")
+    member.send(0, [b"still here"])
+    pair.until(lambda: pair.texts(pair.at_hub) == [b"still here"])
+    stranger.disable_monitor()
+    context.destroy(linger=0)
+
+
+def test_random_bytes_before_the_handshake_disturb_nobody(pair):
+    member = pair.connect(name="member")
+    pair.until(lambda: pair.seen(member, Accepted))
+    generator = random.Random(1)
+    for _ in range(50):
+        with socket.create_connection((LOOPBACK, pair.hub.port)) as stranger:
+            stranger.settimeout(1.0)
+            with contextlib.suppress(OSError):  # the hub has closed the connection
+                stranger.sendall(generator.randbytes(generator.choice((1, 64, 5000, 100_000))))
+        pair.poll()
+    member.send(0, [b"still here"])
+    pair.until(lambda: pair.texts(pair.at_hub) == [b"still here"])
+
+
+def test_random_frames_of_a_member_are_dropped_and_counted_and_memory_comes_back(pair):
+    member = pair.connect(name="member")
+    pair.until(lambda: pair.seen(member, Accepted))
+    generator = random.Random(2)
+
+    def flood(count: int) -> None:
+        hostile = raw_member(context, pair.hub.port)
+        for number in range(count):
+            frames = [generator.randbytes(generator.randint(0, 60)) for _ in range(generator.randint(1, 4))]
+            if number == 0:
+                frames = [b"RBAGENT1", b"hostile", b"0", b"hello"]
+            hostile.send_multipart(frames)
+            if number % 100 == 0:
+                pair.poll()
+        target = pair.hub.dropped
+        pair.until(lambda: not pair.hub.has_message() or pair.hub.dropped > target + count)
+        hostile.close(linger=0)
+
+    context = zmq.Context()
+    flood(2_000)
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    flood(100_000)
+    pair.until(lambda: pair.hub.dropped > 90_000)
+    gc.collect()
+    assert psutil.Process().memory_info().rss < 1.1 * before
+    member.send(0, [b"still here"])
+    pair.until(lambda: pair.texts(pair.at_hub) == [b"still here"])
+    context.destroy(linger=0)
+
+
+def test_a_frame_beyond_the_limit_ends_only_its_connection(pair):
+    member = pair.connect(name="member")
+    pair.until(lambda: pair.seen(member, Accepted))
+    context = zmq.Context()
+    hostile = raw_member(context, pair.hub.port)
+    gone = hostile.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    hostile.send_multipart([b"RBAGENT1", b"hostile", b"0", bytes(8 << 20)])
+    pair.until(lambda: gone.poll(0))
+    member.send(0, [b"still here"])
+    pair.until(lambda: pair.texts(pair.at_hub) == [b"still here"])
+    hostile.disable_monitor()
+    context.destroy(linger=0)
+
+
+def test_a_cut_in_the_middle_of_a_transfer_loses_and_repeats_nothing(pair, proxy):
+    link = pair.connect(port=proxy.port)
+    pair.until(lambda: pair.seen(link, Accepted))
+    parts = [random.Random(number).randbytes(1 << 20) for number in range(60)]
+    for number, part in enumerate(parts):
+        link.send(1, [part])
+        link.send(0, [b"up %d" % number])
+        pair.hub.send("agent-0", 0, [b"down %d" % number])
+    for _ in range(3):
+        count = len(pair.texts(pair.at_hub))
+        pair.until(lambda count=count: len(pair.texts(pair.at_hub)) > count + 5)
+        proxy.cut()
+        pair.until(lambda: isinstance(pair.at_link[id(link)][-1], Unreachable))
+        proxy.accepting = True
+        pair.until(lambda: not link.deadline() or link.filenos())
+    pair.until(lambda: not link.pending(0) and not link.pending(1) and not pair.hub.pending("agent-0", 0))
+    received = [event for event in pair.at_hub if isinstance(event, Message)]
+    assert [bytes(event.frames[0]) for event in received if event.stream == 1] == parts
+    assert [bytes(event.frames[0]) for event in received if event.stream == 0] == [b"up %d" % n for n in range(60)]
+    assert pair.texts(pair.seen(link, Message)) == [b"down %d" % number for number in range(60)]
+    assert pair.seen(link, Reachable)
+
+
+def test_a_connection_that_delivers_nothing_is_noticed_and_recovers(pair, proxy, monkeypatch):
+    monkeypatch.setattr(agent_link, "_UNREACHABLE_AFTER", 1.0)
+    link = pair.connect(port=proxy.port)
+    pair.until(lambda: pair.seen(link, Accepted))
+    proxy.forwarding = False
+    pair.until(lambda: Unreachable("agent-0") in pair.at_hub)
+    pair.hub.send("agent-0", 0, [b"later"])
+    proxy.forwarding = True
+    pair.until(lambda: pair.texts(pair.seen(link, Message)) == [b"later"] and Reachable("agent-0") in pair.at_hub)
+
+
+def test_an_agent_that_was_given_up_is_refused_when_it_returns(pair, proxy):
+    link = pair.connect(port=proxy.port)
+    pair.until(lambda: pair.seen(link, Accepted))
+    pair.hub.forget("agent-0")
+    proxy.cut()
+    pair.until(lambda: pair.seen(link, Unreachable))
+    proxy.accepting = True
+    pair.until(lambda: pair.seen(link, Refused))
+    assert "given this host up" in pair.seen(link, Refused)[0].reason
+
+
+def test_a_hub_that_was_busy_takes_no_agent_for_silent(pair, monkeypatch):
+    link = pair.connect()
+    pair.until(lambda: pair.seen(link, Accepted))
+    clock = time.monotonic
+    monkeypatch.setattr(agent_link.time, "monotonic", lambda: clock() + 60.0)
+    pair.poll()
+    pair.poll()
+    assert Unreachable("agent-0") not in pair.at_hub
+
+
+def test_keys_are_in_no_repr_and_every_address_is_refused():
+    assert KEYS.client_secret.decode() not in repr(KEYS)
+    for address in ("*", "0.0.0.0", ""):
+        with pytest.raises(InvalidArgument, match="expected the address of one interface"):
+            AgentHub(address, 0, KEYS, SERVER_SECRET)
+    with pytest.raises(StartError, match="cannot listen at"):
+        AgentHub("192.0.2.1", 0, KEYS, SERVER_SECRET)
+    assert source_address(LOOPBACK, 9) == LOOPBACK
+
+
+def raw_member(context: zmq.Context, port: int) -> zmq.Socket:
+    """Return a socket with the keys of a member, which sends whatever it likes."""
+    made = context.socket(zmq.DEALER)
+    made.curve_serverkey = KEYS.server_public
+    made.curve_publickey, made.curve_secretkey = KEYS.client_public, KEYS.client_secret
+    made.sndhwm = 0
+    made.connect(f"tcp://{LOOPBACK}:{port}")
+    return made
