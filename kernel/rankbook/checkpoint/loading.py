@@ -24,6 +24,7 @@ import io
 import logging
 import os
 import pkgutil
+import platform
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +49,7 @@ from rankbook.checkpoint.format.torch_zip import is_plain, zip_is_intact
 from rankbook.checkpoint.local_state import LoadRequest, LocalTensor, request_everything
 from rankbook.checkpoint.planning.load_plan import CAST_HINT, ChunkRead, ReadPlan, plan_read
 from rankbook.checkpoint.storage import steps
-from rankbook.checkpoint.storage.base import ASIDE, Storage, read_all, read_range
+from rankbook.checkpoint.storage.base import ASIDE, SHARED_FOLDER, Storage, read_all, read_range, sees_file
 from rankbook.checkpoint.storage.local import Folder, storage_of
 from rankbook.errors import CheckpointError, InvalidArgument
 from rankbook.formatting import truncate_list
@@ -300,6 +301,10 @@ class Loader:
 
     def plan(self) -> Request:
         """Plan this rank's reads and return the summary for rank 0."""
+        if not sees_file(self._checkpoint.storage, self._checkpoint.path(0) if self._checkpoint.manifest.files else ""):
+            raise CheckpointError(
+                f"rank {self._ranks.rank} on {platform.node()} does not see {self._checkpoint}: {SHARED_FOLDER}"
+            )
         self._request = self._make_request()
         stored = self._checkpoint.manifest
         self._read_plan = plan_read(

@@ -77,6 +77,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -118,8 +119,9 @@ from rankbook.checkpoint.local_state import LocalState, local_state_of
 from rankbook.checkpoint.planning.local_plan import LocalPlan
 from rankbook.checkpoint.planning.save_plan import Assignment, PlanCache, SavePlan, plan_save
 from rankbook.checkpoint.progress import SaveProgress
+from rankbook.checkpoint.storage.base import SHARED_FOLDER, sees_file
 from rankbook.checkpoint.storage.local import Folder, storage_of
-from rankbook.checkpoint.storage.steps import CheckpointLocation, RetentionPolicy, check_int
+from rankbook.checkpoint.storage.steps import OWNER, CheckpointLocation, RetentionPolicy, check_int
 from rankbook.errors import CheckpointError, InvalidArgument
 from rankbook.protocol.telemetry import CheckpointSave
 
@@ -148,13 +150,15 @@ Signature = tuple[str, str]
 class WriteTask(NamedTuple):
     """Work that rank 0 has planned for one rank.
 
-    The `partial` folder is where the rank writes; `name` and `step` identify the finished checkpoint.
+    The `partial` folder is where the rank writes; `name` and `step` identify the finished checkpoint. `host` is
+    the name of rank 0's host, which has claimed the folder.
     """
 
     assignment: Assignment
     partial: str
     name: str
     step: int | None
+    host: str
 
 
 @dataclass
@@ -246,13 +250,18 @@ class Writer:
         # After planning: shards that do not fit together must not touch the folder.
         partial = self._location.begin()
         name, step = self._location.display_name, self._location.step
-        return [WriteTask(plan.of_rank(rank), partial, name, step) for rank in range(len(parts))]
+        return [WriteTask(plan.of_rank(rank), partial, name, step, platform.node()) for rank in range(len(parts))]
 
     def write(self, task: WriteTask) -> WrittenFile:
         """Write this rank's file and return the positions and checksums in it. Raises OSError."""
         progress, assignment = self._progress, task.assignment
         # The step number is chosen by rank 0, so the other ranks know it only now.
         self._partial, progress.name, progress.step = task.partial, task.name, task.step
+        if not sees_file(self._location.storage, task.partial + OWNER):
+            raise CheckpointError(
+                f"rank {self._rank} on {platform.node()} does not see {self._location.folder}/{task.partial}, which"
+                f" rank 0 on {task.host} has created: {SHARED_FOLDER}"
+            )
         progress.total = sum(self._contents.tensors[number].nbytes for number in assignment.tensors)
         progress.enter("writing")
         progress.check()

@@ -8,7 +8,9 @@ and use "/". Every error is an OSError that names the path.
 from __future__ import annotations
 
 import errno
+import os
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
@@ -154,6 +156,27 @@ def read_range(storage: Storage, path: str, start: int, length: int) -> bytearra
             break
         step = min(step * 4, 64 * 1024 * 1024)
     return data
+
+
+SHARED_FOLDER = "all hosts must see the same folder; use one on a shared file system, or a URL"
+"""What to do when a rank does not see the files of another host."""
+_VISIBLE_AFTER = 5.0
+"""Seconds after which a network file system shows a file that another host has created."""
+
+
+def sees_file(storage: Storage, path: str) -> bool:
+    """Return True if the file `path` is visible on this host. Always True if all ranks are on one host."""
+    # torchrun's variable, which other launchers set too.
+    hosts = os.environ.get("GROUP_WORLD_SIZE", "")
+    if not path or not hosts.isdecimal() or int(hosts) < 2:
+        return True
+    folder, _, name = path.rpartition("/")
+    deadline = time.monotonic() + _VISIBLE_AFTER
+    while name not in storage.list(folder):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def check_path(path: str) -> str:
