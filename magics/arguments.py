@@ -135,6 +135,23 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
         metavar="S",
         help="keep the ranks for S seconds (default: 600) after the kernel ends, for attach",
     )
+    start.add_argument("--timeout", type=_seconds, metavar="S", help="seconds until the start is given up")
+    start.add_argument(
+        "--launcher", choices=("env",), help="start ranks on other hosts: env prints the agents' command"
+    )
+    start.add_argument("--address", metavar="A", help="with --launcher: address of this host to listen at")
+    start.add_argument("--port", type=int, default=0, metavar="P", help="with --launcher: port (default: a free one)")
+    start.add_argument("--home", type=int, default=0, metavar="N", help="with --launcher: ranks on this host")
+    start.add_argument(
+        "--lost-after",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="with --launcher: seconds after which a host that cannot be reached is lost (default: 60)",
+    )
+    start.add_argument(
+        "--env", action="append", default=[], metavar="NAME", help="with --launcher: variable that the ranks inherit"
+    )
     attach = add("attach", "attach to the ranks that an earlier kernel has left (start --keep)")
     attach.add_argument("key", nargs="?", metavar="KEY", help="key of the kept ranks, if there are several sets")
     add("status", "show the state of every rank and the cell that it runs")
@@ -144,6 +161,7 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
     heal = add("heal", "replace dead ranks by new ones, with the variables of a healthy rank")
     heal.add_argument("ranks", nargs="?", metavar="RANKS", help="ranks to replace (default: all dead ranks)")
     heal.add_argument("--empty", action="store_true", help="do not copy variables")
+    heal.add_argument("--timeout", type=_seconds, metavar="S", help="seconds until the attempt is given up")
     restart = add("restart", "restart ranks with empty namespaces")
     restart.add_argument("ranks", nargs="?", metavar="RANKS", help=selection)
     add("stop", "stop the ranks")

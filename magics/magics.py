@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class, no_var_expand
 from IPython.display import display
 
 from rankbook.coordinator import default_cluster
-from rankbook.coordinator.cluster import Cluster, RankStatus
+from rankbook.coordinator.cluster import START_TIMEOUT, Cluster, RankStatus
 from rankbook.coordinator.deferred_interrupts import deferred_interrupts, set_ending_check
 from rankbook.coordinator.liveness import RESTART_ADVICE_AFTER, restart_advice
 from rankbook.coordinator.running_cell import RunningCell, Sink
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
     from rankbook.magics.output_panel import Panel
 CELL_MAGICS = ("distributed", "local")
+HOSTS_TIMEOUT = 600.0
+"""Seconds that `start --launcher` waits for agents by default: a user or a job scheduler starts them."""
 _CALLER_DEPTH = 2 + MAGIC_WRAPPER_FRAMES
 """Stack frames from IPython's expansion of `$name` and `{name}` to the frame whose variables it uses."""
 
@@ -195,7 +197,7 @@ class DistributedMagics(Magics):
         if running is not None:
             self._report_detached()
             return running
-        return self._start(None, None)
+        return self._start()
 
     def _report_detached(self) -> None:
         """Report once which kept ranks can be attached."""
@@ -203,12 +205,12 @@ class DistributedMagics(Magics):
             self._print(text)
         self._detached_reported = True
 
-    def _start(self, n: int | None, backend: str | None, keep: float | None = None) -> Cluster:
+    def _start(self, n: int | None = None, **options: Any) -> Cluster:  # noqa: ANN401 - those of `default_cluster.start`
         running = None if default_cluster.is_starting() else default_cluster.default_or_none()
         # With no cluster running, a new start reports again: ranks may have been kept since the last report.
         self._detached_reported = self._detached_reported and running is not None
         self._report_detached()
-        cluster = default_cluster.start(n, backend=backend, keep=keep or False)
+        cluster = default_cluster.start(n, **options)
         state = "already running" if running is cluster else "ready"
         verb = "is" if cluster.world_size == 1 else "are"
         self._print(
@@ -224,7 +226,19 @@ class DistributedMagics(Magics):
 
     # One method per command, found by its name in `_COMMANDS`.
     def _command_start(self, command: argparse.Namespace) -> None:
-        self._start(command.n, command.backend, command.keep)
+        self._start(
+            command.n,
+            backend=command.backend,
+            keep=command.keep or False,
+            # Other hosts are started by hand or by a job scheduler, which takes longer.
+            timeout=command.timeout or (HOSTS_TIMEOUT if command.launcher else START_TIMEOUT),
+            launcher=command.launcher,
+            address=command.address,
+            port=command.port,
+            home=command.home,
+            lost_after=command.lost_after,
+            env=command.env,
+        )
 
     def _command_attach(self, command: argparse.Namespace) -> None:
         sink = sink_for(self._shell)
@@ -248,11 +262,17 @@ class DistributedMagics(Magics):
             if text := reports.describe_kept():
                 self._print(text)
             return
+        hosts = running.hosts()
         rows = [
-            (str(status.rank), status.state, status.device, str(status.pid or ""), status.cell or "", _note_of(status))
+            (
+                *(str(status.rank), status.state, status.device, *([status.host or "this host"] if hosts else [])),
+                *(str(status.pid or ""), status.cell or "", _note_of(status)),
+            )
             for status in running.status()
         ]
-        self._show(table(("rank", "state", "device", "pid", "cell", "note"), rows))
+        self._show(table(("rank", "state", "device", *(["host"] if hosts else []), "pid", "cell", "note"), rows))
+        for host in hosts:
+            self._print(reports.describe_host(host))
         for cell in running.cells():
             if cell.started is None:
                 self._print(_queued_message(cell, cell.waiting_behind).rstrip())
@@ -267,7 +287,8 @@ class DistributedMagics(Magics):
         self._print(f"{name_ranks(restarted)} restarted with an empty namespace; {cluster.describe_group()}")
 
     def _command_heal(self, command: argparse.Namespace) -> None:
-        healed = default_cluster.current().heal(command.ranks, empty=command.empty)
+        cluster = default_cluster.current()
+        healed = cluster.heal(command.ranks, empty=command.empty, timeout=command.timeout or START_TIMEOUT)
         self._print(str(healed) if healed is not None else "no rank is dead, and none is empty since a restart")
 
     def _command_stop(self, _command: argparse.Namespace) -> None:

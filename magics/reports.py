@@ -11,6 +11,7 @@ from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.evaluate import Peeked
 from rankbook.errors import InvalidArgument
 from rankbook.formatting import format_bytes, plural, suggest
+from rankbook.launch.hosts import HostStatus
 from rankbook.launch.registry import find_detached
 from rankbook.package_folders import is_users, shorten_library_path
 from rankbook.protocol.messages import Frame, Stack
@@ -148,6 +149,19 @@ def describe_keeping(cluster: Cluster) -> str:
     minutes, rest = divmod(cluster.keep, 60)
     period = f"{minutes:g} minute{'' if minutes == 1 else 's'}" if minutes and not rest else f"{cluster.keep:g} s"
     return f"\nif the kernel ends, the ranks stay for {period}; %distributed attach connects to them again"
+
+
+def describe_host(host: HostStatus) -> str:
+    """Return the line of a host: slots, ranks, round trip, dropped messages, and since when it is not reachable."""
+    if host.lost:
+        state = f"lost ({host.lost.removeprefix('was lost: ')})"
+    elif host.unreachable is not None:
+        state = f"not reachable for {host.unreachable:.0f} s"
+    else:
+        state = "reachable" if host.round_trip is None else f"round trip {1e3 * host.round_trip:.1f} ms"
+    ranks = name_ranks(host.ranks) if host.ranks else "no rank"
+    dropped = f", {plural(host.dropped, 'message')} dropped" if host.dropped else ""
+    return f"host {host.name}: {plural(host.slots, 'slot')}, {ranks}, {state}{dropped}"
 
 
 def describe_attached(cluster: Cluster) -> str:

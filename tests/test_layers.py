@@ -25,6 +25,11 @@ NEVER_IMPORTS = [
     # No chain of imports, however long, leads from one folder to the other.
     ("coordinator", "rank"),  # they share the protocol and meet on the wire
     ("launch", "rank"),  # it starts `python -m rankbook.rank.forkserver` by name
+    ("agent", "rank"),
+    ("agent", "coordinator"),
+    ("coordinator", "agent"),  # a user or a scheduler starts `python -m rankbook.agent`
+    ("launch", "agent"),
+    ("rank", "agent"),
     ("magics", "rank"),
     ("widgets", "coordinator"),
     ("rank", "coordinator"),

@@ -14,6 +14,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rankbook.magics import arguments
 from rankbook.magics.magics import DistributedMagics
 
@@ -79,6 +81,7 @@ def surface() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.processes  # the imports of some packages look for libraries with ldconfig
 def test_public_surface_is_the_recorded_one():
     assert json.loads(json.dumps(surface())) == json.loads(RECORD.read_text())
 

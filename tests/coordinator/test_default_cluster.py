@@ -15,7 +15,7 @@ class FakeCluster:
 
     made: list[FakeCluster]
 
-    def __init__(self, n, *, backend, timeout, keep):  # noqa: ARG002 - as the real one
+    def __init__(self, n, *, backend, timeout, keep, hosts=None):  # noqa: ARG002 - as the real one
         threading.Event().wait(0.05)
         self.world_size = n or 2
         self.backend = backend or "gloo"

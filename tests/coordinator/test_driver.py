@@ -21,6 +21,7 @@ from rankbook.coordinator.running_cell import CellEnded, InputQuestion, RunningC
 from rankbook.coordinator.state_machine import ClusterState, RankState
 from rankbook.errors import StartError
 from rankbook.output.merger import OutputMerger, Stream
+from rankbook.process_identity import ProcessInfo, process_info
 from rankbook.protocol.comm import CommFromRank
 from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
 from rankbook.protocol.messages import (
@@ -87,6 +88,9 @@ class RecordingLauncher:
     def fileno(self) -> int:
         return self._pipe[0]
 
+    def process_info(self, rank: int, pid: int | None) -> ProcessInfo | None:  # noqa: ARG002 - the Protocol's
+        return process_info(pid)
+
     def fork(self, request: ForkRank) -> None:
         if self.failure is not None:
             raise self.failure
@@ -128,6 +132,7 @@ def request(rank: int, incarnation: int, downlink: str) -> ForkRank:
         rank=rank,
         incarnation=incarnation,
         world_size=2,
+        local_rank=rank,
         backend="gloo",
         device="cpu",
         threads=1,

@@ -29,9 +29,9 @@ from rankbook.coordinator import cluster_processes as _processes
 from rankbook.launch.environment import DeviceAssignment as _Assignment
 _processes.assign_devices = lambda n, *_, **__: _Assignment(('cuda:0',) * (n or 2), 'cpu:gloo,cuda:nccl', 1)
 _environment = _processes.rank_environment
-def _of_rank(base, *, rank, **options):
-    own = {'NCCL_HOSTID': f'rank-{rank}'} if HOSTS else {}
-    return {**_environment(base, rank=rank, **options), 'NCCL_SOCKET_IFNAME': 'lo', 'NCCL_NET': 'Socket',
+def _of_rank(base, place, **options):
+    own = {'NCCL_HOSTID': f'rank-{place["RANK"]}'} if HOSTS else {}
+    return {**_environment(base, place, **options), 'NCCL_SOCKET_IFNAME': 'lo', 'NCCL_NET': 'Socket',
             'NCCL_IB_DISABLE': '1', 'NCCL_P2P_DISABLE': '1', 'NCCL_SHM_DISABLE': '1', 'NCCL_NVLS_ENABLE': '0', **own}
 _processes.rank_environment = _of_rank
 """

@@ -12,6 +12,20 @@ from rankbook.magics.arguments import COMMANDS, complete, help_text, is_peek, pa
 
 CELL_OPTIONS = ("--ranks", "--background", "--out", "--timeout", "--time", "--profile", "--quiet", "--view")
 
+START = {
+    "n": None,
+    "backend": None,
+    "keep": None,
+    "timeout": None,
+    "launcher": None,
+    "address": None,
+    "port": 0,
+    "home": 0,
+    "lost_after": 60.0,
+    "env": [],
+}
+START_OPTIONS = "-n, --backend, --keep, --timeout, --launcher, --address, --port, --home, --lost-after, --env"
+
 
 def reported(parse, line: str) -> str:
     """The one line that `line` is answered with."""
@@ -93,15 +107,15 @@ def test_a_quote_that_is_not_closed_is_one_line():
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("start", {"n": None, "backend": None, "keep": None}),
-        ("start -n 4", {"n": 4, "backend": None, "keep": None}),
-        ("start -n4 --backend cpu:gloo,cuda:nccl", {"n": 4, "backend": "cpu:gloo,cuda:nccl", "keep": None}),
-        ("start --keep", {"n": None, "backend": None, "keep": 600.0}),
-        ("start --keep -n 2", {"n": 2, "backend": None, "keep": 600.0}),
-        ("start --keep 3.5", {"n": None, "backend": None, "keep": 3.5}),
+        ("start", {**START, "n": None, "backend": None, "keep": None}),
+        ("start -n 4", {**START, "n": 4, "backend": None, "keep": None}),
+        ("start -n4 --backend cpu:gloo,cuda:nccl", {**START, "n": 4, "backend": "cpu:gloo,cuda:nccl", "keep": None}),
+        ("start --keep", {**START, "n": None, "backend": None, "keep": 600.0}),
+        ("start --keep -n 2", {**START, "n": 2, "backend": None, "keep": 600.0}),
+        ("start --keep 3.5", {**START, "n": None, "backend": None, "keep": 3.5}),
         ("attach", {"key": None}),
         ("attach 12-1", {"key": "12-1"}),
-        ("start --ranks 4", {"n": 4, "backend": None, "keep": None}),
+        ("start --ranks 4", {**START, "n": 4, "backend": None, "keep": None}),
         ("status", {}),
         ("interrupt", {"ranks": None}),
         ("interrupt 0,2-3", {"ranks": "0,2-3"}),
@@ -160,9 +174,9 @@ def test_option_without_a_near_match_gets_no_suggestion(line):
 @pytest.mark.parametrize(
     ("line", "valid"),
     [
-        ("start --foo", "-n, --backend, --keep"),
-        ("start 4", "-n, --backend, --keep"),
-        ("start -n many", "-n, --backend, --keep"),
+        ("start --foo", START_OPTIONS),
+        ("start 4", START_OPTIONS),
+        ("start -n many", START_OPTIONS),
         ("status now", "none"),
         ("restart 0 1", "RANKS"),
         ("peek", "EXPR, --ranks, --timeout"),
@@ -267,7 +281,7 @@ def test_options_are_completed_that_the_line_does_not_have_yet():
 
 def test_rank_selections_are_completed_behind_the_last_comma():
     assert completions("%distributed interrupt ") == ["all", "main", "0", "1", "2", "3"]
-    assert completions("%distributed heal ") == ["all", "main", "0", "1", "2", "3", "--empty"]
+    assert completions("%distributed heal ") == ["all", "main", "0", "1", "2", "3", "--empty", "--timeout"]
     assert completions("%%distributed --ranks ") == ["all", "main", "0", "1", "2", "3"]
     assert completions("%%distributed -r 0,2,", ranks=12)[:3] == ["0,2,1", "0,2,3", "0,2,4"]
     assert completions("%%distributed --ranks ", ranks=0) == ["all", "main"]

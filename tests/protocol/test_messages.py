@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rankbook.errors import ProtocolError
-from rankbook.protocol import messages
+from rankbook.protocol import agents, messages
 from rankbook.protocol.base import PROTOCOL_VERSION
 from rankbook.protocol.queries import QueryReply, QueryRequest
 
@@ -31,20 +31,25 @@ def test_an_unknown_type_an_unknown_field_and_the_wrong_direction_are_protocol_e
             messages.decode_to_rank(data)
 
 
+DIRECTIONS = (
+    *(messages.ToRank, messages.FromRank),
+    *(messages.ToForkserver, messages.FromForkserver),
+    *(agents.ToAgent, agents.FromAgent),
+)
+
+
 def test_every_message_belongs_to_a_direction():
-    directions = (messages.ToRank, messages.FromRank, messages.ToForkserver, messages.FromForkserver)
-    known = {kind for union in directions for kind in union.__args__}
+    known = {kind for union in DIRECTIONS for kind in union.__args__}
     kinds = set(messages.Message.__subclasses__()) - {QueryRequest, QueryReply}
     assert known == kinds | {*QueryRequest.__subclasses__(), *QueryReply.__subclasses__()}
 
 
-WIRE = (4, "39907633555582dd")
+WIRE = (4, "96f5e75e968928cc")
 """The protocol's version, and a digest of the messages and their fields that it stands for."""
 
 
 def test_a_changed_message_has_a_new_protocol_version():
-    directions = (messages.ToRank, messages.FromRank, messages.ToForkserver, messages.FromForkserver)
-    kinds = [kind for union in directions for kind in union.__args__]
+    kinds = [kind for union in DIRECTIONS for kind in union.__args__]
     _, components = msgspec.json.schema_components(kinds)
     for component in components.values():
         component.pop("description", None)

@@ -109,6 +109,7 @@ class Home:
             "rank": rank,
             "incarnation": incarnation,
             "world_size": 1,
+            "local_rank": rank,
             "backend": "gloo",
             "device": "cpu",
             "threads": 1,

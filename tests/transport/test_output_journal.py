@@ -6,8 +6,9 @@ import os
 
 import pytest
 
+from rankbook.protocol.forkserver import JournalTail
 from rankbook.transport import output_journal
-from rankbook.transport.output_journal import JournalTail, OutputJournal, journal_path, read_journal
+from rankbook.transport.output_journal import OutputJournal, journal_path, read_journal
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "splice"), reason="the system does not move what is in a pipe to a file"

@@ -32,6 +32,7 @@ from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for_cell
 from rankbook.errors import CellError, CellTimeout, ClusterStopped, InvalidArgument, RankLostError
 from rankbook.formatting import plural
 from rankbook.launch.environment import changed_variables
+from rankbook.launch.hosts import HostOptions, HostStatus
 from rankbook.launch.registry import ClusterRecord
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import OutputView
@@ -401,7 +402,8 @@ class Cluster(ClusterQueries):
     `n` None: one rank per CUDA device, or two ranks on the CPU; the environment variable RANKBOOK_RANKS overrides this.
     `backend` is a torch.distributed backend; the default is nccl plus gloo if every rank has a CUDA device of its own,
     otherwise gloo. `timeout` is in seconds. `keep`: the seconds that the ranks outlive this process, for another one to
-    attach to them. `grace`: the grace periods. Raises `StartError`, `InvalidArgument`.
+    attach to them. `grace`: the grace periods. `hosts`: how ranks on other hosts are started.
+    Raises `StartError`, `InvalidArgument`.
 
     A cluster is a context manager that stops its ranks on exit.
 
@@ -423,8 +425,9 @@ class Cluster(ClusterQueries):
         timeout: float = START_TIMEOUT,
         keep: float | None = None,
         grace: GracePeriods | None = None,
+        hosts: HostOptions | None = None,
     ) -> None:
-        self._set_processes(ClusterProcesses(n, backend=backend, timeout=timeout, keep=keep, grace=grace))
+        self._set_processes(ClusterProcesses(n, backend=backend, timeout=timeout, keep=keep, grace=grace, hosts=hosts))
 
     @classmethod
     def adopt(cls, record: ClusterRecord, *, sink: Sink | None = None) -> Self:
@@ -642,9 +645,12 @@ class Cluster(ClusterQueries):
         driver = self._processes.driver
         unresponsive = driver.liveness.wait_unresponsive(driver.live_ranks(), timeout=timeout)
         statuses = []
+        hosts = self._processes.hosts
         for rank, entry in self._state.ranks.items():
             cell = driver.cell_of(rank)
             state = describe_unresponsive(unresponsive[rank]) if rank in unresponsive else self._state_of(rank)
+            if hosts is not None and (seconds := hosts.unreachable(rank)) is not None:
+                state = f"{self._state_of(rank)}, {hosts.name_of(rank)} not reachable for {seconds:.0f} s"
             if entry.lost_device and rank not in unresponsive:
                 state += ", device lost"
             device = self._assignment.devices[rank]
@@ -659,6 +665,7 @@ class Cluster(ClusterQueries):
                     entry.empty,
                     unresponsive[rank].silence if rank in unresponsive else 0.0,
                     entry.lost_device,
+                    "" if hosts is None else hosts.name_of(rank),
                 )
             )
         return statuses
@@ -785,9 +792,17 @@ class Cluster(ClusterQueries):
     def describe(self) -> str:
         """Describe devices, backend and threads, for the user."""
         devices = sorted(set(self._assignment.devices))
-        shared = " (shared)" if len(devices) < self.world_size and devices[0] != "cpu" else ""
+        alone = self._processes.hosts is None
+        shared = " (shared)" if alone and len(devices) < self.world_size and devices[0] != "cpu" else ""
         threads = plural(self._assignment.threads, "thread")
-        return f"{', '.join(devices)}{shared}, {self.backend}, {threads} per rank"
+        hosts = self.hosts()
+        where = f" on {plural(len(hosts), 'host')}" if hosts else ""
+        return f"{', '.join(devices)}{shared}{where}, {self.backend}, {threads} per rank"
+
+    def hosts(self) -> list[HostStatus]:
+        """Return the status of the hosts that agents represent. Empty if all ranks run on this host."""
+        hosts = self._processes.hosts
+        return [] if hosts is None else hosts.status()
 
     def describe_group(self) -> str:
         """Describe whether all ranks are in one process group, for the user."""
@@ -813,6 +828,7 @@ class RankStatus:
     paused. `loss` says how the rank died. `empty`: it was restarted, or healed without variables, and has run nothing
     successfully since, so `heal` does not copy from it. `silence`: how long an unresponsive rank has been silent, in
     seconds. `lost_device`: the error of the rank's device, if it has failed for good; `heal` replaces such a rank.
+    `host`: the name of the rank's host, empty for the notebook's host.
     """
 
     rank: int
@@ -824,3 +840,4 @@ class RankStatus:
     empty: bool = False
     silence: float = 0.0
     lost_device: str = ""
+    host: str = ""

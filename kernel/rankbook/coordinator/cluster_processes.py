@@ -12,11 +12,14 @@ import atexit
 import contextlib
 import itertools
 import os
+import platform
 import secrets
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rankbook.coordinator import events as ev
@@ -27,10 +30,22 @@ from rankbook.coordinator.liveness import describe_unresponsive
 from rankbook.coordinator.recovered_state import ReattachedDriver
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import RankState
-from rankbook.errors import ClusterStopped, RankbookError, StartError
+from rankbook.errors import ClusterStopped, InvalidArgument, RankbookError, StartError
 from rankbook.launch import local
+from rankbook.launch.connection import interface_addresses
 from rankbook.launch.environment import DeviceAssignment, abort_grace, assign_devices, rank_environment, usable_cores
+from rankbook.launch.hosts import HostOptions, Hosts, HostsLauncher, HostsLink, describe_start, listen
 from rankbook.launch.paths import ClusterPaths, make_folders
+from rankbook.launch.placement import (
+    HOME,
+    HostSlots,
+    RankSeat,
+    choose_backend,
+    home_seats,
+    inherited_variables,
+    place_ranks,
+    place_variables,
+)
 from rankbook.launch.registry import ClusterRecord, DetachedRank, process_start_time, session_id, write_record
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.ranks import name_ranks
@@ -42,6 +57,7 @@ _ANSWER_TIMEOUT = 1.0
 _REPORT_TIMEOUT = 10.0
 """Seconds for the forkserver to report a process that has ended, which takes some milliseconds."""
 
+_MAX_RANKS = 4096
 _numbers = itertools.count(1)
 
 
@@ -56,12 +72,14 @@ class ClusterProcesses:
     assignment: DeviceAssignment
     state: ClusterState
     segments: SegmentStore
-    _launcher: local.LocalLauncher
+    _launcher: local.LocalLauncher | HostsLauncher
     _folders: ClusterPaths
     _port: int
     grace = GracePeriods()
     _driver: Driver | None
-    _hub: ZmqHub | None
+    _hub: ZmqHub | HostsLink | None
+    _hosts: Hosts | None
+    _connection_file: Path | None = None
 
     def __init__(
         self,
@@ -71,9 +89,12 @@ class ClusterProcesses:
         timeout: float,
         keep: float | None = None,
         grace: GracePeriods | None = None,
+        hosts: HostOptions | None = None,
     ) -> None:
         # An instance attribute shadows the class's default only where the constructor runs. `ReattachedProcesses` does
         # not call it.
+        if hosts is not None and keep is not None:
+            raise InvalidArgument("keep is not available with ranks on other hosts: they end with the notebook")
         self.grace = grace or GracePeriods(raised=abort_grace())
         self._init_state(f"{os.getpid()}-{next(_numbers)}", keep, secrets.token_hex(32) if keep is not None else "")
         # From the first process to the last: an interrupt in between would leave processes and folders that nobody
@@ -81,7 +102,7 @@ class ClusterProcesses:
         with deferred_interrupts() as interrupts:
             if n is not None:
                 assign_devices(n, 0, backend=None, cores=usable_cores())  # reject invalid values early
-            self._launcher = local.acquire_forkserver()
+            self._launcher = forkserver = local.acquire_forkserver()
             try:
                 self._folders = make_folders(None if keep is None else self._launcher.pid)
             # Before `register_for_exit` nothing else would close the launcher.
@@ -92,20 +113,28 @@ class ClusterProcesses:
             register_for_exit(self)
             try:
                 # First of all, because from here on the forkserver removes the folders if this process dies.
-                self._launcher.request_open((self._folders.sockets, self._folders.segments))
+                forkserver.request_open((self._folders.sockets, self._folders.segments))
                 self._hub = ZmqHub(self._folders.sockets)
-                opened = self._launcher.wait_opened(timeout=timeout, interrupted=interrupts.take)
+                if hosts is not None:
+                    self._listen(hosts, forkserver, self._hub)
+                opened = forkserver.wait_opened(timeout=timeout, interrupted=interrupts.take)
                 self._port = opened.master_port
-                self.assignment = assign_devices(n, opened.devices, backend=backend, cores=usable_cores())
+                if hosts is None:
+                    self.assignment = assign_devices(n, opened.devices, backend=backend, cores=usable_cores())
+                else:
+                    home = HostSlots(HOME, platform.node(), hosts.home, opened.devices, usable_cores())
+                    self.assignment = self._place(n, home, backend, timeout, interrupts.take)
                 self.state = ClusterState(len(self.assignment.devices), grace=self.grace)
-                self.segments = SegmentStore(self._folders.segments)
+                self.segments = SegmentStore(self._folders.segments) if self._hosts is None else self._hosts.segments
                 make_driver = Driver if keep is None else ReattachedDriver
                 self._driver = make_driver(self.state, self._hub, self._launcher, self._fork_request)
+                if self._hosts is not None:
+                    self._hosts.report = self._note
                 self._driver.start()
                 self.launch(tuple(self.state.ranks), timeout=timeout)
                 # Only when the ranks are ready: if the start fails, they must end with this process.
                 if keep is not None:
-                    self._launcher.detach(self._address, token=self._token, seconds=keep)
+                    forkserver.detach(self._address, token=self._token, seconds=keep)
                     self._wait_kept(self._driver, timeout=timeout)
             except BaseException:
                 self.stop()
@@ -121,7 +150,7 @@ class ClusterProcesses:
         # interpreter's exit calls them while a user's thread does.
         self._stopped = threading.Event()
         self._stop_lock = threading.Lock()
-        self._driver, self._hub = None, None
+        self._driver, self._hub, self._hosts = None, None, None
 
     @property
     def stopped(self) -> bool:
@@ -161,8 +190,10 @@ class ClusterProcesses:
         # KeyboardInterrupt must not be raised while `post` performs its actions, which would leave some ranks forked
         # and others not.
         with deferred_interrupts() as interrupts:
-            driver.post(ev.LaunchRanks(ranks))
             deadline = time.monotonic() + timeout
+            if self._hosts is not None:
+                self._move_lost(self._hosts, driver, ranks, deadline, interrupts.take)
+            driver.post(ev.LaunchRanks(ranks))
             with driver.changed:
                 while not self._launched(driver, ranks):
                     if interrupts.take():
@@ -231,14 +262,24 @@ class ClusterProcesses:
         # Called by the driver, with its lock held, for every fork: the environment and the working directory are those
         # of that moment.
         world_size, threads = len(self.assignment.devices), self.assignment.threads
-        environment = rank_environment(os.environ, rank=rank, world_size=world_size, port=self._port, threads=threads)
+        if self._hosts is None:
+            seat = home_seats(self.assignment.devices, threads)[rank]
+            place = place_variables(seat, world_size=world_size, address="127.0.0.1", port=self._port)
+            environment = rank_environment(os.environ, place, threads=threads)
+        else:
+            seat = self._hosts.seats[rank]
+            place = place_variables(
+                seat, world_size=world_size, address=self._hosts.address_of(0), port=self._hosts.port_of(0, self._port)
+            )
+            environment = self._environment_on(self._hosts, seat, place)
         return ForkRank(
             rank=rank,
             incarnation=incarnation,
             world_size=world_size,
+            local_rank=seat.local_rank,
             backend=self.assignment.backend,
-            device=self.assignment.devices[rank],
-            threads=threads,
+            device=seat.device,
+            threads=seat.threads,
             env={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
             cwd=str(Path.cwd()),
             path=tuple(filter(_is_text, sys.path)),  # user code may insert other objects, which Python ignores too
@@ -250,6 +291,76 @@ class ClusterProcesses:
             keep=self._token,
             widgets="ipykernel.kernelapp" in sys.modules,  # imported in the process of every kernel
         )
+
+    # Other hosts
+
+    @property
+    def hosts(self) -> Hosts | None:
+        """Return the table of the other hosts; None if all ranks run on this one."""
+        return self._hosts
+
+    def _listen(self, options: HostOptions, forkserver: local.LocalLauncher, hub: ZmqHub) -> None:
+        self._host_options = options
+        self._hosts, self._connection_file = listen(options, self.key, self._folders.segments, report=_report)
+        launcher = HostsLauncher(forkserver, self._hosts)
+        self._hub, self._launcher = HostsLink(hub, self._hosts, launcher), launcher
+
+    def _place(
+        self, n: int | None, home: HostSlots, backend: str | None, timeout: float, interrupted: Callable[[], bool]
+    ) -> DeviceAssignment:
+        """Wait for enough slots and place the ranks on the hosts."""
+        hosts, link = self._hosts, self._hub
+        assert hosts is not None and link is not None and self._connection_file is not None
+        if n is None or n <= home.slots or n > _MAX_RANKS:
+            raise InvalidArgument(
+                f"invalid number of ranks: {n}; with a launcher, expected more than the {home.slots} on this host,"
+                f" and at most {_MAX_RANKS}"
+            )
+        hosts.report(describe_start(self._connection_file, n - home.slots))
+        deadline = time.monotonic() + timeout
+        while (missing := n - home.slots - sum(host.slots for host in hosts.slots)) > 0:
+            if interrupted():
+                raise KeyboardInterrupt
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise StartError(f"{missing} of {n - home.slots} slots are missing after {timeout:.0f} s")
+            link.wait(min(0.1, remaining), ())
+        seats = place_ranks(n, [home, *hosts.slots])
+        hosts.seats.update({seat.rank: seat for seat in seats})
+        threads = min(seat.threads for seat in seats)
+        return DeviceAssignment(tuple(seat.device for seat in seats), choose_backend(seats, backend), threads)
+
+    def _move_lost(
+        self, hosts: Hosts, driver: Driver, ranks: tuple[int, ...], deadline: float, interrupted: Callable[[], bool]
+    ) -> None:
+        """Give the ranks of lost hosts a place on another one; wait for a new host if there is no free slot."""
+        announced = False
+        with driver.changed:
+            while missing := hosts.move_lost(ranks):
+                if not announced and self._connection_file is not None:
+                    _report(describe_start(self._connection_file, len(missing)))
+                    announced = True
+                if interrupted():
+                    raise KeyboardInterrupt
+                if time.monotonic() > deadline:
+                    raise StartError(
+                        f"no host has a free slot for {name_ranks(missing)}; start an agent, then try again"
+                    )
+                driver.changed.wait(0.05)
+        devices = tuple(seat.device for _, seat in sorted(hosts.seats.items()))
+        self.assignment = replace(self.assignment, devices=devices)
+
+    def _environment_on(self, hosts: Hosts, seat: RankSeat, place: dict[str, str]) -> dict[str, str]:
+        if seat.host != HOME:  # the agent completes it
+            return {**inherited_variables(os.environ, self._host_options.env), **place}
+        interface = interface_addresses().get(hosts.hub.address, "")
+        return rank_environment(os.environ, place, threads=seat.threads, interface=interface)
+
+    def _note(self, text: str) -> None:
+        """Show a line about a host in the cells that run. Driver thread."""
+        for cell in [] if self._driver is None else self._driver.active_cells():
+            if cell.started is not None:
+                cell.note(f"{text}\n")
 
     @property
     def _address(self) -> str:
@@ -318,6 +429,7 @@ class ClusterProcesses:
             if self._driver is not None:
                 self._driver.close()
             # The forkserver sees the end of the connection, and from then on waits for another owner.
+            assert isinstance(self._launcher, local.LocalLauncher)  # ranks on other hosts are not kept
             self._launcher.disconnect()
             if self._hub is not None:
                 self._hub.close()
@@ -344,6 +456,8 @@ class ClusterProcesses:
             self._launcher.close()
             if self._hub is not None:
                 self._hub.close()
+            if self._connection_file is not None:
+                self._connection_file.unlink(missing_ok=True)
             self._folders.remove()
 
     def _wait_stopped(self, driver: Driver, *, timeout: float) -> None:
@@ -359,6 +473,11 @@ class ClusterProcesses:
                 ):
                     return
                 driver.changed.wait(0.05)
+
+
+def _report(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def _is_text(entry: object) -> bool:

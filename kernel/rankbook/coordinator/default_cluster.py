@@ -7,6 +7,7 @@ in the background before it is needed.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from rankbook.coordinator.cluster import START_TIMEOUT, Cluster
 from rankbook.coordinator.deferred_interrupts import deferred_interrupts
@@ -14,6 +15,7 @@ from rankbook.coordinator.reattach import select_detached
 from rankbook.coordinator.running_cell import Sink
 from rankbook.errors import InvalidArgument, NoClusterError, RankbookError
 from rankbook.launch import local
+from rankbook.launch.hosts import LOST_AFTER, HostOptions
 from rankbook.launch.registry import find_detached
 from rankbook.output.merger import Stream
 from rankbook.protocol import telemetry
@@ -105,11 +107,23 @@ def start(
     backend: str | None = None,
     timeout: float = START_TIMEOUT,
     keep: bool | float = False,
+    launcher: str | None = None,
+    address: str | None = None,
+    port: int = 0,
+    home: int = 0,
+    lost_after: float = LOST_AFTER,
+    env: Sequence[str] = (),
 ) -> Cluster:
     """Start the notebook's cluster, or return the running one if it has `n` ranks. Raises the errors of `Cluster`.
 
     `keep`: the ranks survive this process, for ten minutes or the given number of seconds, and `attach` finds them
     again. Raises `InvalidArgument` if a cluster of another size, backend or `keep` is running.
+
+    `launcher="env"` starts ranks on other hosts: it prints the command that starts an agent on each of them, and waits
+    up to `timeout` seconds until they offer enough slots. `address` and `port` are where this host listens for them, by
+    default the address of the default route and a free port; `home` is the number of ranks on this host. A host that
+    cannot be reached for `lost_after` seconds is lost. `env` names environment variables that the ranks there inherit
+    from this process, beside RANKBOOK_*, ACCELERATE_*, OMP_*, NCCL_*, TORCH*, HF_* and WANDB_*.
 
     Example::
 
@@ -121,26 +135,36 @@ def start(
     seconds = KEEP_SECONDS if keep is True else float(keep) or None
     if seconds is not None and not 0 < seconds < threading.TIMEOUT_MAX:
         raise InvalidArgument(f"keep must be True, False or a positive number of seconds, got {keep}")
+    options = None
+    if launcher is not None:
+        options = HostOptions(launcher, address, port, home, lost_after, tuple(env))
     prestarted = _wait_prestarted()
     # The cluster that was started in the background has run no cell, so it can be replaced silently if the request does
     # not fit.
     if prestarted is not None and prestarted.cluster is not None and prestarted.cluster is default_or_none():
         unused = prestarted.cluster
-        if n not in (None, unused.world_size) or backend not in (None, unused.backend) or seconds is not None:
+        differs = n not in (None, unused.world_size) or backend not in (None, unused.backend)
+        if differs or seconds is not None or options is not None:
             unused.stop()
-    return _start(n, backend, timeout, seconds)
+    return _start(n, backend, timeout, seconds, options)
 
 
-def _start(n: int | None, backend: str | None, timeout: float, seconds: float | None) -> Cluster:
+def _start(
+    n: int | None, backend: str | None, timeout: float, seconds: float | None, options: HostOptions | None = None
+) -> Cluster:
     global _current
     with _starting:  # a second thread waits for the first one's cluster
         running = default_or_none()
         if running is None:
-            _current = running = Cluster(n, backend=backend, timeout=timeout, keep=seconds)
+            _current = running = Cluster(n, backend=backend, timeout=timeout, keep=seconds, hosts=options)
         elif n not in (None, running.world_size) or backend not in (None, running.backend):
             raise InvalidArgument(
                 f"{running.world_size} ranks ({running.backend}) are already running;"
                 " stop them first with %distributed stop"
+            )
+        elif options is not None and not running.hosts():
+            raise InvalidArgument(
+                f"{running.world_size} ranks are already running on this host; stop them first with %distributed stop"
             )
         elif seconds not in (None, running.keep):
             how = "end with the notebook" if running.keep is None else f"are kept for {running.keep:g} s"

@@ -129,7 +129,12 @@ class Driver:
         # hold it.
         self.changed = threading.Condition(threading.RLock())
         self.start_errors: dict[int, str] = {}
-        self.liveness = LivenessTracker(self.changed, hub.send, lambda rank: self.rank_processes[rank].pid)
+        self.liveness = LivenessTracker(
+            self.changed,
+            hub.send,
+            lambda rank: self.rank_processes[rank].pid,
+            lambda rank: launcher.process_info(rank, self.rank_processes[rank].pid),
+        )
         self.failure: BaseException | None = None
         self._hub = hub
         self._launcher = launcher

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from rankbook.coordinator.running_cell import RunningCell
 from rankbook.formatting import signal_name
-from rankbook.protocol.forkserver import RankExited
+from rankbook.protocol.forkserver import JournalTail, RankExited
 from rankbook.protocol.messages import Done, Text
-from rankbook.transport.output_journal import JournalTail, journal_path, read_crash, read_journal
+from rankbook.transport.output_journal import journal_path, read_crash, read_journal
 from rankbook.transport.serialization import cell_number
 
 _CELL_FILE = re.compile(r'File "(<ipython-input-.*?|.*?/ipykernel_\d+/\d+\.py)"')
@@ -33,9 +33,9 @@ class CrashRemains:
 
 def read_remains(message: RankExited, segments: str) -> CrashRemains:
     """Read and remove the files left behind by the rank's process."""
-    # The process was never forked, so it has no files.
+    # The process was never forked, so it has no files; or it ran on another host, whose agent has read them.
     if not segments:
-        return CrashRemains()
+        return CrashRemains(message.journal, message.crash)
     path = journal_path(Path(segments), message.rank, message.incarnation)
     return CrashRemains(tuple(read_journal(path)), read_crash(path))
 
@@ -92,6 +92,8 @@ def _name_cell(file: re.Match[str]) -> str:
 
 def describe_exit(message: RankExited) -> str:
     """Describe how a rank's process exited, worded to follow `rank 2`."""
+    if message.reason:
+        return message.reason
     if message.code >= 0:
         return f"exited with code {message.code}"
     # `subprocess` and `os.waitstatus_to_exitcode` report the end by a signal as its negative number.

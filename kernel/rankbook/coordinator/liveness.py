@@ -49,8 +49,8 @@ class RankProcess:
 class LivenessTracker:
     """Ask ranks for stacks and track which ones owe a reply.
 
-    `send` sends a message to a rank, and `pid_of` returns the PID of its process. The condition `changed` is notified
-    of every reply. Any thread.
+    `send` sends a message to a rank, `pid_of` returns the PID of its process, and `look` the state of the process, by
+    default that of the PID on this host. The condition `changed` is notified of every reply. Any thread.
     """
 
     def __init__(
@@ -58,10 +58,12 @@ class LivenessTracker:
         changed: threading.Condition,
         send: Callable[..., bool],
         pid_of: Callable[[int], int | None],
+        look: Callable[[int], ProcessInfo | None] | None = None,
     ) -> None:
         self._changed = changed
         self._send = send
         self._pid_of = pid_of
+        self._look = look or (lambda rank: process_info(pid_of(rank)))
         self.queries = QueryClient(send)
         self.comms = CommChannels(send)
         self.debugs = DapChannels(send)
@@ -174,7 +176,7 @@ class LivenessTracker:
             while (unknown := unknown - answers.keys()) and (remaining := began + timeout - time.monotonic()) > 0:
                 # A reply ends the wait early.
                 self._changed.wait(min(remaining, _PROCESS_CHECK_INTERVAL))
-                infos = {rank: process_info(self._pid_of(rank)) for rank in unknown - answers.keys()}
+                infos = {rank: self._look(rank) for rank in unknown - answers.keys()}
                 ended |= {rank for rank, process in infos.items() if process is None}
                 late = time.monotonic() - began > _PROCESS_CHECK_DELAY
                 unknown = {
@@ -197,7 +199,7 @@ class LivenessTracker:
             if requested is not None:
                 pid = self._pid_of(rank)
                 last_received = self._last_received.get(rank, requested)
-                unresponsive_rank = UnresponsiveRank(rank, pid, now - requested, now - last_received, process_info(pid))
+                unresponsive_rank = UnresponsiveRank(rank, pid, now - requested, now - last_received, self._look(rank))
                 if unresponsive_rank.stopped or not self.received_within(rank, _RECENT):
                     unresponsive[rank] = unresponsive_rank
         return unresponsive
@@ -209,7 +211,7 @@ class LivenessTracker:
             return unresponsive_rank
         # The rank owes no reply, perhaps because none was requested. A stopped process is recognized all the same.
         pid, now = self._pid_of(rank), time.monotonic()
-        unasked_rank = UnresponsiveRank(rank, pid, 0.0, now - self._last_received.get(rank, now), process_info(pid))
+        unasked_rank = UnresponsiveRank(rank, pid, 0.0, now - self._last_received.get(rank, now), self._look(rank))
         return unasked_rank if unasked_rank.stopped else None
 
     def _ask(self, rank: int, token: int) -> bool:

@@ -84,21 +84,25 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def rank_environment(base: Mapping[str, str], *, rank: int, world_size: int, port: int, threads: int) -> dict[str, str]:
-    """Return the environment of a rank: `base`, the notebook's environment, and the variables that torchrun sets.
+def rank_environment(
+    base: Mapping[str, str], place: Mapping[str, str], *, threads: int, interface: str = ""
+) -> dict[str, str]:
+    """Return the environment of a rank: defaults, then `base` of the notebook or the agent, then `place`.
 
-    Nothing listens on `port`: rank 0 may host a `TCPStore` there. `init_method="env://"` uses the cluster's own store.
+    `place` has the variables that torchrun sets, see `placement.place_variables`. Nothing listens on MASTER_PORT: rank
+    0 may host a `TCPStore` there. `init_method="env://"` uses the cluster's own store. `interface` is the name of the
+    network interface that reaches the other hosts; without one, all ranks are on this host.
     """
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    # Without other hosts: no listening on the network, no loss with a VPN.
+    name = interface or ("lo0" if sys.platform == "darwin" else "lo")
     # The variables above those of `base` are defaults, which the user's own values replace. Those below belong to the
     # rank.
     return {
         "OMP_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": loopback,
+        "GLOO_SOCKET_IFNAME": name,
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "PYTHONUNBUFFERED": "1",
-        # NCCL's ranks are on this host: no listening on the network, no loss with a VPN.
-        "NCCL_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": name,
         # The watchdog of NCCL must end neither the process when a communicator is aborted, nor after an error of the
         # device, which the cell reports. Its dump sets a key in the store for good, on which the monitor of a process
         # that joins later ends that process.
@@ -109,15 +113,7 @@ def rank_environment(base: Mapping[str, str], *, rank: int, world_size: int, por
         # Not the notebook's MPLBACKEND: it may name a backend that needs the kernel or a window. A rank sends its
         # figures by the inline backend.
         **{name: value for name, value in base.items() if name != "MPLBACKEND"},
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        **place,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from rankbook.process_identity import ProcessInfo
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.protocol.messages import FromForkserver
 
@@ -25,6 +26,9 @@ class Launcher(Protocol):
 
     def read(self) -> Iterator[FromForkserver]:
         """Yield the messages received since the last call. Never blocks."""
+
+    def process_info(self, rank: int, pid: int | None) -> ProcessInfo | None:
+        """Return the state of the process of `rank`; None if it has ended."""
 
     @property
     def alive(self) -> bool:

@@ -27,7 +27,7 @@ import psutil
 
 from rankbook.errors import InvalidArgument, StartError
 from rankbook.launch.registry import ClusterRecord
-from rankbook.process_identity import describe_process, process_info
+from rankbook.process_identity import ProcessInfo, describe_process, process_info
 from rankbook.protocol.forkserver import (
     CloseCluster,
     ClusterClosed,
@@ -167,6 +167,10 @@ class LocalLauncher:
             if isinstance(message, ForkserverUp):
                 self.ready_message = message
             yield message
+
+    def process_info(self, rank: int, pid: int | None) -> ProcessInfo | None:  # noqa: ARG002 - other hosts need it
+        """See `Launcher`."""
+        return process_info(pid)
 
     def close(self) -> None:
         """See `Launcher`. A forkserver that responds is kept for the next cluster."""

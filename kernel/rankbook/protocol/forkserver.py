@@ -5,6 +5,8 @@ Messages that the ranks themselves exchange with the notebook are in messages.py
 
 from __future__ import annotations
 
+import msgspec
+
 from rankbook.protocol.base import Message
 
 # Notebook to forkserver ---------------------------------------------------------------------------------------------
@@ -33,12 +35,15 @@ class ForkRank(Message, frozen=True):
     notebook; `segments` and `logs` are the folders of its shared memory segments and of its complete output. A
     non-empty token in `keep` makes the rank retain messages that were not acknowledged yet, so that another notebook
     process can claim the cluster. `widgets`: the notebook process is a Jupyter kernel, whose front end can show
-    widgets.
+    widgets. `store` is the socket of this host's agent, which relays requests to the rendezvous store; it is empty on
+    the notebook's host. On another host the agent fills in the addresses and folders, and completes `env`, `cwd` and
+    `path` with its own.
     """
 
     rank: int
     incarnation: int
     world_size: int
+    local_rank: int
     backend: str
     device: str
     threads: int
@@ -52,6 +57,7 @@ class ForkRank(Message, frozen=True):
     cluster: str
     keep: str = ""
     widgets: bool = False
+    store: str = ""
 
 
 class KillRank(Message, frozen=True):
@@ -95,12 +101,27 @@ class RankForked(Message, frozen=True):
     pid: int
 
 
+class JournalTail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The end of one stream of one cell: `total` bytes were read in all, and `tail` is the last of them."""
+
+    cell: int
+    stream: str
+    total: int
+    tail: bytes
+
+    def missing(self, received: int) -> bytes:
+        """Return the bytes that were not received, where `received` bytes were."""
+        lost = min(self.total - received, len(self.tail))
+        return self.tail[-lost:] if lost > 0 else b""
+
+
 class RankExited(Message, frozen=True):
     """Report that the process of a rank ended.
 
     `code` is the exit code, or the negative signal number. `memory_kills` counts the processes that the Linux OOM
     killer ended in this control group in the preceding seconds. `stdout` and `stderr` hold output that the rank wrote
-    and that was not read before it exited.
+    and that was not read before it exited. `journal` and `crash` are set by the agent of another host, which reads the
+    files that the rank has left there. `reason` replaces the description of `code`: the rank's host was lost.
     """
 
     rank: int
@@ -111,6 +132,9 @@ class RankExited(Message, frozen=True):
     memory_kills: int
     stdout: bytes
     stderr: bytes
+    journal: tuple[JournalTail, ...] = ()
+    crash: str = ""
+    reason: str = ""
 
 
 class ClusterClosed(Message, frozen=True):

@@ -58,6 +58,14 @@ class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buffers: tuple[Buffer, ...]
 
 
+def payload_segments(message: Message) -> tuple[str, ...]:
+    """Return the names of the shared memory segments that a message refers to."""
+    payload = getattr(message, "payload", None)
+    if not isinstance(payload, Payload):
+        return ()
+    return tuple(dict.fromkeys(buffer.segment for buffer in payload.buffers if buffer.segment is not None))
+
+
 class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One frame of a Python stack."""
 

@@ -161,6 +161,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
         backend=request.backend,
         device=device,
         folder=Path(request.segments),
+        agent=request.store,
     )
     # Before the first group is made, and with it the first thread of gloo.
     gloo.install_terminate_handler(group.rescue)
@@ -179,7 +180,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     shell.define_names(
         {
             "rank": request.rank,
-            "local_rank": request.rank,
+            "local_rank": request.local_rank,
             "world_size": request.world_size,
             "device": device,
             "torch": torch,

@@ -14,28 +14,14 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from rankbook.protocol.forkserver import JournalTail
 
 _STREAMS = ("stdout", "stderr")
 _HEADER = struct.Struct("<qQ")  # the cell, and the number of bytes that it had sent before those in the file
 _MAX_SIZE = 4 << 20
 """Size in bytes after which a file is truncated: its earlier content has long arrived."""
-
-
-@dataclass(frozen=True)
-class JournalTail:
-    """The end of one stream of one cell: `total` bytes were read in all, and `tail` is the last of them."""
-
-    cell: int
-    stream: str
-    total: int
-    tail: bytes
-
-    def missing(self, received: int) -> bytes:
-        """Return the bytes that were not received, where `received` bytes were."""
-        lost = min(self.total - received, len(self.tail))
-        return self.tail[-lost:] if lost > 0 else b""
 
 
 class OutputJournal:

@@ -96,6 +96,29 @@ class SegmentStore:
             raise TransferError(f"cannot write shared memory in {self.folder}: {error.strerror or error}") from error
         return Segment(name, offsets, size)
 
+    def write_part(self, name: str, offset: int, size: int, data: Bytes) -> bool:
+        """Write bytes of a segment that comes in parts, in order, from another host. Return True after the last one.
+
+        The first part reserves no space: `TransferError` is raised when there is no more room, and the file is removed.
+        Raises `ProtocolError` for an invalid name, or a part beyond the segment's `size`.
+        """
+        path = self._path(name)
+        if not 0 <= offset <= offset + len(data) <= size:
+            raise ProtocolError(f"invalid part of {name}: {len(data)} bytes at {offset} of {size}")
+        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if offset == 0 else 0)
+        try:
+            if offset == 0 and size > _free_bytes(self.folder) // 2:
+                raise TransferError(f"cannot receive {name}: {size} bytes do not fit into {self.folder}")
+            file = os.open(path, flags, 0o600)
+            try:
+                with _remove_on_error(path):
+                    _write_at(file, data, offset)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise TransferError(f"cannot receive {name} in {self.folder}: {error.strerror or error}") from error
+        return offset + len(data) == size
+
     def read(self, name: str, *, unlink: bool = False) -> memoryview:
         """Map the segment `name` and return its bytes, which may be changed without any other process seeing it.
 
@@ -174,14 +197,19 @@ def _write_file(path: Path, buffers: Sequence[Sequence[Bytes]], offsets: Sequenc
         for pieces, offset in zip(buffers, offsets, strict=True):
             position = offset
             for piece in pieces:
-                view = memoryview(piece)
-                while view:
-                    # `pwrite` may write less than it is given.
-                    written = os.pwrite(file, view[:_WRITE_AT_ONCE], position)
-                    position += written
-                    view = view[written:]
+                _write_at(file, piece, position)
+                position += len(piece)
     finally:
         os.close(file)
+
+
+def _write_at(file: int, data: Bytes, position: int) -> None:
+    view = memoryview(data)
+    while view:
+        # `pwrite` may write less than it is given.
+        written = os.pwrite(file, view[:_WRITE_AT_ONCE], position)
+        position += written
+        view = view[written:]
 
 
 def _map(file: int, size: int) -> mmap.mmap:

@@ -175,17 +175,18 @@ class ZmqHub:
 
     def send(self, rank: int, message: Message, frames: Frames = ()) -> bool:
         """See `HubLink`."""
-        return self._send_encoded(rank, encode(message), frames)
+        return self.send_encoded(rank, encode(message), frames)
 
     def send_many(self, ranks: Iterable[int], message: Message, frames: Frames = ()) -> None:
         """See `HubLink`."""
-        header = encode(message)
+        encoded = encode(message)
         for rank in ranks:
-            self._send_encoded(rank, header, frames)
+            self.send_encoded(rank, encoded, frames)
 
     # The lock is taken per rank: a rank that has not connected may be waited for, and the others' senders must not wait
     # longer than for that one.
-    def _send_encoded(self, rank: int, header: bytes, frames: Frames) -> bool:
+    def send_encoded(self, rank: int, message: bytes, frames: Frames = ()) -> bool:
+        """Send a message that is encoded already, as `send` does."""
         with self._lock:
             down = self._down.get(rank)
             if down is None:
@@ -194,7 +195,7 @@ class ZmqHub:
                 # Only the first message waits for the rank to connect. The queue has no limit, so a later one fails
                 # (zmq.Again) only if the rank has disconnected.
                 flags = zmq.NOBLOCK if down.used else 0
-                _send(down.socket, header, frames, flags)
+                _send(down.socket, message, frames, flags)
             except zmq.Again:
                 return False
             down.used = True
@@ -206,14 +207,21 @@ class ZmqHub:
 
     def receive(self) -> tuple[Sender, FromRank, list[memoryview]] | None:
         """See `HubLink`."""
+        received = self.receive_encoded()
+        if received is None:
+            return None
+        sender, message, frames = received
+        return sender, read_from_rank(sender, message), frames
+
+    def receive_encoded(self) -> tuple[Sender, memoryview, list[memoryview]] | None:
+        """Return the next message without decoding it, as `receive` does."""
         received = self._inbox.receive()
         if received is None:
             return None
         header, frames = received
         if len(header) < _SENDER.size:
             raise UnreadableMessage(f"expected a message that begins with its sender, got {len(header)} bytes")
-        sender = Sender(*_SENDER.unpack_from(header))
-        return sender, read_from_rank(sender, header[_SENDER.size :]), frames
+        return Sender(*_SENDER.unpack_from(header)), header[_SENDER.size :], frames
 
     def wake(self) -> None:
         """See `HubLink`."""

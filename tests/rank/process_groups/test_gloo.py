@@ -25,11 +25,11 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from rankbook.rank.process_groups import gloo
 from rankbook.rank.process_groups.gloo import tcp_sockets, duplicate
-from rankbook.rank.process_groups.store import FolderStore
+from rankbook.rank.process_groups.store import open_store
 
 gloo.install_terminate_handler(lambda thread: True)  # as every rank
 folder, rank, size, awaited = Path(sys.argv[1]), *map(int, sys.argv[2:])
-store = FolderStore(folder / "store", threading.Event())
+store = open_store(folder / "store", "", threading.Event())
 make = gloo._Listeners.__init__
 made = []
 

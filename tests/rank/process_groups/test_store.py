@@ -15,12 +15,12 @@ import pytest
 import torch.distributed as dist
 
 from rankbook.errors import CollectiveAborted
-from rankbook.rank.process_groups.store import FolderStore
+from rankbook.rank.process_groups.store import RendezvousStore, open_store
 
 
 @pytest.fixture
-def store(tmp_path) -> FolderStore:
-    return FolderStore(tmp_path / "store", threading.Event())
+def store(tmp_path) -> RendezvousStore:
+    return open_store(tmp_path / "store", "", threading.Event())
 
 
 def test_it_answers_as_a_hash_store_does(store):
@@ -75,7 +75,7 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path):
     (tmp_path / "store").mkdir()
     (tmp_path / "store").chmod(0o755)
     with pytest.raises(PermissionError, match="open to other users"):
-        FolderStore(tmp_path / "store", threading.Event())
+        open_store(tmp_path / "store", "", threading.Event())
 
 
 def test_a_folder_that_is_put_in_its_place_is_not_read(store, tmp_path):
@@ -95,7 +95,7 @@ def test_a_wait_ends_after_its_timeout_and_names_what_is_missing(store):
 
 def test_a_wait_ends_when_the_rank_gives_up(tmp_path):
     give_up = threading.Event()
-    store = FolderStore(tmp_path / "store", give_up)
+    store = open_store(tmp_path / "store", "", give_up)
     timer = threading.Timer(0.1, give_up.set)
     timer.start()
     with pytest.raises(CollectiveAborted):
@@ -115,8 +115,8 @@ def test_keys_of_earlier_generations_are_deleted_and_no_others(store):
 ADD = """
 import sys, threading
 from pathlib import Path
-from rankbook.rank.process_groups.store import FolderStore
-store = FolderStore(Path(sys.argv[1]), threading.Event())
+from rankbook.rank.process_groups.store import open_store
+store = open_store(Path(sys.argv[1]), "", threading.Event())
 print(flush=True)
 while True:
     store.add("sum", 1)
@@ -152,8 +152,9 @@ def test_processes_that_are_killed_at_any_moment_leave_every_value_whole(store, 
 def test_gloo_meets_in_it(tmp_path):
     code = (
         "import sys, threading\nfrom pathlib import Path\nimport torch, torch.distributed as dist\n"
-        "from rankbook.rank.process_groups.store import FolderStore\n"
-        "store = FolderStore(Path(sys.argv[1]), threading.Event())\n"
+        "from rankbook.rank.process_groups.store import open_store\n"
+        "store = open_store(Path(sys.argv[1]), "
+        ", threading.Event())\n"
         "dist.init_process_group('gloo', store=store, rank=int(sys.argv[2]), world_size=2)\n"
         "t = torch.ones(1)\ndist.all_reduce(t)\nprint(t.item())\ndist.destroy_process_group()"
     )

@@ -260,7 +260,12 @@ def _closed_after(listeners: _Listeners) -> Iterator[_Listeners]:
 
 
 def _is_same_user(local: Address, remote: Address | None) -> bool:
-    """Return True if the other end of a connection belongs to this user, or the system does not tell."""
+    """Return True if the other end of a connection belongs to this user, or the system does not tell.
+
+    It does not tell for a peer on another host: the network between the hosts must be private, see SECURITY.md.
+    """
+    if remote is not None and remote[0] != local[0]:
+        return True
     return remote is not None and user_of_peer(local, remote) in {os.geteuid(), None}
 
 

@@ -47,7 +47,7 @@ from rankbook.rank.process_groups.collective_log import CollectiveCall, Collecti
 from rankbook.rank.process_groups.device_calls import Accelerator, Cuda, DeviceQueue, DeviceWatcher
 from rankbook.rank.process_groups.gloo import make_gloo, make_unconnected, track_new_sockets
 from rankbook.rank.process_groups.recoverable_group import ABORT_LIMIT, BackendGroup, RecoverableProcessGroup
-from rankbook.rank.process_groups.store import FolderStore, generation_prefix
+from rankbook.rank.process_groups.store import generation_prefix, open_store
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """Maximum time that a rank waits for the others to join."""
@@ -90,6 +90,7 @@ class GroupManager:
         backend: str,
         device: torch.device,
         folder: Path,
+        agent: str = "",
     ) -> None:
         self.current_line: Callable[[], int | str | None] = lambda: None
         self.on_break: Callable[[], None] = lambda: None
@@ -124,7 +125,7 @@ class GroupManager:
         self._cancel = threading.Event()
         self._timeouts_suspended = False
         self.master_port = os.environ.get("MASTER_PORT")
-        self.store = FolderStore(folder / "store", self._cancel)  # never replaced: torch keeps a reference
+        self.store = open_store(folder / "store", agent, self._cancel)  # never replaced: torch keeps a reference
         self.store.set_timeout(JOIN_TIMEOUT)
         self._install()
 

@@ -1,0 +1,490 @@
+"""The agent's main loop: ranks of this host on one side, the connection to the coordinator on the other.
+
+To its forkserver and its ranks an agent is what the notebook's process is at home: it has the same `LocalLauncher`, the
+same `ZmqHub` and the same folders. What its ranks send, it relays to the coordinator as it is, and what comes from
+there, to the ranks. It has one thread and imports no torch.
+
+Four things are done here because they need this host:
+
+- Environment, working directory and `sys.path` of a new rank are completed with those of the agent.
+- Segments of shared memory cross between the hosts in parts. A message that needs one waits until it is complete.
+- The files that a dead rank has left are read and sent with the report of its exit.
+- A rank that owes a reply is looked at, as the notebook does with its own ranks.
+
+The agent exits, after it has killed its ranks and removed its folders, when the coordinator tells it to or was not
+reached for `lost_after` seconds, when its parent process has ended, and on SIGTERM, SIGHUP and SIGINT. If it is killed
+itself, the forkserver does the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rankbook.errors import ProtocolError, RankbookError, TransferError, UnreadableMessage
+from rankbook.launch.connection import Connection, interface_addresses
+from rankbook.launch.environment import rank_environment, usable_cores
+from rankbook.launch.local import LocalLauncher
+from rankbook.launch.paths import make_folders
+from rankbook.process_identity import process_info
+from rankbook.protocol.agents import (
+    MESSAGES,
+    VALUES,
+    CloseHost,
+    DropSegments,
+    FromRank,
+    FromRanks,
+    HostFailed,
+    HostLeaving,
+    HostNote,
+    HostReady,
+    ProcessState,
+    SegmentPart,
+    StoreReply,
+    StoreRequest,
+    ToRanks,
+    decode_to_agent,
+    segment_parts,
+)
+from rankbook.protocol.base import Message
+from rankbook.protocol.forkserver import ClusterOpened, ForkRank, KillRank, RankExited, RankForked
+from rankbook.protocol.messages import FromForkserver, decode_from_rank, encode, payload_segments
+from rankbook.transport import agent_link
+from rankbook.transport.agent_link import AgentLink
+from rankbook.transport.output_journal import journal_path, read_crash, read_journal
+from rankbook.transport.shared_memory import Bytes, SegmentStore
+from rankbook.transport.zmq_link import ZmqHub
+
+_EXIT_DELAY = 0.02
+"""Seconds after a rank's exit during which its last messages may still be on the local link."""
+_LOOK_AFTER = 0.3
+"""Seconds after which the process of a rank that has not replied is looked at, and again every second."""
+_BATCH = 1 << 20
+"""Bytes of messages of ranks that are sent to the coordinator as one message."""
+_LONGEST_WAIT = 0.5
+"""Seconds after which the parent process and the connection are looked at, without any event."""
+_LEAVE_SECONDS = 0.5
+"""Seconds in which the last message to the coordinator may leave."""
+_LENGTH = struct.Struct("<I")
+
+
+class HostLost(RankbookError):
+    """The coordinator has given this host up while it could not be reached."""
+
+
+class Refused(RankbookError):
+    """The coordinator has refused this host."""
+
+
+@dataclass
+class _Held:
+    """A message to ranks that waits for segments."""
+
+    message: ToRanks
+    frames: Sequence[Bytes]
+
+
+class Agent:
+    """Represent this host to the coordinator of `connection`, over `link`, with `slots` slots (None: one per device).
+
+    Raises `StartError` if the folders cannot be made.
+    """
+
+    def __init__(self, connection: Connection, link: AgentLink, *, address: str, slots: int | None) -> None:
+        self._connection = connection
+        self._link = link
+        self._slots = slots
+        self._interface = interface_addresses().get(address, "")
+        self._parent = os.getppid()
+        self._folders = make_folders()
+        self._launcher = LocalLauncher()
+        self._launcher.request_open((self._folders.sockets, self._folders.segments))
+        self._hub = ZmqHub(self._folders.sockets)
+        self._segments = SegmentStore(self._folders.segments)
+        self._requests = StoreRequests(self._folders.sockets / "store")
+        self._ended = ""
+        self._unreachable_since: float | None = time.monotonic()
+        self._was_accepted = False
+        self._pids: dict[int, tuple[int, int]] = {}
+        self._asked: dict[int, tuple[float, float]] = {}
+        self._exits: list[tuple[float, RankExited]] = []
+        # Segments that have arrived, or that have failed to; their readers then get an error.
+        self._complete: set[str] = set()
+        self._held: list[_Held] = []
+        self._signal_read, self._signal_write = os.pipe()
+        for end in (self._signal_read, self._signal_write):
+            os.set_blocking(end, False)
+
+    # The loop
+
+    def run(self) -> str:
+        """Serve until the end, and return its reason. Raises `Refused`, or `HostLost` if the agent is to start anew."""
+        with self._signals():
+            try:
+                while not self._ended:
+                    self._step()
+            except (HostLost, Refused) as error:
+                self._ended = str(error)
+                raise
+            finally:
+                self._close()
+        return self._ended
+
+    def _step(self) -> None:
+        files = {*self._link.filenos(), self._launcher.fileno(), self._signal_read, *self._requests.filenos()}
+        if not self._launcher.alive:
+            files.discard(self._launcher.fileno())
+        received, ready = self._hub.wait(self._timeout(), files)
+        if received:
+            self._relay_up()
+        if self._launcher.fileno() in ready:
+            for report in self._launcher.read():
+                self._handle_report(report)
+        self._send_exits()
+        if not ready.isdisjoint(self._requests.filenos()):
+            for connection, request in self._requests.receive():
+                self._send(StoreRequest(connection), request)
+        for event in self._link.receive():
+            self._handle_event(event)
+        self._link.run_timers(time.monotonic())
+        self._look_at_ranks()
+        self._check_end()
+
+    def _timeout(self) -> float:
+        now = time.monotonic()
+        if self._link.has_message():
+            return 0.0
+        times = [now + _LONGEST_WAIT, *(when for when, _ in self._exits), *(when for _, when in self._asked.values())]
+        if (deadline := self._link.deadline()) is not None:
+            times.append(deadline)
+        return max(0.0, min(times) - now)
+
+    def _check_end(self) -> None:
+        if os.getppid() != self._parent:
+            self._ended = "its parent process has ended"
+        if self._unreachable_since is not None:
+            seconds = time.monotonic() - self._unreachable_since
+            if seconds > self._connection.lost_after:
+                self._ended = f"the notebook was not reached for {seconds:.0f} s"
+        if not self._launcher.alive and not self._ended:
+            self._send(HostFailed("the forkserver has exited"))
+            self._ended = "the forkserver has exited"
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        # Set explicitly: a job launcher may have started this process with signals ignored, which exec does not reset.
+        def end(number: int, _frame: object) -> None:
+            self._ended = self._ended or f"it received {signal.Signals(number).name}"
+
+        ends = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+        before = {number: signal.signal(number, end) for number in ends}
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        wakeup = signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _close(self) -> None:
+        # Every step is taken, also after an error in one of them. The last callback comes first.
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, self._signal_write)
+            stack.callback(os.close, self._signal_read)
+            stack.callback(self._link.close, _LEAVE_SECONDS)
+            if self._was_accepted and self._unreachable_since is None:
+                stack.callback(self._send, HostLeaving(self._ended or "of an error"))
+            stack.callback(self._folders.remove)
+            stack.callback(self._hub.close)
+            stack.callback(self._requests.close)
+            # The ranks first: they must have ended when the coordinator learns of it.
+            stack.callback(self._launcher.terminate)
+
+    # From the coordinator
+
+    def _handle_event(self, event: agent_link.LinkEvent) -> None:
+        match event:
+            case agent_link.Accepted():
+                self._was_accepted = True
+                self._unreachable_since = None
+            case agent_link.Reachable():
+                self._unreachable_since = None
+            case agent_link.Unreachable():
+                self._unreachable_since = self._unreachable_since or time.monotonic()
+            case agent_link.Refused(reason):
+                raise HostLost(reason) if self._was_accepted else Refused(reason)
+            case agent_link.Message(_, _, frames):
+                self._handle_message(frames)
+
+    def _handle_message(self, frames: Sequence[Bytes]) -> None:
+        message = decode_to_agent(bytes(frames[0]))
+        match message:
+            case ToRanks():
+                self._held.append(_Held(message, frames[1:]))
+                self._deliver()
+            case SegmentPart(name, offset, size):
+                self._receive_part(name, offset, size, frames[1])
+            case DropSegments(names):
+                for name in names:
+                    self._complete.discard(name)
+                    self._segments.discard(name)
+            case ForkRank():
+                self._fork(message)
+            case KillRank(rank, incarnation):
+                self._launcher.kill(rank, incarnation)
+            case StoreReply(connection):
+                self._requests.reply(connection, bytes(frames[1]))
+            case CloseHost():
+                self._ended = "the cluster was stopped"
+
+    def _deliver(self) -> None:
+        waiting: list[_Held] = []
+        blocked: set[int] = set()
+        for held in self._held:
+            message = held.message
+            late = not self._complete.issuperset(message.needs)
+            # A task waits for its values, and later tasks of the rank wait for it. Control messages overtake both.
+            if late or (message.ordered and not blocked.isdisjoint(message.ranks)):
+                waiting.append(held)
+                blocked.update(message.ranks)
+                continue
+            data, *frames = held.frames
+            for rank in message.ranks:
+                if b"GetStack" in bytes(data[:32]):
+                    now = time.monotonic()
+                    self._asked.setdefault(rank, (now, now + _LOOK_AFTER))
+                self._hub.send_encoded(rank, bytes(data), [_frozen(frame) for frame in frames])
+        self._held = waiting
+
+    def _receive_part(self, name: str, offset: int, size: int, data: Bytes) -> None:
+        if name in self._complete:  # an earlier part has failed
+            return
+        try:
+            complete = self._segments.write_part(name, offset, size, data)
+        except TransferError as error:
+            self._send(HostNote(str(error)))
+            complete = True
+        if complete:
+            self._complete.add(name)
+            self._deliver()
+
+    def _fork(self, request: ForkRank) -> None:
+        given = {os.fsdecode(name): os.fsdecode(value) for name, value in request.env.items()}
+        environment = rank_environment(os.environ, given, threads=request.threads, interface=self._interface)
+        cwd = request.cwd
+        if not Path(cwd).is_dir():
+            cwd = str(Path.cwd())
+            self._send(HostNote(f"{request.cwd} does not exist on this host: rank {request.rank} starts in {cwd}"))
+        known = [entry for entry in request.path if not entry or Path(entry).exists()]
+        self._pids.pop(request.rank, None)
+        self._asked.pop(request.rank, None)
+        try:
+            downlink = self._hub.open_downlink(request.rank, request.incarnation)
+            self._launcher.fork(
+                msgspec.structs.replace(
+                    request,
+                    env={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
+                    cwd=cwd,
+                    path=(*known, *(entry for entry in sys.path if entry not in known)),
+                    uplink=self._hub.uplink,
+                    downlink=downlink,
+                    segments=str(self._folders.segments),
+                    logs=str(self._folders.logs),
+                    store=self._requests.address,
+                )
+            )
+        except (RankbookError, OSError) as error:
+            self._send(_not_started(request, str(error)))
+
+    # From this host
+
+    def _handle_report(self, report: FromForkserver) -> None:
+        match report:
+            case ClusterOpened(port, devices):
+                slots = self._slots if self._slots is not None else devices or 1
+                self._send(HostReady(slots, devices, usable_cores(), port))
+            case RankForked(rank, incarnation, pid):
+                self._pids[rank] = (incarnation, pid)
+                self._send(report)
+            case RankExited(rank, incarnation):
+                path = journal_path(self._folders.segments, rank, incarnation)
+                exited = msgspec.structs.replace(report, journal=tuple(read_journal(path)), crash=read_crash(path))
+                # What the rank has sent comes over another socket, in no particular order.
+                self._exits.append((time.monotonic() + _EXIT_DELAY, exited))
+            case _:
+                pass
+
+    def _send_exits(self) -> None:
+        now = time.monotonic()
+        if any(when <= now for when, _ in self._exits):
+            self._relay_up()
+        for entry in [entry for entry in self._exits if entry[0] <= now]:
+            self._exits.remove(entry)
+            if self._pids.get(entry[1].rank, (0, 0))[0] == entry[1].incarnation:
+                self._pids.pop(entry[1].rank)
+            self._segments.clear(entry[1].pid)
+            self._send(entry[1])
+
+    def _relay_up(self) -> None:
+        senders: list[FromRank] = []
+        batch: list[Bytes] = []
+        size = 0
+        while True:
+            try:
+                received = self._hub.receive_encoded()
+            except UnreadableMessage:
+                continue
+            if received is None:
+                break
+            sender, data, frames = received
+            self._asked.pop(sender.rank, None)
+            # A name of a segment in the bytes is not proof of one, but rare otherwise.
+            needs = _segments_of(data) if b"segment-" in bytes(data) else ()
+            if needs:
+                self._flush(senders, batch)
+                senders, batch, size = [], [], 0
+                self._send_segments(needs)
+                self._flush([FromRank(*sender, 1 + len(frames))], [data, *frames], needs)
+                continue
+            senders.append(FromRank(*sender, 1 + len(frames)))
+            batch += [data, *frames]
+            size += len(data) + sum(map(len, frames))
+            if size > _BATCH:
+                self._flush(senders, batch)
+                senders, batch, size = [], [], 0
+        self._flush(senders, batch)
+
+    def _flush(self, senders: list[FromRank], frames: list[Bytes], needs: tuple[str, ...] = ()) -> None:
+        if senders:
+            self._send(FromRanks(tuple(senders), needs), *frames)
+
+    def _send_segments(self, names: tuple[str, ...]) -> None:
+        for name in names:
+            try:
+                content = self._segments.read(name, unlink=True)
+            except (TransferError, ProtocolError) as error:
+                self._send(HostNote(str(error)))
+                content = memoryview(b"")
+            for part, data in segment_parts(name, content):
+                self._link.send(VALUES, [encode(part), data])
+
+    def _look_at_ranks(self) -> None:
+        now = time.monotonic()
+        for rank, (asked, due) in tuple(self._asked.items()):
+            if now < due:
+                continue
+            self._asked[rank] = (asked, now + 1.0)
+            incarnation, pid = self._pids.get(rank, (0, 0))
+            info = process_info(pid or None)
+            if info is None:
+                self._send(ProcessState(rank, incarnation, "", 0.0, False, False))
+            else:
+                self._send(ProcessState(rank, incarnation, info.status, info.cpu_seconds, info.stopped, info.traced))
+
+    def _send(self, message: Message, *frames: Bytes) -> None:
+        self._link.send(MESSAGES, [encode(message), *frames])
+
+
+class StoreRequests:
+    """The socket at which the ranks of this host send their store operations. A request is its length and its bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.address = str(path)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.address)  # the folder is private
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._connections: dict[int, socket.socket] = {}
+        self._pending: dict[int, bytearray] = {}
+        self._next = 1
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors to poll."""
+        return [self._listener.fileno(), *(connection.fileno() for connection in self._connections.values())]
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """Return the requests that have arrived, with the numbers of their connections."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                self._connections[self._next], self._pending[self._next] = connection, bytearray()
+                self._next += 1
+        requests = []
+        for number, connection in tuple(self._connections.items()):
+            requests += [(number, request) for request in self._read(number, connection)]
+        return requests
+
+    def reply(self, number: int, result: bytes) -> None:
+        """Send the result to the rank, unless it has disconnected."""
+        connection = self._connections.get(number)
+        if connection is not None:
+            try:
+                # Waits if the rank does not read. Results are small.
+                connection.settimeout(1.0)
+                connection.sendall(_LENGTH.pack(len(result)) + result)
+                connection.setblocking(False)
+            except OSError:
+                self._drop(number)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for number in tuple(self._connections):
+            self._drop(number)
+        self._listener.close()
+
+    def _read(self, number: int, connection: socket.socket) -> list[bytes]:
+        pending = self._pending[number]
+        try:
+            while data := connection.recv(1 << 16):
+                pending += data
+            self._drop(number)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(number)
+        requests = []
+        while len(pending) >= _LENGTH.size and len(pending) >= (end := _LENGTH.size + _LENGTH.unpack_from(pending)[0]):
+            requests.append(bytes(pending[_LENGTH.size : end]))
+            del pending[:end]
+        return requests
+
+    def _drop(self, number: int) -> None:
+        if (connection := self._connections.pop(number, None)) is not None:
+            connection.close()
+        self._pending.pop(number, None)
+
+
+def _segments_of(data: memoryview) -> tuple[str, ...]:
+    try:
+        return payload_segments(decode_from_rank(data))
+    except ProtocolError:  # the coordinator reports it
+        return ()
+
+
+def _frozen(frame: Bytes) -> bytes | memoryview:
+    return bytes(frame) if isinstance(frame, bytearray) else frame
+
+
+def _not_started(request: ForkRank, reason: str) -> RankExited:
+    return RankExited(
+        rank=request.rank,
+        incarnation=request.incarnation,
+        pid=0,
+        code=1,
+        memory_kills=0,
+        stdout=b"",
+        stderr=b"",
+        reason=f"could not be started: {reason}",
+    )

@@ -1,0 +1,727 @@
+"""Ranks on other hosts: the coordinator's side of the agents.
+
+`Hosts` keeps the table of the hosts and exchanges messages with their agents. `HostsLink` and `HostsLauncher` combine
+it with the link and the launcher of this host to one `HubLink` and one `Launcher` for all ranks, so that the driver
+does not know on which host a rank runs. Which rank runs where is decided by `placement` and kept in `Hosts.seats`.
+
+There is no thread of its own. The driver thread polls the descriptors of the agents' link together with its other ones
+(`HostsLink.wait`), and `Hosts.poll` handles what has arrived: messages of ranks go into a queue from which
+`HostsLink.receive` takes them, reports of processes into one from which `HostsLauncher.read` does. Before there is a
+driver, the thread that starts the cluster polls.
+
+Large values. A value lies in a segment of shared memory, of which a message has only the name. Before a message goes to
+another host, the segments that it names are sent there, once per host and in parts, and the agent delivers the message
+when they are complete. A segment that comes from another host is written into this host's folder under the same name.
+
+Loss of a host. A host that cannot be reached keeps its ranks for `lost_after` seconds. After that, or as soon as its
+agent has reported its own end, every rank of it counts as exited. An agent that returns later is refused; it ends its
+ranks and offers its slots again as a new host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rankbook.errors import InvalidArgument, ProtocolError, StartError, TransferError
+from rankbook.formatting import plural
+from rankbook.launch.connection import Connection, choose_address, write_connection
+from rankbook.launch.local import LocalLauncher
+from rankbook.launch.placement import HOME, HostSlots, RankSeat, free_seat
+from rankbook.process_identity import ProcessInfo
+from rankbook.protocol.agents import (
+    MESSAGES,
+    VALUES,
+    CloseHost,
+    DropSegments,
+    FromRanks,
+    HostDescription,
+    HostFailed,
+    HostLeaving,
+    HostNote,
+    HostReady,
+    ProcessState,
+    SegmentPart,
+    StoreReply,
+    StoreRequest,
+    ToRanks,
+    decode_description,
+    decode_from_agent,
+    segment_parts,
+)
+from rankbook.protocol.base import PROTOCOL_VERSION, Message
+from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
+from rankbook.protocol.messages import FromForkserver, FromRank, Task, encode, payload_segments
+from rankbook.transport import agent_link
+from rankbook.transport.agent_link import AgentHub, make_keys
+from rankbook.transport.link import Frames, Sender, read_from_rank
+from rankbook.transport.shared_memory import Bytes, SegmentStore
+from rankbook.transport.store_keys import KeyFolder, perform
+from rankbook.transport.zmq_link import ZmqHub
+
+LOST_AFTER = 60.0
+"""Default seconds after which an unreachable host is lost."""
+_MAX_BAD_MESSAGES = 10
+_CLOSE_SECONDS = 2.0
+_STATE_AGE = 5.0
+"""Seconds for which the last report of a process's state is used."""
+
+
+@dataclass
+class Host:
+    """One agent's host. `slots` is None until it can start ranks; `lost` says why it cannot any more."""
+
+    id: str
+    description: HostDescription
+    name: str
+    slots: HostSlots | None = None
+    port: int = 0
+    unreachable_since: float | None = None
+    lost: str = ""
+    bad_messages: int = 0
+    segments: set[str] = field(default_factory=set)
+    """Segments of the notebook's host that this host has or is getting."""
+
+
+@dataclass(frozen=True)
+class HostStatus:
+    """Status of one host, for `%distributed status`.
+
+    `round_trip` is in seconds, `unreachable` the seconds since the last message of an unreachable host. `dropped`
+    counts messages that could not be handled.
+    """
+
+    name: str
+    slots: int
+    ranks: tuple[int, ...]
+    round_trip: float | None = None
+    dropped: int = 0
+    unreachable: float | None = None
+    lost: str = ""
+
+
+@dataclass
+class _Process:
+    """The newest process of a rank on another host."""
+
+    host: str
+    incarnation: int
+    pid: int = 0
+    state: tuple[float, ProcessInfo | None] | None = None
+
+
+class Hosts:
+    """Exchange messages with the agents of other hosts over `hub`.
+
+    `segments` is the notebook's shared memory, `keys` the store of the ranks. `report` shows a line to the user.
+    """
+
+    def __init__(
+        self,
+        hub: AgentHub,
+        segments: MirroredSegments,
+        keys: KeyFolder,
+        *,
+        lost_after: float,
+        report: Callable[[str], None],
+    ) -> None:
+        self.hub = hub
+        self.seats: dict[int, RankSeat] = {}
+        self.messages: deque[tuple[Sender, FromRank | ProtocolError, list[memoryview]]] = deque()
+        self.reports: deque[FromForkserver] = deque()
+        self.report = report
+        self.segments = segments
+        segments.drop = self.drop_segment
+        self._keys = keys
+        self._lost_after = lost_after
+        self._hosts: dict[str, Host] = {}
+        self._processes: dict[int, _Process] = {}
+        # Messages that wait for segments, and segments that are complete, per rank's host.
+        self._held: list[tuple[str, tuple[str, ...], Sender, FromRank, list[memoryview]]] = []
+        self._complete: set[str] = set()
+        # Reentrant: a poll may send. Any thread sends, one polls.
+        self._lock = threading.RLock()
+
+    # The table of hosts
+
+    @property
+    def slots(self) -> list[HostSlots]:
+        """Return the slots of the hosts that can start ranks."""
+        return [host.slots for host in list(self._hosts.values()) if host.slots is not None and not host.lost]
+
+    def name_of(self, rank: int) -> str:
+        """Return the name of the host of a rank; empty for the notebook's host."""
+        seat = self.seats.get(rank)
+        host = None if seat is None else self._hosts.get(seat.host)
+        return "" if host is None else host.name
+
+    def address_of(self, rank: int) -> str:
+        """Return the address of the host of a rank, and for the notebook's host that of the link."""
+        host = self._hosts.get(self.seats[rank].host)
+        return self.hub.address if host is None else host.description.address
+
+    def port_of(self, rank: int, home: int) -> int:
+        """Return a TCP port that was free on the host of a rank when it started; `home` on the notebook's host."""
+        host = self._hosts.get(self.seats[rank].host)
+        return home if host is None else host.port
+
+    def status(self) -> list[HostStatus]:
+        """Return the status of every host that was accepted, except lost ones whose ranks have all moved."""
+        statuses = []
+        now = time.monotonic()
+        for host in list(self._hosts.values()):
+            ranks = tuple(rank for rank, seat in self.seats.items() if seat.host == host.id)
+            if host.lost and not ranks:
+                continue
+            since = host.unreachable_since
+            statuses.append(
+                HostStatus(
+                    name=host.name,
+                    slots=0 if host.slots is None else host.slots.slots,
+                    ranks=ranks,
+                    round_trip=self.hub.round_trip(host.id),
+                    dropped=host.bad_messages,
+                    unreachable=None if since is None else now - since,
+                    lost=host.lost,
+                )
+            )
+        return sorted(statuses, key=lambda host: (host.ranks[:1] or (1 << 30,), host.name))
+
+    def unreachable(self, rank: int) -> float | None:
+        """Return the seconds for which the host of a rank was not reached; None if it is."""
+        seat = self.seats.get(rank)
+        host = None if seat is None else self._hosts.get(seat.host)
+        if host is None or host.unreachable_since is None:
+            return None
+        return time.monotonic() - host.unreachable_since
+
+    def move_lost(self, ranks: Collection[int]) -> list[int]:
+        """Give the `ranks` whose host is lost a seat on another one. Return those for which there is none."""
+        home = [
+            HostSlots(HOME, platform.node(), sum(seat.host == HOME for seat in self.seats.values()))
+        ]  # its ranks stay there
+        missing = []
+        for rank in ranks:
+            seat = free_seat(self.seats[rank], self.seats.values(), [*home, *self.slots])
+            if seat is None:
+                missing.append(rank)
+            else:
+                self.seats[rank] = seat
+        return missing
+
+    # Polling
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors to poll."""
+        return self.hub.filenos()
+
+    def deadline(self) -> float | None:
+        """Return the time at which `poll` has something to do without an event."""
+        times = [
+            host.unreachable_since + self._lost_after
+            for host in list(self._hosts.values())
+            if host.unreachable_since is not None and not host.lost
+        ]
+        if (deadline := self.hub.deadline()) is not None:
+            times.append(deadline)
+        return min(times, default=None)
+
+    def poll(self) -> None:
+        """Handle everything that has arrived, and the loss of hosts. Driver thread."""
+        with self._lock:
+            for event in [*self.hub.receive(), *self.hub.run_timers(time.monotonic())]:
+                match event:
+                    case agent_link.Hello(agent, hello):
+                        self._greet(agent, hello)
+                    case agent_link.Unreachable(agent):
+                        self._set_unreachable(agent)
+                    case agent_link.Reachable(agent):
+                        if (host := self._hosts.get(agent)) is not None and host.unreachable_since is not None:
+                            host.unreachable_since = None
+                            self.report(f"{host.name} is reachable again")
+                    case agent_link.Message(agent, _stream, frames):
+                        self._receive(agent, frames)
+                    case _:
+                        pass
+            now = time.monotonic()
+            for host in list(self._hosts.values()):
+                since = host.unreachable_since
+                if since is not None and not host.lost and now - since >= self._lost_after:
+                    self._lose(host, f"was lost: {host.name} was not reachable for {now - since:.0f} s")
+
+    def _greet(self, agent: str, hello: bytes) -> None:
+        try:
+            description = decode_description(hello)
+        except ProtocolError as error:
+            self.hub.refuse(agent, str(error))
+            return
+        if problem := _incompatible(description):
+            self.report(f"refused {description.name}: {problem}")
+            self.hub.refuse(agent, problem)
+            return
+        names = {host.name for host in self._hosts.values() if not host.lost}
+        name = description.name
+        # Several agents may run on one host, and hosts may have the same name.
+        if name in names:
+            name = next(f"{name}#{number}" for number in range(2, 1 << 20) if f"{name}#{number}" not in names)
+        self._hosts[agent] = Host(agent, description, name)
+        self.hub.accept(agent)
+
+    def _set_unreachable(self, agent: str) -> None:
+        host = self._hosts.get(agent)
+        if host is None or host.lost or host.unreachable_since is not None:
+            return
+        host.unreachable_since = time.monotonic()
+        ranks = [rank for rank, seat in self.seats.items() if seat.host == agent]
+        if ranks:
+            self.report(f"{host.name} cannot be reached; its ranks are lost after {self._lost_after:.0f} s")
+
+    def _lose(self, host: Host, reason: str) -> None:
+        host.lost = reason
+        host.slots = None
+        self.hub.forget(host.id)
+        self._held = [held for held in self._held if held[0] != host.id]
+        for rank, process in self._processes.items():
+            if process.host == host.id:
+                self.reports.append(_lost_rank(rank, process, reason))
+
+    # Messages of agents
+
+    def _receive(self, agent: str, frames: Sequence[Bytes]) -> None:
+        host = self._hosts.get(agent)
+        if host is None or host.lost:
+            return
+        try:
+            self._handle(host, frames)
+        # Nothing that an agent sends may end the driver. Its host is given up after some of them.
+        except (ProtocolError, TransferError, IndexError, ValueError) as error:
+            host.bad_messages += 1
+            self.report(f"dropped a message of {host.name}: {error}")
+            if host.bad_messages >= _MAX_BAD_MESSAGES:
+                self._lose(host, f"was lost: {host.name} sent {host.bad_messages} messages that cannot be handled")
+
+    def _handle(self, host: Host, frames: Sequence[Bytes]) -> None:
+        message = decode_from_agent(bytes(frames[0]))
+        match message:
+            case FromRanks():
+                self._receive_from_ranks(host, message, [memoryview(frame) for frame in frames[1:]])
+            case SegmentPart(name, offset, size):
+                if self.segments.write_part(name, offset, size, frames[1]):
+                    self._complete.add(name)
+                    self._release()
+            case RankForked(rank, incarnation, pid):
+                self._process_of(host, rank, incarnation).pid = pid
+                self.reports.append(message)
+            case RankExited(rank, incarnation):
+                self._process_of(host, rank, incarnation)
+                self._held = [held for held in self._held if held[2] != Sender(rank, incarnation)]
+                self.reports.append(message)
+            case ProcessState(rank, incarnation, status, cpu_seconds, stopped, traced):
+                info = ProcessInfo(status, cpu_seconds, stopped, traced) if status else None
+                self._process_of(host, rank, incarnation).state = (time.monotonic(), info)
+            case StoreRequest(connection):
+                self._send(host.id, StoreReply(connection), perform(self._keys, bytes(frames[1])))
+            case HostReady(slots, devices, cores, port):
+                self._ready(host, slots, devices, cores, port)
+            case HostFailed(reason):
+                self.report(f"{host.name} cannot start ranks: {reason}")
+                self._lose(host, f"was lost: {host.name} cannot start ranks ({reason})")
+            case HostLeaving(reason):
+                self._lose(host, f"was lost: the agent on {host.name} ended because {reason}")
+            case HostNote(text):
+                self.report(f"{host.name}: {text[:500]}")
+
+    def _ready(self, host: Host, slots: int, devices: int, cores: int, port: int) -> None:
+        if not 1 <= slots <= 1024:
+            raise ProtocolError(f"invalid number of slots: {slots}")
+        description = host.description
+        host.port = port
+        host.slots = HostSlots(
+            id=host.id,
+            name=host.name,
+            slots=slots,
+            devices=devices,
+            cores=cores,
+            node=_number(description.node),
+            rank=_number(description.rank),
+            local_rank=_number(description.local_rank),
+        )
+        what = f"{devices} CUDA devices" if devices else f"{cores} cores"
+        self.report(f"{host.name} has joined: {plural(slots, 'slot')}, {what}")
+
+    def _process_of(self, host: Host, rank: int, incarnation: int) -> _Process:
+        """Return the process, which must be the newest one of its rank and run on this host. Raises `ProtocolError`."""
+        process = self._processes.get(rank)
+        if process is None or (process.host, process.incarnation) != (host.id, incarnation):
+            raise ProtocolError(f"{host.name} has no process {incarnation} of rank {rank}")
+        return process
+
+    def _receive_from_ranks(self, host: Host, message: FromRanks, frames: list[memoryview]) -> None:
+        position = 0
+        for rank, incarnation, count in ((item.rank, item.incarnation, item.frames) for item in message.senders):
+            data, *rest = frames[position : position + count]
+            position += count
+            process = self._processes.get(rank)
+            # A process that was replaced meanwhile may have sent it, so that this is not an error.
+            if process is None or (process.host, process.incarnation) != (host.id, incarnation):
+                continue
+            sender = Sender(rank, incarnation)
+            decoded: FromRank | ProtocolError
+            try:
+                decoded = read_from_rank(sender, data)
+            except ProtocolError as error:
+                decoded = error
+            if not isinstance(decoded, ProtocolError) and not self._complete.issuperset(message.needs):
+                self._held.append((host.id, message.needs, sender, decoded, rest))
+            else:
+                self.messages.append((sender, decoded, rest))
+
+    def _release(self) -> None:
+        waiting = []
+        for held in self._held:
+            _, needs, sender, message, frames = held
+            if self._complete.issuperset(needs):
+                self.messages.append((sender, message, frames))
+                self._complete.difference_update(needs)
+            else:
+                waiting.append(held)
+        self._held = waiting
+
+    # Messages to agents
+
+    def fork(self, request: ForkRank) -> None:
+        """Ask the agent of the rank's host to start it."""
+        host = self.seats[request.rank].host
+        with self._lock:
+            self._processes[request.rank] = _Process(host, request.incarnation)
+            if not self._send(host, request):
+                raise StartError(f"the host of rank {request.rank} is lost")
+
+    def kill(self, rank: int, incarnation: int) -> None:
+        """Ask the agent to kill this incarnation of a rank."""
+        process = self._processes.get(rank)
+        if process is not None and process.incarnation == incarnation:
+            self._send(process.host, KillRank(rank, incarnation))
+
+    def send_to_ranks(self, host: str, ranks: tuple[int, ...], message: Message, frames: Frames) -> bool:
+        """Send a message to ranks of one host. Return False if the host is lost."""
+        needs = payload_segments(message)
+        with self._lock:
+            for name in needs:
+                self._send_segment(host, name)
+            return self._send(host, ToRanks(ranks, needs, isinstance(message, Task)), encode(message), *frames)
+
+    def drop_segment(self, name: str) -> None:
+        """Remove the copies of a segment on other hosts."""
+        with self._lock:
+            for host in self._hosts.values():
+                if name in host.segments:
+                    host.segments.discard(name)
+                    self._send(host.id, DropSegments((name,)))
+
+    def process_info(self, rank: int) -> ProcessInfo | None:
+        """Return the state of a rank's process, as its agent has reported it."""
+        process = self._processes.get(rank)
+        if process is None:
+            return None
+        # Without a recent report, the process counts as alive: its agent would have reported its end.
+        if process.state is None or time.monotonic() - process.state[0] > _STATE_AGE:
+            return ProcessInfo("running", 0.0)
+        return process.state[1]
+
+    def close(self) -> None:
+        """Tell all agents to exit, and wait a short time for their last messages."""
+        with self._lock:
+            for host in self._hosts.values():
+                if not host.lost:
+                    self._send(host.id, CloseHost())
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while any(not host.lost and host.unreachable_since is None for host in self._hosts.values()):
+            if time.monotonic() > deadline:
+                break
+            agent_link.wait_readable(self.filenos(), 0.05)
+            self.poll()
+        self.hub.close()
+        self._keys.close()
+
+    def _send_segment(self, agent: str, name: str) -> None:
+        host = self._hosts.get(agent)
+        if host is None or host.lost or name in host.segments:
+            return
+        host.segments.add(name)
+        content = self.segments.read(name)
+        for part, data in segment_parts(name, content):
+            self.hub.send(agent, VALUES, [encode(part), data])
+
+    def _send(self, agent: str, message: Message, *frames: Bytes) -> bool:
+        host = self._hosts.get(agent)
+        if host is None or host.lost:
+            return False
+        self.hub.send(agent, MESSAGES, [encode(message), *frames])
+        return True
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """How ranks on other hosts are started.
+
+    `launcher`: env, that is agents which the user starts. `address` and `port` are where this host listens for them, by
+    default the address of the default route and a free port. `home` is the number of ranks on this host. `lost_after`:
+    seconds after which a host that cannot be reached is lost. `env` names variables that the ranks inherit from the
+    notebook's process, beside those with a prefix of `placement.INHERITED_PREFIXES`.
+    """
+
+    launcher: str = "env"
+    address: str | None = None
+    port: int = 0
+    home: int = 0
+    lost_after: float = LOST_AFTER
+    env: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.launcher != "env":
+            raise InvalidArgument(f"invalid launcher {self.launcher!r}: expected env")
+        if not 0 <= self.port < 1 << 16:
+            raise InvalidArgument(f"invalid port {self.port}: expected 0 (a free one) to 65535")
+        if self.home < 0:
+            raise InvalidArgument(f"invalid number of ranks on this host: {self.home}")
+        if not 1 <= self.lost_after <= 86_400:
+            raise InvalidArgument(f"invalid lost_after={self.lost_after}: expected 1 to 86400 seconds")
+
+
+def listen(options: HostOptions, cluster: str, segments: Path, *, report: Callable[[str], None]) -> tuple[Hosts, Path]:
+    """Listen for the agents of the cluster, whose shared memory is in `segments`. Returns its connection file too.
+
+    Raises `StartError` and `InvalidArgument`.
+    """
+    address = choose_address(options.address)
+    keys, server_secret = make_keys()
+    hub = AgentHub(address, options.port, keys, server_secret)
+    try:
+        file = write_connection(Connection(cluster, address, hub.port, options.lost_after, keys))
+    except BaseException:
+        hub.close()
+        raise
+    store = KeyFolder(segments / "store")
+    return Hosts(hub, MirroredSegments(segments), store, lost_after=options.lost_after, report=report), file
+
+
+def describe_start(file: Path, missing: int) -> str:
+    """Return the lines that start agents for `missing` ranks."""
+    command = f"{shlex.quote(sys.executable)} -m rankbook.agent --connect"
+    name = shlex.quote(str(file))
+    return "\n".join(
+        (
+            f"waiting for {plural(missing, 'slot')}: start one agent per node, in one of these ways",
+            "(--slots N offers N ranks; the default is one per CUDA device)",
+            f"  on the node            {command} {name}",
+            f"  by ssh                 ssh NODE {command} - < {name}",
+            f"  in a Slurm allocation  srun --ntasks-per-node 1 {command} {name}",
+            f"  by torchrun            torchrun --nnodes N --nproc-per-node 1 -m rankbook.agent --connect {name}",
+            f"  by Open MPI            mpirun --map-by ppr:1:node {command} {name}",
+        )
+    )
+
+
+class HostsLink:
+    """The notebook's end of the links to all ranks: those of this host over `home`, the others over `hosts`."""
+
+    def __init__(self, home: ZmqHub, hosts: Hosts, launcher: HostsLauncher) -> None:
+        self._home = home
+        self._hosts = hosts
+        self._launcher = launcher
+        self.uplink = home.uplink
+
+    def open_downlink(self, rank: int, incarnation: int) -> str:
+        """See `HubLink`. On another host, the agent opens it."""
+        if self._hosts.seats[rank].host != HOME:
+            return ""
+        return self._home.open_downlink(rank, incarnation)
+
+    def send(self, rank: int, message: Message, frames: Frames = ()) -> bool:
+        """See `HubLink`."""
+        host = self._hosts.seats[rank].host
+        if host == HOME:
+            return self._home.send(rank, message, frames)
+        sent = self._hosts.send_to_ranks(host, (rank,), message, frames)
+        self._home.wake()  # sending may have consumed what the descriptor of the agents' link announced
+        return sent
+
+    def send_many(self, ranks: Iterable[int], message: Message, frames: Frames = ()) -> None:
+        """See `HubLink`. One message goes to each host."""
+        by_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self._hosts.seats[rank].host, []).append(rank)
+        for host, host_ranks in by_host.items():
+            if host == HOME:
+                self._home.send_many(host_ranks, message, frames)
+            else:
+                self._hosts.send_to_ranks(host, tuple(host_ranks), message, frames)
+        self._home.wake()
+
+    def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
+        """See `HubLink`."""
+        deadline = self._hosts.deadline()
+        if deadline is not None:
+            remaining = max(0.0, deadline - time.monotonic())
+            timeout = remaining if timeout is None else min(timeout, remaining)
+        if self._hosts.messages or self._hosts.reports or self._hosts.hub.has_message():
+            timeout = 0.0
+        polled = {*self._hosts.filenos(), *self._launcher.filenos()}
+        received, ready = self._home.wait(timeout, {*files, *polled} - {self._launcher.fileno()})
+        self._hosts.poll()
+        if self._hosts.reports or not ready.isdisjoint(self._launcher.filenos()):
+            ready.add(self._launcher.fileno())
+        return received or bool(self._hosts.messages), ready & {*files}
+
+    def receive(self) -> tuple[Sender, FromRank, list[memoryview]] | None:
+        """See `HubLink`."""
+        if not self._hosts.messages:
+            return self._home.receive()
+        sender, message, frames = self._hosts.messages.popleft()
+        if isinstance(message, ProtocolError):
+            raise message
+        return sender, message, frames
+
+    def wake(self) -> None:
+        """See `HubLink`."""
+        self._home.wake()
+
+    def close(self) -> None:
+        """See `HubLink`."""
+        self._home.close()
+
+
+class HostsLauncher:
+    """Launcher of ranks on this host, through `home`, and on other hosts, through their agents."""
+
+    def __init__(self, home: LocalLauncher, hosts: Hosts) -> None:
+        self.home = home
+        self._hosts = hosts
+        self._home_ranks: dict[int, int] = {}
+        self._home_lost = False
+        # Never readable: `HostsLink.wait` reports it when there is something to read.
+        self._file, self._other_end = os.pipe()
+
+    @property
+    def pid(self) -> int:
+        """Return the process id of this host's forkserver."""
+        return self.home.pid
+
+    @property
+    def alive(self) -> bool:
+        """See `Launcher`. The end of this host's forkserver ends only the ranks of this host."""
+        return True
+
+    def fileno(self) -> int:
+        """See `Launcher`."""
+        return self._file
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors of the forkserver of this host."""
+        return [] if self._home_lost else [self.home.fileno()]
+
+    def fork(self, request: ForkRank) -> None:
+        """See `Launcher`."""
+        if self._hosts.seats[request.rank].host != HOME:
+            self._hosts.fork(request)
+            return
+        self._home_ranks[request.rank] = request.incarnation
+        self.home.fork(request)
+
+    def kill(self, rank: int, incarnation: int) -> None:
+        """See `Launcher`."""
+        if self._home_ranks.get(rank) == incarnation:
+            self.home.kill(rank, incarnation)
+        else:
+            self._hosts.kill(rank, incarnation)
+
+    def process_info(self, rank: int, pid: int | None) -> ProcessInfo | None:
+        """See `Launcher`."""
+        if self._hosts.seats[rank].host != HOME:
+            return self._hosts.process_info(rank)
+        return self.home.process_info(rank, pid)
+
+    def read(self) -> Iterator[FromForkserver]:
+        """See `Launcher`."""
+        while self._hosts.reports:
+            yield self._hosts.reports.popleft()
+        if self._home_lost:
+            return
+        yield from self.home.read()
+        if not self.home.alive:
+            self._home_lost = True
+            for rank, incarnation in self._home_ranks.items():
+                process = _Process(HOME, incarnation)
+                yield _lost_rank(rank, process, "was lost because the forkserver exited")
+
+    def close(self) -> None:
+        """See `Launcher`."""
+        self._hosts.close()
+        self.home.close()
+        with contextlib.suppress(OSError):
+            os.close(self._file)
+            os.close(self._other_end)
+
+
+class MirroredSegments(SegmentStore):
+    """The notebook's shared memory, of which other hosts have copies. `drop` is called for every removed segment."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.drop: Callable[[str], None] = lambda _name: None
+
+    def discard(self, name: str) -> None:
+        """See `SegmentStore`."""
+        super().discard(name)
+        self.drop(name)
+
+
+def local_versions() -> dict[str, str]:
+    """Return the versions that an agent must have too."""
+    versions = {"rankbook": "", "torch": ""}
+    for package in versions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return {
+        **versions,
+        "python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "protocol": str(PROTOCOL_VERSION),
+    }
+
+
+def _incompatible(description: HostDescription) -> str:
+    """Return why a host cannot be used; empty if it can."""
+    different = [
+        f"{name} {getattr(description, name) or 'unknown'} instead of {version or 'unknown'}"
+        for name, version in local_versions().items()
+        if getattr(description, name) != version
+    ]
+    return f"it has {', '.join(different)}; install the same versions" if different else ""
+
+
+def _lost_rank(rank: int, process: _Process, reason: str) -> RankExited:
+    return RankExited(
+        rank=rank,
+        incarnation=process.incarnation,
+        pid=process.pid,
+        code=-9,
+        memory_kills=0,
+        stdout=b"",
+        stderr=b"",
+        reason=reason,
+    )
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,184 @@
+"""Placement of ranks on hosts: who runs where, on which device, and with which environment.
+
+Pure functions. A host offers slots; `place_ranks` fills them host by host, and `free_seat` finds a place for the
+replacement of a lost rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rankbook.errors import InvalidArgument
+
+HOME = ""
+"""Id of the notebook's host."""
+
+
+@dataclass(frozen=True)
+class HostSlots:
+    """What one host offers.
+
+    `id` identifies the host's agent; `HOME` is the notebook's host. `slots` is the number of ranks that it takes,
+    `devices` its number of CUDA devices, and `cores` its number of CPU cores. `node` is the node's number from the
+    launcher, if it has given one. `rank` and `local_rank` are set for an agent that a launcher has started for one
+    rank.
+    """
+
+    id: str
+    name: str
+    slots: int
+    devices: int = 0
+    cores: int = 1
+    node: int | None = None
+    rank: int | None = None
+    local_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class RankSeat:
+    """The place of one rank: its host, its device there, and the numbers that torchrun calls by these names."""
+
+    rank: int
+    host: str
+    device: str
+    local_rank: int
+    local_world_size: int
+    group_rank: int
+    group_world_size: int
+    threads: int
+
+
+def place_ranks(count: int, hosts: Sequence[HostSlots]) -> tuple[RankSeat, ...]:
+    """Return the seats of `count` ranks, which fill the slots of `hosts`.
+
+    The notebook's host comes first, then the hosts by the number or the name of their node. The ranks of one host have
+    successive numbers. An agent that a launcher has started for one rank keeps that rank's order.
+
+    Raises `InvalidArgument` if there are too few slots.
+
+    Example::
+
+        seats = place_ranks(3, [HostSlots("a", "node1", slots=2), HostSlots("b", "node2", slots=2)])
+        [seat.host for seat in seats]  # ['a', 'a', 'b']
+    """
+    offered = sum(host.slots for host in hosts)
+    if offered < count:
+        raise InvalidArgument(f"{count} ranks need {count} slots, but the hosts offer {offered}")
+    chosen = [(host, number) for host in sorted(hosts, key=_order) for number in range(host.slots)][:count]
+    # Agents that were started for one rank each share the node.
+    nodes = list(dict.fromkeys(_node_key(host) for host, _ in chosen))
+    per_node = {key: sum(_node_key(host) == key for host, _ in chosen) for key in nodes}
+    return tuple(
+        RankSeat(
+            rank=rank,
+            host=host.id,
+            device=_device(host, number),
+            local_rank=number if host.local_rank is None else host.local_rank,
+            local_world_size=per_node[_node_key(host)],
+            group_rank=nodes.index(_node_key(host)),
+            group_world_size=len(nodes),
+            threads=max(1, host.cores // per_node[_node_key(host)]),
+        )
+        for rank, (host, number) in enumerate(chosen)
+    )
+
+
+def free_seat(seat: RankSeat, seats: Iterable[RankSeat], hosts: Sequence[HostSlots]) -> RankSeat | None:
+    """Return where the replacement of the rank at `seat` runs: at the same place if its host is among `hosts`.
+
+    Otherwise in the first free slot of another host; None if there is none. `seats` are those of all ranks.
+    """
+    if any(host.id == seat.host for host in hosts):
+        return seat
+    others = [other for other in seats if other.rank != seat.rank]
+    for host in sorted(hosts, key=_order):
+        taken = [other for other in others if other.host == host.id]
+        if len(taken) < host.slots:
+            numbers = {other.local_rank for other in taken}
+            local_rank = next(number for number in range(host.slots) if number not in numbers)
+            return replace(
+                seat,
+                host=host.id,
+                device=_device(host, local_rank),
+                local_rank=local_rank if host.local_rank is None else host.local_rank,
+                local_world_size=len(taken) + 1,
+                # A host without ranks takes the number of the lost one.
+                group_rank=taken[0].group_rank if taken else seat.group_rank,
+                threads=max(1, host.cores // host.slots),
+            )
+    return None
+
+
+def home_seats(devices: Sequence[str], threads: int) -> tuple[RankSeat, ...]:
+    """Return the seats of ranks that all run on the notebook's host."""
+    count = len(devices)
+    return tuple(RankSeat(rank, HOME, device, rank, count, 0, 1, threads) for rank, device in enumerate(devices))
+
+
+def choose_backend(seats: Sequence[RankSeat], backend: str | None) -> str:
+    """Return the backend for ranks at `seats`: NCCL beside gloo if every rank has a CUDA device of its own, else gloo.
+
+    Raises `InvalidArgument` if `backend` names nccl and two ranks share a device.
+    """
+    places = [(seat.host, seat.device) for seat in seats]
+    own_devices = len(set(places)) == len(places) and all(seat.device != "cpu" for seat in seats)
+    if backend is None:
+        return "cpu:gloo,cuda:nccl" if own_devices else "gloo"
+    if "nccl" in backend and not own_devices:
+        raise InvalidArgument("nccl needs a CUDA device per rank; use gloo, or start fewer ranks per host")
+    return backend
+
+
+def _order(host: HostSlots) -> tuple[bool, bool, int, str, str]:
+    # A rank's number that a launcher has given goes first: `srun` numbers its tasks in the order of the nodes.
+    number = host.node if host.rank is None else host.rank
+    return host.id != HOME, number is None, number or 0, host.name, host.id
+
+
+def _node_key(host: HostSlots) -> tuple[object, ...]:
+    return (host.id,) if host.local_rank is None else (host.node, host.name)
+
+
+def _device(host: HostSlots, number: int) -> str:
+    # A task of a launcher sees all devices of its node, unless they are bound to tasks.
+    if host.local_rank is not None:
+        number = host.local_rank
+    return f"cuda:{number % host.devices}" if host.devices else "cpu"
+
+
+# Environment --------------------------------------------------------------------------------------------------------
+
+INHERITED_PREFIXES = ("RANKBOOK_", "ACCELERATE_", "OMP_", "NCCL_", "TORCH", "HF_", "WANDB_")
+"""Prefixes of the environment variables that ranks on other hosts inherit from the notebook's process."""
+_NOT_INHERITED = frozenset({"RANKBOOK_CONNECT", "RANKBOOK_RUNTIME_DIR", "RANKBOOK_LOG_DIR", "NCCL_SOCKET_IFNAME"})
+"""Variables with such a prefix that name something of the notebook's host, or hold its keys."""
+
+
+def inherited_variables(environment: Mapping[str, str], names: Collection[str] = ()) -> dict[str, str]:
+    """Return the variables of `environment` that ranks on other hosts inherit: those with a known prefix, and `names`.
+
+    Example::
+
+        inherited_variables({"PATH": "/bin", "HF_HOME": "/data"}, ["PATH"])  # {'PATH': '/bin', 'HF_HOME': '/data'}
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in names or (name.startswith(INHERITED_PREFIXES) and name not in _NOT_INHERITED)
+    }
+
+
+def place_variables(seat: RankSeat, *, world_size: int, address: str, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets, for the rank at `seat`. `address` is that of rank 0's host."""
+    return {
+        "RANK": str(seat.rank),
+        "LOCAL_RANK": str(seat.local_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(seat.local_world_size),
+        "GROUP_RANK": str(seat.group_rank),
+        "GROUP_WORLD_SIZE": str(seat.group_world_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }

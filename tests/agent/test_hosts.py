@@ -1,0 +1,309 @@
+"""Test ranks behind agents: the same cells, interrupts, heal and values as on one host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rankbook import CellError, Cluster, InvalidArgument, RankLostError, StartError
+from rankbook.launch import connection, hosts
+from rankbook.launch.hosts import HostOptions
+from tests.agent.agents import Agents, cluster_on_hosts
+from tests.conftest import wait_until
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+REDUCE = "t = torch.full((2,), rank + 1.0); dist.all_reduce(t); t.tolist()"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Agents]]:
+    """Return three ranks: 0 on this host, 1 and 2 on two others."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        cluster_on_hosts(tmp_path_factory.mktemp("hosts"), patch, 3, [1, 1], home=1) as made,
+    ):
+        yield made
+
+
+@pytest.fixture
+def three(shared: tuple[Cluster, Agents]) -> Cluster:
+    return shared[0]
+
+
+def pid_of(cluster: Cluster, rank: int) -> int:
+    pid = cluster.status()[rank].pid
+    assert pid is not None
+    return pid
+
+
+def test_ranks_of_three_hosts_form_one_group_and_know_their_place(three):
+    assert three.run(REDUCE).text(0) == "[6.0, 6.0]"
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR")
+    three.run(f"import os; place = tuple(os.environ[name] for name in {names}) + (local_rank,)")
+    assert three.pull("place") == [(str(rank), "0", "1", str(rank), "3", "127.0.0.1", 0) for rank in range(3)]
+    status = three.status()
+    assert status[0].host == "" and status[1].host and status[2].host and status[1].host != status[2].host
+
+
+def test_no_rank_sees_the_keys(three, shared):
+    secret = connection.decode_connection(shared[1].file.read_text(), "file").keys.client_secret.decode()
+    three.run("import os; variables = list(os.environ.values())")
+    assert not any(secret in value for values in three.pull("variables") for value in values)
+    commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    assert commands and not any(secret in command for command in commands)
+    assert shared[1].file.stat().st_mode & 0o777 == 0o600
+    assert secret not in repr(three) + repr(three.hosts())
+
+
+def test_large_values_cross_in_both_directions_and_leave_nothing(three):
+    three.push({"value": bytes(range(256)) * 40_000})
+    assert [len(value) for value in three.pull("value")] == [10_240_000] * 3
+    assert three.pull("value", ranks=[2]) == [bytes(range(256)) * 40_000]
+    three.scatter("part", [[rank] * 100_000 for rank in range(3)])
+    assert three.gather("part") == [rank for rank in range(3) for _ in range(100_000)]
+    three.run("del value, part")
+    wait_until(lambda: not segments(), timeout=20, what="no shared memory is left")
+
+
+def test_an_error_and_an_interrupt_end_a_cell_on_all_hosts(three):
+    with pytest.raises(CellError, match="rank 2: ValueError: only here"):
+        three.run("if rank == 2: raise ValueError('only here')\ndist.barrier()")
+    cell = three.submit_code("import time\ntime.sleep(60)", number=0, ranks=None, sink=None)
+    wait_until(lambda: cell.started is not None, timeout=20, what="the cell starts")
+    began = time.monotonic()
+    three.interrupt_cell(cell)
+    three.wait(cell, timeout=30)
+    assert cell.result is not None and time.monotonic() - began < 20
+    three.run(REDUCE)
+
+
+def test_a_rank_that_is_killed_on_another_host_is_healed_there(three):
+    three.run("kept = 7")
+    host = three.status()[1].host
+    os.kill(pid_of(three, 1), signal.SIGKILL)
+    with pytest.raises(RankLostError, match=r"rank 1 was killed by SIGKILL"):
+        three.run("import time\nfor _ in range(1000): time.sleep(0.02)")
+    assert three.heal() is not None
+    assert three.pull("kept") == [7, 7, 7]
+    assert three.status()[1].host == host
+    assert three.run(REDUCE).text(0) == "[6.0, 6.0]"
+
+
+def test_the_last_output_of_a_rank_that_is_killed_arrives(three):
+    cell = three.submit_code(
+        "import os\nif rank == 2:\n    print('last words', flush=True)\n    os.kill(os.getpid(), 9)",
+        number=0,
+        ranks=None,
+        sink=None,
+    )
+    three.wait(cell, timeout=60)
+    assert cell.result is not None and "last words" in cell.result[2].stdout
+    assert three.heal() is not None
+
+
+def test_a_rank_that_does_not_answer_is_looked_at_by_its_own_host(three):
+    pid = pid_of(three, 2)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: "stopped" in three.status()[2].state, timeout=30, what="the status says that it is stopped")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: three.status()[2].state == "idle", timeout=30, what="it answers again")
+
+
+def test_every_host_has_a_line_in_the_status(three):
+    first, second = three.hosts()
+    assert (first.ranks, second.ranks) == ((1,), (2,))
+    wait_until(lambda: three.hosts()[0].round_trip is not None, timeout=20, what="a round trip is measured")
+    assert first.dropped == 0 and first.unreachable is None
+
+
+@pytest.mark.slow
+def test_a_checkpoint_in_a_folder_that_hosts_do_not_share_is_refused_and_named(three, tmp_path):
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+    # One path that is another folder for every rank, as a local disk is.
+    three.run(f"import os; os.chdir({str(tmp_path)!r} + f'/{{rank}}')\nfrom rankbook.checkpoint import load, save")
+    folder = "/proc/self/cwd/checkpoints"
+    state = "state = {'w': torch.ones(8)}"
+    with pytest.raises(CellError, match=r"rank 1 on .* does not see .*, which rank 0 on .* has created: all hosts"):
+        three.run(f"{state}\nsave(state, {folder!r}, step=1)", timeout=60)
+    assert [path.name for path in (tmp_path / "1").rglob("*.distcp")] == []
+    three.run("os.chdir('..')")
+    three.run(f"save(state, {folder!r}, step=1)", timeout=60)
+    three.run(f"loaded = load(state, {folder!r})", timeout=60)
+    three.run(
+        "os.chdir(str(rank))\n"
+        "if rank == 0: os.rename('checkpoints', 'old'); os.symlink('../checkpoints', 'checkpoints')"
+    )
+    with pytest.raises(CellError, match=r"rank 1 on .* does not see"):
+        three.run(f"load(state, {folder!r})", timeout=60)
+
+
+@pytest.mark.slow
+def test_a_host_that_is_lost_costs_its_ranks_and_is_replaced_by_another_one(tmp_path, monkeypatch):
+    with cluster_on_hosts(tmp_path, monkeypatch, 3, [1, 1, 1], home=1) as (cluster, agents):
+        cluster.run("kept = rank")
+        lost = cluster.status()[2].host
+        number = next(
+            index for index, agent in enumerate(agents.processes) if pid_of(cluster, 2) in pids_below(agent.pid)
+        )
+        agents.processes[number].terminate()  # its end is known at once
+        with pytest.raises(RankLostError, match=r"rank 2 was lost: the agent on .* ended because it received SIGTERM"):
+            cluster.run("import time\nfor _ in range(1000): time.sleep(0.02)", timeout=30)
+        assert [state.state for state in cluster.status()] == ["idle", "idle", "dead"]
+        assert cluster.heal() is not None
+        assert cluster.status()[2].host not in ("", lost)
+        assert cluster.pull("kept") == [0, 1, 0]
+        assert cluster.run(REDUCE).text(0) == "[6.0, 6.0]"
+        assert agents.processes[number].wait(20) == 1
+
+
+@pytest.mark.slow
+def test_a_killed_agent_takes_its_ranks_with_it_and_its_host_is_lost_after_the_time_given(tmp_path, monkeypatch):
+    with cluster_on_hosts(tmp_path, monkeypatch, 2, [1], home=1, lost_after=2.0) as (cluster, agents):
+        (agent,) = agents.processes
+        below = pids_below(agent.pid)
+        agent.kill()
+        agent.wait()
+        with pytest.raises(RankLostError, match=r"rank 1 was lost: .* was not reachable for"):
+            cluster.run("import time\nfor _ in range(3000): time.sleep(0.02)", timeout=40)
+        wait_until(lambda: not any(map(psutil.pid_exists, below)), timeout=20, what="its processes end")
+        agents.start("--slots", "1")
+        assert cluster.heal() is not None
+        assert cluster.run(REDUCE).text(0) == "[3.0, 3.0]"
+
+
+@pytest.mark.slow
+def test_a_cut_of_the_connection_loses_and_repeats_nothing(tmp_path, monkeypatch):
+    with cluster_on_hosts(tmp_path, monkeypatch, 4, [2], home=2, through_proxy=True) as (cluster, agents):
+        assert agents.proxy is not None
+        cluster.run("value = bytes(range(256)) * (1 << 20)")  # 256 MiB
+        pulled: list[object] = []
+        cell = cluster.submit_code(
+            "import time\nfor number in range(400): print(rank, number); time.sleep(0.02)",
+            number=0,
+            ranks=[0, 1, 3],
+            sink=None,
+        )
+
+        def pull() -> None:
+            try:
+                (value,) = cluster.pull("value", ranks=[2], timeout=100)
+                pulled.append(value == bytes(range(256)) * (1 << 20))
+            except BaseException as error:  # noqa: BLE001 - compared below
+                pulled.append(error)
+
+        puller = threading.Thread(target=pull)
+        puller.start()
+        wait_until(lambda: cell.started is not None, timeout=20, what="the cell runs")
+        agents.proxy.cut()
+        wait_until(lambda: cluster.hosts()[0].unreachable is not None, timeout=20, what="the host is not reachable")
+        assert "not reachable for" in cluster.status()[3].state
+        agents.proxy.accepting = True
+        cluster.wait(cell, timeout=100)
+        puller.join(100)
+        assert pulled == [True]
+        assert cell.result is not None
+        for rank in (0, 1, 3):
+            assert cell.result[rank].stdout == "".join(f"{rank} {number}\n" for number in range(400))
+        assert cluster.run(REDUCE).text(0) == "[10.0, 10.0]"
+
+
+@pytest.mark.slow
+def test_a_stop_ends_the_agents_and_removes_everything(tmp_path, monkeypatch):
+    with cluster_on_hosts(tmp_path, monkeypatch, 2, [2]) as (cluster, agents):
+        below = {pid for agent in agents.processes for pid in pids_below(agent.pid)}
+        file = agents.file
+        cluster.stop()
+        assert [agent.wait(5) for agent in agents.processes] == [0]
+        assert not file.exists()
+        wait_until(lambda: not any(map(psutil.pid_exists, below)), timeout=10, what="all processes end")
+
+
+@pytest.mark.slow
+def test_agents_end_when_the_notebook_is_killed(tmp_path, monkeypatch):
+    code = (
+        f"import sys; sys.path[:0] = [{str(Path(__file__).parents[2])!r}]\n"
+        "from pathlib import Path\nimport pytest, time\nfrom tests.agent.agents import cluster_on_hosts\n"
+        "with pytest.MonkeyPatch.context() as patch:\n"
+        f"    with cluster_on_hosts(Path({str(tmp_path)!r}), patch, 1, [1], lost_after=2.0) as (cluster, agents):\n"
+        "        print(agents.processes[0].pid, flush=True)\n        time.sleep(600)"
+    )
+    # In a session of its own: the agent is to end for the loss of the notebook, not for that of its parent.
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as notebook:
+        assert notebook.stdout is not None
+        agent = psutil.Process(int(notebook.stdout.readline()))
+        below = pids_below(agent.pid)
+        notebook.kill()
+    psutil.wait_procs([agent], timeout=20)
+    wait_until(lambda: not any(map(psutil.pid_exists, below)), timeout=20, what="agent and ranks end")
+
+
+@pytest.mark.slow
+def test_an_agent_of_another_version_is_refused_with_the_reason_on_both_sides(tmp_path, monkeypatch):
+    started = threading.Event()
+    versions = hosts.local_versions()
+    monkeypatch.setattr(hosts, "local_versions", lambda: {**versions, "rankbook": "99.0"})
+    with (
+        pytest.raises(StartError, match="1 of 1 slots are missing"),
+        cluster_on_hosts(tmp_path, monkeypatch, 1, [1], timeout=8.0),
+    ):
+        started.set()
+    assert not started.is_set()
+    assert "instead of 99.0" in (tmp_path / "agent-0.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_start_without_agents_ends_and_leaves_nothing(tmp_path, monkeypatch):
+    with (
+        pytest.raises(StartError, match="2 of 2 slots are missing after 1 s"),
+        cluster_on_hosts(tmp_path, monkeypatch, 2, [], timeout=1.0),
+    ):
+        raise AssertionError("it started")
+    assert list((tmp_path / "connect").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"launcher": "magic"}, "invalid launcher 'magic'"),
+        ({"port": 70_000}, "invalid port 70000"),
+        ({"home": -1}, "invalid number of ranks on this host: -1"),
+        ({"lost_after": 0.1}, "invalid lost_after=0.1"),
+    ],
+)
+def test_invalid_options_are_rejected(options, text):
+    with pytest.raises(InvalidArgument, match=text):
+        HostOptions(**options)
+
+
+def test_an_address_that_this_host_does_not_have_is_rejected_with_those_it_has():
+    with pytest.raises(InvalidArgument, match=r"invalid address '192\.0\.2\.7'.*127\.0\.0\.1"):
+        connection.choose_address("192.0.2.7")
+    assert connection.choose_address("127.0.0.1") == "127.0.0.1"
+
+
+def test_without_a_network_the_start_lists_the_interfaces(monkeypatch):
+    monkeypatch.setattr(connection, "interface_addresses", lambda: {"127.0.0.1": "lo"})
+    monkeypatch.setattr(connection, "_default_route", lambda: None)
+    with pytest.raises(StartError, match=r"no address that other hosts can reach \(lo 127\.0\.0\.1\)"):
+        connection.choose_address(None)
+
+
+def segments() -> list[Path]:
+    return list(Path("/dev/shm").glob(f"rankbook-{os.getuid()}-*/segment-*"))
+
+
+def pids_below(pid: int) -> set[int]:
+    return {process.pid for process in psutil.Process(pid).children(recursive=True)}
