@@ -148,14 +148,14 @@ MUTANTS = (
     ),
     Mutant(
         "kernel/rankbook/coordinator/deadlock.py",
-        "if group.pending and not set(group.ranks)",
-        "if not set(group.ranks)",
+        "if group.pending and id(group.ranks) in affected",
+        "if id(group.ranks) in affected",
         "coordinator/test_state_machine.py",
     ),
     Mutant(
         "kernel/rankbook/coordinator/deadlock.py",
-        "view.count >= launch.number and not view.broken",
-        "view.count >= launch.number",
+        "0 if view.broken else view.count",
+        "view.count",
         "coordinator/test_deadlock.py",
     ),
     Mutant("kernel/rankbook/output/merger.py", "        self._open.discard(rank)\n", "", "output/test_merger.py"),
