@@ -119,6 +119,35 @@ def test_a_message_leaves_before_values_that_wait_and_the_window_bounds_what_is_
     assert end.pending(VALUES) == 64 << 20
 
 
+@pytest.mark.parametrize("rate", [10e6, 100e6, 1e9])
+def test_a_message_waits_at_most_50_ms_behind_values_on_a_network_of_any_speed(rate):
+    """A network that delivers `rate` bytes per second, in order, after 1 ms."""
+    one, other = Session(), Session()
+    for _ in range(64):
+        one.send(VALUES, [bytes(1 << 20)])
+    now, free_at, delays = 0.0, 0.0, []
+    wire: list[tuple[float, Session, list, float | None]] = []
+    for step in range(4_000):
+        now += 0.001
+        if step > 1_000 and step % 50 == 0:
+            one.send(MESSAGES, [b"interrupt"])
+        for packet in one.packets(now):
+            free_at = max(free_at, now) + sum(map(len, packet)) / rate
+            is_message = len(packet) > 1 and bytes(packet[1]) == b"interrupt"
+            wire.append((free_at + 0.001, other, packet, now if is_message else None))
+        wire += [(now + 0.001, one, packet, None) for packet in other.packets(now)]
+        while wire and wire[0][0] <= now:
+            _, end, packet, sent_at = wire.pop(0)
+            end.receive(packet, now)
+            if sent_at is not None:
+                delays.append(now - sent_at)
+        wire.sort(key=lambda entry: entry[0])
+        if one.pending(VALUES) < 8 << 20:
+            one.send(VALUES, [bytes(1 << 20)] * 8)
+    assert delays and max(delays) <= (0.05 if rate > 20e6 else 2 * CHUNK / rate + 0.06)
+    assert one.acknowledged(VALUES) >= 0.8 * min(rate, 200e6) * 4
+
+
 def test_bytes_are_acknowledged_as_they_arrive():
     network = Network()
     network.ends[0].send(VALUES, [bytes(10 << 20)])

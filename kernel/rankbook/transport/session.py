@@ -6,8 +6,11 @@ them, and sends them again over the next connection. It opens no socket and read
 and reordering can be tested: packets go in and out, and `now` is an argument.
 
 Streams. A message belongs to one of two streams, which have numbers and acknowledgements of their own. Packets of
-stream 0 (messages) go before those of stream 1 (values). A packet has at most `CHUNK` bytes, and no more than `window`
-bytes of a stream are unacknowledged, so that a message never waits behind more than a window of values on the wire.
+stream 0 (messages) go before those of stream 1 (values). A packet has at most `CHUNK` bytes, and no more than a window
+of bytes of a stream is unacknowledged, so that a message never waits behind more than a window of values on the wire.
+The window of stream 1 follows the delay of its acknowledgements, as in LEDBAT (RFC 6817): it grows while they come
+quickly, and shrinks when they come `_MOST_DELAY` seconds later than the quickest one. On a slow network a fixed window
+would lie in the buffers of ZeroMQ and TCP in front of the next message, and hold up an interrupt for seconds.
 
 A packet is a list of frames: a header (`_HEADER`) and the pieces of one message. Every piece but the last one ends a
 frame of the message; flags say whether the last one does, and whether it ends the message. The header acknowledges as
@@ -20,6 +23,7 @@ one will be sent again with those between, after a reconnect or after `_RESEND_A
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -34,18 +38,32 @@ STREAMS = 2
 CHUNK = 256 << 10
 """Bytes in one packet."""
 _WINDOW = 4 << 20
+_LEAST_WINDOW = 2 * CHUNK
+_FIRST_WINDOW = 1 << 20
+_MOST_DELAY = 0.015
 _MAX_PIECES = 1000
 _MAX_MESSAGE = 1 << 30
 """Bytes of one message: larger values travel in parts."""
 _MAX_FRAMES = 1 << 20
 _ACKNOWLEDGE_AFTER = 0.02
-_ACKNOWLEDGE_BYTES = 1 << 20
+_ACKNOWLEDGE_BYTES = CHUNK
 _RESEND_AFTER = 10.0
 
 # Kind, stream, flags, unused; the packet's number; the next expected numbers of both streams.
 _HEADER = struct.Struct("<BBBxQQQ")
 _DATA, _ACKNOWLEDGE = 1, 2
 _ENDS_FRAME, _ENDS_MESSAGE = 1, 2
+
+
+@dataclass
+class _SentPacket:
+    """A packet that is not acknowledged. `sent_at` is None if it was sent again, so that its delay tells nothing."""
+
+    number: int
+    flags: int
+    pieces: list[memoryview]
+    size: int
+    sent_at: float | None
 
 
 @dataclass
@@ -58,9 +76,11 @@ class _Outgoing:
     next_number: int = 0
     queued_bytes: int = 0
     # Packets that are not acknowledged, oldest first, and how many of them were sent over this connection.
-    packets: deque[tuple[int, int, list[memoryview], int]] = field(default_factory=deque)
+    packets: deque[_SentPacket] = field(default_factory=deque)
     packet_bytes: int = 0
     sent: int = 0
+    window: int = _WINDOW
+    shrink_at: float = 0.0
     acknowledged_bytes: int = 0
 
 
@@ -75,7 +95,7 @@ class _Incoming:
 
 
 class Session:
-    """One end of a conversation. `window` is the number of unacknowledged bytes per stream.
+    """One end of a conversation. `window` is the largest number of unacknowledged bytes per stream.
 
     Example::
 
@@ -88,7 +108,9 @@ class Session:
         self.repeated = 0
         self.out_of_order = 0
         self._window = window
-        self._out = [_Outgoing() for _ in range(STREAMS)]
+        self._out = [_Outgoing(window=window) for _ in range(STREAMS)]
+        self._out[-1].window = min(window, _FIRST_WINDOW)
+        self._least_delay = math.inf
         self._in = [_Incoming() for _ in range(STREAMS)]
         self._acknowledge_at: float | None = None
         self._unacknowledged_bytes = 0
@@ -125,17 +147,18 @@ class Session:
         for stream, out in enumerate(self._out):
             # Those of an earlier connection first.
             while out.sent < len(out.packets):
-                packets.append(self._packet(stream, *out.packets[out.sent][:3]))
+                out.packets[out.sent].sent_at = None
+                packets.append(self._packet(stream, out.packets[out.sent]))
                 out.sent += 1
-            while out.messages and out.packet_bytes < self._window:
+            while out.messages and out.packet_bytes < out.window:
                 number, flags, pieces = self._cut(out)
                 if not out.packets:
                     self._progress_at = now
-                size = sum(map(len, pieces))
-                out.packets.append((number, flags, pieces, size))
-                out.packet_bytes += size
+                packet = _SentPacket(number, flags, pieces, sum(map(len, pieces)), now)
+                out.packets.append(packet)
+                out.packet_bytes += packet.size
                 out.sent += 1
-                packets.append(self._packet(stream, number, flags, pieces))
+                packets.append(self._packet(stream, packet))
         if packets:
             self._clear_acknowledgement()
         elif self._acknowledge_at is not None and now >= self._acknowledge_at:
@@ -148,6 +171,8 @@ class Session:
         self._progress_at = now
         for out in self._out:
             out.sent = 0
+        self._out[-1].window = min(self._window, _FIRST_WINDOW)
+        self._least_delay = math.inf
         self._acknowledge_at = now
 
     def deadline(self) -> float | None:
@@ -181,8 +206,8 @@ class Session:
         out.next_number += 1
         return number, flags, pieces
 
-    def _packet(self, stream: int, number: int, flags: int, pieces: list[memoryview]) -> Packet:
-        return [_HEADER.pack(_DATA, stream, flags, number, *self._expected()), *pieces]
+    def _packet(self, stream: int, packet: _SentPacket) -> Packet:
+        return [_HEADER.pack(_DATA, stream, packet.flags, packet.number, *self._expected()), *packet.pieces]
 
     def _expected(self) -> list[int]:
         return [incoming.expected for incoming in self._in]
@@ -207,18 +232,33 @@ class Session:
         if any(count > out.next_number for count, out in zip(acknowledged, self._out, strict=True)):
             raise ProtocolError("invalid packet: it acknowledges what was not sent")
         for count, out in zip(acknowledged, self._out, strict=True):
-            self._acknowledged(out, count, now)
+            delay = self._acknowledged(out, count, now)
+            if out is self._out[-1] and delay is not None:
+                self._follow_delay(out, delay, now)
         if kind == _ACKNOWLEDGE:
             return []
         return self._take(stream, flags, number, pieces, now)
 
-    def _acknowledged(self, out: _Outgoing, count: int, now: float) -> None:
-        while out.packets and out.packets[0][0] < count:
-            size = out.packets.popleft()[3]
-            out.packet_bytes -= size
-            out.acknowledged_bytes += size
+    def _acknowledged(self, out: _Outgoing, count: int, now: float) -> float | None:
+        """Remove the packets below `count`. Return the delay of the newest one, or None if it is not known."""
+        delay = None
+        while out.packets and out.packets[0].number < count:
+            packet = out.packets.popleft()
+            out.packet_bytes -= packet.size
+            out.acknowledged_bytes += packet.size
             out.sent = max(0, out.sent - 1)
             self._progress_at = now
+            delay = None if packet.sent_at is None else now - packet.sent_at
+        return delay
+
+    def _follow_delay(self, out: _Outgoing, delay: float, now: float) -> None:
+        self._least_delay = min(self._least_delay, delay)
+        if delay <= self._least_delay + _MOST_DELAY:
+            out.window = min(out.window + CHUNK // 4, self._window)
+        elif now >= out.shrink_at:
+            # Once per round trip: the packets on the way were sent with the larger window.
+            out.window = max(out.window * 3 // 4, _LEAST_WINDOW)
+            out.shrink_at = now + delay
 
     def _take(
         self, stream: int, flags: int, number: int, pieces: Sequence[Bytes], now: float
