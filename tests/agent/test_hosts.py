@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rankbook import CellError, Cluster, InvalidArgument, RankLostError, StartError
+from rankbook import CellError, CellTimeout, Cluster, InvalidArgument, RankLostError, StartError, TransferError
 from rankbook.launch import connection, hosts
 from rankbook.launch.hosts import HostOptions
 from tests.agent.agents import Agents, cluster_on_hosts
@@ -73,6 +73,32 @@ def test_large_values_cross_in_both_directions_and_leave_nothing(three):
     assert three.gather("part") == [rank for rank in range(3) for _ in range(100_000)]
     three.run("del value, part")
     wait_until(lambda: not segments(), timeout=20, what="no shared memory is left")
+
+
+def test_a_value_that_does_not_fit_into_this_hosts_memory_costs_only_its_transfer(three, monkeypatch):
+    table = three._processes.hosts
+    assert table is not None
+    three.run("value = bytes(5_000_000)")
+
+    def full(name, offset, size, data):
+        raise TransferError(f"cannot receive {name}: no space left")
+
+    monkeypatch.setattr(table.segments, "write_part", full)
+    with pytest.raises(TransferError, match="the value no longer exists"):
+        three.pull("value", ranks=[1], timeout=30)
+    monkeypatch.undo()
+    assert three.pull("value", ranks=[1], timeout=30) == [bytes(5_000_000)]
+    assert three.hosts()[0].dropped == 0
+
+
+def test_an_interrupted_push_leaves_no_shared_memory(three):
+    cell = three.submit_code("import time; time.sleep(60)", number=0, ranks=[1], sink=None)
+    with pytest.raises(CellTimeout):
+        three.push({"value": bytes(50_000_000)}, ranks=[1, 2], timeout=0.3)
+    three.interrupt_cell(cell)
+    three.wait(cell, timeout=30)
+    wait_until(lambda: not segments(), timeout=30, what="no shared memory is left")
+    assert three.run(REDUCE).text(0) == "[6.0, 6.0]"
 
 
 def test_an_error_and_an_interrupt_end_a_cell_on_all_hosts(three):
@@ -302,7 +328,8 @@ def test_without_a_network_the_start_lists_the_interfaces(monkeypatch):
 
 
 def segments() -> list[Path]:
-    return list(Path("/dev/shm").glob(f"rankbook-{os.getuid()}-*/segment-*"))
+    """Return the shared memory of all hosts of this test run."""
+    return list(Path(os.environ["RANKBOOK_RUNTIME_DIR"]).rglob("segment-*"))
 
 
 def pids_below(pid: int) -> set[int]:

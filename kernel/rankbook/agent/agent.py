@@ -92,6 +92,7 @@ class _Held:
 
     message: ToRanks
     frames: Sequence[Bytes]
+    ranks: set[int]
 
 
 class Agent:
@@ -120,6 +121,7 @@ class Agent:
         self._exits: list[tuple[float, RankExited]] = []
         # Segments that have arrived, or that have failed to; their readers then get an error.
         self._complete: set[str] = set()
+        self._received: set[str] = set()
         self._held: list[_Held] = []
         self._signal_read, self._signal_write = os.pipe()
         for end in (self._signal_read, self._signal_write):
@@ -231,13 +233,14 @@ class Agent:
         message = decode_to_agent(bytes(frames[0]))
         match message:
             case ToRanks():
-                self._held.append(_Held(message, frames[1:]))
+                self._held.append(_Held(message, frames[1:], set(message.ranks)))
                 self._deliver()
             case SegmentPart(name, offset, size):
                 self._receive_part(name, offset, size, frames[1])
             case DropSegments(names):
                 for name in names:
                     self._complete.discard(name)
+                    self._received.discard(name)
                     self._segments.discard(name)
             case ForkRank():
                 self._fork(message)
@@ -255,12 +258,14 @@ class Agent:
             message = held.message
             late = not self._complete.issuperset(message.needs)
             # A task waits for its values, and later tasks of the rank wait for it. Control messages overtake both.
-            if late or (message.ordered and not blocked.isdisjoint(message.ranks)):
+            if late or (message.ordered and not blocked.isdisjoint(held.ranks)):
                 waiting.append(held)
-                blocked.update(message.ranks)
+                blocked.update(held.ranks)
                 continue
             data, *frames = held.frames
             for rank in message.ranks:
+                if rank not in held.ranks:
+                    continue
                 if b"GetStack" in bytes(data[:32]):
                     now = time.monotonic()
                     self._asked.setdefault(rank, (now, now + _LOOK_AFTER))
@@ -270,6 +275,7 @@ class Agent:
     def _receive_part(self, name: str, offset: int, size: int, data: Bytes) -> None:
         if name in self._complete:  # an earlier part has failed
             return
+        self._received.add(name)
         try:
             complete = self._segments.write_part(name, offset, size, data)
         except TransferError as error:
@@ -289,6 +295,9 @@ class Agent:
         known = [entry for entry in request.path if not entry or Path(entry).exists()]
         self._pids.pop(request.rank, None)
         self._asked.pop(request.rank, None)
+        # What still waits for values is for an earlier process of the rank.
+        for held in self._held:
+            held.ranks.discard(request.rank)
         try:
             downlink = self._hub.open_downlink(request.rank, request.incarnation)
             self._launcher.fork(
@@ -333,7 +342,8 @@ class Agent:
             self._exits.remove(entry)
             if self._pids.get(entry[1].rank, (0, 0))[0] == entry[1].incarnation:
                 self._pids.pop(entry[1].rank)
-            self._segments.clear(entry[1].pid)
+            # Not what other hosts have sent: their processes may have the same PID.
+            self._segments.clear(entry[1].pid, keep=self._received)
             self._send(entry[1])
 
     def _relay_up(self) -> None:

@@ -149,6 +149,7 @@ class Hosts:
         # Messages that wait for segments, and segments that are complete, per rank's host.
         self._held: list[tuple[str, tuple[str, ...], Sender, FromRank, list[memoryview]]] = []
         self._complete: set[str] = set()
+        self._failed: set[str] = set()
         # Reentrant: a poll may send. Any thread sends, one polls.
         self._lock = threading.RLock()
 
@@ -316,9 +317,7 @@ class Hosts:
             case FromRanks():
                 self._receive_from_ranks(host, message, [memoryview(frame) for frame in frames[1:]])
             case SegmentPart(name, offset, size):
-                if self.segments.write_part(name, offset, size, frames[1]):
-                    self._complete.add(name)
-                    self._release()
+                self._receive_part(host, name, offset, size, frames[1])
             case RankForked(rank, incarnation, pid):
                 self._process_of(host, rank, incarnation).pid = pid
                 self.reports.append(message)
@@ -386,6 +385,20 @@ class Hosts:
             else:
                 self.messages.append((sender, decoded, rest))
 
+    def _receive_part(self, host: Host, name: str, offset: int, size: int, data: Bytes) -> None:
+        ends = offset + len(data) == size
+        if name not in self._failed:
+            try:
+                self.segments.write_part(name, offset, size, data)
+            except TransferError as error:
+                # No room, for example. The message that needs the value is delivered, and its reader gets an error.
+                self.report(f"a value of {host.name} was lost: {error}")
+                self._failed.add(name)
+        if ends:
+            self._failed.discard(name)
+            self._complete.add(name)
+            self._release()
+
     def _release(self) -> None:
         waiting = []
         for held in self._held:
@@ -427,7 +440,9 @@ class Hosts:
             for host in self._hosts.values():
                 if name in host.segments:
                     host.segments.discard(name)
-                    self._send(host.id, DropSegments((name,)))
+                    # Behind the parts, which may still be on the way.
+                    if not host.lost:
+                        self.hub.send(host.id, VALUES, [encode(DropSegments((name,)))])
 
     def process_info(self, rank: int) -> ProcessInfo | None:
         """Return the state of a rank's process, as its agent has reported it."""

@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from os import getpid
 from pathlib import Path
@@ -153,12 +153,12 @@ class SegmentStore:
         """Remove the segment `name`, if it exists. Raises `ProtocolError` for an invalid name."""
         self._path(name).unlink(missing_ok=True)
 
-    def clear(self, pid: int | None = None) -> None:
-        """Remove all segments, or those of the dead process `pid`."""
+    def clear(self, pid: int | None = None, keep: Collection[str] = ()) -> None:
+        """Remove all segments, or those of the dead process `pid`, except those named in `keep`."""
         with contextlib.suppress(FileNotFoundError):  # the folder has been removed
             for path in list(self.folder.iterdir()):
                 match = _NAME.fullmatch(path.name)
-                if match is not None and pid in {None, int(match[1])}:
+                if match is not None and pid in {None, int(match[1])} and path.name not in keep:
                     path.unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
