@@ -1,8 +1,8 @@
 """Compare ranks of another host with ranks of this one: `python tests/benchmarks/hosts.py`.
 
 Two ranks of this host and two of a second one, whose agent is a process of this machine and reached over the loopback
-interface: what is measured is the way through the agent, not a network. Both clusters live at once, and every round takes
-each measure once of either, in shuffled order.
+interface: what is measured is the way through the agent, not a network. Both clusters live at once, and every round
+takes each measure once of either, in shuffled order.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 def heal(cluster: Cluster) -> float:
     """Return the time in which a killed rank is replaced."""
+    cluster.run("value = torch.ones(1_000)")
     pid = cluster.status()[1].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -73,12 +74,14 @@ class LivenessTracker:
         self._stacks: dict[int, dict[int, Stack]] = {}
         self._requested_at: dict[int, float] = {}
         self._last_received: dict[int, float] = {}
+        self._forgotten: Counter[int] = Counter()
 
     def forget(self, rank: int) -> None:
         """Reset the state of a rank whose process is gone or new, and wake waiting threads."""
         self.comms.forget(rank)
         self.debugs.forget(rank)
         with self._changed:
+            self._forgotten[rank] += 1
             self._requested_at.pop(rank, None)
             self._last_received.pop(rank, None)
             self._changed.notify_all()
@@ -168,6 +171,7 @@ class LivenessTracker:
         # A link that is closed already is no reply: the process may have ended a moment ago.
         for rank in unknown:
             self._ask(rank, token)
+        forgotten = dict(self._forgotten)
         ended = set[int]()
         began = time.monotonic()
         with self._changed:
@@ -176,6 +180,8 @@ class LivenessTracker:
             while (unknown := unknown - answers.keys()) and (remaining := began + timeout - time.monotonic()) > 0:
                 # A reply ends the wait early.
                 self._changed.wait(min(remaining, _PROCESS_CHECK_INTERVAL))
+                # The exit of a rank that was forgotten meanwhile has been reported.
+                unknown = {rank for rank in unknown if self._forgotten[rank] == forgotten.get(rank, 0)}
                 infos = {rank: self._look(rank) for rank in unknown - answers.keys()}
                 ended |= {rank for rank, process in infos.items() if process is None}
                 late = time.monotonic() - began > _PROCESS_CHECK_DELAY
