@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -14,13 +16,62 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from rankbook.errors import CollectiveAborted
-from rankbook.rank.process_groups.store import RendezvousStore, open_store
+from rankbook.errors import CollectiveAborted, ProtocolError
+from rankbook.rank.process_groups.store import RendezvousStore, _AgentConnection, open_store
+from rankbook.transport.store_keys import KeyFolder, RemoteKeys, perform
 
 
-@pytest.fixture
-def store(tmp_path) -> RendezvousStore:
-    return open_store(tmp_path / "store", "", threading.Event())
+@pytest.fixture(params=["this host", "other host"])
+def store(request, tmp_path) -> RendezvousStore:
+    """Return the store as the ranks of the notebook's host have it, and as those of another host have it."""
+    if request.param == "this host":
+        return open_store(tmp_path / "store", "", threading.Event())
+    keys = KeyFolder(tmp_path / "store")
+    return RendezvousStore(RemoteKeys(lambda operation: perform(keys, operation)), threading.Event())
+
+
+def test_an_operation_that_fails_on_the_notebooks_host_is_an_error_there_and_not_here(tmp_path):
+    keys = KeyFolder(tmp_path / "store")
+    remote = RemoteKeys(lambda operation: perform(keys, operation))
+    remote.write("text", b"no number")
+    with pytest.raises(OSError, match="the store on the notebook's host reported ValueError"):
+        remote.add("text", 1)
+    for request in (b"", b"x", b"\xff" * 100, b"\x81\xa6method\xa4none"):
+        with pytest.raises(ProtocolError, match="invalid request to the store"):
+            perform(keys, request)
+
+
+def test_a_wait_for_the_agent_ends_when_it_is_cancelled_and_the_next_request_gets_its_own_reply(tmp_path):
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "agent"))
+    listener.listen()
+    keys, cancel = KeyFolder(tmp_path / "store"), threading.Event()
+    silent = [True]
+
+    def serve() -> None:
+        for _ in range(2):
+            connection, _ = listener.accept()
+            with connection:
+                while head := connection.recv(4):
+                    result = perform(keys, connection.recv(struct.unpack("<I", head)[0]))
+                    if not silent[0]:
+                        connection.sendall(struct.pack("<I", len(result)) + result)
+
+    agent = threading.Thread(target=serve, daemon=True)
+    agent.start()
+    connection = _AgentConnection(str(tmp_path / "agent"), cancel)
+    made = RendezvousStore(RemoteKeys(connection.ask), cancel)
+    cancel.set()
+    with pytest.raises(CollectiveAborted):
+        made.set("key", "value")
+    silent[0] = False
+    cancel.clear()
+    assert made.get("key") == b"value", "the operation had arrived, only its reply had not"
+    assert made.add("sum", 2) == 2
+    assert connection._socket is not None
+    connection._socket.close()
+    agent.join(20)
+    listener.close()
 
 
 def test_it_answers_as_a_hash_store_does(store):

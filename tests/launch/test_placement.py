@@ -1,0 +1,132 @@
+"""Test where ranks are placed, on which device, and what they inherit."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankbook.errors import InvalidArgument
+from rankbook.launch.placement import (
+    HOME,
+    HostSlots,
+    choose_backend,
+    free_seat,
+    home_seats,
+    inherited_variables,
+    place_ranks,
+    place_variables,
+)
+
+TWO_GPUS = HostSlots("a", "node1", slots=2, devices=2, cores=16, node=0)
+FOUR_GPUS = HostSlots("b", "node2", slots=4, devices=4, cores=16, node=1)
+CPU = HostSlots("c", "node3", slots=2, cores=4)
+
+
+def test_ranks_are_numbered_host_by_host_in_the_order_of_the_nodes():
+    seats = place_ranks(6, [FOUR_GPUS, TWO_GPUS])
+    assert [seat.host for seat in seats] == ["a", "a", "b", "b", "b", "b"]
+    assert [seat.device for seat in seats] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert [(seat.local_rank, seat.local_world_size) for seat in seats] == [
+        (0, 2),
+        (1, 2),
+        (0, 4),
+        (1, 4),
+        (2, 4),
+        (3, 4),
+    ]
+    assert [(seat.group_rank, seat.group_world_size) for seat in seats] == [(0, 2)] * 2 + [(1, 2)] * 4
+    assert [seat.threads for seat in seats] == [8, 8, 4, 4, 4, 4]
+
+
+def test_the_notebooks_host_comes_first_and_unused_hosts_do_not_count():
+    home = HostSlots(HOME, "login", slots=1, cores=2)
+    seats = place_ranks(2, [TWO_GPUS, CPU, home])
+    assert [(seat.host, seat.group_world_size, seat.local_world_size) for seat in seats] == [(HOME, 2, 1), ("a", 2, 1)]
+
+
+def test_hosts_without_a_number_are_ordered_by_name_behind_the_others():
+    named = [HostSlots(agent, name, slots=1) for agent, name in (("1", "z"), ("2", "y"))]
+    assert [seat.host for seat in place_ranks(3, [*named, HostSlots("3", "x9", slots=1, node=5)])] == ["3", "2", "1"]
+
+
+def test_agents_that_were_started_per_rank_keep_its_order_and_share_the_node():
+    tasks = [
+        HostSlots(f"task{rank}", "node1" if rank < 2 else "node2", 1, 2, 8, rank // 2, rank=rank, local_rank=rank % 2)
+        for rank in range(4)
+    ]
+    seats = place_ranks(4, tasks[::-1])
+    assert [seat.host for seat in seats] == ["task0", "task1", "task2", "task3"]
+    assert [seat.local_rank for seat in seats] == [0, 1, 0, 1]
+    assert {seat.local_world_size for seat in seats} == {2} and [seat.group_rank for seat in seats] == [0, 0, 1, 1]
+    assert [seat.device for seat in seats] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+
+
+def test_too_few_slots_are_an_error_that_says_how_many_there_are():
+    with pytest.raises(InvalidArgument, match="9 ranks need 9 slots, but the hosts offer 8"):
+        place_ranks(9, [TWO_GPUS, FOUR_GPUS, CPU])
+
+
+def test_a_lost_rank_goes_back_to_its_host_else_to_a_free_slot_of_another_one():
+    seats = place_ranks(4, [TWO_GPUS, FOUR_GPUS])
+    assert free_seat(seats[1], seats, [TWO_GPUS, FOUR_GPUS]) is seats[1]
+    moved = free_seat(seats[1], seats, [FOUR_GPUS])
+    assert moved is not None
+    assert (moved.rank, moved.host, moved.device, moved.local_rank, moved.group_rank) == (1, "b", "cuda:2", 2, 1)
+    newcomer = free_seat(seats[3], seats, [CPU])
+    assert newcomer is not None and (newcomer.host, newcomer.device, newcomer.group_rank) == ("c", "cpu", 1)
+    assert free_seat(seats[1], seats, []) is None
+    full = HostSlots("d", "node4", slots=0)
+    assert free_seat(seats[1], seats, [full]) is None
+
+
+def test_two_lost_ranks_get_two_places():
+    seats = list(place_ranks(4, [TWO_GPUS, FOUR_GPUS]))
+    for rank in (0, 1):
+        moved = free_seat(seats[rank], seats, [FOUR_GPUS])
+        assert moved is not None
+        seats[rank] = moved
+    assert sorted(seat.device for seat in seats) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert free_seat(seats[0], seats, [TWO_GPUS]) is not None
+
+
+def test_nccl_is_used_if_every_rank_has_a_device_of_its_own():
+    assert choose_backend(place_ranks(6, [TWO_GPUS, FOUR_GPUS]), None) == "cpu:gloo,cuda:nccl"
+    assert choose_backend(place_ranks(8, [TWO_GPUS, FOUR_GPUS, CPU]), None) == "gloo"
+    assert choose_backend(home_seats(["cuda:0", "cuda:0"], 1), None) == "gloo"
+    assert choose_backend(place_ranks(2, [CPU]), "gloo") == "gloo"
+    with pytest.raises(InvalidArgument, match="nccl needs a CUDA device per rank"):
+        choose_backend(place_ranks(2, [CPU]), "nccl")
+
+
+def test_named_variables_are_inherited_and_those_of_the_host_are_not():
+    environment = {
+        "PATH": "/bin",
+        "HOME": "/root",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "HF_HOME": "/data",
+        "OMP_NUM_THREADS": "3",
+        "NCCL_DEBUG": "INFO",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "RANKBOOK_CONNECT": "secret",
+        "MINE": "1",
+    }
+    assert inherited_variables(environment, ["MINE", "MISSING"]) == {
+        "HF_HOME": "/data",
+        "OMP_NUM_THREADS": "3",
+        "NCCL_DEBUG": "INFO",
+        "MINE": "1",
+    }
+
+
+def test_the_variables_are_those_of_torchrun():
+    seat = place_ranks(6, [TWO_GPUS, FOUR_GPUS])[3]
+    assert place_variables(seat, world_size=6, address="10.0.0.1", port=5) == {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "6",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "5",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
