@@ -204,8 +204,7 @@ def test_gloo_meets_in_it(tmp_path):
     code = (
         "import sys, threading\nfrom pathlib import Path\nimport torch, torch.distributed as dist\n"
         "from rankbook.rank.process_groups.store import open_store\n"
-        "store = open_store(Path(sys.argv[1]), "
-        ", threading.Event())\n"
+        "store = open_store(Path(sys.argv[1]), '', threading.Event())\n"
         "dist.init_process_group('gloo', store=store, rank=int(sys.argv[2]), world_size=2)\n"
         "t = torch.ones(1)\ndist.all_reduce(t)\nprint(t.item())\ndist.destroy_process_group()"
     )
