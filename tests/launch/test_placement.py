@@ -10,7 +10,7 @@ from rankbook.launch.placement import (
     HostSlots,
     choose_backend,
     free_seat,
-    home_seats,
+    home_seat,
     inherited_variables,
     place_ranks,
     place_variables,
@@ -91,7 +91,7 @@ def test_two_lost_ranks_get_two_places():
 def test_nccl_is_used_if_every_rank_has_a_device_of_its_own():
     assert choose_backend(place_ranks(6, [TWO_GPUS, FOUR_GPUS]), None) == "cpu:gloo,cuda:nccl"
     assert choose_backend(place_ranks(8, [TWO_GPUS, FOUR_GPUS, CPU]), None) == "gloo"
-    assert choose_backend(home_seats(["cuda:0", "cuda:0"], 1), None) == "gloo"
+    assert choose_backend([home_seat(rank, ["cuda:0", "cuda:0"], 1) for rank in range(2)], None) == "gloo"
     assert choose_backend(place_ranks(2, [CPU]), "gloo") == "gloo"
     with pytest.raises(InvalidArgument, match="nccl needs a CUDA device per rank"):
         choose_backend(place_ranks(2, [CPU]), "nccl")

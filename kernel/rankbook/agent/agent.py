@@ -58,7 +58,7 @@ from rankbook.protocol.agents import (
 )
 from rankbook.protocol.base import Message
 from rankbook.protocol.forkserver import ClusterOpened, ForkRank, KillRank, RankExited, RankForked
-from rankbook.protocol.messages import FromForkserver, decode_from_rank, encode, payload_segments
+from rankbook.protocol.messages import FromForkserver, decode_from_rank, encode, message_segments
 from rankbook.transport import agent_link
 from rankbook.transport.agent_link import AgentLink
 from rankbook.transport.output_journal import journal_path, read_crash, read_journal
@@ -117,7 +117,8 @@ class Agent:
         self._unreachable_since: float | None = time.monotonic()
         self._was_accepted = False
         self._pids: dict[int, tuple[int, int]] = {}
-        self._asked: dict[int, tuple[float, float]] = {}
+        # Ranks that owe a reply, with the time at which their process is looked at.
+        self._asked: dict[int, float] = {}
         self._exits: list[tuple[float, RankExited]] = []
         # Segments that have arrived, or that have failed to; their readers then get an error.
         self._complete: set[str] = set()
@@ -166,7 +167,7 @@ class Agent:
         now = time.monotonic()
         if self._link.has_message():
             return 0.0
-        times = [now + _LONGEST_WAIT, *(when for when, _ in self._exits), *(when for _, when in self._asked.values())]
+        times = [now + _LONGEST_WAIT, *(when for when, _ in self._exits), *self._asked.values()]
         if (deadline := self._link.deadline()) is not None:
             times.append(deadline)
         return max(0.0, min(times) - now)
@@ -267,8 +268,7 @@ class Agent:
                 if rank not in held.ranks:
                     continue
                 if b"GetStack" in bytes(data[:32]):
-                    now = time.monotonic()
-                    self._asked.setdefault(rank, (now, now + _LOOK_AFTER))
+                    self._asked.setdefault(rank, time.monotonic() + _LOOK_AFTER)
                 self._hub.send_encoded(rank, bytes(data), [_frozen(frame) for frame in frames])
         self._held = waiting
 
@@ -391,10 +391,10 @@ class Agent:
 
     def _look_at_ranks(self) -> None:
         now = time.monotonic()
-        for rank, (asked, due) in tuple(self._asked.items()):
+        for rank, due in tuple(self._asked.items()):
             if now < due:
                 continue
-            self._asked[rank] = (asked, now + 1.0)
+            self._asked[rank] = now + 1.0
             incarnation, pid = self._pids.get(rank, (0, 0))
             info = process_info(pid or None)
             if info is None:
@@ -478,7 +478,7 @@ class StoreRequests:
 
 def _segments_of(data: memoryview) -> tuple[str, ...]:
     try:
-        return payload_segments(decode_from_rank(data))
+        return message_segments(decode_from_rank(data))
     except ProtocolError:  # the coordinator reports it
         return ()
 

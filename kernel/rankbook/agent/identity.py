@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TaskIdentity:
-    """What a launcher says of the process that it has started. None for what it does not say.
+    """Numbers of the process that a launcher has started; None for those that it has not set.
 
     `rank` and `local_rank` are the number of the task and its number within its node; `local_size` is the number of
     tasks of the node.

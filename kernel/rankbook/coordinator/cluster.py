@@ -25,7 +25,7 @@ from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.liveness import describe_unresponsive
 from rankbook.coordinator.monitor import ANSWER_TIMEOUT, NonBlockingMonitor, StatusMonitor
 from rankbook.coordinator.reattach import ReattachedProcesses
-from rankbook.coordinator.recovery import Healed, copy_variables, payload_segments, summarize_recovery
+from rankbook.coordinator.recovery import Healed, copy_variables, summarize_recovery
 from rankbook.coordinator.running_cell import RunningCell, Sink, StatusHeader
 from rankbook.coordinator.states import RankState, choose_donor
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for_cell
@@ -183,9 +183,8 @@ class ClusterTasks:
         except BaseException:
             # The values of the other ranks will not be unpacked, which would have removed their shared memory.
             for payload, _ in cell.values.values():
-                for buffer in payload.buffers:
-                    if buffer.segment is not None:
-                        self._segments.discard(buffer.segment)
+                for segment in payload.segments:
+                    self._segments.discard(segment)
             raise
         values = self.take_values(cell)
         return {rank: values.get(rank) for rank in cell.ranks}
@@ -780,7 +779,7 @@ class Cluster(ClusterQueries):
             answers = self._collect({**others, **restarted_ranks}, timeout, "heal")
         # The exported buffers have several readers, so none of them removes the files.
         finally:
-            for segment in payload_segments(payload):
+            for segment in payload.segments:
                 self._segments.discard(segment)
         lost = [answers[rank]["lost_save"] for rank in others if answers[rank]["lost_save"]]
         return next((answers[rank] for rank in ranks if answers[rank]["refused"]), answers[ranks[0]]), lost

@@ -41,7 +41,7 @@ from rankbook.launch.placement import (
     HostSlots,
     RankSeat,
     choose_backend,
-    home_seats,
+    home_seat,
     inherited_variables,
     place_ranks,
     place_variables,
@@ -263,7 +263,7 @@ class ClusterProcesses:
         # of that moment.
         world_size, threads = len(self.assignment.devices), self.assignment.threads
         if self._hosts is None:
-            seat = home_seats(self.assignment.devices, threads)[rank]
+            seat = home_seat(rank, self.assignment.devices, threads)
             place = place_variables(seat, world_size=world_size, address="127.0.0.1", port=self._port)
             environment = rank_environment(os.environ, place, threads=threads)
         else:

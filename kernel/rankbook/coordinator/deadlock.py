@@ -167,7 +167,7 @@ def _find_blocked(
 
 
 class _BegunCollectives:
-    """How many collectives every rank has begun in every group, by the name of the group."""
+    """Numbers of collectives that the ranks have begun, by the name of the group."""
 
     def __init__(self, reports: Mapping[int, CollectiveReport]) -> None:
         self._counts: dict[str, dict[int, int]] = {}

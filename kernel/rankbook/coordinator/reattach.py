@@ -152,9 +152,8 @@ class ReattachedProcesses(ClusterProcesses):
         """Discard the results of calls and pulls, whose callers ended with the previous notebook."""
         for cell in cells:
             for payload, _ in cell.values.values():
-                for buffer in payload.buffers:
-                    if buffer.segment is not None:
-                        self.segments.discard(buffer.segment)
+                for segment in payload.segments:
+                    self.segments.discard(segment)
             cell.values.clear()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from rankbook.errors import TransferError
 from rankbook.formatting import plural
-from rankbook.protocol.messages import Payload
 from rankbook.ranks import name_ranks
 
 
@@ -87,8 +86,3 @@ def _find_uncopyable(names: Sequence[str], attempt: Callable[[Sequence[str]], st
         if half and (problem := attempt(half)):
             refused |= {half[0]: problem} if len(half) == 1 else _find_uncopyable(half, attempt)
     return refused
-
-
-def payload_segments(payload: Payload) -> list[str]:
-    """Return the shared memory segments of a payload, without duplicates."""
-    return list(dict.fromkeys(buffer.segment for buffer in payload.buffers if buffer.segment is not None))

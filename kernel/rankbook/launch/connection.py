@@ -18,7 +18,7 @@ import platformdirs
 import psutil
 
 from rankbook.errors import InvalidArgument, StartError
-from rankbook.transport.agent_link import LinkKeys
+from rankbook.transport.agent_link import LinkKeys, source_address
 from rankbook.transport.shared_memory import ensure_private_folder
 
 CONNECT = "RANKBOOK_CONNECT"
@@ -101,8 +101,8 @@ def choose_address(wanted: str | None) -> str:
         raise InvalidArgument(f"invalid address {wanted!r}: expected one of this host's addresses ({_listed(own)})")
     route = _default_route()
     usable = [address for address in own if not ipaddress.ip_address(address).is_loopback]
-    if route in usable:
-        return str(route)
+    if route is not None and route in usable:
+        return route
     if len(usable) == 1:
         return usable[0]
     if usable:
@@ -125,13 +125,10 @@ def interface_addresses() -> Mapping[str, str]:
 
 
 def _default_route() -> str | None:
-    # Connecting a UDP socket sends nothing: the system only chooses the route and, with it, the address.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address for documentation, RFC 5737
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+    try:
+        return source_address("192.0.2.1", 9)  # an address for documentation, RFC 5737
+    except StartError:
+        return None
 
 
 def _listed(addresses: Mapping[str, str]) -> str:

@@ -61,7 +61,7 @@ from rankbook.protocol.agents import (
 )
 from rankbook.protocol.base import PROTOCOL_VERSION, Message
 from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
-from rankbook.protocol.messages import FromForkserver, FromRank, Task, encode, payload_segments
+from rankbook.protocol.messages import FromForkserver, FromRank, Task, encode, message_segments
 from rankbook.transport import agent_link
 from rankbook.transport.agent_link import AgentHub, make_keys
 from rankbook.transport.link import Frames, Sender, read_from_rank
@@ -428,7 +428,7 @@ class Hosts:
 
     def send_to_ranks(self, host: str, ranks: tuple[int, ...], message: Message, frames: Frames) -> bool:
         """Send a message to ranks of one host. Return False if the host is lost."""
-        needs = payload_segments(message)
+        needs = message_segments(message)
         with self._lock:
             for name in needs:
                 self._send_segment(host, name)
@@ -488,7 +488,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class HostOptions:
-    """How ranks on other hosts are started.
+    """Options for ranks on other hosts.
 
     `launcher`: env, that is agents which the user starts. `address` and `port` are where this host listens for them, by
     default the address of the default route and a free port. `home` is the number of ranks on this host. `lost_after`:

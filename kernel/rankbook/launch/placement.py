@@ -17,7 +17,7 @@ HOME = ""
 
 @dataclass(frozen=True)
 class HostSlots:
-    """What one host offers.
+    """Slots, devices and cores of one host.
 
     `id` identifies the host's agent; `HOME` is the notebook's host. `slots` is the number of ranks that it takes,
     `devices` its number of CUDA devices, and `cores` its number of CPU cores. `node` is the node's number from the
@@ -110,10 +110,9 @@ def free_seat(seat: RankSeat, seats: Iterable[RankSeat], hosts: Sequence[HostSlo
     return None
 
 
-def home_seats(devices: Sequence[str], threads: int) -> tuple[RankSeat, ...]:
-    """Return the seats of ranks that all run on the notebook's host."""
-    count = len(devices)
-    return tuple(RankSeat(rank, HOME, device, rank, count, 0, 1, threads) for rank, device in enumerate(devices))
+def home_seat(rank: int, devices: Sequence[str], threads: int) -> RankSeat:
+    """Return the seat of a rank if all ranks run on the notebook's host; `devices` are those of all ranks."""
+    return RankSeat(rank, HOME, devices[rank], rank, len(devices), 0, 1, threads)
 
 
 def choose_backend(seats: Sequence[RankSeat], backend: str | None) -> str:

@@ -169,7 +169,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class HostDescription(NamedTuple):
-    """What an agent says of its host in its first message. Numbers are empty if the launcher has not given them.
+    """Description of a host in the first message of its agent. Numbers are empty if the launcher has not set them.
 
     `name` is the host's name; `node` the node's number, `rank` and `local_rank` the numbers of the task that the
     launcher has started the agent as; `address` the one from which the agent reaches the coordinator.

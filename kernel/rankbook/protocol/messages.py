@@ -57,13 +57,16 @@ class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     buffers: tuple[Buffer, ...]
 
+    @property
+    def segments(self) -> tuple[str, ...]:
+        """Return the names of the shared memory segments that hold buffers, once each."""
+        return tuple(dict.fromkeys(buffer.segment for buffer in self.buffers if buffer.segment is not None))
 
-def payload_segments(message: Message) -> tuple[str, ...]:
+
+def message_segments(message: Message) -> tuple[str, ...]:
     """Return the names of the shared memory segments that a message refers to."""
     payload = getattr(message, "payload", None)
-    if not isinstance(payload, Payload):
-        return ()
-    return tuple(dict.fromkeys(buffer.segment for buffer in payload.buffers if buffer.segment is not None))
+    return payload.segments if isinstance(payload, Payload) else ()
 
 
 class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
