@@ -37,6 +37,8 @@ NEVER_IMPORTS = [
     ("rank", "magics"),
     ("runtime", "rank"),  # the same code runs under torchrun
     ("runtime", "transport"),
+    ("numerics", "rank"),  # both the notebook and the ranks use it
+    ("numerics", "coordinator"),
 ]
 ZMQ_ONLY_IN = "transport"
 DISTRIBUTION_OF = {
