@@ -281,7 +281,7 @@ MUTANTS = (
         "kernel/rankbook/checkpoint/storage/steps.py",
         "for step in finished_steps(storage) if step <= latest]",
         "for step in finished_steps(storage)]",
-        "checkpoint/storage/test_steps.py::test_steps_above_the_latest_are_another_story_and_stay",
+        "checkpoint/storage/test_steps.py::test_retention_keeps_steps_above_the_latest",
     ),
     Mutant(
         "kernel/rankbook/checkpoint/tools/verify.py",

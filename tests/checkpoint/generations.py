@@ -11,15 +11,15 @@ def state(rank: int, world: int, generation: int, rows: int = 512) -> dict[str, 
     """A map whose every value tells the generation: shards, a replica, an object for each rank, a common part."""
     from rankbook.checkpoint import ShardedObject, ShardedTensor
 
-    def made(key: str, dtype: torch.dtype, *place: Any, replica: int = 0) -> ShardedTensor:
-        source = torch.Generator().manual_seed(generation * 1000 + len(key) * 100 + (rank if place else 0))
+    def sharded(key: str, dtype: torch.dtype, *offsets: Any, replica: int = 0) -> ShardedTensor:
+        source = torch.Generator().manual_seed(generation * 1000 + len(key) * 100 + (rank if offsets else 0))
         data = torch.randn(rows, 512, generator=source).to(dtype)
-        return ShardedTensor.from_rank_offsets(key, data, *place, replica_id=replica)
+        return ShardedTensor.from_rank_offsets(key, data, *offsets, replica_id=replica)
 
     return {
-        "w": made("w", torch.float32, (0, rank, world)),
-        "half": {"rows": made("half.rows", torch.bfloat16, (1, rank, world))},
-        "everywhere": made("everywhere", torch.float32, replica=rank),
+        "w": sharded("w", torch.float32, (0, rank, world)),
+        "half": {"rows": sharded("half.rows", torch.bfloat16, (1, rank, world))},
+        "everywhere": sharded("everywhere", torch.float32, replica=rank),
         "scalar": ShardedTensor.from_rank_offsets("scalar", torch.tensor(float(generation)), replica_id=rank),
         "random": ShardedObject("random", {"generation": generation, "rank": rank}, (world,), (rank,)),
         "generation": generation,
@@ -27,16 +27,16 @@ def state(rank: int, world: int, generation: int, rows: int = 512) -> dict[str, 
     }
 
 
-def train(held: dict[str, Any]) -> None:
+def train(state_dict: dict[str, Any]) -> None:
     """Change all of it in place, as training does."""
-    for item in (held["w"], held["half"]["rows"], held["everywhere"], held["scalar"]):
+    for item in (state_dict["w"], state_dict["half"]["rows"], state_dict["everywhere"], state_dict["scalar"]):
         item.data.fill_(-1)
-    held["random"].data["generation"] = held["generation"] = held["more"]["list"][0] = -1
-    held["more"]["list"][2]["deep"] = -1.0
+    state_dict["random"].data["generation"] = state_dict["generation"] = state_dict["more"]["list"][0] = -1
+    state_dict["more"]["list"][2]["deep"] = -1.0
 
 
 def generation_of(rank: int, world: int, loaded: dict[str, Any], rows: int = 512) -> int:
-    """Of which generation all of it is. Raises AssertionError where it is a mix."""
+    """Return the generation of the loaded state. Raises AssertionError if it mixes several."""
     generation = loaded["generation"]
     expected = state(rank, world, generation, rows)
     for key in ("w", "everywhere", "scalar"):

@@ -24,7 +24,7 @@ def saved_bytes(value) -> bytes:
 
 
 class Writer:
-    """One rank's file."""
+    """Writes the file of one rank."""
 
     def __init__(self, storage: Storage, folder: str, rank: int, number: int) -> None:
         self.storage, self.folder, self.rank, self.number = storage, folder, rank, number
@@ -73,8 +73,8 @@ def write_checkpoint(
     writers = [Writer(storage, folder, rank, rank) for rank in range(2)]
     stored = {}
     for number in range(tensors):
-        whole = torch.randn(2 * rows, 6, generator=generator)
-        chunks = [writer.tensor(whole[writer.rank * rows :][:rows], (writer.rank * rows, 0)) for writer in writers]
+        tensor = torch.randn(2 * rows, 6, generator=generator)
+        chunks = [writer.tensor(tensor[writer.rank * rows :][:rows], (writer.rank * rows, 0)) for writer in writers]
         stored[f"model.{number}.w"] = StoredTensor("float32", (2 * rows, 6), tuple(chunks))
     stored["scale"] = StoredTensor("bfloat16", (), (writers[0].tensor(torch.tensor(seed).bfloat16(), ()),))
     objects = {f"rng/shard_{writer.rank}_2": writer.object({"seed": seed, "rank": writer.rank}) for writer in writers}

@@ -35,12 +35,12 @@ class InMemory:
 
     def list(self, path: str = "") -> dict[str, int | None]:
         prefix = f"{path}/" if path else ""
-        found: dict[str, int | None] = {}
+        sizes: dict[str, int | None] = {}
         for name, data in self.files.items():
             if name.startswith(prefix):
                 first, *more = name.removeprefix(prefix).split("/")
-                found[first] = None if more else len(data)
-        return found
+                sizes[first] = None if more else len(data)
+        return sizes
 
     def move(self, source: str, target: str) -> None:
         self.remove(target)
@@ -53,41 +53,41 @@ class InMemory:
 
 
 def save_ranks(ranks: Sequence[Any], storage: Any, *, step: int = 0, fully_parallel: bool = False) -> None:
-    """What each rank holds, saved as these many ranks would."""
-    place = CheckpointLocation(storage, "memory", step)
+    """Save the state of every rank, as that many ranks would."""
+    location = CheckpointLocation(storage, "memory", step)
     writers = [
         Writer(
             rank,
-            local_state_of(held),
-            place,
+            local_state_of(state),
+            location,
             SaveProgress("memory"),
             PlanHistory(),
             metadata={},
             fully_parallel=fully_parallel,
         )
-        for rank, held in enumerate(ranks)
+        for rank, state in enumerate(ranks)
     ]
     try:
         tasks = writers[0].plan([writer.declare(full=True) for writer in writers])
         writers[0].commit([writer.write(task) for writer, task in zip(writers, tasks, strict=True)])
     except BaseException:
-        place.abandon()
+        location.abandon()
         raise
 
 
 def load_ranks(ranks: Sequence[Any], storage: Any, *, verify: bool = True, cast: bool = False) -> list[Any]:
-    """What each rank asks for, loaded as these many ranks would."""
-    found = find_checkpoint(storage, "latest")
+    """Load the request of every rank, as that many ranks would."""
+    checkpoint = find_checkpoint(storage, "latest")
     loaders = [
         Loader(
-            found,
-            lambda asked=asked: LoadRequest(asked, found.manifest),
+            checkpoint,
+            lambda state=state: LoadRequest(state, checkpoint.manifest),
             mode=StrictHandling.RAISE_ALL,
             verify=verify,
             cast=cast,
             ranks=RankGroup(alone=True),
         )
-        for asked in ranks
+        for state in ranks
     ]
     loaders[0].decide([loader.plan() for loader in loaders])
     for loader in loaders:

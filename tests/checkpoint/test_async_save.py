@@ -58,7 +58,7 @@ def on_ranks(body):
 
 
 def all_bodies(bodies, folder):
-    """What each of them failed with, until one does."""
+    """Return the errors of the bodies, up to the first failure."""
     reported = {}
     for name, body in bodies.items():
         try:
@@ -95,25 +95,25 @@ def latest(rank, world, folder, step="latest"):
 
 
 @on_ranks
-def test_the_handle_says_how_it_goes_and_training_changes_nothing_of_it(folder):
+def test_handle_reports_progress_and_training_does_not_change_the_saved_state(folder):
     import torch
     import torch.distributed as dist
 
     from rankbook.checkpoint import CheckpointError, save, steps
 
     rank, world, gate = context(folder)
-    held = generations.state(rank, world, 1, ROWS)
-    handle = save(held, gate, step=1, async_=True)
-    generations.train(held)
+    state = generations.state(rank, world, 1, ROWS)
+    handle = save(state, gate, step=1, async_=True)
+    generations.train(state)
     assert gate.reached.wait(20)
     assert (handle.done, handle.error) == (False, None)
     assert "writing, 0%" in repr(handle)
     with pytest.raises(TimeoutError, match=r"did not finish within 0\.01 s"):
         handle.wait(0.01)
     for _ in range(20):  # training's collectives meet none of the save's
-        ones = torch.ones(1000)
-        dist.all_reduce(ones)
-        assert ones[0] == world
+        total = torch.ones(1000)
+        dist.all_reduce(total)
+        assert total[0] == world
     with pytest.raises(CheckpointError, match="still running"):
         save(generations.state(rank, world, 2, ROWS), folder, step=2, busy="refuse")
     threading.Timer(0.1, gate.open.set).start()
@@ -129,7 +129,7 @@ def test_the_handle_says_how_it_goes_and_training_changes_nothing_of_it(folder):
 
 
 @on_ranks
-def test_buffers_are_used_again_and_those_of_other_sizes_let_go(folder):
+def test_buffers_are_reused_and_those_of_other_sizes_are_released(folder):
     from rankbook.checkpoint import async_save, save
 
     rank, world, _ = context(folder)
@@ -143,7 +143,7 @@ def test_buffers_are_used_again_and_those_of_other_sizes_let_go(folder):
 
 
 @on_ranks
-def test_busy_on_one_rank_is_busy_on_all(folder):
+def test_save_in_progress_on_one_rank_refuses_a_save_on_all_ranks(folder):
     from rankbook.checkpoint import CheckpointError, save
 
     rank, world, _ = context(folder)
@@ -168,7 +168,7 @@ def test_busy_on_one_rank_is_busy_on_all(folder):
 
 
 @on_ranks
-def test_a_failure_that_nobody_noticed_of_is_reported_by_the_next_save(folder):
+def test_unobserved_failure_is_raised_by_the_next_save(folder):
     from rankbook.checkpoint import CheckpointError, save
 
     rank, world, gate = context(folder)
@@ -191,17 +191,17 @@ def test_a_failure_that_nobody_noticed_of_is_reported_by_the_next_save(folder):
 
 
 @on_ranks
-def test_a_rank_that_cannot_copy_or_is_interrupted_leaves_nobody_waiting(folder):
+def test_failure_or_interrupt_during_the_copy_is_raised_on_all_ranks(folder):
     from rankbook.checkpoint import CheckpointError, async_save, save
 
     rank, world, _ = context(folder)
-    whole = async_save._buffer
+    original = async_save._buffer
     for error in (MemoryError("no room"), KeyboardInterrupt()):
 
         def fails(_size, error=error):
             raise error
 
-        async_save._buffer = fails if rank == 1 else whole
+        async_save._buffer = fails if rank == 1 else original
         if rank == 1 and isinstance(error, KeyboardInterrupt):
             with pytest.raises(KeyboardInterrupt):
                 save(generations.state(rank, world, 1, ROWS), folder, async_=True)
@@ -209,7 +209,7 @@ def test_a_rank_that_cannot_copy_or_is_interrupted_leaves_nobody_waiting(folder)
             handle = save(generations.state(rank, world, 1, ROWS), folder, async_=True)
             with pytest.raises(CheckpointError, match=f"rank 1: {type(error).__name__}"):
                 handle.wait(20)
-        async_save._buffer = whole
+        async_save._buffer = original
         if isinstance(error, KeyboardInterrupt):
             with pytest.raises(CheckpointError, match="the previous asynchronous save failed"):
                 save(generations.state(rank, world, 1, ROWS), folder)
@@ -218,7 +218,7 @@ def test_a_rank_that_cannot_copy_or_is_interrupted_leaves_nobody_waiting(folder)
 
 
 @on_ranks
-def test_a_listener_that_raises_is_not_the_saves_failure(folder):
+def test_error_of_the_progress_callback_does_not_fail_the_async_save(folder):
     import logging
 
     from rankbook.checkpoint import save
@@ -258,7 +258,7 @@ def test_loaders_workers_are_forked_while_it_writes(folder):
 
 
 @on_ranks
-def test_the_group_is_made_again_with_the_default_group(folder):
+def test_save_group_is_recreated_with_the_default_group(folder):
     import torch.distributed as dist
 
     from rankbook.checkpoint import save
@@ -287,10 +287,10 @@ def deserted(folder):
         if rank == world - 1:
             os.kill(os.getpid(), 9)
         gate.open.set()
-        began = time.monotonic()
+        start = time.monotonic()
         with pytest.raises(RuntimeError):
             handle.wait(20)
-        say((time.monotonic() - began, handle.done, handle.error.__notes__))
+        say((time.monotonic() - start, handle.done, handle.error.__notes__))
         Path(folder, f"heard-{rank}").touch()
         while len(list(Path(folder).glob("heard-*"))) < world - 1:  # to leave would end the others' wait too
             threading.Event().wait(0.05)
@@ -302,7 +302,7 @@ def deserted(folder):
     return [messages[-1] for messages in ranks.messages[:4]]
 
 
-def test_a_rank_that_dies_ends_the_wait_of_all(tmp_path):
+def test_death_of_a_rank_ends_wait_on_all_ranks(tmp_path):
     for seconds, done, notes in run_ranks(deserted, 1, str(tmp_path / "crew"), group=False)[0]:
         assert done
         assert seconds < 10
@@ -328,6 +328,6 @@ def test_async_save_is_finished_or_reported_as_lost_at_exit(tmp_path):
     run(tmp_path / "run")
     assert load_plain(tmp_path / "run")["n"] == 3
     (tmp_path / "no folder").write_text("")
-    lost = run(tmp_path / "no folder")
-    assert "rankbook: <save of a checkpoint" in lost.stderr
-    assert "Not a directory" in lost.stderr or "File exists" in lost.stderr
+    process = run(tmp_path / "no folder")
+    assert "rankbook: <save of a checkpoint" in process.stderr
+    assert "Not a directory" in process.stderr or "File exists" in process.stderr

@@ -61,7 +61,7 @@ def test_verify_exits_with_1_where_something_is_damaged(run, capsys):
     assert cli.main(["checkpoint", "verify", str(run), "--step", "30"]) == 1
 
 
-def test_convert_goes_both_ways(run, tmp_path, capsys):
+def test_convert_command_exports_and_imports_safetensors(run, tmp_path, capsys):
     assert cli.main(["checkpoint", "convert", str(run), str(tmp_path / "hf")]) == 0
     assert "not converted, because safetensors cannot store it: rng/shard_0_2" in capsys.readouterr().out
     assert cli.main(["checkpoint", "convert", str(tmp_path / "hf"), str(tmp_path / "back"), "--step", "9"]) == 0
@@ -77,7 +77,7 @@ def test_path_without_a_checkpoint_is_one_line_of_error(tmp_path, capsys):
 
 
 @pytest.mark.processes
-def test_looking_needs_no_torch(run):
+def test_checkpoint_commands_do_not_import_torch(run):
     code = (
         "import sys\nfrom rankbook.cli import main as cli\n"
         f"codes = [cli.main(['checkpoint', action, {str(run)!r}]) for action in ('ls', 'show', 'verify')]\n"

@@ -30,19 +30,19 @@ def meet(folder, name, process):
         os.sched_yield()
 
 
-def save_same_steps(place, count, via_url):
+def save_same_steps(folder, count, via_url):
     """Save the steps in turn, each at the same moment as the other process; what became of each."""
     import torch
 
     from rankbook.checkpoint import save
 
     process, reported = int(os.environ["RANK"]), []
-    run = f"file://{place}/run" if via_url else f"{place}/run"
+    run = f"file://{folder}/run" if via_url else f"{folder}/run"
     for step in range(count):
-        held = {"w": torch.full((64, 64), float(process)), "n": torch.arange(1000) + process, "by": process}
-        meet(place, f"step-{step}", process)
+        state = {"w": torch.full((64, 64), float(process)), "n": torch.arange(1000) + process, "by": process}
+        meet(folder, f"step-{step}", process)
         try:
-            save(held, run, step=step)
+            save(state, run, step=step)
             reported.append("")
         except CheckpointError as error:
             reported.append(str(error))
@@ -50,10 +50,10 @@ def save_same_steps(place, count, via_url):
 
 
 def check_same_steps(tmp_path, count):
-    place = tmp_path / "place"
-    place.mkdir()
-    reported = run_ranks(save_same_steps, PROCESSES, str(place), count, False, group=False, timeout=400)
-    run = place / "run"
+    folder = tmp_path / "place"
+    folder.mkdir()
+    reported = run_ranks(save_same_steps, PROCESSES, str(folder), count, False, group=False, timeout=400)
+    run = folder / "run"
     assert steps(run) == list(range(count))
     refused = 0
     for step, item in enumerate(zip(*reported, strict=True)):
@@ -71,7 +71,7 @@ def check_same_steps(tmp_path, count):
     return refused
 
 
-def test_same_step_saved_by_two_processes_is_whole_or_refused(tmp_path):
+def test_same_step_saved_by_two_processes_is_complete_or_refused(tmp_path):
     assert check_same_steps(tmp_path, 20)
 
 
@@ -124,7 +124,7 @@ def test_claims_are_exclusive_on_a_storage_without_locks(tmp_path, monkeypatch):
     from rankbook.checkpoint.storage import steps
 
     class Unlocked:
-        """As NFS: exclusive creation, and no lock."""
+        """Storage like NFS: exclusive creation, and no lock."""
 
         def __init__(self):
             self.inner = storage_of(tmp_path)
@@ -152,7 +152,7 @@ def test_claims_are_exclusive_on_a_storage_without_locks(tmp_path, monkeypatch):
         folders.begin_step(one, 5)
 
 
-def save_own_steps(place, count):
+def save_own_steps(folder, count):
     """Save every second step, and keep few; the last process looks at the folder meanwhile."""
     import torch
 
@@ -161,36 +161,36 @@ def save_own_steps(place, count):
     from rankbook.magics.views import CheckpointBrowser
 
     process = int(os.environ["RANK"])
-    run = Path(place, "run")
+    run = Path(folder, "run")
     if process < PROCESSES:
-        meet(place, "begin", process)
+        meet(folder, "begin", process)
         try:
             for number in range(count):
                 save({"w": torch.full((64,), float(number))}, run, step=number * PROCESSES + process, keep=2)
         finally:
-            Path(place, f"done-{process}").touch()
+            Path(folder, f"done-{process}").touch()
         return 0
-    looks, checkpoint_browser = 0, CheckpointBrowser(run)
-    while not all(Path(place, f"done-{item}").exists() for item in range(PROCESSES)):
+    listing_count, checkpoint_browser = 0, CheckpointBrowser(run)
+    while not all(Path(folder, f"done-{item}").exists() for item in range(PROCESSES)):
         if not (run / "latest").exists():
             os.sched_yield()
             continue
         assert describe_folder(run)
-        assert not (looked := checkpoint_browser.list_checkpoints()).trouble, looked.trouble
-        assert not [checkpoint for checkpoint in looked.checkpoints if checkpoint.checked == "damaged"]
+        assert not (listing := checkpoint_browser.list_checkpoints()).trouble, listing.trouble
+        assert not [checkpoint for checkpoint in listing.checkpoints if checkpoint.checked == "damaged"]
         assert load_metadata(run).step is not None
         assert cli.main(["checkpoint", "ls", str(run)]) == 0
-        looks += 1
-    return looks
+        listing_count += 1
+    return listing_count
 
 
 def test_latest_keep_and_listing_stand_concurrent_savers_of_other_steps(tmp_path):
-    *_, looks = run_ranks(save_own_steps, PROCESSES + 1, str(tmp_path), 25, group=False, timeout=200)
-    assert looks
+    *_, listing_counts = run_ranks(save_own_steps, PROCESSES + 1, str(tmp_path), 25, group=False, timeout=200)
+    assert listing_counts
     run, storage = tmp_path / "run", storage_of(tmp_path / "run")
-    found = steps(run)
-    assert folders.read_latest(storage) in found
-    assert {48, 49} & set(found)
-    assert all(verify(run, step).ok for step in found)
+    stored_steps = steps(run)
+    assert folders.read_latest(storage) in stored_steps
+    assert {48, 49} & set(stored_steps)
+    assert all(verify(run, step).ok for step in stored_steps)
     assert folders.list_partials(storage) == []
-    assert set(storage.list()) == {"latest", *(f"step-{step}" for step in found)}
+    assert set(storage.list()) == {"latest", *(f"step-{step}" for step in stored_steps)}

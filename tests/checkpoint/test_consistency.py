@@ -13,7 +13,7 @@ from tests.rank_processes import run_ranks
 
 
 def error_text(call):
-    """What it raises, as text."""
+    """Return the error of `call` as text."""
     try:
         call()
     except BaseException as error:  # noqa: BLE001 - the test compares it
@@ -22,7 +22,7 @@ def error_text(call):
 
 
 def attempts(folder):
-    """Every disagreement in turn, on two ranks. The text of this rank's error, and what is in the folder, by name."""
+    """Try every disagreement of two ranks. Return the error text and the files in the folder, by name."""
     import torch
     import torch.distributed as dist
 
@@ -149,20 +149,20 @@ ALIKE = {
 def test_every_rank_raises_the_same_and_the_last_checkpoint_stays(tmp_path):
     import re
 
-    (first, there), (second, _) = run_ranks(attempts, 2, str(tmp_path), timeout=90)
+    (first, folders), (second, _) = run_ranks(attempts, 2, str(tmp_path), timeout=90)
     for name, pattern in ALIKE.items():
         assert first[name] == second[name], name
         assert re.search(pattern, first[name], re.DOTALL), (name, first[name])
         assert bool(first[name]) == bool(pattern), (name, first[name])
-        assert there[name] == ["latest", "step-1", *(["step-5"] if name == "good" else [])], name
+        assert folders[name] == ["latest", "step-1", *(["step-5"] if name == "good" else [])], name
     for name, words in (("interrupt", "KeyboardInterrupt: "), ("listener", "KeyboardInterrupt: in the listener")):
         assert second[name] == words  # where it hit; the others hear of it
         assert f"rank 1: {words}".rstrip(": ") in first[name]
-        assert there[name] == ["latest", "step-1"]
+        assert folders[name] == ["latest", "step-1"]
     assert first.keys() == {*ALIKE, "interrupt", "listener"}
 
 
-def test_alone_an_argument_that_is_wrong_is_reported_as_it_is():
+def test_invalid_argument_on_a_single_rank_is_raised_unchanged():
     with pytest.raises(InvalidArgument, match=r"^mine$"):
         consistency.check_same_arguments("save", lambda: (_ for _ in ()).throw(InvalidArgument("mine")), step=1)
     with pytest.raises(OSError, match="disk"):
@@ -171,14 +171,14 @@ def test_alone_an_argument_that_is_wrong_is_reported_as_it_is():
 
 
 def failed(errors, rank=0):
-    """What the rank raises where the ranks have these errors."""
+    """Return the error that `rank` raises if the ranks fail with `errors`."""
     return RanksFailed({which: Failure.of(error) for which, error in errors.items()}, errors.get(rank))
 
 
 def test_equal_errors_of_several_ranks_are_reported_once():
-    own = CheckpointError("tensor 'w' has a hole")
-    assert failed({0: own}).message("save") == "tensor 'w' has a hole"
-    assert failed({0: own, 3: own}).message("save") == "tensor 'w' has a hole"
+    error = CheckpointError("tensor 'w' has a hole")
+    assert failed({0: error}).message("save") == "tensor 'w' has a hole"
+    assert failed({0: error, 3: error}).message("save") == "tensor 'w' has a hole"
 
 
 def test_errors_of_other_ranks_are_reported_with_their_ranks():
@@ -191,7 +191,7 @@ def test_errors_of_other_ranks_are_reported_with_their_ranks():
     )
 
 
-def test_an_interrupt_is_raised_where_it_came_and_names_the_others():
+def test_interrupt_is_raised_on_its_rank_and_lists_failures_of_other_ranks():
     with pytest.raises(KeyboardInterrupt) as caught:
         failed({1: KeyboardInterrupt()}, rank=1).reraise("load")
     assert not hasattr(caught.value, "__notes__")
@@ -204,7 +204,7 @@ def test_an_interrupt_is_raised_where_it_came_and_names_the_others():
         failed({1: KeyboardInterrupt()}).reraise("load")
 
 
-def test_the_cause_is_kept_where_it_happened():
+def test_error_is_chained_on_the_rank_that_failed():
     disk = OSError(28, "No space left")
     with pytest.raises(CheckpointError) as caught:
         failed({0: disk}).reraise("save")
@@ -215,12 +215,12 @@ def test_the_cause_is_kept_where_it_happened():
 
 
 def exchange():
-    """Each rank's results, and what it raises where another one fails."""
+    """Return the results of every rank, and the errors that it raises after a failure of another rank."""
     import torch.distributed as dist
 
     rank = dist.get_rank()
     ranks = RankGroup(dist.new_group())
-    found = [ranks.exchange(lambda: rank + 1, lambda errors: [10 * item for item in errors])]
+    results = [ranks.exchange(lambda: rank + 1, lambda errors: [10 * item for item in errors])]
 
     def fail(on):
         if rank == on:
@@ -235,17 +235,17 @@ def exchange():
         try:
             ranks.exchange(work, combine)
         except RanksFailed as failure:
-            found.append((failure.failures, repr(failure.local_error)))
+            results.append((failure.failures, repr(failure.local_error)))
     try:
         ranks.run(lambda: fail(1))
     except RanksFailed as failure:
-        found.append((failure.failures, repr(failure.local_error)))
+        results.append((failure.failures, repr(failure.local_error)))
     ranks.run(lambda: None)
-    return found
+    return results
 
 
 @pytest.mark.processes
-def test_a_failure_of_one_rank_reaches_all_of_them_and_the_group_is_good_for_more():
+def test_failure_of_one_rank_is_raised_on_all_ranks_and_the_group_stays_usable():
     def failure(rank):
         return {rank: Failure(f"MemoryError: on {rank}", expected=False)}
 

@@ -22,19 +22,19 @@ STEPS = (30, 40)
 
 
 def flip(chance, file):
-    """One bit."""
+    """Flip one bit."""
     data = bytearray(file.read_bytes())
-    place = chance.randrange(len(data))
-    data[place] ^= 1 << chance.randrange(8)
+    position = chance.randrange(len(data))
+    data[position] ^= 1 << chance.randrange(8)
     file.write_bytes(data)
-    return [file], place
+    return [file], position
 
 
 def truncate(chance, file):
     """The end, or all of it."""
     data = file.read_bytes()
-    kept = chance.choice([0, len(data) - 1, chance.randrange(len(data))])
-    file.write_bytes(data[:kept])
+    length = chance.choice([0, len(data) - 1, chance.randrange(len(data))])
+    file.write_bytes(data[:length])
     return [file], None
 
 
@@ -45,41 +45,41 @@ def lose(chance, file):
 
 
 def swap(chance, file):
-    """With that of another rank or step, or another file where that is the same; `latest` with a line of its kind."""
+    """Swap the file with another rank's or step's file that differs; change the step that `latest` names."""
     if file.name == "latest":
         file.write_text("step-30 crc32=00000000\n")
         return [file], None
-    other = chance.choice([item for item in others(file) if item.read_bytes() != file.read_bytes()])
-    mine, its = file.read_bytes(), other.read_bytes()
-    file.write_bytes(its)
-    other.write_bytes(mine)
+    other = chance.choice([item for item in other_files(file) if item.read_bytes() != file.read_bytes()])
+    content, other_content = file.read_bytes(), other.read_bytes()
+    file.write_bytes(other_content)
+    other.write_bytes(content)
     return [element for element in (file, other) if element.parent == file.parent], None
 
 
-def others(file):
+def other_files(file):
     same_step = [path for path in file.parent.iterdir() if path.suffix == file.suffix == ".distcp"]
-    found = [*same_step, file.parent.with_name("step-30") / file.name]
+    candidates = [*same_step, file.parent.with_name("step-30") / file.name]
     if file.name in {".metadata", "metadata.json"}:
-        found.append(file.with_name("common.pt"))
-    return found
+        candidates.append(file.with_name("common.pt"))
+    return candidates
 
 
-def at(manifest, file, place):
+def at(manifest, file, position):
     """The key whose blob this byte belongs to, and the rank that wrote it."""
     names = [item.name for item in manifest.files]
     for stored in (manifest.tensors, manifest.objects):
         for key, element in stored.items():
             for blob in getattr(element, "chunks", [element]):
-                if names[blob.file] == file.name and blob.start <= place < blob.start + blob.length:
+                if names[blob.file] == file.name and blob.start <= position < blob.start + blob.length:
                     return key, blob.rank
     return None
 
 
-def complaint(wanted, root):
+def complaint(state, root):
     from rankbook.checkpoint import CheckpointError, load
 
     try:
-        load(wanted, root)
+        load(state, root)
     except CheckpointError as error:
         return str(error)
     return None
@@ -115,7 +115,7 @@ def damaged(root, counts, seed):
     rank, world, root = dist.get_rank(), dist.get_world_size(), Path(root)
     for generation, step in enumerate(STEPS):
         save(generations.state(rank, world, generation, ROWS), root, step=step, metadata={"of": step})
-    own, manifest = generations.state(rank, world, 9, ROWS), load_metadata(root)
+    state, manifest = generations.state(rank, world, 9, ROWS), load_metadata(root)
     folder = root / f"step-{STEPS[-1]}"
     files = [*sorted(folder.iterdir()), root / "latest"]
     chance, damage_counts = random.Random(seed), Counter()
@@ -125,17 +125,17 @@ def damaged(root, counts, seed):
         unnamed = kind is lose and file.name == "latest"  # then the highest step is the latest
         if rank == 0:
             shutil.copytree(root, f"{root}.kept")
-            hit, place = kind(chance, file)
+            hit, position = kind(chance, file)
         dist.barrier()
         reported = [None] * world
-        wanted = own if number // len(files) % 2 else request_everything(manifest)
-        dist.all_gather_object(reported, complaint(wanted, root))
+        request = state if number // len(files) % 2 else request_everything(manifest)
+        dist.all_gather_object(reported, complaint(request, root))
         if unnamed:
             assert reported == [None] * world
             reported = ["latest"] * world
         if rank == 0:
-            blob = None if place is None else at(manifest, file, place)
-            assert blob is not None or place is None or file.suffix != ".distcp"
+            blob = None if position is None else at(manifest, file, position)
+            assert blob is not None or position is None or file.suffix != ".distcp"
             what = f"{number}, {kind.__name__}"
             check(root, [item.name for item in hit], blob, reported, verify(root), what)
             damage_counts[kind.__name__, file.name] += 1
@@ -146,7 +146,7 @@ def damaged(root, counts, seed):
         (folder / "__9_0.distcp").write_bytes(b"surplus")
         assert [damage.file for damage in verify(root).damages] == [f"{folder.name}/__9_0.distcp"]
     dist.barrier()
-    assert generations.generation_of(rank, world, load(own, root), ROWS) == len(STEPS) - 1
+    assert generations.generation_of(rank, world, load(state, root), ROWS) == len(STEPS) - 1
     return damage_counts
 
 
@@ -158,6 +158,6 @@ def test_damage_is_reported_on_every_rank(tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("world", "seed"), [(2, 1), (3, 2)])
-def test_three_hundred_bits_a_hundred_ends_fifty_files(tmp_path, world, seed):
+def test_every_kind_of_damage_is_reported_on_every_rank(tmp_path, world, seed):
     damage_counts = run_ranks(damaged, world, str(tmp_path / "run"), (300, 100, 25, 25), seed, timeout=550)[0]
     assert damage_counts.total() == 450

@@ -35,7 +35,7 @@ def factory(key="w", data=None, build=halves, merge=joined, **more):
 
 
 def loaded_from(value):
-    """What a load of this sharded state dict gives: each shard's data in its place."""
+    """Return the loaded state of a sharded state dict: every shard is replaced by its data."""
     if isinstance(value, dict):
         return {key: loaded_from(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -49,10 +49,10 @@ class Pair(NamedTuple):
 
 
 def test_build_passes_key_data_replica_and_range():
-    seen = []
-    one = factory(build=lambda *given: seen.append(given) or {}, replica_id=(0, 1), flattened_range=slice(2))
+    calls = []
+    one = factory(build=lambda *args: calls.append(args) or {}, replica_id=(0, 1), flattened_range=slice(2))
     assert one.build() == {}
-    assert seen == [("w", one.data, (0, 1), slice(2))]
+    assert calls == [("w", one.data, (0, 1), slice(2))]
     assert (one.without_data().data, one.without_data().key) == (None, "w")
     one.validate_metadata_integrity()
 
@@ -78,7 +78,7 @@ def test_factories_may_be_nested(applied):
         return {name: factory(f"{key}.{name}", part) for name, part in zip("ab", data.chunk(2), strict=True)}
 
     built = []
-    tree = {"x": factory(build=lambda *given: built.append(1) or quarters(*given))}
+    tree = {"x": factory(build=lambda *args: built.append(1) or quarters(*args))}
     factories, fresh = factories_of(tree), {"x": factory(build=quarters)}
     apply_factories(tree)
     assert tree["x"]["b"]["a"].key == "w.b.a"
@@ -110,7 +110,7 @@ def test_the_outermost_object_is_changed_in_place_or_refused():
     apply_factories((1, {"x": 2}))
 
 
-def test_a_factory_alone_merges_what_it_is_given():
+def test_factory_as_the_state_dict_merges_its_values():
     assert apply_factory_merges({"a": torch.zeros(1), "b": torch.ones(1)}, factory()).tolist() == [0, 1]
 
 

@@ -85,12 +85,12 @@ FAULTS = {
 }
 
 
-def attempt(held, folder, background, **options):
+def attempt(state, folder, background, **options):
     """The words of the error that it ends with, and its type."""
     from rankbook.checkpoint import CheckpointError, save
 
     try:
-        saved = save(held, folder, async_=background, **options)
+        saved = save(state, folder, async_=background, **options)
         if background:
             with pytest.raises(CheckpointError) as caught:
                 saved.wait(20)
@@ -103,7 +103,7 @@ def attempt(held, folder, background, **options):
 
 
 def failed_saves(kind, folder, background):
-    """Every fault, one after the other, in the same processes."""
+    """Cause every fault in turn, in the same processes."""
     import fsspec
     import torch
     import torch.distributed as dist
@@ -126,11 +126,13 @@ def failed_saves(kind, folder, background):
         assert errors == [error] * world, (what, errors)
         assert words in error, (what, error)
         assert what == "gone at latest" or f"rank {victim}" in error, (what, error)
-        ones = torch.ones(1)
-        dist.all_reduce(ones)
-        assert ones == world
-        found = generations.generation_of(rank, world, load(generations.state(rank, world, 0, ROWS), plain), ROWS)
-        assert found == generation, what
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total == world
+        loaded_generation = generations.generation_of(
+            rank, world, load(generations.state(rank, world, 0, ROWS), plain), ROWS
+        )
+        assert loaded_generation == generation, what
         generation += 1
         save(generations.state(rank, world, generation, ROWS), plain, step=2 if generation % 2 else 1)
         assert (
@@ -149,7 +151,7 @@ def failed_saves(kind, folder, background):
     [("local", False), ("local", True), pytest.param("fsspec", True, marks=pytest.mark.slow)],
     ids=["in the foreground", "in the background", "by fsspec, in the background"],
 )
-def test_a_storage_that_fails_is_every_ranks_error_and_the_next_save_works(tmp_path, kind, background):
+def test_storage_error_is_raised_on_every_rank_and_the_next_save_works(tmp_path, kind, background):
     assert run_ranks(failed_saves, 2, kind, str(tmp_path / "run"), background, timeout=100) == [True, True]
 
 
@@ -176,7 +178,7 @@ def full(folder, limit):
     return errors
 
 
-def test_a_file_that_may_not_grow(tmp_path):
+def test_save_fails_on_every_rank_at_the_file_size_limit(tmp_path):
     one, other = run_ranks(full, 2, str(tmp_path / "run"), True)
     assert one == other
     assert all("rank 1: OSError: [Errno 27] File too large" in item for item in one)
@@ -203,14 +205,14 @@ def mounted(tmp_path):
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_is_full(mounted):
+def test_save_fails_on_every_rank_when_the_disk_is_full(mounted):
     disk = mounted("-t", "tmpfs", "-o", "size=4m", "tmpfs")
     one, other = run_ranks(full, 2, str(disk / "run"), False)
     assert one == other
     assert all("No space left on device" in item for item in one)
 
 
-def test_a_folder_for_reading_only(tmp_path, mounted):
+def test_save_fails_on_every_rank_in_a_read_only_folder(tmp_path, mounted):
     disk = mounted("-t", "tmpfs", "-o", "size=8m", "tmpfs")
 
     def first():

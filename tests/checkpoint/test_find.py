@@ -17,11 +17,11 @@ def test_latest_a_number_and_the_folder_itself_are_found_alike(tmp_path):
     storage = storage_of(tmp_path)
     assert find_checkpoint(storage, "latest").folder == find_checkpoint(storage, None).folder == "step-5"
     assert find_checkpoint(storage, 1).manifest.step == 1
-    own = find_checkpoint(storage_of(tmp_path / "step-1"), "latest")
-    assert (own.folder, own.manifest.step) == ("", 1)
-    assert (own.path("x"), find_checkpoint(storage, 1).path(0)) == ("x", "step-1/__0_0.distcp")
+    checkpoint = find_checkpoint(storage_of(tmp_path / "step-1"), "latest")
+    assert (checkpoint.folder, checkpoint.manifest.step) == ("", 1)
+    assert (checkpoint.path("x"), find_checkpoint(storage, 1).path(0)) == ("x", "step-1/__0_0.distcp")
     assert str(find_checkpoint(storage, 1)) == f"{storage}/step-1"
-    assert str(own) == str(own.storage)
+    assert str(checkpoint) == str(checkpoint.storage)
 
 
 def test_damaged_checkpoint_is_not_replaced_by_another_step(tmp_path):

@@ -277,7 +277,7 @@ def test_compressed_object_is_not_inflated(tmp_path):
 
 
 def random_value(chance, value):
-    """One of another type, size or sign."""
+    """Return a value of another type, size or sign."""
     choices = [None, -1, 0, 2**31, 2**63, 2**64, 10**30, 1.5, "x", "", [], {}, [0], [-1], True, [[1]], "../x"]
     if isinstance(value, int):
         choices += [value + 1, value - 1, -value, value * 2**40]
@@ -285,7 +285,7 @@ def random_value(chance, value):
 
 
 def places(value, path=()):
-    """All places in a JSON value."""
+    """Yield the path of every value in a JSON value."""
     yield path
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
@@ -295,16 +295,16 @@ def places(value, path=()):
 def test_300_random_changes_of_a_manifest_raise_readable_errors(folder, capsys):
     chance = random.Random(7)
     path = folder / "step-3/manifest.json"
-    whole, original = path.read_bytes(), load_plain(folder)
+    content, original = path.read_bytes(), load_plain(folder)
     for number in range(300):
-        path.write_bytes(whole)
+        path.write_bytes(content)
 
         def change(fields):
-            place = chance.choice([item for item in places(fields) if item])
+            key_path = chance.choice([item for item in places(fields) if item])
             owner = fields
-            for key in place[:-1]:
+            for key in key_path[:-1]:
                 owner = owner[key]
-            owner[place[-1]] = random_value(chance, owner[place[-1]])
+            owner[key_path[-1]] = random_value(chance, owner[key_path[-1]])
 
         forge(folder, change)
         report = verify(folder)
@@ -329,8 +329,8 @@ def test_200_random_changes_of_a_dcp_metadata_raise_readable_errors(tmp_path, ca
     files = [tmp_path / "run/.metadata", next((tmp_path / "run").glob("*.distcp"))]
     for number in range(200):
         file = files[number % 2]
-        whole = file.read_bytes()
-        data = bytearray(whole)
+        content = file.read_bytes()
+        data = bytearray(content)
         for _ in range(chance.choice([1, 1, 4])):
             data[chance.randrange(len(data))] = chance.randrange(256)
         file.write_bytes(data)
@@ -340,7 +340,7 @@ def test_200_random_changes_of_a_dcp_metadata_raise_readable_errors(tmp_path, ca
         except CheckpointError:
             pass
         run_cli(capsys, "verify", tmp_path / "run")
-        file.write_bytes(whole)
+        file.write_bytes(content)
 
 
 def test_latest_without_end_is_damaged_and_not_read(folder):

@@ -71,7 +71,7 @@ assert gate.reached.wait(20)
 print(handle)"""
 
 
-def test_a_save_survives_its_cell_and_another_cells_error(three):
+def test_save_continues_after_its_cell_and_an_error_in_another_cell(three):
     assert "writing, 0%" in three.ok(BEGIN.format(generation=1, step=3)).stdout
     assert "3.0" in three.ok("%%distributed\nx = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())").stdout
     failed = three.run("%%distributed\nif rank == 0:\n    raise ValueError('mine')\ndist.all_reduce(torch.ones(1))")
@@ -79,7 +79,7 @@ def test_a_save_survives_its_cell_and_another_cells_error(three):
     assert "[0-2] saved 3 loaded 1" in three.ok(WAIT).stdout
 
 
-def test_an_interrupt_of_a_cell_leaves_the_save_alone(three):
+def test_interrupt_of_a_cell_does_not_stop_the_save(three):
     three.ok(BEGIN.format(generation=3, step=3))
     message, pressed = three.send("%%distributed\nimport time\nprint('go')\ntime.sleep(60)"), []
 
@@ -93,13 +93,13 @@ def test_an_interrupt_of_a_cell_leaves_the_save_alone(three):
 
 
 @pytest.mark.parametrize("victim", [1, 0])
-def test_a_rank_that_dies_while_a_save_goes_on_is_healed_and_saves_with_the_others(three, victim):
+def test_rank_that_dies_during_a_save_is_healed_and_saves_again(three, victim):
     three.ok(BEGIN.format(generation=7, step=5))
     os.kill(three.pids[victim], signal.SIGKILL)
-    others = ",".join(str(rank) for rank in range(3) if rank != victim)
-    lost = three.run(f"%%distributed --ranks {others}\ngate.open.set()\nhandle.wait(20)", timeout=30)
-    assert lost.status == "error"
-    assert f"rank {victim} was killed by SIGKILL" in lost.traceback + lost.text
+    survivors = ",".join(str(rank) for rank in range(3) if rank != victim)
+    failed = three.run(f"%%distributed --ranks {survivors}\ngate.open.set()\nhandle.wait(20)", timeout=30)
+    assert failed.status == "error"
+    assert f"rank {victim} was killed by SIGKILL" in failed.traceback + failed.text
     three.ok("%distributed heal", timeout=40)
     three.ok(f"%%distributed --ranks {victim}\nprint('here')")
     prepare(three)
@@ -115,7 +115,7 @@ if rank != 2:
 begin(7, 6)"""
 
 
-def test_a_rank_that_dies_in_a_save_of_its_cell(three):
+def test_death_of_a_rank_during_a_synchronous_save_fails_the_cell(three):
     message = three.send(IN_THE_CELL)
     done = []
 
@@ -123,9 +123,9 @@ def test_a_rank_that_dies_in_a_save_of_its_cell(three):
         if "go" in so_far.stdout and not done:
             done.append(os.kill(three.pids[2], signal.SIGKILL))
 
-    lost = three.finish(message, timeout=30, seen=kill)
-    assert lost.status == "error"
-    assert "rank 2 was killed by SIGKILL" in lost.traceback + lost.text
+    failed = three.finish(message, timeout=30, seen=kill)
+    assert failed.status == "error"
+    assert "rank 2 was killed by SIGKILL" in failed.traceback + failed.text
     three.ok("%distributed heal", timeout=40)
     prepare(three)
     assert "[0-2] loaded 2" in three.ok("%%distributed\nprint('loaded', loaded())").stdout

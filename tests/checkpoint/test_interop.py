@@ -50,11 +50,11 @@ def blank(value):
     return None
 
 
-def test_torch_reads_what_four_ranks_saved(tmp_path):
+def test_dcp_reads_a_checkpoint_of_four_ranks(tmp_path):
     tensors = {str(dtype): numbered((8, 6), dtype) for dtype in DTYPES}
     ranks = [{} for _ in range(4)]
-    for key, whole in tensors.items():
-        for state, shard in zip(ranks, grid(key, whole, (2, 2)), strict=True):
+    for key, tensor in tensors.items():
+        for state, shard in zip(ranks, grid(key, tensor, (2, 2)), strict=True):
             state[key] = shard
     for rank, state in enumerate(ranks):
         state |= {"rng": rc.ShardedObject("rng", rank, (4,), (rank,)), "lr": 0.1}
@@ -63,15 +63,15 @@ def test_torch_reads_what_four_ranks_saved(tmp_path):
     tensors |= {"scalar": torch.tensor(2.5), "none": torch.zeros(0, 3)}
     save_ranks(ranks, storage_of(tmp_path), step=3)
     step = tmp_path / "step-3"
-    found = blank(tensors) | {"rng/shard_2_4": None}
-    dcp.load(found, checkpoint_id=step, no_dist=True)
-    assert found.pop("rng/shard_2_4") == [2]
-    assert equal(found, tensors)
+    loaded = blank(tensors) | {"rng/shard_2_4": None}
+    dcp.load(loaded, checkpoint_id=step, no_dist=True)
+    assert loaded.pop("rng/shard_2_4") == [2]
+    assert equal(loaded, tensors)
 
     dcp_to_torch_save(step, tmp_path / "whole.pt")
-    found = torch.load(tmp_path / "whole.pt", weights_only=True)
-    assert [found.pop(f"rng/shard_{rank}_4") for rank in range(4)] == [[0], [1], [2], [3]]
-    assert equal(found, tensors)
+    loaded = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert [loaded.pop(f"rng/shard_{rank}_4") for rank in range(4)] == [[0], [1], [2], [3]]
+    assert equal(loaded, tensors)
     assert torch.load(step / "common.pt", weights_only=True) == {"lr": 0.1}
 
 
@@ -83,7 +83,7 @@ def trained():
     return model, optimizer
 
 
-def test_we_read_what_torch_saved_with_its_nesting_and_its_values(tmp_path):
+def test_load_plain_reads_dcp_checkpoints_with_nesting_and_values(tmp_path):
     model, optimizer = trained()
     state = {
         "model": model.state_dict(),
@@ -103,17 +103,17 @@ def test_we_read_what_torch_saved_with_its_nesting_and_its_values(tmp_path):
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     assert equal(rc.load({**blank(state), "none": 1}, tmp_path), state)
     assert equal(rc.load(blank({"model": state["model"]}), tmp_path), {"model": state["model"]})
-    whole = rc.load_plain(tmp_path)
-    assert equal(whole["model.0.weight"], state["model"]["0.weight"])
-    assert equal(whole["optim"]["param_groups"], state["optim"]["param_groups"])
-    assert (whole["epoch"], whole["names"], whole["blob"]) == (3, ["one"], b"abc")
+    loaded = rc.load_plain(tmp_path)
+    assert equal(loaded["model.0.weight"], state["model"]["0.weight"])
+    assert equal(loaded["optim"]["param_groups"], state["optim"]["param_groups"])
+    assert (loaded["epoch"], loaded["names"], loaded["blob"]) == (3, ["one"], b"abc")
     assert rc.load(blank({"model": state["model"]}), tmp_path, strict="return_all")[1] >= {"mixed.0", "turned"}
 
     part = rc.ShardedTensor.from_rank_offsets("turned", torch.zeros(10, 15), (0, 1, 2), (1, 0, 2))
     assert equal(rc.load({"part": part}, tmp_path)["part"], state["turned"][10:, :15])
-    asked = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    rc.load({"model": asked.state_dict()}, tmp_path)
-    assert equal(dict(asked.state_dict()), dict(state["model"]))
+    loaded_model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    rc.load({"model": loaded_model.state_dict()}, tmp_path)
+    assert equal(dict(loaded_model.state_dict()), dict(state["model"]))
 
 
 def test_damage_in_checkpoints_of_torch_is_found(tmp_path):
@@ -150,22 +150,24 @@ def both_ways(folder):
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def state(kind, *, filled):
-        whole = {
+        tensors = {
             "bf16": numbered((8, 6), torch.bfloat16),
             "f32": torch.arange(48.0).reshape(8, 6),
             "int": numbered((8, 6), torch.int64),
         }
-        held = {}
-        for key, tensor in whole.items():
-            own = tensor[rank * 4 :][:4].clone()
-            data = own if filled else torch.zeros_like(own)
-            held[key] = kind.ShardedTensor.from_rank_offsets(f"model.{key}", data, (0, rank, world))
+        state_dict = {}
+        for key, tensor in tensors.items():
+            rows = tensor[rank * 4 :][:4].clone()
+            data = rows if filled else torch.zeros_like(rows)
+            state_dict[key] = kind.ShardedTensor.from_rank_offsets(f"model.{key}", data, (0, rank, world))
         layer = torch.full((3,), rank + 0.5) if filled else torch.zeros(3)
-        held["layer"] = kind.ShardedTensor.from_rank_offsets("layers", layer, (0, rank, world), prepend_axis_num=1)
+        state_dict["layer"] = kind.ShardedTensor.from_rank_offsets(
+            "layers", layer, (0, rank, world), prepend_axis_num=1
+        )
         copy = torch.arange(5.0) if filled else torch.zeros(5)
-        held["copy"] = kind.ShardedTensor.from_rank_offsets("copy", copy, replica_id=rank)
-        held["rng"] = kind.ShardedObject("rng", {"seed": rank} if filled else None, (world,), (rank,))
-        return {"model": held, "iteration": 7, "args": {"lr": 0.1, "layers": [1, 2]}}
+        state_dict["copy"] = kind.ShardedTensor.from_rank_offsets("copy", copy, replica_id=rank)
+        state_dict["rng"] = kind.ShardedObject("rng", {"seed": rank} if filled else None, (world,), (rank,))
+        return {"model": state_dict, "iteration": 7, "args": {"lr": 0.1, "layers": [1, 2]}}
 
     plain = {
         key: getattr(item, "data", item) if key != "rng" else {"seed": rank}
@@ -180,14 +182,14 @@ def both_ways(folder):
     ours_of_theirs = rc.load(state(rc, filled=False), f"{folder}/theirs", strict="raise_all")
     rc.save(state(rc, filled=True), f"{folder}/ours", step=1)
     theirs_of_ours = theirs.load(state(their_map, filled=False), f"{folder}/ours/step-1")
-    whole = theirs.load_plain_tensors(f"{folder}/ours/step-1")
-    found = [equal(ours_of_theirs, expected), equal(theirs_of_ours, expected)]
-    found.append(bits(whole["model.bf16"]) == bits(numbered((8, 6), torch.bfloat16)))
-    found.append(theirs.load_common_state_dict(f"{folder}/ours/step-1")["iteration"] == 7)
+    loaded = theirs.load_plain_tensors(f"{folder}/ours/step-1")
+    checks = [equal(ours_of_theirs, expected), equal(theirs_of_ours, expected)]
+    checks.append(bits(loaded["model.bf16"]) == bits(numbered((8, 6), torch.bfloat16)))
+    checks.append(theirs.load_common_state_dict(f"{folder}/ours/step-1")["iteration"] == 7)
     for child in multiprocessing.active_children():  # Megatron's manager of a queue, which would outlive this process
         child.terminate()
         child.join()
-    return found
+    return checks
 
 
 needs_megatron = pytest.mark.skipif(
@@ -197,13 +199,13 @@ needs_megatron = pytest.mark.skipif(
 
 @pytest.mark.slow  # two processes import all of Megatron
 @needs_megatron
-def test_megatron_reads_ours_and_we_read_theirs(tmp_path):
+def test_megatron_reads_our_checkpoints_and_we_read_its_checkpoints(tmp_path):
     assert run_ranks(both_ways, 2, str(tmp_path), timeout=100) == [[True] * 4] * 2
     assert rc.verify(tmp_path / "theirs").ok
     assert rc.verify(tmp_path / "ours").ok
-    found = rc.load_plain(tmp_path / "theirs")
-    assert found["layers"].tolist() == [[0.5] * 3, [1.5] * 3]
-    assert found["rng/shard_1_2"] == {"seed": 1}
-    assert found["iteration"] == 7
-    asked = {"f32": rc.ShardedTensor.from_rank_offsets("model.f32", torch.zeros(8, 2), (1, 2, 3))}
-    assert equal(rc.load(asked, tmp_path / "theirs")["f32"], torch.arange(48.0).reshape(8, 6)[:, 4:])
+    loaded = rc.load_plain(tmp_path / "theirs")
+    assert loaded["layers"].tolist() == [[0.5] * 3, [1.5] * 3]
+    assert loaded["rng/shard_1_2"] == {"seed": 1}
+    assert loaded["iteration"] == 7
+    request = {"f32": rc.ShardedTensor.from_rank_offsets("model.f32", torch.zeros(8, 2), (1, 2, 3))}
+    assert equal(rc.load(request, tmp_path / "theirs")["f32"], torch.arange(48.0).reshape(8, 6)[:, 4:])

@@ -40,7 +40,7 @@ class Kill:
 
 
 def saving(root, kill):
-    """What a rank does: save, and die on the way."""
+    """Return the function of a rank that is killed while it saves."""
 
     def work(rank, say):
         import torch.distributed as dist
@@ -48,7 +48,7 @@ def saving(root, kill):
         from rankbook.checkpoint import async_save, save
 
         async_save.GROUP_CREATION_TIMEOUT = timedelta(seconds=3)
-        held = generations.state(rank, WORLD, NEW)
+        state = generations.state(rank, WORLD, NEW)
         dist.barrier()
         say("go")
         count = 0
@@ -64,18 +64,18 @@ def saving(root, kill):
             sys.addaudithook(operation)
         if len(kill.ranks) > 1 and kill.after is None and rank == kill.ranks[-1]:
             kill.operation = 0  # the other one takes it along
-        began = time.monotonic()
-        saved = save(held, root, step=kill.step, async_=kill.background)
+        start = time.monotonic()
+        saved = save(state, root, step=kill.step, async_=kill.background)
         if kill.background:
-            generations.train(held)
+            generations.train(state)
             saved.wait()
-        say(("saved", time.monotonic() - began, count))
+        say(("saved", time.monotonic() - start, count))
 
     return work
 
 
 def strike(folder, template, kill):
-    """One save that is broken off. Which generation is loaded, whether something was left, what survivors said."""
+    """Kill ranks during a save. Return the loaded generation, the leftovers, and the reports of the survivors."""
     root = folder / "run"
     shutil.copytree(template, root)
     ranks = rank_processes.ForkedRanks(WORLD, folder, saving(root, kill))
@@ -99,15 +99,15 @@ def loaded(rank, root):
 
 
 def check(folder, root, kill, saved):
-    """That the previous or the new step is there, whole; that the rest is named, and swept by the next save."""
+    """Check that the previous or the new step is complete, and that leftovers are reported, and removed by the next save."""
     from rankbook.checkpoint import save, steps, verify
     from rankbook.checkpoint.storage import steps as folders
     from rankbook.checkpoint.storage.local import storage_of
     from rankbook.cli import main as cli
 
-    found = rank_processes.run_forked(WORLD, folder, lambda rank: loaded(rank, root))
-    assert found in ([OLD, OLD], [NEW, NEW]), (kill, found)
-    assert not saved or found == [NEW, NEW], (kill, "a rank was told that it is saved")
+    generations_loaded = rank_processes.run_forked(WORLD, folder, lambda rank: loaded(rank, root))
+    assert generations_loaded in ([OLD, OLD], [NEW, NEW]), (kill, generations_loaded)
+    assert not saved or generations_loaded == [NEW, NEW], (kill, "a rank was told that it is saved")
     storage = storage_of(root)
     for step in steps(root):
         assert verify(root, step).ok, (kill, str(verify(root, step)))
@@ -125,11 +125,11 @@ def check(folder, root, kill, saved):
     assert folders.list_partials(storage) == []
     leftover = set(storage.list()) - {"latest", "step-40", "step-50", "step-60"}
     assert not leftover, (kill, leftover)
-    return found[0], bool(rests)
+    return generations_loaded[0], bool(rests)
 
 
 def many(count, seed):
-    """In a process of its own: `count` kills. How often each thing happened."""
+    """Kill `count` saves in one process. Return how often each outcome occurred."""
     import tempfile
 
     import torch.distributed.checkpoint  # noqa: F401 - once, for all forks
@@ -139,14 +139,14 @@ def many(count, seed):
     from rankbook.checkpoint import save
 
     chance = random.Random(seed)
-    seen = Counter()
-    with tempfile.TemporaryDirectory(prefix="kills-") as place:
-        base = Path(place)
+    counts = Counter()
+    with tempfile.TemporaryDirectory(prefix="kills-") as temporary_folder:
+        base = Path(temporary_folder)
         template = base / "template"
         rank_processes.run_forked(
             WORLD, base, lambda rank: save(generations.state(rank, WORLD, OLD), template, step=40).step
         )
-        known = {}
+        timings = {}
         for background in (False, True):
             for step in (40, 50):
                 for rank in range(WORLD):
@@ -156,14 +156,14 @@ def many(count, seed):
                     shutil.copytree(template, folder / "run")
                     ranks = rank_processes.ForkedRanks(WORLD, folder, saving(folder / "run", calm))
                     assert ranks.end() == [0] * WORLD, ranks.messages
-                    known[background, step, rank] = ranks.messages[rank][-1][1:]
+                    timings[background, step, rank] = ranks.messages[rank][-1][1:]
                     shutil.rmtree(folder)
         for number in range(count):
             folder = base / str(number)
             folder.mkdir()
             background, step = bool(number % 2), (40, 50)[number // 2 % 2]
             victims = chance.choice([[0], [1], [0, 1]])
-            seconds, operations = known[background, step, victims[0]]
+            seconds, operations = timings[background, step, victims[0]]
             kill = Kill(background, step, victims)
             if number // 4 % 2:
                 kill.after = chance.uniform(0, seconds)
@@ -174,23 +174,23 @@ def many(count, seed):
             kinds = Counter(
                 survivor[0] if isinstance(survivor, tuple) else survivor.partition(":")[0] for survivor in survivors
             )
-            seen.update({"old": generation == OLD, "new": generation == NEW, "left": rests, **kinds})
+            counts.update({"old": generation == OLD, "new": generation == NEW, "left": rests, **kinds})
             shutil.rmtree(folder)
-    return seen
+    return counts
 
 
 @pytest.mark.slow
 def test_a_kill_leaves_the_previous_step_or_the_new_one():
-    (seen,) = run_ranks(many, 1, 12, 5, timeout=110, group=False)
-    assert seen["old"] + seen["new"] == 12
-    assert seen["old"] >= 2
-    assert seen["left"] >= 1
+    (counts,) = run_ranks(many, 1, 12, 5, timeout=110, group=False)
+    assert counts["old"] + counts["new"] == 12
+    assert counts["old"] >= 2
+    assert counts["left"] >= 1
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_hundred_kills_leave_the_previous_step_or_the_new_one():
-    (seen,) = run_ranks(many, 1, 100, 11, timeout=850, group=False)
-    assert seen["old"] + seen["new"] == 100
-    print("100 kills:", dict(seen))
-    assert min(seen["old"], seen["new"], seen["left"]) >= 10
+    (counts,) = run_ranks(many, 1, 100, 11, timeout=850, group=False)
+    assert counts["old"] + counts["new"] == 100
+    print("100 kills:", dict(counts))
+    assert min(counts["old"], counts["new"], counts["left"]) >= 10

@@ -44,8 +44,8 @@ def test_damaged_tensor_leaves_all_live_tensors_as_they_were(tmp_path, key):
 
 
 def test_damaged_or_refused_object_and_common_part_leave_tensors_as_they_were(tmp_path):
-    held = entries(1.0) | {"o": ShardedObject("o", Fraction(1, 2), (1,), (0,)), "epoch": 3}
-    save(held, tmp_path, step=0)
+    state = entries(1.0) | {"o": ShardedObject("o", Fraction(1, 2), (1,), (0,)), "epoch": 3}
+    save(state, tmp_path, step=0)
     live = entries(2.0) | {"o": ShardedObject("o", None, (1,), (0,)), "epoch": 0}
     with pytest.raises(CheckpointError, match="may execute code when loaded"):
         load(live, tmp_path)
@@ -92,12 +92,12 @@ class SecondReadFails(LocalStorage):
         self.chunk, self.times, self.remote = chunk, 0, remote
 
     def read(self, path, start, into):
-        found = super().read(path, start, into)
-        if path.endswith(".distcp") and start <= self.chunk.data + self.chunk.nbytes - 1 < start + found:
+        count = super().read(path, start, into)
+        if path.endswith(".distcp") and start <= self.chunk.data + self.chunk.nbytes - 1 < start + count:
             self.times += 1
             if self.times == 2 or self.remote:
                 into[self.chunk.data + self.chunk.nbytes - 1 - start] ^= 1
-        return found
+        return count
 
 
 def test_error_names_tensors_that_are_neither_old_nor_new(tmp_path):
@@ -125,8 +125,8 @@ def test_new_memory_is_read_once(tmp_path):
     save(entries(1.0), tmp_path, step=0)
     chunk = load_metadata(tmp_path).tensors["t2"].chunks[0]
     storage = SecondReadFails(tmp_path, chunk)
-    wanted = {"t2": ShardedTensor("t2", None, torch.float32, (700, 1024), (700, 1024), (0, 0), None)}
-    assert (load(wanted, storage)["t2"] == 1.0).all()
+    request = {"t2": ShardedTensor("t2", None, torch.float32, (700, 1024), (700, 1024), (0, 0), None)}
+    assert (load(request, storage)["t2"] == 1.0).all()
     assert storage.times == 1
 
 

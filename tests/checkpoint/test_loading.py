@@ -23,20 +23,20 @@ def saved(tmp_path):
     return tmp_path
 
 
-def asked():
+def requested_state():
     return {"w": torch.zeros(2, 3), "b": torch.zeros(2), "opt": {"lr": 0.0}}
 
 
 def test_load_fills_the_given_tensors_in_place(saved):
-    state = asked()
-    found = rc.load(state, saved)
-    assert found["w"] is state["w"] or found["w"].data_ptr() == state["w"].data_ptr()
+    state = requested_state()
+    loaded = rc.load(state, saved)
+    assert loaded["w"] is state["w"] or loaded["w"].data_ptr() == state["w"].data_ptr()
     assert torch.equal(state["w"], STATE["w"])
-    assert found["opt"] == STATE["opt"]  # all of the common part that is stored there
+    assert loaded["opt"] == STATE["opt"]  # all of the common part that is stored there
     assert state["opt"] == {"lr": 0.0}
 
 
-def test_a_target_need_not_lie_in_order_and_may_need_a_gradient(saved):
+def test_load_fills_noncontiguous_targets_and_targets_that_require_grad(saved):
     memory = torch.zeros(3, 4).t()[1:3]
     weight = torch.nn.Parameter(torch.zeros(2))
     rc.load({"w": memory, "b": weight}, saved)
@@ -46,13 +46,13 @@ def test_a_target_need_not_lie_in_order_and_may_need_a_gradient(saved):
 
 
 def test_load_allocates_memory_for_shards_without_data(saved):
-    want = rc.ShardedTensor.from_rank_offsets("w", torch.zeros(1, 3), (0, 1, 2)).without_data()
-    assert rc.load({"w": want}, saved)["w"].tolist() == [[3, 4, 5]]
+    shard = rc.ShardedTensor.from_rank_offsets("w", torch.zeros(1, 3), (0, 1, 2)).without_data()
+    assert rc.load({"w": shard}, saved)["w"].tolist() == [[3, 4, 5]]
 
 
-def test_the_modes_decide_about_keys_that_one_side_knows(saved, caplog):
+def test_strict_mode_decides_about_missing_and_unexpected_keys(saved, caplog):
     caplog.set_level(logging.WARNING)
-    more = {**asked(), "new": torch.full((2,), 5.0)}
+    more = {**requested_state(), "new": torch.full((2,), 5.0)}
     less = {"w": torch.zeros(2, 3)}
     for mode in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
         with pytest.raises(CheckpointError, match=r"unexpected keys.*'new' \(rank 0\)"):
@@ -62,15 +62,15 @@ def test_the_modes_decide_about_keys_that_one_side_knows(saved, caplog):
         rc.load(less, saved, strict="raise_all")
     for mode in ("log_unexpected", "log_all"):
         caplog.clear()
-        found = rc.load(more, saved, strict=mode)
-        assert "new" not in found
-        assert found["w"].equal(STATE["w"])
+        loaded = rc.load(more, saved, strict=mode)
+        assert "new" not in loaded
+        assert loaded["w"].equal(STATE["w"])
         assert "'new'" in caplog.text
         assert ("rng" in caplog.text) == (mode == "log_all")
     caplog.clear()
-    found, missing, unexpected = rc.load(more, saved, strict="return_all")
+    loaded, missing, unexpected = rc.load(more, saved, strict="return_all")
     assert (missing, unexpected) == ({"rng/shard_0_1"}, {"new"})
-    assert "new" not in found
+    assert "new" not in loaded
     assert rc.load(more, saved, strict=rc.StrictHandling.RETURN_UNEXPECTED)[1:] == (set(), {"new"})
     assert "new" not in rc.load(more, saved, strict="ignore_all")
     assert more["new"].tolist() == [5, 5]
@@ -88,23 +88,23 @@ def test_a_dtype_is_what_was_stored_unless_a_cast_is_asked_for(saved):
 def test_local_nonpersistent_objects_are_not_stored(tmp_path):
     rc.save({"w": torch.ones(2), "x": {"here": rc.LocalNonpersistentObject(3), "lr": 1}}, tmp_path)
     assert b"here" not in (tmp_path / "step-0/common.pt").read_bytes()
-    found = rc.load({"w": torch.zeros(2), "x": {"here": rc.LocalNonpersistentObject(len), "lr": 0}}, tmp_path)
-    assert found["x"] == {"here": len, "lr": 1}
+    loaded = rc.load({"w": torch.zeros(2), "x": {"here": rc.LocalNonpersistentObject(len), "lr": 0}}, tmp_path)
+    assert loaded["x"] == {"here": len, "lr": 1}
 
 
 def test_objects_are_of_safe_classes_or_of_allowed_ones(tmp_path):
-    def held(value):
+    def state_with(value):
         return {"o": rc.ShardedObject("o", value, (1,), (0,))}
 
     for value in ([1], [[2]], None, {"a": torch.ones(1)}, {1, 2}):
-        rc.save(held(value), tmp_path)
-        assert rc.load(held(None), tmp_path)["o"] == value
-    rc.save(held(timedelta(1)), tmp_path)
+        rc.save(state_with(value), tmp_path)
+        assert rc.load(state_with(None), tmp_path)["o"] == value
+    rc.save(state_with(timedelta(1)), tmp_path)
     with pytest.raises(CheckpointError, match=r"object 'o/shard_0_1'.*datetime\.timedelta.*allow=\["):
-        rc.load(held(None), tmp_path)
-    assert rc.load(held(None), tmp_path, allow=[timedelta])["o"] == timedelta(1)
+        rc.load(state_with(None), tmp_path)
+    assert rc.load(state_with(None), tmp_path, allow=[timedelta])["o"] == timedelta(1)
     with pytest.raises(CheckpointError):
-        rc.load(held(None), tmp_path)  # allowed for that load, and not from then on
+        rc.load(state_with(None), tmp_path)  # allowed for that load, and not from then on
     rc.save({"common": timedelta(2)}, tmp_path)
     with pytest.raises(CheckpointError, match=r"common\.pt.*datetime\.timedelta"):
         rc.load({"common": 0}, tmp_path)
@@ -117,12 +117,12 @@ def test_objects_are_of_safe_classes_or_of_allowed_ones(tmp_path):
 def test_unsafe_classes_are_warned_about_when_they_are_saved(tmp_path, caplog, monkeypatch, no_safe_globals):
     monkeypatch.setattr(saving, "_warned_unsafe", set())
 
-    def held(value):
+    def state_with(value):
         return {"o": rc.ShardedObject("o", value, (1,), (0,)), "common": value}
 
     best = {"loss": np.float64(0.5), "at": timedelta(3), "rows": np.arange(3)}
     for _ in range(2):  # said once
-        rc.save(held(best), tmp_path)
+        rc.save(state_with(best), tmp_path)
     names = ["datetime.timedelta", "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar"]
     names += ["numpy.dtype", "numpy.ndarray"]
     output = [record.getMessage() for record in caplog.records if record.name.startswith("rankbook")]
@@ -134,24 +134,24 @@ def test_unsafe_classes_are_warned_about_when_they_are_saved(tmp_path, caplog, m
     with pytest.raises(
         CheckpointError, match="is intact, but some of its objects are not loaded without allow="
     ) as caught:
-        rc.load(held(None), tmp_path)
+        rc.load(state_with(None), tmp_path)
     assert str(caught.value).count(f"allow={names}") == 2
-    found = rc.load(held(None), tmp_path, allow=names)
-    assert found["o"]["loss"] == 0.5 and found["common"]["rows"].tolist() == [0, 1, 2]
+    loaded = rc.load(state_with(None), tmp_path, allow=names)
+    assert loaded["o"]["loss"] == 0.5 and loaded["common"]["rows"].tolist() == [0, 1, 2]
     with pytest.raises(CheckpointError, match="is damaged"):  # whose bytes nobody has checked
-        rc.load(held(None), tmp_path, verify=False)
+        rc.load(state_with(None), tmp_path, verify=False)
 
 
-def test_everything_without_a_map(saved):
-    found = rc.load_plain(saved)
-    assert found.keys() == {"w", "b", "opt", "rng/shard_0_1"}
-    assert found["w"].equal(STATE["w"])
-    assert found["rng/shard_0_1"] == {"seed": 3}
-    assert found["opt"] == STATE["opt"]
-    assert rc.load_plain(saved / "step-1").keys() == found.keys()
+def test_load_plain_returns_all_entries(saved):
+    loaded = rc.load_plain(saved)
+    assert loaded.keys() == {"w", "b", "opt", "rng/shard_0_1"}
+    assert loaded["w"].equal(STATE["w"])
+    assert loaded["rng/shard_0_1"] == {"seed": 3}
+    assert loaded["opt"] == STATE["opt"]
+    assert rc.load_plain(saved / "step-1").keys() == loaded.keys()
 
 
-def test_which_step_it_is(saved):
+def test_step_is_selected_by_number_or_latest(saved):
     rc.save({"w": torch.zeros(1)}, saved, step=4)
     assert rc.load_metadata(saved).step == 4
     assert rc.load_metadata(saved, step=1).tensors["w"].shape == (2, 3)
@@ -168,29 +168,29 @@ def flip(path, at):
     path.write_bytes(data)
 
 
-def test_damage_is_named_wherever_it_is_unless_nobody_looks(saved):
+def test_damage_is_reported_unless_verify_is_off(saved):
     manifest = rc.load_metadata(saved)
     chunk = manifest.tensors["w"].chunks[0]
     data = saved / "step-1/__0_0.distcp"
     flip(data, chunk.data + 2)
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: key 'w', the chunk at \(0, 0\) written by rank 0"):
-        rc.load(asked(), saved)
+        rc.load(requested_state(), saved)
     assert rc.load({"b": torch.zeros(2)}, saved)["b"].tolist() == [1, 1]  # not read, and not in the way
-    rc.load(asked(), saved, verify=False)
+    rc.load(requested_state(), saved, verify=False)
     flip(data, chunk.data + 2)
     flip(data, chunk.start + 5)
     with pytest.raises(CheckpointError, match="around its data"):
-        rc.load(asked(), saved)
+        rc.load(requested_state(), saved)
     flip(data, chunk.start + 5)
     for name in (".metadata", "common.pt", "metadata.json"):
         flip(saved / "step-1" / name, 30)
         with pytest.raises(CheckpointError, match=name):
-            rc.load(asked(), saved)
+            rc.load(requested_state(), saved)
         flip(saved / "step-1" / name, 30)
     with data.open("ab") as more:
         more.write(b"x")
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp.* bytes, expected"):
-        rc.load(asked(), saved)
+        rc.load(requested_state(), saved)
     data.unlink()
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: key 'w'.*No such file"):
-        rc.load(asked(), saved)
+        rc.load(requested_state(), saved)

@@ -17,24 +17,24 @@ from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, Sharded
 
 
 def test_a_shard_is_seen_with_all_axes_of_its_global_tensor():
-    held = LocalTensor.of(
+    tensor = LocalTensor.of(
         ShardedTensor.from_rank_offsets("k", torch.zeros(3, 5).half(), (0, 1, 4), replica_id=(0, 1), prepend_axis_num=1)
     )
-    assert (held.global_shape, held.global_offset, held.local_shape) == ((4, 3, 5), (1, 0, 0), (1, 3, 5))
-    assert (held.dtype_name, held.nbytes, held.is_main) == ("float16", 30, False)
-    assert held.read_request().shape == (1, 3, 5)
+    assert (tensor.global_shape, tensor.global_offset, tensor.local_shape) == ((4, 3, 5), (1, 0, 0), (1, 3, 5))
+    assert (tensor.dtype_name, tensor.nbytes, tensor.is_main) == ("float16", 30, False)
+    assert tensor.read_request().shape == (1, 3, 5)
     assert LocalTensor.of(ShardedTensor.from_rank_offsets("k", torch.zeros(2)).without_data()).data.is_meta
-    each = LocalObject.of(ShardedObject("o", 3, (2,), (1,), replica_id=(0, 0)))
-    assert (each.unique_key, each.is_main) == ("o/shard_1_2", True)
+    local_object = LocalObject.of(ShardedObject("o", 3, (2,), (1,), replica_id=(0, 0)))
+    assert (local_object.unique_key, local_object.is_main) == ("o/shard_1_2", True)
 
 
 def test_every_leaf_of_the_common_part_has_its_own_digest():
     value = {"a": [1, {"b": 2.0}], "t": torch.ones(2), "c": (None, b"x"), "empty": {}, "o": slice(1)}
-    found = dict(state_digests(value))
-    assert list(found) == ["a[0]", "a[1].b", "t", "c[0]", "c[1]", "empty", "o"]
+    digests = dict(state_digests(value))
+    assert list(digests) == ["a[0]", "a[1].b", "t", "c[0]", "c[1]", "empty", "o"]
     for key, other in (("t", torch.zeros(2)), ("empty", []), ("o", slice(2)), ("a", [True, {"b": 2.0}])):
-        assert dict(state_digests({**value, key: other})) != found, key
-    assert dict(state_digests({**value, "t": torch.ones(2)})) == found
+        assert dict(state_digests({**value, key: other})) != digests, key
+    assert dict(state_digests({**value, "t": torch.ones(2)})) == digests
 
 
 def test_the_layout_and_the_common_part_are_reported_apart():
@@ -58,17 +58,17 @@ MANIFEST = Manifest(
 )
 
 
-def test_everything_is_asked_for_whole():
-    wanted = request_everything(MANIFEST)
-    assert wanted.keys() == {"w", "a/b/shard_1_2"}
-    assert (wanted["w"].dtype, wanted["w"].local_shape) == (torch.bfloat16, (2, 3))
-    assert (wanted["a/b/shard_1_2"].key, wanted["a/b/shard_1_2"].global_offset) == ("a/b", (1,))
-    assert LoadRequest(wanted, MANIFEST, all_values=True).values(MANIFEST.values).keys() == MANIFEST.values.keys()
+def test_request_everything_requests_unsharded_tensors():
+    request = request_everything(MANIFEST)
+    assert request.keys() == {"w", "a/b/shard_1_2"}
+    assert (request["w"].dtype, request["w"].local_shape) == (torch.bfloat16, (2, 3))
+    assert (request["a/b/shard_1_2"].key, request["a/b/shard_1_2"].global_offset) == ("a/b", (1,))
+    assert LoadRequest(request, MANIFEST, all_values=True).values(MANIFEST.values).keys() == MANIFEST.values.keys()
 
 
 def test_plain_values_are_requested_under_the_paths_of_the_state_dict():
-    wishes = LoadRequest({"optim": {0: {"lr": 0.1}}, "w": torch.zeros(2)}, MANIFEST)
-    assert wishes.values(MANIFEST.values) == {"optim.0.lr": ("optim", 0, "lr")}
-    assert wishes.nest([(("optim", 0, "lr"), 3)]) == {"optim": {0: {"lr": 3}}}
-    made = wishes.assemble({}, {"optim": {0: {"lr": 3}}, "more": 1}, skipped={"w"})
-    assert made == {"optim": {0: {"lr": 3}}, "more": 1}
+    request = LoadRequest({"optim": {0: {"lr": 0.1}}, "w": torch.zeros(2)}, MANIFEST)
+    assert request.values(MANIFEST.values) == {"optim.0.lr": ("optim", 0, "lr")}
+    assert request.nest([(("optim", 0, "lr"), 3)]) == {"optim": {0: {"lr": 3}}}
+    state = request.assemble({}, {"optim": {0: {"lr": 3}}, "more": 1}, skipped={"w"})
+    assert state == {"optim": {0: {"lr": 3}}, "more": 1}

@@ -61,23 +61,23 @@ def loads(folder):
         "half of the columns": (lambda: shard("w", (0, ROWS), (4096, 8192)), {}),
         "cast": (lambda: shard("w", (0, ROWS), (0, 4096), dtype=torch.float64), {"cast": True}),
     }
-    found = {}
+    peaks = {}
     for verify in (True, False):
         for name, (make, more) in kinds.items():
             entry = make()
-            found[f"{name}, {verify=}"] = extra(lambda: rc.load({"w": entry}, folder, verify=verify, **more))  # noqa: B023
+            peaks[f"{name}, {verify=}"] = extra(lambda: rc.load({"w": entry}, folder, verify=verify, **more))  # noqa: B023
             assert right(entry), name
-    return found
+    return peaks
 
 
 def test_a_load_needs_little_beside_what_it_fills(tmp_path):
-    whole = torch.arange(ROWS).reshape(-1, 1) * 2.0 + torch.arange(COLUMNS) % 2
+    tensor = torch.arange(ROWS).reshape(-1, 1) * 2.0 + torch.arange(COLUMNS) % 2
 
-    def held(rows):
+    def shard(rows):
         size = ROWS // 2
-        return rc.ShardedTensor.from_rank_offsets("w", whole[rows * size :][:size], (0, rows, 2))
+        return rc.ShardedTensor.from_rank_offsets("w", tensor[rows * size :][:size], (0, rows, 2))
 
-    rc.save({"w": {"top": held(0), "bottom": held(1)}, "small": torch.zeros(3)}, tmp_path)
+    rc.save({"w": {"top": shard(0), "bottom": shard(1)}, "small": torch.zeros(3)}, tmp_path)
     (measured,) = run_ranks(loads, 1, str(tmp_path), group=False)
     print("\n".join(f"{name}: {used / MB:.1f} MB" for name, used in measured.items()))
     assert len(measured) == 10
@@ -90,7 +90,7 @@ def trainings(folder):
 
     from rankbook.runtime import Accelerator
 
-    def made(seed):
+    def model_and_optimizer(seed):
         torch.manual_seed(seed)
         model = torch.nn.Sequential(*[torch.nn.Linear(1024, 4096, bias=False) for _ in range(6)])  # of 17 MB each
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -101,16 +101,16 @@ def trainings(folder):
         return model, optimizer
 
     accelerator = Accelerator(cpu=True)
-    first = made(1)
+    first = model_and_optimizer(1)
     accelerator.save_state(f"{folder}/state")  # what is imported at the first time is no part of the others
     accelerator.load_state(f"{folder}/state")
-    found = {"save": extra(lambda: accelerator.save_state(f"{folder}/state"))}
+    peaks = {"save": extra(lambda: accelerator.save_state(f"{folder}/state"))}
     expected = [item.clone() for item in first[0].parameters()]
     accelerator.free_memory()
-    model, optimizer = made(2)
-    found["load"] = extra(lambda: accelerator.load_state(f"{folder}/state"))
+    model, optimizer = model_and_optimizer(2)
+    peaks["load"] = extra(lambda: accelerator.load_state(f"{folder}/state"))
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected, strict=True))
-    return found, len(optimizer.state)
+    return peaks, len(optimizer.state)
 
 
 def test_a_training_s_state_is_saved_and_loaded_with_little_beside_it(tmp_path):

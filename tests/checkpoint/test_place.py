@@ -10,10 +10,10 @@ from rankbook.errors import CheckpointError, InvalidArgument
 from tests.checkpoint.simulated import InMemory
 
 
-def completed(place):
-    partial = place.begin()
-    place.storage.write(f"{partial}/manifest.json", [b"x"])
-    place.commit()
+def completed(location):
+    partial = location.begin()
+    location.storage.write(f"{partial}/manifest.json", [b"x"])
+    location.commit()
     return partial
 
 
@@ -38,7 +38,7 @@ def test_leftovers_of_a_killed_save_are_swept_by_the_next_one():
     assert not any(name.startswith("step-3") for name in storage.files)
 
 
-def test_a_step_that_is_being_saved_is_not_begun_again_until_it_is_given_up():
+def test_step_that_is_being_saved_is_refused_until_it_is_abandoned():
     storage = InMemory()
     one, other = CheckpointLocation(storage, "f", 5), CheckpointLocation(storage, "f", 5)
     one.begin()
@@ -51,14 +51,14 @@ def test_a_step_that_is_being_saved_is_not_begun_again_until_it_is_given_up():
     assert completed(other) == "step-5.partial"
 
 
-def test_old_steps_go_after_the_new_one_is_there():
+def test_old_steps_are_removed_after_the_commit():
     storage = InMemory()
     for step in range(6):
         completed(CheckpointLocation(storage, "f", step, retention=RetentionPolicy(keep=2, keep_every=3)))
     assert steps.finished_steps(storage) == [0, 3, 4, 5]
 
 
-def test_a_step_is_safe_where_old_ones_cannot_be_removed():
+def test_step_is_committed_if_old_steps_cannot_be_removed():
     class Stuck(InMemory):
         stuck = False
 
@@ -75,10 +75,10 @@ def test_a_step_is_safe_where_old_ones_cannot_be_removed():
     assert steps.finished_steps(storage) == [0, 1]
 
 
-def test_a_name_of_its_own_is_replaced_at_once_or_not_at_all():
+def test_named_checkpoint_is_replaced_atomically():
     storage = InMemory()
-    place = CheckpointLocation(storage, "f", name="best")
-    assert (completed(place), place.display_name) == ("best.partial", "best")
+    location = CheckpointLocation(storage, "f", name="best")
+    assert (completed(location), location.display_name) == ("best.partial", "best")
     again = CheckpointLocation(storage, "f", name="best")
     again.begin()
     storage.write("best.partial/manifest.json", [b"other"])

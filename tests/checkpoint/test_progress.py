@@ -30,7 +30,7 @@ def test_progress_reports_every_phase_and_bytes_at_intervals(monkeypatch):
     assert save_progress._source not in telemetry._sources
 
 
-def test_a_failure_is_the_last_word():
+def test_no_progress_is_reported_after_a_failure():
     reports = []
     save_progress = SaveProgress("runs", on_progress=reports.append)
     assert "planning" in {getattr(item, "phase", "") for item in telemetry.snapshot()}

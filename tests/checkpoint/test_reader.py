@@ -17,10 +17,10 @@ KEYS = [f"t{number}" for number in range(12)]
 
 @pytest.fixture
 def storage():
-    made = InMemory()
-    held = {key: ShardedTensor.from_rank_offsets(key, torch.full((5,), float(at))) for at, key in enumerate(KEYS)}
-    save_ranks([{**held, "o": ShardedObject("o", {"a": 1}, (1,), (0,)), "epoch": 3}], made)
-    return made
+    memory = InMemory()
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.full((5,), float(at))) for at, key in enumerate(KEYS)}
+    save_ranks([{**state, "o": ShardedObject("o", {"a": 1}, (1,), (0,)), "epoch": 3}], memory)
+    return memory
 
 
 def flip(storage, name, at):
@@ -30,13 +30,15 @@ def flip(storage, name, at):
 
 
 def fetched(storage, keys, **more):
-    found = find_checkpoint(storage, "latest")
-    held = [LocalTensor.of(ShardedTensor.from_rank_offsets(key, torch.zeros(5))) for key in keys]
-    fetch = CheckpointRead(found, **{"verify": True} | more)
+    checkpoint = find_checkpoint(storage, "latest")
+    tensors = [LocalTensor.of(ShardedTensor.from_rank_offsets(key, torch.zeros(5))) for key in keys]
+    fetch = CheckpointRead(checkpoint, **{"verify": True} | more)
     fetch.read_tensors(
-        plan_read([element.read_request() for element in held], found.manifest), held, fresh=range(len(held))
+        plan_read([element.read_request() for element in tensors], checkpoint.manifest),
+        tensors,
+        fresh=range(len(tensors)),
     )
-    return fetch, [item.data for item in held]
+    return fetch, [item.data for item in tensors]
 
 
 def test_error_counts_all_damage_and_names_the_first(storage):
@@ -52,27 +54,27 @@ def test_error_counts_all_damage_and_names_the_first(storage):
     assert str(caught.value).endswith("and 3 more")
     fetch, _ = fetched(storage, KEYS[:1])
     fetch.raise_damage()
-    fetch, found = fetched(storage, KEYS, verify=False)
+    fetch, tensors = fetched(storage, KEYS, verify=False)
     fetch.raise_damage()
-    assert found[0].tolist() == [0] * 5
-    assert found[1].tolist() != [1] * 5
+    assert tensors[0].tolist() == [0] * 5
+    assert tensors[1].tolist() != [1] * 5
 
 
 def test_objects_and_the_common_part_are_checked_before_they_are_unpickled(storage):
-    found = find_checkpoint(storage, "latest")
-    wishes = LoadRequest({"epoch": 0}, found.manifest)
-    fetch = CheckpointRead(found, verify=True)
+    checkpoint = find_checkpoint(storage, "latest")
+    request = LoadRequest({"epoch": 0}, checkpoint.manifest)
+    fetch = CheckpointRead(checkpoint, verify=True)
     assert fetch.read_objects(["o/shard_0_1", "unknown"]) == {"o/shard_0_1": {"a": 1}}
-    assert fetch.read_common(wishes) == {"epoch": 3}
-    flip(storage, "__0_0.distcp", found.manifest.objects["o/shard_0_1"].start + 70)
+    assert fetch.read_common(request) == {"epoch": 3}
+    flip(storage, "__0_0.distcp", checkpoint.manifest.objects["o/shard_0_1"].start + 70)
     flip(storage, "common.pt", 70)
     assert fetch.read_objects(["o/shard_0_1"]) == {}
-    assert fetch.read_common(wishes) == {}
+    assert fetch.read_common(request) == {}
     assert [damage.split(":")[0] for damage in fetch.damages] == ["__0_0.distcp", "common.pt"]
     assert all("does not match its checksum" in item for item in fetch.damages)
 
 
-def test_files_that_nothing_is_loaded_from_are_checked_where_that_is_asked(storage):
+def test_verify_checks_metadata_and_file_sizes(storage):
     flip(storage, ".metadata", 9)
     storage.files["step-0/__0_0.distcp"] += b"more"
     for verify, count in ((True, 2), (False, 0)):
@@ -81,13 +83,15 @@ def test_files_that_nothing_is_loaded_from_are_checked_where_that_is_asked(stora
         assert len(fetch.damages) == count
 
 
-def test_a_chunk_that_is_not_filled_is_zero_in_every_dtype():
+def test_unfilled_chunk_is_zero_in_every_dtype():
     for dtype in (torch.float32, torch.float8_e4m3fn, torch.bool, torch.complex128, torch.bfloat16):
         storage = InMemory()
         save_ranks([{"w": ShardedTensor.from_rank_offsets("w", torch.ones(2).to(dtype))}], storage)
-        found = find_checkpoint(storage, "latest")
+        checkpoint = find_checkpoint(storage, "latest")
         entry = ShardedTensor.from_rank_offsets("w", torch.ones(4).to(dtype), allow_shape_mismatch=True)
-        fetch = CheckpointRead(found, verify=True)
-        fetch.read_tensors(plan_read([LocalTensor.of(entry).read_request()], found.manifest), [LocalTensor.of(entry)])
+        fetch = CheckpointRead(checkpoint, verify=True)
+        fetch.read_tensors(
+            plan_read([LocalTensor.of(entry).read_request()], checkpoint.manifest), [LocalTensor.of(entry)]
+        )
         fetch.raise_damage()
         assert entry.data.to(torch.complex64).tolist() == [1, 1, 0, 0]

@@ -86,7 +86,7 @@ def check_saves(notebook, numbers):
         assert verify(notebook.folder, step).ok
 
 
-def test_save_goes_on_beside_errors_of_cells(two):
+def test_save_continues_during_errors_in_cells(two):
     check_saves(two, range(12))
 
 
@@ -96,7 +96,7 @@ def test_100_saves_with_an_error_in_every_second_cell(two):
     check_saves(two, range(100, 200))
 
 
-def test_save_under_way_goes_on_through_abort_and_regroup(two):
+def test_save_continues_through_abort_and_regroup(two):
     two.ok("%%distributed\ngate = Gate(storage_of(folder))\nhandle = begin(50, gate)\nassert gate.reached.wait(20)")
     for culprit in (0, 1):
         assert two.run(IN_NEXT.format(culprit=culprit)).status == "error"
@@ -205,9 +205,9 @@ def test_loss_of_a_save_is_reported_once_in_the_next_cell_where_nothing_is_heale
 def test_save_is_reported_as_lost_when_a_rank_died_and_the_next_one_works(two):
     two.ok("%%distributed\ngate = Gate(storage_of(folder))\nhandle = begin(80, gate)\nassert gate.reached.wait(20)")
     os.kill(two.pids[1], signal.SIGKILL)
-    lost = two.run("%%distributed --ranks 0\ngate.open.set()\nhandle.wait(20)", timeout=30)
-    assert lost.status == "error"
-    assert "rank 1 was killed by SIGKILL" in lost.traceback + lost.text
+    failed = two.run("%%distributed --ranks 0\ngate.open.set()\nhandle.wait(20)", timeout=30)
+    assert failed.status == "error"
+    assert "rank 1 was killed by SIGKILL" in failed.traceback + failed.text
     two.ok("%distributed heal", timeout=40)
     prepare(two)
     two.ok("%%distributed\nhandle = begin(81)")

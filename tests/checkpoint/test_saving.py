@@ -40,7 +40,7 @@ def test_save_returns_what_it_saved_and_numbers_the_steps(tmp_path):
     assert rc.load_metadata(tmp_path).step == 7
 
 
-def test_old_steps_go_as_they_are_reported_to(tmp_path):
+def test_old_steps_are_removed_as_reported(tmp_path):
     for step in range(10):
         rc.save(STATE, tmp_path, step=step, keep=2, keep_every=4)
     assert rc.steps(tmp_path) == [0, 4, 8, 9]
@@ -48,18 +48,18 @@ def test_old_steps_go_as_they_are_reported_to(tmp_path):
     assert rc.steps(tmp_path) == [10]
 
 
-def test_the_same_step_again_takes_the_place_of_the_first(tmp_path):
+def test_saving_a_step_again_replaces_it(tmp_path):
     rc.save(STATE, tmp_path, step=3)
     rc.save({"w": torch.zeros(2, 3)}, tmp_path, step=3)
     assert rc.load_plain(tmp_path).keys() == {"w"}
     assert names(tmp_path) == ["latest", "step-3"]
 
 
-def test_metadata_is_json_that_comes_back(tmp_path):
-    given = {"loss": 0.25, "tags": ["a", "ü"], "nested": {"n": None, "yes": True}}
-    rc.save(STATE, tmp_path, metadata=given)
-    assert rc.load_metadata(tmp_path).metadata == given
-    assert json.loads((tmp_path / "step-0/manifest.json").read_bytes())["metadata"] == given
+def test_json_metadata_survives_a_round_trip(tmp_path):
+    metadata = {"loss": 0.25, "tags": ["a", "ü"], "nested": {"n": None, "yes": True}}
+    rc.save(STATE, tmp_path, metadata=metadata)
+    assert rc.load_metadata(tmp_path).metadata == metadata
+    assert json.loads((tmp_path / "step-0/manifest.json").read_bytes())["metadata"] == metadata
     for wrong in ({"f": len}, {"loss": math.nan}, {1: 2}):
         with pytest.raises(InvalidArgument, match="metadata"):
             rc.save(STATE, tmp_path, metadata=wrong)
@@ -80,13 +80,13 @@ def test_metadata_is_json_that_comes_back(tmp_path):
     ],
     ids=str,
 )
-def test_arguments_that_make_no_sense_are_refused(tmp_path, wrong):
+def test_invalid_arguments_are_refused(tmp_path, wrong):
     with pytest.raises(InvalidArgument, match=next(iter(wrong))):
         rc.save(STATE, tmp_path, **wrong)
     assert names(tmp_path) == []
 
 
-def test_a_step_may_be_any_integer_and_is_the_one_that_is_asked_for(tmp_path):
+def test_step_may_be_any_integer_type_and_is_loaded_by_it(tmp_path):
     for step in (np.int64(3), torch.tensor(5)):
         assert rc.save({"w": torch.ones(1) * int(step)}, tmp_path, step=step).name == f"step-{int(step)}"
     assert names(tmp_path) == ["latest", "step-3", "step-5"]
@@ -106,8 +106,8 @@ def test_a_step_may_be_any_integer_and_is_the_one_that_is_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "nested", "quantized"])
-def test_a_tensor_that_is_no_box_of_numbers_is_named(tmp_path, kind):
-    made = {
+def test_tensor_without_a_regular_layout_is_named(tmp_path, kind):
+    factories = {
         "sparse_coo": lambda: torch.eye(3).to_sparse(),
         "sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
         "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
@@ -115,30 +115,37 @@ def test_a_tensor_that_is_no_box_of_numbers_is_named(tmp_path, kind):
     }[kind]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of what it has in prototype
-        odd = made()
+        odd = factories()
     with pytest.raises(CheckpointError, match=f"'a.b' is a {kind} tensor, on rank 0"):
         rc.save({"a": {"b": odd}}, tmp_path)
     assert names(tmp_path) == []
 
 
 def test_progress_goes_through_its_phases(tmp_path):
-    seen = []
-    rc.save({"w": torch.zeros(3 * PIECE, dtype=torch.uint8)}, tmp_path, step=4, on_progress=seen.append)
-    phases = list(dict.fromkeys(element.phase for element in seen))
+    updates = []
+    rc.save({"w": torch.zeros(3 * PIECE, dtype=torch.uint8)}, tmp_path, step=4, on_progress=updates.append)
+    phases = list(dict.fromkeys(element.phase for element in updates))
     assert phases == ["planning", "writing", "committing", "done"]
-    assert (seen[-1].name, seen[-1].step, seen[-1].written, seen[-1].total) == ("step-4", 4, 3 * PIECE, 3 * PIECE)
-    assert [item.written for item in seen] == sorted(entry.written for entry in seen)
-    assert not any(member.error or member.background for member in seen)
-    seen.clear()
+    assert (updates[-1].name, updates[-1].step, updates[-1].written, updates[-1].total) == (
+        "step-4",
+        4,
+        3 * PIECE,
+        3 * PIECE,
+    )
+    assert [item.written for item in updates] == sorted(entry.written for entry in updates)
+    assert not any(member.error or member.background for member in updates)
+    updates.clear()
     with pytest.raises(CheckpointError):
         rc.save(
-            {"w": rc.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, 2))}, tmp_path, on_progress=seen.append
+            {"w": rc.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 0, 2))},
+            tmp_path,
+            on_progress=updates.append,
         )
-    assert seen[-1].phase == "failed"
-    assert "'w'" in seen[-1].error
+    assert updates[-1].phase == "failed"
+    assert "'w'" in updates[-1].error
 
 
-def test_a_listener_that_breaks_is_reported_with_and_costs_no_checkpoint(tmp_path, caplog):
+def test_error_of_the_progress_callback_is_reported_and_the_checkpoint_is_saved(tmp_path, caplog):
     called = []
 
     def broken(_):
@@ -205,7 +212,7 @@ def test_an_interrupt_anywhere_leaves_nothing_and_the_step_can_be_saved(tmp_path
     assert rc.save(STATE, tmp_path, step=2).step == 2
 
 
-def test_a_file_that_rank_0_does_not_see_is_no_checkpoint():
+def test_file_that_rank_0_cannot_see_fails_the_save():
     class Elsewhere(InMemory):
         def list(self, path=""):
             return {name: size for name, size in super().list(path).items() if not name.endswith(".distcp")}
@@ -216,7 +223,7 @@ def test_a_file_that_rank_0_does_not_see_is_no_checkpoint():
     assert storage.files == {}
 
 
-def test_a_storage_of_ones_own_is_as_good_as_a_folder():
+def test_custom_storage_works_like_a_folder():
     storage = InMemory()
     rc.save(STATE, storage, step=2)
     assert rc.load_plain(storage)["w"].equal(STATE["w"])

@@ -11,10 +11,10 @@ KEYS = st.sets(st.sampled_from("abcdef"))
 
 
 @given(st.lists(KEYS, min_size=1, max_size=4), KEYS, st.sampled_from(StrictHandling))
-def test_every_mode_does_what_its_name_says(asked, stored, mode):
-    unexpected = set().union(*asked) - stored
-    missing = stored - set().union(*asked) if mode.name.endswith("_ALL") and mode.name != "IGNORE_ALL" else set()
-    reported = decide_keys(asked, stored, mode, "step-4")
+def test_strict_mode_decides_which_keys_are_reported(requested, stored, mode):
+    unexpected = set().union(*requested) - stored
+    missing = stored - set().union(*requested) if mode.name.endswith("_ALL") and mode.name != "IGNORE_ALL" else set()
+    reported = decide_keys(requested, stored, mode, "step-4")
     raises = mode.name.startswith(("RAISE", "ASSUME")) and bool(unexpected | missing)
     logs = mode.name.startswith("LOG") and bool(unexpected | missing)
     returns = mode.name.startswith("RETURN")
@@ -25,7 +25,7 @@ def test_every_mode_does_what_its_name_says(asked, stored, mode):
     assert all(repr(key) in reported.error + reported.warning for key in unexpected | missing if raises or logs)
 
 
-def test_a_message_names_keys_ranks_and_what_to_do():
+def test_error_message_names_keys_ranks_and_the_remedy():
     reported = decide_keys([{"a", "b"}, {"a"}, {"a", "c"}], {"c", "d"}, StrictHandling.RAISE_ALL, "step-4")
     assert reported.error == (
         "step-4: unexpected keys (requested, but not in the checkpoint): 'a' (ranks 0-2), 'b' (rank 0); "

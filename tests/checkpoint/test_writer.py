@@ -40,9 +40,11 @@ def test_every_byte_is_in_one_blob_and_under_its_checksum():
         for chunk in stored.chunks:
             data = files[manifest.files[chunk.file].name]
             spans[chunk.file].append((chunk.start, chunk.length))
-            own = data[chunk.data : chunk.data + chunk.nbytes]
+            chunk_bytes = data[chunk.data : chunk.data + chunk.nbytes]
             assert chunk.data % 64 == chunk.start % 64
-            assert chunk.pieces == tuple(zlib.crc32(own[at : at + PIECE]) for at in range(0, len(own), PIECE))
+            assert chunk.pieces == tuple(
+                zlib.crc32(chunk_bytes[at : at + PIECE]) for at in range(0, len(chunk_bytes), PIECE)
+            )
             around = data[chunk.start : chunk.data] + data[chunk.data + chunk.nbytes : chunk.start + chunk.length]
             assert chunk.envelope == zlib.crc32(around)
     for stored in manifest.objects.values():
@@ -59,7 +61,7 @@ def test_every_byte_is_in_one_blob_and_under_its_checksum():
         assert file.crc in (None, zlib.crc32(files[file.name]))
 
 
-def test_the_main_replica_is_what_is_stored_and_who_wrote_it_is_known():
+def test_manifest_records_the_main_replica_and_the_rank_that_wrote_it():
     files, manifest = saved()
     (copy,) = manifest.tensors["copy"].chunks
     assert (copy.rank, manifest.files[copy.file].name, len(copy.pieces)) == (0, "__0_0.distcp", 2)
@@ -70,7 +72,7 @@ def test_the_main_replica_is_what_is_stored_and_who_wrote_it_is_known():
     assert (manifest.world_size, manifest.step, manifest.torch) == (2, 4, torch.__version__)
 
 
-def test_torchs_own_description_says_the_same():
+def test_dcp_metadata_agrees_with_the_manifest():
     files, manifest = saved()
     described = read_metadata(files[".metadata"], ".metadata")
     assert described.objects == tuple(manifest.objects)
@@ -78,8 +80,8 @@ def test_torchs_own_description_says_the_same():
         assert (described.tensors[key].dtype, described.tensors[key].shape) == (stored.dtype, stored.shape)
         assert described.tensors[key].chunks == tuple((chunk.offset, chunk.shape) for chunk in stored.chunks)
         for chunk in stored.chunks:
-            place = described.locations[key, chunk.offset]
-            assert (place.file, place.start, place.length) == (
+            location = described.locations[key, chunk.offset]
+            assert (location.file, location.start, location.length) == (
                 manifest.files[chunk.file].name,
                 chunk.start,
                 chunk.length,
@@ -90,18 +92,18 @@ def test_torchs_own_description_says_the_same():
 
 def test_a_rank_that_stores_nothing_has_no_file():
     storage = InMemory()
-    held = [{"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=rank)} for rank in range(3)]
-    save_ranks(held, storage)
+    states = [{"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=rank)} for rank in range(3)]
+    save_ranks(states, storage)
     assert [name for name in storage.files if name.endswith(".distcp")] == ["step-0/__0_0.distcp"]
 
 
 def test_fully_parallel_save_divides_replicated_chunks():
     storage = InMemory()
-    held = [
+    states = [
         {key: ShardedTensor.from_rank_offsets(key, torch.ones(100), replica_id=rank) for key in "abcd"}
         for rank in range(2)
     ]
-    save_ranks(held, storage, fully_parallel=True)
+    save_ranks(states, storage, fully_parallel=True)
     sizes = [len(data) for name, data in storage.files.items() if name.endswith(".distcp")]
     assert len(sizes) == 2
     assert sizes[0] == sizes[1]

@@ -17,7 +17,7 @@ def test_the_checksum_of_two_parts_is_that_of_both(one, other):
 
 @settings(max_examples=60)
 @given(st.binary(max_size=300), st.integers(1, 50))
-def test_the_whole_follows_from_its_pieces(data, piece):
+def test_checksum_of_a_chunk_is_combined_from_its_pieces(data, piece):
     assert combine_pieces(pieces(data, piece), len(data), piece) == zlib.crc32(data)
 
 
@@ -42,6 +42,6 @@ def test_empty_data_has_no_checksums():
     assert combine_pieces((), 0) == zlib.crc32(b"") == 0
 
 
-def test_long_parts_cost_no_more():
+def test_combining_checksums_of_long_parts_takes_constant_time():
     one, other = zlib.crc32(b"a" * 17), zlib.crc32(bytes(1_000_000))
     assert combine_checksums(one, other, 1_000_000) == zlib.crc32(b"a" * 17 + bytes(1_000_000))

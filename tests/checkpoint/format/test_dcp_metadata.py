@@ -85,8 +85,8 @@ def test_plain_dcp_is_read_by_range(saved):
     for key, value in flat().items():
         assert manifest.tensors[key].dtype == str(value.dtype).removeprefix("torch.")
         assert manifest.tensors[key].shape == value.shape
-        found = read_tensor(saved, manifest, key)
-        assert found.float().equal(value.float()) if value.dtype == torch.float8_e4m3fn else found.equal(value)
+        loaded = read_tensor(saved, manifest, key)
+        assert loaded.float().equal(value.float()) if value.dtype == torch.float8_e4m3fn else loaded.equal(value)
     assert manifest.tensors["model.transposed"].chunks[0].strides == (1, 4)
     assert manifest.tensors["model.w"].chunks[0].strides is None
     assert {file.name for file in manifest.files} == {".metadata", "__0_0.distcp"}
@@ -99,10 +99,10 @@ def test_objects_are_blobs_that_torch_loads(saved):
     assert torch.load(io.BytesIO(data), weights_only=True) == [1, "x"]
 
 
-def test_the_nested_paths_are_known(saved):
-    known = read_metadata((saved / ".metadata").read_bytes(), "x")
-    assert known.paths["list.1.k"] == ("list", 1, "k")
-    assert known.paths["model.w"] == ("model", "w")
+def test_nested_paths_are_read_from_dcp_metadata(saved):
+    metadata = read_metadata((saved / ".metadata").read_bytes(), "x")
+    assert metadata.paths["list.1.k"] == ("list", 1, "k")
+    assert metadata.paths["model.w"] == ("model", "w")
 
 
 def test_chunks_written_without_checksums_have_none(tmp_path):
@@ -122,7 +122,7 @@ class Evil:
 
 
 @pytest.mark.parametrize(
-    ("thing", "named"),
+    ("instance", "named"),
     [
         (Evil(), r"builtins\.print"),
         (np.float32(1), r"numpy\S*\.scalar"),
@@ -130,16 +130,16 @@ class Evil:
         (pickle.Pickler, r"_pickle\.Pickler"),
     ],
 )
-def test_a_class_that_dcp_does_not_write_is_named_and_not_run(folder, thing, named, capsys):
+def test_a_class_that_dcp_does_not_write_is_named_and_not_run(folder, instance, named, capsys):
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.planner_data = {"x": thing}
+    metadata.planner_data = {"x": instance}
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=rf"\.metadata: it names {named}, .*no code was executed"):
         manifest_from_dcp(storage_of(folder))
     assert capsys.readouterr().out == ""
 
 
-def test_bytes_that_are_no_metadata_raise_an_error_that_says_so(tmp_path):
+def test_invalid_metadata_bytes_raise_a_checkpoint_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"/\.metadata is missing: .* is not a checkpoint"):
         manifest_from_dcp(storage_of(tmp_path))
     for data in (b"", b"hello", pickle.dumps({"a": 1}), pickle.dumps(MetadataIndex("x"))):
@@ -169,7 +169,7 @@ def test_transformed_chunks_are_refused_with_a_way_out(folder):
         manifest_from_dcp(storage_of(folder))
 
 
-def test_a_blob_that_is_no_tensor_is_named_with_file_key_and_rank(folder):
+def test_invalid_tensor_blob_is_reported_with_file_key_and_rank(folder):
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     places = metadata.storage_data
     places[MetadataIndex("model.w", [0, 0])] = places[MetadataIndex("rng")]
@@ -186,8 +186,8 @@ def test_a_blob_that_is_no_tensor_is_named_with_file_key_and_rank(folder):
 
 
 def test_missing_and_short_files_are_reported(folder):
-    whole = (folder / "__0_0.distcp").read_bytes()
-    (folder / "__0_0.distcp").write_bytes(whole[:-300])
+    contents = (folder / "__0_0.distcp").read_bytes()
+    (folder / "__0_0.distcp").write_bytes(contents[:-300])
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: .*the blob ends at byte \d+, but the file at \d+"):
         manifest_from_dcp(storage_of(folder))
     (folder / "__0_0.distcp").unlink()
@@ -201,17 +201,17 @@ def test_megatrons_own_metadata_class_is_known_without_megatron(folder, monkeypa
     name = "megatron.core.dist_checkpointing.strategies.torch"
     megatron = types.ModuleType(name)
     megatron.MCoreMetadata = type("MCoreMetadata", (Metadata,), {"__module__": name})
-    known = pickle.loads((folder / ".metadata").read_bytes())
-    known.__class__ = megatron.MCoreMetadata
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.__class__ = megatron.MCoreMetadata
     item = WriteItem(MetadataIndex("x"), WriteItemType.SHARD, tensor_data=None)
-    known.mcore_data = {"model.w": {}}
-    known.all_local_plans = [SavePlan([item], storage_data=_StoragePrefix("__0_"))]
+    metadata.mcore_data = {"model.w": {}}
+    metadata.all_local_plans = [SavePlan([item], storage_data=_StoragePrefix("__0_"))]
     with monkeypatch.context() as patch:
         for part in ("megatron", "megatron.core", "megatron.core.dist_checkpointing"):
             patch.setitem(sys.modules, f"{part}", types.ModuleType(part))
         patch.setitem(sys.modules, "megatron.core.dist_checkpointing.strategies", types.ModuleType("strategies"))
         patch.setitem(sys.modules, name, megatron)
-        data = pickle.dumps(known)
+        data = pickle.dumps(metadata)
     assert b"MCoreMetadata" in data
     assert read_metadata(data, "m").tensors.keys() == flat().keys()
 

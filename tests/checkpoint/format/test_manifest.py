@@ -24,7 +24,7 @@ CREATED = now()
 
 
 def chunk(**fields):
-    known = {
+    defaults = {
         "offset": (4, 0),
         "shape": (4, 8),
         "file": 0,
@@ -36,11 +36,11 @@ def chunk(**fields):
         "envelope": 9,
         "rank": 1,
     }
-    return Chunk(**known | fields)
+    return Chunk(**defaults | fields)
 
 
 def manifest(**fields):
-    known = {
+    defaults = {
         "step": 40,
         "world_size": 2,
         "tensors": {"model.w": StoredTensor("float32", (8, 8), (chunk(), chunk(offset=(0, 0), rank=0)))},
@@ -49,7 +49,7 @@ def manifest(**fields):
         "metadata": {"loss": 0.5, "names": ["a", "ü"]},
         "created": CREATED,
     }
-    return Manifest(**known | fields)
+    return Manifest(**defaults | fields)
 
 
 def test_manifest_survives_a_round_trip():
@@ -63,13 +63,13 @@ def test_manifest_is_valid_json():
     assert set(read) == {*Manifest.__struct_fields__, "crc32"}
 
 
-def test_a_chunk_that_lies_in_order_says_nothing_of_strides():
+def test_contiguous_chunk_is_encoded_without_strides():
     chunks = (chunk(), chunk(offset=(0, 0), strides=(1, 4)))
-    given = manifest(tensors={"model.w": StoredTensor("float32", (8, 8), chunks)})
-    in_order, other = json.loads(encode(given))["tensors"]["model.w"]["chunks"]
+    original = manifest(tensors={"model.w": StoredTensor("float32", (8, 8), chunks)})
+    in_order, other = json.loads(encode(original))["tensors"]["model.w"]["chunks"]
     assert "strides" not in in_order
     assert other["strides"] == [1, 4]
-    assert decode(encode(given), "m") == given
+    assert decode(encode(original), "m") == original
 
 
 def test_every_flipped_bit_is_found():

@@ -21,7 +21,7 @@ class File:
         data = tensor.numpy().tobytes()
         self.bytes = bytearray(START) + data
         self.reads = []
-        known = {
+        defaults = {
             "offset": (0,) * tensor.ndim,
             "shape": tuple(tensor.shape),
             "file": 0,
@@ -33,7 +33,7 @@ class File:
             "envelope": None,
             "rank": 3,
         }
-        self.chunk = Chunk(**known | fields)
+        self.chunk = Chunk(**defaults | fields)
         self.itemsize, self.shape = tensor.element_size(), tuple(tensor.shape)
         self.dtype = str(tensor.dtype).removeprefix("torch.")
         self.strides = tensor.stride()
@@ -53,17 +53,17 @@ class File:
         return target
 
 
-WHOLE = torch.arange(3 * PIECE // 4, dtype=torch.int32).reshape(-1, 1024)  # three pieces
+TENSOR = torch.arange(3 * PIECE // 4, dtype=torch.int32).reshape(-1, 1024)  # three pieces
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_rows_come_straight_into_their_memory(check):
-    file = File(WHOLE)
-    assert torch.equal(file.into(torch.zeros_like(WHOLE), (0, 0), check=check), WHOLE)
-    assert file.reads == [(START, WHOLE.nbytes)]
+def test_rows_are_read_directly_into_the_target(check):
+    file = File(TENSOR)
+    assert torch.equal(file.into(torch.zeros_like(TENSOR), (0, 0), check=check), TENSOR)
+    assert file.reads == [(START, TENSOR.nbytes)]
     file.reads.clear()
     rows = file.into(torch.zeros(300, 1024, dtype=torch.int32), (250, 0), check=check)
-    assert torch.equal(rows, WHOLE[250:550])
+    assert torch.equal(rows, TENSOR[250:550])
     if check:  # the first piece and the last are wanted in part, and read whole
         assert file.reads == [(START, PIECE), (START + PIECE, PIECE), (START + 2 * PIECE, PIECE)]
     else:
@@ -73,15 +73,15 @@ def test_rows_come_straight_into_their_memory(check):
 @pytest.mark.parametrize("slab", [tensor_io.SLAB_BYTES, PIECE, 5000])
 def test_columns_come_in_slabs_of_any_size(slab, monkeypatch):
     monkeypatch.setattr(tensor_io, "SLAB_BYTES", slab)
-    file = File(WHOLE)
+    file = File(TENSOR)
     columns = file.into(torch.zeros(768, 10, dtype=torch.int32), (0, 700))
-    assert torch.equal(columns, WHOLE[:, 700:710])
+    assert torch.equal(columns, TENSOR[:, 700:710])
     turned = torch.zeros(10, 768, dtype=torch.int32).t()
-    assert torch.equal(file.into(turned, (0, 700), check=False), WHOLE[:, 700:710])
+    assert torch.equal(file.into(turned, (0, 700), check=False), TENSOR[:, 700:710])
 
 
 def test_a_wrong_bit_in_any_piece_is_found_where_it_is_read_and_nowhere_else():
-    file = File(WHOLE)
+    file = File(TENSOR)
     file.bytes[START + PIECE + 5] ^= 1
     file.into(torch.zeros(256, 1024, dtype=torch.int32), (0, 0))
     file.into(torch.zeros(256, 1024, dtype=torch.int32), (512, 0))
@@ -94,10 +94,10 @@ def test_a_wrong_bit_in_any_piece_is_found_where_it_is_read_and_nowhere_else():
 
 
 def test_a_file_that_ends_too_early_is_found():
-    file = File(WHOLE)
+    file = File(TENSOR)
     del file.bytes[-1:]
-    with pytest.raises(ChunkDamage, match=f"is truncated after {WHOLE.nbytes - 1} of {WHOLE.nbytes} bytes"):
-        file.into(torch.zeros_like(WHOLE), (0, 0), check=False)
+    with pytest.raises(ChunkDamage, match=f"is truncated after {TENSOR.nbytes - 1} of {TENSOR.nbytes} bytes"):
+        file.into(torch.zeros_like(TENSOR), (0, 0), check=False)
 
 
 def test_a_cast_and_memory_with_gaps_are_filled_as_well():
@@ -118,8 +118,8 @@ def test_an_unknown_dtype_is_reported():
 
 def test_single_checksum_of_a_chunk_is_compared_in_slabs(monkeypatch):
     monkeypatch.setattr(tensor_io, "SLAB_BYTES", 1000)
-    whole = torch.arange(5000, dtype=torch.uint8)
-    file = File(whole, pieces=pieces(whole.numpy().tobytes(), 5000))
+    tensor = torch.arange(5000, dtype=torch.uint8)
+    file = File(tensor, pieces=pieces(tensor.numpy().tobytes(), 5000))
     assert data_matches(file.chunk, file.read)
     assert max(length for _, length in file.reads) == 1000
     file.bytes[-1] ^= 1

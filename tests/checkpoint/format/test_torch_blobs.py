@@ -29,11 +29,11 @@ def test_a_chunk_of_every_dtype_is_a_zip_that_torch_loads(name, shape):
     count = torch.Size(shape).numel()
     data = torch.arange(count * dtype.itemsize, dtype=torch.uint8)
     tensor = (data % 2 if name == "bool" else data).view(dtype).reshape(shape)
-    made, start = blob(tensor)
-    loaded = torch.load(io.BytesIO(made), weights_only=True)
+    encoded, start = blob(tensor)
+    loaded = torch.load(io.BytesIO(encoded), weights_only=True)
     assert (loaded.dtype, loaded.shape) == (dtype, tensor.shape)
     assert bytes(raw_bytes(loaded)) == bytes(raw_bytes(tensor))
-    with zipfile.ZipFile(io.BytesIO(made)) as archive:
+    with zipfile.ZipFile(io.BytesIO(encoded)) as archive:
         assert archive.testzip() is None  # every member has the CRC-32 that it says
         (member,) = (item for item in archive.infolist() if item.filename == "archive/data/0")
     assert zlib.crc32(raw_bytes(tensor)) == member.CRC
@@ -42,15 +42,15 @@ def test_a_chunk_of_every_dtype_is_a_zip_that_torch_loads(name, shape):
 
 def test_more_than_one_piece_has_the_checksum_of_all():
     tensor = torch.arange(700_000)
-    made, _ = blob(tensor)
+    encoded, _ = blob(tensor)
     assert len(pieces(raw_bytes(tensor))) == 6
-    with zipfile.ZipFile(io.BytesIO(made)) as archive:
+    with zipfile.ZipFile(io.BytesIO(encoded)) as archive:
         assert archive.testzip() is None
 
 
 def test_a_flipped_bit_of_the_data_is_found_by_the_zip():
-    made, start = blob(torch.zeros(10))
-    damaged = bytearray(made)
+    encoded, start = blob(torch.zeros(10))
+    damaged = bytearray(encoded)
     damaged[start + 3] ^= 1
     with zipfile.ZipFile(io.BytesIO(damaged)) as archive:
         assert archive.testzip() == "archive/data/0"

@@ -38,9 +38,9 @@ def store(tensors, order="C"):
     return {file.name: bytes(element) for file, element in zip(listed, files, strict=True)}, manifest
 
 
-def apply(plan, wanted, files, *, gap=0, most=None):
+def apply(plan, requests, files, *, gap=0, most=None):
     """The wanted chunks, copied by hand; only bytes in the runs are there to be copied."""
-    filled = [np.full(item.shape, 77, item.dtype) for item in wanted]
+    filled = [np.full(item.shape, 77, item.dtype) for item in requests]
     for position in plan.zeros:
         filled[position][...] = 0
     for chunk in plan.chunks:
@@ -48,8 +48,8 @@ def apply(plan, wanted, files, *, gap=0, most=None):
         for start, length in chunk.runs(gap):
             begin = chunk.chunk.data + start
             data[start : start + length] = files[chunk.file][begin : begin + length]
-        for whole in chunk.reads:
-            for read in chunk.split(whole, most) if most else [whole]:
+        for read_item in chunk.reads:
+            for read in chunk.split(read_item, most) if most else [read_item]:
                 start, stop = chunk.span(read)
                 source = np.ndarray(
                     read.shape,
@@ -72,19 +72,19 @@ def arrays(draw, **limits):
 @settings(max_examples=120, deadline=None)
 @given(st.data(), st.sampled_from("CF"), st.integers(0, 40), st.sampled_from([None, 1, 16, 64]))
 def test_any_grid_is_read_from_any_grid(data, order, gap, most):
-    tensors, wanted, truth = {}, [], []
+    tensors, requests, truth = {}, [], []
     for number in range(data.draw(st.integers(1, 3))):
         array = data.draw(arrays())
         tensors[f"t/{number}"] = (array, data.draw(cuts(array.shape)))
         for offset, shape in data.draw(cuts(array.shape)):
-            wanted.append(WantedChunk(f"t/{number}", array.dtype.name, array.shape, offset, shape))
+            requests.append(WantedChunk(f"t/{number}", array.dtype.name, array.shape, offset, shape))
             truth.append(array[within(offset, shape)])
     files, manifest = store(tensors, order)
-    plan = plan_read(wanted, manifest)
+    plan = plan_read(requests, manifest)
     assert (plan.zeros, plan.unexpected, plan.mismatches) == ([], [], [])
     assert plan.nbytes == sum(part.nbytes for part in truth)
-    for found, part in zip(apply(plan, wanted, files, gap=gap, most=most), truth, strict=True):
-        np.testing.assert_array_equal(found, part)
+    for loaded, part in zip(apply(plan, requests, files, gap=gap, most=most), truth, strict=True):
+        np.testing.assert_array_equal(loaded, part)
     assert len({(item.key, item.chunk.offset) for item in plan.chunks}) == len(plan.chunks)
     assert [(chunk.file, chunk.chunk.data) for chunk in plan.chunks] == sorted(
         (element.file, element.chunk.data) for element in plan.chunks
@@ -98,15 +98,15 @@ def test_another_global_shape_is_read_where_both_have_elements_and_zero_elsewher
     files, manifest = store({"w": (array, data.draw(cuts(array.shape)))})
     other = tuple(data.draw(st.integers(1, 7)) for _ in array.shape)
     padded = np.zeros(other, array.dtype)
-    both = tuple(slice(0, min(a, b)) for a, b in zip(array.shape, other, strict=True))
-    padded[both] = array[both]
+    overlap = tuple(slice(0, min(a, b)) for a, b in zip(array.shape, other, strict=True))
+    padded[overlap] = array[overlap]
     boxes = data.draw(cuts(other))
-    wanted = [WantedChunk("w", array.dtype.name, other, *box, allow_shape_mismatch=True) for box in boxes]
-    for found, item in zip(apply(plan_read(wanted, manifest), wanted, files), boxes, strict=True):
-        np.testing.assert_array_equal(found, padded[within(*item)])
+    requests = [WantedChunk("w", array.dtype.name, other, *box, allow_shape_mismatch=True) for box in boxes]
+    for loaded, item in zip(apply(plan_read(requests, manifest), requests, files), boxes, strict=True):
+        np.testing.assert_array_equal(loaded, padded[within(*item)])
     if other != array.shape:
-        strict = [element._replace(allow_shape_mismatch=False) for element in wanted]
-        assert [mismatch.wanted for mismatch in plan_read(strict, manifest).mismatches] == list(range(len(wanted)))
+        strict = [element._replace(allow_shape_mismatch=False) for element in requests]
+        assert [mismatch.wanted for mismatch in plan_read(strict, manifest).mismatches] == list(range(len(requests)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -144,28 +144,28 @@ def test_a_contiguous_slice_of_a_chunk_is_one_range():
     columns = plan_read([WantedChunk("w", "float32", (1024, 64), (0, 32), (1024, 8))], manifest)
     assert len(columns.chunks[0].runs()) == 1024
     assert columns.chunks[0].runs(gap=56 * 4) == [(128, 1023 * 256 + 32)]
-    both = [WantedChunk("w", "float32", (1024, 64), (0, at), (1024, 32)) for at in (0, 32)]
-    assert plan_read(both, manifest).chunks[0].runs() == [(0, array.nbytes)]
+    halves = [WantedChunk("w", "float32", (1024, 64), (0, at), (1024, 32)) for at in (0, 32)]
+    assert plan_read(halves, manifest).chunks[0].runs() == [(0, array.nbytes)]
 
 
 def test_ranges_that_lie_in_others_are_read_once():
     array = np.zeros(100, np.int8)
     _, manifest = store({"w": (array, [((0,), (100,))])})
-    wanted = [WantedChunk("w", "int8", (100,), *item) for item in (((0,), (90,)), ((10,), (5,)), ((50,), (20,)))]
-    assert plan_read(wanted, manifest).chunks[0].runs() == [(0, 90)]
+    requests = [WantedChunk("w", "int8", (100,), *item) for item in (((0,), (90,)), ((10,), (5,)), ((50,), (20,)))]
+    assert plan_read(requests, manifest).chunks[0].runs() == [(0, 90)]
 
 
 @pytest.mark.parametrize("most", [1, 100, 256, 1000, 5000, 10**9])
 def test_parts_span_no_more_than_asked_unless_they_are_one_element(most):
     array = np.arange(7 * 9 * 11, dtype=np.float32).reshape(7, 9, 11)
     files, manifest = store({"w": (array, [((0, 0, 0), (7, 9, 11))])}, "F")
-    wanted = [WantedChunk("w", "float32", array.shape, (1, 2, 3), (5, 6, 7))]
-    plan = plan_read(wanted, manifest)
-    each = plan.chunks[0]
-    for part in each.split(each.reads[0], most):
-        start, stop = each.span(part)
+    requests = [WantedChunk("w", "float32", array.shape, (1, 2, 3), (5, 6, 7))]
+    plan = plan_read(requests, manifest)
+    chunk_read = plan.chunks[0]
+    for part in chunk_read.split(chunk_read.reads[0], most):
+        start, stop = chunk_read.span(part)
         assert stop - start <= most or math.prod(part.shape) == 1
-    np.testing.assert_array_equal(apply(plan, wanted, files, most=most)[0], array[1:6, 2:8, 3:10])
+    np.testing.assert_array_equal(apply(plan, requests, files, most=most)[0], array[1:6, 2:8, 3:10])
 
 
 def test_a_scalar_an_empty_chunk_and_prepended_axes():
@@ -176,17 +176,17 @@ def test_a_scalar_an_empty_chunk_and_prepended_axes():
         "layers": (layers, [((0, 0), (0, 6)), *(((row, 0), (1, 6)) for row in range(4))]),
     }
     files, manifest = store(stored)
-    wanted = [
+    requests = [
         WantedChunk("scalar", "float32", (), (), ()),
         WantedChunk("none", "int8", (0, 4), (0, 0), (0, 4)),
         WantedChunk("layers", "int64", (4, 6), (4, 0), (0, 6)),
         WantedChunk("layers", "int64", (4, 6), (2, 3), (1, 3)),  # one row of a stack, of local shape (3,)
     ]
-    plan = plan_read(wanted, manifest)
+    plan = plan_read(requests, manifest)
     assert plan.zeros == plan.mismatches == []
-    found = apply(plan, wanted, files)
-    assert found[0] == 3
-    assert found[3].tolist() == [[15, 16, 17]]
+    loaded = apply(plan, requests, files)
+    assert loaded[0] == 3
+    assert loaded[3].tolist() == [[15, 16, 17]]
     assert len(plan.chunks) == 2
 
 
@@ -194,7 +194,7 @@ def test_mismatches_name_the_key_and_both_values():
     array = np.zeros((4, 4), np.float32)
     _, manifest = store({"w": (array, [((0, 0), (4, 4))])})
     right = WantedChunk("w", "float32", (4, 4), (0, 0), (4, 4))
-    wanted = [
+    requests = [
         right,
         right._replace(key="v"),
         right._replace(dtype="bfloat16"),
@@ -202,7 +202,7 @@ def test_mismatches_name_the_key_and_both_values():
         right._replace(global_shape=(4, 4, 1), offset=(0, 0, 0), shape=(4, 4, 1), allow_shape_mismatch=True),
         right._replace(offset=(1, 0)),
     ]
-    plan = plan_read(wanted, manifest)
+    plan = plan_read(requests, manifest)
     assert plan.unexpected == [1]
     output = {mismatch.wanted: mismatch.what for mismatch in plan.mismatches}
     assert sorted(output) == [2, 3, 4, 5]
@@ -210,12 +210,12 @@ def test_mismatches_name_the_key_and_both_values():
     assert "float32" in output[2] and output[2].endswith(
         "bfloat16 was requested; to convert it, pass cast=True to load()"
     )
-    other = plan_read(wanted, manifest, dtype_hint="ask again")
+    other = plan_read(requests, manifest, dtype_hint="ask again")
     assert other.mismatches[0].what.endswith("bfloat16 was requested; ask again")
     assert "(4, 4) in the checkpoint, but (8, 4)" in output[3]
     assert "(4, 4) in the checkpoint, but (4, 4, 1)" in output[4]
     assert "[1:5, 0:4] is outside" in output[5]
-    cast = plan_read(wanted, manifest, cast=True)
+    cast = plan_read(requests, manifest, cast=True)
     assert [element.wanted for element in cast.mismatches] == [3, 4, 5]
     assert {read.wanted for read in cast.chunks[0].reads} == {0, 2}
     assert cast.chunks[0].dtype == "float32"
@@ -235,8 +235,8 @@ def test_a_tensor_whose_stored_chunks_do_not_fill_it_is_never_read(data):
     else:
         boxes[at : at + 1] = [boxes[at]] * 2 if change == "twice" else []
     _, manifest = store({"w": (array, boxes), "sound": (array, [((0,) * array.ndim, array.shape)])})
-    whole = WantedChunk("w", array.dtype.name, array.shape, (0,) * array.ndim, array.shape)
-    plan = plan_read([whole, whole._replace(key="sound")], manifest)
+    request = WantedChunk("w", array.dtype.name, array.shape, (0,) * array.ndim, array.shape)
+    plan = plan_read([request, request._replace(key="sound")], manifest)
     assert [chunk.key for chunk in plan.chunks] == ["sound"]
     assert "do not cover it exactly once: " in plan.mismatches[0].what
     assert not plan.mismatches[0].what.endswith("once: ")

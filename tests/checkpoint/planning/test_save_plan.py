@@ -13,16 +13,16 @@ from rankbook.errors import CheckpointError
 from tests.checkpoint.boxes import cuts, replaced, shapes
 
 
-def chunk(key, whole, offset, local, main=True, dtype="float32"):
-    return LocalShard(key, whole, offset, local, dtype, main)
+def chunk(key, global_shape, offset, local, main=True, dtype="float32"):
+    return LocalShard(key, global_shape, offset, local, dtype, main)
 
 
 def declare(*ranks, objects=None, common=None):
-    """Each rank's declaration of its list of shards."""
+    """Return the plans that declare the shards of every rank."""
     count = len(ranks)
     return [
-        LocalPlan.of(mine, (objects or [[]] * count)[rank], (common or [""] * count)[rank])
-        for rank, mine in enumerate(ranks)
+        LocalPlan.of(shards, (objects or [[]] * count)[rank], (common or [""] * count)[rank])
+        for rank, shards in enumerate(ranks)
     ]
 
 
@@ -33,12 +33,12 @@ def refusal(declared, **options):
 
 
 def ranks_in(message):
-    """All ranks that a message names, after the first line, which names all."""
-    found = set()
+    """Return the ranks that a message names after its first line, which names all ranks."""
+    numbers = set()
     for runs in re.findall(r"ranks? ([0-9][0-9, and-]*)", message.partition("\n")[2]):
         for low, high in re.findall(r"(\d+)(?:-(\d+))?", runs):
-            found |= set(range(int(low), int(high or low) + 1))
-    return found
+            numbers |= set(range(int(low), int(high or low) + 1))
+    return numbers
 
 
 @st.composite
@@ -48,18 +48,20 @@ def jobs(draw):
     ranks = [[] for _ in range(world)]
     truth = {}
     for number in range(draw(st.integers(1, 3))):
-        whole, dtype = draw(shapes()), draw(st.sampled_from(["float32", "bfloat16", "complex64"]))
-        truth[f"t/{number}"] = (dtype, whole, boxes := draw(cuts(whole)))
+        global_shape, dtype = draw(shapes()), draw(st.sampled_from(["float32", "bfloat16", "complex64"]))
+        truth[f"t/{number}"] = (dtype, global_shape, boxes := draw(cuts(global_shape)))
         for offset, local in boxes:
             holders = draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=world, unique=True))
-            for place, rank in enumerate(holders):
-                ranks[rank].append(chunk(f"t/{number}", whole, offset, local, place == 0, dtype))
+            for position, rank in enumerate(holders):
+                ranks[rank].append(chunk(f"t/{number}", global_shape, offset, local, position == 0, dtype))
         if draw(st.booleans()):  # replicas that are cut otherwise than the main ones
-            for offset, local in draw(cuts(whole)):
-                ranks[draw(st.integers(0, world - 1))].append(chunk(f"t/{number}", whole, offset, local, False, dtype))
-    if len(whole) and draw(st.booleans()):  # an empty chunk at the offset of a real one
-        ranks[0].insert(0, chunk(f"t/{number}", whole, offset, (0, *local[1:]), True, dtype))
-    return [draw(st.permutations(mine)) for mine in ranks], truth
+            for offset, local in draw(cuts(global_shape)):
+                ranks[draw(st.integers(0, world - 1))].append(
+                    chunk(f"t/{number}", global_shape, offset, local, False, dtype)
+                )
+    if len(global_shape) and draw(st.booleans()):  # an empty chunk at the offset of a real one
+        ranks[0].insert(0, chunk(f"t/{number}", global_shape, offset, (0, *local[1:]), True, dtype))
+    return [draw(st.permutations(shards)) for shards in ranks], truth
 
 
 @settings(max_examples=80, deadline=None)
@@ -69,20 +71,20 @@ def test_every_chunk_is_stored_once_by_a_rank_that_holds_it(job, fully_parallel)
     plan = plan_save([LocalPlan.unpack(item.pack()) for item in declare(*ranks)], fully_parallel=fully_parallel)
     planned = plan.tensors()
     assert {
-        key: (dtype, whole, [(offset, local) for offset, local, _ in chunks])
-        for key, (dtype, whole, chunks) in planned.items()
-    } == {key: (dtype, whole, sorted(boxes)) for key, (dtype, whole, boxes) in truth.items()}
+        key: (dtype, global_shape, [(offset, local) for offset, local, _ in chunks])
+        for key, (dtype, global_shape, chunks) in planned.items()
+    } == {key: (dtype, global_shape, sorted(boxes)) for key, (dtype, global_shape, boxes) in truth.items()}
     stored = []
     loads = [0] * len(ranks)
-    for rank, mine in enumerate(ranks):
+    for rank, shards in enumerate(ranks):
         for position in plan.of_rank(rank).tensors.tolist():
-            each = mine[position]
-            assert fully_parallel or each.is_main
-            stored.append((each.key, each.global_offset, each.local_shape, rank))
+            shard = shards[position]
+            assert fully_parallel or shard.is_main
+            stored.append((shard.key, shard.global_offset, shard.local_shape, rank))
             elements = 1
-            for extent in each.local_shape:
+            for extent in shard.local_shape:
                 elements *= extent
-            loads[rank] += elements * itemsize(each.dtype_name)
+            loads[rank] += elements * itemsize(shard.dtype_name)
     assert sorted(stored) == sorted((key, *element) for key, tensor in planned.items() for element in tensor.chunks)
     assert plan.bytes_per_rank == tuple(loads)
 
@@ -94,17 +96,17 @@ FAULTS = ["hole", "overlap", "second main", "no main", "shape", "axes", "dtype",
 @given(jobs(), st.sampled_from(FAULTS), st.data())
 def test_a_single_fault_is_found_and_named(job, fault, data):
     ranks, truth = job
-    mains = [(rank, at) for rank, mine in enumerate(ranks) for at, item in enumerate(mine) if item.is_main]
+    mains = [(rank, at) for rank, shards in enumerate(ranks) for at, item in enumerate(shards) if item.is_main]
     rank, at = data.draw(st.sampled_from([(r, i) for r, i in mains if 0 not in ranks[r][i].local_shape]))
     bad = ranks[rank][at]
-    key, whole, offset, local = bad.key, bad.global_shape, bad.global_offset, bad.local_shape
+    key, global_shape, offset, local = bad.key, bad.global_shape, bad.global_offset, bad.local_shape
     words, named = [repr(key)], {rank}
     span = f"[{', '.join(f'{a}:{a + n}' for a, n in zip(offset, local, strict=True)) or '()'}]"
     if fault in {"hole", "overlap", "outside"} and not local:
         fault = "no main"
     if fault == "hole":
-        ranks = [[element for element in mine if element[:4] != bad[:4]] for mine in ranks]
-        if not any(entry.key == key for mine in ranks for entry in mine):
+        ranks = [[element for element in shards if element[:4] != bad[:4]] for shards in ranks]
+        if not any(entry.key == key for shards in ranks for entry in shards):
             return  # nobody holds any of it: then it is no tensor of this checkpoint
         words, named = [*words, "no main replica covers ["], set()
     elif fault == "no main":
@@ -115,25 +117,25 @@ def test_a_single_fault_is_found_and_named(job, fault, data):
         ranks[other].append(bad)
         words, named = [*words, "the main replica of " + span], {rank, other}
     elif fault in {"overlap", "outside"}:
-        axis = data.draw(st.integers(0, len(whole) - 1))
+        axis = data.draw(st.integers(0, len(global_shape) - 1))
         wider = bad._replace(local_shape=replaced(local, axis, local[axis] + 1))
-        if offset[axis] + local[axis] == whole[axis]:
+        if offset[axis] + local[axis] == global_shape[axis]:
             words.append("is outside the global shape")
         else:
             words.append("overlaps")
         ranks[rank][at] = wider
     else:
-        if sum(member.key == key for mine in ranks for member in mine) == 1:
+        if sum(member.key == key for shards in ranks for member in shards) == 1:
             ranks[0].append(bad._replace(is_main=False))
         new = {
-            "shape": {"global_shape": (*whole[:-1], whole[-1] + 1) if whole else (1,)},
-            "axes": {"global_shape": (*whole, 1)},
+            "shape": {"global_shape": (*global_shape[:-1], global_shape[-1] + 1) if global_shape else (1,)},
+            "axes": {"global_shape": (*global_shape, 1)},
             "dtype": {"dtype_name": "int8"},
         }[fault]
-        if fault != "dtype" and len(new["global_shape"]) > len(whole):
+        if fault != "dtype" and len(new["global_shape"]) > len(global_shape):
             new |= {"global_offset": (*offset, 0), "local_shape": (*local, 1)}
         ranks[rank][at] = bad._replace(**new)
-        words = [*words, "is not the same on all ranks", str(new.get("global_shape", "int8")), str(whole)]
+        words = [*words, "is not the same on all ranks", str(new.get("global_shape", "int8")), str(global_shape)]
     message = refusal(declare(*ranks))
     assert all(word in message for word in words), (words, message)
     assert named <= ranks_in(message), (named, message)
@@ -147,8 +149,8 @@ def replicated(draw):
     world = draw(st.integers(1, 5))
     ranks = [[] for _ in range(world)]
     for length in draw(st.lists(st.integers(1, 60), min_size=1, max_size=12, unique=True)):
-        for place, rank in enumerate(draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True))):
-            ranks[rank].append(chunk(f"t{length}", (length,), (0,), (length,), place == 0, "int8"))
+        for position, rank in enumerate(draw(st.lists(st.integers(0, world - 1), min_size=1, unique=True))):
+            ranks[rank].append(chunk(f"t{length}", (length,), (0,), (length,), position == 0, "int8"))
         if length > 1 and draw(st.booleans()):
             ranks[draw(st.integers(0, world - 1))].append(chunk(f"t{length}", (length,), (0,), (1,), False, "int8"))
     return ranks
@@ -157,11 +159,11 @@ def replicated(draw):
 @settings(max_examples=100, deadline=None)
 @given(replicated(), st.randoms())
 def test_replicas_are_shared_out_by_bytes_the_largest_first(ranks, chance):
-    for mine in ranks:
-        chance.shuffle(mine)
-    holders, pieces = {}, Counter(element.key for mine in ranks for element in mine)
-    for rank, mine in enumerate(ranks):
-        for item in mine:
+    for shards in ranks:
+        chance.shuffle(shards)
+    holders, pieces = {}, Counter(element.key for shards in ranks for element in shards)
+    for rank, shards in enumerate(ranks):
+        for item in shards:
             if item.local_shape == item.global_shape:
                 holders.setdefault((item.local_shape[0], item.key), []).append(rank)
     loads, chosen = [0] * len(ranks), {}
@@ -173,18 +175,18 @@ def test_replicas_are_shared_out_by_bytes_the_largest_first(ranks, chance):
     assert {key: tensor.chunks[0].rank for key, tensor in plan.tensors().items()} == chosen
 
 
-def test_ranks_that_all_hold_the_same_share_it_out():
-    held = [[chunk(f"t{n}", (4,), (0,), (4,), main=rank == 0) for n in range(8)] for rank in range(4)]
-    assert plan_save(declare(*held), fully_parallel=True).bytes_per_rank == (32,) * 4
-    assert plan_save(declare(*held)).bytes_per_rank == (128, 0, 0, 0)
+def test_replicas_on_all_ranks_are_spread_over_the_ranks():
+    shards = [[chunk(f"t{n}", (4,), (0,), (4,), main=rank == 0) for n in range(8)] for rank in range(4)]
+    assert plan_save(declare(*shards), fully_parallel=True).bytes_per_rank == (32,) * 4
+    assert plan_save(declare(*shards)).bytes_per_rank == (128, 0, 0, 0)
 
 
-def test_a_replica_that_is_cut_otherwise_is_no_candidate():
-    own = chunk("own", (400,), (0,), (400,))
+def test_replica_with_another_chunk_layout_is_not_a_candidate():
+    unshared = chunk("own", (400,), (0,), (400,))
     for mains, other in (([(0, 4)], (0, 2)), ([(0, 2), (2, 2)], (1, 2)), ([(0, 1), (1, 3)], (0, 3))):
-        held = [chunk("w", (4,), (at,), (size,)) for at, size in mains]
+        shards = [chunk("w", (4,), (at,), (size,)) for at, size in mains]
         replica = chunk("w", (4,), other[:1], other[1:], main=False)
-        assert plan_save(declare([own, *held], [replica]), fully_parallel=True).bytes_per_rank == (1616, 0)
+        assert plan_save(declare([unshared, *shards], [replica]), fully_parallel=True).bytes_per_rank == (1616, 0)
 
 
 def test_a_rank_that_holds_a_chunk_twice_stores_it_once():
@@ -238,13 +240,13 @@ def test_common_parts_that_differ_are_named_with_their_ranks(common, words):
     assert words in refusal(declare([], [], [], common=common))
 
 
-def test_a_message_in_full():
-    whole = {"key": "w", "whole": (4, 8)}
+def test_error_message_lists_missing_duplicate_and_differing_chunks():
+    common = {"key": "w", "global_shape": (4, 8)}
     ranks = [
-        [chunk(**whole, offset=(0, 0), local=(2, 8)), chunk("v", (2,), (0,), (2,))],
-        [chunk(**whole, offset=(0, 0), local=(2, 8)), chunk("v", (3,), (0,), (3,))],
-        [chunk(**whole, offset=(2, 0), local=(2, 8), main=False)] * 2,
-        [chunk(**whole, offset=(1, 4), local=(2, 4))],
+        [chunk(**common, offset=(0, 0), local=(2, 8)), chunk("v", (2,), (0,), (2,))],
+        [chunk(**common, offset=(0, 0), local=(2, 8)), chunk("v", (3,), (0,), (3,))],
+        [chunk(**common, offset=(2, 0), local=(2, 8), main=False)] * 2,
+        [chunk(**common, offset=(1, 4), local=(2, 4))],
     ]
     assert refusal(declare(*ranks, common=["a", "a", "b", "a"])).splitlines() == [
         "the shards of ranks 0-3 do not form a complete checkpoint; nothing was written:",
@@ -273,15 +275,18 @@ def test_error_lists_all_faults_up_to_a_limit():
 
 
 def test_every_small_wrong_cut_of_a_square_is_found():
-    """All sets of boxes in a 2 x 2 square: accepted exactly if each cell is covered once."""
+    """Try all sets of boxes in a 2 x 2 square. A set is accepted exactly if it covers each cell once."""
     boxes = [((y, x), (h, w)) for y in range(2) for x in range(2) for h in (1, 2) for w in (1, 2)]
     boxes = [(at, size) for at, size in boxes if at[0] + size[0] <= 2 and at[1] + size[1] <= 2]
     for chosen in range(1, 1 << len(boxes)):
-        mine = [item for bit, item in enumerate(boxes) if chosen >> bit & 1]
+        chosen_boxes = [item for bit, item in enumerate(boxes) if chosen >> bit & 1]
         cells = [
-            (y, x) for at, size in mine for y in range(at[0], at[0] + size[0]) for x in range(at[1], at[1] + size[1])
+            (y, x)
+            for at, size in chosen_boxes
+            for y in range(at[0], at[0] + size[0])
+            for x in range(at[1], at[1] + size[1])
         ]
-        declared = declare([chunk("w", (2, 2), at, size) for at, size in mine])
+        declared = declare([chunk("w", (2, 2), at, size) for at, size in chosen_boxes])
         if sorted(cells) == [(0, 0), (0, 1), (1, 0), (1, 1)]:
             plan_save(declared)
         else:
@@ -289,7 +294,7 @@ def test_every_small_wrong_cut_of_a_square_is_found():
             assert ("overlaps" in refusal(declared)) == (len(set(cells)) < len(cells))
 
 
-def test_the_plan_of_the_save_before_is_found_again():
+def test_plan_of_the_previous_save_is_reused():
     ranks = [[chunk("w", (4,), (2 * rank,), (2,))] for rank in range(2)]
     first, cache = declare(*ranks, common=["1", "1"]), PlanCache()
     plan = plan_save(first)

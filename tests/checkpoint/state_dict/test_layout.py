@@ -33,9 +33,9 @@ def test_a_scalar_has_one_element():
 @settings(max_examples=100, deadline=None)
 def test_byte_runs_are_the_bytes_of_the_slice(box, itemsize):
     stored, start, shape = box
-    whole = np.arange(layout.shard_numel(stored)).repeat(itemsize).astype(np.int16)  # one number for each byte
+    byte_numbers = np.arange(layout.shard_numel(stored)).repeat(itemsize).astype(np.int16)  # one number for each byte
     runs = layout.byte_runs(stored, start, shape, itemsize)
-    read = [number for offset, length in runs for number in whole[offset : offset + length]]
+    read = [number for offset, length in runs for number in byte_numbers[offset : offset + length]]
     elements = np.arange(layout.shard_numel(stored)).reshape(stored)[slices(start, shape)].ravel()
     assert read == elements.repeat(itemsize).tolist()
     assert all(a + n < b for (a, n), (b, _) in pairwise(runs))
@@ -59,7 +59,7 @@ def test_a_contiguous_slice_is_one_run(stored, start, shape, runs):
 
 
 @pytest.mark.parametrize(("start", "shape"), [((3, 0), (2, 8)), ((-1, 0), (1, 8)), ((0,), (4,)), ((0, 0), (-1, 8))])
-def test_a_slice_that_is_not_inside_has_no_bytes(start, shape):
+def test_slice_outside_the_shard_has_no_byte_runs(start, shape):
     with pytest.raises(CheckpointError, match=r"slice at .* is outside the array: "):
         layout.byte_runs((4, 8), start, shape, 4)
 
@@ -94,7 +94,7 @@ def test_a_wrong_rank_offset_is_reported_with_its_numbers(rank_offsets, prepende
     st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_place_by_ranks_fits_every_check_and_knows_its_chunk(axes, prepended, data):
+def test_rank_offsets_are_valid_and_give_the_chunk_index(axes, prepended, data):
     sizes = [1 if axis < prepended else size for axis, (size, _) in enumerate(axes)] + [1] * (prepended - len(axes))
     counts = [count for _, count in axes] + [1] * (prepended - len(axes))
     chunk = tuple(data.draw(st.integers(0, count - 1)) for count in counts)
@@ -114,7 +114,7 @@ def test_chunks_that_do_not_divide_are_rounded_down_when_asked():
 
 
 @pytest.mark.parametrize(
-    ("whole", "start", "size", "count", "output"),
+    ("global_size", "start", "size", "count", "output"),
     [
         (10, 3, 3, 4, ""),  # 3, 3, 3, 1
         (10, 0, 2, 4, "10 elements in 4 fragments make chunks of 3, not 2"),
@@ -124,10 +124,10 @@ def test_chunks_that_do_not_divide_are_rounded_down_when_asked():
         (4, 0, 4, 0, "fragments must be >= 1, got 0"),
     ],
 )
-def test_fragments_agree_with_the_shapes(whole, start, size, count, output):
-    found = layout.fragments_error((whole,), (start,), (size,), (count,))
-    assert output in found
-    assert bool(output) == bool(found)
+def test_fragments_agree_with_the_shapes(global_size, start, size, count, output):
+    error = layout.fragments_error((global_size,), (start,), (size,), (count,))
+    assert output in error
+    assert bool(output) == bool(error)
 
 
 def test_fragments_for_other_axes_are_reported():
@@ -138,7 +138,7 @@ def test_fragments_for_other_axes_are_reported():
     ("value", "length", "size", "result"),
     [(16, 2, 4, 8), (4, 2, 4, 2), (10, 2, 4, None), (0, 0, 0, 0), (3, 0, 0, None), (8, 0, 4, 0)],
 )
-def test_whole_chunks_shrink_and_others_do_not(value, length, size, result):
+def test_narrowing_shrinks_complete_chunks_only(value, length, size, result):
     assert layout.rescale(value, length, size) == result
 
 
@@ -155,30 +155,30 @@ def cut_by_hand(elements, factor, parts, index):
         elements[at : at + -(-len(elements) // factor)]
         for at in range(0, len(elements), -(-len(elements) // factor) or 1)
     ]
-    kept = []
+    cuts = []
     for piece in pieces:
         size = -(-len(piece) // parts)
-        kept += piece[index * size : (index + 1) * size]
-    return kept
+        cuts += piece[index * size : (index + 1) * size]
+    return cuts
 
 
 @given(st.integers(0, 24), cuts)
 @settings(max_examples=200, deadline=None)
 def test_a_run_of_cuts_is_what_cutting_lists_leaves(size, steps):
-    left = list(range(size))
+    remaining = list(range(size))
     for step in steps:
-        left = cut_by_hand(left, *step)
-    found = layout.cut_range(size, steps)
-    if not left:
-        assert found == (size, 0)
-    elif left == list(range(left[0], left[-1] + 1)):
-        assert found == (left[0], len(left))
+        remaining = cut_by_hand(remaining, *step)
+    result = layout.cut_range(size, steps)
+    if not remaining:
+        assert result == (size, 0)
+    elif remaining == list(range(remaining[0], remaining[-1] + 1)):
+        assert result == (remaining[0], len(remaining))
     else:
-        assert found is None
+        assert result is None
 
 
 def test_a_strided_cut_before_a_plain_one_is_one_run():
-    """As a tensor-parallel layer's rows that are sharded once more: 7 rows, first in 2, each of them in 2."""
+    """Cut the rows of a tensor-parallel layer that is sharded again: 7 rows, first in 2, then each part in 2."""
     runs = [layout.cut_range(7, [(2, 2, data), (1, 2, tensor)]) for data in range(2) for tensor in range(2)]
     assert runs == [(0, 2), (4, 2), (2, 2), (6, 1)]
     assert layout.cut_range(8, [(2, 2, 0)]) is None

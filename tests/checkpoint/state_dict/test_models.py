@@ -20,7 +20,7 @@ WORLDS = {1: ["plain", "compiled"], 2: ["ddp", "fsdp"], 4: ["tp", "hsdp", "ddp o
 
 
 class Small(nn.Module):
-    """Of sizes that divide by nothing, with a buffer, a tied weight, and something beside its tensors."""
+    """Model whose sizes share no divisor, with a buffer, a tied weight, and an extra state."""
 
     def __init__(self, seed):
         super().__init__()
@@ -69,7 +69,7 @@ def build(kind, seed):
 
 
 def step(model, optimizer, number):
-    """As if every rank had computed these gradients."""
+    """Take one optimizer step, with the same gradients on every rank."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     for index, item in enumerate(model.parameters()):
@@ -80,35 +80,35 @@ def step(model, optimizer, number):
     optimizer.step()
 
 
-def gathered(taken):
-    """What all ranks' main replicas make up, as a checkpoint would hold it; fails unless each element comes once."""
+def gathered(parts):
+    """Return the combined main replicas of all ranks, as in a checkpoint. Fails unless each element comes once."""
     import torch.distributed as dist
 
     assert dist.is_initialized()
-    mine = [tensor.shard for tensor in taken.tensors if is_main_replica(tensor.shard.replica_id)]
-    objects = [item for _, item in taken.objects if is_main_replica(item.replica_id)]
-    whole, times = {}, {}
-    for shard in (element for rank in gather_objects(mine) for element in rank):
-        if shard.key not in whole:
-            whole[shard.key] = torch.zeros(shard.global_shape, dtype=shard.dtype)
+    shards = [tensor.shard for tensor in parts.tensors if is_main_replica(tensor.shard.replica_id)]
+    objects = [item for _, item in parts.objects if is_main_replica(item.replica_id)]
+    tensors, times = {}, {}
+    for shard in (element for rank in gather_objects(shards) for element in rank):
+        if shard.key not in tensors:
+            tensors[shard.key] = torch.zeros(shard.global_shape, dtype=shard.dtype)
             times[shard.key] = torch.zeros(shard.global_shape, dtype=torch.int)
-        whole[shard.key][shard.global_slice()] = shard.data
+        tensors[shard.key][shard.global_slice()] = shard.data
         times[shard.key][shard.global_slice()] += 1
-    assert {key: set(member.flatten().tolist()) for key, member in times.items()} == {key: {1} for key in whole}
+    assert {key: set(member.flatten().tolist()) for key, member in times.items()} == {key: {1} for key in tensors}
     stored = [entry for rank in gather_objects(objects) for entry in rank]
     assert len({value.unique_key for value in stored}) == len(stored)
-    sizes = [sum(current.data.nbytes for current in rank) for rank in gather_objects(mine)]
+    sizes = [sum(current.data.nbytes for current in rank) for rank in gather_objects(shards)]
     return {
-        "tensors": whole,
+        "tensors": tensors,
         "objects": {part.unique_key: part.data for part in stored},
-        "common": taken.common,
+        "common": parts.common,
         "sizes": sizes,
-        "owners": gather_objects(sorted(each.key for each in mine)),
+        "owners": gather_objects(sorted(main_shard.key for main_shard in shards)),
     }
 
 
 def save_and_load(kinds):
-    """Each kind stored after two steps; then each loaded from what the kind before it stored, and one step more."""
+    """Store every kind after two steps. Then load it from the state of the previous kind, and take one more step."""
     saved = {kind: save(kind) for kind in kinds}
     return saved, {kind: load(kind, saved[kinds[index - 1]]) for index, kind in enumerate(kinds)}
 
@@ -126,12 +126,12 @@ def load(kind, checkpoint):
     stored = {
         key: (tuple(item.shape), str(item.dtype).removeprefix("torch.")) for key, item in checkpoint["tensors"].items()
     }
-    taken = partition({**sharded_state_dict(model, optimizer), "number": 0}, stored=stored, gather=None)
-    values = {path: checkpoint["objects"][element.unique_key] for path, element in taken.objects}
-    for tensor in taken.tensors:
+    parts = partition({**sharded_state_dict(model, optimizer), "number": 0}, stored=stored, gather=None)
+    values = {path: checkpoint["objects"][element.unique_key] for path, element in parts.objects}
+    for tensor in parts.tensors:
         tensor.shard.data.copy_(checkpoint["tensors"][tensor.shard.key][tensor.shard.global_slice()])
         values[tensor.path] = tensor.restore(tensor.shard.data)
-    loaded = taken.assemble(values, checkpoint["common"])
+    loaded = parts.assemble(values, checkpoint["common"])
     assert loaded["number"] == 2
     load_sharded_state_dict(model, optimizer, loaded)
     again = gathered(partition({**sharded_state_dict(model, optimizer), "number": 2}))
@@ -158,7 +158,7 @@ def reference(steps):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """By world size, what each rank saw."""
+    """Return the results of every rank by world size."""
     return {world: run_ranks(save_and_load, world, kinds) for world, kinds in WORLDS.items()}
 
 
@@ -167,27 +167,27 @@ CASES = [(world, kind) for world, kinds in WORLDS.items() for kind in kinds]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "kind"), CASES)
-def test_all_ranks_store_what_one_process_would_have(ranks, world, kind):
-    found, expected = ranks[world][0][0][kind], reference(2)
-    assert found["tensors"].keys() == expected.keys()
+def test_ranks_together_store_the_state_of_one_process(ranks, world, kind):
+    stored, expected = ranks[world][0][0][kind], reference(2)
+    assert stored["tensors"].keys() == expected.keys()
     for key, value in expected.items():
-        assert found["tensors"][key].equal(value), key
-    assert found["objects"] == {"_extra_state/shard_0_1": {"epoch": 3}}
-    groups = found["common"]["optimizer"]["param_groups"]
+        assert stored["tensors"][key].equal(value), key
+    assert stored["objects"] == {"_extra_state/shard_0_1": {"epoch": 3}}
+    groups = stored["common"]["optimizer"]["param_groups"]
     assert [(group["params"], group["lr"]) for group in groups] == [
         (["up.weight", "up.bias"], 0.1),
         (["module.weight", "module.bias", "norm.weight", "norm.bias", "tied.weight"], 0.01),
     ]
-    assert found["common"]["number"] == 2
+    assert stored["common"]["number"] == 2
     for saved, _ in ranks[world]:  # nothing of it tells which ranks have stored it
         assert_same(saved[kind], ranks[1][0][0]["plain"])
 
 
 @pytest.mark.slow
 def test_copies_are_spread_by_bytes_and_a_parameter_keeps_its_state(ranks):
-    found = ranks[2][0][0]["ddp"]
-    assert max(found["sizes"]) < 1.2 * min(found["sizes"])
-    owner = {key: rank for rank, keys in enumerate(found["owners"]) for key in keys}
+    stored = ranks[2][0][0]["ddp"]
+    assert max(stored["sizes"]) < 1.2 * min(stored["sizes"])
+    owner = {key: rank for rank, keys in enumerate(stored["owners"]) for key in keys}
     for name in ("up.weight", "up.bias", "module.weight", "tied.weight"):
         assert len({rank for key, rank in owner.items() if key == name or f".{name}." in key}) == 1
     assert {owner[key] for key in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")} == {0}
@@ -246,7 +246,7 @@ def test_names_that_contain_each_other_keep_their_state_apart():
     assert state["optimizer"]["state"] == {}
 
 
-def test_lists_of_state_are_not_made_again():
+def test_optimizer_state_in_lists_is_not_created_by_load():
     model, optimizer, state = pair()
     stored = {"optimizer.state.weight.momentum_buffer.0": ((), "float32")}
     with pytest.raises(
@@ -308,7 +308,7 @@ def test_a_parameter_of_another_model_cannot_be_stored():
 
 def test_values_loaded_in_place_are_not_copied(monkeypatch):
     model, optimizer, state = pair()
-    asked = []
-    monkeypatch.setattr(nn.Module, "load_state_dict", lambda _, values, **_more: asked.append(values))
+    calls = []
+    monkeypatch.setattr(nn.Module, "load_state_dict", lambda _, values, **_more: calls.append(values))
     load_sharded_state_dict(model, optimizer, loaded_from(state))
-    assert asked == [{}]
+    assert calls == [{}]

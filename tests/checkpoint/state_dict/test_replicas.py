@@ -24,7 +24,7 @@ def copy(key, holders, index=0, count=1, nbytes=4, storage_group=None):
 
 
 def settled(ranks, errors=None):
-    """Each rank's replica ids by key, or what it raised; and how many exchanges there were."""
+    """Return every rank's replica ids by key, or the error that it raised, and the number of exchanges."""
     world, local = len(ranks), threading.local()
     barrier, board, exchanges = threading.Barrier(world), [None] * world, []
 
@@ -32,9 +32,9 @@ def settled(ranks, errors=None):
         board[local.rank] = value
         if barrier.wait(10) == 0:
             exchanges.append(1)
-        found = list(board)
+        contributions = list(board)
         barrier.wait(10)
-        return found
+        return contributions
 
     def work(rank):
         local.rank = rank
@@ -74,10 +74,10 @@ def test_copies_within_meshes_and_of_meshes_are_counted_together():
     assert [item["x"] for item in settled(ranks)[0]] == [0, 1, 2, 3]
 
 
-def test_a_failure_of_one_rank_is_every_ranks():
+def test_failure_of_one_rank_is_raised_on_all_ranks():
     errors = {1: CheckpointError("'w' is partial"), 2: ValueError("no")}
-    found, exchanges = settled([[copy("a", (0,))], [], []], errors=errors)
-    assert found == ["the state dict cannot be stored: rank 1: 'w' is partial; rank 2: ValueError: no"] * 3
+    results, exchanges = settled([[copy("a", (0,))], [], []], errors=errors)
+    assert results == ["the state dict cannot be stored: rank 1: 'w' is partial; rank 2: ValueError: no"] * 3
     assert exchanges == 1
 
 

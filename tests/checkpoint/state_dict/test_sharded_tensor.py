@@ -61,13 +61,13 @@ def test_a_scalar_with_a_prepended_axis():
 
 
 @pytest.mark.parametrize(
-    ("dim", "start", "length", "local", "whole", "offset"),
+    ("dim", "start", "length", "local", "global_shape", "offset"),
     [(0, 1, 2, (2, 8), (8, 16), (2, 0)), (1, 0, 4, (4, 4), (16, 8), (4, 0)), (-1, 0, 4, (4, 4), (16, 8), (4, 0))],
 )
-def test_narrow_shrinks_the_global_tensor_too(dim, start, length, local, whole, offset):
+def test_narrow_shrinks_the_global_tensor_too(dim, start, length, local, global_shape, offset):
     data = torch.arange(32.0).reshape(4, 8)
     [shard] = F("k", data, (0, 1, 4), (1, 0, 2)).narrow(dim, start, length)
-    assert (shard.local_shape, shard.global_shape, shard.global_offset) == (local, whole, offset)
+    assert (shard.local_shape, shard.global_shape, shard.global_offset) == (local, global_shape, offset)
     assert shard.data.equal(data.narrow(dim, start, length))
     assert shard.data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
 
@@ -149,7 +149,7 @@ def test_axes_of_size_zero_are_skipped():
     assert ShardedTensor("k", None, torch.float32, (0, 4), (10, 4), (10, 0), None).global_slice()[0] == slice(10, 10)
 
 
-def test_a_shape_that_may_differ_is_not_held_to_its_bounds():
+def test_bounds_are_not_checked_with_allow_shape_mismatch():
     ShardedTensor("k", None, torch.float32, (4,), (6,), (4,), (2,), allow_shape_mismatch=True)
     with pytest.raises(CheckpointError, match="within"):
         ShardedTensor("k", None, torch.float32, (4,), (6,), (4,), (2,))
@@ -174,7 +174,7 @@ def test_more_fields_are_passed_on():
     assert (shard.replica_id, shard.allow_shape_mismatch) == ((1, 0), True)
 
 
-def test_data_is_left_out_of_the_text_and_made_where_it_is_missing():
+def test_repr_omits_data_and_init_data_allocates_it():
     shard = F("k", torch.full((2, 2), 7.0), (0, 1, 2))
     assert "7." not in repr(shard)
     bare = shard.without_data()
@@ -187,12 +187,12 @@ def test_data_is_left_out_of_the_text_and_made_where_it_is_missing():
 
 
 @pytest.mark.parametrize("call", [(2, 0, 1), (-3, 0, 1), (0, -1, 1), (0, 3, 2), (0, 0, -1)])
-def test_narrow_to_what_is_not_there_is_an_error(call):
+def test_narrow_out_of_bounds_is_an_error(call):
     with pytest.raises(CheckpointError, match=r"narrow\(.*\) is out of range for"):
         F("k", z(4, 8)).narrow(*call)
 
 
-def test_narrow_wants_whole_chunks():
+def test_narrow_requires_complete_chunks():
     with pytest.raises(CheckpointError, match="multiples of its local size 3"):
         uneven().narrow(0, 0, 2)
     assert uneven().narrow(1, 2, 2)[0].global_shape == (10, 2)
@@ -205,35 +205,35 @@ def cut(draw):
     prepended = draw(st.integers(0, len(axes)))
     sizes = [1 if axis < prepended else size for axis, (size, _) in enumerate(axes)]
     counts = [count for _, count in axes]
-    whole = torch.arange(
+    tensor = torch.arange(
         torch.Size([size * count for size, count in zip(sizes, counts, strict=True)]).numel(), dtype=torch.float32
     ).reshape([size * count for size, count in zip(sizes, counts, strict=True)])
     shards = []
     for index in torch.cartesian_prod(*(torch.arange(count) for count in counts)).reshape(-1, len(counts)).tolist():
         at = tuple(slice(i * n, i * n + n) for i, n in zip(index, sizes, strict=True))
-        data = whole[at].reshape(sizes[prepended:])
+        data = tensor[at].reshape(sizes[prepended:])
         offsets = list(zip(range(len(counts)), index, counts, strict=True))
         shards.append((tuple(index), F("w", data, *offsets, prepend_axis_num=prepended)))
-    return whole, prepended, shards
+    return tensor, prepended, shards
 
 
 @given(cut())
 @settings(max_examples=40, deadline=None)
 def test_every_shard_is_its_slice_of_the_global_tensor(example):
-    whole, _, shards = example
-    rebuilt = torch.full_like(whole, -1)
+    tensor, _, shards = example
+    rebuilt = torch.full_like(tensor, -1)
     for index, shard in shards:
-        assert shard.global_shape == tuple(whole.shape)
+        assert shard.global_shape == tuple(tensor.shape)
         assert shard.local_chunk_offset_in_global() == index
-        assert whole[shard.global_slice()].equal(shard.data)
+        assert tensor[shard.global_slice()].equal(shard.data)
         rebuilt[shard.global_slice()] = shard.data
-    assert rebuilt.equal(whole)
+    assert rebuilt.equal(tensor)
 
 
 @given(cut(), st.data())
 @settings(max_examples=40, deadline=None)
-def test_narrowed_shards_make_up_what_every_rank_narrowed(example, data):
-    whole, prepended, shards = example
+def test_narrowed_shards_make_up_the_narrowed_global_tensor(example, data):
+    tensor, prepended, shards = example
     local = shards[0][1].local_shape
     if not local:
         return
@@ -241,7 +241,7 @@ def test_narrowed_shards_make_up_what_every_rank_narrowed(example, data):
     start = data.draw(st.integers(0, local[dim] - 1))
     length = data.draw(st.integers(1, local[dim] - start))
     narrowed = [shard.narrow(dim, start, length)[0] for _, shard in shards]
-    chunks = whole.split(local[dim], dim + prepended)
+    chunks = tensor.split(local[dim], dim + prepended)
     expected = torch.cat([chunk.narrow(dim + prepended, start, length) for chunk in chunks], dim + prepended)
     for shard in narrowed:
         assert shard.global_shape == tuple(expected.shape)
@@ -288,11 +288,11 @@ def test_the_main_replica_has_zeros_only(replica_id, main):
 
 
 def test_a_local_object_is_given_back():
-    thing = object()
-    assert LocalNonpersistentObject(thing).unwrap() is thing
+    value = object()
+    assert LocalNonpersistentObject(value).unwrap() is value
 
 
-def test_the_base_cannot_be_made():
+def test_abstract_base_class_cannot_be_instantiated():
     with pytest.raises(TypeError, match="abstract"):
         ShardedBase()
 
@@ -308,11 +308,13 @@ def upstream():
 
 @pytest.mark.slow
 def test_names_fields_and_results_are_megatrons():
-    theirs = upstream()
-    public = [name for name in dir(theirs) if inspect.isclass(getattr(theirs, name)) and name.startswith(("Sh", "Lo"))]
+    megatron = upstream()
+    public = [
+        name for name in dir(megatron) if inspect.isclass(getattr(megatron, name)) and name.startswith(("Sh", "Lo"))
+    ]
     assert set(public) <= set(dir(sharded_tensor))
     for name in ("ShardedTensor", "ShardedObject", "ShardedTensorFactory"):
-        our, their = getattr(sharded_tensor, name), getattr(theirs, name)
+        our, their = getattr(sharded_tensor, name), getattr(megatron, name)
         described = [
             [(field.name, field.default, field.repr, field.compare) for field in dataclasses.fields(kind)]
             for kind in (our, their)
@@ -326,23 +328,23 @@ def test_names_fields_and_results_are_megatrons():
         ((torch.tensor(1.0), (0, 5, 8)), {"prepend_axis_num": 1, "allow_shape_mismatch": True}),
     ]
     for args, named in calls:
-        our, their = F("k", *args, **named), theirs.ShardedTensor.from_rank_offsets("k", *args, **named)
+        our, their = F("k", *args, **named), megatron.ShardedTensor.from_rank_offsets("k", *args, **named)
         assert vars(our) == vars(their)
         assert repr(our) == repr(their)
         for method in ("global_slice", "local_chunk_offset_in_global", "max_allowed_chunks"):
             assert getattr(our, method)() == getattr(their, method)()
         if our.local_shape:
-            ours, others = our.narrow(0, 1, 2)[0].without_data(), their.narrow(0, 1, 2)[0].without_data()
-            assert vars(ours) == vars(others)
+            ours, megatron_shard = our.narrow(0, 1, 2)[0].without_data(), their.narrow(0, 1, 2)[0].without_data()
+            assert vars(ours) == vars(megatron_shard)
     shard = ShardedObject("k", None, (2, 4), (1, 3))
-    assert vars(theirs.ShardedObject.empty_from_unique_key(shard.unique_key)) == vars(shard)
+    assert vars(megatron.ShardedObject.empty_from_unique_key(shard.unique_key)) == vars(shard)
     assert list(inspect.signature(ShardedTensorFactory).parameters) == list(
-        inspect.signature(theirs.ShardedTensorFactory).parameters
+        inspect.signature(megatron.ShardedTensorFactory).parameters
     )
-    assert str(shard) == str(theirs.ShardedObject("k", None, (2, 4), (1, 3)))
+    assert str(shard) == str(megatron.ShardedObject("k", None, (2, 4), (1, 3)))
 
 
-def test_the_front_door_has_its_names_and_no_others():
+def test_package_defines_its_public_names():
     import rankbook.checkpoint
 
     assert {name for name in rankbook.checkpoint.__all__ if getattr(rankbook.checkpoint, name, None) is None} == set()

@@ -80,18 +80,18 @@ def example():
 
 def test_leaves_are_classified_by_type():
     state = example()
-    taken = partition(state)
-    assert [(tensor.path, tensor.shard.key) for tensor in taken.tensors] == [
+    parts = partition(state)
+    assert [(tensor.path, tensor.shard.key) for tensor in parts.tensors] == [
         (("w",), "weight"),
         (("glued", "a"), "g.a"),
         (("glued", "b"), "g.b"),
         (("plain", "x"), "plain.x"),
         (("plain", "deep", 0), "plain.deep.0"),
     ]
-    assert [(path, item.unique_key) for path, item in taken.objects] == [(("rng", 0), "rng/shard_0_1")]
-    assert taken.common == {"plain": {"deep": {1: 5}}, "step": 7, "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}, {}]}
+    assert [(path, item.unique_key) for path, item in parts.objects] == [(("rng", 0), "rng/shard_0_1")]
+    assert parts.common == {"plain": {"deep": {1: 5}}, "step": 7, "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}, {}]}
     assert isinstance(state["glued"], ShardedTensorFactory)
-    assert state["plain"]["x"].data_ptr() == taken.tensors[3].shard.data.data_ptr()
+    assert state["plain"]["x"].data_ptr() == parts.tensors[3].shard.data.data_ptr()
 
 
 def test_an_entry_answers_what_a_plan_asks():
@@ -101,15 +101,15 @@ def test_an_entry_answers_what_a_plan_asks():
     assert (entry.global_shape, entry.global_offset, entry.local_shape) == ((4, 2, 3), (1, 0, 0), (1, 2, 3))
 
 
-def values_of(taken):
-    return {tensor.path: tensor.restore(tensor.shard.data) for tensor in taken.tensors} | {
-        path: item.data for path, item in taken.objects
+def values_of(parts):
+    return {tensor.path: tensor.restore(tensor.shard.data) for tensor in parts.tensors} | {
+        path: item.data for path, item in parts.objects
     }
 
 
 def test_assemble_returns_everything_that_is_stored():
-    taken = partition(example(), gather=None)
-    state = taken.assemble(values_of(taken), {**taken.common, "step": 9, "more": {"x": 1}})
+    parts = partition(example(), gather=None)
+    state = parts.assemble(values_of(parts), {**parts.common, "step": 9, "more": {"x": 1}})
     assert state.pop("w").equal(torch.arange(4.0)) and state.pop("glued").equal(torch.arange(4.0))
     plain = state.pop("plain")
     assert plain["x"].equal(torch.ones(2)) and plain["deep"][0].equal(torch.zeros(1)) and plain["deep"][1] == 5
@@ -123,22 +123,22 @@ def test_assemble_returns_everything_that_is_stored():
 
 
 def test_missing_entries_and_their_factories_are_left_out():
-    taken = partition(example(), gather=None)
-    values = values_of(taken)
+    parts = partition(example(), gather=None)
+    values = values_of(parts)
     for path in (("w",), ("glued", "b"), ("plain", "x")):
         del values[path]
-    common = {key: value for key, value in taken.common.items() if key != "step"}
-    state = taken.assemble(values, common)
+    common = {key: value for key, value in parts.common.items() if key != "step"}
+    state = parts.assemble(values, common)
     assert set(state) == {"rng", "plain", "groups"} and set(state["plain"]) == {"deep"}
 
 
 def test_a_hole_in_a_list_is_an_error():
-    taken = partition(example(), gather=None)
-    values = {path: value for path, value in values_of(taken).items() if path != ("rng", 0)}
+    parts = partition(example(), gather=None)
+    values = {path: value for path, value in values_of(parts).items() if path != ("rng", 0)}
     with pytest.raises(CheckpointError, match=r"\['rng'\]: elements \[0\] are missing from the checkpoint"):
-        taken.assemble(values, taken.common)
+        parts.assemble(values, parts.common)
     with pytest.raises(CheckpointError, match=r"\['plain'\]: a int is stored where .* has a dict"):
-        taken.assemble(values_of(taken), {**taken.common, "plain": 3})
+        parts.assemble(values_of(parts), {**parts.common, "plain": 3})
 
 
 def test_two_tensors_of_one_name_are_an_error():
@@ -157,15 +157,15 @@ def test_error_of_a_factory_is_reported_and_chained():
         partition(broken, gather=None)
 
 
-def test_a_part_may_expect_more_than_it_has():
+def test_partition_expects_stored_tensors_that_the_state_lacks():
     class Optimizer(Expecting):
         def expected(self, stored):
             return {name: F(name, torch.zeros(shape)) for name, (shape, _) in stored.items()}
 
     state = {"optimizer": Optimizer(), "x": {}}
     assert partition(state).tensors == []
-    taken = partition(state, stored={"m": ((3,), "float32")}, gather=None)
-    assert [(tensor.path, tensor.shard.local_shape) for tensor in taken.tensors] == [(("optimizer", "m"), (3,))]
+    parts = partition(state, stored={"m": ((3,), "float32")}, gather=None)
+    assert [(tensor.path, tensor.shard.local_shape) for tensor in parts.tensors] == [(("optimizer", "m"), (3,))]
 
 
 def of_dtensors():
@@ -175,7 +175,7 @@ def of_dtensors():
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    whole = torch.arange(15.0).reshape(5, 3)
+    tensor = torch.arange(15.0).reshape(5, 3)
     layouts = [
         (mesh, [Shard(0), Shard(1)]),
         (mesh, [Shard(0), Shard(0)]),  # 5 rows: 3 and 2; then 2, 1, 1, 1
@@ -185,22 +185,22 @@ def of_dtensors():
         (mesh["b"], [Shard(0)]),
         (mesh["a"], [Replicate()]),
     ]
-    state = {str(n): distribute_tensor(whole, on, how, src_data_rank=None) for n, (on, how) in enumerate(layouts)}
+    state = {str(n): distribute_tensor(tensor, on, how, src_data_rank=None) for n, (on, how) in enumerate(layouts)}
     state["own"] = {str(dist.get_rank()): torch.full((2,), float(dist.get_rank()))}
     state["scalar"] = distribute_tensor(torch.tensor(2.5), mesh, [Replicate(), Replicate()], src_data_rank=None)
-    taken = partition(state)
-    found = []
-    for tensor in taken.tensors:
-        shard = tensor.shard
-        found.append((shard.key, shard.global_offset, shard.local_shape, shard.replica_id, shard.data))
+    parts = partition(state)
+    shards = []
+    for entry in parts.tensors:
+        shard = entry.shard
+        shards.append((shard.key, shard.global_offset, shard.local_shape, shard.replica_id, shard.data))
         if shard.key.isdigit():
             on, how = layouts[int(shard.key)]
-            shape, offset = compute_local_shape_and_global_offset(whole.shape, on, how)
+            shape, offset = compute_local_shape_and_global_offset(tensor.shape, on, how)
             assert (shard.local_shape, shard.global_offset) == (shape, offset), shard
-            assert whole[shard.global_slice()].equal(shard.data)
-            fresh = tensor.restore(shard.data.clone() + 1)
-            assert isinstance(fresh, DTensor) and fresh.full_tensor().equal(whole + 1)
-            assert tensor.restore(shard.data) is state[shard.key]
+            assert tensor[shard.global_slice()].equal(shard.data)
+            fresh = entry.restore(shard.data.clone() + 1)
+            assert isinstance(fresh, DTensor) and fresh.full_tensor().equal(tensor + 1)
+            assert entry.restore(shard.data) is state[shard.key]
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()], run_check=False)
     messages = []
     for state in ({"p": partial}, {"p": torch.ones(2), "x": 1} if dist.get_rank() else {"p": partial}):
@@ -208,27 +208,27 @@ def of_dtensors():
             partition(state)
         except CheckpointError as error:
             messages.append(str(error))
-    return found, messages
+    return shards, messages
 
 
 @pytest.mark.processes
 def test_dtensors_are_shards_with_their_copies_counted():
     ranks = run_ranks(of_dtensors, 4)
-    whole = torch.arange(15.0).reshape(5, 3)
+    tensor = torch.arange(15.0).reshape(5, 3)
     for key in map(str, range(7)):
-        rebuilt = torch.full_like(whole, -1)
+        rebuilt = torch.full_like(tensor, -1)
         times = torch.zeros(5, 3)
-        for found, _ in ranks:
-            [(_, offset, shape, replica, data)] = [item for item in found if item[0] == key]
+        for shards, _ in ranks:
+            [(_, offset, shape, replica, data)] = [item for item in shards if item[0] == key]
             if replica == 0:
                 at = tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))
                 rebuilt[at] = data
                 times[at] += 1
-        assert rebuilt.equal(whole) and times.eq(1).all(), key
-    ids = {key: [next(e[3] for e in found if e[0] == key) for found, _ in ranks] for key in ("3", "4", "5", "scalar")}
+        assert rebuilt.equal(tensor) and times.eq(1).all(), key
+    ids = {key: [next(e[3] for e in shards if e[0] == key) for shards, _ in ranks] for key in ("3", "4", "5", "scalar")}
     assert ids == {"3": [0, 0, 1, 1], "4": [0, 1, 2, 3], "5": [0, 0, 1, 1], "scalar": [0, 1, 2, 3]}
-    assert [[e[3] for e in found if e[0].startswith("own")] for found, _ in ranks] == [[0]] * 4
+    assert [[e[3] for e in shards if e[0].startswith("own")] for shards, _ in ranks] == [[0]] * 4
     assert {repr(messages) for _, messages in ranks} == {repr(ranks[0][1])}
-    both, one = ranks[0][1]
-    assert "rank 0: 'p' is a DTensor with the placement P" in one and "rank 1" not in one
-    assert "rank 0: 'p'" in both and "rank 3: 'p'" in both
+    first_message, second_message = ranks[0][1]
+    assert "rank 0: 'p' is a DTensor with the placement P" in second_message and "rank 1" not in second_message
+    assert "rank 0: 'p'" in first_message and "rank 3: 'p'" in first_message

@@ -137,7 +137,7 @@ def test_a_disk_that_fails_is_named_with_its_file(tmp_path, monkeypatch):
     assert storage.list("a") == {}
 
 
-def test_short_writes_of_the_system_are_gone_on_with(tmp_path, monkeypatch):
+def test_short_writes_are_continued(tmp_path, monkeypatch):
     real = os.writev
     monkeypatch.setattr(os, "writev", lambda descriptor, parts: real(descriptor, [bytes(parts[0][:7])]))
     storage = LocalStorage(tmp_path)
@@ -154,7 +154,7 @@ def test_the_file_and_every_new_folder_are_made_durable(tmp_path, monkeypatch):
     assert synced == [tmp_path, tmp_path / "a", tmp_path / "a/b/file", tmp_path / "a/b"]
 
 
-def test_two_folders_are_exchanged_at_once(tmp_path, monkeypatch):
+def test_two_folders_are_exchanged_atomically(tmp_path, monkeypatch):
     """The moment before the old one is removed: the new one has its name."""
     storage = LocalStorage(tmp_path)
     storage.write("old/manifest.json", [b"old"])
@@ -188,7 +188,7 @@ def test_move_without_exchange_keeps_one_folder_readable_at_all_times(tmp_path, 
     assert read_all(storage, f"{where}/manifest.json") == b"old"
 
 
-def test_a_folder_loses_what_makes_it_a_checkpoint_first(tmp_path, monkeypatch):
+def test_remove_deletes_the_manifest_first(tmp_path, monkeypatch):
     storage = LocalStorage(tmp_path)
     for name in ("manifest.json", ".metadata", "data"):
         storage.write(f"step/{name}", [b"x"])
@@ -198,7 +198,7 @@ def test_a_folder_loses_what_makes_it_a_checkpoint_first(tmp_path, monkeypatch):
     assert storage.list("step") == {"data": 1}
 
 
-def test_a_remote_folder_gets_what_makes_it_a_checkpoint_last(monkeypatch):
+def test_remote_move_copies_the_manifest_last(monkeypatch):
     storage = RemoteStorage(f"memory://{uuid.uuid4().hex}")
     for name in ("manifest.json", ".metadata", "zzz", "a/b"):
         storage.write(f"new/{name}", [b"x"])
@@ -221,5 +221,5 @@ def test_errors_of_a_remote_client_become_oserror_with_the_path(monkeypatch):
 def test_a_storage_is_reported_by_how_it_is_named(tmp_path):
     assert isinstance(storage_of("memory://x"), RemoteStorage)
     assert str(storage_of(f"file://{tmp_path}")) == str(storage_of(tmp_path)) == str(tmp_path)
-    own = LocalStorage(tmp_path)
-    assert storage_of(own) is own
+    storage = LocalStorage(tmp_path)
+    assert storage_of(storage) is storage

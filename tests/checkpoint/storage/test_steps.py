@@ -101,7 +101,7 @@ def test_highest_step_is_used_without_latest(storage):
         b"step-40 crc32=zzzzzzzz\n",
     ],
 )
-def test_a_damaged_latest_is_reported_with_what_there_is(storage, line):
+def test_damaged_latest_is_reported_with_the_existing_steps(storage, line):
     save(storage, 40)
     storage.write("latest", [line])
     with pytest.raises(CheckpointError, match=r"/latest: the file is damaged: .*; finished steps: 40; load a step by"):
@@ -120,7 +120,7 @@ def test_every_flipped_bit_of_latest_is_found(storage):
             steps.read_latest(storage)
 
 
-def test_latest_may_name_what_somebody_took_away(storage):
+def test_latest_that_names_a_removed_step_is_an_error(storage):
     save(storage, 30)
     save(storage, 40)
     storage.remove("step-40")
@@ -165,7 +165,7 @@ class Killed(BaseException):
 
 
 def broken_off_after(storage, monkeypatch, operations):
-    """From now on the storage's operations, down to single calls of the system, end after some of them."""
+    """Interrupt the storage after `operations` operations, counting single system calls."""
     numbers = count()
 
     def limited(real):
@@ -187,7 +187,7 @@ def broken_off_after(storage, monkeypatch, operations):
     monkeypatch.setattr(local.shutil, "rmtree", limited(local.shutil.rmtree))
 
 
-def whole(storage, folder):
+def read_complete_step(storage, folder):
     """The content that all files of a step have in common."""
     assert set(storage.list(folder)) == {"__RANK_0.distcp", "manifest.json"}
     contents = {read_all(storage, f"{folder}/{name}") for name in storage.list(folder)}
@@ -196,7 +196,7 @@ def whole(storage, folder):
 
 
 @pytest.mark.parametrize("step", [40, 50], ids=["the same step again", "another step"])
-def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_step(storage, monkeypatch, step):
+def test_kill_at_any_moment_of_a_save_leaves_a_complete_step(storage, monkeypatch, step):
     for operations in count():
         storage.remove("")
         save(storage, 40, b"old")
@@ -210,22 +210,22 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_step(storage, monkeypatch
                 done = True
         steps._active_claims.clear()  # the process is gone
         latest = steps.read_latest(storage)
-        found = whole(storage, steps.locate(storage))
-        assert (latest, found) in {(40, b"old"), (step, b"new")}
-        assert not done or (latest, found) == (step, b"new")
+        content = read_complete_step(storage, steps.locate(storage))
+        assert (latest, content) in {(40, b"old"), (step, b"new")}
+        assert not done or (latest, content) == (step, b"new")
 
         steps.sweep(storage)
         assert steps.list_partials(storage) == []
-        assert (steps.read_latest(storage), whole(storage, steps.locate(storage))) == (latest, found)
+        assert (steps.read_latest(storage), read_complete_step(storage, steps.locate(storage))) == (latest, content)
         assert set(storage.list()) <= {"latest", "step-40", "step-50"}
         save(storage, step, b"third")
-        assert whole(storage, steps.locate(storage)) == b"third"
+        assert read_complete_step(storage, steps.locate(storage)) == b"third"
         if done:
             break
     assert operations >= 6
 
 
-def test_a_kill_at_any_moment_of_a_removal_leaves_the_others_whole(storage, monkeypatch):
+def test_kill_at_any_moment_of_a_removal_leaves_the_other_steps_complete(storage, monkeypatch):
     for operations in count():
         storage.remove("")
         for step in (30, 40):
@@ -239,26 +239,26 @@ def test_a_kill_at_any_moment_of_a_removal_leaves_the_others_whole(storage, monk
             else:
                 done = True
         latest = steps.read_latest(storage)
-        assert whole(storage, steps.locate(storage)) == b"%d" % latest
+        assert read_complete_step(storage, steps.locate(storage)) == b"%d" % latest
         steps.sweep(storage)
         assert steps.list_partials(storage) == []
         for step in steps.finished_steps(storage):
-            assert whole(storage, steps.folder_of(storage, step)) == b"%d" % step
+            assert read_complete_step(storage, steps.folder_of(storage, step)) == b"%d" % step
         if done:
             break
     assert steps.finished_steps(storage) == [30]
     assert operations >= 3
 
 
-def test_a_step_that_was_put_aside_is_loaded_and_gets_its_name_back(storage):
+def test_step_that_was_moved_aside_is_loaded_and_restored(storage):
     save(storage, 40, b"old")
     storage.move("step-40", "step-40.old")
     storage.write("step-40/__RANK_0.distcp", [b"half"])
     assert steps.finished_steps(storage) == [40]
-    assert whole(storage, steps.locate(storage)) == b"old"
+    assert read_complete_step(storage, steps.locate(storage)) == b"old"
     assert steps.sweep(storage) == []
     assert set(storage.list()) == {"latest", "step-40"}
-    assert whole(storage, "step-40") == b"old"
+    assert read_complete_step(storage, "step-40") == b"old"
 
 
 def test_a_save_of_this_process_is_not_swept_until_it_ends(storage):
@@ -274,16 +274,16 @@ def test_a_save_of_this_process_is_not_swept_until_it_ends(storage):
 
 
 @pytest.mark.processes
-def test_a_save_of_a_process_that_lives_is_not_swept_and_that_of_a_dead_one_is(storage):
+def test_partial_save_is_removed_only_if_its_process_is_dead(storage):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         write_step(storage, 50)
-        mine = steps.lock_owner(storage, "step-50.partial.owner")
-        theirs = steps.WriterIdentity(
-            **asdict(mine) | {"pid": other.pid, "started": process_identity.start_time_of(other.pid)}
+        own_identity = steps.lock_owner(storage, "step-50.partial.owner")
+        other_identity = steps.WriterIdentity(
+            **asdict(own_identity) | {"pid": other.pid, "started": process_identity.start_time_of(other.pid)}
         )
-        storage.write("step-50.partial.owner", [json.dumps(asdict(theirs)).encode()])
+        storage.write("step-50.partial.owner", [json.dumps(asdict(other_identity)).encode()])
         assert steps.sweep(storage) == []
-        assert steps.writer_of(storage, "step-50.partial") == theirs
+        assert steps.writer_of(storage, "step-50.partial") == other_identity
         other.communicate(b"\n")
     assert steps.writer_of(storage, "step-50.partial") is None
     assert steps.sweep(storage) == ["step-50.partial", "step-50.partial.owner"]
@@ -302,23 +302,23 @@ def test_a_step_that_is_being_moved_to_its_name_is_not_swept(storage):
     assert steps.finished_steps(storage) == [40, 50]
 
 
-def test_another_process_with_the_same_number_is_not_taken_for_the_writer(storage):
+def test_reused_process_id_is_not_taken_for_the_writer(storage):
     write_step(storage, 50)
-    mine = steps.lock_owner(storage, "step-50.partial.owner")
-    assert mine.is_alive()
-    assert not steps.WriterIdentity(**asdict(mine) | {"pid": 1}).is_alive()
+    identity = steps.lock_owner(storage, "step-50.partial.owner")
+    assert identity.is_alive()
+    assert not steps.WriterIdentity(**asdict(identity) | {"pid": 1}).is_alive()
 
 
-def test_a_save_on_another_machine_is_kept_for_a_day(storage):
+def test_partial_save_of_another_machine_is_kept_for_a_day(storage):
     write_step(storage, 50)
-    mine = steps.lock_owner(storage, "step-50.partial.owner")
-    there = asdict(mine) | {"machine": "another"}
-    assert steps.WriterIdentity(**there).is_alive()
-    assert not steps.WriterIdentity(**there | {"since": time.time() - 2 * steps.PATIENCE}).is_alive()
-    assert not steps.WriterIdentity(**there | {"since": time.time() - 60}).is_alive(patience=30)
+    identity = steps.lock_owner(storage, "step-50.partial.owner")
+    remote_fields = asdict(identity) | {"machine": "another"}
+    assert steps.WriterIdentity(**remote_fields).is_alive()
+    assert not steps.WriterIdentity(**remote_fields | {"since": time.time() - 2 * steps.PATIENCE}).is_alive()
+    assert not steps.WriterIdentity(**remote_fields | {"since": time.time() - 60}).is_alive(patience=30)
 
 
-def test_a_aborted_save_is_swept_unless_asked_to_keep_it(storage):
+def test_aborted_save_is_removed_unless_keep_is_requested(storage):
     write_step(storage, 50)
     storage.remove("step-50.partial.owner")
     storage.write("step-60.partial/x", [b"x"])
@@ -330,7 +330,7 @@ def test_a_aborted_save_is_swept_unless_asked_to_keep_it(storage):
     assert set(storage.list()) == {"notes.partial", "step-7x"}
 
 
-def test_the_newest_stay_and_the_multiples(storage):
+def test_retention_keeps_the_newest_steps_and_multiples(storage):
     for step in range(500, 5001, 500):
         save(storage, step)
     assert steps.retain(storage, keep=3, keep_every=1000) == [500, 1500, 2500, 3500]
@@ -340,7 +340,7 @@ def test_the_newest_stay_and_the_multiples(storage):
     assert steps.retain(storage, keep=1) == [1000, 2000, 3000, 4000, 4500]
 
 
-def test_steps_above_the_latest_are_another_story_and_stay(storage):
+def test_retention_keeps_steps_above_the_latest(storage):
     for step in (10, 20, 30, 40, 25, 27):
         save(storage, step)
     assert steps.retain(storage, keep=2) == [10, 20]

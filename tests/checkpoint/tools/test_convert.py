@@ -69,32 +69,32 @@ def test_a_checkpoint_goes_to_safetensors_and_back_bit_for_bit(tmp_path):
     assert from_safetensors(tmp_path / "hf", tmp_path / "run", step=7).tensors == len(MODEL)
     assert verify(tmp_path / "run").ok
     assert verify(tmp_path / "run").unchecked == 0
-    found = {key: torch.empty_like(value).contiguous() for key, value in MODEL.items()}
+    loaded = {key: torch.empty_like(value).contiguous() for key, value in MODEL.items()}
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        dcp.load(found, checkpoint_id=tmp_path / "run/step-7", no_dist=True)
-    assert all(same(found[key], value) for key, value in MODEL.items())
+        dcp.load(loaded, checkpoint_id=tmp_path / "run/step-7", no_dist=True)
+    assert all(same(loaded[key], value) for key, value in MODEL.items())
 
 
-def test_their_own_package_reads_ours_and_we_read_theirs(tmp_path):
+def test_safetensors_reads_our_files_and_we_read_its_files(tmp_path):
     to_safetensors(dcp_saved(tmp_path / "dcp", MODEL), tmp_path / "hf")
-    found = theirs.load_file(tmp_path / "hf/model.safetensors")
-    assert found.keys() == MODEL.keys()
-    assert all(same(found[key], value) for key, value in MODEL.items())
+    loaded = theirs.load_file(tmp_path / "hf/model.safetensors")
+    assert loaded.keys() == MODEL.keys()
+    assert all(same(loaded[key], value) for key, value in MODEL.items())
 
     theirs.save_file({key: value.contiguous() for key, value in MODEL.items()}, tmp_path / "their.safetensors")
     from_safetensors(tmp_path / "their.safetensors", tmp_path / "run")
     assert verify(tmp_path / "run").ok
     to_safetensors(tmp_path / "run", tmp_path / "again")
-    found = theirs.load_file(tmp_path / "again/model.safetensors")
-    assert all(same(found[key], value) for key, value in MODEL.items())
+    loaded = theirs.load_file(tmp_path / "again/model.safetensors")
+    assert all(same(loaded[key], value) for key, value in MODEL.items())
 
 
 def test_chunks_of_many_ranks_become_one_tensor(tmp_path):
     write_checkpoint(tmp_path / "run", 3, seed=5)
     done = to_safetensors(tmp_path / "run", tmp_path / "hf")
     assert done.left_out == ("rng/shard_0_2", "rng/shard_1_2", "common.pt")
-    (found, *_) = safetensors.read_tensors(storage_of(tmp_path / "hf"), "model.safetensors").values()
-    assert torch.equal(found, torch.randn(16, 6, generator=torch.Generator().manual_seed(5)))
+    (tensor, *_) = safetensors.read_tensors(storage_of(tmp_path / "hf"), "model.safetensors").values()
+    assert torch.equal(tensor, torch.randn(16, 6, generator=torch.Generator().manual_seed(5)))
 
 
 def test_a_damaged_chunk_stops_the_conversion_with_its_name(tmp_path):
@@ -126,9 +126,9 @@ def test_conversion_holds_one_tensor_in_memory(tmp_path, monkeypatch):
     def read(*args):
         gc.collect()
         most.append(sum(item() is not None for item in alive))
-        found = real(*args)
-        alive.append(weakref.ref(found))
-        return found
+        tensor = real(*args)
+        alive.append(weakref.ref(tensor))
+        return tensor
 
     monkeypatch.setattr(convert, "read_tensor", read)
     to_safetensors(tmp_path / "run", tmp_path / "hf")
@@ -203,8 +203,8 @@ def test_an_index_that_does_not_fit_its_files_is_reported(tmp_path):
     with pytest.raises(CheckpointError, match="duplicate tensors: both"):
         safetensors.read_tensors(storage, "")
     (tmp_path / "two.safetensors").unlink()
-    found = safetensors.read_tensors(storage, "")
-    assert {key: bytes(tensor.tolist()) for key, tensor in found.items()} == {"one": b"abc", "both": b"d"}
+    tensors = safetensors.read_tensors(storage, "")
+    assert {key: bytes(tensor.tolist()) for key, tensor in tensors.items()} == {"one": b"abc", "both": b"d"}
 
 
 def test_files_of_a_remote_storage_are_read(tmp_path, monkeypatch):
@@ -230,12 +230,14 @@ def test_without_the_library_the_error_says_what_to_install(tmp_path, monkeypatc
 
 
 def test_any_damage_of_a_header_raises_a_readable_error(tmp_path):
-    whole = raw({"a": field(0, 6, "F16", [3]), "b": field(6, 10, "F32", [1])}, bytes(10))
+    encoded = raw({"a": field(0, 6, "F16", [3]), "b": field(6, 10, "F32", [1])}, bytes(10))
     chance = random.Random(3)
     for _ in range(200):
-        damaged = bytearray(whole)
+        damaged = bytearray(encoded)
         for _ in range(chance.randint(1, 3)):
-            damaged[chance.randrange(len(whole) - 10)] = chance.randrange(256)
-        (tmp_path / "x.safetensors").write_bytes(damaged[: chance.choice([len(whole), chance.randrange(len(whole))])])
+            damaged[chance.randrange(len(encoded) - 10)] = chance.randrange(256)
+        (tmp_path / "x.safetensors").write_bytes(
+            damaged[: chance.choice([len(encoded), chance.randrange(len(encoded))])]
+        )
         with contextlib.suppress(CheckpointError):
             safetensors.read_tensors(storage_of(tmp_path), "")

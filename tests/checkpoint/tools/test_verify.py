@@ -50,7 +50,7 @@ def blob_at(run, path, position):
     raise AssertionError(position)
 
 
-def test_a_whole_checkpoint_is_whole_and_no_byte_is_left_out(run):
+def test_complete_checkpoint_is_ok_and_every_byte_is_checked(run):
     report = verify(run)
     assert report.ok
     assert report.unchecked == 0
@@ -61,41 +61,41 @@ def test_a_whole_checkpoint_is_whole_and_no_byte_is_left_out(run):
     assert verify(run / "step-40").ok
 
 
-def test_300_flipped_bits_are_found_every_with_file_key_and_rank(run):
+def test_300_flipped_bits_are_reported_with_file_key_and_rank(run):
     generator = random.Random(0)
-    seen = Counter()
+    counts = Counter()
     for number in range(300):
         path = generator.choice(files_of(run))
-        whole = path.read_bytes()
-        damaged = bytearray(whole)
-        position = generator.randrange(len(whole))
+        content = path.read_bytes()
+        damaged = bytearray(content)
+        position = generator.randrange(len(content))
         damaged[position] ^= 1 << generator.randrange(8)
         path.write_bytes(damaged)
         report = verify(run)
-        path.write_bytes(whole)
+        path.write_bytes(content)
         key, rank = blob_at(run, path, position)
         assert [damage.file for damage in report.damages] == [str(path.relative_to(run))], (number, str(report))
         assert report.damages[0].key == key
         assert rank is None or report.damages[0].ranks == (rank,)
         assert report.damages[0].file in str(report) and key in str(report)
-        seen[path.name] += 1
-    assert len(seen) == 7
+        counts[path.name] += 1
+    assert len(counts) == 7
     assert verify(run).ok
 
 
-def test_100_truncations_are_found_every_with_file_and_the_keys_that_are_cut(run):
+def test_100_truncations_are_reported_with_file_and_truncated_keys(run):
     generator = random.Random(1)
     for _ in range(100):
         path = generator.choice(files_of(run))
-        whole = path.read_bytes()
-        length = generator.randrange(len(whole))
-        path.write_bytes(whole[:length])
+        content = path.read_bytes()
+        length = generator.randrange(len(content))
+        path.write_bytes(content[:length])
         report = verify(run)
-        path.write_bytes(whole)
+        path.write_bytes(content)
         assert {damage.file for damage in report.damages} == {str(path.relative_to(run))}
         if path.suffix == ".distcp":
-            assert f"has {length} bytes, expected {len(whole)}" in str(report)
-            cut = {blob_at(run, path, position)[0] for position in range(length, len(whole), 40)}
+            assert f"has {length} bytes, expected {len(content)}" in str(report)
+            cut = {blob_at(run, path, position)[0] for position in range(length, len(content), 40)}
             assert {item.key for item in report.damages} == {"", *cut}
     assert verify(run).ok
 
@@ -110,18 +110,18 @@ def test_bytes_appended_to_a_file_are_reported(run):
     assert damage.what == f"has {length + 4} bytes, expected {length}"
 
 
-def test_25_missing_and_25_swapped_files_are_found_every_by_its_name(run):
+def test_25_missing_and_25_swapped_files_are_reported_by_name(run):
     generator = random.Random(2)
     for number in range(50):
         path = generator.choice(files_of(run)[: -1 if number % 2 else None])  # a missing `latest` is no damage
-        whole = path.read_bytes()
+        content = path.read_bytes()
         if number % 2:
             path.unlink()
         else:
-            others = [other for step in (30, 40) for other in files_of(run, step) if other.read_bytes() != whole]
-            path.write_bytes(generator.choice(others).read_bytes())
+            candidates = [other for step in (30, 40) for other in files_of(run, step) if other.read_bytes() != content]
+            path.write_bytes(generator.choice(candidates).read_bytes())
         report = verify(run)
-        path.write_bytes(whole)
+        path.write_bytes(content)
         assert str(path.relative_to(run)) in {damage.file for damage in report.damages}, (number, path, str(report))
         if number % 2 and path.name != "manifest.json":
             assert "the file is missing" in str(report)
@@ -142,15 +142,15 @@ def test_two_blobs_of_one_file_swapped_are_both_named(run):
     manifest = decode((run / "step-40/manifest.json").read_bytes(), "m")
     one, other = (manifest.tensors[key].chunks[1] for key in ("model.0.w", "model.1.w"))
     assert one.length == other.length
-    whole = path.read_bytes()
-    data = bytearray(whole)
-    data[one.start : one.start + one.length] = whole[other.start : other.start + other.length]
-    data[other.start : other.start + other.length] = whole[one.start : one.start + one.length]
+    content = path.read_bytes()
+    data = bytearray(content)
+    data[one.start : one.start + one.length] = content[other.start : other.start + other.length]
+    data[other.start : other.start + other.length] = content[one.start : one.start + one.length]
     path.write_bytes(data)
     assert [(damage.key, damage.ranks) for damage in verify(run).damages] == [("model.0.w", (1,)), ("model.1.w", (1,))]
 
 
-def test_a_missing_file_says_what_it_held_and_who_wrote_it(run):
+def test_missing_file_is_reported_with_its_keys_and_the_rank_that_wrote_it(run):
     (run / "step-40/__RANK_1.distcp").unlink()
     (damage,) = verify(run).damages
     assert damage.ranks == (1,)
@@ -190,7 +190,7 @@ def test_a_damaged_latest_is_reported_beside_what_the_highest_step_has(run):
     assert [item.file for item in verify(run).damages] == ["latest", "step-40/common.pt"]
 
 
-def test_latest_may_name_what_is_gone(run):
+def test_latest_that_names_a_missing_step_is_reported(run):
     shutil.rmtree(run / "step-40")
     report = verify(run)
     assert [(damage.file, damage.what) for damage in report.damages] == [
@@ -206,7 +206,7 @@ def test_verify_raises_without_a_checkpoint(run, tmp_path):
         verify(run, 41)
 
 
-def test_a_manifest_that_is_wrong_in_itself_is_reported(run):
+def test_inconsistent_manifest_is_reported(run):
     path = run / "step-40/manifest.json"
     manifest = decode(path.read_bytes(), "m")
     text = encode(manifest).replace(b'"dtype":"bfloat16"', b'"dtype":"float64"')
@@ -215,7 +215,7 @@ def test_a_manifest_that_is_wrong_in_itself_is_reported(run):
     assert [(damage.file, damage.key) for damage in verify(run).damages] == [("step-40/manifest.json", "scale")]
 
 
-def test_bytes_that_the_manifest_gives_to_nobody_are_reported(run):
+def test_bytes_without_an_entry_in_the_manifest_are_reported(run):
     path = run / "step-40/manifest.json"
     manifest = decode(path.read_bytes(), "m")
     last = manifest.objects.pop("rng/shard_1_2")
@@ -230,7 +230,7 @@ def test_bytes_that_the_manifest_gives_to_nobody_are_reported(run):
     assert report.damages[-1].what.endswith(f"the last blob ends at byte {last.start}")
 
 
-def test_a_disk_that_does_not_read_is_reported_with_the_keys(run, monkeypatch):
+def test_read_error_of_the_disk_is_reported_with_the_keys(run, monkeypatch):
     real = LocalStorage.read
 
     def read(self, path, start, into):
@@ -283,15 +283,15 @@ def test_a_checkpoint_of_dcp_is_verified_as_far_as_its_zips_go(tmp_path):
     assert 0 < report.unchecked < report.nbytes
     assert "have no checksum" in str(report)
     path = tmp_path / "__0_0.distcp"
-    whole = path.read_bytes()
-    position = whole.index(b"data/0") + 600
+    content = path.read_bytes()
+    position = content.index(b"data/0") + 600
     for at in (position, position + 3000):
-        damaged = bytearray(whole)
+        damaged = bytearray(content)
         damaged[at] ^= 1
         path.write_bytes(damaged)
         (damage,) = verify(tmp_path).damages
         assert (damage.file, damage.key, damage.ranks) == ("__0_0.distcp", "a.w", (0,))
-    path.write_bytes(whole[:-100])
+    path.write_bytes(content[:-100])
     assert {item.file for item in verify(tmp_path).damages} == {"__0_0.distcp"}
     path.unlink()
     assert {element.key for element in verify(tmp_path).damages} == {"a.w", "a.b", "n"}
