@@ -72,6 +72,14 @@ def test_the_donor_has_the_oldest_state_and_is_idle_if_possible():
     assert choose_donor([RankEntry(0, idle, empty=True), RankEntry(1, dead)]) is None
 
 
+def test_of_equal_donors_one_on_the_host_of_the_dead_rank_is_chosen():
+    idle, busy = RankState.IDLE, RankState.BUSY
+    ranks = [RankEntry(0, idle), RankEntry(1, idle), RankEntry(2, idle)]
+    assert choose_donor(ranks) == 0
+    assert choose_donor(ranks, nearby={2, 3}) == 2
+    assert choose_donor([RankEntry(0, idle), RankEntry(2, busy)], nearby={2}) == 0, "nobody waits for a busy rank"
+
+
 # With ranks
 
 

@@ -58,7 +58,7 @@ from rankbook.protocol.agents import (
 )
 from rankbook.protocol.base import Message
 from rankbook.protocol.forkserver import ClusterOpened, ForkRank, KillRank, RankExited, RankForked
-from rankbook.protocol.messages import FromForkserver, decode_from_rank, encode, message_segments
+from rankbook.protocol.messages import Done, FromForkserver, decode_from_rank, encode, message_segments
 from rankbook.transport import agent_link
 from rankbook.transport.agent_link import AgentLink
 from rankbook.transport.output_journal import journal_path, read_crash, read_journal
@@ -124,6 +124,8 @@ class Agent:
         self._complete: set[str] = set()
         self._received: set[str] = set()
         self._held: list[_Held] = []
+        # The cells in whose answers segments stay here, by rank.
+        self._stay: dict[int, int] = {}
         self._signal_read, self._signal_write = os.pipe()
         for end in (self._signal_read, self._signal_write):
             os.set_blocking(end, False)
@@ -235,6 +237,8 @@ class Agent:
         match message:
             case ToRanks():
                 self._held.append(_Held(message, frames[1:], set(message.ranks)))
+                if message.stay is not None:
+                    self._stay.update(dict.fromkeys(message.ranks, message.stay))
                 self._deliver()
             case SegmentPart(name, offset, size):
                 self._receive_part(name, offset, size, frames[1])
@@ -328,7 +332,9 @@ class Agent:
                 self._send(report)
             case RankExited(rank, incarnation):
                 path = journal_path(self._folders.segments, rank, incarnation)
-                exited = msgspec.structs.replace(report, journal=tuple(read_journal(path)), crash=read_crash(path))
+                exited = msgspec.structs.replace(
+                    report, journal=tuple(read_journal(path)), crash=read_crash(path), ordered=True
+                )
                 # What the rank has sent comes over another socket, in no particular order.
                 self._exits.append((time.monotonic() + _EXIT_DELAY, exited))
             case _:
@@ -360,12 +366,17 @@ class Agent:
             sender, data, frames = received
             self._asked.pop(sender.rank, None)
             # A name of a segment in the bytes is not proof of one, but rare otherwise.
-            needs = _segments_of(data) if b"segment-" in bytes(data) else ()
+            needs, cell = _segments_of(data) if b"segment-" in bytes(data) else ((), None)
             if needs:
                 self._flush(senders, batch)
                 senders, batch, size = [], [], 0
-                self._send_segments(needs)
-                self._flush([FromRank(*sender, 1 + len(frames))], [data, *frames], needs)
+                single = (FromRank(*sender, 1 + len(frames)),)
+                if cell is not None and cell == self._stay.get(sender.rank):
+                    self._complete.update(needs)
+                    self._send(FromRanks(single, stay=needs), data, *frames)
+                else:
+                    self._send_segments(needs)
+                    self._send(FromRanks(single, needs), data, *frames)
                 continue
             senders.append(FromRank(*sender, 1 + len(frames)))
             batch += [data, *frames]
@@ -375,9 +386,9 @@ class Agent:
                 senders, batch, size = [], [], 0
         self._flush(senders, batch)
 
-    def _flush(self, senders: list[FromRank], frames: list[Bytes], needs: tuple[str, ...] = ()) -> None:
+    def _flush(self, senders: list[FromRank], frames: list[Bytes]) -> None:
         if senders:
-            self._send(FromRanks(tuple(senders), needs), *frames)
+            self._send(FromRanks(tuple(senders)), *frames)
 
     def _send_segments(self, names: tuple[str, ...]) -> None:
         for name in names:
@@ -476,11 +487,13 @@ class StoreRequests:
         self._pending.pop(number, None)
 
 
-def _segments_of(data: memoryview) -> tuple[str, ...]:
+def _segments_of(data: memoryview) -> tuple[tuple[str, ...], int | None]:
+    """Return the segments that a rank's message refers to, and the cell that it answers."""
     try:
-        return message_segments(decode_from_rank(data))
+        message = decode_from_rank(data)
     except ProtocolError:  # the coordinator reports it
-        return ()
+        return (), None
+    return message_segments(message), message.cell if isinstance(message, Done) else None
 
 
 def _frozen(frame: Bytes) -> bytes | memoryview:

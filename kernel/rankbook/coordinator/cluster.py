@@ -709,7 +709,10 @@ class Cluster(ClusterQueries):
         if ranks is None and not dead and not empty and choose_donor(ranks_now.values()) is not None:
             chosen = tuple(rank for rank in ranks_now if ranks_now[rank].empty)
         # A rank that is being replaced cannot be the donor.
-        donor = None if empty else choose_donor([entry for rank, entry in ranks_now.items() if rank not in chosen])
+        hosts = self._processes.hosts
+        nearby = () if hosts is None else hosts.ranks_near(chosen)
+        others = [entry for rank, entry in ranks_now.items() if rank not in chosen]
+        donor = None if empty else choose_donor(others, nearby)
 
         def is_replaceable(rank: int) -> bool:
             restarted = donor is not None and ranks_now[rank].since > ranks_now[donor].since
@@ -763,7 +766,9 @@ class Cluster(ClusterQueries):
         """
         # See `_collect`. The values are not taken here: the payload is passed on without being opened.
         with deferred_interrupts():
-            make_export = lambda cell: ExportState(cell=cell, names=names)  # noqa: E731 - used once
+            hosts = self._processes.hosts
+            stays = hosts is not None and hosts.on_one_agent((donor, *ranks))
+            make_export = lambda cell: ExportState(cell=cell, names=names, stays=stays)  # noqa: E731 - used once
             export = self._submit({donor: (make_export, ())}, number=0, sink=None, label="heal")
             self.wait(export, timeout=timeout)
         try:

@@ -458,8 +458,11 @@ class Driver:
             case RankForked():
                 self.rank_processes[message.rank].pid = message.pid
             case RankExited():
-                # The exit and the messages come over different sockets, in no particular order.
-                self.after(_EXIT_DELAY, lambda: self._handle_rank_exit(message))
+                # The exit and the messages come over different sockets, in no particular order. An agent has waited.
+                if message.ordered:
+                    self._handle_rank_exit(message)
+                else:
+                    self.after(_EXIT_DELAY, lambda: self._handle_rank_exit(message))
             case _:
                 pass
 

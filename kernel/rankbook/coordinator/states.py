@@ -6,7 +6,7 @@ state_machine.py changes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -125,8 +125,10 @@ class RankEntry:
     lost_device: str = ""
 
 
-def choose_donor(ranks: Iterable[RankEntry]) -> int | None:
+def choose_donor(ranks: Iterable[RankEntry], nearby: Collection[int] = ()) -> int | None:
     """Return the rank to copy variables from: the oldest ones, preferably of an idle rank, never an empty one.
+
+    Of equal ranks, one of those `nearby` is preferred, which share a host with the ranks that will get the variables.
 
     Nor one that has lost its device: its tensors there cannot be read.
     A rank that was restarted and has run a cell has fewer variables than one that has run since the start.
@@ -134,7 +136,11 @@ def choose_donor(ranks: Iterable[RankEntry]) -> int | None:
     # An empty rank has nothing to copy, and a starting or leaving one cannot answer.
     alive = [rank for rank in ranks if rank.state in (RankState.IDLE, RankState.BUSY)]
     healthy = [rank for rank in alive if not rank.empty and not rank.lost_device]
-    best = min(healthy, key=lambda rank: (rank.since, rank.state is not RankState.IDLE, rank.rank), default=None)
+    best = min(
+        healthy,
+        key=lambda rank: (rank.since, rank.state is not RankState.IDLE, rank.rank not in nearby, rank.rank),
+        default=None,
+    )
     return None if best is None else best.rank
 
 

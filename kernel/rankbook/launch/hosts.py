@@ -13,6 +13,8 @@ Large values. A value lies in a segment of shared memory, of which a message has
 another host, the segments that it names are sent there, once per host and in parts, and the agent delivers the message
 when they are complete. A segment that comes from another host is written into this host's folder under the same name.
 
+The state for a healed rank stays on the donor's host if all of its readers run there (`ExportState.stays`).
+
 Loss of a host. A host that cannot be reached keeps its ranks for `lost_after` seconds. After that, or as soon as its
 agent has reported its own end, every rank of it counts as exited. An agent that returns later is refused; it ends its
 ranks and offers its slots again as a new host.
@@ -61,7 +63,7 @@ from rankbook.protocol.agents import (
 )
 from rankbook.protocol.base import PROTOCOL_VERSION, Message
 from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
-from rankbook.protocol.messages import FromForkserver, FromRank, Task, encode, message_segments
+from rankbook.protocol.messages import ExportState, FromForkserver, FromRank, Task, encode, message_segments
 from rankbook.transport import agent_link
 from rankbook.transport.agent_link import AgentHub, make_keys
 from rankbook.transport.link import Frames, Sender, read_from_rank
@@ -175,6 +177,16 @@ class Hosts:
         """Return a TCP port that was free on the host of a rank when it started; `home` on the notebook's host."""
         host = self._hosts.get(self.seats[rank].host)
         return home if host is None else host.port
+
+    def on_one_agent(self, ranks: Iterable[int]) -> bool:
+        """Return True if all `ranks` run on the same host, and this is not the notebook's."""
+        hosts = {self.seats[rank].host for rank in ranks}
+        return len(hosts) == 1 and HOME not in hosts
+
+    def ranks_near(self, ranks: Collection[int]) -> set[int]:
+        """Return all ranks that have a host in common with one of `ranks`."""
+        hosts = {self.seats[rank].host for rank in ranks}
+        return {rank for rank, seat in self.seats.items() if seat.host in hosts}
 
     def status(self) -> list[HostStatus]:
         """Return the status of every host that was accepted, except lost ones whose ranks have all moved."""
@@ -366,6 +378,7 @@ class Hosts:
         return process
 
     def _receive_from_ranks(self, host: Host, message: FromRanks, frames: list[memoryview]) -> None:
+        host.segments.update(message.stay)
         position = 0
         for rank, incarnation, count in ((item.rank, item.incarnation, item.frames) for item in message.senders):
             data, *rest = frames[position : position + count]
@@ -432,7 +445,8 @@ class Hosts:
         with self._lock:
             for name in needs:
                 self._send_segment(host, name)
-            return self._send(host, ToRanks(ranks, needs, isinstance(message, Task)), encode(message), *frames)
+            stay = message.cell if isinstance(message, ExportState) and message.stays else None
+            return self._send(host, ToRanks(ranks, needs, isinstance(message, Task), stay), encode(message), *frames)
 
     def drop_segment(self, name: str) -> None:
         """Remove the copies of a segment on other hosts."""
@@ -735,6 +749,7 @@ def _lost_rank(rank: int, process: _Process, reason: str) -> RankExited:
         stdout=b"",
         stderr=b"",
         reason=reason,
+        ordered=True,
     )
 
 

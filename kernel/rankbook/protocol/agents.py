@@ -39,12 +39,14 @@ class ToRanks(Message, frozen=True):
     """Deliver a message to `ranks`: the next frame is the encoded message, and those after it are its frames.
 
     `needs` names the segments of shared memory that must have arrived before. `ordered`: the message does not overtake
-    an earlier one that still waits for segments.
+    an earlier one that still waits for segments. The segments in answers to the cell `stay` are read by ranks of
+    this host only, and are not sent.
     """
 
     ranks: tuple[int, ...]
     needs: tuple[str, ...] = ()
     ordered: bool = True
+    stay: int | None = None
 
 
 class DropSegments(Message, frozen=True):
@@ -109,11 +111,13 @@ class FromRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 class FromRanks(Message, frozen=True):
     """Deliver messages of ranks: the next frames are those of the first sender, then those of the second one, ...
 
-    `needs` names the segments that must have arrived before. Then the message is the only one.
+    `needs` names the segments that must have arrived before, and `stay` those that are not sent because only ranks of
+    the agent's host read them. With either, the message is the only one.
     """
 
     senders: tuple[FromRank, ...]
     needs: tuple[str, ...] = ()
+    stay: tuple[str, ...] = ()
 
 
 class ProcessState(Message, frozen=True):

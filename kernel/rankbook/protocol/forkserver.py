@@ -122,6 +122,7 @@ class RankExited(Message, frozen=True):
     killer ended in this control group in the preceding seconds. `stdout` and `stderr` hold output that the rank wrote
     and that was not read before it exited. `journal` and `crash` are set by the agent of another host, which reads the
     files that the rank has left there. `reason` replaces the description of `code`: the rank's host was lost.
+    `ordered`: everything that the rank has sent was delivered before this message.
     """
 
     rank: int
@@ -135,6 +136,7 @@ class RankExited(Message, frozen=True):
     journal: tuple[JournalTail, ...] = ()
     crash: str = ""
     reason: str = ""
+    ordered: bool = False
 
 
 class ClusterClosed(Message, frozen=True):

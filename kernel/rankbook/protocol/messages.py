@@ -152,10 +152,14 @@ class ListState(Message, frozen=True):
 
 
 class ExportState(Message, frozen=True):
-    """Answer with the state for the replacement of a dead rank: the variables `names`, imports and `sys.path`."""
+    """Answer with the state for the replacement of a dead rank: the variables `names`, imports and `sys.path`.
+
+    `stays`: all ranks that will load the state run on this rank's host.
+    """
 
     cell: int
     names: tuple[str, ...]
+    stays: bool = False
 
 
 class AdoptState(Message, frozen=True):
