@@ -99,7 +99,7 @@ def loaded(rank, root):
 
 
 def check(folder, root, kill, saved):
-    """Check that the previous or the new step is complete, and that leftovers are reported, and removed by the next save."""
+    """Check that the old or the new step is complete, and that leftovers are reported and removed by the next save."""
     from rankbook.checkpoint import save, steps, verify
     from rankbook.checkpoint.storage import steps as folders
     from rankbook.checkpoint.storage.local import storage_of

@@ -22,11 +22,9 @@ def part(key, counts, data):
     rank = dist.get_rank()
     coordinates = divmod(rank, counts[1])
     rows, columns = 12 // counts[0], 6 // counts[1]
-    local_part = TENSOR[coordinates[0] * rows :, coordinates[1] * columns :][:rows, :columns].clone()
+    local = TENSOR[coordinates[0] * rows :, coordinates[1] * columns :][:rows, :columns].clone()
     offsets = [(axis, at, count) for axis, (at, count) in enumerate(zip(coordinates, counts, strict=True))]
-    return ShardedTensor.from_rank_offsets(
-        key, local_part if data else torch.zeros_like(local_part), *offsets
-    ), local_part
+    return ShardedTensor.from_rank_offsets(key, local if data else torch.zeros_like(local), *offsets), local
 
 
 def save_on_four(folder, of_one):
@@ -37,9 +35,9 @@ def save_on_four(folder, of_one):
 
     import rankbook.checkpoint as rc
 
-    entry, local_part = part("w", (2, 2), False)
+    entry, local = part("w", (2, 2), False)
     loaded = rc.load({"w": entry, "s": torch.zeros(())}, of_one)
-    assert torch.equal(loaded["w"], local_part)
+    assert torch.equal(loaded["w"], local)
     assert loaded["s"].item() == 3
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -73,7 +71,7 @@ def load_on_three(folder):
 
     mesh, zeros = init_device_mesh("cpu", (3,)), torch.zeros(12, 6)
     (rows, own_rows), (squares, own_columns) = part("rows", (3, 1), False), part("squares", (1, 3), False)
-    crossed, local_part = part("dtensor", (3, 1), False)
+    crossed, local = part("dtensor", (3, 1), False)
     state = {
         "rows": rows,
         "squares": squares,
@@ -88,7 +86,7 @@ def load_on_three(folder):
         loaded = rc.load(state, folder, step=step)
         assert torch.equal(loaded["rows"], own_rows + more)
         assert torch.equal(loaded["squares"], own_columns + more)
-        assert torch.equal(loaded["dtensor"], local_part + more)
+        assert torch.equal(loaded["dtensor"], local + more)
         assert torch.equal(loaded["copies"].full_tensor(), TENSOR + more)
         assert torch.equal(loaded["uneven"].full_tensor(), TENSOR[:5] + more)
         assert torch.equal(loaded["plain"], TENSOR[0] + more)
