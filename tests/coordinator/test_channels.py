@@ -21,7 +21,7 @@ def test_dap_messages_reach_the_listener_and_a_lost_rank_is_not_paused():
     assert sent == [(1, DapToRank("{}")), (2, DapToRank("{}"))]
 
 
-def test_ranks_are_let_go_by_a_disconnect():
+def test_disconnect_resumes_paused_ranks():
     sent = []
     DapChannels(lambda rank, message: bool(sent.append((rank, message)) or True)).disconnect((0, 3))
     assert [rank for rank, _ in sent] == [0, 3]

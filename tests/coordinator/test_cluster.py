@@ -34,7 +34,7 @@ from tests.conftest import Gate, cluster_folders, wait_until
 
 pytestmark = pytest.mark.processes
 
-TOLD_AT_EXIT = {"log": "the last step", "raw": "its bytes", "exit": "1"}
+WRITTEN_AT_EXIT = {"log": "the last step", "raw": "its bytes", "exit": "1"}
 REDUCE = "total = torch.tensor(rank)\ndist.all_reduce(total)\nint(total)"
 
 
@@ -43,11 +43,11 @@ def own_folders() -> list[Path]:
 
 
 def children() -> set[int]:
-    found = set()
+    pids = set()
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
-            found |= {child.pid} if child.status() != psutil.STATUS_ZOMBIE else set()
-    return found
+            pids |= {child.pid} if child.status() != psutil.STATUS_ZOMBIE else set()
+    return pids
 
 
 def threads() -> set[str]:
@@ -102,26 +102,26 @@ def test_run_returns_what_every_rank_printed_and_its_last_expression(two):
     assert [result.text(rank) for rank in (0, 1)] == ["10", "11"]
 
 
-def test_variables_imports_and_functions_stay(two):
+def test_variables_imports_and_functions_persist_between_cells(two):
     two.run("import math\nkept = [1]\ndef double(x):\n    return 2 * x * len(kept)")
     two.run("kept.append(2)")
     assert two.run("double(math.floor(3.5))").text(1) == "12"
 
 
-def test_run_on_some_ranks_leaves_the_others_alone(two):
+def test_run_on_some_ranks_does_not_affect_the_others(two):
     for selection in (1, "1", [1], (1,), range(1, 2), "1:2"):
         result = two.run("print('here')", ranks=selection)
         assert result.ranks == (1,)
 
 
 @pytest.mark.parametrize("selection", [2, "0-7", [], "everyone", -1, [0, 9]])
-def test_ranks_that_are_not_there_are_named_with_those_that_are(two, selection):
+def test_error_for_an_invalid_rank_names_the_valid_ranks(two, selection):
     with pytest.raises(InvalidArgument, match="0-1") as caught:
         two.run("1", ranks=selection)
     assert "\n" not in str(caught.value)
 
 
-def test_run_raises_the_ranks_error_with_its_traceback_also_as_the_built_in_type(two):
+def test_run_raises_the_error_of_the_rank_as_its_built_in_type_with_traceback(two):
     code = "def broken(n):\n    return [][n]\nif rank == 1:\n    broken(5)"
     with pytest.raises(IndexError) as caught:
         two.run(code)
@@ -158,7 +158,7 @@ def test_every_distinct_error_is_reported_once_with_its_ranks(two):
         ("open('/no/such/file')", FileNotFoundError),
     ],
 )
-def test_whatever_a_cell_raises_arrives_and_the_ranks_stay(two, code, kind):
+def test_any_exception_of_a_cell_is_raised_and_the_ranks_survive(two, code, kind):
     with pytest.raises(kind) as caught:
         two.run(code)
     assert isinstance(caught.value, CellError)
@@ -166,10 +166,10 @@ def test_whatever_a_cell_raises_arrives_and_the_ranks_stay(two, code, kind):
 
 
 def test_a_cell_that_takes_too_long_is_interrupted_and_the_next_one_runs(two):
-    began = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(CellTimeout, match=r"0\.3 s") as caught:
         two.run("import time\nif rank == 1:\n    time.sleep(600)", timeout=0.3)
-    assert 0.3 <= time.monotonic() - began < 20
+    assert 0.3 <= time.monotonic() - start < 20
     assert isinstance(caught.value, TimeoutError)
     assert "rank 1: KeyboardInterrupt" in str(caught.value)
     assert two.run("1", timeout=10).ok
@@ -197,26 +197,26 @@ def running(cluster: Cluster):
 
 
 @pytest.mark.parametrize("how", ["run", "apply"])
-def test_an_interrupt_ends_what_the_ranks_run_and_is_raised_here(two, how):
+def test_interrupt_ends_the_cell_on_the_ranks_and_is_raised_in_the_caller(two, how):
     presser = press_ctrl_c_when(running(two))
-    began = time.monotonic()
+    start = time.monotonic()
     work = two.run if how == "run" else two.apply
     with pytest.raises(KeyboardInterrupt):
         work("import time\ntime.sleep(600)" if how == "run" else lambda: time.sleep(600))
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - start < 20
     presser.join()
     assert two.run("1", timeout=10).ok
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_interrupt_is_noticed_at_whatever_moment_it_comes(two):
+def test_interrupt_is_delivered_at_any_moment(two):
     for turn in range(100):
         moment = threading.Timer(turn * 6e-5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
-        began = time.monotonic()
+        start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come before the call
             moment.start()
             two.run("import time\ntime.sleep(600)")
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - start < 20
         moment.join()
         assert two.run("'idle'", timeout=20).text(0) == "'idle'"
 
@@ -232,7 +232,7 @@ def test_cells_of_several_threads_take_turns(two):
     assert sorted(first) == sorted(second) == list(range(20))
 
 
-def test_a_rank_that_dies_is_an_error_that_names_it_and_status_knows(two):
+def test_death_of_a_rank_raises_an_error_and_appears_in_status(two):
     two.run("state = 'kept'")
     with pytest.raises(RankLostError, match="rank 1 exited with code 4 while running a call") as caught:
         two.run("import os\nif rank == 1:\n    os._exit(4)")
@@ -365,11 +365,11 @@ def test_tensors_and_arrays_arrive_equal_and_writable(two, size):
     array = np.arange(size, dtype=np.int64).reshape(2, -1)
     two.push({"tensor": tensor, "array": array})
     two.run("tensor += rank; array += rank")
-    for rank, (got, seen) in enumerate(zip(two.pull("tensor"), two.pull("array"), strict=True)):
-        assert torch.equal(got, tensor + rank)
-        assert np.array_equal(seen, array + rank)
-        got[0] = -1
-        seen[0, 0] = -1
+    for rank, (pulled_tensor, pulled_array) in enumerate(zip(two.pull("tensor"), two.pull("array"), strict=True)):
+        assert torch.equal(pulled_tensor, tensor + rank)
+        assert np.array_equal(pulled_array, array + rank)
+        pulled_tensor[0] = -1
+        pulled_array[0, 0] = -1
     assert tensor[0] == 0
     assert array[0, 0] == 0, "what was pushed is a copy"
     assert two.run("int(tensor[0])").text(1) == "1", "and so is what was pulled"
@@ -380,9 +380,9 @@ def test_tensors_and_arrays_arrive_equal_and_writable(two, size):
 def test_every_kind_of_tensor_arrives(two, dtype):
     tensor = torch.zeros(3, 4).to(dtype)
     two.push({"tensor": tensor})
-    for got in two.pull("tensor"):
-        assert got.dtype == dtype
-        assert got.shape == (3, 4)
+    for pulled in two.pull("tensor"):
+        assert pulled.dtype == dtype
+        assert pulled.shape == (3, 4)
 
 
 def test_views_gradients_parameters_and_modules_arrive(two):
@@ -399,7 +399,7 @@ def test_views_gradients_parameters_and_modules_arrive(two):
     assert two.pull("model")[0][0].weight.requires_grad
 
 
-def test_two_hundred_megabytes_go_both_ways_and_leave_nothing(two):
+def test_200_megabytes_are_pushed_and_pulled_and_leave_no_shared_memory(two):
     tensor = torch.arange(50 << 20, dtype=torch.float32)
     two.push({"large": tensor})
     first, second = two.pull("large")
@@ -415,7 +415,7 @@ def test_pull_follows_attributes(two):
     assert two.pull("box.inner.value") == [0, 2]
 
 
-def test_pull_of_what_is_not_there_names_what_is_near(two):
+def test_pull_of_an_unknown_name_suggests_similar_names(two):
     two.run("learning_rate = 1\nclass Box: pass\nbox = Box(); box.weight = 2")
     with pytest.raises(InvalidArgument, match=r"variable 'learing_rate' is not defined on this rank.*learning_rate"):
         two.pull("learing_rate")
@@ -429,7 +429,7 @@ def test_pull_of_what_is_not_there_names_what_is_near(two):
 
 def test_pull_of_a_ranks_own_class_arrives_by_value(two):
     two.run("class Own:\n    def twice(self):\n        return 2 * self.x\nown = Own(); own.x = rank + 1")
-    assert [own.twice() for own in two.pull("own")] == [2, 4]
+    assert [instance.twice() for instance in two.pull("own")] == [2, 4]
 
 
 def test_scatter_gives_every_rank_its_own_and_gather_joins_them(two):
@@ -474,11 +474,11 @@ def test_two_clusters_live_side_by_side(two):
 
 
 def test_four_ranks_start_from_a_thread_and_serve_this_one(two):
-    made: list[Cluster] = []
-    starter = threading.Thread(target=lambda: made.append(Cluster(4)))
+    clusters: list[Cluster] = []
+    starter = threading.Thread(target=lambda: clusters.append(Cluster(4)))
     starter.start()
     starter.join(60)
-    (four,) = made
+    (four,) = clusters
     with four:
         assert four.run(REDUCE).text(3) == "6"
         assert four.apply(lambda x: x + 1, 1, ranks="0:4:2") == [2, 2]
@@ -490,7 +490,7 @@ def test_four_ranks_start_from_a_thread_and_serve_this_one(two):
     assert four.stopped
 
 
-def test_a_stopped_cluster_says_so_and_can_be_stopped_again(two):
+def test_stopped_cluster_raises_cluster_stopped_and_stop_is_idempotent(two):
     cluster = Cluster(1)
     folder = cluster._segments.folder
     cluster.stop()
@@ -539,8 +539,8 @@ def test_ranks_that_are_stopped_call_their_exit_functions_and_write_their_open_f
             atexit.register(lambda: 1 / 0)
             """
         )
-    found = {path.name: path.is_file() and path.read_text() for path in tmp_path.iterdir()}
-    assert found == {f"{kind}-{rank}": text for kind, text in TOLD_AT_EXIT.items() for rank in (0, 1)}
+    files = {path.name: path.is_file() and path.read_text() for path in tmp_path.iterdir()}
+    assert files == {f"{kind}-{rank}": text for kind, text in WRITTEN_AT_EXIT.items() for rank in (0, 1)}
 
 
 def test_leaving_the_with_block_by_an_error_stops_the_ranks_and_keeps_the_error(two):
@@ -564,15 +564,15 @@ def test_stop_ends_waiting_calls_with_cluster_stopped(two):
         waiter.start()
     wait_until(lambda: len(cluster.cells()) == 2, timeout=20, what="both calls")
     wait_until(running(cluster), timeout=20, what="the first call runs")
-    began = time.monotonic()
+    start = time.monotonic()
     cluster.stop()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - start < 20
     for waiter in waiters:
         waiter.join(20)
     assert [type(error) for error in reported] == [ClusterStopped, ClusterStopped]
 
 
-def test_start_finds_the_running_cluster_and_stop_ends_it(two):
+def test_start_returns_the_running_cluster_and_stop_ends_it(two):
     with pytest.raises(NoClusterError, match=r"rankbook\.start"):
         rankbook.current()
     assert rankbook.stop() is False
@@ -588,14 +588,14 @@ def test_start_finds_the_running_cluster_and_stop_ends_it(two):
 
 
 @pytest.mark.parametrize("count", [0, -3, 10_000])
-def test_a_number_of_ranks_without_sense_is_refused_before_anything_starts(two, count):
+def test_invalid_number_of_ranks_is_refused_before_the_start(two, count):
     before = children(), own_folders()
     with pytest.raises(InvalidArgument, match=f"invalid number of ranks: {count}; expected 1 to"):
         Cluster(count)
     assert (children(), own_folders()) == before
 
 
-def test_a_start_that_takes_too_long_is_given_up_and_leaves_nothing(two):
+def test_start_that_exceeds_its_timeout_is_abandoned_and_leaves_no_processes(two):
     before = own_folders()
     with pytest.raises(StartError, match="not ready within"):
         Cluster(2, timeout=0.0)
@@ -604,7 +604,7 @@ def test_a_start_that_takes_too_long_is_given_up_and_leaves_nothing(two):
         assert cluster.run("1").ok
 
 
-def test_a_backend_that_cannot_be_is_a_clear_error_and_leaves_nothing(two):
+def test_invalid_backend_is_an_error_and_leaves_no_processes(two):
     before = own_folders()
     with pytest.raises((StartError, InvalidArgument), match="no_such_backend"):
         Cluster(2, backend="no_such_backend")
@@ -621,16 +621,16 @@ def test_starts_and_stops_leave_no_descriptor_or_thread(two):
     cycle()
     process = psutil.Process()
 
-    def held() -> tuple[int, int, int]:
+    def resource_counts() -> tuple[int, int, int]:
         return process.num_fds(), process.num_threads(), len(children())
 
-    before = held()  # what a moment later will have ended may be counted too
+    before = resource_counts()  # what a moment later will have ended may be counted too
     for _ in range(3):
         cycle()
     after: list[tuple[int, int, int]] = []
 
     def settled() -> bool:
-        after[:] = [held()]
+        after[:] = [resource_counts()]
         return all(now <= then for now, then in zip(after[0], before, strict=True))
 
     with contextlib.suppress(pytest.fail.Exception):

@@ -19,8 +19,8 @@ PERIODS = GracePeriods()
 RAISED = PERIODS.raised
 
 
-class Scene:
-    """`busy` ranks run cell 8, the other ranks of it have answered; time goes by `look`."""
+class Simulation:
+    """`busy` ranks run cell 8, the other ranks of it have answered; `check` advances the time."""
 
     def __init__(self, *busy: int, failed: dict[int, str] | None = None, finished: tuple[int, ...] = ()) -> None:
         self.supervisor = CollectiveMonitor(PERIODS)
@@ -35,17 +35,17 @@ class Scene:
     def cell(self) -> CellEntry:
         return self.cells[CELL]
 
-    def waits(
+    def report_wait(
         self, rank: int, number: int, op: str = "all_reduce", *, name: str = "0", cell: int | None = None
     ) -> None:
-        """It tells that it began this collective at time 50, of all ranks there are."""
+        """Report that the rank began this collective of all ranks at time 50."""
         code = zlib.crc32(op.encode())
         waiting = CollectiveLaunch(
             number=number, op=op, data="", peer=None, seconds=self.now - 50.0, position="line 2", code=code, digest=code
         )
-        self.tells(rank, number, waiting, name=name, cell=cell)
+        self.report(rank, number, waiting, name=name, cell=cell)
 
-    def tells(
+    def report(
         self, rank: int, count: int, *pending: CollectiveLaunch, name: str = "0", cell: int | None = None
     ) -> None:
         members = tuple(sorted(self.ranks))
@@ -57,7 +57,7 @@ class Scene:
             ),
         )
 
-    def look(self, after: float = 0.0) -> list[act.Action]:
+    def check(self, after: float = 0.0) -> list[act.Action]:
         self.now += after
         return self.supervisor.check(self.now, self.ranks, self.cells)
 
@@ -66,33 +66,35 @@ def of(kind: type, actions: list[act.Action]) -> list[act.Action]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def test_a_wait_for_a_rank_that_raised_is_aborted_after_the_grace_and_not_before():
-    scene = Scene(0, failed={1: "raised ValueError"})
-    scene.waits(0, 5)
-    scene.tells(1, 4)
-    assert of(act.SendAbort, scene.look()) == []
-    assert of(act.SendAbort, scene.look(RAISED - 0.1)) == []
-    assert not scene.cell.aborted
-    assert of(act.SendAbort, scene.look(0.1)) == [act.SendAbort((0,), ("0",), "rank 1 raised ValueError")]
-    assert scene.cell.aborted
+def test_wait_for_a_rank_that_raised_is_aborted_after_the_grace_period():
+    simulation = Simulation(0, failed={1: "raised ValueError"})
+    simulation.report_wait(0, 5)
+    simulation.report(1, 4)
+    assert of(act.SendAbort, simulation.check()) == []
+    assert of(act.SendAbort, simulation.check(RAISED - 0.1)) == []
+    assert not simulation.cell.aborted
+    assert of(act.SendAbort, simulation.check(0.1)) == [act.SendAbort((0,), ("0",), "rank 1 raised ValueError")]
+    assert simulation.cell.aborted
 
 
 def test_ranks_that_wait_for_the_same_one_are_aborted_together_with_all_their_groups():
-    scene = Scene(0, 2, failed={1: "raised ValueError"})
-    scene.waits(0, 5)
-    scene.waits(2, 3, name="a")
-    scene.look()
-    assert of(act.SendAbort, scene.look(RAISED)) == [act.SendAbort((0, 2), ("0", "a"), "rank 1 raised ValueError")]
+    simulation = Simulation(0, 2, failed={1: "raised ValueError"})
+    simulation.report_wait(0, 5)
+    simulation.report_wait(2, 3, name="a")
+    simulation.check()
+    assert of(act.SendAbort, simulation.check(RAISED)) == [
+        act.SendAbort((0, 2), ("0", "a"), "rank 1 raised ValueError")
+    ]
 
 
 def test_every_failed_rank_causes_an_abort_of_its_own():
-    scene = Scene(0, 2, failed={1: "raised ValueError", 3: "raised KeyError"})
-    scene.waits(0, 5)
-    scene.waits(2, 3, name="a")
-    scene.tells(1, 9, name="a")
-    scene.tells(3, 9)
+    simulation = Simulation(0, 2, failed={1: "raised ValueError", 3: "raised KeyError"})
+    simulation.report_wait(0, 5)
+    simulation.report_wait(2, 3, name="a")
+    simulation.report(1, 9, name="a")
+    simulation.report(3, 9)
     # rank 1 has not begun #5 of "0", rank 3 has; in "a" it is the other way round
-    aborts = of(act.SendAbort, [*scene.look(), *scene.look(RAISED)])
+    aborts = of(act.SendAbort, [*simulation.check(), *simulation.check(RAISED)])
     assert {(abort.ranks, abort.groups, abort.cause) for abort in aborts} == {
         ((0,), ("0",), "rank 1 raised ValueError"),
         ((2,), ("a",), "rank 3 raised KeyError"),
@@ -100,37 +102,37 @@ def test_every_failed_rank_causes_an_abort_of_its_own():
 
 
 def test_a_dead_rank_ends_waits_as_one_that_raised_does():
-    scene = Scene(0, 1)
-    scene.ranks[1] = RankEntry(1, RankState.DEAD, 1, loss="was killed by SIGKILL")
-    scene.cell.running.discard(1)
-    scene.waits(0, 5)
-    scene.look()
-    assert of(act.SendAbort, scene.look(RAISED)) == [act.SendAbort((0,), ("0",), "rank 1 was killed by SIGKILL")]
+    simulation = Simulation(0, 1)
+    simulation.ranks[1] = RankEntry(1, RankState.DEAD, 1, loss="was killed by SIGKILL")
+    simulation.cell.running.discard(1)
+    simulation.report_wait(0, 5)
+    simulation.check()
+    assert of(act.SendAbort, simulation.check(RAISED)) == [act.SendAbort((0,), ("0",), "rank 1 was killed by SIGKILL")]
 
 
 def test_finished_rank_causes_one_warning_and_no_abort():
-    scene = Scene(0, finished=(1,))
-    scene.waits(0, 5)
-    scene.tells(1, 4)
-    assert of(act.NotifyUser, scene.look()) == []
-    assert of(act.NotifyUser, scene.look(PERIODS.finished - 0.1)) == []
-    (reported,) = of(act.NotifyUser, scene.look(0.2))
+    simulation = Simulation(0, finished=(1,))
+    simulation.report_wait(0, 5)
+    simulation.report(1, 4)
+    assert of(act.NotifyUser, simulation.check()) == []
+    assert of(act.NotifyUser, simulation.check(PERIODS.finished - 0.1)) == []
+    (reported,) = of(act.NotifyUser, simulation.check(0.2))
     assert reported.cell == CELL
     assert "rank 0 waits in all_reduce #5 at line 2 for rank 1, which has finished this cell" in reported.text
     for _ in range(3):
-        assert of(act.NotifyUser, scene.look(PERIODS.finished)) == []
-    assert not scene.cell.aborted
-    assert of(act.SendAbort, scene.look(1000)) == []
+        assert of(act.NotifyUser, simulation.check(PERIODS.finished)) == []
+    assert not simulation.cell.aborted
+    assert of(act.SendAbort, simulation.check(1000)) == []
 
 
 def test_ranks_that_wait_for_the_same_one_in_the_same_place_are_reported_in_one_line():
-    scene = Scene(0, 2, 3, finished=(1,))
+    simulation = Simulation(0, 2, 3, finished=(1,))
     for rank in (0, 2):
-        scene.waits(rank, 5)
-    scene.waits(3, 5, "barrier")
-    scene.tells(1, 4)
-    scene.look()
-    reported = [item.text for item in of(act.NotifyUser, scene.look(PERIODS.finished)) if "finished" in item.text]
+        simulation.report_wait(rank, 5)
+    simulation.report_wait(3, 5, "barrier")
+    simulation.report(1, 4)
+    simulation.check()
+    reported = [item.text for item in of(act.NotifyUser, simulation.check(PERIODS.finished)) if "finished" in item.text]
     assert [text.partition(" for rank 1")[0] for text in reported] == [
         "ranks 0,2 wait in all_reduce #5 at line 2",
         "rank 3 waits in barrier #5 at line 2",
@@ -141,143 +143,143 @@ MISMATCH = "collective #5: rank 0 began all_reduce, rank 1 barrier, at line 2"
 
 
 def test_waits_in_a_collective_that_does_not_match_are_aborted():
-    scene = Scene(0, 1)
-    scene.waits(0, 5)
-    scene.waits(1, 5, "barrier")
-    assert of(act.SendAbort, scene.look()) == [], "torch may still refuse one of the calls"
-    scene.now += 1
-    scene.waits(0, 5)
-    scene.waits(1, 5, "barrier")
-    assert of(act.SendAbort, scene.look()) == [act.SendAbort((0, 1), ("0",), MISMATCH, mismatch=True)]
-    assert scene.cell.aborted
+    simulation = Simulation(0, 1)
+    simulation.report_wait(0, 5)
+    simulation.report_wait(1, 5, "barrier")
+    assert of(act.SendAbort, simulation.check()) == [], "torch may still refuse one of the calls"
+    simulation.now += 1
+    simulation.report_wait(0, 5)
+    simulation.report_wait(1, 5, "barrier")
+    assert of(act.SendAbort, simulation.check()) == [act.SendAbort((0, 1), ("0",), MISMATCH, mismatch=True)]
+    assert simulation.cell.aborted
 
 
-def test_a_mismatch_is_noticed_when_the_last_rank_has_answered_and_not_only_at_the_next_look():
-    scene = Scene(0, 1)
-    scene.look()
-    scene.now += 1
-    scene.waits(0, 5)
-    assert scene.supervisor.react(0, scene.ranks, scene.cells) == []
-    scene.waits(1, 5, "barrier")
-    assert of(act.SendAbort, scene.supervisor.react(1, scene.ranks, scene.cells)) != []
+def test_mismatch_is_reported_at_the_last_reply_before_the_next_check():
+    simulation = Simulation(0, 1)
+    simulation.check()
+    simulation.now += 1
+    simulation.report_wait(0, 5)
+    assert simulation.supervisor.react(0, simulation.ranks, simulation.cells) == []
+    simulation.report_wait(1, 5, "barrier")
+    assert of(act.SendAbort, simulation.supervisor.react(1, simulation.ranks, simulation.cells)) != []
 
 
 def test_broken_connection_causes_a_request_to_all_ranks_and_immediate_mismatches():
-    scene = Scene(0, 1)
-    scene.waits(0, 5)
-    scene.waits(1, 5, "barrier")
-    report = scene.supervisor._reports[1].report
-    scene.supervisor.record_groups(1, [msgspec.structs.replace(report.groups[0], broken=True)])
-    assert scene.supervisor.react(1, scene.ranks, scene.cells) == [act.RequestCollectives((0, 1))]
-    assert scene.supervisor.react(1, scene.ranks, scene.cells) == []
-    assert of(act.SendAbort, scene.supervisor.react(0, scene.ranks, scene.cells)) != []
+    simulation = Simulation(0, 1)
+    simulation.report_wait(0, 5)
+    simulation.report_wait(1, 5, "barrier")
+    report = simulation.supervisor._reports[1].report
+    simulation.supervisor.record_groups(1, [msgspec.structs.replace(report.groups[0], broken=True)])
+    assert simulation.supervisor.react(1, simulation.ranks, simulation.cells) == [act.RequestCollectives((0, 1))]
+    assert simulation.supervisor.react(1, simulation.ranks, simulation.cells) == []
+    assert of(act.SendAbort, simulation.supervisor.react(0, simulation.ranks, simulation.cells)) != []
 
 
 def test_a_rank_that_has_finished_its_cell_is_compared_too():
-    scene = Scene(1, finished=(0,))
-    scene.now += 1
-    scene.waits(0, 5)
-    report = scene.supervisor._reports[0].report.groups[0]
-    scene.supervisor.record_groups(0, [msgspec.structs.replace(report, pending=())])
-    scene.waits(1, 5, "barrier")
-    (abort,) = of(act.SendAbort, scene.look())
+    simulation = Simulation(1, finished=(0,))
+    simulation.now += 1
+    simulation.report_wait(0, 5)
+    report = simulation.supervisor._reports[0].report.groups[0]
+    simulation.supervisor.record_groups(0, [msgspec.structs.replace(report, pending=())])
+    simulation.report_wait(1, 5, "barrier")
+    (abort,) = of(act.SendAbort, simulation.check())
     assert abort.ranks == (1,)
     assert abort.cause == f"{MISMATCH}; rank 0 has already completed it: its result is wrong"
 
 
-def test_a_mismatch_that_no_rank_waits_in_is_reported_once_and_found_at_the_end_of_the_cell():
-    scene = Scene(0, 1)
-    scene.now += 1
+def test_mismatch_without_a_waiting_rank_is_reported_once_at_the_end_of_the_cell():
+    simulation = Simulation(0, 1)
+    simulation.now += 1
     for rank, op in enumerate(("all_reduce", "barrier")):
-        scene.waits(rank, 5, op)
-        report = scene.supervisor._reports[rank].report.groups[0]
-        scene.supervisor.record_groups(rank, [msgspec.structs.replace(report, pending=())])
-    (reported,) = of(act.NotifyUser, scene.look())
+        simulation.report_wait(rank, 5, op)
+        report = simulation.supervisor._reports[rank].report.groups[0]
+        simulation.supervisor.record_groups(rank, [msgspec.structs.replace(report, pending=())])
+    (reported,) = of(act.NotifyUser, simulation.check())
     assert reported.text == f"{MISMATCH}; ranks 0-1 have already completed it: their results are wrong\n"
-    assert of(act.NotifyUser, scene.look(1)) == []
-    found = scene.supervisor.finished_mismatch(scene.cell, 2)
-    assert found.text == MISMATCH
-    assert scene.supervisor.was_reported(found)
-    assert scene.supervisor.finished_mismatch(scene.cell, 2) is None, "an error of one cell only"
+    assert of(act.NotifyUser, simulation.check(1)) == []
+    mismatch = simulation.supervisor.finished_mismatch(simulation.cell, 2)
+    assert mismatch.text == MISMATCH
+    assert simulation.supervisor.was_reported(mismatch)
+    assert simulation.supervisor.finished_mismatch(simulation.cell, 2) is None, "an error of one cell only"
 
 
 def test_numbers_of_a_group_that_was_formed_again_are_not_compared_with_those_before():
-    scene = Scene(0, 1)
-    scene.now += 1
-    scene.waits(0, 5)
-    scene.waits(1, 5, "barrier")
-    report = scene.supervisor._reports[1].report.groups[0]
-    scene.supervisor.record_groups(1, [msgspec.structs.replace(report, generation=2)])
-    assert of(act.SendAbort, scene.look()) == []
-    assert scene.supervisor.finished_mismatch(scene.cell, 2) is None
+    simulation = Simulation(0, 1)
+    simulation.now += 1
+    simulation.report_wait(0, 5)
+    simulation.report_wait(1, 5, "barrier")
+    report = simulation.supervisor._reports[1].report.groups[0]
+    simulation.supervisor.record_groups(1, [msgspec.structs.replace(report, generation=2)])
+    assert of(act.SendAbort, simulation.check()) == []
+    assert simulation.supervisor.finished_mismatch(simulation.cell, 2) is None
 
 
 def test_a_rank_that_was_not_selected_is_named_as_such():
-    scene = Scene(0, 1)
-    scene.ranks[2] = RankEntry(2, RankState.IDLE, 1)
-    scene.waits(0, 5)
-    scene.waits(1, 5)
-    scene.look()
-    (reported,) = of(act.NotifyUser, scene.look(PERIODS.finished))
+    simulation = Simulation(0, 1)
+    simulation.ranks[2] = RankEntry(2, RankState.IDLE, 1)
+    simulation.report_wait(0, 5)
+    simulation.report_wait(1, 5)
+    simulation.check()
+    (reported,) = of(act.NotifyUser, simulation.check(PERIODS.finished))
     assert "for rank 2, which was not selected for this cell (`%%distributed --ranks 0-1`)" in reported.text
 
 
 def test_reports_of_an_earlier_cell_are_ignored():
-    scene = Scene(0, failed={1: "raised ValueError"})
-    scene.waits(0, 5, cell=CELL - 1)
-    scene.look()
-    assert of(act.SendAbort, scene.look(RAISED)) == []
+    simulation = Simulation(0, failed={1: "raised ValueError"})
+    simulation.report_wait(0, 5, cell=CELL - 1)
+    simulation.check()
+    assert of(act.SendAbort, simulation.check(RAISED)) == []
 
 
-def test_a_rank_that_runs_another_cell_is_not_out():
-    scene = Scene(0, finished=(1,))
-    scene.ranks[1] = RankEntry(1, RankState.BUSY, 1, CELL + 1)
-    scene.cells[CELL + 1] = CellEntry(CELL + 1, (1,), state=CellState.RUNNING, running={1})
-    scene.waits(0, 5)
-    scene.look()
-    assert of(act.NotifyUser, scene.look(PERIODS.finished)) == []
+def test_rank_that_runs_another_cell_is_not_finished():
+    simulation = Simulation(0, finished=(1,))
+    simulation.ranks[1] = RankEntry(1, RankState.BUSY, 1, CELL + 1)
+    simulation.cells[CELL + 1] = CellEntry(CELL + 1, (1,), state=CellState.RUNNING, running={1})
+    simulation.report_wait(0, 5)
+    simulation.check()
+    assert of(act.NotifyUser, simulation.check(PERIODS.finished)) == []
 
 
 def test_the_time_since_an_end_begins_again_with_the_next_cell():
-    scene = Scene(0, finished=(1,))
-    scene.look()
-    scene.cells.clear()
-    scene.look(100)
-    scene.cells[CELL + 1] = CellEntry(CELL + 1, (0, 1), state=CellState.RUNNING, running={0}, answers={1: ""})
-    scene.ranks[0].cell = CELL + 1
-    scene.waits(0, 5)
-    assert of(act.NotifyUser, scene.look()) == []
-    assert of(act.NotifyUser, scene.look(PERIODS.finished)) != []
+    simulation = Simulation(0, finished=(1,))
+    simulation.check()
+    simulation.cells.clear()
+    simulation.check(100)
+    simulation.cells[CELL + 1] = CellEntry(CELL + 1, (0, 1), state=CellState.RUNNING, running={0}, answers={1: ""})
+    simulation.ranks[0].cell = CELL + 1
+    simulation.report_wait(0, 5)
+    assert of(act.NotifyUser, simulation.check()) == []
+    assert of(act.NotifyUser, simulation.check(PERIODS.finished)) != []
 
 
 def test_running_cell_causes_requests_to_live_ranks_and_the_next_check():
-    scene = Scene(0, 1)
-    scene.ranks[2] = RankEntry(2, RankState.DEAD, 1, loss="died")
-    assert scene.look() == [act.RequestCollectives((0, 1)), act.ScheduleCheck(CHECK_INTERVAL)]
+    simulation = Simulation(0, 1)
+    simulation.ranks[2] = RankEntry(2, RankState.DEAD, 1, loss="died")
+    assert simulation.check() == [act.RequestCollectives((0, 1)), act.ScheduleCheck(CHECK_INTERVAL)]
 
 
 def test_checks_are_more_frequent_once_some_ranks_have_ended():
-    (soon,) = of(act.ScheduleCheck, Scene(0, finished=(1,)).look())
+    (soon,) = of(act.ScheduleCheck, Simulation(0, finished=(1,)).check())
     assert soon.seconds < CHECK_INTERVAL
 
 
 @pytest.mark.parametrize("what", ["no cell", "an internal one", "one that waits"])
 def test_idle_cluster_causes_no_requests_and_no_checks(what):
-    scene = Scene(0, 1)
+    simulation = Simulation(0, 1)
     if what == "no cell":
-        scene.cells.clear()
+        simulation.cells.clear()
     elif what == "an internal one":
-        scene.cell.internal = True
+        simulation.cell.internal = True
     else:
-        scene.cell.state, scene.cell.running = CellState.QUEUED, set()
-    assert scene.look() == []
+        simulation.cell.state, simulation.cell.running = CellState.QUEUED, set()
+    assert simulation.check() == []
 
 
 def test_ranks_waiting_for_a_lost_rank_are_found_by_common_groups():
-    scene = Scene(0, 1, 2)
-    scene.waits(0, 5)
-    scene.tells(1, 5)
-    assert scene.supervisor.waiting_for({2}) == {0}
-    assert scene.supervisor.waiting_for({7}) == set()
-    scene.supervisor.forget(0)
-    assert scene.supervisor.waiting_for({2}) == set()
+    simulation = Simulation(0, 1, 2)
+    simulation.report_wait(0, 5)
+    simulation.report(1, 5)
+    assert simulation.supervisor.waiting_for({2}) == {0}
+    assert simulation.supervisor.waiting_for({7}) == set()
+    simulation.supervisor.forget(0)
+    assert simulation.supervisor.waiting_for({2}) == set()

@@ -64,7 +64,7 @@ PAIR = (0, 1)
 TRIO = (0, 1, 2)
 
 
-def test_a_rank_that_waits_for_one_that_failed_waits_in_vain_and_says_for_whom_and_where():
+def test_rank_waiting_for_a_failed_rank_is_blocked_with_peer_and_line():
     waits = launch(5)
     (verdict,) = blocked_ranks({0: report_of(group(PAIR, 5, waits)), 1: report_of(group(PAIR, 4))}, {1: failed(1)}, NOW)
     assert verdict == BlockedRank(0, "0", waits, 7, 1, "failed", "rank 1 raised ValueError", 2.0)
@@ -82,7 +82,7 @@ def test_rank_waiting_for_a_finished_rank_is_blocked():
     assert verdict.outcome == "finished"
 
 
-def test_a_rank_that_has_begun_the_collective_is_not_missing_whatever_became_of_it():
+def test_rank_that_began_the_collective_is_not_missing_even_if_it_ended():
     slow = {0: report_of(group(PAIR, 5, launch(5, seconds=1000))), 1: report_of(group(PAIR, 5))}
     for out in (failed(1, 0), finished(0)):
         assert blocked_ranks(slow, {1: out}, NOW) == []
@@ -100,7 +100,7 @@ def test_rank_without_a_pending_collective_is_not_blocked():
     assert blocked_ranks({0: report_of(group(PAIR, 5)), 1: report_of(group(PAIR, 4))}, {1: failed(1)}, NOW) == []
 
 
-def test_a_chain_of_waits_ends_at_the_one_that_failed_and_all_of_it_bears_its_words():
+def test_all_ranks_of_a_wait_chain_report_the_failure_at_its_end():
     """Rank 2 raised, 1 waits for it in a group of their own, and 0 for 1 in another."""
     ranks = {
         0: report_of(group((0, 1), 3, launch(3, seconds=9), name="b")),
@@ -114,7 +114,7 @@ def test_a_chain_of_waits_ends_at_the_one_that_failed_and_all_of_it_bears_its_wo
     assert first.outcome == "failed"
 
 
-def test_a_circle_of_waits_without_an_end_is_left_to_the_person():
+def test_cycle_of_waits_between_running_ranks_is_not_blocked():
     ranks = {
         0: report_of(group((0, 1), 3, launch(3), name="b")),
         1: report_of(group((0, 1), 2, name="b"), group((1, 2), 6, launch(6), name="a")),
@@ -149,7 +149,7 @@ def test_a_send_or_receive_waits_for_its_peer_alone():
     assert verdict.missing == 1, "however many collectives it has begun"
 
 
-def test_a_receive_from_anybody_is_in_vain_once_nobody_is_left_who_may_send():
+def test_receive_from_any_source_is_blocked_after_all_senders_have_ended():
     ranks = {
         0: report_of(group(TRIO, 5, launch(0, "recv"))),
         1: report_of(group(TRIO, 9)),
@@ -161,14 +161,14 @@ def test_a_receive_from_anybody_is_in_vain_once_nobody_is_left_who_may_send():
     assert (verdict.rank, verdict.missing, verdict.outcome) == (0, 1, "failed")
 
 
-def test_a_failure_is_named_before_a_death_after_it_and_both_before_a_rank_that_merely_finished():
+def test_failed_rank_is_reported_before_dead_and_finished_ranks():
     ranks = {0: report_of(group((0, 1, 2, 3), 5, launch(5)))}
     out = {1: finished(NOW - 9), 2: dead(2, NOW - 2), 3: failed(3, NOW - 4)}
     assert blocked_ranks(ranks, out, NOW)[0].missing == 3
     assert blocked_ranks(ranks, {1: finished(NOW - 9), 2: dead(2)}, NOW)[0].missing == 2
 
 
-def test_seconds_count_only_while_both_are_true_the_wait_and_the_end_of_the_other():
+def test_blocked_seconds_start_when_the_wait_and_the_end_of_the_peer_overlap():
     def seconds(waited: float, since: float, at: float = NOW) -> float:
         ranks = {0: report_of(group(PAIR, 5, launch(5, seconds=waited)), at=at), 1: report_of(group(PAIR, 4))}
         return blocked_ranks(ranks, {1: failed(1, since)}, NOW)[0].seconds
@@ -178,7 +178,7 @@ def test_seconds_count_only_while_both_are_true_the_wait_and_the_end_of_the_othe
     assert seconds(waited=0.5, since=NOW - 9, at=NOW - 1) == 1.5, "it has waited on since it told"
 
 
-def test_the_oldest_wait_that_is_in_vain_is_the_one_that_is_reported():
+def test_oldest_blocked_wait_is_reported():
     slow, vain = launch(5, seconds=9), launch(6, "barrier", seconds=8)
     ranks = {0: report_of(group(PAIR, 6, slow, vain)), 1: report_of(group(PAIR, 5))}
     assert blocked_ranks(ranks, {1: failed(1)}, NOW)[0].launch == vain
@@ -196,22 +196,26 @@ def calls(*texts: str, first: int = 1, seconds: float = 3.0, at: str = "line 3")
 
     The rank's log begins with number `first`; what was before counts for the digest.
     """
-    found, digest = [], 0
+    launches, digest = [], 0
     for number, text in enumerate(texts, 1):
         op, _, data = text.partition(" ")
         data, _, reduction = data.partition(" by ")
         digest = (digest * 1_000_003 + code_of(text)) % (1 << 32)
-        made = launch(number, op, data=data, seconds=seconds)
-        found.append(msgspec.structs.replace(made, reduction=reduction, position=at, code=code_of(text), digest=digest))
-    return tuple(found[first - 1 :])
+        new_launch = launch(number, op, data=data, seconds=seconds)
+        launches.append(
+            msgspec.structs.replace(new_launch, reduction=reduction, position=at, code=code_of(text), digest=digest)
+        )
+    return tuple(launches[first - 1 :])
 
 
 def exchange(number: int, rank: int, sends: tuple[int, ...], expects: tuple[int, ...]) -> CollectiveLaunch:
     """Return an all_to_all, with the balance of one that is the first."""
     balance = sum(hash((number, rank, other, size)) for other, size in enumerate(sends))
     balance -= sum(hash((number, other, rank, size)) for other, size in enumerate(expects))
-    made = launch(number, "all_to_all_single", data="float32[4]")
-    return msgspec.structs.replace(made, sends=sends, expects=expects, position="line 3", balance=balance % (1 << 32))
+    new_launch = launch(number, "all_to_all_single", data="float32[4]")
+    return msgspec.structs.replace(
+        new_launch, sends=sends, expects=expects, position="line 3", balance=balance % (1 << 32)
+    )
 
 
 def finished_with(ranks: tuple[int, ...], *launches: CollectiveLaunch, count: int | None = None) -> GroupReport:
@@ -223,25 +227,25 @@ def waiting_in(ranks: tuple[int, ...], *launches: CollectiveLaunch) -> GroupRepo
 
 
 def mismatch(views: dict[int, GroupReport], **options: float) -> CollectiveMismatch:
-    found = find_mismatch(views, **options)
-    assert found is not None
-    return found
+    first_mismatch = find_mismatch(views, **options)
+    assert first_mismatch is not None
+    return first_mismatch
 
 
 def test_different_sizes_are_named_with_the_rank_whose_result_is_wrong():
-    found = mismatch(
+    reported = mismatch(
         {
             0: finished_with(PAIR, *calls("all_reduce float32[2]", at="line 1")),
             1: waiting_in(PAIR, *calls("all_reduce float32[3]", at="line 1")),
         }
     )
-    assert found.text == "all_reduce #1: rank 0 gave float32[2], rank 1 float32[3], at line 1"
-    assert found.describe() == f"{found.text}; rank 0 has already completed it: its result is wrong"
-    assert (found.number, found.waiting, found.completed) == (1, (1,), (0,))
+    assert reported.text == "all_reduce #1: rank 0 gave float32[2], rank 1 float32[3], at line 1"
+    assert reported.describe() == f"{reported.text}; rank 0 has already completed it: its result is wrong"
+    assert (reported.number, reported.waiting, reported.completed) == (1, (1,), (0,))
 
 
 def test_different_operations_are_named_with_their_lines():
-    found = mismatch(
+    reported = mismatch(
         {
             0: waiting_in(TRIO, *calls("barrier", "all_reduce float32[4]", at="line 3")),
             1: waiting_in(TRIO, *calls("barrier", "barrier", at="cell [2] line 8")),
@@ -249,7 +253,7 @@ def test_different_operations_are_named_with_their_lines():
         },
         named=True,
     )
-    assert found.describe() == (
+    assert reported.describe() == (
         "collective #2 in the process group of ranks 0-2: ranks 0,2 began all_reduce float32[4] at line 3, "
         "rank 1 barrier at cell [2] line 8"
     )
@@ -268,27 +272,27 @@ def test_shapes_dtypes_reductions_and_roots_are_compared(one, other, words):
     assert words in mismatch({0: finished_with(PAIR, *calls(one)), 1: finished_with(PAIR, *calls(other))}).text
 
 
-def test_a_rank_that_has_continued_is_compared_by_what_it_remembers():
-    found = mismatch(
+def test_rank_that_has_continued_is_compared_by_its_log():
+    reported = mismatch(
         {
             0: waiting_in(PAIR, *calls("barrier", "all_reduce float32[4]")),
             1: waiting_in(PAIR, *calls("barrier", "broadcast float32[4] root 1", "barrier")),
         }
     )
-    assert (found.number, found.completed, found.waiting) == (2, (1,), (0, 1))
-    assert found.describe().endswith("; rank 1 has already completed it: its result is wrong")
+    assert (reported.number, reported.completed, reported.waiting) == (2, (1,), (0, 1))
+    assert reported.describe().endswith("; rank 1 has already completed it: its result is wrong")
 
 
 def test_the_first_of_several_is_named_and_a_rank_that_has_not_begun_it():
-    found = mismatch(
+    reported = mismatch(
         {
             0: finished_with(TRIO, *calls("barrier", "all_reduce float32[4]", "reduce float32[1]")),
             1: finished_with(TRIO, *calls("barrier", "all_reduce float32[5]", "reduce float32[2]")),
             2: finished_with(TRIO, *calls("barrier")),
         }
     )
-    assert found.number == 2
-    assert found.text == (
+    assert reported.number == 2
+    assert reported.text == (
         "all_reduce #2: rank 0 gave float32[4], rank 1 float32[5], at line 3; rank 2 has not begun it"
     )
 
@@ -321,14 +325,14 @@ def test_sends_and_receives_have_no_number_and_are_not_compared():
     assert find_mismatch(views) is None
 
 
-def test_a_mismatch_that_no_log_has_any_more_shows_in_the_digests():
+def test_mismatch_older_than_the_logs_is_detected_by_digests():
     before = ["all_reduce float32[4]"] * 40
     views = {
         0: finished_with(PAIR, *calls(*before, first=30)),
         1: finished_with(PAIR, *calls("all_reduce float32[5]", *before[1:], first=30)),
     }
-    found = mismatch(views)
-    assert found.text == (
+    reported = mismatch(views)
+    assert reported.text == (
         "the ranks gave different operations or tensors to a collective of ranks 0-1 before #30; "
         "the logs do not reach back so far, and all results since then may be wrong"
     )
@@ -348,7 +352,7 @@ def test_the_sizes_of_an_all_to_all_may_differ_but_what_is_sent_is_what_is_expec
     assert "rank 1 sends 3 elements to itself, and expects 4" in mismatch(itself).text
 
 
-def test_sizes_that_did_not_match_long_ago_show_in_the_balance():
+def test_size_mismatch_older_than_the_logs_is_detected_by_the_balance():
     views = {0: finished_with(PAIR, *calls("barrier")), 1: finished_with(PAIR, *calls("barrier"))}
     (last,) = views[1].recent
     views[1] = msgspec.structs.replace(views[1], recent=(msgspec.structs.replace(last, balance=7),))
@@ -357,7 +361,7 @@ def test_sizes_that_did_not_match_long_ago_show_in_the_balance():
     assert find_mismatch(alone) is None, "the third one may make up for it"
 
 
-def test_the_warning_says_who_waits_where_for_whom_and_what_to_do():
+def test_deadlock_warning_names_waiting_ranks_lines_peers_and_remedy():
     doom = BlockedRank(2, "0", launch(5), 7, 1, "finished", "has finished this cell", 6.0)
     assert format_warning(doom, [2]) == (
         "rank 2 waits in all_reduce #5 (float32[4]) at line 7 for rank 1, which has finished this cell; "
@@ -398,7 +402,7 @@ def test_a_collective_that_all_have_begun_is_slow_and_no_deadlock():
     assert find_deadlock(reports, patience=0.5) is None
 
 
-def test_a_wait_that_has_just_begun_is_none_yet():
+def test_wait_that_has_just_begun_is_not_a_deadlock():
     reports = {
         0: report_of(group(PAIR, 1, launch(1, seconds=0.1), name="a")),
         1: report_of(group(PAIR, 0, name="a"), group(PAIR, 1, launch(1, seconds=0.1), name="b")),
@@ -411,7 +415,7 @@ def test_ranks_that_all_receive_from_their_neighbour_wait_for_one_another():
     assert "recv float32[4] in the process group" in (find_deadlock(reports, patience=0.5) or "")
 
 
-def test_a_send_and_its_receive_are_on_their_way():
+def test_matching_send_and_receive_are_no_deadlock():
     reports = {
         0: report_of(group(PAIR, 0, launch(0, "send", peer=1))),
         1: report_of(group(PAIR, 0, launch(0, "recv", peer=0))),

@@ -51,9 +51,9 @@ def waits(reports: dict[int, CollectiveReport], rank: int) -> list[tuple[GroupRe
 
 def missing_in(reports, ended, rank, group, launch) -> set[int]:
     """Return the ended ranks that this wait needs, if it needs one of them for certain."""
-    others = {member for member in group.ranks if member != rank} if launch.peer is None else {launch.peer}
-    missing = {other for other in others & set(ended) if not has_begun(reports, other, group.name, launch)}
-    return missing if launch.number or missing == others else set()
+    peers = {member for member in group.ranks if member != rank} if launch.peer is None else {launch.peer}
+    missing = {other for other in peers & set(ended) if not has_begun(reports, other, group.name, launch)}
+    return missing if launch.number or missing == peers else set()
 
 
 def blocked_by_definition(reports, inactive) -> dict[int, tuple[str, CollectiveLaunch, int, str]]:
@@ -61,17 +61,17 @@ def blocked_by_definition(reports, inactive) -> dict[int, tuple[str, CollectiveL
     ended = dict(inactive)
     blocked = {}
     while True:
-        found = {}
+        newly_blocked = {}
         for rank in set(reports) - set(ended):
             for group, launch in waits(reports, rank):
-                if rank not in found and (missing := missing_in(reports, ended, rank, group, launch)):
+                if rank not in newly_blocked and (missing := missing_in(reports, ended, rank, group, launch)):
                     order = sorted(missing, key=group.ranks.index)
                     worst = min(order, key=lambda other: (ended[other].outcome == "finished", ended[other].since))
-                    found[rank] = (group.name, launch, worst, ended[worst].reason)
-        if not found:
+                    newly_blocked[rank] = (group.name, launch, worst, ended[worst].reason)
+        if not newly_blocked:
             return blocked
-        blocked.update(found)
-        for rank, (_, launch, worst, reason) in found.items():
+        blocked.update(newly_blocked)
+        for rank, (_, launch, worst, reason) in newly_blocked.items():
             since = NOW - min(launch.seconds, NOW - ended[worst].since)
             ended[rank] = InactiveRank(ended[worst].outcome, reason, since)
 

@@ -11,9 +11,9 @@ from rankbook.errors import InvalidArgument
 
 
 class FakeCluster:
-    """What `current` asks of a cluster; takes its time to be there."""
+    """The part of `Cluster` that `default_cluster` uses; its construction takes some time."""
 
-    made: list[FakeCluster]
+    instances: list[FakeCluster]
 
     def __init__(self, n, *, backend, timeout, keep, hosts=None):  # noqa: ARG002 - as the real one
         threading.Event().wait(0.05)
@@ -21,7 +21,7 @@ class FakeCluster:
         self.backend = backend or "gloo"
         self.keep = keep
         self.stopped = False
-        self.made.append(self)
+        self.instances.append(self)
 
     def stop(self):
         self.stopped = True
@@ -29,21 +29,21 @@ class FakeCluster:
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch):
-    FakeCluster.made = []
+    FakeCluster.instances = []
     monkeypatch.setattr(default_cluster, "Cluster", FakeCluster)
     monkeypatch.setattr(default_cluster, "_current", None)
     return FakeCluster
 
 
 def test_two_threads_that_start_at_once_get_one_cluster(fake):
-    got = []
-    threads = [threading.Thread(target=lambda: got.append(default_cluster.start())) for _ in range(4)]
+    clusters = []
+    threads = [threading.Thread(target=lambda: clusters.append(default_cluster.start())) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(fake.made) == 1
-    assert got == fake.made * 4
+    assert len(fake.instances) == 1
+    assert clusters == fake.instances * 4
 
 
 def test_a_cluster_of_another_size_is_refused_until_the_first_is_stopped():

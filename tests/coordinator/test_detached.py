@@ -75,24 +75,24 @@ def wait_gone(pids: dict[str, int]) -> None:
 
 
 def test_subprocesses_end_with_their_own_rank_only(cluster):
-    pids, kept = cluster.pull("pids"), cluster.pull("kept")
+    pids, subprocess_pids = cluster.pull("pids"), cluster.pull("kept")
     assert all(lives(pid) for rank in (0, 1) for pid in pids[rank].values())
     cluster.restart([1])
     wait_gone(pids[1])
     assert all(map(lives, pids[0].values()))
     os.kill(cluster.status()[0].pid or 0, signal.SIGKILL)
     wait_gone(pids[0])
-    assert all(map(lives, kept))
-    end(kept)
+    assert all(map(lives, subprocess_pids))
+    end(subprocess_pids)
 
 
 def test_subprocesses_end_when_the_cluster_stops(cluster):
-    pids, kept = cluster.pull("pids"), cluster.pull("kept")
+    pids, subprocess_pids = cluster.pull("pids"), cluster.pull("kept")
     cluster.stop()
     for pid in pids:
         wait_gone(pid)
-    assert all(map(lives, kept))
-    end(kept)
+    assert all(map(lives, subprocess_pids))
+    end(subprocess_pids)
 
 
 SCRIPT = f"""
@@ -109,10 +109,10 @@ def test_subprocesses_end_when_the_notebook_process_is_killed():
     with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True) as notebook:
         assert notebook.stdout is not None
         pids = {pid: int(pid) for pid in notebook.stdout.readline().split()}
-        kept = [int(pid) for pid in notebook.stdout.readline().split()]
+        subprocess_pids = [int(pid) for pid in notebook.stdout.readline().split()]
         assert len(pids) == 6
-        assert all(map(lives, [*pids.values(), *kept]))
+        assert all(map(lives, [*pids.values(), *subprocess_pids]))
         notebook.kill()
     wait_gone(pids)
-    assert all(map(lives, kept))
-    end(kept)
+    assert all(map(lives, subprocess_pids))
+    end(subprocess_pids)

@@ -188,7 +188,7 @@ class DriverHarness:
         )
 
     def next_task(self, rank: int) -> Message:
-        """What the rank is sent next, but for what its control thread answers."""
+        """Return the next message to the rank, except messages that its control thread answers."""
         wait_until(lambda: not self.nothing_for(rank), timeout=SOON, what=f"a message for rank {rank}")
         return self.tasks[rank].pop(0)
 
@@ -206,7 +206,7 @@ class DriverHarness:
         self.say(rank, Done(cell=cell, status="ok" if error is None else "error", seconds=0.1, error=error))
 
     def launch(self) -> None:
-        """All ranks there, idle and in one group."""
+        """Launch all ranks, until they are idle and in one group."""
         ranks = tuple(self.state.ranks)
         self.driver.post(ev.LaunchRanks(ranks))
         for rank in ranks:
@@ -313,7 +313,7 @@ def test_an_event_from_another_thread_moves_the_drivers_deadline_forward(harness
 
 
 def test_output_may_arrive_while_its_cell_is_sent_for_one_thread_alone_reads_it(harness, monkeypatch):
-    """Who submits once looked at the output too, and found it changed by the driver meanwhile."""
+    """Check that only the driver thread reads the output. The submitting thread once read it too, during a change."""
     threads, deadline = set(), OutputMerger.deadline.fget
 
     def noted(merger):
@@ -444,11 +444,11 @@ def test_the_others_of_a_cell_that_lost_a_rank_are_interrupted_and_the_notebook_
     harness.launch()
     cell = harness.submit(0, 1)
     harness.next_task(0)
-    began = time.monotonic()
+    start = time.monotonic()
     harness.launcher.tell(exited(1, -11))
     assert harness.next_task(0) == Interrupt(cell=cell.cell)
     harness.wait_end(cell)
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - start < SOON
     report = error_of(cell)
     assert "rank 1 was killed by SIGSEGV (segmentation fault) while running cell [7]" in report
     assert report.index("rank 0 still runs") > report.index("rank 1 was killed"), "the cause comes first"
@@ -521,7 +521,7 @@ def test_the_end_of_the_forkserver_is_the_end_of_every_rank_and_of_every_cell(ha
     harness.wait_states(RankState.DEAD, RankState.DEAD)
 
 
-def test_a_rank_that_cannot_be_forked_is_dead_and_says_why(harness):
+def test_rank_that_cannot_be_forked_is_dead_with_the_reason(harness):
     harness.launch()
     harness.launcher.tell(exited(1, 1))
     harness.wait_states(RankState.IDLE, RankState.DEAD)
@@ -550,29 +550,29 @@ def test_a_rank_that_dies_while_it_starts_is_reported_with_its_last_output(harne
     assert harness.driver.start_errors == {1: "rank 1 exited with code 1 while it started"}
 
 
-def test_a_question_and_its_answer_find_their_way(harness):
+def test_input_request_and_its_answer_are_delivered(harness):
     harness.launch()
     cell = harness.submit(1)
     harness.next_task(1)
-    asked = InputRequest(cell=cell.cell, prompt="name? ", password=False)
-    harness.say(1, asked)
-    assert cell.inbox.get(timeout=SOON) == InputQuestion(1, asked)
+    request = InputRequest(cell=cell.cell, prompt="name? ", password=False)
+    harness.say(1, request)
+    assert cell.inbox.get(timeout=SOON) == InputQuestion(1, request)
     harness.driver.reply(1, InputReply(cell=cell.cell, text="Ada"))
     assert harness.next_task(1) == InputReply(cell=cell.cell, text="Ada")
 
 
-def test_stacks_are_those_that_came_in_time(harness):
+def test_stacks_include_only_replies_before_the_timeout(harness):
     harness.launch()
     frame = Frame(file="Cell In[7]", line=2, function="train", source="loss.backward()")
     answered: dict[int, Stack] = {}
     asking = threading.Thread(target=lambda: answered.update(harness.driver.wait_stacks(timeout=2.0)))
     asking.start()
-    asked = harness.next_task(0)
-    assert isinstance(asked, GetStack)
+    request = harness.next_task(0)
+    assert isinstance(request, GetStack)
     assert isinstance(harness.next_task(1), GetStack)
-    harness.say(0, Stack(token=asked.token, cell=None, frames=(frame,)))
+    harness.say(0, Stack(token=request.token, cell=None, frames=(frame,)))
     asking.join(SOON)
-    assert answered == {0: Stack(token=asked.token, cell=None, frames=(frame,))}
+    assert answered == {0: Stack(token=request.token, cell=None, frames=(frame,))}
 
 
 def test_stacks_are_not_waited_for_once_all_have_answered(harness):
@@ -585,7 +585,7 @@ def test_stacks_are_not_waited_for_once_all_have_answered(harness):
     assert not asking.is_alive()
 
 
-def test_a_message_that_cannot_be_read_costs_the_rank_that_sent_it(harness):
+def test_undecodable_message_kills_its_sender(harness):
     harness.launch()
     cell = harness.submit(0, 1)
     harness.hub._up.append((Sender(0, 1), (b"\xc1 no message", [])))
@@ -619,7 +619,7 @@ def test_a_message_that_cannot_be_handled_is_reported_once_and_left_out(harness,
     cell.result.raise_for_status()
 
 
-def test_a_ready_message_of_a_rank_that_runs_costs_that_rank(harness, monkeypatch):
+def test_ready_message_of_a_running_rank_kills_it(harness, monkeypatch):
     reported = []
     monkeypatch.setattr("sys.excepthook", lambda _, value, __: reported.append(value))
     harness.launch()
@@ -632,7 +632,7 @@ def test_a_ready_message_of_a_rank_that_runs_costs_that_rank(harness, monkeypatc
     assert harness.driver.failure is None
 
 
-def test_output_that_the_front_end_refuses_is_left_out_and_said(harness, monkeypatch):
+def test_output_that_the_front_end_refuses_is_omitted_and_reported(harness, monkeypatch):
     class Refusing(Keeper):
         def emit(self, items) -> None:
             if any("refused" in item.text for item in items):
@@ -654,8 +654,8 @@ def test_output_that_the_front_end_refuses_is_left_out_and_said(harness, monkeyp
 
 def test_a_callback_is_called_on_the_drivers_thread_and_not_too_early(harness):
     called: list[tuple[str, float]] = []
-    began = time.monotonic()
-    harness.driver.after(0.05, lambda: called.append((threading.current_thread().name, time.monotonic() - began)))
+    start = time.monotonic()
+    harness.driver.after(0.05, lambda: called.append((threading.current_thread().name, time.monotonic() - start)))
     wait_until(lambda: bool(called), timeout=SOON, what="the callback")
     assert called[0][0] == "rankbook-driver"
     assert called[0][1] >= 0.05
@@ -689,7 +689,7 @@ def refuse(*_: object) -> ForkRank:
         (-63, 0, "was killed by signal 63"),
     ],
 )
-def test_how_a_rank_ended_in_plain_text(code, kills, words):
+def test_exit_status_is_described_in_plain_text(code, kills, words):
     assert describe_exit(exited(0, code, memory_kills=kills)) == words
 
 

@@ -24,7 +24,7 @@ train()
 
 
 @pytest.mark.parametrize("source", ["", "x = 1", "x += 1", "del x", "import os", "x; y", "!ls", "return 1", "if x: y"])
-def test_peek_refuses_what_is_no_expression(source):
+def test_peek_refuses_code_that_is_not_an_expression(source):
     with pytest.raises(InvalidArgument):
         check_expression(source)
 
@@ -38,7 +38,7 @@ def test_an_expression_that_does_more_than_read_is_refused(source, why):
         check_expression(source)
 
 
-def test_an_expression_is_taken_bare():
+def test_peek_strips_the_expression():
     assert check_expression(" {k: v for k, v in x.items()}  # all ") == "{k: v for k, v in x.items()}  # all"
 
 
@@ -49,7 +49,7 @@ def cluster():
 
 
 @pytest.mark.processes
-def test_peeks_at_ranks_that_train_leave_them_to_it(cluster):
+def test_peek_during_training_does_not_disturb_it(cluster):
     ended = []
 
     def run():
@@ -61,18 +61,18 @@ def test_peeks_at_ranks_that_train_leave_them_to_it(cluster):
     thread.start()
     try:
         wait_until(lambda: not cluster.peek("total")[0].trouble, timeout=10, what="the loop")
-        found = cluster.peek("(rank, total.numel())")
-        assert [element.text for element in found] == ["(0, 1)", "(1, 1)"]
-        assert {entry.cell for entry in found} == {"a call"}
+        replies = cluster.peek("(rank, total.numel())")
+        assert [element.text for element in replies] == ["(0, 1)", "(1, 1)"]
+        assert {entry.cell for entry in replies} == {"a call"}
         barred = cluster.peek("dist.all_reduce(torch.ones(1))")
         assert all("a peek cannot begin all_reduce:" in member.trouble for member in barred)
-        began = time.monotonic()
+        start = time.monotonic()
         assert [part.trouble for part in cluster.peek("time.sleep(30) or 1", timeout=20)] == [
             "NameError: name 'time' is not defined"
         ] * 2
         hung = cluster.peek("__import__('time').sleep(30)", timeout=0.3, ranks=[1])
         assert [(value.rank, value.trouble) for value in hung] == [(1, "timed out after 0.3 s")]
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - start < 20
         assert cluster.stacks()[1] is not None, "the control thread answers beside a peek that hangs"
         interrupted = time.monotonic()
         cluster.interrupt()
@@ -86,19 +86,19 @@ def test_peeks_at_ranks_that_train_leave_them_to_it(cluster):
 
 
 @pytest.mark.processes
-def test_a_rank_whose_interpreter_is_kept_is_reported_and_answers_once_it_has_it_again(cluster):
-    keeps = "__import__('ctypes').PyDLL(None).usleep(4_000_000)"  # sleeps without letting the interpreter go
-    found = cluster.peek(f"rank and {keeps}", timeout=1)
-    assert (found[0].text, found[1].text) == ("0", "")
-    assert "no reply within 2 s" in found[1].trouble
+def test_rank_whose_interpreter_lock_is_held_is_reported_and_answers_after_its_release(cluster):
+    hold_interpreter = "__import__('ctypes').PyDLL(None).usleep(4_000_000)"  # sleeps without letting the interpreter go
+    replies = cluster.peek(f"rank and {hold_interpreter}", timeout=1)
+    assert (replies[0].text, replies[1].text) == ("0", "")
+    assert "no reply within 2 s" in replies[1].trouble
     assert [item.text for item in cluster.peek("rank", timeout=30)] == ["0", "1"]
 
 
 @pytest.mark.processes
-def test_a_rank_that_is_gone_is_reported_beside_those_that_answer():
+def test_dead_rank_is_reported_with_the_replies_of_the_others():
     with rankbook.Cluster(2) as cluster:
         with contextlib.suppress(CellError, rankbook.RankLostError):
             cluster.run("import os; os._exit(3)", ranks=[1])
-        found = cluster.peek("rank")
-        assert (found[0].text, found[1].text) == ("0", "")
-        assert "not running" in found[1].trouble
+        replies = cluster.peek("rank")
+        assert (replies[0].text, replies[1].text) == ("0", "")
+        assert "not running" in replies[1].trouble

@@ -31,7 +31,7 @@ def numbered(number: int) -> RunningCell:
         (done("interrupted", "KeyboardInterrupt"), numbered(5), "was interrupted at cell [5] line 3"),
     ],
 )
-def test_words(message, cell, words):
+def test_describe_failure(message, cell, words):
     assert describe_failure(message, cell) == words
 
 
@@ -70,7 +70,7 @@ Extension modules: numpy, torch._C (total: 2)
 """
 
 
-def test_a_crash_is_reported_down_to_the_line_of_the_cell():
+def test_crash_is_reported_with_the_line_of_the_cell():
     assert describe_crash(CRASH).splitlines() == [
         "Fatal Python error: Segmentation fault, innermost call first:",
         '  File "ctypes/__init__.py", line 519 in string_at',
@@ -79,7 +79,7 @@ def test_a_crash_is_reported_down_to_the_line_of_the_cell():
     ]
 
 
-def test_a_crash_of_a_cell_that_a_debugger_knows_is_reported_so_too(monkeypatch):
+def test_crash_is_reported_with_the_line_of_a_cell_that_a_debugger_compiled(monkeypatch):
     file = "/tmp/ipykernel_812/3634047808.py"
     reported = describe_crash(CRASH.replace("<ipython-input-4-7403385f>", file))
     assert reported.splitlines()[-1] == f'  File "{file}", line 3 in <module>', "of another notebook"

@@ -139,12 +139,12 @@ class Hostile(DriverHarness):
         return all(rank.state is RankState.IDLE for rank in self.state.ranks.values())
 
     def killed(self) -> bool:
-        """Whether the driver has killed the present process of rank 0."""
+        """Return True if the driver has killed the current process of rank 0."""
         return any(kill.incarnation == self.state.ranks[0].incarnation for kill in self.launcher.killed)
 
 
 @pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.full)])
-def test_random_messages_of_every_type_cost_at_most_the_rank_that_sent_them(seed, monkeypatch):
+def test_random_messages_of_every_type_kill_at_most_their_sender(seed, monkeypatch):
     monkeypatch.setattr("sys.excepthook", lambda *_: None)  # what is reported, another test looks at
     kinds = [msgspec.inspect.type_info(kind) for kind in get_args(FromRank)]
     chance, harness = random.Random(seed), Hostile()
@@ -176,7 +176,7 @@ def test_random_messages_of_every_type_cost_at_most_the_rank_that_sent_them(seed
         harness.close()
 
 
-def test_messages_without_a_sender_or_of_an_unknown_one_cost_nothing(monkeypatch):
+def test_messages_without_a_known_sender_are_ignored(monkeypatch):
     reported: list[BaseException] = []
     monkeypatch.setattr("sys.excepthook", lambda _, value, __: reported.append(value))
     harness = Hostile()

@@ -15,11 +15,11 @@ RUNNING = ProcessInfo("running", 1.0)
 
 
 class Harness:
-    """One cell on ranks 0 and 1; those in `looks` have not answered since they were asked."""
+    """Simulates one cell on ranks 0 and 1; the ranks in `silent` have not answered since they were asked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        self.looks: dict[int, ProcessInfo] = {}
+        self.silent: dict[int, ProcessInfo] = {}
         self.replied: set[int] = set()
         self.asked: dict[int, float] = {}
         self.notes: list[str] = []
@@ -36,9 +36,9 @@ class Harness:
             self.asked.setdefault(rank, self.now)
 
     def _silent(self, ranks) -> dict[int, UnresponsiveRank]:
-        owing = [rank for rank in ranks if rank in self.asked and rank in self.looks]
+        owing = [rank for rank in ranks if rank in self.asked and rank in self.silent]
         return {
-            rank: UnresponsiveRank(rank, 40 + rank, self.now - self.asked[rank], 50.0, self.looks[rank])
+            rank: UnresponsiveRank(rank, 40 + rank, self.now - self.asked[rank], 50.0, self.silent[rank])
             for rank in owing
         }
 
@@ -66,8 +66,8 @@ def test_rank_that_sends_messages_is_not_queried(harness):
     assert not harness.notes
 
 
-def test_a_stopped_rank_is_reported_at_the_next_look_and_once(harness):
-    harness.looks = {1: STOPPED}
+def test_stopped_rank_is_reported_once_at_the_next_check(harness):
+    harness.silent = {1: STOPPED}
     harness.watch(6.5)
     assert harness.notes == ["rank 1: unresponsive for 3 s, process stopped; kill -CONT 41 resumes it\n"]
     harness.watch(60)
@@ -75,7 +75,7 @@ def test_a_stopped_rank_is_reported_at_the_next_look_and_once(harness):
 
 
 def test_a_rank_that_may_only_be_in_a_long_call_is_reported_later(harness):
-    harness.looks = {0: RUNNING}
+    harness.silent = {0: RUNNING}
     harness.watch(8)
     assert not harness.notes
     harness.watch(8)

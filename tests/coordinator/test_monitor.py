@@ -161,10 +161,10 @@ def test_models_and_optimizers_are_reported_with_their_wrappers(cluster):
 @pytest.mark.parametrize("name", ["ddp", "sharded", "both"])
 def test_shards_of_a_model_are_where_torch_says(cluster, name):
     truth = cluster.pull("models")
-    found = cluster.shards(name)
-    assert (found.kind, found.trouble) == ("model", "")
-    assert {item.key for item in found.tensors} == truth[0][name].keys()
-    for tensor in found.tensors:
+    report = cluster.shards(name)
+    assert (report.kind, report.trouble) == ("model", "")
+    assert {item.key for item in report.tensors} == truth[0][name].keys()
+    for tensor in report.tensors:
         assert [element.rank for element in tensor.shards] == [0, 1, 2, 3]
         for shard in tensor.shards:
             assert (shard.offset, shard.shape, tensor.shape, shard.bytes) == truth[shard.rank][name][tensor.key]
@@ -173,9 +173,9 @@ def test_shards_of_a_model_are_where_torch_says(cluster, name):
 @pytest.mark.parametrize("name", ["uneven", "copies", "few"])
 def test_shards_of_a_dtensor_are_where_torch_says(cluster, name):
     truth = cluster.pull("tensors")
-    found = cluster.shards(name)
-    (tensor,) = found.tensors
-    assert found.kind == "DTensor"
+    report = cluster.shards(name)
+    (tensor,) = report.tensors
+    assert report.kind == "DTensor"
     for shard in tensor.shards:
         offset, shape, nbytes = truth[shard.rank][name]
         assert (shard.shape, shard.bytes) == (shape, nbytes)
@@ -186,14 +186,14 @@ def test_shards_of_a_dtensor_are_where_torch_says(cluster, name):
 
 def test_regions_of_other_ranks_are_computed_identically(cluster):
     reported = cluster._monitor
-    whole = cluster.shards("both")
+    merged = cluster.shards("both")
     driver = cluster._processes.driver
     answering, driver.live_ranks = driver.live_ranks, lambda: (2,)
     try:
         alone = reported.shards("both")
     finally:
         driver.live_ranks = answering
-    assert alone.tensors == whole.tensors
+    assert alone.tensors == merged.tensors
     assert "rank 0" in alone.trouble or "ranks 0" in alone.trouble
 
 
@@ -212,9 +212,9 @@ def test_a_statistic_is_of_the_ranks_own_part(cluster):
         "part = both[0].weight.to_local(); numbers = (float(part.min()), float(part.mean()), float(part.max()))"
     )
     for rank, numbers in enumerate(cluster.pull("numbers")):
-        found = cluster.statistic("both", "0.weight", rank)
-        assert (found.minimum, found.maximum) == (numbers[0], numbers[2])
-        assert found.mean == pytest.approx(numbers[1], rel=1e-5)
+        report = cluster.statistic("both", "0.weight", rank)
+        assert (report.minimum, report.maximum) == (numbers[0], numbers[2])
+        assert report.mean == pytest.approx(numbers[1], rel=1e-5)
     with pytest.raises(InvalidArgument, match=r"no tensor 'w' on this rank"):
         cluster.statistic("both", "w", 0)
 
@@ -230,8 +230,8 @@ def test_detail_has_stack_output_and_variables(cluster):
             return "busy 2" in details[0].output and [item.split(":")[0] for item in details[0].stack] == places
 
         wait_until(sleeps, timeout=20, what="the output, and the sleep behind it")
-        (found,) = details
-        reported = {variable.name: variable for variable in found.variables}
+        (report,) = details
+        reported = {variable.name: variable for variable in report.variables}
         assert (reported["uneven"].shape, reported["uneven"].type, reported["uneven"].dtype) == (
             (5, 7),
             "DTensor",
@@ -265,70 +265,70 @@ def test_answers_come_while_a_cell_blocks(cluster, code, state):
         assert ("barrier" in rows[1].waits_for) == (state == "waiting")
 
 
-def test_watching_is_live_at_most_ten_times_a_second_and_ends_with_the_last_state(cluster):
-    seen, began = [], time.monotonic()
-    end = cluster.watch("placement", lambda item: seen.append((time.monotonic(), item)))
+def test_watch_updates_at_most_ten_times_a_second_and_ends_with_the_last_state(cluster):
+    updates, start = [], time.monotonic()
+    end = cluster.watch("placement", lambda item: updates.append((time.monotonic(), item)))
     cluster.run("import math\nfor _ in range(150): x = torch.ones(100_000 * (_ % 7 + 1)); time.sleep(0.01)")
-    wait_until(lambda: all(rank.state == "idle" for rank in seen[-1][1].ranks), timeout=10, what="the last state")
+    wait_until(lambda: all(rank.state == "idle" for rank in updates[-1][1].ranks), timeout=10, what="the last state")
     end()
-    assert any(element.ranks[0].state == "running" for _, element in seen)
-    assert len(seen) <= 10 * (seen[-1][0] - began) + 2  # one that is late may come right before the next
+    assert any(element.ranks[0].state == "running" for _, element in updates)
+    assert len(updates) <= 10 * (updates[-1][0] - start) + 2  # one that is late may come right before the next
     wait_until(lambda: not lookouts(), timeout=10, what="the threads' end")
 
 
 def test_unwatched_cluster_sends_and_imports_nothing(cluster):
-    def looks(sent):
+    def questions(sent):
         return [item for item in sent if isinstance(item, Question)]
 
     with counted(cluster) as sent:
         cluster.run("time.sleep(0.4)")
-        assert looks(sent) == []
+        assert questions(sent) == []
         end = cluster.watch("status", lambda _: None)
-        wait_until(lambda: len(looks(sent)) >= 12, timeout=10, what="three rounds")
-        assert {(type(look), look.holdings) for look in looks(sent)} == {(GetStatus, False)}
+        wait_until(lambda: len(questions(sent)) >= 12, timeout=10, what="three rounds")
+        assert {(type(look), look.holdings) for look in questions(sent)} == {(GetStatus, False)}
         end()
         wait_until(lambda: not lookouts(), timeout=10, what="the threads' end")
         sent.clear()
         cluster.run("time.sleep(0.4)")
-        assert looks(sent) == []
+        assert questions(sent) == []
 
 
-def test_a_watcher_that_raises_or_blocks_hurts_nobody_else(cluster, monkeypatch):
-    raised, seen, blocked = [], [], threading.Event()
+def test_watcher_that_raises_or_blocks_does_not_affect_other_watchers(cluster, monkeypatch):
+    raised, updates, blocked = [], [], threading.Event()
     monkeypatch.setattr(sys, "excepthook", lambda *error: raised.append(error[0]))
     ends = [
         cluster.watch("placement", lambda _: 1 / 0),
         cluster.watch("placement", lambda _: blocked.wait(20)),
-        cluster.watch("placement", seen.append),
+        cluster.watch("placement", updates.append),
     ]
     cluster.run("time.sleep(0.5)")
-    wait_until(lambda: len(seen) > 1 and raised, timeout=10, what="pictures, and the error")
+    wait_until(lambda: len(updates) > 1 and raised, timeout=10, what="pictures, and the error")
     assert raised == [ZeroDivisionError]
     blocked.set()
     for end in ends:
         end()
     with pytest.raises(InvalidArgument, match=r"unknown kind .*; choose from"):
-        cluster.watch("weather", seen.append)
+        cluster.watch("weather", updates.append)
 
 
 def test_saves_are_reported_as_they_happen_and_when_they_have_ended(cluster, tmp_path):
-    seen = []
+    updates = []
     feed = ClusterViewSource(cluster)
-    end = feed.watch("saves", seen.append)
-    wait_until(lambda: seen, timeout=10, what="the first look")
+    end = feed.watch("saves", updates.append)
+    wait_until(lambda: updates, timeout=10, what="the first look")
     cluster.run(
         "from rankbook.checkpoint import save, sharded_state_dict\n"
         f"save({{'w': torch.ones(1000)}}, {str(tmp_path / 'run')!r}, step=3)"
     )
 
     def reported():
-        return [(save.rank, save.save.phase, save.save.step) for save in seen[-1].saves]
+        return [(save.rank, save.save.phase, save.save.step) for save in updates[-1].saves]
 
     wait_until(lambda: reported() == [(rank, "done", 3) for rank in range(4)], timeout=10, what="the end of the save")
     end()
 
 
-def test_a_feed_answers_and_acts_while_a_cell_runs(cluster):
+def test_feed_answers_queries_and_performs_actions_during_a_cell(cluster):
     feed = ClusterViewSource(cluster)
     assert isinstance(feed.ask("placement"), Placement)
     with running(cluster, "time.sleep(600)"):
@@ -346,20 +346,20 @@ def test_a_feed_answers_and_acts_while_a_cell_runs(cluster):
 
 
 @pytest.mark.slow
-def test_looks_beside_a_training_loop_neither_end_it_nor_report_half_of_it(cluster):
+def test_queries_during_training_neither_stop_it_nor_report_partial_state(cluster):
     """Whoever reads a gradient while a backward pass writes it ends the process: 30 steps are enough for that."""
     cluster.run("deep = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(24)]))")
     cluster.run("adam = torch.optim.Adam(deep.parameters())")
     train = "for _ in range(200):\n    adam.zero_grad()\n    deep(torch.ones(8, 64)).sum().backward()\n    adam.step()"
     before = cluster.placement().ranks[0].memory.gradients
-    thread, seen = threading.Thread(target=cluster.run, args=(train,)), []
+    thread, updates = threading.Thread(target=cluster.run, args=(train,)), []
     thread.start()
     while thread.is_alive():
-        seen.append(cluster.placement().ranks[0])
+        updates.append(cluster.placement().ranks[0])
     thread.join()
-    assert len(seen) > 10
+    assert len(updates) > 10
     assert cluster.placement().ranks[0].memory.gradients == before + sum(linear.nbytes for linear in _linears(24))
-    assert max(item.steps for item in seen) > 10
+    assert max(item.steps for item in updates) > 10
     cluster.run("del deep, adam")
 
 
@@ -368,48 +368,50 @@ def _linears(count):
 
 
 def test_a_rank_that_is_stopped_is_unresponsive_and_comes_back(cluster):
-    seen = []
-    end = cluster.watch("placement", seen.append)
-    wait_until(lambda: seen, timeout=10, what="a picture")
-    pid = seen[-1].ranks[1].pid
+    updates = []
+    end = cluster.watch("placement", updates.append)
+    wait_until(lambda: updates, timeout=10, what="a picture")
+    pid = updates[-1].ranks[1].pid
     stop_process(pid)
     try:
-        wait_until(lambda: seen[-1].ranks[1].state == "unresponsive", timeout=10, what="its silence")
-        assert seen[-1].ranks[0].state == "idle"
+        wait_until(lambda: updates[-1].ranks[1].state == "unresponsive", timeout=10, what="its silence")
+        assert updates[-1].ranks[0].state == "idle"
         with pytest.raises(RankLostError, match="rank 1 did not reply within"):
             cluster.detail(1, timeout=0.2)
     finally:
         os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: seen[-1].ranks[1].state == "idle", timeout=10, what="its return")
+    wait_until(lambda: updates[-1].ranks[1].state == "idle", timeout=10, what="its return")
     end()
 
 
 def test_dead_healed_and_restarted_ranks_and_a_cluster_that_ends():
-    seen = []
+    updates = []
     with rankbook.Cluster(2) as cluster:
         cluster.run("model = torch.nn.Linear(3, 3)\nprint('last words', rank)")
         ours = ("rankbook.rank.inspect.query_handlers", "rankbook.checkpoint")
         cluster.run(f"import sys\nlooks = [each for each in {ours} if each in sys.modules]")
         assert cluster.pull("looks") == [[], []]
-        end = cluster.watch("placement", seen.append)
-        wait_until(lambda: seen and seen[-1].ranks[1].holdings, timeout=10, what="a picture")
-        first = seen[-1].ranks[1].pid
+        end = cluster.watch("placement", updates.append)
+        wait_until(lambda: updates and updates[-1].ranks[1].holdings, timeout=10, what="a picture")
+        first = updates[-1].ranks[1].pid
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: seen[-1].ranks[1].state == "dead", timeout=10, what="the death")
-        dead = seen[-1].ranks[1]
+        wait_until(lambda: updates[-1].ranks[1].state == "dead", timeout=10, what="the death")
+        dead = updates[-1].ranks[1]
         assert (dead.memory, dead.holdings) == (None, ())
         assert cluster.detail(1).output == ("last words 1",)
         assert [shard.rank for shard in cluster.shards("model").tensors[0].shards] == [0]
         cluster.heal()
-        wait_until(lambda: seen[-1].ranks[1].holdings, timeout=20, what="the healed rank's model")
-        assert seen[-1].ranks[1].pid != first
+        wait_until(lambda: updates[-1].ranks[1].holdings, timeout=20, what="the healed rank's model")
+        assert updates[-1].ranks[1].pid != first
         assert ClusterViewSource(cluster).act("restart", 1) == (
             "rank 1 restarted with an empty namespace; %distributed heal 1 copies the variables of another rank"
         )
         wait_until(
-            lambda: seen[-1].ranks[1].state == "idle" and not seen[-1].ranks[1].holdings, timeout=20, what="the restart"
+            lambda: updates[-1].ranks[1].state == "idle" and not updates[-1].ranks[1].holdings,
+            timeout=20,
+            what="the restart",
         )
-        assert [holding.name for holding in seen[-1].ranks[0].holdings] == ["model"]
-    wait_until(lambda: {rank.state for rank in seen[-1].ranks} == {"stopped"}, timeout=10, what="the last picture")
+        assert [holding.name for holding in updates[-1].ranks[0].holdings] == ["model"]
+    wait_until(lambda: {rank.state for rank in updates[-1].ranks} == {"stopped"}, timeout=10, what="the last picture")
     wait_until(lambda: not lookouts(), timeout=10, what="the threads' end")
     end()

@@ -33,7 +33,9 @@ from tests.coordinator.test_state_machine import waits
 NONCE = "n"
 
 
-def here(cell: int = 3, *, running: bool = False, seen: bool = False, entries: int = 0, **more: object) -> ReplayStart:
+def replay_start(
+    cell: int = 3, *, running: bool = False, seen: bool = False, entries: int = 0, **more: object
+) -> ReplayStart:
     fields = {"nonce": NONCE, "number": cell, "label": f"cell [{cell}]", "generation": 1, "dropped": 0, **more}
     return ReplayStart(cell=cell, running=running, seen=seen, entries=entries, **fields)
 
@@ -65,26 +67,26 @@ class RecordingSink:
         return "".join(item.text for item in self.items if isinstance(item, Stream) and item.name == name)
 
 
-# Reunion
+# Handshake
 
 
 def test_messages_in_flight_before_the_replay_are_discarded():
-    reunion = ReattachHandshake({0: 1, 1: 4}, NONCE)
-    reunion.take(Sender(0, 1), text(3, "old"), [])
-    reunion.take(Sender(0, 1), here(nonce="of an attempt before", entries=1), [])
-    reunion.take(Sender(0, 1), text(3, "old"), [])
-    reunion.take(Sender(0, 1), here(entries=2), [])
-    reunion.take(Sender(0, 1), text(3, "old"), [])
-    assert reunion.missing == [0, 1]
-    reunion.take(Sender(0, 1), text(3, "more"), [])
-    assert reunion.missing == [1]
-    reunion.take(Sender(0, 1), text(3, "now"), [])
-    reunion.take(Sender(1, 3), here(), [])
-    assert reunion.missing == [1], "an incarnation that is no more does not count"
-    reunion.take(Sender(1, 4), here(), [])
-    assert reunion.missing == []
-    assert reunion.reports[0].missed == [text(3, "old"), text(3, "more")]
-    assert reunion.reports[0].later == [(text(3, "now"), [])]
+    handshake = ReattachHandshake({0: 1, 1: 4}, NONCE)
+    handshake.take(Sender(0, 1), text(3, "old"), [])
+    handshake.take(Sender(0, 1), replay_start(nonce="of an attempt before", entries=1), [])
+    handshake.take(Sender(0, 1), text(3, "old"), [])
+    handshake.take(Sender(0, 1), replay_start(entries=2), [])
+    handshake.take(Sender(0, 1), text(3, "old"), [])
+    assert handshake.missing == [0, 1]
+    handshake.take(Sender(0, 1), text(3, "more"), [])
+    assert handshake.missing == [1]
+    handshake.take(Sender(0, 1), text(3, "now"), [])
+    handshake.take(Sender(1, 3), replay_start(), [])
+    assert handshake.missing == [1], "an incarnation that is no more does not count"
+    handshake.take(Sender(1, 4), replay_start(), [])
+    assert handshake.missing == []
+    assert handshake.reports[0].missed == [text(3, "old"), text(3, "more")]
+    assert handshake.reports[0].later == [(text(3, "now"), [])]
 
 
 # What is made of it
@@ -92,19 +94,19 @@ def test_messages_in_flight_before_the_replay_are_discarded():
 
 def test_tasks_are_those_that_run_or_were_not_seen():
     accounts = {
-        0: account(here(5, running=True)),
-        1: account(here(5)),
-        2: account(here(4, seen=True)),
-        3: account(here(0)),
-        4: account(here(3)),
+        0: account(replay_start(5, running=True)),
+        1: account(replay_start(5)),
+        2: account(replay_start(4, seen=True)),
+        3: account(replay_start(0)),
+        4: account(replay_start(3)),
     }
     reported = [(task.cell, task.ranks, task.running) for task in recovered_tasks(accounts)]
     assert reported == [(3, (4,), ()), (5, (0, 1), (0,))]
 
 
-def test_the_state_begins_where_the_ranks_are():
+def test_reattached_state_starts_from_the_state_of_the_ranks():
     exited = RankExited(rank=2, incarnation=6, pid=1, code=-9, memory_kills=0, stdout=b"", stderr=b"")
-    accounts = {0: account(here(5, running=True)), 1: account(here(5))}
+    accounts = {0: account(replay_start(5, running=True)), 1: account(replay_start(5))}
     state = RecoveredClusterState(recovered_state(3, {0: 1, 1: 2}, {2: exited}, accounts))
     assert [rank.state for rank in state.ranks.values()] == [RankState.BUSY, RankState.IDLE, RankState.DEAD]
     assert [rank.incarnation for rank in state.ranks.values()] == [1, 2, 6]
@@ -117,8 +119,11 @@ def test_the_state_begins_where_the_ranks_are():
     assert state.handle(ev.LaunchRanks((2,))) == [act.Fork(2, 7)]
 
 
-def test_a_wait_for_a_rank_that_raised_while_nobody_was_there_is_aborted_as_any_other():
-    accounts = {0: account(here(5, running=True)), 1: account(here(5, entries=1), done(5, "bad", collectives=1))}
+def test_wait_for_a_rank_that_raised_while_detached_is_aborted():
+    accounts = {
+        0: account(replay_start(5, running=True)),
+        1: account(replay_start(5, entries=1), done(5, "bad", collectives=1)),
+    }
     state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
     assert state.resume() == [act.ScheduleCheck(CHECK_AFTER_DONE)]
     assert act.RequestCollectives((0, 1)) in state.handle(ev.CheckCollectives(10.0))
@@ -130,11 +135,9 @@ def test_a_wait_for_a_rank_that_raised_while_nobody_was_there_is_aborted_as_any_
 
 
 @pytest.mark.parametrize(("collectives", "error", "anew"), [(3, "bad", True), (0, "bad", False), (3, None, False)])
-def test_a_cell_that_failed_while_nobody_was_there_may_have_left_the_ranks_at_different_collectives(
-    collectives, error, anew
-):
+def test_cell_that_failed_while_detached_makes_the_group_stale(collectives, error, anew):
     ended = [done(5, error, collectives=collectives), done(5, collectives=collectives)]
-    accounts = {rank: account(here(5, entries=1), item) for rank, item in enumerate(ended)}
+    accounts = {rank: account(replay_start(5, entries=1), item) for rank, item in enumerate(ended)}
     state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
     assert [type(element) for element in state.resume()] == ([act.FormGroup, act.SendTask] if anew else [])
 
@@ -142,19 +145,19 @@ def test_a_cell_that_failed_while_nobody_was_there_may_have_left_the_ranks_at_di
 @pytest.mark.parametrize(
     ("answer", "stale"),
     [
-        (here(5), True),
-        (here(5, running=True), False),  # its own end decides
-        (here(5, number=-1), False),  # it forms the group
+        (replay_start(5), True),
+        (replay_start(5, running=True), False),  # its own end decides
+        (replay_start(5, number=-1), False),  # it forms the group
     ],
     ids=["ended", "running", "internal"],
 )
 def test_only_a_failed_cell_that_has_ended_makes_the_inventory_stale(answer, stale):
-    accounts = {0: account(answer), 1: account(here(5, number=answer.number), done(5, "bad", collectives=1))}
+    accounts = {0: account(answer), 1: account(replay_start(5, number=answer.number), done(5, "bad", collectives=1))}
     assert recovered_state(2, {0: 1, 1: 1}, {}, accounts).stale is stale
 
 
 def test_ranks_that_are_in_one_group_stay_in_it():
-    accounts = {rank: account(here(5, seen=True, generation=2)) for rank in (0, 1)}
+    accounts = {rank: account(replay_start(5, seen=True, generation=2)) for rank in (0, 1)}
     state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
     assert state.grouped
     assert state.resume() == []
@@ -162,7 +165,7 @@ def test_ranks_that_are_in_one_group_stay_in_it():
 
 @pytest.mark.parametrize("generations", [(2, 1), (0, 0), (2, 0)])
 def test_ranks_that_are_not_in_one_group_form_one_of_a_number_that_was_never_used(generations):
-    accounts = {rank: account(here(5, seen=True, generation=item)) for rank, item in enumerate(generations)}
+    accounts = {rank: account(replay_start(5, seen=True, generation=item)) for rank, item in enumerate(generations)}
     state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
     regroup, send = state.resume()
     assert isinstance(regroup, act.FormGroup)
@@ -172,8 +175,8 @@ def test_ranks_that_are_not_in_one_group_form_one_of_a_number_that_was_never_use
 
 def test_a_group_that_is_being_formed_is_waited_for():
     accounts = {
-        0: account(here(5, running=True, number=-1, generation=0)),
-        1: account(here(5, number=-1, generation=1)),
+        0: account(replay_start(5, running=True, number=-1, generation=0)),
+        1: account(replay_start(5, number=-1, generation=1)),
     }
     state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
     assert state.cells[5].internal
@@ -182,10 +185,10 @@ def test_a_group_that_is_being_formed_is_waited_for():
     assert state.grouped
 
 
-def test_a_group_that_a_rank_could_not_join_while_nobody_was_there_is_formed_once_more():
+def test_group_that_failed_to_form_while_detached_is_formed_again():
     accounts = {
-        0: account(here(5, running=True, number=-1, generation=0)),
-        1: account(here(5, number=-1, generation=0, entries=1), done(5, "bad")),
+        0: account(replay_start(5, running=True, number=-1, generation=0)),
+        1: account(replay_start(5, number=-1, generation=0, entries=1), done(5, "bad")),
     }
     state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
     assert any(isinstance(item, act.FormGroup) for item in state.resume())
@@ -195,8 +198,8 @@ def test_a_group_that_a_rank_could_not_join_while_nobody_was_there_is_formed_onc
 def test_a_cell_that_ended_is_shown_below_a_heading_with_its_errors_and_its_result():
     sink = RecordingSink()
     accounts = {
-        0: account(here(5, entries=2), text(5, "same\n"), done(5)),
-        1: account(here(5, entries=2), text(5, "same\n"), done(5, "bad")),
+        0: account(replay_start(5, entries=2), text(5, "same\n"), done(5)),
+        1: account(replay_start(5, entries=2), text(5, "same\n"), done(5, "bad")),
     }
     adoption = OutputReplay(accounts, cluster_key="k", sink=sink)
     (result,) = adoption.show_output()
@@ -210,8 +213,8 @@ def test_a_cell_that_runs_is_followed_and_its_question_is_asked():
     sink = RecordingSink()
     question = InputRequest(cell=5, prompt="?", password=False)
     accounts = {
-        0: account(here(5, running=True), text(5, "first\n"), question),
-        1: account(here(5), text(5, "first\n"), done(5)),
+        0: account(replay_start(5, running=True), text(5, "first\n"), question),
+        1: account(replay_start(5), text(5, "first\n"), done(5)),
     }
     adoption = OutputReplay(accounts, cluster_key="k", sink=sink)
     assert adoption.show_output() == []
@@ -229,16 +232,16 @@ def test_a_cell_that_runs_is_followed_and_its_question_is_asked():
 def test_failed_ranks_of_a_running_cell_are_reported():
     sink = RecordingSink()
     ended = {1: done(5, "bad"), 2: done(5), 3: done(5)}
-    accounts = {rank: account(here(5, entries=1), item) for rank, item in ended.items()}
-    OutputReplay({0: account(here(5, running=True)), **accounts}, cluster_key="k", sink=sink).show_output()
+    accounts = {rank: account(replay_start(5, entries=1), item) for rank, item in ended.items()}
+    OutputReplay({0: account(replay_start(5, running=True)), **accounts}, cluster_key="k", sink=sink).show_output()
     assert "still runs on rank 0 (rank 1 raised ValueError at cell [5]; ranks 2-3 finished); its out" in sink.text()
 
 
 def test_output_of_threads_and_omissions_are_reported_and_regroups_are_not():
     sink = RecordingSink()
     accounts = {
-        0: account(here(5, seen=True, entries=1, dropped=3), text(4, "tick\n")),
-        1: account(here(6, number=-1), done(6)),
+        0: account(replay_start(5, seen=True, entries=1, dropped=3), text(4, "tick\n")),
+        1: account(replay_start(6, number=-1), done(6)),
     }
     assert OutputReplay(accounts, cluster_key="k", sink=sink).show_output() == []
     assert sink.text() == "output of background threads of cells that had already ended:\n[0] tick\n"
@@ -247,14 +250,14 @@ def test_output_of_threads_and_omissions_are_reported_and_regroups_are_not():
 
 def test_output_of_a_cell_that_was_seen_is_shown_once_whether_or_not_it_still_runs():
     heading = "output of background threads of cells that had already ended:\n"
-    for running, shown in ((False, f"{heading}[0] tick\n"), (True, "[0] tick\n")):
+    for running, expected_output in ((False, f"{heading}[0] tick\n"), (True, "[0] tick\n")):
         sink = RecordingSink()
-        accounts = {0: account(here(5, seen=True, running=running), text(5, "tick\n"))}
+        accounts = {0: account(replay_start(5, seen=True, running=running), text(5, "tick\n"))}
         adoption = OutputReplay(accounts, cluster_key="k", sink=sink)
         adoption.show_output()
         for cell in adoption.cells:
             cell.end((0,))
-        assert sink.text().endswith(shown)
+        assert sink.text().endswith(expected_output)
         assert sink.text().count("tick") == 1
 
 
@@ -290,7 +293,7 @@ def record(key: str) -> ClusterRecord:
     )
 
 
-def test_the_only_one_needs_no_key_and_of_several_one_is_named():
+def test_single_detached_cluster_needs_no_key_and_several_need_one():
     one, two = record("9-1"), record("9-2")
     assert select_detached(DetachedCluster((one,)), None) is one
     assert select_detached(DetachedCluster((one, two)), "9-2") is two
@@ -305,16 +308,18 @@ def test_the_only_one_needs_no_key_and_of_several_one_is_named():
 
 
 def test_attach_without_a_key_selects_only_this_notebooks_ranks(monkeypatch):
-    mine, other = (dataclasses.replace(record(f"9-{name}"), session=f"work/{name}.ipynb") for name in ("a", "b"))
+    own_record, other_record = (
+        dataclasses.replace(record(f"9-{name}"), session=f"work/{name}.ipynb") for name in ("a", "b")
+    )
     unknown = record("9-c")
     monkeypatch.setenv("JPY_SESSION_NAME", "work/a.ipynb")
-    assert select_detached(DetachedCluster((other, mine, unknown)), None) is mine
-    assert select_detached(DetachedCluster((other, unknown)), None) is unknown
-    assert select_detached(DetachedCluster((other, unknown)), "9-b") is other
+    assert select_detached(DetachedCluster((other_record, own_record, unknown)), None) is own_record
+    assert select_detached(DetachedCluster((other_record, unknown)), None) is unknown
+    assert select_detached(DetachedCluster((other_record, unknown)), "9-b") is other_record
     with pytest.raises(InvalidArgument, match=r"1 kept cluster, but none of this notebook; .*KEY:\n9-b \(b.ipynb\)"):
-        select_detached(DetachedCluster((other,)), None)
+        select_detached(DetachedCluster((other_record,)), None)
     monkeypatch.delenv("JPY_SESSION_NAME")
-    assert select_detached(DetachedCluster((other,)), None) is other
+    assert select_detached(DetachedCluster((other_record,)), None) is other_record
 
 
 # The driver tells what was seen
@@ -337,12 +342,12 @@ class DetachedHarness(DriverHarness):
 
 @pytest.fixture
 def harness() -> Iterator[DetachedHarness]:
-    made = DetachedHarness()
-    yield made
-    made.close()
+    detached_harness = DetachedHarness()
+    yield detached_harness
+    detached_harness.close()
 
 
-def test_every_rank_hears_that_a_cell_was_seen_once_it_has_ended_on_all(harness):
+def test_cell_is_acknowledged_to_all_ranks_after_it_has_ended_on_all(harness):
     harness.launch()
     cell = harness.submit(0, 1)
     for rank in (0, 1):
@@ -356,7 +361,7 @@ def test_every_rank_hears_that_a_cell_was_seen_once_it_has_ended_on_all(harness)
         assert harness.next_task(rank) == Acknowledge(cell=cell.cell)
 
 
-def test_a_rank_that_goes_on_after_its_cell_was_given_up_hears_it_when_it_has_ended(harness):
+def test_abandoned_cell_is_acknowledged_to_a_rank_after_it_has_ended_there(harness):
     harness.launch()
     cell = harness.submit(0, 1)
     for rank in (0, 1):
@@ -374,9 +379,9 @@ def test_a_rank_that_goes_on_after_its_cell_was_given_up_hears_it_when_it_has_en
     assert harness.next_task(1) == Acknowledge(cell=cell.cell)
 
 
-def test_a_driver_that_resumes_goes_on_with_the_cell_and_what_came_since(harness):
+def test_resumed_driver_continues_the_cell_and_its_queued_messages(harness):
     harness.driver.close()
-    accounts = {0: account(here(5, running=True)), 1: account(here(5, entries=1), done(5))}
+    accounts = {0: account(replay_start(5, running=True)), 1: account(replay_start(5, entries=1), done(5))}
     state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, accounts))
     adoption = OutputReplay(accounts, cluster_key="k", sink=Keeper())
     adoption.show_output()

@@ -39,14 +39,14 @@ class Rejecting:
         return "".join(f"no {name}" for name in names if name in self.bad)
 
 
-def test_variables_are_handed_over_at_once_where_nothing_fails():
+def test_variables_are_transferred_together_if_none_fails():
     attempt = Rejecting([])
     assert copy_variables(["a", "b", "c"], attempt) == {}
     assert (attempt.attempts, attempt.last) == (1, ["a", "b", "c"])
 
 
 @pytest.mark.parametrize("bad", [["a"], ["d"], ["c"], ["a", "d"], ["b", "c"], ["a", "b", "c", "d"]])
-def test_only_the_variables_to_blame_are_left_out(bad):
+def test_only_variables_that_cannot_be_pickled_are_omitted(bad):
     attempt = Rejecting(bad)
     assert copy_variables(["a", "b", "c", "d"], attempt) == {name: f"no {name}" for name in bad}
     assert attempt.last == [name for name in "abcd" if name not in bad], "the rest is handed over in one piece"
@@ -150,7 +150,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("code", "reason"), BROKEN.values(), ids=BROKEN)
-def test_a_value_whose_pickling_goes_wrong_costs_neither_donor_nor_heal(cluster, code, reason):
+def test_value_that_breaks_pickling_fails_neither_the_donor_nor_heal(cluster, code, reason):
     cluster.run(
         f"""from rankbook.rank import recovery
 recovery.check_pickling.__kwdefaults__["seconds"] = 1.0
@@ -175,7 +175,7 @@ v_after = torch.ones(3)"""
     assert {rank: pid_of(cluster, rank) for rank in (0, 2)} == pids
 
 
-def test_a_rank_that_was_restarted_gives_no_state_and_says_that_it_is_empty(cluster):
+def test_restarted_rank_is_empty_and_is_no_donor(cluster):
     cluster.run("v_state = rank")
     cluster.restart([0])
     assert [item.empty for item in cluster.status()] == [True, False, False]
@@ -233,7 +233,7 @@ def test_only_empty_ranks_left_is_an_error_and_the_rank_stays_dead(cluster):
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["the donor", "the new rank"])
-def test_a_kill_within_heal_leaves_dead_ranks_and_no_empty_one(cluster, victim, tmp_path):
+def test_kill_during_heal_leaves_a_dead_rank_and_not_an_empty_one(cluster, victim, tmp_path):
     at, go = tmp_path / "at", tmp_path / "go"
     cluster.run(
         f"""import os, pathlib, queue

@@ -14,20 +14,20 @@ def shards_reply(rank, *boxes, kind="model", trouble="", device="cpu"):
     return ShardsReply(1, kind, (tensor,), (boxes,), trouble)
 
 
-def placed(found):
-    return [(shard.rank, shard.offset, shard.shape, shard.replica) for shard in found.tensors[0].shards]
+def placed(shard_map):
+    return [(shard.rank, shard.offset, shard.shape, shard.replica) for shard in shard_map.tensors[0].shards]
 
 
 def test_replicas_are_counted_by_rank():
-    found = merge_shards("m", {rank: shards_reply(rank, *TWO_BY_TWO) for rank in range(4)}, range(4), DEVICES)
-    assert (found.name, found.kind, found.trouble) == ("m", "model", "")
-    assert placed(found) == [
+    shard_map = merge_shards("m", {rank: shards_reply(rank, *TWO_BY_TWO) for rank in range(4)}, range(4), DEVICES)
+    assert (shard_map.name, shard_map.kind, shard_map.trouble) == ("m", "model", "")
+    assert placed(shard_map) == [
         (0, (0, 0), (2, 4), 0),
         (1, (2, 0), (2, 4), 0),
         (2, (0, 0), (2, 4), 1),
         (3, (2, 0), (2, 4), 1),
     ]
-    assert [shard.bytes for shard in found.tensors[0].shards] == [32] * 4
+    assert [shard.bytes for shard in shard_map.tensors[0].shards] == [32] * 4
 
 
 def test_computed_regions_are_used_only_for_ranks_without_a_reply():
@@ -36,24 +36,24 @@ def test_computed_regions_are_used_only_for_ranks_without_a_reply():
         1: shards_reply(1, Box(1, (3, 0), (1, 4))),
         2: QueryFailed(1, "'m' is not defined"),
     }
-    found = merge_shards("m", answers, range(4), DEVICES)
-    assert placed(found) == [
+    shard_map = merge_shards("m", answers, range(4), DEVICES)
+    assert placed(shard_map) == [
         (0, (0, 0), (2, 4), 0),
         (1, (3, 0), (1, 4), 0),
         (2, (0, 0), (2, 4), 1),
         (3, (2, 0), (2, 4), 0),
     ]
-    assert found.tensors[0].shards[3].device == "cuda:3"
-    assert found.trouble == (
+    assert shard_map.tensors[0].shards[3].device == "cuda:3"
+    assert shard_map.trouble == (
         "rank 2: 'm' is not defined; rank 3: no reply; its shards are shown as computed by the other ranks"
     )
 
 
 def test_a_rank_that_answers_without_a_tensor_does_not_hold_it():
     other = ShardsReply(1, "model", (), (), "no tensors yet")
-    found = merge_shards("m", {0: shards_reply(0, *TWO_BY_TWO), 1: other}, range(2), DEVICES)
-    assert [shard.rank for shard in found.tensors[0].shards] == [0, 2, 3]
-    assert found.trouble == "rank 1: no tensors yet"
+    shard_map = merge_shards("m", {0: shards_reply(0, *TWO_BY_TWO), 1: other}, range(2), DEVICES)
+    assert [shard.rank for shard in shard_map.tensors[0].shards] == [0, 2, 3]
+    assert shard_map.trouble == "rank 1: no tensors yet"
 
 
 def test_a_replica_that_has_a_number_keeps_it_and_empty_shards_are_there():
@@ -62,9 +62,9 @@ def test_a_replica_that_has_a_number_keeps_it_and_empty_shards_are_there():
         1: shards_reply(1, Box(1, (0,), (4,))),
         2: shards_reply(2, Box(2, (4,), (0,))),
     }
-    found = merge_shards("m", answers, range(3), DEVICES)
-    assert placed(found) == [(0, (0,), (4,), 1), (1, (0,), (4,), 0), (2, (4,), (0,), 0)]
-    assert found.tensors[0].shards[2].bytes == 0
+    shard_map = merge_shards("m", answers, range(3), DEVICES)
+    assert placed(shard_map) == [(0, (0,), (4,), 1), (1, (0,), (4,), 0), (2, (4,), (0,), 0)]
+    assert shard_map.tensors[0].shards[2].bytes == 0
 
 
 def test_ranks_that_have_different_things_are_reported():

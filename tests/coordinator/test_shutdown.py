@@ -25,14 +25,14 @@ class Harness:
         self.killed.append((rank, incarnation))
 
 
-def test_a_rank_that_cannot_listen_is_killed_at_once():
+def test_rank_that_cannot_receive_a_shutdown_request_is_killed_at_once():
     unreachable = Harness(reachable=False)
     unreachable.shutdown_manager.shut_down(0, 1, graceful=True)
     unreachable.shutdown_manager.shut_down(1, 1, graceful=False)
     assert unreachable.killed == [(0, 1), (1, 1)]
 
 
-def test_a_rank_that_saves_gets_the_time_that_it_asks_for_and_no_more_than_there_is(monkeypatch):
+def test_rank_that_saves_gets_the_requested_time_up_to_the_limit(monkeypatch):
     harness, now = Harness(), [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     harness.shutdown_manager.patience = 5.0

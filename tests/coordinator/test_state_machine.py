@@ -93,7 +93,7 @@ def test_cells_for_busy_ranks_wait_in_order_and_others_pass():
     assert decided(state.handle(ev.CellDone(1, 1, second)))[-1] == act.SendTask(third, (1,))
 
 
-def test_a_death_fails_the_cell_nudges_the_others_and_releases_the_notebook():
+def test_death_fails_the_cell_interrupts_the_others_and_releases_the_notebook():
     state = started(3)
     cell, _ = submit(state, 0, 1, 2)
     actions = state.handle(ev.RankGone(2, 1, "was killed by SIGKILL"))
@@ -207,7 +207,7 @@ def test_interrupting_a_queued_cell_drops_it():
     assert decided(state.handle(ev.InterruptCell(second))) == [act.EndCell(second, (), interrupted=True)]
 
 
-def test_a_slow_cell_is_kept():
+def test_release_timer_does_not_end_a_slow_cell():
     state = started(2)
     cell, _ = submit(state, 0, 1)
     assert decided(state.handle(ev.TimerFired(cell, "release"))) == []
@@ -226,10 +226,10 @@ def test_stop_ends_every_cell_and_kills_every_rank():
     assert decided(state.handle(ev.Stop())) == []
 
 
-def test_an_illegal_transition_reports_the_story():
+def test_illegal_transition_reports_the_event_history():
     state = started(1)
-    story = r"rank 0 is IDLE and does not accept HELLO\n(.|\n)*RankConnected\(rank=0, incarnation=1\)"
-    with pytest.raises(IllegalTransition, match=story):
+    history = r"rank 0 is IDLE and does not accept HELLO\n(.|\n)*RankConnected\(rank=0, incarnation=1\)"
+    with pytest.raises(IllegalTransition, match=history):
         state.handle(ev.RankConnected(0, 1))
 
 
@@ -327,7 +327,7 @@ class Model:
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 60), st.data())
-def test_whatever_happens_every_cell_ends_and_no_rank_is_lost_track_of(world_size, steps, data):
+def test_random_events_end_every_cell_and_keep_rank_states_consistent(world_size, steps, data):
     model = Model(world_size)
     for _ in range(steps):
         model.step(data)
@@ -396,14 +396,14 @@ def test_a_wait_for_a_rank_that_raised_is_aborted_and_the_group_formed_again_bef
     assert act.SendTask(following, (0, 1)) in state.handle(ev.CellDone(1, 1, regroup.cell))
 
 
-def test_a_cell_that_went_well_leaves_the_group_alone():
+def test_successful_cell_does_not_regroup():
     state = started(2)
     cell, _ = submit(state, 0, 1)
     state.handle(ev.CellDone(0, 1, cell, collectives=5))
     assert decided(state.handle(ev.CellDone(1, 1, cell, collectives=5))) == [act.EndCell(cell, (), interrupted=False)]
 
 
-def test_an_error_in_a_cell_without_collectives_leaves_the_group_alone():
+def test_error_in_a_cell_without_collectives_does_not_regroup():
     state = started(2)
     cell, _ = submit(state, 0, 1)
     state.handle(ev.CellDone(0, 1, cell, failed=True, reason="raised ValueError"))
@@ -411,7 +411,7 @@ def test_an_error_in_a_cell_without_collectives_leaves_the_group_alone():
     assert grouping(state) == []
 
 
-def test_an_error_in_a_cell_with_collectives_has_the_group_formed_again():
+def test_error_in_a_cell_with_collectives_regroups():
     state = started(2)
     cell, _ = submit(state, 0, 1)
     state.handle(ev.CellDone(0, 1, cell, failed=True, reason="raised ValueError", collectives=3))
@@ -457,7 +457,7 @@ def test_the_group_is_formed_again_once():
     assert only(state.handle(ev.CellDone(0, 1, cell, collectives=1)), act.FormGroup) == []
 
 
-def test_an_interrupt_breaks_off_what_has_not_ended_half_a_second_later():
+def test_interrupt_aborts_collectives_that_are_pending_after_half_a_second():
     state = started(3)
     cell, _ = submit(state, 0, 1, 2)
     actions = state.handle(ev.InterruptCell(cell))
@@ -488,7 +488,7 @@ def test_aborted_collectives_cause_a_regroup_and_a_notice():
     assert isinstance(regroup, act.FormGroup)
 
 
-def test_an_interrupt_that_all_heeded_breaks_nothing_off():
+def test_interrupt_that_all_ranks_handle_aborts_no_collectives():
     state = started(2)
     cell, _ = submit(state, 0, 1)
     state.handle(ev.InterruptCell(cell))
@@ -547,7 +547,7 @@ def test_an_interrupted_cell_with_collectives_regroups_even_if_no_rank_failed(co
     assert len(only(actions, act.FormGroup)) == regroups
 
 
-def test_a_death_is_reported_to_the_living_which_are_asked_where_they_are():
+def test_death_is_reported_to_live_ranks_and_requests_their_collectives():
     state = started(3)
     cell, _ = submit(state, 0, 1, 2)
     actions = state.handle(ev.RankGone(2, 1, "was killed by SIGKILL"))
@@ -588,7 +588,7 @@ def test_after_a_death_a_rank_with_no_pending_collective_is_interrupted_and_not_
     ]
 
 
-def test_a_death_forms_the_group_again_only_when_the_rank_is_back_and_says_nothing_of_it_before():
+def test_death_causes_a_regroup_only_after_the_rank_has_restarted():
     state = started(2)
     cell, _ = submit(state, 0, 1)
     state.handle(ev.RankGone(1, 1, "died"))
@@ -622,7 +622,7 @@ def test_messages_of_collectives_from_an_earlier_incarnation_change_nothing():
     assert decided(state.handle(ev.CheckCollectives(3.0))) == []
 
 
-def test_looks_end_with_the_last_cell():
+def test_checks_end_with_the_last_cell():
     state = started(2)
     cell, actions = submit(state, 0)
     assert only(actions, act.ScheduleCheck)

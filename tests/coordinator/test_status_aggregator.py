@@ -79,7 +79,7 @@ def test_holdings_stay_until_others_are_reported():
     assert fold(aggregator, views)[0].holdings == ()
 
 
-def test_the_states_of_a_rank():
+def test_rank_states_are_reported_in_the_placement():
     aggregator = StatusAggregator("key")
     views = [
         view(0, RankState.STARTING),
@@ -116,13 +116,13 @@ def test_a_rank_that_prints_is_not_unresponsive_while_its_reply_takes_long():
     assert fold(aggregator, views, now=11.5)[0].state == "unresponsive"
 
 
-def test_an_answer_about_an_earlier_cell_says_nothing_of_this_one():
+def test_reply_about_an_earlier_cell_is_ignored():
     aggregator, views = StatusAggregator("key"), [view(0)]
     handle_replies(aggregator, views, {0: status_reply(cell=6, waits_for="barrier #2", waited=9.0)})
     assert [(item.state, item.line, item.waits_for) for item in fold(aggregator, views)] == [("running", None, "")]
 
 
-def test_a_dead_rank_holds_nothing_and_a_new_process_is_known_by_nothing():
+def test_holdings_of_a_dead_rank_are_discarded():
     aggregator, views = StatusAggregator("key"), [view(0)]
     handle_replies(aggregator, views, {0: status_reply(steps=5)})
     dead = fold(aggregator, [view(0, RankState.DEAD)])[0]
@@ -157,7 +157,7 @@ def test_rank_that_all_others_wait_for_lags():
     assert stragglers_of([row(0, "waiting", cell=3), row(1, cell=4)]) == set()
 
 
-def test_fewer_steps_lag_where_no_sampling_explains_them():
+def test_rank_with_fewer_steps_lags_unless_sampling_explains_it():
     assert stragglers_of([row(0, steps=100, rate=10.0), row(1, steps=100, rate=10.0), row(2, steps=90, rate=9.0)]) == {
         2
     }

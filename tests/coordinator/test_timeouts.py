@@ -48,11 +48,11 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_the_timeout_of_a_call_counts_while_it_waits_for_a_busy_rank(busy, call):
-    began = time.monotonic()
+    start = time.monotonic()
     problem = r"did not start within 0\.3 s \(waiting for rank 0\) and was removed from the queue"
     with pytest.raises(CellTimeout, match=problem):
         call(busy)
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - start < SOON
     assert [cell.state for cell in busy.cells()] == ["running"], "what waited is gone"
 
 

@@ -40,18 +40,18 @@ def silence(look: ProcessInfo | None, *, seconds: float = 12.0, message_age: flo
         (silence(RUNNING, seconds=0.3), "unresponsive, last heard from 30 s ago, process running, 3.1 s of CPU time"),
     ],
 )
-def test_a_silence_is_reported_with_what_the_process_does_and_never_as_a_death(unresponsive, words):
+def test_unresponsive_rank_is_reported_with_its_process_state_and_never_as_dead(unresponsive, words):
     assert describe_unresponsive(unresponsive) == words
     assert "dead" not in words
 
 
-def test_a_straggler_says_why_and_what_to_do():
+def test_description_of_a_straggler_names_cause_and_remedy():
     assert describe_straggler(1, None) == "rank 1 still runs; %distributed stacks shows where"
     stopped = describe_straggler(1, silence(STOPPED))
     assert stopped.startswith("rank 1 is stopped") and "kill -CONT 4711" in stopped
-    held = describe_straggler(1, silence(RUNNING))
-    assert held.startswith("rank 1 still runs, unresponsive for 12 s, process running")
-    assert all("%distributed restart 1" in text for text in (stopped, held))
+    running = describe_straggler(1, silence(RUNNING))
+    assert running.startswith("rank 1 still runs, unresponsive for 12 s, process running")
+    assert all("%distributed restart 1" in text for text in (stopped, running))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_straggler_says_why_and_what_to_do():
     [silence(RUNNING, seconds=9.9, message_age=3600.0), silence(STOPPED, seconds=0.2, message_age=9.0)],
     ids=["running", "stopped"],
 )
-def test_a_restart_which_costs_variables_is_advised_only_after_ten_seconds_of_silence(unresponsive_rank):
+def test_restart_is_advised_only_after_ten_seconds_without_a_reply(unresponsive_rank):
     text = describe_straggler(1, unresponsive_rank)
     assert text.startswith("rank 1 ")
     assert "restart" not in text
@@ -72,7 +72,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-def test_a_rank_that_was_noticed_from_a_moment_ago_is_never_called_unresponsive(clock):
+def test_rank_that_sent_a_message_recently_is_not_unresponsive(clock):
     ranks = Ranks()
     ranks.liveness.record_message(1)
     for _ in range(8):  # the interrupt button is pressed again and again; a reply waits behind the output
@@ -84,7 +84,7 @@ def test_a_rank_that_was_noticed_from_a_moment_ago_is_never_called_unresponsive(
         ranks.liveness.record_message(1)
 
 
-def test_a_quiet_rank_has_a_second_to_reply_before_a_straggler_counts_as_unresponsive(clock):
+def test_straggler_is_unresponsive_only_after_one_second_without_a_reply(clock):
     ranks = Ranks()
     ranks.liveness.record_message(1)
     clock.now += 3600.0
@@ -103,7 +103,7 @@ def sleeper() -> Iterator[psutil.Process]:
 
 
 @pytest.mark.processes
-def test_a_look_reports_a_stopped_process_from_a_living_and_a_dead_one(sleeper):
+def test_process_check_distinguishes_stopped_live_and_dead_processes(sleeper):
     wait_until(lambda: process_info(sleeper.pid).status == "sleeping", timeout=20, what="it sleeps")
     assert not process_info(sleeper.pid).stopped
     os.kill(sleeper.pid, signal.SIGSTOP)
@@ -153,7 +153,7 @@ def test_rank_with_an_open_request_is_not_asked_again():
     assert [rank for rank, _ in ranks.asked] == [0, 1, 1]
 
 
-def test_a_new_process_owes_nothing():
+def test_new_process_has_no_open_request():
     ranks = Ranks()
     ranks.liveness.ask((1,))
     ranks.liveness.forget(1)
@@ -168,7 +168,7 @@ def test_an_answer_that_comes_too_late_is_dropped():
 
 
 @pytest.mark.processes
-def test_a_message_from_before_its_end_does_not_make_a_rank_alive(sleeper):
+def test_message_sent_before_the_exit_does_not_revive_a_rank(sleeper):
     sent: list[int] = []
 
     def send(rank: int, _: GetStack) -> bool:

@@ -25,8 +25,8 @@ def harness():
 
 
 def wait_here(harness, cell, *, ask=lambda *_: pytest.fail("nothing was asked"), patience=SOON):
-    with deferred_interrupts() as held:
-        wait_for_cell(harness.driver, cell, held, patience=patience, ask=ask)
+    with deferred_interrupts() as interrupts:
+        wait_for_cell(harness.driver, cell, interrupts, patience=patience, ask=ask)
 
 
 def on_a_thread(function):
@@ -80,12 +80,12 @@ def test_an_interrupt_reaches_the_ranks_at_once(harness, monkeypatch):
 
 
 def test_a_question_is_asked_on_the_main_thread_and_answered(harness):
-    cell, asked = harness.submit(1), []
+    cell, questions = harness.submit(1), []
     assert isinstance(harness.next_task(1), RunCell)
     harness.say(1, InputRequest(cell=cell.cell, prompt="name? ", password=False))
 
     def ask(prompt, password):
-        asked.append((prompt, password, threading.current_thread() is threading.main_thread()))
+        questions.append((prompt, password, threading.current_thread() is threading.main_thread()))
         return "Ada"
 
     def answer():
@@ -95,7 +95,7 @@ def test_a_question_is_asked_on_the_main_thread_and_answered(harness):
     answering = on_a_thread(answer)
     wait_here(harness, cell, ask=ask)
     answering.join()
-    assert asked == [("[1] name? ", False, True)]
+    assert questions == [("[1] name? ", False, True)]
 
 
 def test_wait_ends_after_its_timeout_and_the_cell_continues(harness):
@@ -137,21 +137,21 @@ def own_handler():
 def press_twice(monkeypatch, window):
     """Interrupt a wait, and press once more after it; `window` seconds are for repeats."""
     monkeypatch.setattr(deferred_interrupts_module, "REPEAT_WINDOW", window)
-    with deferred_interrupts() as held:
-        held.ignore_repeats = True
+    with deferred_interrupts() as interrupts:
+        interrupts.ignore_repeats = True
         signal.raise_signal(signal.SIGINT)
-        held.take()
+        interrupts.take()
     signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.usefixtures("own_handler")
-def test_further_presses_are_ignored_for_a_moment_after_an_interrupted_cell(monkeypatch):
+def test_repeated_interrupts_are_ignored_shortly_after_an_interrupted_cell(monkeypatch):
     press_twice(monkeypatch, 60.0)
     signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.usefixtures("own_handler")
-def test_a_press_after_that_moment_counts(monkeypatch):
+def test_interrupt_after_the_ignored_interval_is_delivered(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         press_twice(monkeypatch, 0.0)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -160,9 +160,9 @@ def test_a_press_after_that_moment_counts(monkeypatch):
 @pytest.mark.usefixtures("own_handler")
 @pytest.mark.parametrize(("ignore", "press"), [(True, False), (False, True)])
 def test_the_handler_stays_where_nothing_was_interrupted_or_nothing_is_ignored(ignore, press):
-    with deferred_interrupts() as held:
-        held.ignore_repeats = ignore
+    with deferred_interrupts() as interrupts:
+        interrupts.ignore_repeats = ignore
         if press:
             signal.raise_signal(signal.SIGINT)
-        held.take()
+        interrupts.take()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
