@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import pytest
 
@@ -112,6 +113,22 @@ def test_a_fork_whose_first_hook_was_interrupted_keeps_no_interrupt_back(interru
     interrupts._after_fork()
     with pytest.raises(KeyboardInterrupt):
         request_and_go_on(interrupts, 2)
+
+
+def test_an_interrupt_while_a_warning_is_shown_is_raised_after_it(interrupts):
+    # The C code that shows a warning may discard the exception, as `os.fork` of Python 3.12 does.
+    shown = []
+
+    def show(*_args, **_options):
+        interrupts.request(1)
+        go_on_for(0.02)
+        shown.append(True)
+
+    with pytest.raises(KeyboardInterrupt), warnings.catch_warnings(action="always"):
+        warnings.showwarning = show  # `catch_warnings` has put the original back
+        warnings.warn("text", stacklevel=1)
+        go_on_for(5)
+    assert shown == [True]
 
 
 FORKS_IN_STEP = """

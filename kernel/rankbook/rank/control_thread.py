@@ -26,6 +26,7 @@ import threading
 import time
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -69,8 +70,9 @@ MIN_FAILURE_INTERVAL = 1.0
 _LOCK_FUNCTIONS = frozenset({"__enter__", "__exit__", "_acquire_restore", "_release_save"})
 """Functions of `threading` and `multiprocessing` that take or release a lock."""
 
+_WARNINGS_FILE = warnings.formatwarning.__code__.co_filename
 _MAX_DELAYS = 40
-"""Maximum number of delays, of some milliseconds, for these functions: only a blocked thread takes longer."""
+"""Maximum number of delays, of some milliseconds, for such functions: only a blocked thread takes longer."""
 
 Task = tuple[ToRank, list[memoryview]]
 
@@ -301,21 +303,28 @@ class Interrupts:
         if self._shields or self._forking:
             self._pending = True
         # A later attempt finds another frame, in all likelihood.
-        elif self._is_locking(frame):
+        elif self._is_unsafe(frame):
             self._retry_later()
         else:
             raise self._take_exception()
 
-    def _is_locking(self, frame: types.FrameType | None) -> bool:
-        """Return True if `frame` is taking or releasing a lock.
+    def _is_unsafe(self, frame: types.FrameType | None) -> bool:
+        """Return True if an exception in `frame` would keep a lock for ever, or would be lost.
 
-        Left half way, the lock would be held forever (bpo-29988). `threading` and `multiprocessing` do this in Python
-        code. A thread that blocks there is interrupted all the same, after `_MAX_DELAYS` delays.
+        Left half way, the functions of `threading` and `multiprocessing` that take or release a lock in Python code hold
+        it for ever (bpo-29988). C code that shows a warning may discard an exception that is raised meanwhile, such as
+        `os.fork` of Python 3.12 in a process with threads. After `_MAX_DELAYS` delays the frame is interrupted all the
+        same: only a thread that blocks there takes so long.
         """
-        if frame is None or frame.f_code.co_name not in _LOCK_FUNCTIONS or self._delays >= _MAX_DELAYS:
+        if self._delays >= _MAX_DELAYS or frame is None:
             return False
-        self._delays += 1
-        return True
+        unsafe = frame.f_code.co_name in _LOCK_FUNCTIONS
+        caller: types.FrameType | None = frame
+        while caller is not None and not unsafe:
+            unsafe = caller.f_code.co_filename == _WARNINGS_FILE
+            caller = caller.f_back
+        self._delays += unsafe
+        return unsafe
 
     # An interrupt may end one of these hooks before its first line. So they set a flag: a counter could stay too high.
 
