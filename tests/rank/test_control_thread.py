@@ -124,10 +124,14 @@ def test_an_interrupt_while_a_warning_is_shown_is_raised_after_it(interrupts):
         go_on_for(0.02)
         shown.append(True)
 
-    with pytest.raises(KeyboardInterrupt), warnings.catch_warnings(action="always"):
-        warnings.showwarning = show  # `catch_warnings` has put the original back
+    def warn_and_go_on():
         warnings.warn("text", stacklevel=1)
         go_on_for(5)
+
+    with warnings.catch_warnings(action="always"):
+        warnings.showwarning = show  # only now: `catch_warnings` has put the original back
+        with pytest.raises(KeyboardInterrupt):
+            warn_and_go_on()
     assert shown == [True]
 
 

@@ -311,7 +311,7 @@ class Interrupts:
     def _is_unsafe(self, frame: types.FrameType | None) -> bool:
         """Return True if an exception in `frame` would keep a lock for ever, or would be lost.
 
-        Left half way, the functions of `threading` and `multiprocessing` that take or release a lock in Python code hold
+        Left half way, a function of `threading` or `multiprocessing` that takes or releases a lock in Python code holds
         it for ever (bpo-29988). C code that shows a warning may discard an exception that is raised meanwhile, such as
         `os.fork` of Python 3.12 in a process with threads. After `_MAX_DELAYS` delays the frame is interrupted all the
         same: only a thread that blocks there takes so long.
