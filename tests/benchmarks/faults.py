@@ -1,6 +1,6 @@
 """Compare the recovery times of all faults with their limits: `python tests/benchmarks/faults.py`.
 
-The faults and their clocks are in tests/faults/scenes.py. The limit holds for the slowest of all cases, and not for
+The faults and their clocks are in tests/faults/injection.py. The limit holds for the slowest of all cases, and not for
 their median: a user waits for every one of them. With
 `--stand-in`, the ranks are on the stand-in for NCCL, and the clock ends with the cell.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
 
-from tests.faults.scenes import HOLDINGS, Case, Times, cases, stage, table
+from tests.faults.injection import HOLDINGS, Case, Times, cases, open_injector, table
 
 LIMITS = {"raise": 2.0, "mismatch": 1.5, "kill": 2.0, "interrupt": 1.5}
 """Seconds from the fault until control is back and a collective has worked in the next cell."""
@@ -57,12 +57,12 @@ def _options() -> argparse.Namespace:
 
 def _measure(world: int, waiting: list[Case], measured: list[Times], failures: list[str], *, stand_in: bool) -> None:
     """Take cases off the list in one kernel, until it is empty or one of them fails."""
-    with stage(world, stand_in=stand_in) as scene:
+    with open_injector(world, stand_in=stand_in) as injector:
         while waiting:
             case = waiting.pop(0)
             began = time.perf_counter()
             try:
-                measured.append(scene.inject(case))
+                measured.append(injector.inject(case))
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise

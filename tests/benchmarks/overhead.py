@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # the tests are no installed package
 
-from tests.faults.scenes import Stage, stage
+from tests.faults.injection import FaultInjector, open_injector
 
 LIMIT = 1.01
 """The median of the ratios of all pairs."""
@@ -127,10 +127,10 @@ def main() -> int:
     seconds: dict[str, list[float]] = {"plain": [], "rankbook": []}
     added: list[float] = []
     for number in range(options.rounds):
-        with stage(2, stand_in=options.stand_in) as scene:
-            scene.notebook.ok(_filled(SETUP, {**values, "FIRST": number % 2, "BACKEND": backend}), timeout=300)
-            taken = _measured(scene, _filled(MEASURE, {**values, "SEED": seed + number}))
-            calls = _measured(scene, _filled(COLLECTIVES, {"SEED": seed + number}))
+        with open_injector(2, stand_in=options.stand_in) as injector:
+            injector.notebook.ok(_filled(SETUP, {**values, "FIRST": number % 2, "BACKEND": backend}), timeout=300)
+            taken = _measured(injector, _filled(MEASURE, {**values, "SEED": seed + number}))
+            calls = _measured(injector, _filled(COLLECTIVES, {"SEED": seed + number}))
         added += [1e6 * (ours - plain) for ours, plain in zip(calls["rankbook"], calls["plain"], strict=True)]
         for name, own in taken.items():
             seconds[name] += own
@@ -152,9 +152,9 @@ def main() -> int:
     return 0 if held and small else 1
 
 
-def _measured(scene: Stage, cell: str) -> dict[str, list[float]]:
+def _measured(injector: FaultInjector, cell: str) -> dict[str, list[float]]:
     """Run a cell that prints its measurements on all ranks, and return those of rank 0."""
-    said = scene.notebook.ok(cell, timeout=600).stdout
+    said = injector.notebook.ok(cell, timeout=600).stdout
     found = next(line for line in said.splitlines() if line.startswith("[0] measured "))
     taken: dict[str, list[float]] = json.loads(found.removeprefix("[0] measured "))
     return taken

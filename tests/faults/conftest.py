@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults import scenes
+from tests.faults import injection
 
-MEASURED = pytest.StashKey[list[scenes.Times]]()
+MEASURED = pytest.StashKey[list[injection.Times]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -14,8 +14,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def measured(pytestconfig: pytest.Config) -> list[scenes.Times]:
-    """Where a test puts what it has measured."""
+def measured(pytestconfig: pytest.Config) -> list[injection.Times]:
+    """Return the list that collects the times of all tests."""
     return pytestconfig.stash[MEASURED]
 
 
@@ -23,5 +23,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     measured = config.stash[MEASURED]
     if measured:
         terminalreporter.section("faults")
-        terminalreporter.write_line(scenes.table(measured))
-        scenes.write_table(measured)
+        terminalreporter.write_line(injection.table(measured))
+        injection.write_table(measured)

@@ -37,16 +37,16 @@ def connect(notebook: Notebook) -> Any:
 
 def read_until(client: Any, words: str, *, timeout: float = 20) -> list[dict[str, Any]]:
     """The iopub messages up to the one whose text has `words`."""
-    seen: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     deadline = time.monotonic() + timeout
-    while (left := deadline - time.monotonic()) > 0:
+    while (remaining := deadline - time.monotonic()) > 0:
         try:
-            seen.append(client.get_iopub_msg(timeout=left))
+            messages.append(client.get_iopub_msg(timeout=remaining))
         except queue.Empty:
             break
-        if words in seen[-1]["content"].get("text", ""):
-            return seen
-    pytest.fail(f"not within {timeout} s: {words}; so far {[each['content'] for each in seen]}")
+        if words in messages[-1]["content"].get("text", ""):
+            return messages
+    pytest.fail(f"not within {timeout} s: {words}; so far {[message['content'] for message in messages]}")
 
 
 @pytest.mark.parametrize("options", ["", "--background"])
@@ -58,7 +58,7 @@ def test_output_flows_on_into_the_right_cell_after_a_reload(module_notebook, tmp
     notebook.client.stop_channels()  # the page is gone
     notebook.client = connect(notebook)
     gate.open()
-    seen = read_until(notebook.client, "[0-1] line 2")
-    texts = [item for item in seen if item["msg_type"] == "stream"]
+    messages = read_until(notebook.client, "[0-1] line 2")
+    texts = [item for item in messages if item["msg_type"] == "stream"]
     assert "".join(element["content"]["text"] for element in texts) == "".join(f"[0-1] line {i}\n" for i in range(3))
     assert {text["parent_header"]["msg_id"] for text in texts} == {message}

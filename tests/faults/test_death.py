@@ -53,7 +53,7 @@ def pids(notebook: Notebook) -> dict[int, int]:
 
 
 def full_text(outcome: Outcome) -> str:
-    """Everything that the failed cell says."""
+    """Return the complete text of the failed cell."""
     assert outcome.status == "error", outcome.text
     return f"{outcome.text}\n{outcome.evalue}\n{outcome.traceback}"
 
@@ -107,9 +107,9 @@ def test_a_death_is_an_ordinary_error_of_its_cell(four, death, words):
 
     assert "rank 2 restarted" in four.ok("%distributed restart 2", timeout=20).stdout
     assert "[0-3] sum 6" in four.ok(REDUCE, timeout=20).stdout
-    kept = four.ok("%%distributed\nprint('remembered' in globals())").stdout
-    assert "[0-1,3] True" in kept
-    assert "[2] False" in kept
+    output = four.ok("%%distributed\nprint('remembered' in globals())").stdout
+    assert "[0-1,3] True" in output
+    assert "[2] False" in output
 
 
 def failed_number(notebook: Notebook) -> int:
@@ -159,12 +159,12 @@ def test_several_deaths_in_one_cell_are_all_reported(four):
     refused = one_line_error(four.run("%%distributed\nprint('never')"))
     assert "%distributed restart 1,3" in refused
     assert "--ranks 0,2" in refused
-    half = four.ok("%distributed restart 3", timeout=20).stdout
-    assert "%distributed restart 1" in half, "the group still waits for rank 1, and says so"
+    output = four.ok("%distributed restart 3", timeout=20).stdout
+    assert "%distributed restart 1" in output, "the group still waits for rank 1, and says so"
     assert "[3] back" in four.ok("%%distributed --ranks 3\nprint('back')").stdout
 
 
-def test_when_all_ranks_died_all_come_back(four):
+def test_all_ranks_can_be_restarted_after_all_have_died(four):
     failed = four.run("%%distributed\nimport os\nos.kill(os.getpid(), 9)")
     assert failed.seconds < TOLD_WITHIN
     assert "killed by SIGKILL" in full_text(failed)
@@ -175,7 +175,7 @@ def test_when_all_ranks_died_all_come_back(four):
     assert "[0-3] sum 6" in four.ok(REDUCE, timeout=20).stdout
 
 
-def test_a_death_inside_a_collective_frees_who_waits_in_it_and_who_sleeps(four):
+def test_death_during_a_collective_releases_waiting_and_sleeping_ranks(four):
     failed = four.run(
         "%%distributed\nimport os, time\nif rank == 2:\n    time.sleep(0.2)\n    os._exit(5)\n"
         "if rank == 0:\n    time.sleep(600)\ndist.barrier()",
@@ -206,7 +206,7 @@ dist.all_reduce(torch.ones(2))"""
     assert "CollectiveAborted: rank 2 exited with code 5 while this rank waited in all_reduce" in words
 
 
-def test_a_rank_that_does_not_heed_the_interrupt_does_not_hold_the_notebook(four):
+def test_rank_that_ignores_the_interrupt_does_not_block_the_notebook(four):
     failed = four.run(
         "%%distributed --ranks 0,2\nimport os, time\nif rank == 2:\n    os._exit(5)\n"
         "end = time.monotonic() + 60\nwhile time.monotonic() < end:\n"
@@ -257,22 +257,22 @@ def test_restart_without_ranks_gives_all_of_them_fresh_processes(four):
     assert "[0-3] False" in four.ok("%%distributed\nprint('remembered' in globals())").stdout
 
 
-def new_rank(notebook: Notebook, known: dict[int, str]) -> int:
+def new_rank(notebook: Notebook, earlier: dict[int, str]) -> int:
     """Wait for a process of the kernel's that was not known before; its id."""
-    found: list[int] = []
+    fresh: list[int] = []
 
     def look() -> bool:
-        found[:] = [pid for pid in notebook.processes() if pid not in known]
-        return bool(found)
+        fresh[:] = [pid for pid in notebook.processes() if pid not in earlier]
+        return bool(fresh)
 
     wait_until(look, timeout=10, what="a new rank's process")
-    return found[0]
+    return fresh[0]
 
 
 def test_a_death_while_a_rank_is_restarted_is_a_clear_error_and_another_restart_works(four):
-    known = four.processes()
+    earlier = four.processes()
     message = four.send("%distributed restart 1")
-    os.kill(new_rank(four, known), signal.SIGKILL)
+    os.kill(new_rank(four, earlier), signal.SIGKILL)
     failed = four.finish(message, timeout=20)
     assert "rank 1 was killed by SIGKILL" in full_text(failed)
     assert "dead" in status(four)[1]
@@ -281,9 +281,9 @@ def test_a_death_while_a_rank_is_restarted_is_a_clear_error_and_another_restart_
     assert "[0-3] sum 6" in four.ok(REDUCE, timeout=20).stdout
 
 
-def test_a_death_while_the_group_is_formed_holds_nobody_up(four):
+def test_death_during_group_formation_does_not_block_other_ranks(four):
     before = pids(four)
-    known = four.processes()
+    earlier_processes = four.processes()
 
     def joined() -> set[Path]:
         return {
@@ -294,7 +294,7 @@ def test_a_death_while_the_group_is_formed_holds_nobody_up(four):
     stop_process(before[0])  # rank 0 will not join, so the others wait for it
     try:
         message = four.send("%distributed restart 1")
-        fresh = new_rank(four, known)
+        fresh = new_rank(four, earlier_processes)
         wait_until(lambda: bool(joined() - earlier), timeout=10, what="rank 1 in the store")
         os.kill(fresh, signal.SIGKILL)
     finally:
@@ -317,17 +317,17 @@ for _ in range({}):
         rankbook.current().restart(2)"""
     four.ok(code.format(2))
 
-    def held() -> tuple[int, ...]:
+    def resource_counts() -> tuple[int, ...]:
         folders = cluster_folders(four.pid)
         files = sum(len(list(folder.iterdir())) for folder in folders)
         return kernel.num_fds(), kernel.num_threads(), len(four.processes()), files, len(folders)
 
-    before = held()  # what a moment later will have ended may be counted too
+    before = resource_counts()  # what a moment later will have ended may be counted too
     four.ok(code.format(20))
     after: list[tuple[int, ...]] = []
 
     def settled() -> bool:
-        after[:] = [held()]
+        after[:] = [resource_counts()]
         return all(now <= then for now, then in zip(after[0], before, strict=True))
 
     with contextlib.suppress(pytest.fail.Exception):
@@ -428,7 +428,7 @@ def test_errors_on_the_control_thread_are_reported_and_it_continues(four):
     assert "[0-3] sum 6" in four.ok(REDUCE).stdout
 
 
-def test_a_rank_whose_control_thread_cannot_go_on_dies_and_says_why(four):
+def test_rank_whose_control_thread_fails_dies_with_the_reason(four):
     failed = four.run(BREAKS.replace("TIMES", "1_000_000").replace("LONG", "60"))
     assert failed.seconds < TOLD_WITHIN
     assert "rank 2 exited with code 1" in full_text(failed)
@@ -436,7 +436,7 @@ def test_a_rank_whose_control_thread_cannot_go_on_dies_and_says_why(four):
     assert "the link is broken" in failed.stderr
 
 
-def test_a_control_thread_that_cannot_even_say_what_went_wrong_ends_its_rank(four):
+def test_control_thread_that_cannot_report_its_error_ends_its_rank(four):
     deaf = "control._capture._send = None\ncontrol._link.wake()"
     failed = four.run(BREAKS.replace("TIMES", "1").replace("LONG", "60").replace("control._link.wake()", deaf))
     assert "rank 2 exited with code 1" in full_text(failed)

@@ -23,8 +23,8 @@ print('loops', comms.count('gloo_tcp_loop\\n'), len(os.listdir('/proc/self/fd'))
 
 def counts(notebook: Notebook) -> dict[int, tuple[int, int]]:
     """Return the number of connected groups and of descriptors of each rank."""
-    found = re.findall(r"\[([\d-]+)\] loops (\d+) (\d+)", notebook.ok(COUNT).stdout)
-    return {rank: (int(loops), int(files)) for ranks, loops, files in found for rank in parse_ranks(ranks, 2)}
+    matches = re.findall(r"\[([\d-]+)\] loops (\d+) (\d+)", notebook.ok(COUNT).stdout)
+    return {rank: (int(loops), int(files)) for ranks, loops, files in matches for rank in parse_ranks(ranks, 2)}
 
 
 def connected(notebook: Notebook) -> list[int]:

@@ -95,7 +95,7 @@ def three(kernel: Kernel) -> Notebook:
 
 
 @pytest.mark.parametrize("victim", [2, 0, 1])
-def test_a_dead_rank_comes_back_with_the_state_of_a_healthy_one(three, victim, tmp_path):
+def test_heal_restores_a_dead_rank_with_the_state_of_a_live_rank(three, victim, tmp_path):
     three.ok(SETUP)
     if victim == 0:
         three.ok(SAVED.format(folder=str(tmp_path)))
@@ -117,7 +117,7 @@ def test_a_dead_rank_comes_back_with_the_state_of_a_healthy_one(three, victim, t
     assert "sums 6.0" in reported
 
 
-def test_a_heal_without_state_leaves_the_new_rank_empty_and_its_groups_whole(three):
+def test_heal_without_state_leaves_an_empty_rank_and_complete_groups(three):
     three.ok(SETUP)
     kill(three, 2)
     assert "rank 2 was healed with an empty namespace" in three.ok("%distributed heal 2 --empty").stdout
@@ -137,7 +137,7 @@ def test_heal_without_dead_ranks_and_of_a_live_rank_is_refused(three):
     assert "rank 1 is not dead; %distributed restart" in refused.traceback + refused.text
 
 
-def test_a_cell_after_a_death_names_the_way_back(three):
+def test_cell_after_a_death_names_restart_and_heal(three):
     kill(three, 1)
     refused = three.run("%%distributed\nstep()")
     assert "%distributed heal restores it" in refused.traceback + refused.text

@@ -24,7 +24,7 @@ Open = Callable[..., Notebook]
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def runtime_dir() -> Iterator[Path]:
     """A folder for this test's clusters alone, where no other's are found. The test itself ends what it keeps."""
     folder = Path(tempfile.mkdtemp(prefix="rb-", dir="/tmp"))  # pytest's are too long for a socket
     try:
@@ -35,13 +35,13 @@ def place() -> Iterator[Path]:
 
 
 @pytest.fixture
-def open_notebook(place) -> Iterator[Open]:
-    """Makes kernels with the extension loaded. Nothing of them may be left once they are closed."""
+def open_notebook(runtime_dir) -> Iterator[Open]:
+    """Start kernels with the extension loaded. Check after their end that they leave nothing behind."""
     before = leftovers()
     opened: list[Notebook] = []
 
     def make(session: str = "") -> Notebook:
-        opened.append(Notebook(env={"RANKBOOK_RUNTIME_DIR": str(place), "JPY_SESSION_NAME": session}))
+        opened.append(Notebook(env={"RANKBOOK_RUNTIME_DIR": str(runtime_dir), "JPY_SESSION_NAME": session}))
         opened[-1].ok("%load_ext rankbook")
         return opened[-1]
 
@@ -62,9 +62,9 @@ def open_notebook(place) -> Iterator[Open]:
 @pytest.fixture
 def notebook(open_notebook) -> Notebook:
     """Two kept ranks."""
-    made = open_notebook()
-    made.ok("%distributed start -n 2 --keep 60")
-    return made
+    started = open_notebook()
+    started.ok("%distributed start -n 2 --keep 60")
+    return started
 
 
 def restart(notebook: Notebook) -> None:
@@ -83,7 +83,7 @@ def kill(notebook: Notebook) -> None:
 
 
 def refusal(notebook: Notebook, code: str) -> str:
-    """What a cell says that must fail; of a UsageError IPython shows one line on stderr."""
+    """Return the error text of a cell that must fail. IPython shows a UsageError as one line on stderr."""
     outcome = notebook.run(code)
     assert outcome.status == "error"
     return outcome.traceback + outcome.text
@@ -132,33 +132,35 @@ def test_kept_ranks_work_after_two_kernel_restarts(notebook):
     wait_until(lambda: set(notebook.processes()) == {notebook.pid}, timeout=10, what="the end of the ranks")
 
 
-def away(notebook: Notebook, place: Path, cell: str, *, until: Callable[[], bool] | None = None) -> None:
-    """Run `cell` with two files in hand, kill the kernel, and let the cell go on where it waits for `go()`.
+def run_while_detached(
+    notebook: Notebook, runtime_dir: Path, cell: str, *, until: Callable[[], bool] | None = None
+) -> None:
+    """Run `cell` with two files, kill the kernel, and continue the cell at `go()` while it is detached.
 
     `until` says when the next kernel may come.
     """
-    gate, ended = Gate(place / "gate"), place / "ended"
+    gate, ended = Gate(runtime_dir / "gate"), runtime_dir / "ended"
     head = (
         "%%distributed --background\nimport os, pathlib, select\n"
         f"def go():\n    {gate.wait}\n"
         f"def tell():\n    pathlib.Path({str(ended)!r} + str(rank)).touch()\n"
     )
     notebook.ok(head + "tell()\n" + cell)
-    wait_until(lambda: len(list(place.glob("ended*"))) == 2, timeout=20, what="the cell's beginning")
-    for path in place.glob("ended*"):
+    wait_until(lambda: len(list(runtime_dir.glob("ended*"))) == 2, timeout=20, what="the cell's beginning")
+    for path in runtime_dir.glob("ended*"):
         path.unlink()
     kill(notebook)
     gate.open()
-    wait_until(until or (lambda: len(list(place.glob("ended*"))) == 2), timeout=20, what="the cell's end")
+    wait_until(until or (lambda: len(list(runtime_dir.glob("ended*"))) == 2), timeout=20, what="the cell's end")
     notebook.manager.restart_kernel(now=True)
     settle(notebook)
 
 
 @pytest.mark.full
-def test_output_of_a_detached_cell_is_shown_once_with_its_error(notebook, place):
-    away(
+def test_output_of_a_detached_cell_is_shown_once_with_its_error(notebook, runtime_dir):
+    run_while_detached(
         notebook,
-        place,
+        runtime_dir,
         "print('before')\ngo()\nprint('same on both')\nprint('mine', rank)\ntell()\nif rank == 1:\n    1 / 0",
     )
     outcome = notebook.ok("%distributed attach")
@@ -182,73 +184,73 @@ def test_output_shown_before_the_restart_is_not_repeated(notebook):
     notebook.ok("%distributed stop")
 
 
-def test_a_cell_that_still_runs_goes_on_below_the_attach_and_can_be_interrupted(notebook, place):
-    second = Gate(place / "second")
+def test_a_cell_that_still_runs_goes_on_below_the_attach_and_can_be_interrupted(notebook, runtime_dir):
+    second = Gate(runtime_dir / "second")
     wait = f"{second.wait}\n"
     cell = (
         f"print('first')\ngo()\nprint('meanwhile')\ntell()\n{wait}print('afterwards')\nselect.select([], [], [], 600)"
     )
-    away(notebook, place, cell)
+    run_while_detached(notebook, runtime_dir, cell)
     message = notebook.send("%distributed attach")
     outcome = notebook.finish(message)
     assert "cell [3] still runs on ranks 0-1; its output so far, followed by new output:\n" in outcome.stdout
-    notebook.follow(message, outcome, lambda seen: "[0-1] meanwhile" in seen.stdout)
+    notebook.follow(message, outcome, lambda progress: "[0-1] meanwhile" in progress.stdout)
     assert "[0-1] first" in outcome.stdout
     assert "cell [3] on ranks 0-1: running" in outcome.text
     status = notebook.ok("%distributed status").text
     assert status.count("running") == 2
     assert status.count("cell [3]") == 2
     second.open()
-    notebook.follow(message, outcome, lambda seen: "[0-1] afterwards" in seen.stdout)
+    notebook.follow(message, outcome, lambda progress: "[0-1] afterwards" in progress.stdout)
     assert "interrupted ranks 0-1" in notebook.ok("%distributed interrupt").stdout
-    notebook.follow(message, outcome, lambda seen: "cell [3] on ranks 0-1: interrupted" in seen.text)
+    notebook.follow(message, outcome, lambda progress: "cell [3] on ranks 0-1: interrupted" in progress.text)
     assert "[0-1] ok" in notebook.ok("%%distributed\nprint('ok')").stdout
     notebook.ok("%distributed stop")
 
 
-def begin_in_foreground(notebook: Notebook, place: Path) -> str:
+def begin_in_foreground(notebook: Notebook, runtime_dir: Path) -> str:
     """Begin a cell that says when it runs, and goes on once the file `gate` is there."""
     message = notebook.send(
         "%%distributed\nimport os, pathlib, select\n"
-        f"pathlib.Path({str(place / 'runs')!r} + str(rank)).touch()\n"
-        f"{Gate(place / 'gate').wait}\n"
+        f"pathlib.Path({str(runtime_dir / 'runs')!r} + str(rank)).touch()\n"
+        f"{Gate(runtime_dir / 'gate').wait}\n"
         "print('went on')"
     )
-    wait_until(lambda: len(list(place.glob("runs*"))) == 2, timeout=20, what="the cell's beginning")
+    wait_until(lambda: len(list(runtime_dir.glob("runs*"))) == 2, timeout=20, what="the cell's beginning")
     return message
 
 
 @pytest.mark.parametrize("now", [pytest.param(False, marks=pytest.mark.full), True])
-def test_a_foreground_cell_goes_on_through_a_restart_of_the_kernel(notebook, place, now):
-    begin_in_foreground(notebook, place)
+def test_a_foreground_cell_goes_on_through_a_restart_of_the_kernel(notebook, runtime_dir, now):
+    begin_in_foreground(notebook, runtime_dir)
     notebook.manager.restart_kernel(now=now)
     settle(notebook)
     message = notebook.send("%distributed attach")
     outcome = notebook.finish(message)
     assert "still runs on ranks 0-1" in outcome.stdout
     assert "interrupted" not in outcome.text
-    Gate(place / "gate").open()
-    notebook.follow(message, outcome, lambda seen: "[0-1] went on" in seen.stdout)
+    Gate(runtime_dir / "gate").open()
+    notebook.follow(message, outcome, lambda progress: "[0-1] went on" in progress.stdout)
     notebook.ok("%distributed stop")
 
 
 @pytest.mark.full
-def test_an_interrupt_of_a_cell_on_kept_ranks_takes_less_than_a_second(notebook, place):
-    message = begin_in_foreground(notebook, place)
-    began = time.monotonic()
+def test_an_interrupt_of_a_cell_on_kept_ranks_takes_less_than_a_second(notebook, runtime_dir):
+    message = begin_in_foreground(notebook, runtime_dir)
+    start = time.monotonic()
     notebook.interrupt()
     assert notebook.finish(message).status == "error"
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - start < 1
     assert "[0-1] fine" in notebook.ok("%%distributed\nprint('fine')").stdout
     notebook.ok("%distributed stop")
 
 
 @pytest.mark.full
-def test_attach_says_that_a_cell_was_interrupted_just_before_the_kernel_ended(notebook, place):
+def test_attach_says_that_a_cell_was_interrupted_just_before_the_kernel_ended(notebook, runtime_dir):
     notebook.ok(
         "from rankbook.coordinator import deferred_interrupts\ndeferred_interrupts._is_ending = None"
     )  # as where the request to shut down comes late
-    begin_in_foreground(notebook, place)
+    begin_in_foreground(notebook, runtime_dir)
     notebook.manager.restart_kernel(now=False)
     settle(notebook)
     reported = notebook.ok("%distributed attach").stderr
@@ -298,24 +300,26 @@ def test_a_start_says_once_that_kept_ranks_wait(open_notebook, cell):
 
 
 @pytest.mark.full
-def test_a_question_that_nobody_answered_is_asked_again(notebook, place):
-    away(notebook, place, "go()\ntell()\nprint('got', input('name? ') if rank == 0 else '')")
+def test_unanswered_input_request_is_repeated_after_attach(notebook, runtime_dir):
+    run_while_detached(notebook, runtime_dir, "go()\ntell()\nprint('got', input('name? ') if rank == 0 else '')")
     message = notebook.send("%distributed attach")
     outcome = notebook.finish(message)
-    notebook.follow(message, outcome, lambda seen: "still runs on rank 0" in seen.text)
+    notebook.follow(message, outcome, lambda progress: "still runs on rank 0" in progress.text)
     code = (
         "import rankbook\nfrom rankbook.magics.output_panel import ask_for\ncluster = rankbook.current()\n"
         "(cell,) = cluster.cells()\ncluster.wait(cell, ask=ask_for(get_ipython()))"
     )
     assert notebook.run(code, answers=["Ada"]).status == "ok"
-    notebook.follow(message, outcome, lambda seen: "[0] got Ada" in seen.stdout)
+    notebook.follow(message, outcome, lambda progress: "[0] got Ada" in progress.stdout)
     notebook.ok("%distributed stop")
 
 
 @pytest.mark.full
-def test_a_flood_without_a_notebook_neither_blocks_a_rank_nor_is_kept_whole(notebook, place):
-    away(
-        notebook, place, "go()\nfor i in range(200_000):\n    print(i, 'x' * 100)\nprint('the end', flush=True)\ntell()"
+def test_a_flood_without_a_notebook_neither_blocks_a_rank_nor_is_kept_whole(notebook, runtime_dir):
+    run_while_detached(
+        notebook,
+        runtime_dir,
+        "go()\nfor i in range(200_000):\n    print(i, 'x' * 100)\nprint('the end', flush=True)\ntell()",
     )
     outcome = notebook.ok("%distributed attach")
     assert "[0-1] 0 xxx" in outcome.stdout
@@ -326,10 +330,10 @@ def test_a_flood_without_a_notebook_neither_blocks_a_rank_nor_is_kept_whole(note
 
 
 @pytest.mark.full
-def test_many_displays_without_a_notebook_keep_the_newest(notebook, place):
+def test_many_displays_without_a_notebook_keep_the_newest(notebook, runtime_dir):
     show = "display({'text/plain': f'picture {i} ' + 'x' * 10_000}, raw=True)"
     cell = f"from IPython.display import display\ngo()\nfor i in range(3000):\n    {show}\ntell()"
-    away(notebook, place, cell)
+    run_while_detached(notebook, runtime_dir, cell)
     outcome = notebook.ok("%distributed attach")
     assert "picture 2999 " in outcome.text
     assert "picture 0 " not in outcome.text
@@ -338,7 +342,7 @@ def test_many_displays_without_a_notebook_keep_the_newest(notebook, place):
 
 
 @pytest.mark.full
-def test_a_rank_that_died_meanwhile_is_named_and_can_be_healed(notebook, place):
+def test_a_rank_that_died_meanwhile_is_named_and_can_be_healed(notebook, runtime_dir):
     pids = ranks_of(notebook)
     notebook.ok("%%distributed\nx = 5")
     kill(notebook)
@@ -355,7 +359,7 @@ def test_a_rank_that_died_meanwhile_is_named_and_can_be_healed(notebook, place):
 
 
 @pytest.mark.full
-def test_a_shutdown_keeps_them_too_and_another_kernel_attaches(notebook, open_notebook):
+def test_ranks_survive_a_kernel_shutdown_and_another_kernel_attaches(notebook, open_notebook):
     notebook.ok("%%distributed\nx = 5")
     notebook.manager.shutdown_kernel(now=False)
     other = open_notebook()
@@ -366,18 +370,18 @@ def test_a_shutdown_keeps_them_too_and_another_kernel_attaches(notebook, open_no
 
 
 @pytest.mark.full
-def test_kept_ranks_end_after_the_stated_time_without_an_owner(open_notebook, place):
+def test_kept_ranks_end_after_the_stated_time_without_an_owner(open_notebook, runtime_dir):
     notebook = open_notebook()
     notebook.ok("%distributed start -n 2 --keep 5")
     notebook.ok(
         "%%distributed --background\nimport subprocess, time\nsubprocess.Popen(['sleep', '600'])\ntime.sleep(600)"
     )
-    kept, began = set(notebook.processes()) - {notebook.pid}, time.monotonic()
+    kept_pids, start = set(notebook.processes()) - {notebook.pid}, time.monotonic()
     kill(notebook)
-    assert len(kept & set(notebook.processes())) >= 4
+    assert len(kept_pids & set(notebook.processes())) >= 4
     wait_until(lambda: not notebook.processes(), timeout=20, what="the end of the kept processes")
-    assert time.monotonic() - began > 5
-    assert not list(place.iterdir())
+    assert time.monotonic() - start > 5
+    assert not list(runtime_dir.iterdir())
 
 
 @pytest.mark.full
@@ -409,8 +413,8 @@ def test_key_selects_one_of_several_kept_clusters(notebook, open_notebook):
 
 
 @pytest.mark.full
-def test_claim_without_the_token_is_refused(notebook, place):
-    (record,) = place.glob("rankbook-*/kept.json")
+def test_claim_without_the_token_is_refused(notebook, runtime_dir):
+    (record,) = runtime_dir.glob("rankbook-*/kept.json")
     assert record.stat().st_mode & 0o777 == 0o600
     assert record.parent.stat().st_mode & 0o777 == 0o700
     kill(notebook)
@@ -428,8 +432,8 @@ def test_claim_without_the_token_is_refused(notebook, place):
 
 
 @pytest.mark.full
-def test_a_record_of_ranks_that_have_ended_is_removed_and_said_so(notebook, place):
-    (record,) = place.glob("rankbook-*/kept.json")
+def test_a_record_of_ranks_that_have_ended_is_removed_and_said_so(notebook, runtime_dir):
+    (record,) = runtime_dir.glob("rankbook-*/kept.json")
     holder = json.loads(record.read_text())["forkserver"]
     kill(notebook)
     os.kill(holder, signal.SIGKILL)
@@ -443,7 +447,7 @@ def test_a_record_of_ranks_that_have_ended_is_removed_and_said_so(notebook, plac
 
 
 @pytest.mark.full
-def test_ranks_that_were_not_to_be_kept_cannot_be_made_so(open_notebook):
+def test_running_ranks_cannot_be_changed_to_survive_the_kernel(open_notebook):
     notebook = open_notebook()
     notebook.ok("%distributed start -n 2")
     reported = refusal(notebook, "%distributed start --keep")
@@ -465,20 +469,20 @@ def test_ranks_are_kept_as_soon_as_start_returns(open_notebook):
 
 
 @pytest.mark.full
-def test_ranks_started_after_a_stop_end_with_the_kernel(notebook, place):
+def test_ranks_started_after_a_stop_end_with_the_kernel(notebook, runtime_dir):
     notebook.ok("%distributed stop")
     notebook.ok("%distributed start -n 2")
     kill(notebook)
     wait_until(lambda: not notebook.processes(), timeout=10, what="the end of everything")
-    assert not list(place.iterdir())
+    assert not list(runtime_dir.iterdir())
 
 
 @pytest.mark.full
 def test_a_restart_of_ranks_that_the_kernel_did_not_live_to_see_is_finished_by_the_next(notebook):
     pids = ranks_of(notebook)
-    known = set(notebook.processes())
+    earlier_pids = set(notebook.processes())
     notebook.send("%distributed restart")
-    wait_until(lambda: not known.issuperset(notebook.processes()), timeout=10, what="the first fresh process")
+    wait_until(lambda: not earlier_pids.issuperset(notebook.processes()), timeout=10, what="the first fresh process")
     kill(notebook)
     notebook.manager.restart_kernel(now=True)
     settle(notebook)
@@ -491,11 +495,11 @@ def test_a_restart_of_ranks_that_the_kernel_did_not_live_to_see_is_finished_by_t
 
 
 @pytest.mark.full
-def test_a_call_whose_answer_nobody_took_leaves_no_shared_memory(notebook, place):
-    gate = Gate(place / "gate")
+def test_unclaimed_result_of_a_call_leaves_no_shared_memory(notebook, runtime_dir):
+    gate = Gate(runtime_dir / "gate")
     code = (
         "import rankbook, threading\n"
-        f"def late(ended={str(place / 'ended')!r}):\n"
+        f"def late(ended={str(runtime_dir / 'ended')!r}):\n"
         "    import os, pathlib, select, torch.distributed\n"
         "    pathlib.Path(ended + os.environ['RANK']).touch()\n"
         f"    {gate.wait}\n"
@@ -503,19 +507,19 @@ def test_a_call_whose_answer_nobody_took_leaves_no_shared_memory(notebook, place
         "threading.Thread(target=rankbook.current().apply, args=(late,), daemon=True).start()"
     )
     notebook.ok(code)
-    wait_until(lambda: len(list(place.glob("ended*"))) == 2, timeout=20, what="the call")
+    wait_until(lambda: len(list(runtime_dir.glob("ended*"))) == 2, timeout=20, what="the call")
     kill(notebook)
     gate.open()
-    wait_until(lambda: len(list(place.glob("*/segment-*"))) == 2, timeout=20, what="its answers")
+    wait_until(lambda: len(list(runtime_dir.glob("*/segment-*"))) == 2, timeout=20, what="its answers")
     notebook.manager.restart_kernel(now=True)
     settle(notebook)
     assert "a call ended on ranks 0-1" in notebook.ok("%distributed attach").stdout
-    assert not list(place.glob("*/segment-*"))
+    assert not list(runtime_dir.glob("*/segment-*"))
     notebook.ok("%distributed stop")
 
 
 @pytest.mark.full
-def test_a_rank_that_does_not_answer_is_named_and_a_second_try_finds_all_as_it_was(notebook):
+def test_attach_names_a_rank_that_does_not_answer_and_can_be_repeated(notebook):
     notebook.ok("%%distributed\nx = 5")
     pids = ranks_of(notebook)
     restart(notebook)
@@ -534,9 +538,9 @@ def test_a_rank_that_does_not_answer_is_named_and_a_second_try_finds_all_as_it_w
 
 
 @pytest.mark.full
-def test_plain_scripts_hand_their_ranks_on_too(place):
+def test_script_attaches_to_the_ranks_of_an_earlier_script(runtime_dir):
     def script(code: str) -> str:
-        environment = {**os.environ, "RANKBOOK_RUNTIME_DIR": str(place)}
+        environment = {**os.environ, "RANKBOOK_RUNTIME_DIR": str(runtime_dir)}
         command = [sys.executable, "-W", "error", "-c", f"import rankbook\n{code}"]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
         assert (run.returncode, run.stderr) == (0, "")

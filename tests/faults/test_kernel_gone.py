@@ -83,7 +83,7 @@ def count(notebook: Notebook, words: str) -> int:
     return sum(words in command for command in notebook.processes().values())
 
 
-def gone(pids: set[int]) -> Callable[[], bool]:
+def have_exited(pids: set[int]) -> Callable[[], bool]:
     return lambda: not any(map(alive, pids))
 
 
@@ -125,7 +125,7 @@ def test_a_kernel_that_is_restarted_starts_clean(notebook, now):
     old = set(notebook.processes())
     notebook.manager.restart_kernel(now=now)
     notebook.client.wait_for_ready(timeout=60)
-    wait_until(gone(old), timeout=GONE_WITHIN, what="the end of the old kernel's processes")
+    wait_until(have_exited(old), timeout=GONE_WITHIN, what="the end of the old kernel's processes")
     notebook.ok("%load_ext rankbook")
     assert "no ranks are running" in notebook.ok("%distributed status").stdout
     notebook.ok("%distributed start -n 2")
@@ -143,19 +143,19 @@ def test_a_cell_that_quits_the_kernel_leaves_nothing(notebook):
 
 @pytest.mark.full
 def test_a_kernel_that_is_killed_while_ranks_start_leaves_nothing(notebook):
-    known = set(notebook.processes())
+    earlier_pids = set(notebook.processes())
     notebook.send("%distributed start -n 8")
-    wait_until(lambda: len(set(notebook.processes()) - known) >= 3, timeout=20, what="the first ranks")
+    wait_until(lambda: len(set(notebook.processes()) - earlier_pids) >= 3, timeout=20, what="the first ranks")
     os.kill(notebook.pid, signal.SIGKILL)
 
 
 def test_a_kernel_that_is_killed_while_torch_is_imported_leaves_nothing(notebook, tmp_path):
-    begun = tmp_path / "begun"
-    (tmp_path / "torch.py").write_text(f"open({str(begun)!r}, 'w').close()\nimport time\ntime.sleep(600)")
+    import_started = tmp_path / "begun"
+    (tmp_path / "torch.py").write_text(f"open({str(import_started)!r}, 'w').close()\nimport time\ntime.sleep(600)")
     notebook.ok("%unload_ext rankbook")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     notebook.ok(f"%env PYTHONPATH={path}\n%load_ext rankbook")
-    wait_until(begun.exists, timeout=20, what="the import of torch")
+    wait_until(import_started.exists, timeout=20, what="the import of torch")
     notebook.send("%distributed start -n 2")
     wait_until(lambda: len(sockets(notebook.pid)) == 1, timeout=20, what="the cluster's first socket")
     os.kill(notebook.pid, signal.SIGKILL)
@@ -163,11 +163,11 @@ def test_a_kernel_that_is_killed_while_torch_is_imported_leaves_nothing(notebook
 
 
 def sockets(pid: int) -> list[Path]:
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder in cluster_folders(pid):
         with contextlib.suppress(FileNotFoundError):  # a folder that goes while one looks has nothing in it any more
-            found += [file for file in folder.iterdir() if file.is_socket()]
-    return found
+            paths += [file for file in folder.iterdir() if file.is_socket()]
+    return paths
 
 
 @pytest.mark.full
@@ -177,5 +177,5 @@ def test_a_child_that_the_kernel_forked_does_not_keep_its_ranks_alive(notebook):
     code = "import os, time\nchild = os.fork()\nif child == 0:\n    time.sleep(600)\n    os._exit(0)\nprint(child)"
     child = int(notebook.ok(code).stdout)
     os.kill(notebook.pid, signal.SIGKILL)
-    wait_until(gone(ours), timeout=GONE_WITHIN, what="the end of the ranks")
+    wait_until(have_exited(ours), timeout=GONE_WITHIN, what="the end of the ranks")
     os.kill(child, signal.SIGKILL)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.faults.scenes import FAULTS, HOLDINGS, HUNG, Case, Stage, Times, cases, stages
+from tests.faults.injection import FAULTS, HOLDINGS, HUNG, Case, FaultInjector, Times, cases, injector_pool
 
 EVERYTHING = tuple(HOLDINGS)
 
@@ -39,24 +39,24 @@ def with_everything() -> Iterator[pytest.ParameterSet]:
 
 
 @pytest.fixture(scope="module")
-def on_stage() -> Iterator[Callable[[int], Stage]]:
-    with stages() as give:
-        yield give
+def injector_for() -> Iterator[Callable[[int], FaultInjector]]:
+    with injector_pool() as injector_for:
+        yield injector_for
 
 
-def inject(on_stage: Callable[[int], Stage], measured: list[Times], case: Case) -> None:
-    times = on_stage(case.world).inject(case)
+def inject(injector_for: Callable[[int], FaultInjector], measured: list[Times], case: Case) -> None:
+    times = injector_for(case.world).inject(case)
     measured.append(times)
     assert times.control < HUNG
     assert times.works < HUNG
 
 
 @pytest.mark.parametrize("case", [*with_everything()])
-def test_fault_costs_only_its_cell(on_stage, measured, case):
-    inject(on_stage, measured, case)
+def test_fault_costs_only_its_cell(injector_for, measured, case):
+    inject(injector_for, measured, case)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [*cases()], ids=str)
-def test_fault_costs_only_its_cell_for_every_holding(on_stage, measured, case):
-    inject(on_stage, measured, case)
+def test_fault_costs_only_its_cell_for_every_holding(injector_for, measured, case):
+    inject(injector_for, measured, case)

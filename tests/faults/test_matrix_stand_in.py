@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.faults.scenes import FAULTS, HUNG, Case, Stage, stages
+from tests.faults.injection import FAULTS, HUNG, Case, FaultInjector, injector_pool
 
 SLOW = (
     "raises, others in all_reduce",
@@ -32,13 +32,13 @@ def all_faults() -> Iterator[pytest.ParameterSet]:
 
 
 @pytest.fixture(scope="module")
-def on_stage() -> Iterator[Callable[[int], Stage]]:
-    with stages(stand_in=True) as give:
-        yield give
+def injector_for() -> Iterator[Callable[[int], FaultInjector]]:
+    with injector_pool(stand_in=True) as injector_for:
+        yield injector_for
 
 
 @pytest.mark.parametrize("case", [*all_faults()])
-def test_fault_costs_only_its_cell(on_stage, case):
-    times = on_stage(case.world).inject(case)
+def test_fault_costs_only_its_cell(injector_for, case):
+    times = injector_for(case.world).inject(case)
     assert times.control < HUNG
     assert times.works < HUNG

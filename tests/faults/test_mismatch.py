@@ -43,7 +43,7 @@ def ranks(request) -> Iterator[Notebook]:
         "dist.reduce_scatter_tensor(torch.ones(1 + 1000 * rank), torch.ones(world_size * (1 + 1000 * rank)))",
     ],
 )
-def test_tensors_that_differ_from_rank_to_rank_end_the_cell_and_no_process(ranks, code):
+def test_mismatched_tensors_fail_the_cell_and_kill_no_process(ranks, code):
     pids = ranks.ok("[each.pid for each in __import__('rankbook').current().status()]").text
     for _ in range(2):
         failed = ranks.run(f"%%distributed --timeout 3\n{code}", timeout=20)
@@ -76,7 +76,7 @@ def test_sends_and_receives_of_different_sizes_are_reported_apart_from_collectiv
     ranks.ok(AFTER, timeout=20)
 
 
-def test_a_result_that_is_wrong_fails_the_cell_although_no_rank_has_waited(ranks):
+def test_wrong_result_fails_the_cell_even_if_no_rank_waited(ranks):
     failed = ranks.run("%%distributed\ntotal = torch.ones(6).view(2 + (rank > 0), -1)\ndist.all_reduce(total)")
     reported = failed.traceback + failed.text
     assert re.search(
@@ -148,7 +148,7 @@ MAX, PRODUCT = "how=dist.ReduceOp.MAX", "how=dist.ReduceOp.PRODUCT"
 def pairs() -> Iterator[tuple[str, str, str]]:
     """Yield what rank 0 runs, what the others run, and a pattern of what the cell must say; from 2 bytes to 2 MB."""
     gave = r"#\d+: rank 0 gave {}.*?, ranks? [-\d]+ .*?{}.*?, at cell \[\d+\] line \d+"
-    began = r"collective #\d+: rank 0 began {}\b.*, ranks? [-\d]+ {}\b"
+    message = r"collective #\d+: rank 0 began {}\b.*, ranks? [-\d]+ {}\b"
     for op in SIZED:
         small, large, shape = ("2", "3"), ("524_288", "524_100"), ("(2, 3)", "(3, 2)")
         for one, other in (small, large, shape):
@@ -184,7 +184,7 @@ def pairs() -> Iterator[tuple[str, str, str]]:
         ("all_reduce", "reduce"),
     ):
         forth, back = f"call('{first}', 5)", f"call('{second}', 5)"
-        yield f"{forth}; {back}", f"{back}; {forth}", began.format(first, second)
+        yield f"{forth}; {back}", f"{back}; {forth}", message.format(first, second)
 
 
 PAIRS = list(pairs())

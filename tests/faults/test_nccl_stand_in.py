@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.conftest import Notebook, Outcome, running_kernel, wait_until
-from tests.faults.scenes import raise_on_rank_1
+from tests.faults.injection import raise_on_rank_1
 from tests.nccl_stand_in.ranks import environment
 
 pytestmark = pytest.mark.slow
@@ -181,7 +181,7 @@ except rankbook.CollectiveAborted as error:
     ],
     ids=["operations", "shapes"],
 )
-def test_collectives_that_do_not_match_are_told(stand_in, one, words):
+def test_mismatched_collectives_are_reported(stand_in, one, words):
     """(B1)."""
     code = "\n    ".join(one.splitlines())
     outcome = stand_in.run(
@@ -215,9 +215,9 @@ def test_a_rank_answers_while_its_device_does_not(stand_in):
     )
     outcome = stand_in.finish(message)
     for _ in range(3):
-        said = stand_in.ok("%distributed status").text
-        assert len(re.findall("running|waiting", said)) == 2, said
-        assert "unresponsive" not in said
+        output = stand_in.ok("%distributed status").text
+        assert len(re.findall("running|waiting", output)) == 2, output
+        assert "unresponsive" not in output
     wait_until(
         lambda: "waiting in all_reduce" in stand_in.ok("%distributed stacks").text, timeout=20, what="the collective"
     )
@@ -280,7 +280,7 @@ def test_a_killed_rank_is_healed_and_training_goes_on(stand_in):
     assert "[0-1] " in outcome.stdout
 
 
-def test_a_lost_device_is_told_and_its_rank_can_be_healed(stand_in):
+def test_lost_device_is_reported_and_its_rank_can_be_healed(stand_in):
     """(B6)."""
     stand_in.ok(f"%%distributed\n{DDP}\nkept = rank + 5")
     outcome = stand_in.run(f"%%distributed\nif rank == 0: stand_in.poison()\n{REDUCE}t.tolist()", timeout=20)
@@ -288,13 +288,13 @@ def test_a_lost_device_is_told_and_its_rank_can_be_healed(stand_in):
     assert "rank 0: DeviceError: CUDA error: device-side assert triggered" in outcome.traceback
     assert "has failed and executes nothing any more" in outcome.stderr
     assert "%distributed heal replaces rank 0" in outcome.stderr
-    said = stand_in.ok("%distributed status").text
-    assert re.search(r"0 .*device lost.*device-side assert.*heal", said), said
+    output = stand_in.ok("%distributed status").text
+    assert re.search(r"0 .*device lost.*device-side assert.*heal", output), output
     stand_in.ok("%distributed pull kept --ranks 0")
     assert stand_in.ok("kept").displays[-1]["text/plain"] in ("5", "[5]")
     assert "[1] 6" in stand_in.ok("%%distributed --ranks 1\nprint(kept)").stdout
-    said = stand_in.ok("%distributed heal").stdout
-    assert "rank 0 was healed with the state of rank 1" in said
+    output = stand_in.ok("%distributed heal").stdout
+    assert "rank 0 was healed with the state of rank 1" in output
     stand_in.ok("%%distributed\nfrom tests.nccl_stand_in import current_device\nstand_in = current_device()")
     assert "[0-1] 6" in stand_in.ok("%%distributed\nprint(kept)").stdout
 
@@ -305,7 +305,7 @@ def test_a_restart_of_an_idle_rank_waits_for_nobody(stand_in):
     stand_in.ok("%%distributed\nfrom tests.nccl_stand_in import current_device\nstand_in = current_device()")
 
 
-def test_the_words_of_nccl_reach_the_person(stand_in):
+def test_nccl_error_text_is_shown_to_the_user(stand_in):
     """(C1)."""
     outcome = stand_in.run(
         """%%distributed

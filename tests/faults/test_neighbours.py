@@ -96,7 +96,7 @@ def ask(process: Process, words: str) -> Any:
 
 
 def can_isolate() -> bool:
-    """Whether this user may make networks and processes of other users."""
+    """Return True if this user may create namespaces of networks and processes."""
     if os.getuid() != 0 or not shutil.which("unshare") or not shutil.which("nsenter"):
         return False
     return subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0
@@ -126,7 +126,7 @@ def start() -> Iterator[Callable[..., Process]]:
 
 @pytest.mark.skipif(not can_isolate(), reason="only root can make a network, and a process of another user in it")
 @pytest.mark.timeout(300)
-def test_another_user_reads_changes_runs_and_delays_nothing(folder, start):
+def test_another_user_cannot_read_change_run_or_delay_anything(folder, start):
     places = {"RANKBOOK_RUNTIME_DIR": str(folder), "RANKBOOK_LOG_DIR": str(folder / "logs")}
     victim = start("unshare", "--net", sys.executable, "-c", LOOPBACK_UP + VICTIM, **places)
     assert read(victim) == "ready"

@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from tests.conftest import cluster_folders
-from tests.faults.scenes import FAULTS, HOLDINGS, HUNG, Case, Stage, stage
+from tests.faults.injection import FAULTS, HOLDINGS, HUNG, Case, FaultInjector, open_injector
 
 WORLD = 3
 FAULTS_IN_ALL = int(os.environ.get("RANKBOOK_SOAK_FAULTS", "40"))
 ROOM = (16, 8)
-"""How many descriptors and threads more all processes together may hold, in the median of the last third of the faults
+"""Growth allowed for the descriptors and threads of all processes, in the median of the last third of the faults
 against that of the first.
 
 The last error of a cell may keep a former generation's connections until the next cell: 4 descriptors and 2 threads of
@@ -31,10 +31,10 @@ each of the three ranks.
 LASTING = ("rank 0", "kernel", "forkserver")
 """The processes that live through all of it."""
 MEMORY_MB = 20.0
-"""How much more memory each of them may use, in the same medians."""
+"""Growth allowed for the memory of a process, in the same medians."""
 
 SHARED = "processes and files"
-Held = dict[str, tuple[int, int]]
+ResourceCounts = dict[str, tuple[int, int]]
 """Descriptors and threads of each process, by its role; and under `SHARED` the number of processes and of files."""
 
 ENDS = """%%distributed
@@ -49,39 +49,39 @@ gc.collect()"""
         pytest.param(True, id="stand_in", marks=pytest.mark.full),
     ]
 )
-def scene(request: pytest.FixtureRequest) -> Iterator[Stage]:
-    with stage(WORLD, stand_in=request.param) as scene:
-        yield scene
+def injector(request: pytest.FixtureRequest) -> Iterator[FaultInjector]:
+    with open_injector(WORLD, stand_in=request.param) as injector:
+        yield injector
 
 
-def roles(scene: Stage) -> dict[str, psutil.Process]:
+def roles(injector: FaultInjector) -> dict[str, psutil.Process]:
     """The kernel, its forkserver and the ranks."""
-    found = {f"rank {rank}": psutil.Process(pid) for rank, pid in scene.pids.items()}
-    found["kernel"] = psutil.Process(scene.notebook.pid)
-    found["forkserver"] = found["rank 0"].parent()
-    return found
+    processes = {f"rank {rank}": psutil.Process(pid) for rank, pid in injector.pids.items()}
+    processes["kernel"] = psutil.Process(injector.notebook.pid)
+    processes["forkserver"] = processes["rank 0"].parent()
+    return processes
 
 
-def held(scene: Stage) -> Held:
+def resource_counts(injector: FaultInjector) -> ResourceCounts:
     """Descriptors and threads of each process, and how many processes and shared files there are in all."""
     counted = {
         role: (len([*Path(f"/proc/{item.pid}/fd").iterdir()]), len([*Path(f"/proc/{item.pid}/task").iterdir()]))
-        for role, item in roles(scene).items()
+        for role, item in roles(injector).items()
     }
-    paths = (path for folder in cluster_folders(scene.notebook.pid) for path in folder.rglob("*"))
+    paths = (path for folder in cluster_folders(injector.notebook.pid) for path in folder.rglob("*"))
     # a rank has one file for each stream that it has ever written to, and may write to one for the first time
     files = len({re.sub(r"(output-[\d.]+)\.\w+$", r"\1", str(path)) for path in paths})
-    torch_files = sum(1 for path in Path("/dev/shm").glob("torch_*") if _of(path, scene))
-    return {**counted, SHARED: (len(scene.notebook.processes()), files + torch_files)}
+    torch_files = sum(1 for path in Path("/dev/shm").glob("torch_*") if _of(path, injector))
+    return {**counted, SHARED: (len(injector.notebook.processes()), files + torch_files)}
 
 
-def _of(path: Path, scene: Stage) -> bool:
-    found = re.match(r"torch_(\d+)_", path.name)
-    return found is not None and int(found[1]) in scene.pids.values()
+def _of(path: Path, injector: FaultInjector) -> bool:
+    match = re.match(r"torch_(\d+)_", path.name)
+    return match is not None and int(match[1]) in injector.pids.values()
 
 
 def memory(process: psutil.Process) -> float:
-    """What it has of its own and of its parent's, in MB, without files.
+    """Return the memory of the process that is not shared with files, including its parent's, in MB.
 
     A proportional size would grow as others, who share some of it, go.
     """
@@ -90,13 +90,13 @@ def memory(process: psutil.Process) -> float:
     return int(kilobytes) / 1024
 
 
-def details(scene: Stage) -> dict[str, list[str]]:
-    """What the descriptors are, for the message of a failure."""
-    return {role: describe(item) for role, item in roles(scene).items()}
+def details(injector: FaultInjector) -> dict[str, list[str]]:
+    """Return the descriptors of all processes, for the message of a failure."""
+    return {role: describe(item) for role, item in roles(injector).items()}
 
 
 def describe(process: psutil.Process) -> list[str]:
-    """What its descriptors are."""
+    """Return the descriptors of a process."""
     names = []
     for entry in Path(f"/proc/{process.pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -105,33 +105,33 @@ def describe(process: psutil.Process) -> list[str]:
 
 
 @pytest.mark.timeout(900)
-def test_random_faults_leave_nothing_behind(scene):
+def test_random_faults_leave_nothing_behind(injector):
     seed = int(os.environ.get("RANKBOOK_SOAK_SEED") or random.randrange(1_000_000))
     print(f"{FAULTS_IN_ALL} faults, seed {seed}")
     chance = random.Random(seed)
     warm = FAULTS_IN_ALL // 4
-    samples: list[Held] = []
+    samples: list[ResourceCounts] = []
     used: list[list[float]] = []
     slowest = (0.0, "")
     for number in range(FAULTS_IN_ALL):
         case = draw(chance)
         fault = case.fault
         try:
-            times = scene.inject(case, way_back=chance.choice(["restart", "heal"]))
+            times = injector.inject(case, recovery=chance.choice(["restart", "heal"]))
         except BaseException:
             print(f"fault {number}, seed {seed}: {fault.name}")
             raise
         assert times.works < HUNG, f"fault {number}, seed {seed}: {fault.name}"
         slowest = max(slowest, (times.works, fault.name))
         if number >= warm:
-            samples.append(settled(scene))
-            used.append([memory(roles(scene)[role]) for role in LASTING])
+            samples.append(settled(injector))
+            used.append([memory(roles(injector)[role]) for role in LASTING])
     print(f"slowest: {slowest[1]}, {slowest[0]:.2f} s")
     third = len(samples) // 3
     before, after = in_all(samples[:third]), in_all(samples[-third:])
     print(f"descriptors and threads in all: {before}, and in the end {after}; of each process:", samples[-1])
     for was, now, room in zip(before, after, ROOM, strict=True):
-        assert now <= was + room, (seed, details(scene))
+        assert now <= was + room, (seed, details(injector))
     for n, what in enumerate(("processes", "files")):
         was, now = (min(sample[SHARED][n] for sample in part) for part in (samples[:third], samples[-third:]))
         assert now <= was, (seed, what)
@@ -150,14 +150,14 @@ def draw(chance: random.Random) -> Case:
     return Case(WORLD, fault, tuple(HOLDINGS), culprit)
 
 
-def settled(scene: Stage) -> Held:
-    """What is held once the ranks have let go of their last errors."""
-    scene.hold(tuple(HOLDINGS))
-    scene.notebook.ok(ENDS)
-    return held(scene)
+def settled(injector: FaultInjector) -> ResourceCounts:
+    """Return the resources in use after the ranks have discarded their last errors."""
+    injector.hold(tuple(HOLDINGS))
+    injector.notebook.ok(ENDS)
+    return resource_counts(injector)
 
 
-def in_all(samples: list[Held]) -> tuple[float, float]:
+def in_all(samples: list[ResourceCounts]) -> tuple[float, float]:
     """Return the medians of how many descriptors and threads all processes together have."""
     sums = [[sum(counts[n] for role, counts in sample.items() if role != SHARED) for n in (0, 1)] for sample in samples]
     return statistics.median(item[0] for item in sums), statistics.median(element[1] for element in sums)

@@ -51,7 +51,7 @@ def one_line(outcome: Outcome) -> str:
 
 
 @pytest.mark.full
-def test_a_second_start_finds_the_ranks_and_a_different_one_says_what_to_do(loaded):
+def test_second_start_reuses_the_ranks_and_another_size_is_an_error(loaded):
     assert "2 ranks are ready" in loaded.ok("%distributed start -n 2").stdout
     loaded.ok("%%distributed\nx = 5")
     assert "2 ranks are already running" in loaded.ok("%distributed start").stdout
@@ -62,7 +62,7 @@ def test_a_second_start_finds_the_ranks_and_a_different_one_says_what_to_do(load
     assert "[0-1] 5" in loaded.ok("%%distributed\nprint(x)").stdout
 
 
-def test_a_second_stop_has_nothing_to_do(loaded):
+def test_second_stop_does_nothing(loaded):
     loaded.ok("%distributed start -n 2")
     assert "2 ranks stopped" in loaded.ok("%distributed stop").stdout
     assert "no ranks are running" in loaded.ok("%distributed stop").stdout
@@ -92,7 +92,7 @@ def test_a_command_without_ranks_says_how_to_start_them(loaded, command):
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "100000"])
-def test_a_number_of_ranks_without_sense_names_those_with(loaded, count):
+def test_error_for_an_invalid_number_of_ranks_names_valid_numbers(loaded, count):
     refused = one_line(loaded.run(f"%distributed start -n {count}"))
     assert count in refused
     assert "expected 1 to" in refused
@@ -158,7 +158,7 @@ print(os.getcwd(), os.environ['GIVEN'], os.environb[b'ODD'], beside_the_notebook
     assert f"[1] {elsewhere} anew" in reported
 
 
-def test_a_folder_that_is_gone_is_a_clear_error(loaded, tmp_path):
+def test_removed_working_directory_is_reported(loaded, tmp_path):
     folder = tmp_path / "gone"
     folder.mkdir()
     loaded.ok(f"os.chdir({str(folder)!r}); os.rmdir({str(folder)!r})")
@@ -189,15 +189,15 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("only root can make a small file system to fill")
     folder = Path("/tmp") / f"rb-{os.getpid()}"
     folder.mkdir()
-    made = subprocess.run(
+    completed = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=4m,nr_inodes=32", "rankbook-test", str(folder)],
         capture_output=True,
         text=True,
         check=False,
     )
-    if made.returncode:
+    if completed.returncode:
         folder.rmdir()
-        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
+        pytest.skip(f"no file system can be mounted here: {completed.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
     folder.rmdir()
@@ -267,9 +267,13 @@ def test_files_with_the_names_of_modules_break_nothing(tmp_path):
 
 def test_an_interrupt_while_ranks_start_leaves_none_and_the_next_start_works(loaded):
     for _ in range(5):  # it may be over before the interrupt comes
-        known = set(loaded.processes())
+        earlier_pids = set(loaded.processes())
         message = loaded.send("%distributed start -n 8")
-        wait_until(lambda known=known: len(set(loaded.processes()) - known) >= 2, timeout=20, what="the first rank")
+        wait_until(
+            lambda earlier_pids=earlier_pids: len(set(loaded.processes()) - earlier_pids) >= 2,
+            timeout=20,
+            what="the first rank",
+        )
         loaded.interrupt()
         outcome = loaded.finish(message)
         if outcome.status == "error":
@@ -281,19 +285,19 @@ def test_an_interrupt_while_ranks_start_leaves_none_and_the_next_start_works(loa
     assert "2 ranks are ready" in loaded.ok("%distributed start -n 2").stdout
 
 
-def test_an_interrupt_while_torch_is_imported_is_heeded_at_once(loaded, tmp_path):
-    begun, proceed = tmp_path / "begun", Gate(tmp_path / "proceed")
+def test_interrupt_during_the_import_of_torch_is_delivered_at_once(loaded, tmp_path):
+    import_started, proceed = tmp_path / "begun", Gate(tmp_path / "proceed")
     slow = tmp_path / "slow"
     slow.mkdir()
     (slow / "psutil.py").write_text(
-        f"open({str(begun)!r}, 'w').close()\nimport sys\n"
+        f"open({str(import_started)!r}, 'w').close()\nimport sys\n"
         f"{proceed.wait}\nsys.path.remove({str(slow)!r})\ndel sys.modules['psutil']\n"
         "import psutil"
     )
     loaded.ok("%unload_ext rankbook")
     loaded.ok(f"os.environ['PYTHONPATH'] = {os.pathsep.join([str(slow), os.environ.get('PYTHONPATH', '')])!r}")
     loaded.ok("%load_ext rankbook")
-    wait_until(begun.exists, timeout=20, what="the import")
+    wait_until(import_started.exists, timeout=20, what="the import")
     message = loaded.send("%distributed start -n 2")
     wait_until(lambda: bool(cluster_folders(loaded.pid)), timeout=10, what="the start")
     loaded.interrupt()

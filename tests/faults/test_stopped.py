@@ -41,12 +41,12 @@ def begin(notebook: Notebook, body: str, *, ranks: str = "1") -> Outcome:
     message = notebook.send(f"%%distributed --background --ranks {ranks}\n{body}")
     outcome = notebook.finish(message)
     assert outcome.status == "ok", outcome.traceback
-    notebook.follow(message, outcome, lambda seen: "begun" in seen.stdout)
+    notebook.follow(message, outcome, lambda progress: "begun" in progress.stdout)
     notebook.ok("handle = _")
     return outcome
 
 
-def test_a_stopped_rank_is_reported_as_such_and_goes_on_as_if_nothing_had_happened(two):
+def test_stopped_rank_is_reported_and_continues_after_sigcont(two):
     pid = pids(two)[1]
     message = two.send(
         "%%distributed --background\nimport time\nprint('begun')\n"
@@ -54,7 +54,7 @@ def test_a_stopped_rank_is_reported_as_such_and_goes_on_as_if_nothing_had_happen
     )
     outcome = two.finish(message)
     two.ok("handle = _")
-    two.follow(message, outcome, lambda seen: "begun" in seen.stdout)
+    two.follow(message, outcome, lambda progress: "begun" in progress.stdout)
     stop_process(pid)
     rows = status(two)
     assert re.search(rf"1 +unresponsive.*process stopped; kill -CONT {pid} resumes it", rows[1])
@@ -66,7 +66,9 @@ def test_a_stopped_rank_is_reported_as_such_and_goes_on_as_if_nothing_had_happen
 
     os.kill(pid, signal.SIGCONT)
     assert two.ok("handle.wait().ok", timeout=20).displays[-1]["text/plain"] == "True"
-    two.follow(message, outcome, lambda seen: "[1] to the end" in seen.stdout or "[0-1] to the end" in seen.stdout)
+    two.follow(
+        message, outcome, lambda progress: "[1] to the end" in progress.stdout or "[0-1] to the end" in progress.stdout
+    )
     wait_until(lambda: "unresponsive" not in status(two)[1], timeout=20, what="rank 1 answers again")
     assert "[1] 10" in two.ok("%%distributed\nprint(remembered)").stdout
 
@@ -74,8 +76,8 @@ def test_a_stopped_rank_is_reported_as_such_and_goes_on_as_if_nothing_had_happen
 def test_an_idle_rank_that_is_stopped_is_reported_and_the_other_goes_on(two):
     pid = pids(two)[1]
     stop_process(pid)
-    shown = two.ok("%distributed status")
-    assert "process stopped" in shown.text and shown.seconds < 10
+    status_output = two.ok("%distributed status")
+    assert "process stopped" in status_output.text and status_output.seconds < 10
     assert "[0] 0" in two.ok("%%distributed --ranks 0\nprint(remembered)", timeout=20).stdout
     os.kill(pid, signal.SIGCONT)
 
@@ -119,11 +121,11 @@ def test_a_rank_whose_c_code_holds_the_interpreter_is_reported_with_its_cpu_time
     begin(two, HOLD.format(str(gate)))
     rows: dict[int, str] = {}
 
-    def held() -> bool:
+    def is_reported() -> bool:
         rows.update(status(two))
         return "running" not in rows[1]
 
-    wait_until(held, timeout=20, what="it holds the interpreter")
+    wait_until(is_reported, timeout=20, what="it holds the interpreter")
     assert re.search(r"1 +unresponsive.*process sleeping, \d+\.\d s of CPU time", rows[1])
     assert "[0] 0" in two.ok("%%distributed --ranks 0\nprint(remembered)", timeout=20).stdout
     assert "process sleeping" in two.ok("%distributed stacks").stdout
@@ -136,13 +138,13 @@ def test_a_rank_whose_c_code_holds_the_interpreter_is_reported_with_its_cpu_time
 @pytest.mark.full
 def test_a_rank_whose_c_code_holds_the_interpreter_can_be_interrupted_and_restarted(two, tmp_path):
     pressed = []
-    held = tmp_path / "held"
-    hold = f"open({str(held)!r}, 'w').close()\nctypes.PyDLL(None).sleep(600)"
+    marker = tmp_path / "held"
+    hold = f"open({str(marker)!r}, 'w').close()\nctypes.PyDLL(None).sleep(600)"
     message = two.send(f"%%distributed --ranks 1\nimport ctypes, time\nprint('begun')\ntime.sleep(0.5)\n{hold}")
 
     def press(outcome: Outcome) -> None:
         if "begun" in outcome.stdout and not pressed:
-            wait_until(held.exists, timeout=20, what="it holds the interpreter")
+            wait_until(marker.exists, timeout=20, what="it holds the interpreter")
             pressed.append(two.interrupt())
 
     failed = two.finish(message, timeout=40, seen=press)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.conftest import Notebook, Outcome, running_kernel
-from tests.faults.scenes import raise_on_rank_1
+from tests.faults.injection import raise_on_rank_1
 from tests.gpu.test_cuda import cuda_devices
 
 pytestmark = [
@@ -144,7 +144,7 @@ def test_an_interrupt_ends_a_wait_for_the_device_and_status_answers_meanwhile(nc
     ],
     ids=["operations", "shapes"],
 )
-def test_collectives_that_do_not_match_are_told(nccl, one, words):
+def test_mismatched_collectives_are_reported(nccl, one, words):
     outcome = nccl.run(
         f"%%distributed\nt = torch.ones(4, device=device)\nif rank == 1: {one}\nelse: dist.all_reduce(t)\n"
         "torch.cuda.synchronize()",
@@ -195,7 +195,7 @@ def test_a_device_side_assert_is_told_and_its_rank_can_be_healed():
         assert "[0-1] 6" in notebook.ok("%%distributed\nprint(kept)").stdout
 
 
-def test_the_words_of_nccl_reach_the_person():
+def test_nccl_error_text_is_shown_to_the_user():
     with nccl_ranks(2, hosts=False) as notebook:
         outcome = notebook.run(f"%%distributed\n{REDUCE}t.tolist()", timeout=60)
         assert "Duplicate GPU detected" in outcome.traceback + outcome.text

@@ -1,8 +1,8 @@
 """Faults for a real notebook: what each one does, when it happens, what the ranks hold, and how long recovery takes.
 
-`Scene` prepares the ranks, injects a fault, measures the times until the user has control again and until the ranks
-work again, and checks afterwards that they are complete. Times are not judged here: a test only tells "recovered" from
-"hung", and `tests/benchmarks/faults.py` compares them with limits.
+`FaultInjector` prepares the ranks, injects a fault, measures the times until the user has control again and until the
+ranks work again, and checks afterwards that they are complete. Times are not judged here: a test only tells "recovered"
+from "hung", and `tests/benchmarks/faults.py` compares them with limits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Victim = Literal["the one", "another", "idle"]
 
 @dataclass(frozen=True)
 class Fault:
-    """One rank, `CULPRIT` in the code, does `one`, the rest do `others`. The fault comes when it has called `now()`.
+    """Fault of one rank, `CULPRIT` in the code: it runs `one`, the other ranks `others`. The fault starts at `now()`.
 
     `victim` is who is killed, if somebody is: the one, one of the others in the midst of theirs, or the one while idle.
     `needs` names what the ranks have to hold for it to make sense; `workers`: loaders' workers take part; `alone`: the
@@ -299,8 +299,8 @@ class Times:
 
 
 @dataclass
-class Stage:
-    """A kernel with ranks that hold something. `sound`: no fault is being recovered from, and none has failed to be."""
+class FaultInjector:
+    """Injects faults into a kernel. `holdings`: the objects of its ranks; `sound`: all ranks have recovered."""
 
     world: int
     notebook: Notebook
@@ -309,26 +309,26 @@ class Stage:
     sound: bool = True
 
     def hold(self, holdings: tuple[str, ...]) -> None:
-        """Make it on all ranks, unless they have it."""
+        """Create the holdings on all ranks, unless they exist."""
         if holdings == self.holdings:
             return
-        made = "".join(HOLDINGS[holding] for holding in holdings)
-        output = self.notebook.ok(f"%%distributed\n{BASE}{made}\nprint('pid', os.getpid())").stdout
+        code = "".join(HOLDINGS[holding] for holding in holdings)
+        output = self.notebook.ok(f"%%distributed\n{BASE}{code}\nprint('pid', os.getpid())").stdout
         self.pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d+)\] pid (\d+)", output)}
         assert sorted(self.pids) == list(range(self.world)), output
         self.holdings = holdings
 
-    def inject(self, case: Case, *, way_back: str = "restart") -> Times:
-        """Let the fault happen, check that all is as it should be afterwards, and give the times.
+    def inject(self, case: Case, *, recovery: str = "restart") -> Times:
+        """Inject the fault, check the state of all ranks afterwards, and return the times.
 
-        `way_back`: what brings a killed rank back, "restart" or "heal".
+        `recovery`: what brings a killed rank back, "restart" or "heal".
         """
         self.sound = False
         self.hold(case.holdings)
         assert sorted(self.pids.values()) == sorted(set(self.pids.values()))
-        known = set(self.notebook.processes())
-        times = self._kill(case, way_back) if case.fault.kind == "kill" else self._survive(case)
-        self.check_processes(known, workers=case.fault.workers)
+        earlier_pids = set(self.notebook.processes())
+        times = self._kill(case, recovery) if case.fault.kind == "kill" else self._survive(case)
+        self.check_processes(earlier_pids, workers=case.fault.workers)
         self.sound = True
         return times
 
@@ -348,7 +348,7 @@ class Stage:
         self.check_whole()
         return Times(case, control, works)
 
-    def _kill(self, case: Case, way_back: str) -> Times:
+    def _kill(self, case: Case, recovery: str) -> Times:
         victim = (case.culprit + 1) % self.world if case.fault.victim == "another" else case.culprit
         process = psutil.Process(self.pids[victim])
         if case.fault.victim == "idle":
@@ -360,31 +360,31 @@ class Stage:
         control = time.time() - failure_time
         assert outcome.status == "error", outcome.text
         assert f"rank {victim} was killed by SIGKILL" in outcome.text + outcome.evalue + outcome.traceback
-        others = ",".join(str(rank) for rank in self.pids if rank != victim)
+        survivors = ",".join(str(rank) for rank in self.pids if rank != victim)
         before = time.time()
-        self.notebook.ok(f"%distributed {way_back} {victim}", timeout=HUNG - 1)  # a hang shows its stacks
+        self.notebook.ok(f"%distributed {recovery} {victim}", timeout=HUNG - 1)  # a hang shows its stacks
         self.check_works()
         works = control + time.time() - before
-        if others:
+        if survivors:
             code = "for name, value in holds.items(): assert globals()[name] is value, name\nprint(kept, os.getpid())"
-            output = self.notebook.ok(f"%%distributed --ranks {others}\n{code}").stdout
+            output = self.notebook.ok(f"%%distributed --ranks {survivors}\n{code}").stdout
             for rank, pid in self.pids.items():
                 assert rank == victim or f"[{rank}] {rank * 10} {pid}" in output, output
-        kept, self.holdings = self.holdings, ()
-        self.hold(kept)  # what needed the lost rank's state is made again; the rest was there
+        holdings, self.holdings = self.holdings, ()
+        self.hold(holdings)  # what needed the lost rank's state is made again; the rest was there
         self.check_whole()
         return Times(case, control, works)
 
     def _run(self, case: Case, inject: object) -> tuple[float, Outcome]:
-        """Run the fault's cell; when it came, and what became of the cell."""
+        """Run the cell of the fault. Return the time of the fault and the outcome of the cell."""
         failure_time: list[float] = []
 
         def look(outcome: Outcome) -> None:
-            found = re.search(rf"\[{case.culprit}\] now ([\d.]+)", outcome.stdout)
-            if found is None or failure_time:
+            match = re.search(rf"\[{case.culprit}\] now ([\d.]+)", outcome.stdout)
+            if match is None or failure_time:
                 return
             if case.fault.kind == "raise" or case.fault.alone:
-                failure_time.append(float(found[1]))
+                failure_time.append(float(match[1]))
             else:
                 failure_time.append(time.time())
                 inject()  # type: ignore[operator]
@@ -409,7 +409,7 @@ class Stage:
         return code.replace("CULPRIT", str(case.culprit)).replace("NEXT", str(following)).replace("ENDS", str(ends))
 
     def check_works(self) -> None:
-        """A collective of all ranks, in the very next cell."""
+        """Check that a collective of all ranks works in the next cell."""
         total = self.world * (self.world - 1) // 2
         output = self.notebook.ok(REDUCE, timeout=HUNG).stdout
         labels = re.findall(rf"^\[([\d,-]+)\] sum {total}$", output, re.MULTILINE)  # who is late has a line of its own
@@ -418,26 +418,26 @@ class Stage:
         )
 
     def check_whole(self) -> None:
-        """All that the ranks hold is there and works: models learn as one process would, groups and loaders go on."""
+        """Check that all holdings work: models learn as in one process, groups and loaders continue."""
         outcome = self.notebook.run("%%distributed\nprint(check(), os.getpid())", timeout=2 * HUNG)
         assert outcome.status == "ok", outcome.text + outcome.traceback
         for rank, pid in self.pids.items():
             assert f"[{rank}] whole {pid}" in outcome.stdout, outcome.stdout
 
-    def check_processes(self, known: set[int], *, workers: bool) -> None:
-        """No loader's worker and no subprocess stays, but for those that the last error's own traceback still holds."""
-        mine = set(self.pids.values())
+    def check_processes(self, earlier_pids: set[int], *, workers: bool) -> None:
+        """Check that no worker or subprocess remains, except those that the traceback of the last error references."""
+        rank_pids = set(self.pids.values())
         allowed = 2 * self.world if workers else 0
 
         def more() -> set[int]:
-            return set(self.notebook.processes()) - known - mine
+            return set(self.notebook.processes()) - earlier_pids - rank_pids
 
         wait_until(lambda: len(more()) <= allowed, timeout=10, what="workers and subprocesses gone")
 
 
 @contextlib.contextmanager
-def stage(world: int, *, stand_in: bool = False) -> Iterator[Stage]:
-    """A kernel with that many ranks, on gloo or on the stand-in for NCCL; nothing of it may be left."""
+def open_injector(world: int, *, stand_in: bool = False) -> Iterator[FaultInjector]:
+    """Start a kernel with `world` ranks, on gloo or on the stand-in for NCCL. Check that it leaves nothing behind."""
     # Not patient: a fault comes once its culprit's line is seen, which the others have not.
     # Its ranks need not be waited for as long as a person's: what follows the grace period is the same.
     # Every healed rank would import torch._dynamo and FSDP2 anew.
@@ -446,25 +446,25 @@ def stage(world: int, *, stand_in: bool = False) -> Iterator[Stage]:
         env |= environment()
     with running_kernel(patient=False, timeout=5, env=env) as notebook:
         notebook.ok(f"%distributed start -n {world}{' --backend stand_in' if stand_in else ''}")
-        yield Stage(world, notebook)
+        yield FaultInjector(world, notebook)
 
 
 @contextlib.contextmanager
-def stages(*, stand_in: bool = False) -> Iterator[Callable[[int], Stage]]:
-    """Yield a function that returns a stage with that many ranks.
+def injector_pool(*, stand_in: bool = False) -> Iterator[Callable[[int], FaultInjector]]:
+    """Yield a function that returns an injector with that many ranks.
 
     The one before it ends if it has another number of ranks, or if a fault has failed to be recovered from on it.
     """
     with contextlib.ExitStack() as stack:
-        current: list[Stage] = []
+        current: list[FaultInjector] = []
 
-        def give(world: int) -> Stage:
+        def injector_for(world: int) -> FaultInjector:
             if not current or current[0].world != world or not current[0].sound:
                 stack.close()
-                current[:] = [stack.enter_context(stage(world, stand_in=stand_in))]
+                current[:] = [stack.enter_context(open_injector(world, stand_in=stand_in))]
             return current[0]
 
-        yield give
+        yield injector_for
 
 
 def raise_on_rank_1(notebook: Notebook, others: str, *, timeout: float = 20) -> Outcome:
@@ -509,7 +509,7 @@ def _brief(seconds: list[float]) -> str:
 
 
 def write_table(measured: list[Times]) -> None:
-    """To the file that RANKBOOK_FAULTS_TABLE names, if it is set."""
+    """Write the table to the file that RANKBOOK_FAULTS_TABLE names, if it is set."""
     if measured and (path := os.environ.get("RANKBOOK_FAULTS_TABLE")):
         with open(path, "w", encoding="utf-8") as file:  # noqa: PTH123 - as short as it gets
             file.write(table(measured) + "\n")
