@@ -10,10 +10,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from rankbook.errors import ProtocolError, TransferError
+from rankbook.transport import shared_memory
 from rankbook.transport.shared_memory import SegmentStore
 
 
@@ -90,6 +92,48 @@ def test_read_segment_holds_no_file_descriptor(store):
 
 def test_an_empty_segment_can_be_read(store):
     assert store.read(segment_of(store, b"").name, unlink=True) == b""
+
+
+@pytest.fixture(params=["huge pages", "none", "some"])
+def huge_pages(request, monkeypatch):
+    """As the system has them, as where it has none, and as where it runs out of them."""
+    allocate, calls = shared_memory._libc.madvise, []
+
+    def refuse_some(*args):
+        calls.append(args)
+        return allocate(*args) if request.param == "some" and len(calls) == 1 else -1
+
+    if request.param != "huge pages":
+        monkeypatch.setattr(shared_memory, "_libc", mock.Mock(wraps=shared_memory._libc, madvise=refuse_some))
+
+
+@pytest.mark.usefixtures("huge_pages")
+def test_a_large_segment_arrives_with_or_without_huge_pages(store):
+    step = shared_memory._COLLAPSE_AT_ONCE
+    head, body, tail = b"h" * 100, os.urandom(step + 12_345), b"t" * 3_000_001
+    segment = store.write([[head], [memoryview(body)[:5], body[5:step], body[step:]], [], [bytearray(tail)]])
+    mapped = store.read(segment.name, unlink=True)
+    assert len(mapped) == segment.size
+    for offset, expected in zip(segment.offsets, (head, body, b"", tail), strict=True):
+        assert mapped[offset : offset + len(expected)] == expected
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("huge_pages")
+def test_readers_of_a_large_segment_are_independent(store):
+    size = 40 << 20
+    segment = segment_of(store, bytes(size))
+    one, other = store.read(segment.name), store.read(segment.name)
+    for position in (0, 4096, size // 2, size - 1):
+        one[position] = 1
+    assert not any(other)
+    child = os.fork()
+    if not child:
+        one[5] = 1
+        os._exit(0 if sum(one[:10]) == 2 and not other[5] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert sum(one) == 4
+    assert not any(store.read(segment.name, unlink=True))
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.ENOMEM])
