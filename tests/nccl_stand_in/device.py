@@ -26,7 +26,7 @@ class DeviceError(RuntimeError):
 
 
 class Operation:
-    """Something that the device executes. `began` is the time at which it has begun to, or None."""
+    """Operation of the device. `began` is the time at which its execution began, or None."""
 
     __slots__ = ("began", "done", "name", "run")
 
@@ -151,8 +151,8 @@ class Device:
             while (operation := self._queue.get()) is not None:
                 self._pause(lambda: not self.held)
                 if self.delay:
-                    taken = time.monotonic()
-                    self._pause(lambda taken=taken: time.monotonic() >= taken + self.delay)
+                    start = time.monotonic()
+                    self._pause(lambda start=start: time.monotonic() >= start + self.delay)
                 if self.error is None and operation.run is not None:
                     operation.began = time.monotonic()
                     try:

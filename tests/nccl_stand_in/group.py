@@ -21,7 +21,7 @@ from tests.nccl_stand_in.device import Device, Event, current_device, poll, wait
 
 BACKEND = "stand_in"
 PARTIAL = 77
-"""What an abort leaves in the first half of every output of an unfinished collective."""
+"""Value that an abort leaves in the first half of every output of an unfinished collective."""
 BUFFER_BYTES = 1 << 16
 """A send of more bytes is not finished before its recv has begun, as with NCCL's buffers."""
 
@@ -50,7 +50,7 @@ class _Communicator:
 
     def publish(self, key: str, signature: tuple[Any, ...], tensors: Tensors) -> None:
         """Make this rank's tensors available to the others."""
-        data = [(each.dtype, tuple(each.shape), _bytes_of(each)) for each in tensors]
+        data = [(tensor.dtype, tuple(tensor.shape), _bytes_of(tensor)) for tensor in tensors]
         self.store.set(f"{key}/{self.rank}", pickle.dumps((signature, data)))
 
     def collect(self, key: str, signature: tuple[Any, ...]) -> list[Tensors] | None:
@@ -58,15 +58,15 @@ class _Communicator:
         keys = [f"{key}/{rank}" for rank in self.ranks]
         if not self._wait(lambda: self.store.check(keys)):
             return None
-        published = [pickle.loads(self.store.get(each)) for each in keys]
+        published = [pickle.loads(self.store.get(item)) for item in keys]
         # Whoever has published this one has read all of the one before.
         if self._old is not None:
             self.store.delete_key(self._old)
         self._old = f"{key}/{self.rank}"
-        if any(theirs != signature for theirs, _ in published):
+        if any(other_signature != signature for other_signature, _ in published):
             self.hang()
             return None
-        return [[_tensor_of(*each) for each in data] for _, data in published]
+        return [[_tensor_of(*item) for item in data] for _, data in published]
 
     def take(self, key: str, sender: int) -> torch.Tensor | None:
         """Return the tensor of a message, and delete it; None after an abort."""
@@ -99,7 +99,7 @@ class _Communicator:
 
 
 class _Call:
-    """One collective or message: `publish` begins it, and `complete` ends it; both are called by the device."""
+    """Collective or message: the device calls `publish` at its beginning, and `complete` at its end."""
 
     def __init__(
         self, name: str, communicator: _Communicator, publish: Callable[[], None], complete: Callable[[], bool]
@@ -306,9 +306,9 @@ class StandInGroup(dist.ProcessGroup):
     def _all_reduce(self, name: str, tensors: Tensors, opts: Any) -> Any:
         operation = _operation_of(opts)
 
-        def compute(given: list[Tensors]) -> None:
+        def compute(inputs_by_rank: list[Tensors]) -> None:
             for index, tensor in enumerate(tensors):
-                _fill(tensor, _reduced([theirs[index] for theirs in given], operation))
+                _fill(tensor, _reduced([rank_tensors[index] for rank_tensors in inputs_by_rank], operation))
 
         return self._collective(name, opts, tensors, tensors, compute, _sizes(tensors), str(operation))
 
@@ -317,9 +317,9 @@ class StandInGroup(dist.ProcessGroup):
         root = 0 if opts is None else opts.rootRank
         is_root = root == self._rank
 
-        def compute(given: list[Tensors]) -> None:
+        def compute(inputs_by_rank: list[Tensors]) -> None:
             if not is_root:
-                for tensor, value in zip(tensors, given[root], strict=True):
+                for tensor, value in zip(tensors, inputs_by_rank[root], strict=True):
                     _fill(tensor, value)
 
         inputs, outputs = (tensors, []) if is_root else ([], tensors)
@@ -329,9 +329,9 @@ class StandInGroup(dist.ProcessGroup):
         """See torch.distributed.reduce."""
         operation, root = _operation_of(opts), 0 if opts is None else opts.rootRank
 
-        def compute(given: list[Tensors]) -> None:
+        def compute(inputs_by_rank: list[Tensors]) -> None:
             if root == self._rank:
-                _fill(tensors[0], _reduced([theirs[0] for theirs in given], operation))
+                _fill(tensors[0], _reduced([rank_tensors[0] for rank_tensors in inputs_by_rank], operation))
 
         outputs = tensors if root == self._rank else []
         return self._collective("reduce", opts, tensors, outputs, compute, _sizes(tensors), str(operation), root)
@@ -339,9 +339,9 @@ class StandInGroup(dist.ProcessGroup):
     def allgather(self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         """See torch.distributed.all_gather."""
 
-        def compute(given: list[Tensors]) -> None:
-            for output, theirs in zip(output_lists[0], given, strict=True):
-                _fill(output, theirs[0])
+        def compute(inputs_by_rank: list[Tensors]) -> None:
+            for output, rank_tensors in zip(output_lists[0], inputs_by_rank, strict=True):
+                _fill(output, rank_tensors[0])
 
         return self._collective("all_gather", opts, inputs, output_lists[0], compute)
 
@@ -354,9 +354,9 @@ class StandInGroup(dist.ProcessGroup):
         return self._all_gather_single("all_gather_into_tensor_coalesced", outputs, inputs, opts)
 
     def _all_gather_single(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
-        def compute(given: list[Tensors]) -> None:
+        def compute(inputs_by_rank: list[Tensors]) -> None:
             for index, output in enumerate(outputs):
-                _fill(output, torch.cat([theirs[index].reshape(-1) for theirs in given]))
+                _fill(output, torch.cat([rank_tensors[index].reshape(-1) for rank_tensors in inputs_by_rank]))
 
         return self._collective(name, opts, inputs, outputs, compute, _sizes(inputs))
 
@@ -365,9 +365,9 @@ class StandInGroup(dist.ProcessGroup):
         root = 0 if opts is None else opts.rootRank
         outputs = output_lists[0] if root == self._rank else []
 
-        def compute(given: list[Tensors]) -> None:
-            for output, theirs in zip(outputs, given, strict=False):
-                _fill(output, theirs[0])
+        def compute(inputs_by_rank: list[Tensors]) -> None:
+            for output, rank_tensors in zip(outputs, inputs_by_rank, strict=False):
+                _fill(output, rank_tensors[0])
 
         return self._collective("gather", opts, inputs, outputs, compute, root)
 
@@ -375,8 +375,8 @@ class StandInGroup(dist.ProcessGroup):
         """See torch.distributed.scatter."""
         root = 0 if opts is None else opts.rootRank
 
-        def compute(given: list[Tensors]) -> None:
-            _fill(outputs[0], given[root][self._rank])
+        def compute(inputs_by_rank: list[Tensors]) -> None:
+            _fill(outputs[0], inputs_by_rank[root][self._rank])
 
         inputs = input_lists[0] if root == self._rank else []
         return self._collective("scatter", opts, inputs, outputs, compute, root)
@@ -385,8 +385,8 @@ class StandInGroup(dist.ProcessGroup):
         """See torch.distributed.reduce_scatter."""
         operation = _operation_of(opts)
 
-        def compute(given: list[Tensors]) -> None:
-            _fill(outputs[0], _reduced([theirs[self._rank] for theirs in given], operation))
+        def compute(inputs_by_rank: list[Tensors]) -> None:
+            _fill(outputs[0], _reduced([rank_tensors[self._rank] for rank_tensors in inputs_by_rank], operation))
 
         inputs = input_lists[0]
         return self._collective("reduce_scatter", opts, inputs, outputs, compute, _sizes(inputs), str(operation))
@@ -402,9 +402,9 @@ class StandInGroup(dist.ProcessGroup):
     def _reduce_scatter_single(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         operation = _operation_of(opts)
 
-        def compute(given: list[Tensors]) -> None:
+        def compute(inputs_by_rank: list[Tensors]) -> None:
             for index, output in enumerate(outputs):
-                parts = [theirs[index].reshape(self._size, -1)[self._rank] for theirs in given]
+                parts = [rank_tensors[index].reshape(self._size, -1)[self._rank] for rank_tensors in inputs_by_rank]
                 _fill(output, _reduced(parts, operation))
 
         return self._collective(name, opts, inputs, outputs, compute, _sizes(inputs), str(operation))
@@ -412,9 +412,9 @@ class StandInGroup(dist.ProcessGroup):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """See torch.distributed.all_to_all."""
 
-        def compute(given: list[Tensors]) -> None:
-            for output, theirs in zip(outputs, given, strict=True):
-                _fill(output, theirs[self._rank])
+        def compute(inputs_by_rank: list[Tensors]) -> None:
+            for output, rank_tensors in zip(outputs, inputs_by_rank, strict=True):
+                _fill(output, rank_tensors[self._rank])
 
         return self._collective("all_to_all", opts, inputs, outputs, compute)
 
@@ -430,9 +430,9 @@ class StandInGroup(dist.ProcessGroup):
         inputs = list(tensor.split(input_sizes) if input_sizes else tensor.chunk(self._size))
         outputs = list(output.split(output_sizes) if output_sizes else output.chunk(self._size))
 
-        def compute(given: list[Tensors]) -> None:
-            for part, theirs in zip(outputs, given, strict=True):
-                _fill(part, theirs[self._rank])
+        def compute(inputs_by_rank: list[Tensors]) -> None:
+            for part, rank_tensors in zip(outputs, inputs_by_rank, strict=True):
+                _fill(part, rank_tensors[self._rank])
 
         return self._collective("all_to_all_single", opts, inputs, outputs, compute)
 
@@ -573,9 +573,15 @@ def _operation_of(opts: Any) -> tuple[Any, float]:
     kind = opts.reduceOp
     if kind == dist.ReduceOp.PREMUL_SUM:
         return dist.ReduceOp.SUM, float(kind.factor)
-    for known in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
-        if kind == known:
-            return known, 1.0
+    for operation in (
+        dist.ReduceOp.SUM,
+        dist.ReduceOp.AVG,
+        dist.ReduceOp.MIN,
+        dist.ReduceOp.MAX,
+        dist.ReduceOp.PRODUCT,
+    ):
+        if kind == operation:
+            return operation, 1.0
     raise ValueError(f"Cannot use ReduceOp.{kind} with NCCL")
 
 

@@ -67,11 +67,11 @@ MACHINES = {
 }
 
 
-@pytest.mark.parametrize("each", MACHINES.values(), ids=MACHINES)
-def test_the_counter_of_our_own_group_is_found(tmp_path, each):
-    found = find_counter(machine(tmp_path, **each))
-    assert found == tmp_path / each["file"]
-    assert read_counter(found) == 2
+@pytest.mark.parametrize("layout", MACHINES.values(), ids=MACHINES)
+def test_the_counter_of_our_own_group_is_found(tmp_path, layout):
+    counter = find_counter(machine(tmp_path, **layout))
+    assert counter == tmp_path / layout["file"]
+    assert read_counter(counter) == 2
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from rankbook.rank.control_thread import Interrupts
 def interrupts(monkeypatch):
     monkeypatch.setattr(control_thread.os_utils, "interrupt_group", lambda: None)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGCHLD)
-    made = Interrupts()
-    made.arm(1)
-    yield made
-    made.disarm()
+    armed = Interrupts()
+    armed.arm(1)
+    yield armed
+    armed.disarm()
     signal.signal(signal.SIGINT, before[0])
     signal.signal(signal.SIGCHLD, before[1])
 
@@ -52,7 +52,7 @@ def test_an_interrupt_is_postponed_by_a_bounded_time(interrupts):
 
 
 class Gate:
-    """As `threading.Condition`: an interrupt between the lock's being taken and the block would leave it taken."""
+    """Lock like `threading.Condition`: an interrupt between the acquisition and the block would leave it locked."""
 
     def __init__(self, *, hit_as_it):
         self.lock, self._hit = threading.Lock(), hit_as_it
@@ -117,12 +117,12 @@ def test_a_fork_whose_first_hook_was_interrupted_keeps_no_interrupt_back(interru
 
 def test_an_interrupt_while_a_warning_is_shown_is_raised_after_it(interrupts):
     # The C code that shows a warning may discard the exception, as `os.fork` of Python 3.12 does.
-    shown = []
+    calls = []
 
     def show(*_args, **_options):
         interrupts.request(1)
         go_on_for(0.02)
-        shown.append(True)
+        calls.append(True)
 
     def warn_and_go_on():
         warnings.warn("text", stacklevel=1)
@@ -132,7 +132,7 @@ def test_an_interrupt_while_a_warning_is_shown_is_raised_after_it(interrupts):
         warnings.showwarning = show  # only now: `catch_warnings` has put the original back
         with pytest.raises(KeyboardInterrupt):
             warn_and_go_on()
-    assert shown == [True]
+    assert calls == [True]
 
 
 FORKS_IN_STEP = """

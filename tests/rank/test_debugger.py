@@ -118,13 +118,13 @@ def test_connection_without_the_token_is_closed():
             connection = socket.create_connection(address)  # in this order they are accepted
             threads.append(threading.Thread(target=serve, args=(connection, item)))
             threads[-1].start()
-        began = time.monotonic()
+        start = time.monotonic()
         debug_seconds, debugger._TIMEOUT = debugger._TIMEOUT, 2.0
         try:
             connection, stream = debugger._wait_for_engine(listener, "right")
         finally:
             debugger._TIMEOUT = debug_seconds
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - start < 20
         assert connection.getpeername()[0] == "127.0.0.1"
         stream.close()
         connection.close()
@@ -133,30 +133,30 @@ def test_connection_without_the_token_is_closed():
         assert bytes_read.count("pydevdAuthorize") == 4
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_its_end_is_reported_once_and_when_there_may_be_another_one(monkeypatch, asked):
+@pytest.mark.parametrize("requested", [True, False])
+def test_end_of_a_session_is_reported_once_and_permits_another(monkeypatch, requested):
     reported: queue.SimpleQueue = queue.SimpleQueue()
-    debuggee, gone = debugger.Debuggee(reported.put, lambda _: None), threading.Event()
-    monkeypatch.setattr(debugger, "_engine", lambda: None if gone.is_set() else object())
-    debuggee._disconnect_seq, debuggee._original_hook = 7 if asked else None, sys.breakpointhook
+    debuggee, engine_closed = debugger.Debuggee(reported.put, lambda _: None), threading.Event()
+    monkeypatch.setattr(debugger, "_engine", lambda: None if engine_closed.is_set() else object())
+    debuggee._disconnect_seq, debuggee._original_hook = 7 if requested else None, sys.breakpointhook
     ours, its = socket.socketpair()
     reader = threading.Thread(target=debuggee._read, args=(ours, ours.makefile("rb")))
     reader.start()
     content = json.dumps({"type": "response", "request_seq": 7, "success": True}).encode()
     with its:
-        if asked:
+        if requested:
             its.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(content), content))
     with pytest.raises(queue.Empty):
         reported.get(timeout=0.2)
-    gone.set()
+    engine_closed.set()
     content = reported.get(timeout=10).content
     reader.join(timeout=10)
-    assert json.loads(content)["request_seq"] == 7 if asked else content == ""
+    assert json.loads(content)["request_seq"] == 7 if requested else content == ""
     assert reported.empty()  # an end told late would be taken for that of the next one
 
 
 @pytest.mark.parametrize("words", ["ImportError: no debugpy here"])
-def test_a_rank_that_cannot_have_one_says_why(words, monkeypatch):
+def test_rank_without_a_debugger_reports_the_reason(words, monkeypatch):
     reported: queue.SimpleQueue = queue.SimpleQueue()
     debuggee = debugger.Debuggee(reported.put, lambda _: None)
 

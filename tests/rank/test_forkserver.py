@@ -52,11 +52,11 @@ class Home:
 
     def __init__(self, *, environment: dict[str, str] | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="rb-", dir="/tmp"))  # pytest's are too long for a socket
-        ours, theirs = socket.socketpair()
-        with theirs:
+        ours, forkserver_socket = socket.socketpair()
+        with forkserver_socket:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rankbook.rank.forkserver", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
+                [sys.executable, "-P", "-m", "rankbook.rank.forkserver", str(forkserver_socket.fileno())],
+                pass_fds=(forkserver_socket.fileno(),),
                 env={**os.environ, **(environment or {})},
                 start_new_session=True,
             )
@@ -73,10 +73,10 @@ class Home:
                 if isinstance(message, kind) and where(message):
                     self._forkserver_messages.remove(message)
                     return message
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 pytest.fail(f"no {kind.__name__} within {timeout} s; there is {self._forkserver_messages}")
-            select.select([self.stream], [], [], left)
+            select.select([self.stream], [], [], remaining)
             self._forkserver_messages += self.stream.read()
 
     def listen(self, kind: type, *, rank: int = 0, timeout: float = SOON) -> Any:
@@ -87,10 +87,10 @@ class Home:
                 if message[0] == rank and isinstance(message[1], kind):
                     self._messages.remove(message)
                     return message[1]
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 pytest.fail(f"no {kind.__name__} of rank {rank} within {timeout} s; there is {self._messages}")
-            self.hub.wait(left, ())
+            self.hub.wait(remaining, ())
             while (received_message := self.hub.receive()) is not None:
                 self._messages.append((received_message[0].rank, received_message[1]))
 
@@ -136,7 +136,7 @@ class Home:
         self.hub.send(rank, RunCell(cell=cell, source=source, number=1))
 
     def printed(self, source: str, *, rank: int = 0) -> str:
-        """What a cell prints."""
+        """Run a cell and return its output."""
         self.cell(source, rank=rank)
         text = b""
         while b"\n" not in text:
@@ -235,8 +235,8 @@ def test_ranks_do_not_draw_each_others_random_numbers(home):
     for rank in (0, 1):
         home.fork(rank)
     draw = "import random, numpy, torch; print(random.random(), numpy.random.rand(), torch.rand(1).item())"
-    ours, theirs = (home.printed(draw, rank=rank).split() for rank in (0, 1))
-    assert len(set(ours + theirs)) == 6
+    first_draws, second_draws = (home.printed(draw, rank=rank).split() for rank in (0, 1))
+    assert len(set(first_draws + second_draws)) == 6
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_a_second_cluster_is_served_after_the_first(server):
 
 
 @pytest.mark.parametrize("when", ["busy", "just forked"])
-def test_when_the_notebook_is_gone_everything_is(when, tmp_path):
+def test_forkserver_and_ranks_end_after_the_notebook(when, tmp_path):
     home = Home()
     folder = tmp_path / "sockets"
     folder.mkdir()
@@ -400,14 +400,14 @@ def test_when_the_notebook_is_gone_during_an_import_the_forkserver_does_not_end_
     for package in packages:
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
-    begun = tmp_path / "begun"
-    sleeper = f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(600)"
+    import_started = tmp_path / "begun"
+    sleeper = f"import time\nopen({str(import_started)!r}, 'w').close()\ntime.sleep(600)"
     tmp_path.joinpath(*packages, f"{name}.py").write_text(sleeper)
     home = Home(environment={"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])})
     sockets = tmp_path / "sockets"
     sockets.mkdir()
     home.stream.send(OpenCluster(folders=(str(sockets),)))
-    wait_until(begun.exists, timeout=30, what="the import")
+    wait_until(import_started.exists, timeout=30, what="the import")
     home.stream.close()
     wait_until(lambda: home.process.poll() is not None, timeout=10, what="the forkserver's end")
     assert not sockets.exists()

@@ -38,7 +38,7 @@ def passes(hands, wall, cpu=0.0):
     hands["cpu"] += cpu
 
 
-def test_waits_add_up_and_what_lies_between_does_not_count(clock, hands):
+def test_wait_times_are_summed_without_the_time_between(clock, hands):
     passes(hands, 5)
     for _ in range(2):
         with clock.waiting("all_reduce"):

@@ -1,4 +1,4 @@
-"""Which optimizer steps are taken back after an aborted collective, and from which rank."""
+"""Test which optimizer steps are reverted after an aborted collective, and from which rank."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_a_step_is_suspect_if_it_began_after_the_aborted_collective(tracker):
     since = time.monotonic()
     assert tracker.report(since)["suspect"] == []
     second.step()
-    found = tracker.report(since)
-    assert [tracker.optimizers()[index] for index in found["suspect"]] == [second]
+    report = tracker.report(since)
+    assert [tracker.optimizers()[index] for index in report["suspect"]] == [second]
     assert tracker.report(None)["suspect"] == []
     tracker.forget()
     assert tracker.report(since)["suspect"] == []

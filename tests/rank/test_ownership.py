@@ -28,9 +28,9 @@ class Harness:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        ours, theirs = socket.socketpair()
+        ours, forkserver_socket = socket.socketpair()
         self.notebook = MessageStream(ours, decode_from_forkserver)
-        self.owner = Ownership(MessageStream(theirs, decode_to_forkserver), os.getppid())
+        self.owner = Ownership(MessageStream(forkserver_socket, decode_to_forkserver), os.getppid())
         self.callers: list[MessageStream[FromForkserver]] = []
 
     def keep(self, seconds: float = 60.0) -> None:
@@ -58,9 +58,9 @@ class Harness:
 @pytest.fixture
 def harness() -> Iterator[Harness]:
     with tempfile.TemporaryDirectory(prefix="rb-", dir="/tmp") as folder:
-        made = Harness(Path(folder))
-        yield made
-        made.close()
+        owner_harness = Harness(Path(folder))
+        yield owner_harness
+        owner_harness.close()
 
 
 def answers(caller: MessageStream[FromForkserver]) -> list[FromForkserver]:
@@ -79,7 +79,7 @@ def test_cluster_that_is_not_kept_ends_with_its_owner(harness):
     assert not harness.owner.is_owned()
 
 
-def test_a_kept_one_goes_on_for_its_time(harness):
+def test_kept_cluster_survives_its_owner_for_the_stated_time(harness):
     harness.keep(seconds=60)
     harness.leave()
     assert harness.owner.check_owner()
@@ -88,7 +88,7 @@ def test_a_kept_one_goes_on_for_its_time(harness):
     assert not harness.owner.check_owner()
 
 
-def test_a_claim_with_the_token_makes_a_new_owner_which_can_go_as_well(harness):
+def test_claim_with_the_token_sets_a_new_owner_that_may_also_end(harness):
     harness.keep()
     harness.leave()
     harness.owner.check_owner()
@@ -180,7 +180,7 @@ def test_a_child_process_sees_whether_there_is_an_owner(harness):
 
 
 @pytest.mark.processes
-def test_a_process_that_nobody_has_waited_for_yet_has_ended_all_the_same():
+def test_zombie_process_counts_as_ended():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     ended = os_utils.exit_watcher(process.pid)
     assert not ended()
@@ -189,9 +189,11 @@ def test_a_process_that_nobody_has_waited_for_yet_has_ended_all_the_same():
     assert os_utils.exit_watcher(process.pid)()
 
 
-def test_a_dead_owner_counts_as_gone_though_its_child_has_the_socket_still():
-    ours, theirs = socket.socketpair()
+def test_dead_owner_counts_as_ended_although_its_child_has_the_socket():
+    ours, forkserver_socket = socket.socketpair()
     with ours:
-        owner = Ownership(MessageStream(theirs, decode_to_forkserver), os.getpid())  # which is not our parent
+        owner = Ownership(
+            MessageStream(forkserver_socket, decode_to_forkserver), os.getpid()
+        )  # which is not our parent
         assert not owner.check_owner()
         assert not owner.is_owned()

@@ -125,13 +125,13 @@ def test_torchs_own_profiler_is_read_and_agrees_with_its_sums(capfd):
             x = (x @ x).tanh()
     profiling.stop()
     ended = time.time_ns()
-    found = profiling.result()
-    ours: dict[str, OpTime] = {item.name: item for item in found.ops}
-    for theirs in profiling._profiler.key_averages():
-        if theirs.key in ("aten::mm", "aten::tanh", "aten::matmul"):
-            assert ours[theirs.key].calls == theirs.count
-            assert ours[theirs.key].seconds * 1e6 == pytest.approx(theirs.self_cpu_time_total, rel=0.01, abs=5)
-    events = json.loads(b"[" + found.events + b"]")
+    profile = profiling.result()
+    ours: dict[str, OpTime] = {item.name: item for item in profile.ops}
+    for average in profiling._profiler.key_averages():
+        if average.key in ("aten::mm", "aten::tanh", "aten::matmul"):
+            assert ours[average.key].calls == average.count
+            assert ours[average.key].seconds * 1e6 == pytest.approx(average.self_cpu_time_total, rel=0.01, abs=5)
+    events = json.loads(b"[" + profile.events + b"]")
     (noted,) = [event for event in events if event["name"] == "dist.barrier"]
     assert (started - epoch) / 1e3 - 1000 <= noted["ts"]
     assert noted["ts"] + noted["dur"] <= (ended - epoch) / 1e3 + 1000

@@ -63,7 +63,7 @@ def test_variables_functions_and_imports_are_taken_over_and_counted(tmp_path):
     assert fresh["scaled"](2) == 10, "it sees the variables of the rank that it is on"
 
 
-def test_private_names_and_what_every_rank_has_by_itself_stay_behind(tmp_path):
+def test_private_names_and_predefined_names_are_not_transferred(tmp_path):
     peer = {"_private": 1, "rank": 0, "kept": 2}
     fresh, adopted = taken_over(peer, {"rank": None}, tmp_path)
     assert set(fresh) - {"__name__", "__builtins__"} == {"kept"}

@@ -56,17 +56,17 @@ def test_a_cell_is_reported_from_its_beginning_until_it_was_seen():
     buffer = ReplayBuffer()
     buffer.begin(RunCell(cell=1, source="", number=7))
     buffer.add(text(1, "a"), 0.0)
-    here, kept = buffer.replay("nonce", 100.0)
-    assert (here.nonce, here.cell, here.number, here.label) == ("nonce", 1, 7, "cell [7]")
-    assert (here.running, here.seen, here.entries) == (True, False, 1)
+    start, messages = buffer.replay("nonce", 100.0)
+    assert (start.nonce, start.cell, start.number, start.label) == ("nonce", 1, 7, "cell [7]")
+    assert (start.running, start.seen, start.entries) == (True, False, 1)
     buffer.add(done(1), 1.0)
-    here, kept = buffer.replay("nonce", 100.0)
-    assert kept == [text(1, "a"), done(1)]
-    assert (here.running, here.seen) == (False, False)
+    start, messages = buffer.replay("nonce", 100.0)
+    assert messages == [text(1, "a"), done(1)]
+    assert (start.running, start.seen) == (False, False)
     buffer.acknowledge(1)
-    here, kept = buffer.replay("nonce", 100.0)
-    assert kept == []
-    assert here.seen
+    start, messages = buffer.replay("nonce", 100.0)
+    assert messages == []
+    assert start.seen
 
 
 def test_a_new_task_says_that_the_one_before_was_seen():
@@ -96,11 +96,11 @@ def test_full_buffer_drops_the_oldest_and_never_done():
     buffer.add(done(1), 0.0)
     for i in range(20, 40):
         buffer.add(text(1, f"{i:>100}"), 0.0)
-    here, kept = buffer.replay("n", 100.0)
-    assert done(1) in kept
-    assert kept[-1] == text(1, f"{39:>100}")
-    assert len(kept) + here.dropped == 41
-    assert here.dropped > 30
+    start, messages = buffer.replay("n", 100.0)
+    assert done(1) in messages
+    assert messages[-1] == text(1, f"{39:>100}")
+    assert len(messages) + start.dropped == 41
+    assert start.dropped > 30
     buffer.acknowledge(1)
     assert buffer.replay("n", 100.0)[0].dropped == 0
 
@@ -122,8 +122,8 @@ def test_the_group_that_a_rank_is_in_is_the_last_one_that_it_joined():
     for generation, status, expected in ((1, "ok", 1), (2, "error", 0), (3, "ok", 3)):
         buffer.begin(Regroup(cell=generation, generation=generation))
         buffer.add(done(generation, status), 0.0)
-        here = buffer.replay("n", 0.0)[0]
-        assert (here.generation, here.number, here.label) == (expected, -1, "forming the group")
+        start = buffer.replay("n", 0.0)[0]
+        assert (start.generation, start.number, start.label) == (expected, -1, "forming the group")
     buffer.begin(RunCell(cell=9, source="", number=4))
     buffer.add(done(9, "error"), 0.0)
     assert buffer.replay("n", 0.0)[0].generation == 3
@@ -138,7 +138,7 @@ def test_the_group_that_a_rank_is_in_is_the_last_one_that_it_joined():
         (FetchValue(cell=1, name="x.y"), "a pull of x.y"),
     ],
 )
-def test_a_task_is_called_as_people_call_it(task, label):
+def test_task_label_is_the_one_that_users_see(task, label):
     buffer = ReplayBuffer()
     buffer.begin(task)
     assert buffer.replay("n", 0.0)[0].label == label
@@ -256,13 +256,13 @@ def test_queries_beside_a_cell_do_not_replace_it_in_the_replay(aside):
     rank.link.send(text(1, "before"))
     assert rank.gets(aside) == [aside]
     rank.gets(RequestReplay(token=TOKEN, nonce="n", since=1e12))
-    here = rank.wire.sent[1]
-    assert (here.cell, here.number, here.running, here.seen, here.entries) == (1, 7, True, False, 1)
+    start = rank.wire.sent[1]
+    assert (start.cell, start.number, start.running, start.seen, start.entries) == (1, 7, True, False, 1)
     rank.link.send(done(1))
     assert rank.gets(aside) == [aside]
     rank.gets(RequestReplay(token=TOKEN, nonce="n", since=1e12))
-    here = rank.wire.sent[4]
-    assert (here.cell, here.number, here.running, here.seen, here.entries) == (1, 7, False, False, 2)
+    start = rank.wire.sent[4]
+    assert (start.cell, start.number, start.running, start.seen, start.entries) == (1, 7, False, False, 2)
 
 
 def test_messages_without_a_cell_are_not_buffered():

@@ -27,10 +27,10 @@ class Handle:
 
 
 def reported(monkeypatch, handle):
-    asked: list[float] = []
+    requested_seconds: list[float] = []
     finish = handle.finish if handle is not None else None
     monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace(current_save=lambda: handle, wait_for_saves=finish))
-    return wait_for_saves(7.0, asked.append), asked
+    return wait_for_saves(7.0, requested_seconds.append), requested_seconds
 
 
 def test_shutdown_without_the_checkpoint_package_waits_for_nothing(monkeypatch):
@@ -47,5 +47,5 @@ def test_time_is_asked_for_only_where_something_is_being_saved(monkeypatch):
 
 
 def test_save_that_is_not_done_in_time_is_reported_as_lost(monkeypatch):
-    words, asked = reported(monkeypatch, Handle(ends=False))
-    assert (words, asked) == ("<save> did not finish within 7 s of the shutdown and is lost", [7.0])
+    words, requested_seconds = reported(monkeypatch, Handle(ends=False))
+    assert (words, requested_seconds) == ("<save> did not finish within 7 s of the shutdown and is lost", [7.0])

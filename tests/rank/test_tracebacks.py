@@ -19,7 +19,7 @@ def loop():
 """
 
 
-def test_a_frame_without_a_line_of_its_own_is_where_the_line_before_it_is(monkeypatch):
+def test_frame_without_a_line_is_located_at_the_preceding_line(monkeypatch):
     space: dict[str, types.FunctionType] = {}
     exec(compile(CELL, "<cell>", "exec"), space)
     code = space["loop"].__code__
@@ -27,9 +27,9 @@ def test_a_frame_without_a_line_of_its_own_is_where_the_line_before_it_is(monkey
     frame = types.SimpleNamespace(f_code=code, f_back=None, f_lineno=None, f_lasti=last)
     monkeypatch.setattr(sys, "_current_frames", lambda: {threading.main_thread().ident: frame})
     assert tracebacks.main_thread_line({"<cell>": 5}) in (3, 5)
-    [found] = tracebacks.main_thread_frames({"<cell>": 5})
-    assert (found.file, found.function) == ("Cell In[5]", "loop")
-    assert found.line in (3, 5)
+    [innermost_frame] = tracebacks.main_thread_frames({"<cell>": 5})
+    assert (innermost_frame.file, innermost_frame.function) == ("Cell In[5]", "loop")
+    assert innermost_frame.line in (3, 5)
 
 
 FUNCTION = """
@@ -38,7 +38,7 @@ def outer(inner=None):
 """
 
 
-def test_the_innermost_line_of_the_users_code_says_of_which_cell_or_file_it_is(tmp_path):
+def test_innermost_line_of_user_code_names_its_cell_or_file(tmp_path):
     cells = {"<cell 2>": 2, "<cell 5>": 5}
     module = tmp_path / "train.py"
     spaces = [{} for _ in range(3)]
@@ -46,14 +46,14 @@ def test_the_innermost_line_of_the_users_code_says_of_which_cell_or_file_it_is(t
         exec(compile(FUNCTION, name, "exec"), space)
     two, five, file = (space["outer"] for space in spaces)
 
-    def place(call, number):
+    def location(call, number):
         with pytest.raises(ZeroDivisionError) as raised:
             call()
         return tracebacks.brief_report(raised.value, None, cells, number).place
 
-    assert place(lambda: five(two), 5) == "line 3 of cell 2"
-    assert place(lambda: two(five), 5) == "line 3"
-    assert place(lambda: five(file), 5) == "line 3 of train.py"
+    assert location(lambda: five(two), 5) == "line 3 of cell 2"
+    assert location(lambda: two(five), 5) == "line 3"
+    assert location(lambda: five(file), 5) == "line 3 of train.py"
     assert five(lambda: two(lambda: tracebacks.main_thread_line(cells, 5))) == 3
     assert two(lambda: tracebacks.main_thread_line(cells, 0)) == "3 of cell 2"
 

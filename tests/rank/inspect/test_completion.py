@@ -178,10 +178,10 @@ def wrapped(*args, **kwargs):
 
 
 def strange():
-    made = Strange.__new__(Strange)
-    object.__setattr__(made, "own", 1)
-    object.__setattr__(made, "slot", {"key": 1})
-    return made
+    instance = Strange.__new__(Strange)
+    object.__setattr__(instance, "own", 1)
+    object.__setattr__(instance, "slot", {"key": 1})
+    return instance
 
 
 trapping.__annotations__ = {
@@ -356,10 +356,10 @@ def inspect(text, *, source=False, cursor=None):
     ],
 )
 def test_completions_of_code(text, some):
-    found = names(text)
-    assert [item for item in some if item not in found] == []
+    completions = names(text)
+    assert [item for item in some if item not in completions] == []
     if not some:
-        assert found == []
+        assert completions == []
     assert RUN == []
 
 
@@ -394,9 +394,9 @@ def test_a_large_answer_is_cut_and_a_long_cell_is_read_from_its_end():
         assert len(names("many['")) == MAX_COMPLETIONS
     finally:
         del NAMESPACE["many"]
-    began = time.thread_time()
+    start = time.thread_time()
     assert names("value = 'text' + (1, [2])  # more\n" * 20_000 + "model.lay") == ["layers"]
-    assert time.thread_time() - began < 0.5
+    assert time.thread_time() - start < 0.5
 
 
 def test_a_namespace_that_changes_meanwhile_is_no_trouble():
@@ -429,16 +429,16 @@ def test_a_namespace_that_changes_meanwhile_is_no_trouble():
 
 @pytest.mark.parametrize("code", ["", "held", "held.", "held(", "[held][0].", "held['", "from held import "])
 def test_completion_keeps_no_object_alive(code):
-    def held(value=strange()):  # noqa: B008
+    def function(value=strange()):  # noqa: B008
         ran(f"held {value}")
 
-    alive = weakref.ref(held.__defaults__[0])
-    NAMESPACE["held"] = held
+    alive = weakref.ref(function.__defaults__[0])
+    NAMESPACE["held"] = function
     try:
         names(code)
         inspect(code)
     finally:
-        del NAMESPACE["held"], held
+        del NAMESPACE["held"], function
     gc.collect()
     assert alive() is None
 
@@ -512,8 +512,8 @@ def test_inspection_concerns_the_name_under_the_cursor_or_the_call():
     ],
 )
 def test_the_expression_that_a_text_ends_with(text, expression):
-    found = CodeBeforeCursor(text).expression_before(len(text))
-    assert (found and ast.unparse(found)) == expression
+    node = CodeBeforeCursor(text).expression_before(len(text))
+    assert (node and ast.unparse(node)) == expression
 
 
 def test_strings_brackets_and_comments_are_known():

@@ -46,8 +46,8 @@ def peek(source, work=None, seconds=5.0, peeks=None):
 )
 def test_an_answer_is_a_text_or_one_line_of_trouble(source, text, trouble):
     work = Work(x=7, w=torch.ones(2, requires_grad=True), exit_now=lambda: sys.exit(3))
-    found = peek(source, work)
-    assert (found.token, found.cell, found.text, found.trouble) == (3, 4, text, trouble)
+    reply = peek(source, work)
+    assert (reply.token, reply.cell, reply.text, reply.trouble) == (3, 4, text, trouble)
 
 
 def test_a_long_answer_is_cut_before_it_is_made():
@@ -115,19 +115,19 @@ def outer():
 
 
 def test_the_innermost_function_of_the_user_goes_first():
-    found = run_stopped(NESTED, lambda ident: read_locals({"x", "y", "only_outer", "stop", "timeout"}, ident))
-    assert found == {"x": 10, "y": 2, "only_outer": 2}, "the library's own `timeout` is none of the user's"
+    values = run_stopped(NESTED, lambda ident: read_locals({"x", "y", "only_outer", "stop", "timeout"}, ident))
+    assert values == {"x": 10, "y": 2, "only_outer": 2}, "the library's own `timeout` is none of the user's"
 
 
 def test_evaluation_keeps_no_local_variables_alive():
     code = "def outer():\n    thing = Thing()\n    made.append(weakref.ref(thing))\n    del thing\n    stop()\n"
     code = code.replace("    del thing\n    stop()\n", "    stop()\n    del thing\n    stop2()\n")
-    made, seen = [], []
+    references, types = [], []
     arrived, leave, again, end = (threading.Event() for _ in range(4))
     namespace = {
         "Thing": Thing,
         "weakref": weakref,
-        "made": made,
+        "made": references,
         "stop": lambda: (arrived.set(), leave.wait(20)),
         "stop2": lambda: (again.set(), end.wait(20)),
     }
@@ -136,11 +136,11 @@ def test_evaluation_keeps_no_local_variables_alive():
     thread.start()
     try:
         assert arrived.wait(10)
-        seen.append(type(read_locals({"thing"}, thread.ident)["thing"]))
+        types.append(type(read_locals({"thing"}, thread.ident)["thing"]))
         leave.set()
         assert again.wait(10)
         gc.collect()
-        assert seen == [Thing] and made[0]() is None
+        assert types == [Thing] and references[0]() is None
     finally:
         leave.set()
         end.set()

@@ -49,7 +49,7 @@ def ones() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("value", "found"),
+    ("value", "expected_names"),
     [
         (ones(), ["x"]),
         ([1, ones(), "text", ones()], ["x[1]", "x[3]"]),
@@ -72,8 +72,8 @@ def ones() -> torch.Tensor:
     ],
     ids=str,
 )
-def test_a_tensor_is_found_by_the_way_that_leads_to_it(value, found):
-    assert names({"x": value}) == sorted(found)
+def test_tensor_is_named_by_its_path(value, expected_names):
+    assert names({"x": value}) == sorted(expected_names)
 
 
 def test_memory_report_has_name_size_and_shape():
@@ -88,18 +88,18 @@ def test_memory_report_has_name_size_and_shape():
     assert holding.variable == "x"
 
 
-def test_a_storage_counts_once_and_whole_by_its_shortest_name():
+def test_storage_counts_once_in_full_size_under_its_shortest_name():
     big = torch.zeros(1000)
-    found = find_holdings({"views": [big[:10], big.view(10, 100)], "big": big, "as_array": [big.numpy()]})
-    assert [holding.name for holding in found.holdings] == ["big"]
-    assert found.size == 4000
+    report = find_holdings({"views": [big[:10], big.view(10, 100)], "big": big, "as_array": [big.numpy()]})
+    assert [holding.name for holding in report.holdings] == ["big"]
+    assert report.size == 4000
     (view,) = find_holdings({"view": big[:10]}).holdings
     assert (view.size, view.shape) == (4000, (10,)), "what a small view keeps alive is the whole"
 
 
 def test_the_largest_come_first():
-    found = find_holdings({"small": torch.ones(1), "large": torch.ones(100), "middle": torch.ones(10)})
-    assert [holding.name for holding in found.holdings] == ["large", "middle", "small"]
+    report = find_holdings({"small": torch.ones(1), "large": torch.ones(100), "middle": torch.ones(10)})
+    assert [holding.name for holding in report.holdings] == ["large", "middle", "small"]
 
 
 def test_gradients_and_an_optimizers_state_are_named_by_their_parameters():
@@ -107,10 +107,10 @@ def test_gradients_and_an_optimizers_state_are_named_by_their_parameters():
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    found = names({"optimizer": optimizer, "model": model})
-    assert "model.weight" in found and "model.weight.grad" in found
-    assert "optimizer.state[model.weight]['exp_avg']" in found
-    assert "optimizer.state[model.weight]['exp_avg_sq']" in found
+    holding_names = names({"optimizer": optimizer, "model": model})
+    assert "model.weight" in holding_names and "model.weight.grad" in holding_names
+    assert "optimizer.state[model.weight]['exp_avg']" in holding_names
+    assert "optimizer.state[model.weight]['exp_avg_sq']" in holding_names
 
 
 def test_an_optimizer_without_its_model_still_says_what_it_has():
@@ -130,7 +130,7 @@ def test_the_variable_of_a_functions_local_has_its_function():
 
 
 class Hostile:
-    """Whatever is asked of it, it fails; but its instance has a tensor."""
+    """Object that fails on every access, and whose instance has a tensor."""
 
     def __init__(self) -> None:
         object.__setattr__(self, "kept", torch.ones(3))
@@ -152,7 +152,7 @@ class HostileList(list[object]):
         raise RuntimeError("iter")
 
 
-def test_no_user_code_runs_on_the_way():
+def test_search_runs_no_user_code():
     assert names({"x": Hostile(), "y": HostileList([ones()])}) == ["x.kept", "y[0]"]
 
 
@@ -166,8 +166,8 @@ def test_search_limits_are_reported_as_incomplete():
     deep: object = ones()
     for _ in range(MAX_DEPTH + 1):
         deep = [deep]
-    found = find_holdings({"deep": deep, "flat": ones()})
-    assert [holding.name for holding in found.holdings] == ["flat"] and not found.complete
+    report = find_holdings({"deep": deep, "flat": ones()})
+    assert [holding.name for holding in report.holdings] == ["flat"] and not report.complete
     many = find_holdings({"t": ones(), "many": [[] for _ in range(100)]}, most_objects=50)
     assert [item.name for item in many.holdings] == ["t"] and not many.complete
     assert find_holdings({"t": ones()}).complete
@@ -180,16 +180,16 @@ def test_a_large_namespace_is_searched_up_to_a_bound():
         "objects": [[SimpleNamespace(n=n) for n in range(9_000)] for _ in range(20)],
         "big": torch.ones(1000),
     }
-    found = find_holdings(namespace)
-    assert [holding.name for holding in found.holdings] == ["big"]
-    assert not found.complete
+    report = find_holdings(namespace)
+    assert [holding.name for holding in report.holdings] == ["big"]
+    assert not report.complete
 
 
 def test_search_keeps_no_object_alive():
     import weakref
 
     big = torch.ones(3)
-    gone = weakref.ref(big)
+    reference = weakref.ref(big)
     find_holdings({"big": [big]})
     del big
-    assert gone() is None
+    assert reference() is None

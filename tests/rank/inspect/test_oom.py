@@ -117,8 +117,8 @@ def test_the_device_is_the_one_that_the_error_names(cuda, error, device):
 
 
 def test_gpu_report_has_free_used_reserved_and_other_memory(cuda):
-    found = MemoryReport([MemoryHolding("model.weight", 40_000_000_000, (10,), "float32", "cuda:1")])
-    first, second = oom._describe_cuda(torch.device("cuda:1"), found).splitlines()
+    report = MemoryReport([MemoryHolding("model.weight", 40_000_000_000, (10,), "float32", "cuda:1")])
+    first, second = oom._describe_cuda(torch.device("cuda:1"), report).splitlines()
     assert first == (
         "memory of cuda:1: 5 GB of 80 GB are free; this rank's tensors use 60 GB, "
         "10 GB are reserved but unused, 5 GB are used by other processes or the CUDA context"

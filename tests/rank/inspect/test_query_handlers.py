@@ -36,18 +36,18 @@ def inventory(namespace):
     ],
     ids=["long", "transposed", "strided", "scalar", "integers", "bfloat16"],
 )
-def test_a_statistic_is_torchs_own(tensor):
-    found, whole = compute_statistic(3, tensor), tensor.to(torch.float64)
-    assert (found.rank, found.nans, found.infinities) == (3, 0, 0)
-    assert (found.minimum, found.maximum) == (float(whole.min()), float(whole.max()))
-    assert found.mean == pytest.approx(float(whole.mean()), rel=1e-9, abs=1e-12)
+def test_statistics_equal_those_of_torch(tensor):
+    statistic, double_tensor = compute_statistic(3, tensor), tensor.to(torch.float64)
+    assert (statistic.rank, statistic.nans, statistic.infinities) == (3, 0, 0)
+    assert (statistic.minimum, statistic.maximum) == (float(double_tensor.min()), float(double_tensor.max()))
+    assert statistic.mean == pytest.approx(float(double_tensor.mean()), rel=1e-9, abs=1e-12)
 
 
 def test_statistic_counts_non_finite_values_separately():
     tensor = torch.arange(100_000, dtype=torch.float32)
     tensor[5], tensor[50_000], tensor[99_999] = float("nan"), float("inf"), float("-inf")
-    found = compute_statistic(0, tensor)
-    assert (found.nans, found.infinities, found.minimum, found.maximum) == (1, 2, 0.0, 99_998.0)
+    statistic = compute_statistic(0, tensor)
+    assert (statistic.nans, statistic.infinities, statistic.minimum, statistic.maximum) == (1, 2, 0.0, 99_998.0)
     empty = compute_statistic(0, torch.full((3,), float("nan")))
     assert (empty.minimum, empty.mean, empty.nans) == (None, None, 3)
     assert compute_statistic(0, torch.empty(0)).maximum is None
@@ -67,14 +67,14 @@ def test_shared_parameters_count_once_and_inner_modules_are_not_listed():
     model(torch.randn(2, 8)).sum().backward()
     optimizer = torch.optim.Adam(model.parameters())
     optimizer.step()
-    found = inventory({"layer": tied, "model": model, "again": model, "box": {"o": optimizer}, "n": 3})
-    assert [(holding.kind, holding.name) for holding in found.holdings] == [
+    report = inventory({"layer": tied, "model": model, "again": model, "box": {"o": optimizer}, "n": 3})
+    assert [(holding.kind, holding.name) for holding in report.holdings] == [
         ("model", "model"),
         ("optimizer", "box['o']"),
     ]
-    assert found.parameters == sum(parameter.nbytes for parameter in model.parameters())
-    assert [item() for item in found.trainable] == list(model.parameters())
-    assert found.optimizer == sum(element.nbytes for state in optimizer.state.values() for element in state.values())
+    assert report.parameters == sum(parameter.nbytes for parameter in model.parameters())
+    assert [item() for item in report.trainable] == list(model.parameters())
+    assert report.optimizer == sum(element.nbytes for state in optimizer.state.values() for element in state.values())
     assert tensor_introspection.steps_of_optimizer(optimizer) == 1
 
 
@@ -100,8 +100,8 @@ def test_a_model_below_an_object_and_a_loader_are_found_by_their_way():
 
     loader = DataLoader([1, 2, 3], batch_size=2)
     namespace = {"trainers": [Trainer()], "loud": Loud(), "loader": loader}
-    found = inventory(namespace)
-    assert [(holding.name, holding.detail) for holding in found.holdings] == [
+    report = inventory(namespace)
+    assert [(holding.name, holding.detail) for holding in report.holdings] == [
         ("trainers[0].model", ""),
         ("loader", "batch size 2"),
     ]
@@ -114,11 +114,16 @@ def test_a_model_below_an_object_and_a_loader_are_found_by_their_way():
 
 def test_variables_report_what_metadata_says():
     namespace = {"_x": 1, "rank": 0, "x": torch.ones(2, 3), "s": "a" * 500, "big": 1 << 5000, "f": len}
-    found = {variable.name: variable for variable in list_variables(namespace, {"rank"}, GilYield())}
-    assert list(found) == ["x", "s", "big"]
-    assert (found["x"].shape, found["x"].dtype, found["x"].bytes, found["x"].device) == ((2, 3), "float32", 24, "cpu")
-    assert len(found["s"].preview) <= 80
-    assert found["big"].preview == "5001 bits"
+    variables = {variable.name: variable for variable in list_variables(namespace, {"rank"}, GilYield())}
+    assert list(variables) == ["x", "s", "big"]
+    assert (variables["x"].shape, variables["x"].dtype, variables["x"].bytes, variables["x"].device) == (
+        (2, 3),
+        "float32",
+        24,
+        "cpu",
+    )
+    assert len(variables["s"].preview) <= 80
+    assert variables["big"].preview == "5001 bits"
 
 
 def test_an_untouched_wrapper_adds_nothing_to_names():
@@ -126,8 +131,8 @@ def test_an_untouched_wrapper_adds_nothing_to_names():
     wrapper = DistributedDataParallel.__new__(DistributedDataParallel)
     torch.nn.Module.__init__(wrapper)
     wrapper.module = inner
-    kind, found = shard_map.tensors_of({"m": wrapper}, "m", GilYield())
-    assert (kind, [item.key for item in found]) == ("model", ["weight", "bias"])
+    kind, tensors = shard_map.tensors_of({"m": wrapper}, "m", GilYield())
+    assert (kind, [item.key for item in tensors]) == ("model", ["weight", "bias"])
     assert shard_map.tensors_of({"m": wrapper}, "m.module", GilYield())[0] == "model"
     with pytest.raises(InvalidArgument, match="variable 'q' is not defined on this rank"):
         shard_map.tensors_of({"m": wrapper}, "q", GilYield())
@@ -137,8 +142,8 @@ def test_an_untouched_wrapper_adds_nothing_to_names():
 
 def test_a_state_dict_is_found_whole():
     state = {"model": {"w": torch.ones(2)}, "list": [torch.ones(3)], "step": 3}
-    kind, found = shard_map.tensors_of({"s": state}, "s", GilYield())
-    assert (kind, [item.key for item in found]) == ("state dict", ["model.w", "list.0"])
+    kind, tensors = shard_map.tensors_of({"s": state}, "s", GilYield())
+    assert (kind, [item.key for item in tensors]) == ("state dict", ["model.w", "list.0"])
 
 
 class _Work:
@@ -166,7 +171,7 @@ class _Work:
         function()
 
 
-def test_a_second_look_reports_holdings_only_where_they_changed():
+def test_second_query_reports_only_changed_holdings():
     work = _Work({"model": torch.nn.Linear(2, 2)})
     handler = StatusHandler(work, 0, torch.device("cpu"))
     first = handler.answer(GetStatus(1, True, -1, True, False))
@@ -232,12 +237,12 @@ def test_a_device_of_which_nvml_reports_nothing_is_not_asked_again_and_other_err
             raise next(answers)
 
         monkeypatch.setattr(torch.cuda, "utilization", utilization)
-        found = Utilisation(torch.device("cuda"))
+        utilisation = Utilisation(torch.device("cuda"))
         if isinstance(error, KeyError):
             with pytest.raises(KeyError):
-                found.read()
+                utilisation.read()
         else:
-            assert (found.read(), found.read()) == (None, None)
+            assert (utilisation.read(), utilisation.read()) == (None, None)
 
 
 class Counting:
@@ -299,7 +304,7 @@ def test_gradients_that_no_optimizer_steps_are_counted_between_two_cells():
     assert counting.counter.bytes == gradients_of(model) == model.bias.nbytes
 
 
-def test_the_main_thread_leaves_alone_what_another_thread_trains():
+def test_main_thread_does_not_count_steps_of_a_model_trained_by_another_thread():
     model, trained, ended = torch.nn.Linear(8, 3), threading.Event(), threading.Event()
     optimizer = torch.optim.SGD(model.parameters())
     counting = Counting(model)
@@ -325,7 +330,7 @@ def test_the_main_thread_leaves_alone_what_another_thread_trains():
     assert counting.counter.bytes == 0
 
 
-def test_a_look_waits_for_the_count_of_an_idle_main_thread_and_keeps_nothing_alive():
+def test_query_waits_for_the_step_count_and_keeps_no_object_alive():
     model = torch.nn.Linear(8, 3)
     backward(model)
     handler = StatusHandler(_Work({"model": model}), 0, torch.device("cpu"))
@@ -337,7 +342,7 @@ def test_a_look_waits_for_the_count_of_an_idle_main_thread_and_keeps_nothing_ali
     assert parameter() is None
 
 
-def test_a_look_survives_what_changes_meanwhile():
+def test_query_survives_concurrent_changes():
     model, ended, failures = torch.nn.Sequential(), threading.Event(), []
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
     namespace = {"model": model, "optimizer": optimizer}

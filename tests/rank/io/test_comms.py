@@ -9,7 +9,7 @@ from rankbook.rank.io.comms import HeldMessages
 
 
 class Rank:
-    """What a rank sends and receives; `delivered` reached the widgets' handlers."""
+    """Sends and receives the messages of a rank; `delivered` reached the handlers of the widgets."""
 
     def __init__(self) -> None:
         self.delivered: list[str] = []
@@ -18,7 +18,7 @@ class Rank:
     def opens(self, name: str, content: str = "{}") -> None:
         self.held.message_sent("open", name, content)
 
-    def hears(self, name: str, content: str) -> None:
+    def handle_message(self, name: str, content: str) -> None:
         self.held.message_received((CommToRank("msg", name, content, "{}"), ()))
 
 
@@ -27,12 +27,12 @@ def test_messages_for_a_new_widget_wait_for_its_display_and_keep_their_order():
     rank.opens("earlier")
     rank.held.begin_cell()
     rank.opens("figure")
-    rank.hears("figure", "one")
-    rank.hears("figure", "two")
-    rank.hears("earlier", "of an earlier cell")
+    rank.handle_message("figure", "one")
+    rank.handle_message("figure", "two")
+    rank.handle_message("earlier", "of an earlier cell")
     assert rank.delivered == ["of an earlier cell"]
     rank.held.release()
-    rank.hears("figure", "three")
+    rank.handle_message("figure", "three")
     assert rank.delivered == ["of an earlier cell", "one", "two", "three"]
 
 
@@ -41,8 +41,8 @@ def test_a_widget_to_which_another_one_refers_is_complete():
     rank.held.begin_cell()
     rank.opens("child-1")
     rank.opens("other-2")
-    rank.hears("child-1", "for the child")
-    rank.hears("other-2", "for the other")
+    rank.handle_message("child-1", "for the child")
+    rank.handle_message("other-2", "for the other")
     rank.held.message_sent("msg", "box", '{"state": {"children": ["IPY_MODEL_child-1"]}}')
     assert rank.delivered == ["for the child"]
     rank.held.end_cell()
@@ -56,5 +56,5 @@ def test_between_cells_and_on_the_thread_that_handles_messages_nothing_waits():
     rank.held.comm_thread = threading.get_ident()
     rank.opens("b")
     for name in "ab":
-        rank.hears(name, name)
+        rank.handle_message(name, name)
     assert rank.delivered == ["a", "b"]

@@ -48,7 +48,7 @@ os._exit(0)
 
 
 def run(logs: Path, body: str) -> tuple[list[Text | TextCut], object]:
-    """What the capture sent while `body` ran, and what `body` left in `reported`."""
+    """Run `body` under capture. Return the messages that were sent, and the value of `reported`."""
     done = subprocess.run(
         [sys.executable, "-c", BEFORE + body + AFTER, str(logs)], capture_output=True, check=False, timeout=60
     )
@@ -228,7 +228,7 @@ def flood_lines(data: bytes) -> list[int]:
     return [int(line[:7]) for line in data.splitlines() if line[:7].isdigit()]
 
 
-def test_as_much_as_may_be_shown_is_shown_whole(tmp_path):
+def test_output_up_to_the_limit_is_shown_completely(tmp_path):
     lines = MAX_CELL_BYTES // LINE
     sent, _ = run(tmp_path, FLOOD + f"flood({lines}); capture.end()")
     assert flood_lines(b"".join(message.data for message in sent)) == list(range(lines))
@@ -263,17 +263,17 @@ def test_a_flood_on_both_streams_is_logged_in_order_of_arrival_and_counted_once(
     lines = MAX_CELL_BYTES // LINE
     sent, _ = run(tmp_path, FLOOD + f"flood({lines}); flood({lines}, 2); flood({lines}); capture.end()")
     (cut,) = [message for message in sent if isinstance(message, TextCut)]
-    shown = sum(len(flood_lines(message.data)) for message in sent if isinstance(message, Text))
-    assert cut.lines + shown == 3 * lines
+    sent_size = sum(len(flood_lines(message.data)) for message in sent if isinstance(message, Text))
+    assert cut.lines + sent_size == 3 * lines
     assert len(flood_lines(Path(cut.log).read_bytes())) == 3 * lines
 
 
 def test_a_flood_without_any_line_break_is_cut_as_well(tmp_path):
     sent, _ = run(tmp_path, FLOOD + f"line = b'%07d' + b'.' * 93; flood({2 * MAX_CELL_BYTES // LINE}); capture.end()")
     (cut,) = [message for message in sent if isinstance(message, TextCut)]
-    shown = sum(len(m.data) for m in sent if isinstance(m, Text) and m.stream == "stdout")
-    assert shown <= MAX_CELL_BYTES + TAIL_BYTES
-    assert cut.size + shown == Path(cut.log).stat().st_size
+    sent_size = sum(len(m.data) for m in sent if isinstance(m, Text) and m.stream == "stdout")
+    assert sent_size <= MAX_CELL_BYTES + TAIL_BYTES
+    assert cut.size + sent_size == Path(cut.log).stat().st_size
 
 
 def test_the_next_cell_may_print_again(tmp_path):

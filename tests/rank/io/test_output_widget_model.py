@@ -16,23 +16,25 @@ def bundle(text, **metadata):
     return {"output_type": "display_data", "data": {"text/plain": text}, "metadata": metadata}
 
 
-def shown(*events, before=()):
+def outputs_after(*events, before=()):
     return OutputWidgetModel().apply(before, events)
 
 
 def test_text_of_one_stream_is_joined_and_the_order_is_kept():
     events = [Stream("stdout", "a"), Stream("stdout", "b\n"), Stream("stderr", "c"), Stream("stdout", "d")]
-    assert shown(*events) == [stream("ab\n"), stream("c", "stderr"), stream("d")]
-    assert shown(Stream("stdout", "b"), before=[stream("a")]) == [stream("ab")], "what a person appended is text too"
+    assert outputs_after(*events) == [stream("ab\n"), stream("c", "stderr"), stream("d")]
+    assert outputs_after(Stream("stdout", "b"), before=[stream("a")]) == [stream("ab")], (
+        "what a person appended is text too"
+    )
 
 
 def test_displays_and_errors_stand_between():
     events = [RichOutput({"text/plain": "x"}, {"a": 1}), Stream("stdout", "y"), Error("ValueError", "no", "one\ntwo")]
     error = {"output_type": "error", "ename": "ValueError", "evalue": "no", "traceback": ["one", "two"]}
-    assert shown(*events) == [bundle("x", a=1), stream("y"), error]
+    assert outputs_after(*events) == [bundle("x", a=1), stream("y"), error]
 
 
-def test_a_display_is_updated_where_it_stands_and_no_longer_once_it_is_gone():
+def test_display_is_updated_in_place_until_it_is_cleared():
     captured = OutputWidgetModel()
     before = captured.apply([], [RichOutput({"text/plain": "1"}, {}, "id"), Stream("stdout", "y")])
     assert captured.has_display("id") and not captured.has_display("other") and not captured.has_display(None)
@@ -55,7 +57,7 @@ def test_clearing_waits_for_what_comes_in_its_place():
 
 
 @pytest.mark.parametrize(
-    ("text", "seen"),
+    ("text", "visible_text"),
     [
         ("no return\n", "no return\n"),
         ("10%\r20%", "20%"),
@@ -66,8 +68,8 @@ def test_clearing_waits_for_what_comes_in_its_place():
         ("\x1b[1mlong\x1b[0m\rx\x1b[0m", "x\x1b[0m"),
     ],
 )
-def test_a_carriage_return_overwrites(text, seen):
-    assert apply_carriage_returns(text) == seen
+def test_a_carriage_return_overwrites(text, visible_text):
+    assert apply_carriage_returns(text) == visible_text
 
 
 def test_a_bar_is_one_line_however_its_text_is_cut():
@@ -79,11 +81,11 @@ def test_a_bar_is_one_line_however_its_text_is_cut():
 
 def test_a_flood_keeps_its_end_in_whole_lines():
     lines = [f"{number:07}\n" for number in range(MAX_TEXT // 4)]
-    (kept,) = shown(Stream("stdout", "".join(lines)))
-    assert kept["text"].startswith(CUT) and kept["text"].endswith(lines[-1])
-    assert MAX_TEXT - 8 <= len(kept["text"]) - len(CUT) <= MAX_TEXT
-    assert kept["text"].removeprefix(CUT).split("\n")[0] in "".join(lines).split("\n")
+    (output,) = outputs_after(Stream("stdout", "".join(lines)))
+    assert output["text"].startswith(CUT) and output["text"].endswith(lines[-1])
+    assert MAX_TEXT - 8 <= len(output["text"]) - len(CUT) <= MAX_TEXT
+    assert output["text"].removeprefix(CUT).split("\n")[0] in "".join(lines).split("\n")
     several = [stream("x" * MAX_TEXT), bundle("stays"), stream("y" * 10, "stderr")]
-    assert [item.get("name") for item in shown(Stream("stdout", "z\n" * 9), before=several)] == [
+    assert [item.get("name") for item in outputs_after(Stream("stdout", "z\n" * 9), before=several)] == [
         "stdout", None, "stderr", "stdout"
     ]  # fmt: skip

@@ -14,7 +14,7 @@ from rankbook.rank.process_groups.collective_log import OPS, CollectiveCall, Col
 
 
 class Work:
-    """What torch gives for an asynchronous call."""
+    """Work of an asynchronous call."""
 
     completed = False
 
@@ -46,7 +46,7 @@ def test_collectives_are_numbered_from_one_and_sends_are_not(log):
     assert (log.count, log.total) == (3, 5)
 
 
-def test_what_was_refused_takes_no_number(log):
+def test_refused_call_takes_no_number(log):
     begin(log)
     before = log.checksums
     key, _ = begin(log, "barrier")
@@ -55,7 +55,7 @@ def test_what_was_refused_takes_no_number(log):
     assert (log.count, log.total, log.checksums) == (1, 1, before)
     assert log.latest.op == "all_reduce"
     assert begin(log, "barrier")[1].number == 2
-    assert [each.number for each in log.report().recent] == [1, 2]
+    assert [launch.number for launch in log.report().recent] == [1, 2]
 
 
 def test_a_send_that_was_refused_takes_no_collectives_number_away(log):
@@ -67,7 +67,7 @@ def test_a_send_that_was_refused_takes_no_collectives_number_away(log):
     assert (log.count, log.total) == (1, 1), "only once"
 
 
-def test_pending_is_what_is_being_begun_and_what_has_not_ended_oldest_first(log):
+def test_pending_lists_unfinished_calls_oldest_first(log):
     _, first = begin(log)
     key, second = begin(log, "barrier")
     assert [*log.pending()] == [first, second]
@@ -86,7 +86,7 @@ def test_a_work_ends_what_is_pending_when_it_is_completed(log):
     assert [*log.pending()] == [], "and that is final"
 
 
-def test_a_work_that_nobody_has_any_more_is_nothing_to_wait_for(log):
+def test_unreferenced_work_is_not_waited_for(log):
     _, launched = begin(log)
     work = Work()
     launched.work = weakref.ref(work)
@@ -95,7 +95,7 @@ def test_a_work_that_nobody_has_any_more_is_nothing_to_wait_for(log):
     assert [*log.pending()] == []
 
 
-def test_a_promised_work_is_waited_for_when_nobody_else_has_it(log):
+def test_registered_work_is_waited_for_without_other_references(log):
     _, launched = begin(log)
     work = Work()
     launched.work = FutureWork(work, work)
@@ -105,21 +105,21 @@ def test_a_promised_work_is_waited_for_when_nobody_else_has_it(log):
     assert [*log.pending()] == []
 
 
-def test_promised_works_that_are_done_are_not_kept_until_somebody_asks(log):
+def test_completed_registered_works_are_released_without_a_query(log):
     works = []
     for _ in range(3):
         _, launched = begin(log)
         works.append(Work())
         launched.work = FutureWork(works[-1], works[-1])
-    watched = [weakref.ref(each) for each in works]
+    watched = [weakref.ref(work_or_reference) for work_or_reference in works]
     works[0].completed = works[1].completed = True
     begin(log)
     works.clear()
     gc.collect()
-    assert [each() is not None for each in watched] == [False, False, True]
+    assert [work_or_reference() is not None for work_or_reference in watched] == [False, False, True]
 
 
-def test_a_new_start_counts_from_one_forgets_all_and_still_knows_how_many_there_were(log):
+def test_reset_restarts_numbers_at_one_and_keeps_the_total(log):
     begin(log)
     begin(log)
     log.restart()
@@ -142,20 +142,23 @@ def test_a_new_start_counts_from_one_forgets_all_and_still_knows_how_many_there_
         ("scatter", ([], None), "scatter #1 (root 0)"),
     ],
 )  # fmt: skip
-def test_the_words_name_what_where_from_and_to_whom_as_the_world_counts(log, name, arguments, words):
+def test_description_names_operation_data_line_and_global_peer(log, name, arguments, words):
     assert str(begin(log, name, *arguments)[1]) == words
 
 
-def test_a_report_tells_ranks_count_what_is_pending_and_what_was(log):
+def test_report_has_ranks_count_pending_and_recent_calls(log):
     key, _ = begin(log)
     log.end(key)
     begin(log, "recv", [torch.ones(1)], 1, 0)
     begin(log, "barrier")
     report = log.report()
     assert (report.name, report.ranks, report.count) == ("0", (0, 2, 3), 2)
-    assert [(each.op, each.number, each.peer) for each in report.pending] == [("recv", 0, 2), ("barrier", 2, None)]
-    assert [(each.op, each.number) for each in report.recent] == [("all_reduce", 1), ("barrier", 2)]
-    assert all(each.seconds >= 0 for each in report.pending)
+    assert [(launch.op, launch.number, launch.peer) for launch in report.pending] == [
+        ("recv", 0, 2),
+        ("barrier", 2, None),
+    ]
+    assert [(launch.op, launch.number) for launch in report.recent] == [("all_reduce", 1), ("barrier", 2)]
+    assert all(launch.seconds >= 0 for launch in report.pending)
 
 
 @dataclass
@@ -182,7 +185,7 @@ SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
         ("scatter", ([torch.ones(2)], [], Rooted(0)), ([torch.ones(3)], [], Rooted(0))),
     ],
 )  # fmt: skip
-def test_what_must_be_equal_on_all_ranks_changes_the_digest(name, one, other):
+def test_values_that_must_agree_change_the_digest(name, one, other):
     digests = []
     for arguments in (one, other, one):
         log = CollectiveLog("0", (0, 1))
@@ -211,7 +214,7 @@ def test_what_must_be_equal_on_all_ranks_changes_the_digest(name, one, other):
         ),
     ],
 )  # fmt: skip
-def test_what_may_differ_between_ranks_does_not(name, one, other):
+def test_values_that_may_differ_do_not_change_the_digest(name, one, other):
     logs = CollectiveLog("0", (0, 1)), CollectiveLog("0", (0, 1))
     for log, arguments in zip(logs, (one, other), strict=True):
         begin(log, name, *arguments)
@@ -228,7 +231,7 @@ def test_the_order_of_collectives_changes_the_digest():
 
 
 @pytest.mark.parametrize(("expected", "balanced"), [(3, True), (4, False)])
-def test_the_balances_of_all_ranks_add_up_to_nothing_if_all_get_what_they_expect(expected, balanced):
+def test_balances_of_all_ranks_sum_to_zero_if_sizes_match(expected, balanced):
     rows = torch.ones(5, 2)
     logs = [CollectiveLog("0", (4, 7), rank=rank) for rank in range(2)]
     for _ in range(3):
@@ -297,7 +300,7 @@ def test_only_the_last_ones_are_remembered_but_all_that_are_pending(log):
     for _ in range(100):
         begin(log)
     assert len(log.report().pending) == 100
-    assert [each.number for each in log.report().recent] == list(range(69, 101))
+    assert [launch.number for launch in log.report().recent] == list(range(69, 101))
 
 
 def test_every_method_of_torchs_groups_that_launches_something_is_known():
@@ -312,12 +315,12 @@ def test_every_method_of_torchs_groups_that_launches_something_is_known():
     assert launches - set(OPS) == set()
 
 
-def test_what_is_no_tensor_has_no_words():
+def test_values_other_than_tensors_have_no_description():
     log = CollectiveLog("", (0, 1))
     assert str(log.launch(Op("new_group", None, alike=False), ())[1]) == "new_group #1"
 
 
-def test_a_report_bears_that_collecting_garbage_on_its_way_begins_and_ends_collectives(log):
+def test_report_allows_garbage_collection_to_start_and_end_collectives(log):
     class Dropped:
         def __init__(self) -> None:
             self.cycle = self
@@ -326,7 +329,7 @@ def test_a_report_bears_that_collecting_garbage_on_its_way_begins_and_ends_colle
             log.end(begin(log, "barrier")[0])
             begin(log, "barrier")
 
-    kept = gc.get_threshold()
+    thresholds = gc.get_threshold()
     gc.freeze()  # torch's objects, which would be looked through each time
     try:
         for allocations in range(1, 80):
@@ -340,6 +343,6 @@ def test_a_report_bears_that_collecting_garbage_on_its_way_begins_and_ends_colle
             gc.enable()
             assert len(log.report().pending) >= 20
     finally:
-        gc.set_threshold(*kept)
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
         gc.enable()

@@ -135,9 +135,9 @@ def test_many_calls_end_in_order(setting):
     setting.device.delay = 1.0
     setting.device.held = False
     until(lambda: len(setting.pending()) < 100)
-    left = [call.number for call in setting.log.pending()]
-    assert left
-    assert left == list(range(101 - len(left), 101))
+    pending = [call.number for call in setting.log.pending()]
+    assert pending
+    assert pending == list(range(101 - len(pending), 101))
     setting.device.delay = 0.0
     until(lambda: not setting.pending())
 
@@ -190,9 +190,9 @@ def test_a_barrier_that_an_abort_has_ended_raises(setting):
             raised.append(error)
 
     def options() -> Any:
-        made = dist.BarrierOptions()
-        made.asyncOp, made.device = False, torch.device("cpu")
-        return made
+        barrier_options = dist.BarrierOptions()
+        barrier_options.asyncOp, barrier_options.device = False, torch.device("cpu")
+        return barrier_options
 
     thread = threading.Thread(target=meet)
     thread.start()
@@ -203,7 +203,7 @@ def test_a_barrier_that_an_abort_has_ended_raises(setting):
     assert "while this rank waited in barrier #1" in str(raised[0])
 
 
-def test_an_abort_that_hangs_holds_up_nobody_and_is_told(setting, monkeypatch):
+def test_blocked_abort_does_not_block_the_rank_and_is_reported(setting, monkeypatch):
     monkeypatch.setattr(recoverable_group, "ABORT_LIMIT", 0.05)
     stuck = threading.Event()
     setting.backends.on_stuck = stuck.set
@@ -215,7 +215,7 @@ def test_an_abort_that_hangs_holds_up_nobody_and_is_told(setting, monkeypatch):
     recoverable_group._leaked.remove(setting.backends)
 
 
-def test_a_failed_device_breaks_the_log_and_says_why(setting):
+def test_failed_device_breaks_the_log_with_the_reason(setting):
     setting.reduce()
     setting.device.poison()
     until(lambda: bool(setting.lost))
@@ -233,7 +233,7 @@ def test_a_probe_finds_a_failed_device_and_does_not_wait_for_a_busy_one(setting)
     assert setting.watcher.probe() is setting.lost[0]
 
 
-def test_what_a_graph_records_is_not_followed(setting):
+def test_calls_captured_by_a_graph_are_not_tracked(setting):
     setting.accelerator.capturing = True
     setting.reduce()
     assert not setting.pending()

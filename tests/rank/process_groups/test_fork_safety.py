@@ -1,4 +1,4 @@
-"""What a fork of a rank waits for."""
+"""Test which operations a fork of a rank waits for."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PR_SET_NAME = 15
 @contextlib.contextmanager
 def busy(name: bytes, seconds: float) -> Iterator[threading.Event]:
     """Meanwhile a thread of that name computes, without the interpreter, for so long; gives what is set then."""
-    begun, over, computed = threading.Event(), threading.Event(), threading.Event()
+    started, over, computed = threading.Event(), threading.Event(), threading.Event()
 
     def run() -> None:
         ctypes.CDLL(None).prctl(PR_SET_NAME, name, 0, 0, 0)
-        begun.set()
+        started.set()
         until = time.monotonic() + seconds
         while time.monotonic() < until and not over.is_set():
             hashlib.pbkdf2_hmac("sha256", b"", b"", 20_000)
@@ -31,7 +31,7 @@ def busy(name: bytes, seconds: float) -> Iterator[threading.Event]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    begun.wait()
+    started.wait()
     try:
         yield computed
     finally:

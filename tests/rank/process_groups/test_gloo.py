@@ -131,7 +131,7 @@ def test_a_backend_that_is_connected_after_its_attempt_was_given_up_is_destroyed
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(4, marks=pytest.mark.full)])
-def test_ranks_connect_openly_where_nobody_interferes(stack, tmp_path, size):
+def test_ranks_connect_without_interference(stack, tmp_path, size):
     for answer in results(ranks(stack, tmp_path, size, awaited=0)):
         assert answer["sum"] == [size * (size + 1) / 2] * 3
         assert answer["gathered"] == list(range(size))
@@ -141,14 +141,18 @@ def test_ranks_connect_openly_where_nobody_interferes(stack, tmp_path, size):
 @pytest.mark.slow
 @as_root
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_a_stranger_who_takes_a_rank_s_place_is_refused_and_the_group_forms(stack, tmp_path, size):
+def test_connection_of_another_process_is_refused_and_the_group_forms(stack, tmp_path, size):
     group = ranks(stack, tmp_path, size, awaited=1)
     ports = [port for process in group for port in json.loads(read(process))]
     other = stranger(stack, tmp_path, ports)
     say(other, "go")
     assert json.loads(read(other)) == "attacking"
     for port in ports:
-        wait_until(lambda port=port: taken(port) >= PAIRS, timeout=30, what="connections of the stranger")
+        wait_until(
+            lambda port=port: count_identified_connections(port) >= PAIRS,
+            timeout=30,
+            what="connections of the stranger",
+        )
     for process in group:
         say(process)
     answers = results(group)
@@ -162,8 +166,8 @@ def test_a_stranger_who_takes_a_rank_s_place_is_refused_and_the_group_forms(stac
         assert answer["listeners"] == 2
 
 
-def taken(port: int) -> int:
-    """How many connections to the port have named a pair of ranks, and the rank has read that."""
+def count_identified_connections(port: int) -> int:
+    """Count the connections to the port that have sent a pair of ranks which the listening rank has read."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     unread = [int(row[4].split(":")[1], 16) for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01"]
     return sum(0 < count <= len(OPERATIONS) for count in unread)

@@ -39,13 +39,13 @@ def listening(stack: ExitStack) -> socket.socket:
 def connected(stack: ExitStack, listener: socket.socket) -> Pair:
     one = stack.enter_context(socket.create_connection(listener.getsockname()))
     other = stack.enter_context(listener.accept()[0])
-    for each in (one, other):
-        each.settimeout(5)
+    for connection in (one, other):
+        connection.settimeout(5)
     return one, other
 
 
-def held() -> int:
-    """How many descriptors this process has."""
+def count_descriptors() -> int:
+    """Count the open descriptors of this process."""
     return len([*Path("/dev/fd").iterdir()])
 
 
@@ -54,33 +54,33 @@ def usable(pair: Pair) -> bool:
     return pair[1].recv(1) == b"x"
 
 
-def test_what_is_opened_meanwhile_is_known_and_what_was_there_is_not(stack):
+def test_sockets_opened_during_the_call_are_recorded(stack):
     before = connected(stack, listening(stack))
     with track_new_sockets() as opened:
         listener = listening(stack)
         pair = connected(stack, listener)
         assert opened == {}, "only in the end"
-    assert set(opened) == {listener.fileno(), *(each.fileno() for each in pair)}
-    assert not set(opened) & {each.fileno() for each in before}
+    assert set(opened) == {listener.fileno(), *(connection.fileno() for connection in pair)}
+    assert not set(opened) & {connection.fileno() for connection in before}
 
 
-def test_it_is_known_also_if_the_call_fails(stack):
+def test_sockets_are_recorded_if_the_call_fails(stack):
     watching = track_new_sockets()
     opened = watching.__enter__()
     pair = connected(stack, listening(stack))
     assert not watching.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
-    assert {each.fileno() for each in pair} <= set(opened)
+    assert {connection.fileno() for connection in pair} <= set(opened)
 
 
 def test_files_pipes_and_sockets_of_other_kinds_are_no_tcp_sockets(stack, tmp_path):
     ends = [stack.enter_context(os.fdopen(end, mode)) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True)]
-    pair = [stack.enter_context(each) for each in socket.socketpair()]
+    pair = [stack.enter_context(connection) for connection in socket.socketpair()]
     datagrams = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
     file = stack.enter_context((tmp_path / "file").open("w"))
     listener = listening(stack)
-    found = set(tcp_sockets())
-    assert listener.fileno() in found
-    assert not found & {each.fileno() for each in (*ends, *pair, datagrams, file)}
+    descriptors = set(tcp_sockets())
+    assert listener.fileno() in descriptors
+    assert not descriptors & {connection.fileno() for connection in (*ends, *pair, datagrams, file)}
 
 
 def test_a_thread_that_waits_to_receive_is_woken_and_so_is_its_peer(stack):
@@ -106,27 +106,27 @@ def test_a_thread_that_waits_to_receive_is_woken_and_so_is_its_peer(stack):
         one.sendall(b"x")
 
 
-def test_a_socket_that_listens_is_left_alone(stack):
+def test_listening_socket_is_not_shut_down(stack):
     with track_new_sockets() as opened:
         listener = listening(stack)
     shutdown_sockets(opened)
     assert usable(connected(stack, listener))
 
 
-def test_a_descriptor_that_is_another_socket_by_now_is_left_alone(stack):
+def test_reused_descriptor_is_not_shut_down(stack):
     listener = listening(stack)
-    kept = connected(stack, listener)
+    reused_pair = connected(stack, listener)
     with track_new_sockets() as opened:
-        gone, _ = connected(stack, listener)
-    number = gone.fileno()
+        closed, _ = connected(stack, listener)
+    number = closed.fileno()
     opened = {number: opened[number]}
-    gone.close()
-    os.dup2(kept[0].fileno(), number)
+    closed.close()
+    os.dup2(reused_pair[0].fileno(), number)
     try:
-        before = held()
+        before = count_descriptors()
         shutdown_sockets(opened)
-        assert held() == before
-        assert usable(kept)
+        assert count_descriptors() == before
+        assert usable(reused_pair)
     finally:
         os.close(number)
 
@@ -145,15 +145,15 @@ def test_a_descriptor_that_is_closed_or_has_lost_its_peer_is_no_error(stack):
 
 def test_neither_looking_nor_shutting_down_keeps_a_descriptor(stack):
     listener = listening(stack)
-    before = held()
+    before = count_descriptors()
     with track_new_sockets() as opened:
         pair = connected(stack, listener)
-    assert held() == before + 2
+    assert count_descriptors() == before + 2
     shutdown_sockets(opened)
-    assert held() == before + 2
-    for each in pair:
-        each.close()
-    assert held() == before
+    assert count_descriptors() == before + 2
+    for connection in pair:
+        connection.close()
+    assert count_descriptors() == before
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -27,19 +27,19 @@ class Work:
 
 
 class Group:
-    """One that is whole."""
+    """Process group without errors."""
 
     waits_in_steps = True
     transport_failed = False
     seconds_since_abort = 0.0
     cause: str | None = None
 
-    def __init__(self, told: Exception | None = None) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.log = CollectiveLog("0", (0, 1))
-        self._told = told
+        self._told = error
 
     def leak(self) -> None:
-        """Nothing is left behind."""
+        """Do nothing."""
 
     def error_for(self, error: BaseException, launched: CollectiveCall) -> BaseException:  # noqa: ARG002 - see `waits.Group`
         return self._told or error
@@ -51,8 +51,8 @@ class Group:
         return interruptible_work.InterruptibleWork(work, self, *self.log.launch(OPS["recv_anysource"], ([],))).wait()
 
 
-class Held:
-    """What a function of the person's has at hand as it waits."""
+class LocalObject:
+    """Local variable of the user's function that waits."""
 
 
 @pytest.fixture(autouse=True)
@@ -64,25 +64,25 @@ def idle(monkeypatch) -> Iterator[list[interruptible_work._Waiter]]:
         waiter.stop()
 
 
-@pytest.mark.parametrize("told", [None, CollectiveAborted("rank 1 raised")], ids=["as it is", "in words of ours"])
-def test_a_wait_that_failed_keeps_nothing_of_whoever_waited(idle, told):
-    def wait(held: Held) -> None:
-        Group(told).receive(Work(RuntimeError("refused")))
-        assert held
+@pytest.mark.parametrize("error", [None, CollectiveAborted("rank 1 raised")], ids=["as it is", "in words of ours"])
+def test_failed_wait_keeps_no_reference_to_local_variables_of_its_caller(idle, error):
+    def wait(local_object: LocalObject) -> None:
+        Group(error).receive(Work(RuntimeError("refused")))
+        assert local_object
 
-    held = Held()
-    there = weakref.ref(held)
+    local_object = LocalObject()
+    reference = weakref.ref(local_object)
     with contextlib.suppress(RuntimeError, CollectiveAborted):
-        wait(held)
-    del held
-    if told is not None:
-        told.__traceback__ = told.__context__ = None  # of the two errors only the waiter's is in question
+        wait(local_object)
+    del local_object
+    if error is not None:
+        error.__traceback__ = error.__context__ = None  # of the two errors only the waiter's is in question
     gc.collect()
     assert len(idle) == 1
-    assert there() is None
+    assert reference() is None
 
 
-def test_each_thread_gets_what_its_own_wait_gave(monkeypatch):
+def test_wait_returns_its_result_to_its_own_thread(monkeypatch):
     class Taken(list[interruptible_work._Waiter]):
         """The idle ones, one of which another thread takes as soon as it is there."""
 

@@ -62,7 +62,7 @@ def test_a_failure_in_a_group_of_other_ranks_does_not_keep_this_rank_from_creati
 
 
 @pytest.mark.parametrize(
-    ("groups", "ranks", "options", "told"),
+    ("groups", "ranks", "options", "reported"),
     [
         ((PAIR,), (0, 1), {"shut": True}, {WORLD: [], PAIR: ["abort"], BACKGROUND: []}),
         ((PAIR,), (1,), {"mismatch": True}, {WORLD: [], PAIR: ["cause"], BACKGROUND: []}),
@@ -72,8 +72,8 @@ def test_a_failure_in_a_group_of_other_ranks_does_not_keep_this_rank_from_creati
     ],
     ids=["own group", "own group, told only", "all groups", "lost", "creation"],
 )
-def test_a_failure_that_concerns_this_rank_keeps_it_from_creating_groups(manager, groups, ranks, options, told):
-    assert abort(manager, groups, ranks, **options) == told
+def test_a_failure_that_concerns_this_rank_keeps_it_from_creating_groups(manager, groups, ranks, options, reported):
+    assert abort(manager, groups, ranks, **options) == reported
     with pytest.raises(CollectiveAborted, match="rank 2 failed, so this rank cannot begin new_group"):
         create(manager)
 

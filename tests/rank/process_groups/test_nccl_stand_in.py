@@ -55,14 +55,14 @@ class Ranks:
 
 @pytest.fixture
 def make_ranks() -> Iterator[Callable[[int], Ranks]]:
-    made: list[Ranks] = []
+    started: list[Ranks] = []
 
     def make(size: int) -> Ranks:
-        made.append(Ranks(size))
-        return made[-1]
+        started.append(Ranks(size))
+        return started[-1]
 
     yield make
-    for ranks in made:
+    for ranks in started:
         ranks.end()
 
 
@@ -79,11 +79,11 @@ def lonely(ranks: Ranks) -> StandInGroup:
 
 
 def options(kind: type, **values: Any) -> Any:
-    made = kind()
-    made.asyncOp = values.pop("asyncOp", False)
+    collective_options = kind()
+    collective_options.asyncOp = values.pop("asyncOp", False)
     for name, value in values.items():
-        setattr(made, name, value)
-    return made
+        setattr(collective_options, name, value)
+    return collective_options
 
 
 def sync(kind: type = dist.AllreduceOptions, **values: Any) -> Any:
@@ -211,7 +211,7 @@ def test_a_poisoned_device_drops_what_is_queued_and_its_peer_waits_on(ranks):
     assert ranks[1].device.pending == ["all_reduce"]
 
 
-def test_a_query_hangs_as_long_as_the_test_says(lonely, ranks):
+def test_query_blocks_until_released(lonely, ranks):
     work = lonely.allreduce([torch.ones(2)], ASYNC())
     lonely.device.queries_hang = True
     query: Future[bool] = ranks.threads.submit(work.is_completed)
@@ -220,7 +220,7 @@ def test_a_query_hangs_as_long_as_the_test_says(lonely, ranks):
     assert query.result(30) is False
 
 
-def test_an_abort_hangs_as_long_as_the_test_says(lonely, ranks):
+def test_abort_blocks_until_released(lonely, ranks):
     lonely.allreduce([torch.ones(2)], sync())
     lonely.device.aborts_hang = True
     abort = ranks.threads.submit(lonely.abort)
@@ -303,89 +303,91 @@ def test_connected_members_begin_a_collective_without_one_another(make_ranks):
 VALUES = [torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([10.0, 20.0, 30.0, 40.0])]
 
 
-def mine(group: StandInGroup) -> torch.Tensor:
+def input_of(group: StandInGroup) -> torch.Tensor:
     return VALUES[group.rank()].clone()
 
 
 def all_reduce(group: StandInGroup, operation: Any = dist.ReduceOp.SUM) -> list[torch.Tensor]:
-    group.allreduce([tensor := mine(group)], sync(reduceOp=operation))
+    group.allreduce([tensor := input_of(group)], sync(reduceOp=operation))
     return [tensor]
 
 
 def coalesced(group: StandInGroup) -> list[torch.Tensor]:
-    tensors = [mine(group), -mine(group)]
+    tensors = [input_of(group), -input_of(group)]
     group.allreduce_coalesced(tensors, sync(dist.AllreduceCoalescedOptions))
     return tensors
 
 
 def broadcast(group: StandInGroup) -> list[torch.Tensor]:
-    group.broadcast([tensor := mine(group)], sync(dist.BroadcastOptions, rootRank=1))
+    group.broadcast([tensor := input_of(group)], sync(dist.BroadcastOptions, rootRank=1))
     return [tensor]
 
 
 def reduce(group: StandInGroup) -> list[torch.Tensor]:
-    group.reduce([tensor := mine(group)], sync(dist.ReduceOptions, rootRank=1))
+    group.reduce([tensor := input_of(group)], sync(dist.ReduceOptions, rootRank=1))
     return [tensor]
 
 
 def all_gather(group: StandInGroup) -> list[torch.Tensor]:
-    group.allgather([outputs := [torch.zeros(4), torch.zeros(4)]], [mine(group)], sync(AllgatherOptions))
+    group.allgather([outputs := [torch.zeros(4), torch.zeros(4)]], [input_of(group)], sync(AllgatherOptions))
     return outputs
 
 
 def all_gather_single(group: StandInGroup) -> list[torch.Tensor]:
-    group._allgather_base(output := torch.zeros(2, 4), mine(group), sync(AllgatherOptions))
+    group._allgather_base(output := torch.zeros(2, 4), input_of(group), sync(AllgatherOptions))
     return [output.flatten()]
 
 
 def all_gather_coalesced(group: StandInGroup) -> list[torch.Tensor]:
-    group.allgather_into_tensor_coalesced([output := torch.zeros(8)], [mine(group)], sync(AllgatherOptions))
+    group.allgather_into_tensor_coalesced([output := torch.zeros(8)], [input_of(group)], sync(AllgatherOptions))
     return [output]
 
 
 def gather(group: StandInGroup) -> list[torch.Tensor]:
     outputs = [torch.zeros(4), torch.zeros(4)]
-    group.gather([outputs] if group.rank() == 1 else [], [mine(group)], sync(dist.GatherOptions, rootRank=1))
+    group.gather([outputs] if group.rank() == 1 else [], [input_of(group)], sync(dist.GatherOptions, rootRank=1))
     return outputs
 
 
 def scatter(group: StandInGroup) -> list[torch.Tensor]:
-    inputs = [list(mine(group).chunk(2))] if group.rank() == 1 else []
+    inputs = [list(input_of(group).chunk(2))] if group.rank() == 1 else []
     group.scatter([output := torch.zeros(2)], inputs, sync(dist.ScatterOptions, rootRank=1))
     return [output]
 
 
 def reduce_scatter(group: StandInGroup) -> list[torch.Tensor]:
-    inputs = list(mine(group).chunk(2))
+    inputs = list(input_of(group).chunk(2))
     group.reduce_scatter([output := torch.zeros(2)], [inputs], sync(dist.ReduceScatterOptions))
     return [output]
 
 
 def reduce_scatter_single(group: StandInGroup) -> list[torch.Tensor]:
-    group._reduce_scatter_base(output := torch.zeros(2), mine(group), sync(dist.ReduceScatterOptions))
+    group._reduce_scatter_base(output := torch.zeros(2), input_of(group), sync(dist.ReduceScatterOptions))
     return [output]
 
 
 def reduce_scatter_coalesced(group: StandInGroup) -> list[torch.Tensor]:
-    group.reduce_scatter_tensor_coalesced([output := torch.zeros(2)], [mine(group)], sync(dist.ReduceScatterOptions))
+    group.reduce_scatter_tensor_coalesced(
+        [output := torch.zeros(2)], [input_of(group)], sync(dist.ReduceScatterOptions)
+    )
     return [output]
 
 
 def all_to_all(group: StandInGroup) -> list[torch.Tensor]:
     outputs = [torch.zeros(2), torch.zeros(2)]
-    group.alltoall(outputs, list(mine(group).chunk(2)), sync(dist.AllToAllOptions))
+    group.alltoall(outputs, list(input_of(group).chunk(2)), sync(dist.AllToAllOptions))
     return outputs
 
 
 def all_to_all_single(group: StandInGroup) -> list[torch.Tensor]:
     sizes = [[1, 3], [1, 3]][group.rank()], [[1, 1], [3, 3]][group.rank()]
     output = torch.zeros(sum(sizes[1]))
-    group.alltoall_base(output, mine(group), sizes[1], sizes[0], sync(dist.AllToAllOptions))
+    group.alltoall_base(output, input_of(group), sizes[1], sizes[0], sync(dist.AllToAllOptions))
     return [output]
 
 
 def send_and_receive(group: StandInGroup) -> list[torch.Tensor]:
-    tensor = mine(group)
+    tensor = input_of(group)
     if group.rank() == 0:
         assert group.send([tensor], 1).wait()
     else:
@@ -425,7 +427,7 @@ BOTH = FIRST + SECOND
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_collectives_give_what_torch_documents(ranks, collective, expected):
+def test_collectives_return_the_documented_results(ranks, collective, expected):
     outputs = ranks.at_once(collective)
     ranks.synchronize()
     assert [torch.hstack(output).tolist() for output in outputs] == expected
@@ -470,10 +472,10 @@ def test_collectives_that_do_not_match_hang_until_an_abort(ranks, other):
 def exchange(group: StandInGroup, *, coalesced: bool) -> torch.Tensor:
     """Send to the next rank, and receive from the one before; messages are larger than a buffer."""
     count = BUFFER_BYTES // 4 + 1
-    own, received = torch.full((count,), float(group.rank())), torch.zeros(count)
+    sent, received = torch.full((count,), float(group.rank())), torch.zeros(count)
     if coalesced:
         group._start_coalescing(None)
-    group.send([own], (group.rank() + 1) % group.size())
+    group.send([sent], (group.rank() + 1) % group.size())
     group.recv([received], (group.rank() - 1) % group.size())
     if coalesced:
         assert group._end_coalescing(None).wait()
@@ -552,7 +554,7 @@ def released(device: Device, read: Callable[[], Any]) -> Any:
         (lambda tensor: torch.equal(tensor, tensor.clone()), True),
     ],
 )
-def test_what_reads_values_waits_for_the_device(device, read, expected):
+def test_reading_values_waits_for_the_device(device, read, expected):
     tensor = torch.ones(1, 3) + 1
     assert device.pending == ["aten::add.Tensor"]
     assert released(device, lambda: read(tensor)) == expected
@@ -597,7 +599,7 @@ def test_collectives_are_in_order_with_the_operations_around_them(ranks):
         assert tensor.tolist() == [4, 4]
 
 
-def test_memory_that_is_freed_stays_for_what_is_queued(device):
+def test_freed_memory_stays_valid_for_queued_operations(device):
     tensor = torch.ones(3)
     doubled = tensor * 2
     tensor.untyped_storage().resize_(0)

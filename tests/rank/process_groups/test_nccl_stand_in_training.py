@@ -73,23 +73,23 @@ def use_from_torch() -> list[Any]:
     rank = dist.get_rank()
     with on_device():
         tensor = torch.full((2,), float(rank + 1))
-        said: list[Any] = [dist.all_reduce(tensor), dist.barrier()]
+        results: list[Any] = [dist.all_reduce(tensor), dist.barrier()]
         work = dist.all_reduce(tensor, async_op=True)
-        said += [work.wait(), tensor.tolist()]
-        half = dist.new_group([0, 1])
-        assert isinstance(half, StandInGroup)
+        results += [work.wait(), tensor.tolist()]
+        subgroup = dist.new_group([0, 1])
+        assert isinstance(subgroup, StandInGroup)
         objects: list[Any] = [None, None]
-        dist.all_gather_object(objects, {"rank": rank}, group=half)
-        said.append(objects)
+        dist.all_gather_object(objects, {"rank": rank}, group=subgroup)
+        results.append(objects)
         received = torch.zeros(1)
         messages = [
             dist.P2POp(dist.isend, torch.full((1,), float(rank)), 1 - rank),
             dist.P2POp(dist.irecv, received, 1 - rank),
         ]
-        for each in dist.batch_isend_irecv(messages):
-            each.wait()
-        said.append(received.item())
-    return said
+        for request in dist.batch_isend_irecv(messages):
+            request.wait()
+        results.append(received.item())
+    return results
 
 
 @pytest.mark.processes

@@ -15,7 +15,7 @@ TENSORS = [torch.ones(2)]
 
 
 class FakeGroup:
-    """In place of torch's inner group: its collectives raise `error`, or return no work."""
+    """Stand-in for torch's inner group: its collectives raise `error`, or return no work."""
 
     error: BaseException | None = None
 
@@ -67,7 +67,7 @@ def test_a_mismatch_is_told_as_it_is_since_it_names_the_collective_and_the_line(
         group.allreduce(TENSORS, None)
 
 
-def test_a_broken_link_is_reported_once_when_nobody_knows_why():
+def test_broken_connection_of_unknown_cause_is_reported_once():
     group = group_that_raises(RuntimeError("Connection closed by peer"))
     reported = []
 
@@ -140,7 +140,7 @@ def test_an_error_of_nccl_says_its_reason_first_and_is_no_abort(last, first):
     assert not group.log.broken
 
 
-def test_a_peer_that_nccl_has_lost_is_told_by_the_cause_or_by_nccl_itself():
+def test_lost_peer_is_reported_with_the_cause_or_the_nccl_error():
     error = dist.DistBackendError(NCCL_ERROR.replace("ncclInvalidUsage", "ncclRemoteError") + "a peer has exited")
     group = group_that_raises(error)
     group._cause_set.set()  # the cause is not waited for

@@ -60,24 +60,24 @@ def test_a_wait_for_the_agent_ends_when_it_is_cancelled_and_the_next_request_get
     agent = threading.Thread(target=serve, daemon=True)
     agent.start()
     connection = _AgentConnection(str(tmp_path / "agent"), cancel)
-    made = RendezvousStore(RemoteKeys(connection.ask), cancel)
+    rendezvous_store = RendezvousStore(RemoteKeys(connection.ask), cancel)
     cancel.set()
     with pytest.raises(CollectiveAborted):
-        made.set("key", "value")
+        rendezvous_store.set("key", "value")
     silent[0] = False
     cancel.clear()
-    assert made.get("key") == b"value", "the operation had arrived, only its reply had not"
-    assert made.add("sum", 2) == 2
+    assert rendezvous_store.get("key") == b"value", "the operation had arrived, only its reply had not"
+    assert rendezvous_store.add("sum", 2) == 2
     assert connection._socket is not None
     connection._socket.close()
     agent.join(20)
     listener.close()
 
 
-def test_it_answers_as_a_hash_store_does(store):
+def test_store_behaves_like_a_hash_store(store):
     answers = []
-    for each in (dist.HashStore(), store):
-        prefixed = dist.PrefixStore("a/b", each)
+    for current_store in (dist.HashStore(), store):
+        prefixed = dist.PrefixStore("a/b", current_store)
         prefixed.set("text", "value")
         prefixed.set("bytes", b"\xff\x00")
         answers.append(
@@ -96,7 +96,7 @@ def test_it_answers_as_a_hash_store_does(store):
                 prefixed.delete_key("text"),
                 prefixed.delete_key("text"),
                 prefixed.wait(["bytes", "sum"]),
-                each.check(["a/b/bytes"]),
+                current_store.check(["a/b/bytes"]),
             )
         )
     assert answers[1] == answers[0]
@@ -116,7 +116,7 @@ def test_long_keys_are_not_mixed_up(store):
     assert store.get("x" * 1000 + "a") == b"a"
 
 
-def test_only_its_user_can_read_it(store, tmp_path):
+def test_store_file_is_readable_by_its_user_only(store, tmp_path):
     store.set("key", "value")
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "store", *(tmp_path / "store").iterdir())]
     assert modes == [0o700, 0o600]
@@ -139,9 +139,9 @@ def test_a_folder_that_is_put_in_its_place_is_not_read(store, tmp_path):
 
 def test_a_wait_ends_after_its_timeout_and_names_what_is_missing(store):
     store.set("here", "")
-    for each in (store, dist.PrefixStore("", store)):
+    for current_store in (store, dist.PrefixStore("", store)):
         with pytest.raises(RuntimeError, match=r"100ms.*absent"):
-            each.wait(["here", "absent"], timedelta(milliseconds=100))
+            current_store.wait(["here", "absent"], timedelta(milliseconds=100))
 
 
 def test_a_wait_ends_when_the_rank_gives_up(tmp_path):
@@ -176,7 +176,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_processes_that_are_killed_at_any_moment_leave_every_value_whole(store, tmp_path):
+def test_killed_processes_leave_every_value_complete(store, tmp_path):
     command = [sys.executable, "-c", ADD, str(tmp_path / "store")]
     writers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
     try:
@@ -200,7 +200,7 @@ def test_processes_that_are_killed_at_any_moment_leave_every_value_whole(store, 
 
 
 @pytest.mark.slow
-def test_gloo_meets_in_it(tmp_path):
+def test_gloo_rendezvous_through_the_store(tmp_path):
     code = (
         "import sys, threading\nfrom pathlib import Path\nimport torch, torch.distributed as dist\n"
         "from rankbook.rank.process_groups.store import open_store\n"
