@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rankbook import CellError, CellTimeout, Cluster, InvalidArgument, RankLostError, StartError, TransferError
+from rankbook import CellError, CellTimeout, Cluster, InvalidArgument, RankLostError, StartError
 from rankbook.launch import connection, hosts
 from rankbook.launch.hosts import HostOptions
 from tests.agent.agents import Agents, cluster_on_hosts
@@ -73,22 +73,6 @@ def test_large_values_cross_in_both_directions_and_leave_nothing(three):
     assert three.gather("part") == [rank for rank in range(3) for _ in range(100_000)]
     three.run("del value, part")
     wait_until(lambda: not segments(), timeout=20, what="no shared memory is left")
-
-
-def test_a_value_that_does_not_fit_into_this_hosts_memory_costs_only_its_transfer(three, monkeypatch):
-    table = three._processes.hosts
-    assert table is not None
-    three.run("value = bytes(5_000_000)")
-
-    def full(name, offset, size, data):
-        raise TransferError(f"cannot receive {name}: no space left")
-
-    monkeypatch.setattr(table.segments, "write_part", full)
-    with pytest.raises(TransferError, match="the value no longer exists"):
-        three.pull("value", ranks=[1], timeout=30)
-    monkeypatch.undo()
-    assert three.pull("value", ranks=[1], timeout=30) == [bytes(5_000_000)]
-    assert three.hosts()[0].dropped == 0
 
 
 def test_an_interrupted_push_leaves_no_shared_memory(three):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from rankbook import Cluster
+from rankbook import CellError, Cluster, TransferError
 from rankbook.launch.hosts import Hosts
+from rankbook.transport import shared_memory
 from tests.agent.agents import Agents, cluster_on_hosts
+from tests.conftest import wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -46,7 +49,7 @@ def test_the_state_of_a_healed_rank_stays_on_the_host_that_it_shares_with_the_do
     three.run("value = torch.arange(1_000_000)")
     crossed: list[str] = []
     hosts = hosts_of(three)
-    monkeypatch.setattr(hosts.segments, "write_part", lambda name, *_: crossed.append(name) or True)
+    monkeypatch.setattr(hosts.segments, "write_part", lambda name, *_, **__: crossed.append(name))
     monkeypatch.setattr(hosts.segments, "read", crossed.append)
     kill(three, 2)
     healed = three.heal()
@@ -63,3 +66,44 @@ def test_the_state_of_a_healed_rank_crosses_to_a_host_without_a_donor(three):
     assert healed is not None and healed.donor == 1
     assert three.run("value.sum().item()", ranks=[0]).text(0) == "499999500000"
     assert not any(host.segments for host in hosts_of(three)._hosts.values()), "no copy is left"
+
+
+NO_ROOM = r"5 MB does not fit into the shared memory of .*: 10 kB are free in .*; send it in smaller parts, or make"
+
+
+def test_a_value_without_room_in_this_hosts_memory_costs_only_its_transfer(three, monkeypatch):
+    three.run("value = bytes(5_000_000)")
+    monkeypatch.setattr(shared_memory, "_free_bytes", lambda _: 10_000)
+    with pytest.raises(TransferError, match=NO_ROOM):
+        three.pull("value", ranks=[1], timeout=60)
+    monkeypatch.undo()
+    assert three.pull("value", ranks=[1], timeout=60) == [bytes(5_000_000)]
+    assert three.hosts()[0].dropped == 0
+    wait_until(lambda: not segments(), timeout=20, what="no shared memory is left")
+
+
+# An agent's own process decides, so it runs with less memory.
+@pytest.mark.slow
+def test_a_value_without_room_in_another_hosts_memory_costs_only_its_cell(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'rankbook.agent' in ' '.join(sys.orig_argv):\n"
+        "    from rankbook.transport import shared_memory\n"
+        "    shared_memory._free_bytes = lambda _: 10_000\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"))
+    with cluster_on_hosts(tmp_path, monkeypatch, 3, [2], home=1) as (cluster, _):
+        cluster.run("kept = rank")
+        with pytest.raises(CellError, match=f"ranks? 1.*TransferError: a value of {NO_ROOM}"):
+            cluster.push({"value": bytes(5_000_000)}, timeout=60)
+        assert cluster.pull("kept") == [0, 1, 2]
+        assert cluster.run("len(value)", ranks=[0]).text(0) == "5000000"
+        assert cluster.hosts()[0].dropped == 0
+        # The forkserver is another process. Its ranks have all of the memory, and what they answer is read here.
+        cluster.run("value = bytes(5_000_000)")
+        assert cluster.pull("value", ranks=[2], timeout=60) == [bytes(5_000_000)]
+
+
+def segments() -> list[str]:
+    """Return the shared memory of all hosts of this test run."""
+    return [path.name for path in Path(os.environ["RANKBOOK_RUNTIME_DIR"]).rglob("*segment-*")]

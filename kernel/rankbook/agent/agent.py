@@ -31,7 +31,8 @@ from pathlib import Path
 
 import msgspec
 
-from rankbook.errors import ProtocolError, RankbookError, TransferError, UnreadableMessage
+from rankbook.errors import ProtocolError, RankbookError, UnreadableMessage
+from rankbook.formatting import format_bytes
 from rankbook.launch.connection import Connection, interface_addresses
 from rankbook.launch.environment import rank_environment, usable_cores
 from rankbook.launch.local import LocalLauncher
@@ -49,12 +50,13 @@ from rankbook.protocol.agents import (
     HostNote,
     HostReady,
     ProcessState,
+    SegmentFailed,
     SegmentPart,
+    SegmentRefused,
     StoreReply,
     StoreRequest,
     ToRanks,
     decode_to_agent,
-    segment_parts,
 )
 from rankbook.protocol.base import Message
 from rankbook.protocol.forkserver import ClusterOpened, ForkRank, KillRank, RankExited, RankForked
@@ -62,6 +64,7 @@ from rankbook.protocol.messages import Done, FromForkserver, decode_from_rank, e
 from rankbook.transport import agent_link
 from rankbook.transport.agent_link import AgentLink
 from rankbook.transport.output_journal import journal_path, read_crash, read_journal
+from rankbook.transport.segment_transfer import AHEAD, SegmentReceiver, SegmentSender
 from rankbook.transport.shared_memory import Bytes, SegmentStore
 from rankbook.transport.zmq_link import ZmqHub
 
@@ -71,6 +74,8 @@ _LOOK_AFTER = 0.3
 """Seconds after which the process of a rank that has not replied is looked at, and again every second."""
 _BATCH = 1 << 20
 """Bytes of messages of ranks that are sent to the coordinator as one message."""
+_LARGEST = 512 << 20
+"""Bytes of one message of a rank that the link carries. Large values are segments, see `MOST_IN_FRAMES`."""
 _LONGEST_WAIT = 0.5
 """Seconds after which the parent process and the connection are looked at, without any event."""
 _LEAVE_SECONDS = 0.5
@@ -93,6 +98,7 @@ class _Held:
     message: ToRanks
     frames: Sequence[Bytes]
     ranks: set[int]
+    needs: set[str]
 
 
 class Agent:
@@ -120,9 +126,8 @@ class Agent:
         # Ranks that owe a reply, with the time at which their process is looked at.
         self._asked: dict[int, float] = {}
         self._exits: list[tuple[float, RankExited]] = []
-        # Segments that have arrived, or that have failed to; their readers then get an error.
-        self._complete: set[str] = set()
-        self._received: set[str] = set()
+        self._sender = SegmentSender(self._segments)
+        self._receiver = SegmentReceiver(self._segments)
         self._held: list[_Held] = []
         # The cells in whose answers segments stay here, by rank.
         self._stay: dict[int, int] = {}
@@ -161,6 +166,7 @@ class Agent:
                 self._send(StoreRequest(connection), request)
         for event in self._link.receive():
             self._handle_event(event)
+        self._send_parts()
         self._link.run_timers(time.monotonic())
         self._look_at_ranks()
         self._check_end()
@@ -236,17 +242,26 @@ class Agent:
         message = decode_to_agent(bytes(frames[0]))
         match message:
             case ToRanks():
-                self._held.append(_Held(message, frames[1:], set(message.ranks)))
+                self._held.append(_Held(message, frames[1:], set(message.ranks), set(message.needs)))
                 if message.stay is not None:
                     self._stay.update(dict.fromkeys(message.ranks, message.stay))
                 self._deliver()
-            case SegmentPart(name, offset, size):
-                self._receive_part(name, offset, size, frames[1])
+            case SegmentPart():
+                if (refused := self._receiver.receive(message, frames[1])) is not None:
+                    self._link.send(VALUES, [encode(refused)])
+                self._deliver()
+            case SegmentFailed(name, reason):
+                self._receiver.fail(name, reason)
+                self._deliver()
+            case SegmentRefused(name):
+                self._sender.cancel(name)
+                self._link.send(VALUES, [encode(SegmentFailed(name, ""))])
             case DropSegments(names):
-                for name in names:
-                    self._complete.discard(name)
-                    self._received.discard(name)
-                    self._segments.discard(name)
+                self._receiver.drop(names)
+                # Who still waits for one of them learns that it is gone.
+                for held in self._held:
+                    held.needs.difference_update(names)
+                self._deliver()
             case ForkRank():
                 self._fork(message)
             case KillRank(rank, incarnation):
@@ -261,7 +276,7 @@ class Agent:
         blocked: set[int] = set()
         for held in self._held:
             message = held.message
-            late = not self._complete.issuperset(message.needs)
+            late = not self._receiver.settled.issuperset(held.needs)
             # A task waits for its values, and later tasks of the rank wait for it. Control messages overtake both.
             if late or (message.ordered and not blocked.isdisjoint(held.ranks)):
                 waiting.append(held)
@@ -275,19 +290,6 @@ class Agent:
                     self._asked.setdefault(rank, time.monotonic() + _LOOK_AFTER)
                 self._hub.send_encoded(rank, bytes(data), [_frozen(frame) for frame in frames])
         self._held = waiting
-
-    def _receive_part(self, name: str, offset: int, size: int, data: Bytes) -> None:
-        if name in self._complete:  # an earlier part has failed
-            return
-        self._received.add(name)
-        try:
-            complete = self._segments.write_part(name, offset, size, data)
-        except TransferError as error:
-            self._send(HostNote(str(error)))
-            complete = True
-        if complete:
-            self._complete.add(name)
-            self._deliver()
 
     def _fork(self, request: ForkRank) -> None:
         given = {os.fsdecode(name): os.fsdecode(value) for name, value in request.env.items()}
@@ -349,7 +351,7 @@ class Agent:
             if self._pids.get(entry[1].rank, (0, 0))[0] == entry[1].incarnation:
                 self._pids.pop(entry[1].rank)
             # Not what other hosts have sent: their processes may have the same PID.
-            self._segments.clear(entry[1].pid, keep=self._received)
+            self._segments.clear(entry[1].pid, keep=self._receiver.names)
             self._send(entry[1])
 
     def _relay_up(self) -> None:
@@ -365,6 +367,12 @@ class Agent:
                 break
             sender, data, frames = received
             self._asked.pop(sender.rank, None)
+            message_size = len(data) + sum(map(len, frames))
+            if message_size > _LARGEST:
+                text = f"rank {sender.rank} was killed because it sent a message of {format_bytes(message_size)}"
+                self._send(HostNote(f"{text}, more than {format_bytes(_LARGEST)}"))
+                self._launcher.kill(*sender)
+                continue
             # A name of a segment in the bytes is not proof of one, but rare otherwise.
             needs, cell = _segments_of(data) if b"segment-" in bytes(data) else ((), None)
             if needs:
@@ -372,7 +380,7 @@ class Agent:
                 senders, batch, size = [], [], 0
                 single = (FromRank(*sender, 1 + len(frames)),)
                 if cell is not None and cell == self._stay.get(sender.rank):
-                    self._complete.update(needs)
+                    self._receiver.settled.update(needs)
                     self._send(FromRanks(single, stay=needs), data, *frames)
                 else:
                     self._send_segments(needs)
@@ -380,7 +388,7 @@ class Agent:
                 continue
             senders.append(FromRank(*sender, 1 + len(frames)))
             batch += [data, *frames]
-            size += len(data) + sum(map(len, frames))
+            size += message_size
             if size > _BATCH:
                 self._flush(senders, batch)
                 senders, batch, size = [], [], 0
@@ -392,13 +400,13 @@ class Agent:
 
     def _send_segments(self, names: tuple[str, ...]) -> None:
         for name in names:
-            try:
-                content = self._segments.read(name, unlink=True)
-            except (TransferError, ProtocolError) as error:
-                self._send(HostNote(str(error)))
-                content = memoryview(b"")
-            for part, data in segment_parts(name, content):
-                self._link.send(VALUES, [encode(part), data])
+            if (failed := self._sender.add(name, unlink=True)) is not None:
+                self._link.send(VALUES, [encode(failed)])
+        self._send_parts()
+
+    def _send_parts(self) -> None:
+        while self._link.pending(VALUES) < AHEAD and (part := self._sender.next_part()) is not None:
+            self._link.send(VALUES, [encode(part[0]), part[1]])
 
     def _look_at_ranks(self) -> None:
         now = time.monotonic()

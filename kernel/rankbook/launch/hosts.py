@@ -9,9 +9,10 @@ There is no thread of its own. The driver thread polls the descriptors of the ag
 `HostsLink.receive` takes them, reports of processes into one from which `HostsLauncher.read` does. Before there is a
 driver, the thread that starts the cluster polls.
 
-Large values. A value lies in a segment of shared memory, of which a message has only the name. Before a message goes to
-another host, the segments that it names are sent there, once per host and in parts, and the agent delivers the message
-when they are complete. A segment that comes from another host is written into this host's folder under the same name.
+Large values. A value lies in a segment of shared memory, of which a message has only the name. The segments that a
+message to another host names are sent there, once per host and in parts (`transport.segment_transfer`), and the agent
+delivers the message when they are complete. A segment that comes from another host is written into this host's folder
+under the same name.
 
 The state for a healed rank stays on the donor's host if all of its readers run there (`ExportState.stays`).
 
@@ -53,13 +54,14 @@ from rankbook.protocol.agents import (
     HostNote,
     HostReady,
     ProcessState,
+    SegmentFailed,
     SegmentPart,
+    SegmentRefused,
     StoreReply,
     StoreRequest,
     ToRanks,
     decode_description,
     decode_from_agent,
-    segment_parts,
 )
 from rankbook.protocol.base import PROTOCOL_VERSION, Message
 from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
@@ -67,7 +69,8 @@ from rankbook.protocol.messages import ExportState, FromForkserver, FromRank, Ta
 from rankbook.transport import agent_link
 from rankbook.transport.agent_link import AgentHub, make_keys
 from rankbook.transport.link import Frames, Sender, read_from_rank
-from rankbook.transport.shared_memory import Bytes, SegmentStore
+from rankbook.transport.segment_transfer import AHEAD, SegmentReceiver, SegmentSender
+from rankbook.transport.shared_memory import MOST_IN_FRAMES, Bytes, SegmentStore
 from rankbook.transport.store_keys import KeyFolder, perform
 from rankbook.transport.zmq_link import ZmqHub
 
@@ -93,6 +96,8 @@ class Host:
     bad_messages: int = 0
     segments: set[str] = field(default_factory=set)
     """Segments of the notebook's host that this host has or is getting."""
+    sender: SegmentSender = field(kw_only=True, repr=False)
+    receiver: SegmentReceiver = field(kw_only=True, repr=False)
 
 
 @dataclass(frozen=True)
@@ -148,10 +153,8 @@ class Hosts:
         self._lost_after = lost_after
         self._hosts: dict[str, Host] = {}
         self._processes: dict[int, _Process] = {}
-        # Messages that wait for segments, and segments that are complete, per rank's host.
-        self._held: list[tuple[str, tuple[str, ...], Sender, FromRank, list[memoryview]]] = []
-        self._complete: set[str] = set()
-        self._failed: set[str] = set()
+        # Messages that wait for segments of their host.
+        self._held: list[tuple[Host, tuple[str, ...], Sender, FromRank, list[memoryview]]] = []
         # Reentrant: a poll may send. Any thread sends, one polls.
         self._lock = threading.RLock()
 
@@ -268,6 +271,8 @@ class Hosts:
                         pass
             now = time.monotonic()
             for host in list(self._hosts.values()):
+                if not host.lost:
+                    self._send_parts(host)
                 since = host.unreachable_since
                 if since is not None and not host.lost and now - since >= self._lost_after:
                     self._lose(host, f"was lost: {host.name} was not reachable for {now - since:.0f} s")
@@ -287,7 +292,9 @@ class Hosts:
         # Several agents may run on one host, and hosts may have the same name.
         if name in names:
             name = next(f"{name}#{number}" for number in range(2, 1 << 20) if f"{name}#{number}" not in names)
-        self._hosts[agent] = Host(agent, description, name)
+        self._hosts[agent] = Host(
+            agent, description, name, sender=SegmentSender(self.segments), receiver=SegmentReceiver(self.segments)
+        )
         self.hub.accept(agent)
 
     def _set_unreachable(self, agent: str) -> None:
@@ -303,7 +310,8 @@ class Hosts:
         host.lost = reason
         host.slots = None
         self.hub.forget(host.id)
-        self._held = [held for held in self._held if held[0] != host.id]
+        host.receiver.close()
+        self._held = [held for held in self._held if held[0] is not host]
         for rank, process in self._processes.items():
             if process.host == host.id:
                 self.reports.append(_lost_rank(rank, process, reason))
@@ -328,8 +336,16 @@ class Hosts:
         match message:
             case FromRanks():
                 self._receive_from_ranks(host, message, [memoryview(frame) for frame in frames[1:]])
-            case SegmentPart(name, offset, size):
-                self._receive_part(host, name, offset, size, frames[1])
+            case SegmentPart():
+                if (refused := host.receiver.receive(message, frames[1])) is not None:
+                    self.hub.send(host.id, VALUES, [encode(refused)])
+                self._release(host)
+            case SegmentFailed(name, reason):
+                host.receiver.fail(name, reason)
+                self._release(host)
+            case SegmentRefused(name):
+                host.sender.cancel(name)
+                self.hub.send(host.id, VALUES, [encode(SegmentFailed(name, ""))])
             case RankForked(rank, incarnation, pid):
                 self._process_of(host, rank, incarnation).pid = pid
                 self.reports.append(message)
@@ -393,32 +409,20 @@ class Hosts:
                 decoded = read_from_rank(sender, data)
             except ProtocolError as error:
                 decoded = error
-            if not isinstance(decoded, ProtocolError) and not self._complete.issuperset(message.needs):
-                self._held.append((host.id, message.needs, sender, decoded, rest))
+            if not isinstance(decoded, ProtocolError) and message.needs:
+                self._held.append((host, message.needs, sender, decoded, rest))
+                self._release(host)
             else:
                 self.messages.append((sender, decoded, rest))
 
-    def _receive_part(self, host: Host, name: str, offset: int, size: int, data: Bytes) -> None:
-        ends = offset + len(data) == size
-        if name not in self._failed:
-            try:
-                self.segments.write_part(name, offset, size, data)
-            except TransferError as error:
-                # No room, for example. The message that needs the value is delivered, and its reader gets an error.
-                self.report(f"a value of {host.name} was lost: {error}")
-                self._failed.add(name)
-        if ends:
-            self._failed.discard(name)
-            self._complete.add(name)
-            self._release()
-
-    def _release(self) -> None:
+    def _release(self, host: Host) -> None:
         waiting = []
         for held in self._held:
-            _, needs, sender, message, frames = held
-            if self._complete.issuperset(needs):
+            holder, needs, sender, message, frames = held
+            if holder is host and host.receiver.settled.issuperset(needs):
                 self.messages.append((sender, message, frames))
-                self._complete.difference_update(needs)
+                # Who takes the value removes the file.
+                host.receiver.settled.difference_update(needs)
             else:
                 waiting.append(held)
         self._held = waiting
@@ -454,6 +458,7 @@ class Hosts:
             for host in self._hosts.values():
                 if name in host.segments:
                     host.segments.discard(name)
+                    host.sender.cancel(name)
                     # Behind the parts, which may still be on the way.
                     if not host.lost:
                         self.hub.send(host.id, VALUES, [encode(DropSegments((name,)))])
@@ -488,9 +493,13 @@ class Hosts:
         if host is None or host.lost or name in host.segments:
             return
         host.segments.add(name)
-        content = self.segments.read(name)
-        for part, data in segment_parts(name, content):
-            self.hub.send(agent, VALUES, [encode(part), data])
+        if (failed := host.sender.add(name)) is not None:
+            self.hub.send(agent, VALUES, [encode(failed)])
+        self._send_parts(host)
+
+    def _send_parts(self, host: Host) -> None:
+        while self.hub.pending(host.id, VALUES) < AHEAD and (part := host.sender.next_part()) is not None:
+            self.hub.send(host.id, VALUES, [encode(part[0]), part[1]])
 
     def _send(self, agent: str, message: Message, *frames: Bytes) -> bool:
         host = self._hosts.get(agent)
@@ -707,7 +716,7 @@ class MirroredSegments(SegmentStore):
     """The notebook's shared memory, of which other hosts have copies. `drop` is called for every removed segment."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+        super().__init__(folder, most_in_frames=MOST_IN_FRAMES)
         self.drop: Callable[[str], None] = lambda _name: None
 
     def discard(self, name: str) -> None:

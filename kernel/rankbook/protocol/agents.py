@@ -22,9 +22,6 @@ _T = TypeVar("_T")
 MESSAGES, VALUES = 0, 1
 """The streams."""
 
-PART_SIZE = 1 << 20
-"""Bytes of a value in one `SegmentPart`."""
-
 
 # Coordinator to agent -----------------------------------------------------------------------------------------------
 
@@ -76,10 +73,17 @@ class SegmentPart(Message, frozen=True):
     size: int
 
 
-def segment_parts(name: str, content: memoryview) -> list[tuple[SegmentPart, memoryview]]:
-    """Return the parts of a segment with their bytes, which are not copied. An empty segment has one part."""
-    starts = range(0, len(content), PART_SIZE) or range(1)
-    return [(SegmentPart(name, start, len(content)), content[start : start + PART_SIZE]) for start in starts]
+class SegmentFailed(Message, frozen=True):
+    """Report that no more of a segment will come, and why. This also answers a `SegmentRefused`."""
+
+    name: str
+    reason: str
+
+
+class SegmentRefused(Message, frozen=True):
+    """Report that there is no room for a segment, of which no more should be sent."""
+
+    name: str
 
 
 # Agent to coordinator -----------------------------------------------------------------------------------------------
@@ -152,7 +156,8 @@ class HostLeaving(Message, frozen=True):
     reason: str
 
 
-ToAgent = ToRanks | DropSegments | CloseHost | StoreReply | SegmentPart | ForkRank | KillRank
+_Segments = SegmentPart | SegmentFailed | SegmentRefused
+ToAgent = ToRanks | DropSegments | CloseHost | StoreReply | _Segments | ForkRank | KillRank
 FromAgent = (
     HostReady
     | HostFailed
@@ -161,7 +166,7 @@ FromAgent = (
     | StoreRequest
     | HostNote
     | HostLeaving
-    | SegmentPart
+    | _Segments
     | RankForked
     | RankExited
 )

@@ -17,7 +17,6 @@ from bdb import BdbQuit
 from collections.abc import Callable, Collection
 from functools import partial
 from os import getpid
-from pathlib import Path
 from subprocess import CalledProcessError
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
@@ -110,7 +109,7 @@ class Executor:
         capture: OutputCapture,
         interrupts: Interrupts,
         group: GroupManager,
-        segments: Path,
+        segments: SegmentStore,
     ) -> None:
         self.cell = 0
         self.running: int | None = None
@@ -123,7 +122,7 @@ class Executor:
         self._capture = capture
         self._interrupts = interrupts
         self._group = group
-        self._segments = SegmentStore(segments)
+        self._segments = segments
         self._pid = getpid()
         self._status_queries = QueryThreads[Look](link.send, self._make_status_handler)
         self._completion_queries = QueryThreads[Hint](link.send, self._make_completion_handler)

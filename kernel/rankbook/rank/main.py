@@ -31,6 +31,7 @@ from rankbook.rank.replay_buffer import OFFER_SECONDS, DetachableLink
 from rankbook.rank.shell import RankShell, make_shell
 from rankbook.transport.link import RankLink, Sender
 from rankbook.transport.output_journal import crash_path, journal_path
+from rankbook.transport.shared_memory import MOST_IN_FRAMES, SegmentStore
 from rankbook.transport.zmq_link import ZmqRank
 
 _shell: RankShell | None = None
@@ -168,7 +169,8 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     shell = _shell
     assert shell is not None
     recovery.set_cell_namespace(shell.user_ns)
-    executor = Executor(shell, link, capture, interrupts, group, Path(request.segments))
+    store = SegmentStore(Path(request.segments), most_in_frames=MOST_IN_FRAMES if request.store else None)
+    executor = Executor(shell, link, capture, interrupts, group, store)
     comms.attach_comms(
         link,
         OutputWidgetHook(capture, interrupts.shield, executor.error_report).patch_class if request.widgets else None,

@@ -15,6 +15,7 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
 import re
 import secrets
 import stat
@@ -24,10 +25,15 @@ from os import getpid
 from pathlib import Path
 
 from rankbook.errors import ProtocolError, TransferError
+from rankbook.formatting import format_bytes
 
 Bytes = bytes | bytearray | memoryview
 
+MOST_IN_FRAMES = 64 << 20
+"""Bytes that may cross to another host in the frames of a message, where every later message waits for them."""
+
 _NAME = re.compile(r"segment-([0-9]+)-[0-9a-f]{16}")
+_FAILURE = "failed-"
 _ALIGNMENT = 64  # bytes: a cache line, and torch's own alignment
 _WRITE_AT_ONCE = 16 << 20  # bytes; an interrupt is handled between two writes
 _HUGE_PAGE = 2 << 20  # bytes, on x86-64 and, with pages of 4 KiB, on ARM; any other size is refused by the system
@@ -65,11 +71,13 @@ class SegmentStore:
     """The segments in `folder`. Values below `least` bytes are not worth a file.
 
     Every process of a cluster has a store for the same folder, which only its owner can enter. Any thread may use it.
+    `most_in_frames` is the size up to which a value may travel in frames where there is no room for a file.
     """
 
-    def __init__(self, folder: Path, *, least: int = 64 << 10) -> None:
+    def __init__(self, folder: Path, *, least: int = 64 << 10, most_in_frames: int | None = None) -> None:
         self.folder = folder
         self.least = least
+        self._most_in_frames = most_in_frames
         self._existed = folder.exists()
 
     def write(self, buffers: Sequence[Sequence[Bytes]]) -> Segment | None:
@@ -77,7 +85,7 @@ class SegmentStore:
 
         Returns None if the file would take more than half of the free space, or does not fit. Half, because torch's
         DataLoader workers and NCCL use the same memory and die when it is full. Raises `TransferError` for any other
-        error. No file is left behind on failure.
+        error, and for a value without room that is larger than `most_in_frames`. No file is left behind on failure.
         """
         # Written, not copied into a mapping, except where the file has huge pages, see `_huge_pages`. Median rates for
         # 200 MB into tmpfs, in MB/s: pwrite 1,700; pwrite after posix_fallocate 1,500; copy into a mapping 1,000, no
@@ -93,28 +101,31 @@ class SegmentStore:
             # The check comes before the write, so that a value that is too large is not written in vain. Another
             # process may fill the rest meanwhile; then the write fails.
             if size > _free_bytes(self.folder) // 2:
+                self._check_frames(size)
                 return None
             with _remove_on_error(path):
                 _write_file(path, buffers, offsets, size)
         except OSError as error:
             if error.errno in _NO_ROOM:
+                self._check_frames(size)
                 return None
             raise TransferError(f"cannot write shared memory in {self.folder}: {error.strerror or error}") from error
         return Segment(name, offsets, size)
 
-    def write_part(self, name: str, offset: int, size: int, data: Bytes) -> bool:
-        """Write bytes of a segment that comes in parts, in order, from another host. Return True after the last one.
+    def write_part(self, name: str, offset: int, size: int, data: Bytes, *, reserved: int = 0) -> None:
+        """Write bytes of a segment that comes in parts, in order, from another host.
 
-        The first part reserves no space: `TransferError` is raised when there is no more room, and the file is removed.
-        Raises `ProtocolError` for an invalid name, or a part beyond the segment's `size`.
+        The first part reserves no space, but counts the bytes that are `reserved` for other segments. `TransferError`
+        is raised when there is no more room, and the file is removed. Raises `ProtocolError` for an invalid name, or a
+        part beyond the segment's `size`.
         """
         path = self._path(name)
         if not 0 <= offset <= offset + len(data) <= size:
             raise ProtocolError(f"invalid part of {name}: {len(data)} bytes at {offset} of {size}")
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if offset == 0 else 0)
         try:
-            if offset == 0 and size > _free_bytes(self.folder) // 2:
-                raise TransferError(f"cannot receive {name}: {size} bytes do not fit into {self.folder}")
+            if offset == 0 and size > (_free_bytes(self.folder) - reserved) // 2:
+                raise TransferError(self._no_room(size))
             file = os.open(path, flags, 0o600)
             try:
                 with _remove_on_error(path):
@@ -122,8 +133,16 @@ class SegmentStore:
             finally:
                 os.close(file)
         except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise TransferError(self._no_room(size)) from error
             raise TransferError(f"cannot receive {name} in {self.folder}: {error.strerror or error}") from error
-        return offset + len(data) == size
+
+    def write_failure(self, name: str, reason: str) -> None:
+        """Store why the segment `name` does not exist, for those who read it."""
+        self._path(name)  # rejects an invalid name
+        # Without room even for this text, the reader learns only that there is no segment.
+        with contextlib.suppress(OSError):
+            self._failure_path(name).write_text(reason, encoding="utf-8", errors="replace")
 
     def read(self, name: str, *, unlink: bool = False) -> memoryview:
         """Map the segment `name` and return its bytes, which may be changed without any other process seeing it.
@@ -136,7 +155,7 @@ class SegmentStore:
             # No symbolic links, and no waiting for a pipe: the name came from a peer.
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError as error:
-            raise TransferError(f"the value no longer exists: {name} was removed before it was read") from error
+            raise TransferError(self._take_failure(name, unlink=unlink)) from error
         except OSError as error:
             if error.errno in _INVALID_FILE:
                 raise ProtocolError(f"{name} is not a shared memory file: {error.strerror}") from error
@@ -158,19 +177,48 @@ class SegmentStore:
     def discard(self, name: str) -> None:
         """Remove the segment `name`, if it exists. Raises `ProtocolError` for an invalid name."""
         self._path(name).unlink(missing_ok=True)
+        self._failure_path(name).unlink(missing_ok=True)
 
     def clear(self, pid: int | None = None, keep: Collection[str] = ()) -> None:
         """Remove all segments, or those of the dead process `pid`, except those named in `keep`."""
         with contextlib.suppress(FileNotFoundError):  # the folder has been removed
             for path in list(self.folder.iterdir()):
-                match = _NAME.fullmatch(path.name)
-                if match is not None and pid in {None, int(match[1])} and path.name not in keep:
+                name = path.name.removeprefix(_FAILURE)
+                match = _NAME.fullmatch(name)
+                if match is not None and pid in {None, int(match[1])} and name not in keep:
                     path.unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         if _NAME.fullmatch(name) is None:  # a peer sent the name: accept only a file name that this class generates
             raise ProtocolError(f"{name!r} is not the name of a shared memory file")
         return self.folder / name
+
+    def _failure_path(self, name: str) -> Path:
+        return self.folder / f"{_FAILURE}{name}"
+
+    def _take_failure(self, name: str, *, unlink: bool) -> str:
+        path = self._failure_path(name)
+        try:
+            reason = path.read_text(encoding="utf-8")
+        except OSError:
+            return f"the value no longer exists: {name} was removed before it was read"
+        if unlink:
+            path.unlink(missing_ok=True)
+        return reason
+
+    def _check_frames(self, size: int) -> None:
+        """Raise `TransferError` if a value that has no room here is too large for frames."""
+        if self._most_in_frames is not None and size > self._most_in_frames:
+            raise TransferError(self._no_room(size))
+
+    def _no_room(self, size: int) -> str:
+        with contextlib.suppress(OSError):
+            return (
+                f"a value of {format_bytes(size)} does not fit into the shared memory of {platform.node()}:"
+                f" {format_bytes(_free_bytes(self.folder))} are free in {self.folder}, and a value may take half of"
+                " that; send it in smaller parts, or make /dev/shm larger there (in a container with --shm-size)"
+            )
+        return f"a value of {format_bytes(size)} does not fit into {self.folder}, which does not exist any more"
 
 
 def _buffer_offsets(buffers: Sequence[Sequence[Bytes]]) -> tuple[tuple[int, ...], int]:

@@ -1,0 +1,134 @@
+"""Test the transfer of segments in parts: in turn, given up at either end, and with what a peer must not send."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rankbook.errors import ProtocolError, TransferError
+from rankbook.protocol.agents import SegmentFailed, SegmentPart, SegmentRefused
+from rankbook.transport import shared_memory
+from rankbook.transport.segment_transfer import PART_SIZE, SegmentReceiver, SegmentSender
+from rankbook.transport.shared_memory import SegmentStore
+
+NAME = "segment-1-0123456789abcdef"
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> SegmentStore:
+    (tmp_path / "here").mkdir()
+    return SegmentStore(tmp_path / "here")
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> SegmentStore:
+    (tmp_path / "there").mkdir()
+    return SegmentStore(tmp_path / "there")
+
+
+def write(store: SegmentStore, data: bytes) -> str:
+    segment = store.write([[data]])
+    assert segment is not None
+    return segment.name
+
+
+def files(store: SegmentStore) -> list[str]:
+    return sorted(path.name for path in store.folder.iterdir())
+
+
+def test_segments_arrive_whole_and_take_turns(here, there):
+    contents = [bytes([number]) * (PART_SIZE * count + 7) for number, count in ((1, 3), (2, 1))]
+    sender, receiver = SegmentSender(here), SegmentReceiver(there)
+    names = [write(here, content) for content in contents]
+    for name in names:
+        assert sender.add(name) is None
+    order = []
+    while (part := sender.next_part()) is not None:
+        order.append(names.index(part[0].name))
+        assert receiver.receive(*part) is None
+    assert order == [0, 1, 0, 1, 0, 0], "the small one does not wait for the large one"
+    assert receiver.settled == set(names) and not receiver.transfers and not sender.transfers
+    assert [bytes(there.read(name)) for name in names] == contents
+
+
+def test_an_empty_segment_has_one_part(here, there):
+    sender, receiver = SegmentSender(here), SegmentReceiver(there)
+    (here.folder / NAME).touch()
+    sender.add(NAME)
+    part = sender.next_part()
+    assert part is not None and sender.next_part() is None
+    receiver.receive(*part)
+    assert receiver.settled == {NAME} and len(there.read(NAME)) == 0
+
+
+def test_a_segment_that_is_gone_is_an_error_for_its_reader_only(here, there):
+    sender, receiver = SegmentSender(here), SegmentReceiver(there)
+    failed = sender.add(NAME)
+    assert isinstance(failed, SegmentFailed) and "no longer exists" in failed.reason
+    receiver.fail(failed.name, failed.reason)
+    assert receiver.settled == {NAME}
+    with pytest.raises(TransferError, match="no longer exists"):
+        there.read(NAME, unlink=True)
+    assert files(there) == []
+
+
+def test_no_room_is_told_to_the_sender_at_once_and_to_the_reader_with_what_to_do(here, there, monkeypatch):
+    sender, receiver = SegmentSender(here), SegmentReceiver(there)
+    name = write(here, bytes(5 * PART_SIZE))
+    sender.add(name)
+    monkeypatch.setattr(shared_memory, "_free_bytes", lambda _: 4_000_000)
+    first, second = sender.next_part(), sender.next_part()
+    assert first is not None and second is not None
+    assert receiver.receive(*first) == SegmentRefused(name)
+    assert receiver.receive(*second) is None, "it was on the way already"
+    sender.cancel(name)
+    assert sender.next_part() is None and not sender.transfers
+    assert receiver.settled == {name}, "the message with the value is delivered"
+    with pytest.raises(TransferError, match=r"5\.24 MB does not fit into the shared memory of .*: 4 MB are free in .*"):
+        there.read(name)
+    receiver.fail(name, "")  # the answer to the refusal: nothing more comes
+    with pytest.raises(TransferError, match="does not fit"):
+        there.read(name, unlink=True)
+    assert files(there) == []
+    assert receiver.receive(SegmentPart(NAME, 0, 1), b"x") is None, "other values still arrive"
+
+
+def test_room_that_other_segments_will_take_is_not_given_twice(there, monkeypatch):
+    receiver = SegmentReceiver(there)
+    monkeypatch.setattr(shared_memory, "_free_bytes", lambda _: 100)
+    assert receiver.receive(SegmentPart(NAME, 0, 50), b"x" * 10) is None
+    other = NAME.replace("segment-1", "segment-2")
+    assert receiver.receive(SegmentPart(other, 0, 40), b"x") == SegmentRefused(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "offset", "size"),
+    [(NAME, 3, 10), (NAME, 0, 10), (NAME, 5, 11), (NAME, -1, 10), ("../escape", 0, 10), ("segment-1-x", 0, 10)],
+)
+def test_a_part_that_is_not_the_next_one_is_refused(there, name, offset, size):
+    receiver = SegmentReceiver(there)
+    receiver.receive(SegmentPart(NAME, 0, 10), b"12345")
+    with pytest.raises(ProtocolError):
+        receiver.receive(SegmentPart(name, offset, size), b"123")
+    assert files(there) == [NAME]
+
+
+def test_a_peer_cannot_write_into_a_segment_that_it_did_not_begin(here, there):
+    name = write(there, b"of another process")
+    receiver = SegmentReceiver(there)
+    with pytest.raises(ProtocolError, match="invalid part"):
+        receiver.receive(SegmentPart(name, 3, 18), b"changed")
+    assert receiver.receive(SegmentPart(name, 0, 18), b"changed") == SegmentRefused(name)
+    assert bytes(there.read(name)) == b"of another process"
+
+
+def test_what_has_arrived_in_part_is_removed_at_the_end(there):
+    receiver = SegmentReceiver(there)
+    receiver.receive(SegmentPart(NAME, 0, 10), b"12345")
+    other = NAME.replace("segment-1", "segment-2")
+    receiver.receive(SegmentPart(other, 0, 3), b"123")
+    receiver.close()
+    assert files(there) == [other], "a reader may still open it"
+    receiver.drop([other])
+    assert files(there) == [] and not receiver.names
