@@ -1,4 +1,4 @@
-"""Each test finds and leaves a process that knows nothing: no shared state, no launcher's variables."""
+"""Give every test a process without shared state and without variables of a launcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from rankbook.runtime.state import AcceleratorState, GradientState
 @pytest.fixture(autouse=True)
 def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     names = {
-        name for each in LAUNCHERS for name in (each.rank, each.world_size, each.local_rank, each.local_world_size)
+        name
+        for launcher in LAUNCHERS
+        for name in (launcher.rank, launcher.world_size, launcher.local_rank, launcher.local_world_size)
     }
     for name in os.environ:
         if name.startswith(("MASTER_", "SLURM_", "ACCELERATE_", "RANKBOOK_")):

@@ -60,7 +60,7 @@ def one_weight():
 
 
 def run(accelerator, model, optimizer, loader, stop=None):
-    """Each real step's change of the weight, which is minus the gradient."""
+    """Return the change of the weight in every optimizer step, which is minus the gradient."""
     changes = []
     for number, batch in enumerate(loader):
         if number == stop:
@@ -78,12 +78,12 @@ def run(accelerator, model, optimizer, loader, stop=None):
 ROWS = torch.tensor([[1.0], [2.0], [3.0], [10.0], [20.0], [30.0], [100.0]])
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["length known", "length unknown"])
+@pytest.mark.parametrize("has_length", [True, False], ids=["length known", "length unknown"])
 @pytest.mark.parametrize(("count", "expected"), [(7, [2, 20, 100]), (5, [2, 15]), (6, [2, 20]), (2, [1.5])])
-def test_the_last_shorter_window_divides_by_its_own_length(known, count, expected):
+def test_the_last_shorter_window_divides_by_its_own_length(has_length, count, expected):
     accelerator = Accelerator(gradient_accumulation_steps=3)
-    data = TensorDataset(ROWS[:count]) if known else Stream(ROWS[:count])
-    loader = DataLoader(data, batch_size=1, collate_fn=(lambda rows: rows[0][0][None]) if known else None)
+    data = TensorDataset(ROWS[:count]) if has_length else Stream(ROWS[:count])
+    loader = DataLoader(data, batch_size=1, collate_fn=(lambda rows: rows[0][0][None]) if has_length else None)
     model, optimizer, loader = accelerator.prepare(*one_weight(), loader)
     assert run(accelerator, model, optimizer, loader) == pytest.approx(expected)
     assert run(accelerator, model, optimizer, loader) == pytest.approx(expected)
@@ -283,9 +283,13 @@ def test_positional_arguments_are_in_the_order_of_accelerate():
     parameters = inspect.signature(Accelerator).parameters.values()
     assert [entry.name for entry in parameters if entry.kind is entry.POSITIONAL_OR_KEYWORD] == order
     handler = AutocastKwargs(enabled=False)
-    given = Accelerator(*[None] * 2, "bf16", 3, True, *[None] * 5, ["numpy"], *[None] * 3, None, False, [handler])
-    assert (given.mixed_precision, given.gradient_accumulation_steps, given.rng_types) == ("bf16", 3, ["numpy"])
-    assert given.autocast_handler is handler and not given.step_scheduler_with_optimizer
+    accelerator = Accelerator(*[None] * 2, "bf16", 3, True, *[None] * 5, ["numpy"], *[None] * 3, None, False, [handler])
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps, accelerator.rng_types) == (
+        "bf16",
+        3,
+        ["numpy"],
+    )
+    assert accelerator.autocast_handler is handler and not accelerator.step_scheduler_with_optimizer
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy", "python", "generator"])
@@ -323,9 +327,9 @@ def test_mixed_precision_never_nests_and_goes_with_copies_and_pickles():
     for _ in range(300):
         Accelerator(mixed_precision="bf16").prepare(model)
     assert not hasattr(model.forward.original, "original")
-    for made in model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
-        assert made(torch.ones(1, 1)).dtype is torch.float32
-        assert made.forward.original.__self__ is made
+    for model_copy in model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+        assert model_copy(torch.ones(1, 1)).dtype is torch.float32
+        assert model_copy.forward.original.__self__ is model_copy
     Accelerator(mixed_precision="no").prepare(model)
     assert "forward" not in vars(model)
 
@@ -368,8 +372,8 @@ def test_what_to_compile_with_may_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "0")
     monkeypatch.setenv("RANKBOOK_DYNAMO_BACKEND", "eager")
     assert TorchDynamoPlugin().to_kwargs() == {"backend": "eager", "mode": "reduce-overhead", "dynamic": False}
-    given = TorchDynamoPlugin(backend="no", mode="default", dynamic=True)
-    assert (given.active, given.mode, given.dynamic) == (False, "default", True)
+    plugin = TorchDynamoPlugin(backend="no", mode="default", dynamic=True)
+    assert (plugin.active, plugin.mode, plugin.dynamic) == (False, "default", True)
     assert Accelerator().dynamo_plugin.backend == "eager"
     monkeypatch.setenv("RANKBOOK_DYNAMO_BACKEND", "nothing")
     with pytest.raises(InvalidArgument, match=r"unknown dynamo_backend 'nothing'; choose from .*inductor"):
@@ -419,7 +423,7 @@ def test_state_is_saved_numbered_limited_and_loaded(tmp_path):
     accelerator.register_for_checkpointing(counter)
     for counter.value in range(3):
         accelerator.save_state()
-    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_1", "checkpoint_2"]
     drawn = torch.rand(1)
     weight = model.weight.item()
     run(accelerator, model, optimizer, loader)
@@ -427,8 +431,8 @@ def test_state_is_saved_numbered_limited_and_loaded(tmp_path):
     accelerator.load_state()
     assert (torch.rand(1), model.weight.item(), counter.value) == (drawn, weight, 2)
     assert called == [("save", 1)] * 3 + [("load", 1)]
-    for each in handles:
-        each.remove()
+    for handle in handles:
+        handle.remove()
     assert not accelerator._save_hooks
     assert not accelerator._load_hooks
 
@@ -449,14 +453,14 @@ def test_training_goes_on_in_the_middle_of_an_epoch(tmp_path):
                 accelerator.save_state(tmp_path / "state")
         return model.weight.item()
 
-    whole = train(*fresh(), save_at=3)
+    losses = train(*fresh(), save_at=3)
     later = fresh()
     later[0].load_state(tmp_path / "state")
-    assert train(*later) == pytest.approx(whole)
+    assert train(*later) == pytest.approx(losses)
 
 
-def test_trackers_triggers_profiles_and_the_rest(tmp_path):
-    class Kept:
+def test_trackers_triggers_profiles_and_utilities(tmp_path):
+    class CallTracker:
         name, main_process_only, tracker = "kept", True, "inner"
 
         def __init__(self):
@@ -474,13 +478,13 @@ def test_trackers_triggers_profiles_and_the_rest(tmp_path):
         def finish(self):
             self.calls.append("finish")
 
-    kept = Kept()
-    accelerator = Accelerator(log_with=kept, kwargs_handlers=[ProfileKwargs(activities=["cpu"])])
+    call_tracker = CallTracker()
+    accelerator = Accelerator(log_with=call_tracker, kwargs_handlers=[ProfileKwargs(activities=["cpu"])])
     accelerator.init_trackers("run", {"rate": 1})
     accelerator.log({"loss": 2}, step=3, log_kwargs={"kept": {"more": 4}})
     assert accelerator.get_tracker("kept", unwrap=True) == "inner"
     accelerator.end_training()
-    assert kept.calls == ["start", {"rate": 1}, ({"loss": 2}, 3, {"more": 4}), "finish"]
+    assert call_tracker.calls == ["start", {"rate": 1}, ({"loss": 2}, 3, {"more": 4}), "finish"]
 
     assert not accelerator.check_trigger()
     accelerator.set_trigger()
@@ -498,39 +502,39 @@ def test_trackers_triggers_profiles_and_the_rest(tmp_path):
     assert accelerator._models == []
 
 
-def test_what_is_prepared_is_told_and_what_counts_is_read_when_asked():
-    told = []
-    telemetry.listener = told.append
+def test_prepare_sends_events_and_counters_are_read_on_demand():
+    events = []
+    telemetry.listener = events.append
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(*one_weight(), DataLoader(Stream(ROWS), batch_size=1))
-    assert [(each.kind, each.class_name, each.parameters, each.bytes, each.dtypes) for each in told] == [
+    assert [(report.kind, report.class_name, report.parameters, report.bytes, report.dtypes) for report in events] == [
         ("model", "Linear", 1, 4, ("float32",)),
         ("optimizer", "SGD", 1, 0, ("float32",)),
         ("loader", type(loader).__name__, 0, 0, ()),
     ]
     telemetry.snapshot()
-    before = len(told)
+    before = len(events)
     run(accelerator, model, optimizer, loader)
-    assert len(told) == before, "nothing is sent as training goes on"
-    said = {type(each): each for each in telemetry.snapshot()}
-    assert said[telemetry.TrainingStep].steps >= 7
-    assert said[telemetry.TrainingStep].rate > 0
-    assert said[telemetry.LoaderPosition].delivered == 7
+    assert len(events) == before, "nothing is sent as training goes on"
+    reports = {type(report): report for report in telemetry.snapshot()}
+    assert reports[telemetry.TrainingStep].steps >= 7
+    assert reports[telemetry.TrainingStep].rate > 0
+    assert reports[telemetry.LoaderPosition].delivered == 7
     del loader
     gc.collect()
-    assert telemetry.LoaderPosition not in {type(each) for each in telemetry.snapshot()}
+    assert telemetry.LoaderPosition not in {type(report) for report in telemetry.snapshot()}
 
 
-def test_a_loader_that_has_come_to_another_process_tells_of_itself():
+def test_unpickled_loader_reports_its_position():
     loader = Accelerator().prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2))
     sent = pickle.dumps(loader)
     del loader
     gc.collect()
     telemetry._sources.clear()
-    came = pickle.loads(sent)
-    next(iter(came))
-    (said,) = [each for each in telemetry.snapshot() if isinstance(each, telemetry.LoaderPosition)]
-    assert (said.delivered, said.batches) == (1, 4)
+    unpickled = pickle.loads(sent)
+    next(iter(unpickled))
+    (position,) = [report for report in telemetry.snapshot() if isinstance(report, telemetry.LoaderPosition)]
+    assert (position.delivered, position.batches) == (1, 4)
 
 
 def test_an_optimizer_behaves_as_its_own():
@@ -564,23 +568,23 @@ def test_the_rule_of_many_processes_names_itself():
 
 
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # no optimizer of torch's takes that along
-def test_what_is_prepared_goes_on_in_another_process():
+def test_prepared_objects_work_after_unpickling():
     accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision="bf16")
     model, optimizer = accelerator.prepare(*one_weight())
     scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
     sent = pickle.dumps({"a": accelerator, "m": model, "o": optimizer, "s": scheduler})
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    there = pickle.loads(sent)
+    unpickled = pickle.loads(sent)
     assert Accelerator().gradient_accumulation_steps == 2
-    assert there["a"]._models == [there["m"]]
-    assert there["a"].prepare(there["m"]) is there["m"]
-    assert there["m"](torch.ones(1, 1)).dtype is torch.float32
+    assert unpickled["a"]._models == [unpickled["m"]]
+    assert unpickled["a"].prepare(unpickled["m"]) is unpickled["m"]
+    assert unpickled["m"](torch.ones(1, 1)).dtype is torch.float32
     for number in range(2):
-        with there["a"].accumulate(there["m"]):
-            there["a"].backward(there["m"](torch.ones(1, 1)).mean())
-            there["o"].step()
-            there["s"].step()
-        assert there["o"].steps == number
-    assert there["m"].weight.item() == pytest.approx(-1)
-    assert there["s"].get_last_lr() == pytest.approx([0.1])
+        with unpickled["a"].accumulate(unpickled["m"]):
+            unpickled["a"].backward(unpickled["m"](torch.ones(1, 1)).mean())
+            unpickled["o"].step()
+            unpickled["s"].step()
+        assert unpickled["o"].steps == number
+    assert unpickled["m"].weight.item() == pytest.approx(-1)
+    assert unpickled["s"].get_last_lr() == pytest.approx([0.1])

@@ -18,7 +18,7 @@ class Plugin:
 
 
 class Loader:
-    """As a prepared loader: a generator in an `iterating` block."""
+    """Stand-in for a prepared loader: a generator in an `iterating` block."""
 
     def __init__(self, batches: int = 3, remainder: int = -1) -> None:
         self.batches, self.remainder, self.end_of_dataloader = batches, remainder, False
@@ -67,16 +67,16 @@ def test_after_a_reset_an_attribute_says_to_build_it_first():
 
 def test_the_innermost_loop_is_the_active_one():
     state, outer, inner = GradientState(), Loader(), Loader(2, remainder=5)
-    seen = []
+    states = []
     for _ in outer:
         assert state.active_dataloader is outer
-        seen += [(state.active_dataloader is inner, state.end_of_dataloader, state.remainder) for _ in inner]
+        states += [(state.active_dataloader is inner, state.end_of_dataloader, state.remainder) for _ in inner]
         assert state.dataloader_references == [None, outer]
-    assert seen[:2] == [(True, False, 5), (True, True, 5)]
+    assert states[:2] == [(True, False, 5), (True, True, 5)]
     assert state.active_dataloader is None
 
 
-def test_a_loop_left_by_break_is_over():
+def test_loop_ended_by_break_is_inactive():
     state = GradientState()
     for _ in Loader():
         break
@@ -86,7 +86,7 @@ def test_a_loop_left_by_break_is_over():
     assert not state.in_dataloader
 
 
-def test_a_loop_left_by_an_exception_is_over_although_the_traceback_is_kept():
+def test_loop_ended_by_an_exception_is_inactive_while_the_traceback_exists():
     state, loader = GradientState(), Loader()
 
     def cell() -> None:
@@ -96,12 +96,12 @@ def test_a_loop_left_by_an_exception_is_over_although_the_traceback_is_kept():
     try:
         cell()
     except KeyboardInterrupt as error:
-        kept = error
-    assert kept.__traceback__ is not None
+        caught = error
+    assert caught.__traceback__ is not None
     assert not state.in_dataloader
 
 
-def test_a_loader_that_starts_anew_has_left_its_earlier_loop():
+def test_restarted_loader_ends_its_earlier_loop():
     state, loader = GradientState(), Loader()
     abandoned = iter(loader)
     next(abandoned)

@@ -1,4 +1,4 @@
-"""Which setup the environment describes, in each launcher's spelling."""
+"""Test the setup that the environment of every launcher describes."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ SLURM = {
 
 
 @pytest.mark.parametrize(
-    ("launcher", "told"),
+    ("launcher", "environment"),
     [("torchrun", TORCHRUN), ("PMI", PMI), ("Open MPI", OPEN_MPI), ("MVAPICH", MVAPICH), ("Slurm", SLURM)],
 )
-def test_each_launchers_spelling_is_read(launcher, told):
-    assert read_setup(told | MASTER) == LaunchSetup(5, 8, 1, 4, launcher, ("node7", 1234))
-    assert local_rank_of(told) == 1
+def test_each_launchers_spelling_is_read(launcher, environment):
+    assert read_setup(environment | MASTER) == LaunchSetup(5, 8, 1, 4, launcher, ("node7", 1234))
+    assert local_rank_of(environment) == 1
 
 
 def test_torchruns_spelling_goes_before_the_others():
     assert read_setup(SLURM | OPEN_MPI | {**TORCHRUN, "RANK": "6"} | MASTER).rank == 6
 
 
-def test_no_description_is_one_process_alone():
+def test_empty_environment_describes_a_single_process():
     assert read_setup({}) == LaunchSetup()
     assert local_rank_of({}) is None
 
@@ -48,7 +48,7 @@ def test_ranks_of_one_host_meet_there_at_torchs_port():
     assert read_setup({"RANK": "1", "WORLD_SIZE": "2"}) == LaunchSetup(1, 2, 1, 2, "torchrun", ("127.0.0.1", 29500))
 
 
-def test_one_process_of_a_launcher_has_nobody_to_meet():
+def test_single_process_of_a_launcher_needs_no_rendezvous():
     assert read_setup({"RANK": "0", "WORLD_SIZE": "1"}).master is None
 
 
@@ -56,21 +56,21 @@ def test_one_process_of_a_launcher_has_nobody_to_meet():
     ("nodes", "first"),
     [("node[03-07,9],other", "node03"), ("gpu1", "gpu1"), ("a1,a2", "a1"), ("rack[1-2]n.cluster", "rack1n.cluster")],
 )
-def test_slurms_first_host_is_where_they_meet(nodes, first):
+def test_rendezvous_is_at_the_first_host_of_slurm(nodes, first):
     assert read_setup(SLURM | {"SLURM_STEP_NODELIST": nodes}).master == (first, 29500)
 
 
 def test_slurms_uneven_nodes_have_their_own_sizes():
-    told = SLURM | MASTER | {"SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
-    assert [read_setup(told | {"SLURM_NODEID": str(node)}).local_world_size for node in range(3)] == [4, 4, 3]
+    environment = SLURM | MASTER | {"SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
+    assert [read_setup(environment | {"SLURM_NODEID": str(node)}).local_world_size for node in range(3)] == [4, 4, 3]
 
 
-def test_a_script_that_sbatch_runs_without_srun_is_alone():
+def test_script_in_sbatch_without_srun_is_a_single_process():
     assert read_setup({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}) == LaunchSetup()
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("environment", "words"),
     [
         ({"WORLD_SIZE": "2"}, "set without RANK"),
         ({"RANK": "1"}, "set without WORLD_SIZE"),
@@ -82,9 +82,9 @@ def test_a_script_that_sbatch_runs_without_srun_is_alone():
         (SLURM | MASTER | {"SLURM_STEP_TASKS_PER_NODE": "four"}, "expected a list of sizes"),
     ],
 )
-def test_a_description_with_a_hole_is_an_error_that_names_it(told, words):
+def test_incomplete_environment_is_an_error_that_names_the_missing_variable(environment, words):
     with pytest.raises(InvalidArgument, match=words):
-        read_setup(told)
+        read_setup(environment)
 
 
 def test_the_first_variable_that_is_set_counts():

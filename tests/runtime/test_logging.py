@@ -1,4 +1,4 @@
-"""Which rank's records are let through, and where they say they come from."""
+"""Test which rank's records are logged, and the source line that they name."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_a_record_names_its_rank_and_the_line_that_made_it(caplog):
     first, second, third = caplog.records
     assert first.getMessage() == "before there is a state: 1"
     assert (first.rank, first.world_size, second.more) == (0, 1, 2)
-    assert {each.filename for each in caplog.records} == {"test_logging.py"}
-    assert {each.funcName for each in caplog.records} == {"test_a_record_names_its_rank_and_the_line_that_made_it"}
+    assert {record.filename for record in caplog.records} == {"test_logging.py"}
+    assert {record.funcName for record in caplog.records} == {"test_a_record_names_its_rank_and_the_line_that_made_it"}
     assert third.getMessage() == "to all"
 
 
@@ -36,31 +36,31 @@ def test_an_adapter_around_it_names_the_line_of_its_own_caller(caplog):
     log.warning("here")
     for levels in (1, 2):
         log.warning("in the adapter", levels=levels)
-    assert [each.funcName for each in caplog.records] == [
+    assert [record.funcName for record in caplog.records] == [
         "test_an_adapter_around_it_names_the_line_of_its_own_caller", "log", "log"
     ]  # fmt: skip
-    assert {each.filename for each in caplog.records} == {"test_logging.py"}
+    assert {record.filename for record in caplog.records} == {"test_logging.py"}
 
 
 def test_a_level_that_is_off_is_off(caplog, monkeypatch):
     get_logger("rankbook.test", "error").warning("no")
     monkeypatch.setenv("RANKBOOK_LOG_LEVEL", "info")
     get_logger("rankbook.test").info("yes")
-    assert [each.getMessage() for each in caplog.records] == ["yes"]
+    assert [record.getMessage() for record in caplog.records] == ["yes"]
 
 
 def test_a_warning_is_given_once(caplog):
     log = get_logger("rankbook.test.once", "warning")
     for text in ("a", "a", "b"):
         log.warning_once(text)
-    assert [each.getMessage() for each in caplog.records] == ["a", "b"]
+    assert [record.getMessage() for record in caplog.records] == ["a", "b"]
 
 
 @pytest.mark.processes
 def test_a_notebook_shows_the_turns_in_order_also_of_a_rank_that_comes_late(fresh_notebook):
     notebook = fresh_notebook
     notebook.ok("%distributed start -n 3")
-    shown = notebook.ok(
+    outcome = notebook.ok(
         "%%distributed\nimport rankbook, sys, logging\nrankbook.PartialState()\n"
         "log = rankbook.get_logger('turns', 'info')\n"
         "log.logger.addHandler(logging.StreamHandler(sys.stdout))\nlog.logger.propagate = False\n"
@@ -70,7 +70,7 @@ def test_a_notebook_shows_the_turns_in_order_also_of_a_rank_that_comes_late(fres
         "    store.set(f'{step} {rank}', '')\n"
         "    log.info('turn %d of rank %d', step, rank, in_order=True)"
     )
-    turns = [line.partition(" ")[2] for line in shown.stdout.splitlines() if "turn" in line]
+    turns = [line.partition(" ")[2] for line in outcome.stdout.splitlines() if "turn" in line]
     assert turns == [f"turn {step} of rank {rank}" for step in range(3) for rank in range(3)]
 
 
@@ -78,7 +78,7 @@ def test_a_notebook_shows_the_turns_in_order_also_of_a_rank_that_comes_late(fres
 def test_on_several_ranks_the_first_one_speaks_or_all_in_turn():
     def on_rank():
         state, store = PartialState(), dist.distributed_c10d._get_default_store()
-        seen = []
+        messages = []
 
         class Keep(logging.Handler):
             def emit(self, record):
@@ -87,7 +87,7 @@ def test_on_several_ranks_the_first_one_speaks_or_all_in_turn():
                         store.wait(["too early"], timedelta(seconds=0.3))
                 elif record.getMessage() == "turn":
                     store.set("too early", "")
-                seen.append((record.getMessage(), record.rank, store.add("turn", 1)))
+                messages.append((record.getMessage(), record.rank, store.add("turn", 1)))
 
         log = get_logger("test", "info")
         log.logger.addHandler(Keep())
@@ -96,7 +96,7 @@ def test_on_several_ranks_the_first_one_speaks_or_all_in_turn():
         log.info("turn", main_process_only=False, in_order=True)
         log.debug("too low, and still everybody's turn", main_process_only=False, in_order=True)
         log.info("all", in_order=True)
-        return seen
+        return messages
 
     assert run_ranks(on_rank, 3) == [
         [("main", 0, 1), ("turn", 0, 2), ("all", 0, 5)],

@@ -1,4 +1,4 @@
-"""One batch size for all ranks, whichever of them ran out of memory; and no other error taken for that."""
+"""Test that all ranks agree on a batch size after one ran out of memory, and that other errors are raised."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_decorator_takes_both_forms_and_another_way_to_shrink():
         stuck()
 
 
-def test_when_nothing_fits_it_says_so():
+def test_error_is_raised_when_no_batch_size_fits():
     PartialState(cpu=True)
     with pytest.raises(RuntimeError, match="No executable batch size found: 4 and all smaller ones"):
         find_executable_batch_size(fits_up_to(0, []), starting_batch_size=4)()
@@ -56,7 +56,7 @@ def test_a_batch_size_in_the_call_is_an_error_that_says_to_leave_it_out():
         find_executable_batch_size(fits_up_to(9, []))(128, "name")
 
 
-def test_other_errors_are_raised_as_they_are():
+def test_other_errors_are_raised_unchanged():
     PartialState(cpu=True)
 
     @find_executable_batch_size
@@ -67,30 +67,30 @@ def test_other_errors_are_raised_as_they_are():
         train()
 
 
-def test_what_says_that_memory_ran_out():
-    said = [
+def test_out_of_memory_errors_are_recognized():
+    messages = [
         "CUDA out of memory.",
         "CPU out of memory.",
         "XPU out of memory. Tried to allocate 2 GiB",
         "DefaultCPUAllocator: can't allocate memory: you tried",
         "MPS backend out of memory (M",
     ]
-    assert all(should_reduce_batch_size(RuntimeError(each)) for each in said)
+    assert all(should_reduce_batch_size(RuntimeError(message)) for message in messages)
     assert should_reduce_batch_size(MemoryError()) and should_reduce_batch_size(torch.OutOfMemoryError())
     assert not should_reduce_batch_size(ValueError("CUDA out of memory"))
     assert not should_reduce_batch_size(RuntimeError("shape mismatch"))
 
 
-def test_what_a_failed_try_held_is_free_before_the_next():
+def test_failed_attempt_is_freed_before_the_next():
     PartialState(cpu=True)
-    held: list[weakref.ref] = []
+    references: list[weakref.ref] = []
 
     @find_executable_batch_size(starting_batch_size=10)
     def train(batch_size):
-        assert all(each() is None for each in held)
+        assert all(reference() is None for reference in references)
         model = torch.nn.Linear(2, 2)
         model.itself = [model]
-        held.append(weakref.ref(model))
+        references.append(weakref.ref(model))
         if batch_size > 8:
             raise MemoryError
         return batch_size
@@ -101,19 +101,19 @@ def test_what_a_failed_try_held_is_free_before_the_next():
 def test_release_memory_gives_nones_and_frees_cycles():
     model = torch.nn.Linear(1, 1)
     model.itself = [model]
-    gone = weakref.ref(model)
+    reference = weakref.ref(model)
     other = [1]
     gc.disable()
     try:
-        held = [model, other]
+        variables = [model, other]
         del model
-        assert gone() is not None
-        held[:] = release_memory(*held)
+        assert reference() is not None
+        variables[:] = release_memory(*variables)
         release_memory()
     finally:
         gc.enable()
-    assert held == [None, None]
-    assert gone() is None
+    assert variables == [None, None]
+    assert reference() is None
 
 
 def _on_rank():
@@ -140,6 +140,6 @@ def _on_rank():
 def test_all_ranks_agree_on_the_size_and_an_error_of_one_is_an_error_of_all():
     results = run_ranks(_on_rank, 3)
     sizes = [100, 90, 81, 72, 64, 57, 51, 45]
-    assert [each[:2] for each in results] == [((45, "run"), sizes)] * 3
-    told = "rank 2 raised KeyError while this rank was waiting for it: 8"
-    assert [each[2] for each in results] == [told, told, "8"]
+    assert [result[:2] for result in results] == [((45, "run"), sizes)] * 3
+    message = "rank 2 raised KeyError while this rank was waiting for it: 8"
+    assert [result[2] for result in results] == [message, message, "8"]

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.processes
 
 CASES = [
     # samples, batch size, loader options
-    *[(0, 2, each) for each in ({}, {"dispatch_batches": True}, {"even_batches": False}, {"iterable": True})],
+    *[(0, 2, options) for options in ({}, {"dispatch_batches": True}, {"even_batches": False}, {"iterable": True})],
     *[(n, b, {}) for n in (1, 5, 8, 9, 13) for b in (2, 4)],
     *[(n, b, {"even_batches": False}) for n in (1, 2, 5, 9, 13) for b in (2, 4)],
     *[(n, 6, {"split_batches": True}) for n in (5, 13, 14)],
@@ -35,37 +35,37 @@ def gather_all(cases):
         def __iter__(self):
             yield from range(self.length)
 
-    found = []
-    for samples, size, given in cases:
-        options = dict(given)
+    results = []
+    for samples, size, extra_options in cases:
+        options = dict(extra_options)
         data = Stream(samples) if options.pop("iterable", False) else list(range(samples))
         AcceleratorState._reset_state()
         accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
         loader = accelerator.prepare(DataLoader(data, batch_size=size))
-        seen, objects = [], []
+        samples_seen, objects = [], []
         for batch in loader:
-            got = accelerator.gather_for_metrics({"rows": (batch, batch * 2)})
-            assert got["rows"][1].tolist() == [2 * each for each in got["rows"][0].tolist()]
-            seen += got["rows"][0].tolist()
-            objects += accelerator.gather_for_metrics([str(each) for each in batch.tolist()])
+            gathered = accelerator.gather_for_metrics({"rows": (batch, batch * 2)})
+            assert gathered["rows"][1].tolist() == [2 * value for value in gathered["rows"][0].tolist()]
+            samples_seen += gathered["rows"][0].tolist()
+            objects += accelerator.gather_for_metrics([str(number) for number in batch.tolist()])
         for _ in loader:
             break
         rank = accelerator.process_index  # a loop that was left has no part in what comes after it
         assert accelerator.gather_for_metrics(torch.tensor([rank])).tolist() == list(range(accelerator.num_processes))
-        found.append((seen, objects))
-    return found
+        results.append((samples_seen, objects))
+    return results
 
 
 def check(ranks):
-    for rank, found in enumerate(run_ranks(gather_all, ranks, CASES)):
-        for case, (seen, objects) in zip(CASES, found, strict=True):
+    for rank, results in enumerate(run_ranks(gather_all, ranks, CASES)):
+        for case, (gathered, objects) in zip(CASES, results, strict=True):
             samples, size, options = case
             expected = list(range(samples))
             if options.get("even_batches") is False and rank > 0:  # without a last batch it does not hear of that round
-                expected = expected[: len(seen)]
-                assert len(seen) >= samples // (size * ranks) * size * (1 if "split_batches" in options else ranks)
-            assert seen == expected, case
-            assert objects == [str(each) for each in expected], case
+                expected = expected[: len(gathered)]
+                assert len(gathered) >= samples // (size * ranks) * size * (1 if "split_batches" in options else ranks)
+            assert gathered == expected, case
+            assert objects == [str(number) for number in expected], case
 
 
 def test_each_sample_comes_once_and_in_order_on_two_ranks():

@@ -27,12 +27,12 @@ s.wait_for_everyone()
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    found = rankbook.start(3)
+    started = rankbook.start(3)
     try:
-        found.run("from rankbook.runtime import *\ns = PartialState()\ngroup = dist.group.WORLD")
-        yield found
+        started.run("from rankbook.runtime import *\ns = PartialState()\ngroup = dist.group.WORLD")
+        yield started
     finally:
-        found.stop()
+        started.stop()
         local.shutdown_prestarted()
 
 
@@ -66,12 +66,12 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("code", "kind", "words"), FAULTS, ids=[each[1] for each in FAULTS])
+@pytest.mark.parametrize(("code", "kind", "words"), FAULTS, ids=[fault[1] for fault in FAULTS])
 def test_a_fault_on_one_rank_ends_the_cell_on_all_and_the_state_goes_on(cluster, code, kind, words):
-    began = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(CellError) as caught:
         cluster.run(code)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - start < 20
     assert type(caught.value).__name__ == kind
     assert words in str(caught.value)
     cluster.run(f"assert dist.group.WORLD is group{AFTER}")

@@ -1,4 +1,4 @@
-"""What the plugins' and handlers' fields do on real ranks: each one is seen, and training is that of a plain model."""
+"""Test every field of the plugins and handlers on real ranks. Training equals that of a plain model."""
 
 from __future__ import annotations
 
@@ -70,20 +70,20 @@ def shards():
 
     def units(tolerance=1e-5, ran=0, **options):
         raw, twin = parts()
-        for each in (raw, twin) if "ignored_modules" in options else ():
-            each.head.requires_grad_(False)  # its gradients would be each rank's own
-        given = {
+        for model_copy in (raw, twin) if "ignored_modules" in options else ():
+            model_copy.head.requires_grad_(False)  # its gradients would be each rank's own
+        plugin_options = {
             name: value(raw) if getattr(value, "__name__", "") == "<lambda>" else value
             for name, value in options.items()
         }
-        model = train(Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**given)), raw, twin, tolerance)
-        whole = [name for name, each in model.named_parameters() if not isinstance(each, DTensor)]
+        model = train(Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**plugin_options)), raw, twin, tolerance)
+        unsharded = [name for name, each in model.named_parameters() if not isinstance(each, DTensor)]
         assert len(raw.first.ran) == 2 + ran, options
-        kinds = {str(each).removeprefix("torch.") for each in raw.first.ran}
-        return [name for name, each in model.named_modules() if isinstance(each, FSDPModule)], whole, kinds
+        kinds = {str(kind).removeprefix("torch.") for kind in raw.first.ran}
+        return [name for name, each in model.named_modules() if isinstance(each, FSDPModule)], unsharded, kinds
 
     blocks = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
-    found = {
+    results = {
         "plain": units(),
         "none": units(auto_wrap_policy="no_wrap"),
         "named": units(**blocks),
@@ -103,7 +103,7 @@ def shards():
     ):
         with pytest.raises(InvalidArgument, match=words):
             units(**options)
-    return found
+    return results
 
 
 def is_head(module):
@@ -111,15 +111,15 @@ def is_head(module):
 
 
 @pytest.mark.slow
-def test_what_is_gathered_on_its_own_ignored_and_in_which_type():
+def test_fsdp_options_select_units_ignored_modules_and_dtypes():
     blocks, head = ["", "first", "second"], ["head.weight", "head.bias"]
-    everything = ["", "first", "first.up", "first.down", "second", "second.up", "second.down"]
-    for found in run_ranks(shards, 2, timeout=110):
-        assert found == {
+    all_modules = ["", "first", "first.up", "first.down", "second", "second.up", "second.down"]
+    for results in run_ranks(shards, 2, timeout=110):
+        assert results == {
             "plain": ([""], [], {"float32"}),
             "none": ([""], [], {"float32"}),
             "named": (blocks, [], {"float32"}),
-            "sized": (everything, [], {"float32"}),
+            "sized": (all_modules, [], {"float32"}),
             "chosen": (["", "head"], [], {"float32"}),
             "kept": (blocks, [], {"float32"}),
             "ignored": ([""], head, {"float32"}),
@@ -146,69 +146,69 @@ def copies():
     )
 
     torch.set_num_threads(1)
-    rank, found = torch.distributed.get_rank(), {}
+    rank, results = torch.distributed.get_rank(), {}
 
-    def made(**options):
+    def prepared_model(**options):
         raw, twin = parts()
         accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
         return train(accelerator, raw, twin, 1e-2 if options.get("comm_hook") else 1e-5)
 
-    model = made(find_unused_parameters=True, gradient_as_bucket_view=True, bucket_cap_mb=1)
-    found["options"] = (
+    model = prepared_model(find_unused_parameters=True, gradient_as_bucket_view=True, bucket_cap_mb=1)
+    results["options"] = (
         model.find_unused_parameters,
         model.gradient_as_bucket_view,
         model.bucket_bytes_cap,
     )
     model(torch.ones(1, 6)).sum().mul(0).backward()
-    found["static"] = made(static_graph=True).static_graph
+    results["static"] = prepared_model(static_graph=True).static_graph
     with pytest.raises(InvalidArgument, match="'bf16' requires a CUDA device"):
-        made(comm_hook="bf16")
-    model = made(comm_hook="fp16")
+        prepared_model(comm_hook="bf16")
+    model = prepared_model(comm_hook="fp16")
     model(torch.full((1, 6), 0.37 + rank)).sum().backward()
-    grads = [each.grad for each in model.parameters()]
-    found["hook"] = all(torch.equal(each, each.half().float()) for each in grads)
+    grads = [weight.grad for weight in model.parameters()]
+    results["hook"] = all(torch.equal(grad, grad.half().float()) for grad in grads)
 
     options = {"start_powerSGD_iter": 3, "matrix_approximation_rank": 1}
-    model = made(comm_hook=DDPCommunicationHookType.POWER_SGD, comm_wrapper="fp16", comm_state_option=options)
+    model = prepared_model(comm_hook=DDPCommunicationHookType.POWER_SGD, comm_wrapper="fp16", comm_state_option=options)
     for _ in range(2):
-        for each in model.parameters():
-            each.grad = None
+        for weight in model.parameters():
+            weight.grad = None
         model(torch.full((1, 6), 0.37 + rank)).sum().backward()
     up = model.module.first.up.weight.grad
     rows = Accelerator().gather(up[None])
-    found["low rank"] = (int(torch.linalg.matrix_rank(up)), torch.equal(rows[0], rows[1]))
+    results["low rank"] = (int(torch.linalg.matrix_rank(up)), torch.equal(rows[0], rows[1]))
 
     raw, _ = parts()
     accelerator = Accelerator(kwargs_handlers=[])
     evaluated = accelerator.prepare_model(raw, evaluation_mode=True)
-    found["evaluation"] = (evaluated is raw, isinstance(evaluated, DistributedDataParallel))
+    results["evaluation"] = (evaluated is raw, isinstance(evaluated, DistributedDataParallel))
 
     def gradients(model, block):
-        """What this rank has after one batch of its own in `block`, against the mean of all ranks."""
-        for each in model.parameters():
-            each.grad = None
+        """Return the gradients of this rank after one batch in `block`, and the mean of all ranks."""
+        for weight in model.parameters():
+            weight.grad = None
         with block:
             accelerator.backward(model(torch.full((1, 6), 0.5 + rank)).sum())
-        return [getattr(each.grad, "full_tensor", lambda g=each.grad: g)() for each in model.parameters()]
+        return [getattr(weight.grad, "full_tensor", lambda g=weight.grad: g)() for weight in model.parameters()]
 
     def same_everywhere(values):
-        flat = torch.cat([each.flatten() for each in values])
+        flat = torch.cat([value.flatten() for value in values])
         rows = accelerator.gather(flat[None])
         return torch.equal(rows[0], rows[1])
 
     model = accelerator.prepare(raw)
-    found["no_sync"] = (
+    results["no_sync"] = (
         same_everywhere(gradients(model, accelerator.no_sync(model))),
         same_everywhere(gradients(model, accelerator.no_sync(raw))),
         model.require_backward_grad_sync,
     )
     with accelerator.no_sync(model):
         loss = model(torch.full((1, 6), 0.5 + rank)).sum()
-    for each in model.parameters():
-        each.grad = None
+    for parameter in model.parameters():
+        parameter.grad = None
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(loss)
-    found["triggered"] = same_everywhere([each.grad for each in model.parameters()])
+    results["triggered"] = same_everywhere([weight.grad for weight in model.parameters()])
 
     for each_batch in (False, True):
         plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each_batch)
@@ -217,30 +217,32 @@ def copies():
         first = same_everywhere(gradients(model, accelerator.accumulate(model)))
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.full((1, 6), 0.5 + rank)).sum())
-        found[f"each batch: {each_batch}"] = (first, same_everywhere([each.grad for each in model.parameters()]))
+        results[f"each batch: {each_batch}"] = (first, same_everywhere([weight.grad for weight in model.parameters()]))
 
     accelerator = Accelerator(gradient_accumulation_steps=1, fsdp_plugin=FullyShardedDataParallelPlugin())
     model = accelerator.prepare(raw)
     with accelerator.no_sync(model):
         accelerator.backward(model(torch.full((1, 6), 0.5 + rank)).sum())
-    found["shards, no_sync"] = [each.grad is None for each in model.parameters()]
+    results["shards, no_sync"] = [weight.grad is None for weight in model.parameters()]
     accelerator.backward(model(torch.full((1, 6), 0.5 + rank)).sum())
     accelerator.clip_grad_value_(model.parameters(), 0.1)
-    found["clipped"] = max(each.grad.full_tensor().abs().max().item() for each in model.parameters()) <= 0.1 + 1e-7
+    results["clipped"] = (
+        max(weight.grad.full_tensor().abs().max().item() for weight in model.parameters()) <= 0.1 + 1e-7
+    )
 
     if rank == 1:
         accelerator.set_trigger()
-    found["trigger"] = (accelerator.check_trigger(), accelerator.check_trigger())
+    results["trigger"] = (accelerator.check_trigger(), accelerator.check_trigger())
     accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2))
     mesh = accelerator.torch_device_mesh
     places = accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank, accelerator.tensor_parallel_rank
-    found["place"] = (mesh.mesh_dim_names, tuple(mesh.get_coordinate()) == places == (0, rank, 0))
-    return found
+    results["place"] = (mesh.mesh_dim_names, tuple(mesh.get_coordinate()) == places == (0, rank, 0))
+    return results
 
 
-def test_gradients_are_shared_when_and_as_it_was_asked():
-    for found in run_ranks(copies, 2, timeout=110):
-        assert found == {
+def test_gradients_are_synchronized_as_configured():
+    for results in run_ranks(copies, 2, timeout=110):
+        assert results == {
             "options": (True, True, 1 << 20),
             "static": True,
             "hook": True,
@@ -285,7 +287,7 @@ def written(folder):
     return accelerator.local_process_index
 
 
-def test_each_machine_has_its_file_if_that_is_asked(tmp_path):
+def test_save_on_each_node_writes_one_file_per_node(tmp_path):
     alone = {"RANK": "{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     assert run_ranks(written, 2, str(tmp_path), environment=alone) == [0, 0]
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["False-0", "True-0", "True-1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["False-0", "True-0", "True-1"]

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.full
 STEPS = 50
 BATCH = 12  # of all ranks together; 1, 2, 3 and 4 divide it
 
-WAYS = {"plain": {}, "accumulation": {"accumulate": 3}, "clipping": {"clip": 0.5}, "bf16": {"precision": "bf16"}}
+VARIANTS = {"plain": {}, "accumulation": {"accumulate": 3}, "clipping": {"clip": 0.5}, "bf16": {"precision": "bf16"}}
 
 
 def train(strategy: str, accumulate: int = 1, clip: float | None = None, precision: str = "no"):
@@ -40,7 +40,7 @@ def train(strategy: str, accumulate: int = 1, clip: float | None = None, precisi
     model, optimizer, loader, scheduler = accelerator.prepare(
         model, optimizer, DataLoader(data, BATCH, shuffle=True, drop_last=True), scheduler
     )
-    seen = []
+    batches = []
     while optimizer.steps < STEPS:
         for inputs, targets, which in loader:
             with accelerator.accumulate(model):
@@ -50,10 +50,10 @@ def train(strategy: str, accumulate: int = 1, clip: float | None = None, precisi
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            seen.append(which)
+            batches.append(which)
             if optimizer.steps == STEPS:
                 break
-    samples = [accelerator.gather(each) for each in seen]
+    samples = [accelerator.gather(samples_of_batch) for samples_of_batch in batches]
     parameters = accelerator.get_state_dict(model)
     return (
         {name: each.detach().numpy() for name, each in parameters.items()},
@@ -62,31 +62,31 @@ def train(strategy: str, accumulate: int = 1, clip: float | None = None, precisi
     )
 
 
-def train_all(strategy: str, ways: dict):
+def train_all(strategy: str, variants: dict):
     import torch.distributed as dist
 
     from rankbook.runtime.state import AcceleratorState, GradientState
 
-    found = {}
-    for name, options in ways.items():
+    results = {}
+    for name, options in variants.items():
         AcceleratorState._reset_state()
         GradientState._reset_state()
-        found[name] = train(strategy, **options)
+        results[name] = train(strategy, **options)
         dist.barrier()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
 def alone():
-    return run_ranks(train_all, 1, "ddp", WAYS, timeout=100)[0]
+    return run_ranks(train_all, 1, "ddp", VARIANTS, timeout=100)[0]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_several_ranks_follow_the_single_process(alone, strategy, ranks):
-    for found in run_ranks(train_all, ranks, strategy, WAYS, timeout=110):
-        for name in WAYS:
-            parameters, samples, rate = found[name]
+    for results in run_ranks(train_all, ranks, strategy, VARIANTS, timeout=110):
+        for name in VARIANTS:
+            parameters, samples, rate = results[name]
             expected, expected_samples, expected_rate = alone[name]
             assert (samples == expected_samples).all(), f"{name}: other samples, or in another order"
             assert rate == pytest.approx(expected_rate)
@@ -98,4 +98,4 @@ def test_several_ranks_follow_the_single_process(alone, strategy, ranks):
 def test_the_ways_differ_from_one_another(alone):
     """Or the comparison above would compare nothing."""
     plain = alone["plain"][0]["0.weight"]
-    assert all(abs(alone[name][0]["0.weight"] - plain).max() > 1e-4 for name in WAYS if name != "plain")
+    assert all(abs(alone[name][0]["0.weight"] - plain).max() > 1e-4 for name in VARIANTS if name != "plain")

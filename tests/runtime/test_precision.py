@@ -21,8 +21,8 @@ def install(model: nn.Module, precision: str = "bf16") -> None:
 
 def doubled(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """A forward of the user's own, as an attribute of the module."""
-    own = model.forward
-    return lambda x: own(x) * 2
+    original = model.forward
+    return lambda x: original(x) * 2
 
 
 def test_a_second_installation_replaces_the_first():
@@ -53,9 +53,9 @@ class Output(NamedTuple):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_outputs_become_fp32_in_their_containers(dtype):
-    half, double = torch.ones(1, dtype=dtype), torch.ones(1, dtype=torch.float64)
-    found = in_fp32({"a": (half, [double]), "b": Output(half, ["x"])})
-    assert found["a"][0].dtype == found["b"].loss.dtype == torch.float32
-    assert found["a"][1][0] is double
-    assert isinstance(found["b"], Output)
-    assert found["b"].names == ["x"]
+    half_tensor, double_tensor = torch.ones(1, dtype=dtype), torch.ones(1, dtype=torch.float64)
+    converted = in_fp32({"a": (half_tensor, [double_tensor]), "b": Output(half_tensor, ["x"])})
+    assert converted["a"][0].dtype == converted["b"].loss.dtype == torch.float32
+    assert converted["a"][1][0] is double_tensor
+    assert isinstance(converted["b"], Output)
+    assert converted["b"].names == ["x"]

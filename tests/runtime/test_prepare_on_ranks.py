@@ -1,4 +1,4 @@
-"""What `prepare` does where there are several ranks: each test starts its processes once and looks at many things."""
+"""Test `prepare` on several ranks. Every test starts its processes once and checks several things."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def small_model(seed=3):
 
 
 def start_over():
-    """As in a fresh process, but for the process group."""
+    """Reset the state of the process, except the process group."""
     from rankbook.runtime.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state()
@@ -27,7 +27,7 @@ def start_over():
 
 
 def traces():
-    """What a `prepare` could leave behind: hooks, groups, models, and memory in bytes."""
+    """Count the objects that `prepare` could leak: hooks, groups, models, and memory in bytes."""
     import gc
 
     import psutil
@@ -41,14 +41,14 @@ def traces():
         "groups": len(c10d._world.pg_map),
         "generations": prepared.count_prepared(),
         "successors": len(prepared._replacements),
-        "modules": sum(isinstance(each, torch.nn.Module) for each in gc.get_objects()),
+        "modules": sum(isinstance(instance, torch.nn.Module) for instance in gc.get_objects()),
         "objects": len(gc.get_objects()),
         "memory": psutil.Process().memory_info().rss,
     }
 
 
 def hooks_of(model):
-    tables = [vars(each)[name] for each in model.modules() for name in vars(each) if name.endswith("hooks")]
+    tables = [vars(module)[name] for module in model.modules() for name in vars(module) if name.endswith("hooks")]
     return sum(len(table) for table in tables if table)
 
 
@@ -69,7 +69,7 @@ def prepare_again_and_again(strategy, cells, models):
         optimizer.zero_grad()
         return model, optimizer
 
-    found = {}
+    counts = {}
     model, optimizer = cell(raw, torch.optim.SGD(raw.parameters(), 0.0))
     for _ in range(20):
         model, optimizer = cell(raw, torch.optim.SGD(raw.parameters(), 0.0))
@@ -78,23 +78,23 @@ def prepare_again_and_again(strategy, cells, models):
         if number % 100 == 0:  # the whole cell; the others prepare alone, which is quicker
             model, optimizer = cell(raw, torch.optim.SGD(raw.parameters(), 0.0))
         model, optimizer = accelerator.prepare(raw, optimizer)
-    found["same model"] = (before, traces(), hooks, hooks_of(raw))
+    counts["same model"] = (before, traces(), hooks, hooks_of(raw))
     before = traces()
     for number in range(models):
         model = small_model()
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.0))
         if number % 20 == 0:
             cell(model, optimizer)
-    found["new models"] = (before, traces(), 0, 0)
-    return found
+    counts["new models"] = (before, traces(), 0, 0)
+    return counts
 
 
 @pytest.mark.parametrize(("cells", "models"), [(100, 20), pytest.param(1000, 200, marks=pytest.mark.full)])
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_cells_that_prepare_again_and_again_leave_nothing_behind(strategy, cells, models):
-    for found in run_ranks(prepare_again_and_again, 2, strategy, cells, models, timeout=110):
-        for what, (before, after, hooks_before, hooks_after) in found.items():
+def test_repeated_prepare_leaks_no_hooks_groups_or_memory(strategy, cells, models):
+    for counts in run_ranks(prepare_again_and_again, 2, strategy, cells, models, timeout=110):
+        for what, (before, after, hooks_before, hooks_after) in counts.items():
             for name in ("groups", "generations", "successors", "modules"):
                 # One model more, of four modules with its wrapper, is still in a variable.
                 assert after[name] <= before[name] + 4, f"{what}: {name} grew from {before[name]} to {after[name]}"
@@ -119,11 +119,11 @@ def evaluate_then_prepare_again():
         def forward(self, inputs):
             return self.layers(inputs) * self.scale.sum()
 
-    found = {}
-    for keeps in (False, True):
+    results = {}
+    for keep_gathered in (False, True):
         start_over()
         plugin = FullyShardedDataParallelPlugin(
-            reshard_after_forward=not keeps, auto_wrap_policy=lambda module: isinstance(module, nn.Linear)
+            reshard_after_forward=not keep_gathered, auto_wrap_policy=lambda module: isinstance(module, nn.Linear)
         )
         accelerator = Accelerator(fsdp_plugin=plugin)
         raw = Scaled()
@@ -145,15 +145,15 @@ def evaluate_then_prepare_again():
         accelerator.backward(model(torch.ones(2, 8)).sum())
         optimizer.step()
         changed = [not torch.equal(value, before[name]) for name, value in accelerator.get_state_dict(model).items()]
-        found[keeps] = (same, equal, changed, isinstance(model, DistributedDataParallel))
-    return found
+        results[keep_gathered] = (same, equal, changed, isinstance(model, DistributedDataParallel))
+    return results
 
 
 @pytest.mark.slow
 def test_a_model_that_was_evaluated_is_prepared_again_with_its_optimizer():
-    for found in run_ranks(evaluate_then_prepare_again, 2):
-        for keeps, (same, equal, changed, wrapped) in found.items():
-            assert (all(same), equal, all(changed), wrapped) == (True,) * 4, (keeps, same, equal, changed)
+    for results in run_ranks(evaluate_then_prepare_again, 2):
+        for keep_gathered, (same, equal, changed, wrapped) in results.items():
+            assert (all(same), equal, all(changed), wrapped) == (True,) * 4, (keep_gathered, same, equal, changed)
 
 
 def change_everything():
@@ -168,7 +168,7 @@ def change_everything():
     expected = torch.optim.Adam(reference.parameters(), 0.01)
     raw = small_model()
     raw_optimizer = torch.optim.Adam(raw.parameters(), 0.01)
-    kind, seen = type(raw), []
+    kind, steps_done = type(raw), []
     model, optimizer = raw, raw_optimizer
     whole_copies = ParallelismConfig(dp_replicate_size=2)
     settings = [
@@ -185,7 +185,7 @@ def change_everything():
     for options in settings:
         accelerator = Accelerator(**options)
         steps = accelerator.gradient_accumulation_steps
-        if len(seen) % 2:  # what a cell has at hand: what it was given last time, or the person's own
+        if len(steps_done) % 2:  # what a cell has at hand: what it was given last time, or the person's own
             model, optimizer = raw, raw_optimizer
         model, optimizer = accelerator.prepare(model, optimizer)
         data = torch.randn(3, steps, 2, 5, 8)
@@ -198,15 +198,15 @@ def change_everything():
                     optimizer.zero_grad()
             reference(window.reshape(-1, 8)).square().mean().backward()
             norm_alone = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
-            assert torch.allclose(norm, norm_alone, atol=1e-6), (len(seen), norm, norm_alone)
+            assert torch.allclose(norm, norm_alone, atol=1e-6), (len(steps_done), norm, norm_alone)
             expected.step()
             expected.zero_grad()
         for name, value in accelerator.get_state_dict(model).items():
-            assert torch.allclose(value, reference.state_dict()[name], atol=1e-5), (len(seen), name)
+            assert torch.allclose(value, reference.state_dict()[name], atol=1e-5), (len(steps_done), name)
         wrapper = {True: "ddp", False: "fsdp2" if isinstance(model, FSDPModule) else "?"}[
             isinstance(model, DistributedDataParallel)
         ]
-        seen.append((wrapper, steps, str(accelerator.distributed_type)))
+        steps_done.append((wrapper, steps, str(accelerator.distributed_type)))
     assert type(raw) is kind
     assert "forward" not in vars(raw)
 
@@ -225,14 +225,14 @@ def change_everything():
     with pytest.raises(ValueError, match="prepared again"):
         older(torch.randn(2, 8))
     assert "reducer" not in vars(older), "its hooks would be on the parameters still"
-    return seen
+    return steps_done
 
 
 def test_precision_accumulation_and_strategy_change_in_one_process():
     expected = [("ddp", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp2", 2), ("ddp", 1), ("fsdp2", 3), ("fsdp2", 3), ("ddp", 3)]
-    for seen in run_ranks(change_everything, 2):
-        assert [each[:2] for each in seen] == expected
-        assert [each[2] for each in seen] == ["FSDP" if each[0] == "fsdp2" else "MULTI_CPU" for each in expected]
+    for steps_done in run_ranks(change_everything, 2):
+        assert [step[:2] for step in steps_done] == expected
+        assert [step[2] for step in steps_done] == ["FSDP" if step[0] == "fsdp2" else "MULTI_CPU" for step in expected]
 
 
 def wrong_in_many_ways():
@@ -248,7 +248,7 @@ def wrong_in_many_ways():
         TorchTensorParallelConfig,
     )
 
-    def said(call):
+    def error_text(call):
         start_over()
         try:
             call()
@@ -258,56 +258,56 @@ def wrong_in_many_ways():
 
     def two_optimizers():
         model = small_model()
-        made = [torch.optim.SGD(model.parameters(), 0.1) for _ in range(2)]
-        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(model, *made)
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1) for _ in range(2)]
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(model, *optimizers)
 
     def mismatched():
         data = TensorDataset(torch.zeros(9, 1))
         options = DataLoaderConfiguration(split_batches=True)
         Accelerator(dataloader_config=options).prepare(DataLoader(data, batch_size=3))
 
-    def plan(**given):
-        handler = TorchTensorParallelConfig(plan=given or None)
+    def plan(**tp_plan):
+        handler = TorchTensorParallelConfig(plan=tp_plan or None)
         Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler)).prepare(small_model())
 
-    found = {
-        "mesh": said(lambda: Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, tp_size=3))),
-        "axis": said(lambda: ParallelismConfig(cp_size=2)),
-        "size": said(lambda: ParallelismConfig(tp_size=0)),
-        "version": said(lambda: FullyShardedDataParallelPlugin(fsdp_version=1)),
-        "handlers": said(lambda: Accelerator(kwargs_handlers=[AutocastKwargs(), AutocastKwargs()])),
-        "handler": said(lambda: Accelerator(kwargs_handlers=[ParallelismConfig()])),
-        "op": said(lambda: Accelerator().reduce(torch.ones(2), "median")),
-        "optimizers": said(two_optimizers),
-        "batches": said(mismatched),
-        "fp16": said(lambda: Accelerator(mixed_precision="fp16")),
-        "fp4": said(lambda: Accelerator(mixed_precision="fp4")),
-        "steps": said(lambda: Accelerator(gradient_accumulation_steps=0)),
-        "both": said(
+    errors = {
+        "mesh": error_text(lambda: Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2, tp_size=3))),
+        "axis": error_text(lambda: ParallelismConfig(cp_size=2)),
+        "size": error_text(lambda: ParallelismConfig(tp_size=0)),
+        "version": error_text(lambda: FullyShardedDataParallelPlugin(fsdp_version=1)),
+        "handlers": error_text(lambda: Accelerator(kwargs_handlers=[AutocastKwargs(), AutocastKwargs()])),
+        "handler": error_text(lambda: Accelerator(kwargs_handlers=[ParallelismConfig()])),
+        "op": error_text(lambda: Accelerator().reduce(torch.ones(2), "median")),
+        "optimizers": error_text(two_optimizers),
+        "batches": error_text(mismatched),
+        "fp16": error_text(lambda: Accelerator(mixed_precision="fp16")),
+        "fp4": error_text(lambda: Accelerator(mixed_precision="fp4")),
+        "steps": error_text(lambda: Accelerator(gradient_accumulation_steps=0)),
+        "both": error_text(
             lambda: Accelerator(
                 gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3)
             )
         ),
-        "rng": said(lambda: Accelerator(rng_types=["dice"])),
-        "backend": said(lambda: Accelerator(dynamo_backend="magic")),
-        "placement": said(lambda: Accelerator().prepare(small_model(), 1, device_placement=[True])),
-        "no plan": said(plan),
-        "no module": said(lambda: plan(**{"9": "colwise"})),
-        "style": said(lambda: plan(**{"0": "sideways"})),
-        "folder": said(lambda: Accelerator().save_state()),
-        "checkpoint": said(lambda: Accelerator().load_state("/nowhere")),
-        "registered": said(lambda: Accelerator().register_for_checkpointing(3)),
-        "join": said(lambda: Accelerator().join_uneven_inputs([small_model()]).__enter__()),
+        "rng": error_text(lambda: Accelerator(rng_types=["dice"])),
+        "backend": error_text(lambda: Accelerator(dynamo_backend="magic")),
+        "placement": error_text(lambda: Accelerator().prepare(small_model(), 1, device_placement=[True])),
+        "no plan": error_text(plan),
+        "no module": error_text(lambda: plan(**{"9": "colwise"})),
+        "style": error_text(lambda: plan(**{"0": "sideways"})),
+        "folder": error_text(lambda: Accelerator().save_state()),
+        "checkpoint": error_text(lambda: Accelerator().load_state("/nowhere")),
+        "registered": error_text(lambda: Accelerator().register_for_checkpointing(3)),
+        "join": error_text(lambda: Accelerator().join_uneven_inputs([small_model()]).__enter__()),
     }
     start_over()
     accelerator = Accelerator()
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("no", 1)
     accelerator.wait_for_everyone()
     assert accelerator.gather(torch.tensor(accelerator.process_index)).tolist() == [0, 1]
-    return found
+    return errors
 
 
-SAID = {
+MESSAGES = {
     "mesh": "dp_replicate(2) * dp_shard(1) * tp(3) = 6 != world size (2)",
     "axis": "cp_size=2",
     "size": "tp_size must be an integer >= 1, got 0",
@@ -334,10 +334,10 @@ SAID = {
 }
 
 
-def test_what_makes_no_sense_is_a_clear_error_on_every_rank():
-    for found in run_ranks(wrong_in_many_ways, 2, timeout=40):
-        wrong = {name: said for name, said in found.items() if said is None or SAID[name] not in said}
-        assert (wrong, set(found)) == ({}, set(SAID))
+def test_invalid_configurations_raise_on_every_rank():
+    for errors in run_ranks(wrong_in_many_ways, 2, timeout=40):
+        wrong = {name: error for name, error in errors.items() if error is None or MESSAGES[name] not in error}
+        assert (wrong, set(errors)) == ({}, set(MESSAGES))
 
 
 def save_and_load(folder):
@@ -397,7 +397,7 @@ def divide_layers():
 
     torch.set_num_threads(1)
     plan = TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
-    found = []
+    results = []
     for options in (
         {"dp_shard_size": 2, "tp_size": 2},
         {"dp_replicate_size": 2, "tp_size": 2},
@@ -408,8 +408,10 @@ def divide_layers():
         start_over()
         accelerator = Accelerator(parallelism_config=ParallelismConfig(**options, tp_handler=plan))
         reference, raw = small_model(), small_model()
-        expected, made = (torch.optim.Adam(each.parameters(), 0.01) for each in (reference, raw))
-        model, optimizer = accelerator.prepare(raw, made)
+        expected, optimizer_of_raw = (
+            torch.optim.Adam(model_copy.parameters(), 0.01) for model_copy in (reference, raw)
+        )
+        model, optimizer = accelerator.prepare(raw, optimizer_of_raw)
         parts, part = accelerator.setup.data_parallel_size, accelerator.setup.data_parallel_rank
         torch.manual_seed(1)
         for _ in range(3):
@@ -424,7 +426,7 @@ def divide_layers():
             expected.zero_grad()
         for name, value in accelerator.get_state_dict(model).items():
             assert torch.allclose(value, reference.state_dict()[name], atol=1e-5), (options, name)
-        local = sum(getattr(each, "_local_tensor", each).numel() for each in model.parameters())
+        local = sum(getattr(parameter, "_local_tensor", parameter).numel() for parameter in model.parameters())
         metrics = accelerator.gather_for_metrics(torch.tensor([part]))
         assert metrics.tolist() == list(range(parts))
         loader = accelerator.prepare(torch.utils.data.DataLoader(list(range(12)), batch_size=2, shuffle=True))
@@ -432,26 +434,26 @@ def divide_layers():
         assert sorted(torch.cat(rounds).tolist()) == list(range(12)), (options, rounds)
         hooks = hooks_of(raw)
         accelerator.free_memory()
-        found.append((accelerator.strategy.wrapper, local, hooks_of(raw), hooks))
-        assert all(type(each) is torch.nn.Parameter for each in raw.parameters())
-    return found
+        results.append((accelerator.strategy.wrapper, local, hooks_of(raw), hooks))
+        assert all(type(parameter) is torch.nn.Parameter for parameter in raw.parameters())
+    return results
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_a_mesh_divides_layers_and_batches_and_the_result_is_the_whole_models():
-    whole = 8 * 12 + 12 + 12 * 4 + 4
-    for found in run_ranks(divide_layers, 4, timeout=110):
-        assert [each[0] for each in found] == [
+    parameter_count = 8 * 12 + 12 + 12 * 4 + 4
+    for results in run_ranks(divide_layers, 4, timeout=110):
+        assert [result[0] for result in results] == [
             "parallelize_module",
             "parallelize_module",
             "parallelize_module",
             "fully_shard",
             "DistributedDataParallel",
         ]
-        assert all(each[1] < whole for each in found[:4]), found
-        assert all(each[2] == 0 for each in found), "hooks were left on the model"
-        assert found[0][3] > 0
+        assert all(result[1] < parameter_count for result in results[:4]), results
+        assert all(result[2] == 0 for result in results), "hooks were left on the model"
+        assert results[0][3] > 0
 
 
 def join_and_tell():
@@ -477,14 +479,14 @@ def join_and_tell():
     assert weights[0] == weights[1]
     assert len(loader) == batches, "as before the block"
 
-    told = []
-    telemetry.listener = told.append
+    messages = []
+    telemetry.listener = messages.append
     Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin()).prepare(model, optimizer)
     telemetry.listener = None
-    return lengths, told[0]
+    return lengths, messages[0]
 
 
-def test_uneven_inputs_are_joined_and_shards_are_told():
+def test_join_handles_uneven_inputs_and_prepare_reports_shards():
     (first, report), (second, _) = run_ranks(join_and_tell, 2)
     assert (first, second) == ([2, 2, 1], [2, 2])
     assert (report.kind, report.class_name, report.wrapper) == ("model", "Sequential", "fully_shard")

@@ -1,4 +1,4 @@
-"""This process among the others: alone, under a launcher, in a group that is there; and when it fails."""
+"""Test the state of a process that runs alone, under a launcher, or in an existing group; and its errors."""
 
 from __future__ import annotations
 
@@ -106,26 +106,26 @@ def test_decorators_take_both_forms_alone():
 
 
 @pytest.mark.processes
-def test_the_ranks_group_is_used_and_left_to_its_maker():
+def test_existing_group_is_used_and_not_destroyed():
     def on_rank():
         group = dist.group.WORLD
         state = PartialState(timeout=timedelta(seconds=5))
-        found = (state.process_index, state.local_process_index, state.num_processes, state.backend)
+        values = (state.process_index, state.local_process_index, state.num_processes, state.backend)
         state.destroy_process_group()
         assert dist.group.WORLD is group
-        return (*found, str(state.distributed_type), state.is_main_process, state.is_last_process)
+        return (*values, str(state.distributed_type), state.is_main_process, state.is_last_process)
 
     assert run_ranks(on_rank, 3) == [(rank, rank, 3, "gloo", "MULTI_CPU", rank == 0, rank == 2) for rank in range(3)]
 
 
 @pytest.mark.processes
-def test_a_group_says_more_than_the_environment():
+def test_process_group_takes_precedence_over_the_environment():
     def on_rank():
         state = PartialState()
         return state.process_index, state.local_process_index, state.num_processes
 
-    there = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "0"}
-    assert run_ranks(on_rank, 2, environment=there) == [(0, 0, 2), (1, 0, 2)]
+    environment = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "0"}
+    assert run_ranks(on_rank, 2, environment=environment) == [(0, 0, 2), (1, 0, 2)]
     assert run_ranks(on_rank, 2, environment={"": ""}) == [(0, 0, 2), (1, 1, 2)]
 
 
@@ -222,16 +222,16 @@ def test_turns_shares_and_printing():
             state.on_process(lambda: "one", process_index=1)(),
             state.on_local_process(local_process_index=2)(lambda: "local")(),
         ]
-        return order, share, rows["x"].tolist(), out.getvalue(), [each for each in ran if each], rank
+        return order, share, rows["x"].tolist(), out.getvalue(), [call for call in ran if call], rank
 
     results = run_ranks(on_rank, 3)
-    assert [each[1:] for each in results] == [
+    assert [result[1:] for result in results] == [
         (["a", "b"], [0, 1], "hello!", ["main"], 0),
         (["c", "d"], [2], "", ["one"], 1),
         (["d", "d"], [3], "", ["last", "local"], 2),
     ]
     assert results[0][0][0] == 1  # rank 0 went first; the second block's turns may overlap the first one's
-    assert sorted(turn for each in results for turn in each[0]) == [1, 2, 3, 4, 5, 6]
+    assert sorted(turn for result in results for turn in result[0]) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.processes
@@ -245,20 +245,20 @@ def test_an_error_of_the_first_one_is_an_error_of_all_and_the_group_goes_on():
                 if state.process_index == first:
                     raise FileNotFoundError("no data.csv")  # noqa: TRY301 - as a person's block would
         except (PeerFailedError, FileNotFoundError) as error:
-            seen = (type(error).__name__, str(error), getattr(error, "rank", None))
+            caught = (type(error).__name__, str(error), getattr(error, "rank", None))
         state.wait_for_everyone()
         with state.main_process_first():
             pass
-        return entered, seen
+        return entered, caught
 
-    told = "rank 0 raised FileNotFoundError while this rank was waiting for it: no data.csv"
-    expected = [(True, ("FileNotFoundError", "no data.csv", None))] + [(False, ("PeerFailedError", told, 0))] * 2
+    message = "rank 0 raised FileNotFoundError while this rank was waiting for it: no data.csv"
+    expected = [(True, ("FileNotFoundError", "no data.csv", None))] + [(False, ("PeerFailedError", message, 0))] * 2
     assert run_ranks(on_rank, 3, "main_process_first", 0) == expected
     assert run_ranks(on_rank, 3, "local_main_process_first", 0) == expected
 
 
 @pytest.mark.processes
-def test_an_error_of_one_that_came_later_is_its_own():
+def test_error_of_a_rank_outside_main_process_first_is_raised_there_only():
     def on_rank():
         state = PartialState()
         try:

@@ -18,11 +18,11 @@ def console(monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-@pytest.mark.parametrize(("rank", "only", "shown"), [(0, True, True), (1, True, False), (1, False, True)])
-def test_the_bar_is_shown_where_it_was_asked_for(rank, only, shown, capsys, monkeypatch):
+@pytest.mark.parametrize(("rank", "only", "is_shown"), [(0, True, True), (1, True, False), (1, False, True)])
+def test_progress_bar_is_shown_on_the_requested_ranks(rank, only, is_shown, capsys, monkeypatch):
     PartialState(cpu=True).local_process_index = rank
     assert list(tqdm(range(3), main_process_only=only)) == [0, 1, 2]
-    assert ("3/3" in capsys.readouterr().err) == shown
+    assert ("3/3" in capsys.readouterr().err) == is_shown
 
 
 def test_a_bar_that_is_off_stays_off(capsys):

@@ -47,7 +47,7 @@ def no_seed():
 
 
 class Draws(Dataset):
-    """Of each global stream a number, which could come twice only by a coincidence that nobody will see."""
+    """Dataset of one number per global stream. Equal numbers are almost certainly no coincidence."""
 
     def __len__(self):
         return SAMPLES
@@ -83,21 +83,21 @@ class DrawStream(IterableDataset):
 
 
 def numbers(loader):
-    """One epoch: for each of the streams, what was drawn."""
+    """Return the numbers drawn in one epoch, by stream."""
     return torch.cat(list(loader)).T.tolist()
 
 
 def duplicated(*epochs):
-    """Which share of the numbers was drawn more than once, the largest of all streams."""
+    """Return the share of numbers that were drawn more than once: the maximum over the streams."""
     shares = []
-    for each in zip(*epochs, strict=True):
-        counts = Counter(value for drawn in each for value in drawn).values()
+    for draws in zip(*epochs, strict=True):
+        counts = Counter(value for drawn in draws for value in drawn).values()
         shares.append(sum(count for count in counts if count > 1) / sum(counts))
     return max(shares)
 
 
 def plain_and_prepared(make, options, seed_rank, *, every_epoch=False, prepare=True):
-    """All epochs of two ranks: of plain loaders, and of prepared ones."""
+    """Return all epochs of two ranks, with plain loaders and with prepared loaders."""
     kinds = []
     for prepared in (False, True):
         epochs = []
@@ -115,13 +115,13 @@ def plain_and_prepared(make, options, seed_rank, *, every_epoch=False, prepare=T
     return kinds
 
 
-def half(dataset, options, **more):
+def half_for_rank(dataset, options, **more):
     return DataLoader(dataset, batch_size=2, **options, **more)
 
 
 @pytest.mark.parametrize("options", WORKERS)
 def test_the_same_seed_on_every_rank(options):
-    plain, prepared = plain_and_prepared(lambda _, o: half(Draws(), o), options, lambda _: set_seed(3))
+    plain, prepared = plain_and_prepared(lambda _, o: half_for_rank(Draws(), o), options, lambda _: set_seed(3))
     assert duplicated(plain[0], plain[EPOCHS]) == 1
     assert duplicated(*prepared) == 0
 
@@ -129,7 +129,7 @@ def test_the_same_seed_on_every_rank(options):
 @pytest.mark.parametrize("options", WORKERS)
 def test_a_seed_for_each_rank_and_a_generator_that_all_share(options):
     def make(rank, o):
-        return half(Draws(), o, shuffle=True, generator=torch.Generator().manual_seed(5))
+        return half_for_rank(Draws(), o, shuffle=True, generator=torch.Generator().manual_seed(5))
 
     def seed_rank(rank):
         random.seed(rank)
@@ -144,7 +144,7 @@ def test_a_seed_for_each_rank_and_a_generator_that_all_share(options):
 
 @pytest.mark.parametrize("options", WORKERS)
 def test_generators_that_the_dataset_holds(options):
-    plain, prepared = plain_and_prepared(lambda _, o: half(HeldDraws(), o), options, lambda _: set_seed(3))
+    plain, prepared = plain_and_prepared(lambda _, o: half_for_rank(HeldDraws(), o), options, lambda _: set_seed(3))
     assert duplicated(plain[0], plain[EPOCHS]) == 1, "across ranks"
     if options["num_workers"]:
         assert duplicated(plain[0]) == 1, "each number by both workers"
@@ -175,14 +175,14 @@ class ReachedDraws(Draws):
 
 @pytest.mark.parametrize("options", WORKERS)
 def test_generators_that_only_the_code_of_the_dataset_names(options):
-    _, prepared = plain_and_prepared(lambda _, o: half(ReachedDraws(), o), options, lambda _: set_seed(3))
+    _, prepared = plain_and_prepared(lambda _, o: half_for_rank(ReachedDraws(), o), options, lambda _: set_seed(3))
     assert duplicated(*prepared) == 0
 
 
 @pytest.mark.parametrize("options", WORKERS)
 def test_a_cell_that_seeds_and_is_run_again_each_epoch(options):
     plain, prepared = plain_and_prepared(
-        lambda _, o: half(Draws(), o), options, lambda _: set_seed(3), every_epoch=True, prepare=False
+        lambda _, o: half_for_rank(Draws(), o), options, lambda _: set_seed(3), every_epoch=True, prepare=False
     )
     if not options.get("persistent_workers"):  # those are seeded once
         assert duplicated(*plain[:EPOCHS]) == 1
@@ -191,7 +191,7 @@ def test_a_cell_that_seeds_and_is_run_again_each_epoch(options):
 
 @pytest.mark.parametrize("options", WORKERS)
 def test_a_stream_is_not_read_once_per_worker(options):
-    plain, prepared = plain_and_prepared(lambda _, o: half(DrawStream(), o), options, lambda _: set_seed(3))
+    plain, prepared = plain_and_prepared(lambda _, o: half_for_rank(DrawStream(), o), options, lambda _: set_seed(3))
     indices = [Counter(epoch[0]) for epoch in plain]
     assert set(indices[0].values()) == {options["num_workers"] or 1}
     assert sorted(prepared[0][0] + prepared[EPOCHS][0]) == sorted(prepared[1][0] + prepared[EPOCHS + 1][0])
@@ -206,12 +206,14 @@ def test_what_is_drawn_does_not_depend_on_workers_and_the_same_seed_gives_the_sa
         np.random.seed()
         torch.seed()
         set_seed(9)
-        loader = prepare_data_loader(half(HeldDraws(), options, shuffle=True), num_processes=2, process_index=1)
+        loader = prepare_data_loader(
+            half_for_rank(HeldDraws(), options, shuffle=True), num_processes=2, process_index=1
+        )
         runs.append([numbers(loader), numbers(loader)])
     assert runs[0] == runs[1] == runs[2]
     set_seed(10)
     assert duplicated(numbers(loader), *runs[0]) == 0
-    other = prepare_data_loader(half(HeldDraws(), {}, shuffle=True), num_processes=2, process_index=1)
+    other = prepare_data_loader(half_for_rank(HeldDraws(), {}, shuffle=True), num_processes=2, process_index=1)
     set_seed(9)
     assert numbers(other) == runs[0][0]
 
@@ -219,20 +221,20 @@ def test_what_is_drawn_does_not_depend_on_workers_and_the_same_seed_gives_the_sa
 def test_the_same_batch_draws_the_same_on_any_number_of_ranks():
     def rounds(ranks):
         loaders = [
-            prepare_data_loader(half(Draws(), {}), num_processes=ranks, process_index=rank, data_seed=1)
+            prepare_data_loader(half_for_rank(Draws(), {}), num_processes=ranks, process_index=rank, data_seed=1)
             for rank in range(ranks)
         ]
-        return [batch.tolist() for each in zip(*loaders, strict=True) for batch in each]
+        return [batch.tolist() for batches in zip(*loaders, strict=True) for batch in batches]
 
     assert rounds(1) == rounds(2) == rounds(4)
 
 
-def test_without_workers_the_main_process_goes_on_as_if_nothing_had_been_drawn():
+def test_loader_without_workers_does_not_change_the_random_state_of_the_process():
     def main_draws(data):
         set_seed(4)
         return [(random.random(), np.random.randn(), torch.rand(1).item()) for _ in data]
 
-    loader = prepare_data_loader(half(HeldDraws(), {}, collate_fn=noisy))
+    loader = prepare_data_loader(half_for_rank(HeldDraws(), {}, collate_fn=noisy))
     assert main_draws(loader) == main_draws(range(len(loader)))
 
 

@@ -68,12 +68,12 @@ check()
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    found = rankbook.start(2)
+    started = rankbook.start(2)
     try:
-        found.run(SETUP)
-        yield found
+        started.run(SETUP)
+        yield started
     finally:
-        found.stop()
+        started.stop()
         local.shutdown_prestarted()
 
 
@@ -122,15 +122,15 @@ def test_shards_of_different_steps_are_named_and_stay_with_their_ranks(own_model
     )
     with pytest.raises(CellError, match="before its step"):
         cluster.run("epoch(fail)", timeout=30)
-    found = cluster.run(
+    outcome = cluster.run(
         "def moments(): return [s['exp_avg'].to_local().clone() for s in optimizer.optimizer.state.values()]\n"
         "before = moments()\n"
         "for batch, in loader:\n    with accelerator.accumulate(model): model(batch)\n    break\n"
         "print('kept', all(map(torch.equal, before, moments())))",
         timeout=30,
     )
-    assert found.stdout == {0: "kept True\n", 1: "kept True\n"}
-    assert "the shards of a model are from different steps now: load the last checkpoint" in found.stderr[0]
+    assert outcome.stdout == {0: "kept True\n", 1: "kept True\n"}
+    assert "the shards of a model are from different steps now: load the last checkpoint" in outcome.stderr[0]
 
 
 def test_an_error_while_preparing_leaves_the_model_to_be_prepared_again(cluster):

@@ -46,81 +46,83 @@ class AugmentedStream(IterableDataset):
         return iter([torch.tensor([index, random.random()], dtype=torch.float64) for index in range(24)])
 
 
-def fresh(data, ranks, rank, size=2, own=False, **options):
+def fresh(data, ranks, rank, size=2, own_generator=False, **options):
     """A loader as a fresh process makes it, that knows no seed of ours."""
     rng._last_seed = None
     torch.seed()
     shuffle = {} if isinstance(data, IterableDataset) else {"shuffle": True}
-    if own:
+    if own_generator:
         shuffle["generator"] = torch.Generator().manual_seed(int(torch.randint(1000, ())))
     return prepare_data_loader(DataLoader(data, size, **shuffle, **options), num_processes=ranks, process_index=rank)
 
 
-def taken(loader, batches):
+def take_batches(loader, batches):
     """The first so many batches of a loop that is left then."""
-    found = []
+    read = []
     for _, batch in zip(range(batches), loader, strict=False):
-        found.append(batch.tolist())
-        if len(found) == batches:
+        read.append(batch.tolist())
+        if len(read) == batches:
             break
-    return found
+    return read
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("own", [False, True], ids=["ours", "own-generator"])
-def test_the_next_batch_is_the_next_batch(workers, own):
+@pytest.mark.parametrize("own_generator", [False, True], ids=["ours", "own-generator"])
+def test_the_next_batch_is_the_next_batch(workers, own_generator):
     options = {"num_workers": workers}
     for done in (0, 1, 3):
-        first = fresh(Augmented(), 2, 1, own=own, **options)
+        first = fresh(Augmented(), 2, 1, own_generator=own_generator, **options)
         list(first)
         if done:
-            taken(first, done)
+            take_batches(first, done)
         state = first.state_dict()
         assert (state["epoch"], state["batches"], state["finished"]) == ((1, done, False) if done else (0, 6, True))
-        again = fresh(Augmented(), 2, 1, own=own, num_workers=2 - workers)
+        again = fresh(Augmented(), 2, 1, own_generator=own_generator, num_workers=2 - workers)
         again.load_state_dict(state)
         assert again.state_dict()["batches"] == (done or 0)
         rest = [batch.tolist() for batch in again]
-        whole = fresh(Augmented(), 2, 1, own=own, **options)
-        whole.load_state_dict({**state, "batches": 0, "finished": not done})
-        expected = [batch.tolist() for batch in whole]
+        full_loader = fresh(Augmented(), 2, 1, own_generator=own_generator, **options)
+        full_loader.load_state_dict({**state, "batches": 0, "finished": not done})
+        expected = [batch.tolist() for batch in full_loader]
         assert rest == expected[done:] and len(expected) == 6
-        assert [batch.tolist() for batch in again] == [batch.tolist() for batch in whole], "the epoch after it"
+        assert [batch.tolist() for batch in again] == [batch.tolist() for batch in full_loader], "the epoch after it"
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_is_resumed_in_the_middle(workers):
     first = fresh(AugmentedStream(), 2, 0)
-    seen = taken(first, 2)
+    first_batches = take_batches(first, 2)
     again = fresh(AugmentedStream(), 2, 0, num_workers=workers)
     again.load_state_dict(first.state_dict())
     rest = [batch.tolist() for batch in again]
-    assert [row[0] for batch in seen + rest for row in batch] == [i for i in range(24) if i % 4 < 2]
-    whole = fresh(AugmentedStream(), 2, 0)
-    whole.load_state_dict({**first.state_dict(), "batches": 0})
-    assert [batch.tolist() for batch in whole] == seen + rest
+    assert [row[0] for batch in first_batches + rest for row in batch] == [i for i in range(24) if i % 4 < 2]
+    full_loader = fresh(AugmentedStream(), 2, 0)
+    full_loader.load_state_dict({**first.state_dict(), "batches": 0})
+    assert [batch.tolist() for batch in full_loader] == first_batches + rest
 
 
 def test_a_resumed_run_may_have_another_world_size():
     loaders = [fresh(Augmented(), 2, rank) for rank in range(2)]
     loaders[1].load_state_dict({**loaders[0].state_dict(), "seed": 5})
     loaders[0].load_state_dict(loaders[1].state_dict())
-    seen = [row[0] for pair in zip(*[taken(each, 3) for each in loaders], strict=True) for b in pair for row in b]
+    samples = [
+        row[0] for pair in zip(*[take_batches(loader, 3) for loader in loaders], strict=True) for b in pair for row in b
+    ]
     state = loaders[0].state_dict()
     for ranks in (1, 3, 4, 6):
-        others = [fresh(Augmented(), ranks, rank) for rank in range(ranks)]
-        for each in others:
-            each.load_state_dict(state)
-        rest = [row[0] for each in zip(*others, strict=True) for batch in each for row in batch.tolist()]
-        assert sorted(seen + rest) == list(range(24)), ranks
+        other_loaders = [fresh(Augmented(), ranks, rank) for rank in range(ranks)]
+        for other in other_loaders:
+            other.load_state_dict(state)
+        rest = [row[0] for batches in zip(*other_loaders, strict=True) for batch in batches for row in batch.tolist()]
+        assert sorted(samples + rest) == list(range(24)), ranks
     assert len(list(fresh(Augmented(), 4, 0))) == 3
 
 
 def test_another_epoch_is_begun_at_its_start():
     loader = fresh(Augmented(), 1, 0)
-    taken(loader, 3)
+    take_batches(loader, 3)
     for epoch, batches in ((0, 9), (4, 12)):
         again = fresh(Augmented(), 1, 0)
         again.load_state_dict(loader.state_dict())
@@ -128,7 +130,7 @@ def test_another_epoch_is_begun_at_its_start():
         assert (len(list(again)), again.position.epoch) == (batches, epoch)
 
 
-def test_what_is_no_state_is_said_to_be_none():
+def test_incomplete_loader_state_is_refused():
     with pytest.raises(InvalidArgument, match="missing batches, epoch, finished"):
         fresh(Augmented(), 1, 0).load_state_dict({"seed": 1})
     state = ReadPosition().state_dict(1, 2)
@@ -145,13 +147,13 @@ def ranks_agree():
     loader = prepare_data_loader(DataLoader(Augmented(), 2, shuffle=True), rng_types=["generator", "torch"])
     epochs = [[batch[:, 0].tolist() for batch in loader] for _ in range(2)]
     drawn = torch.rand(1).item()
-    own = torch.Generator().manual_seed(rank)
-    theirs = prepare_data_loader(DataLoader(Augmented(), 2, shuffle=True, generator=own))
-    epochs.append([batch[:, 0].tolist() for batch in theirs])
+    generator = torch.Generator().manual_seed(rank)
+    prepared_loader = prepare_data_loader(DataLoader(Augmented(), 2, shuffle=True, generator=generator))
+    epochs.append([batch[:, 0].tolist() for batch in prepared_loader])
     random.seed(rank)
     np.random.seed(rank)  # noqa: NPY002 - the global state is what is made the same
-    synchronize_rng_states(["python", "numpy", "generator"], own)
-    same = [random.random(), np.random.rand(), torch.rand(1, generator=own).item()]  # noqa: NPY002
+    synchronize_rng_states(["python", "numpy", "generator"], generator)
+    same = [random.random(), np.random.rand(), torch.rand(1, generator=generator).item()]  # noqa: NPY002
     try:
         synchronize_rng_states(["dice"])
     except InvalidArgument as error:
@@ -204,21 +206,21 @@ def train_from(folder, kind, stop):
     if stop is None:
         accelerator.load_state(folder)
     loaded = next(iter(model.parameters())).item(), optimizer.param_groups[0]["lr"]
-    seen, ended = [], []
+    samples, ended = [], []
     for (rows,) in loader:
         accelerator.backward(model(rows).mean())
         optimizer.step()
         optimizer.zero_grad()
-        seen += accelerator.gather_for_metrics(rows).flatten().int().tolist()
+        samples += accelerator.gather_for_metrics(rows).flatten().int().tolist()
         ended.append(accelerator.gradient_state.end_of_dataloader)
         if len(ended) == stop:
             for group in optimizer.param_groups:
                 group["lr"] = 0.25
             accelerator.save_state(folder)
-            return seen, (next(iter(model.parameters())).item(), 0.25)
+            return samples, (next(iter(model.parameters())).item(), 0.25)
     assert ended == [False] * (len(ended) - 1) + [True]
     following = [row for (rows,) in loader for row in accelerator.gather_for_metrics(rows).flatten().int().tolist()]
-    return seen, loaded, following
+    return samples, loaded, following
 
 
 @pytest.mark.slow
@@ -235,6 +237,6 @@ def test_another_number_of_ranks_loads_in_the_middle_of_an_epoch(tmp_path, kind,
     folder = str(tmp_path / "state")
     first, saved = run_ranks(train_from, before, folder, kind, stop, timeout=240)[0]
     for after in others:
-        for seen, loaded, following in run_ranks(train_from, after, folder, kind, None, timeout=240):
-            assert sorted(first + seen) == list(range(37))
+        for samples, loaded, following in run_ranks(train_from, after, folder, kind, None, timeout=240):
+            assert sorted(first + samples) == list(range(37))
             assert loaded == saved and sorted(following) == list(range(37))

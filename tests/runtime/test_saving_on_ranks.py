@@ -1,4 +1,4 @@
-"""One checkpoint for every number of ranks and every way to spread a model: training goes on as if nothing had been."""
+"""Test that training continues unchanged from a checkpoint, for all numbers of ranks and all ways to shard a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIDDLE = 4
 
 
 def training(**options):
-    """All that is prepared, as in a fresh process: batches of 6 that the ranks split, two of them to a step."""
+    """Return the prepared objects of a fresh process: batches of 6, split by the ranks, with two batches per step."""
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,8 +39,8 @@ def training(**options):
 
 
 def go_on(accelerator, model, optimizer, scheduler, loader, stop=None):
-    """What happens with each batch until `stop`: which samples it has, the loss over all ranks, the rate."""
-    told = []
+    """Train until `stop`. Return for every batch its samples, the loss over all ranks, and the learning rate."""
+    records = []
     for rows, numbers in loader:
         with accelerator.accumulate(model):
             loss = model(rows).square().mean()
@@ -49,10 +49,10 @@ def go_on(accelerator, model, optimizer, scheduler, loader, stop=None):
             scheduler.step()
             optimizer.zero_grad()
         samples = sorted(set(accelerator.gather(numbers).tolist()))
-        told.append((samples, accelerator.reduce(loss.detach(), "mean").item(), scheduler.get_last_lr()[0]))
-        if len(told) == stop:
+        records.append((samples, accelerator.reduce(loss.detach(), "mean").item(), scheduler.get_last_lr()[0]))
+        if len(records) == stop:
             break
-    return told
+    return records
 
 
 def options_of(way, world):
@@ -70,22 +70,22 @@ def options_of(way, world):
     )
 
 
-def save_in(folder, ways):
+def save_in(folder, layouts):
     """Save in the middle of an epoch, then go on: the rest of it, and what each rank drew."""
     import torch.distributed as dist
 
-    found = {}
-    for way in ways:
+    results = {}
+    for way in layouts:
         parts = training(**options_of(way, dist.get_world_size()))
-        seen = go_on(*parts, stop=MIDDLE)
+        records = go_on(*parts, stop=MIDDLE)
         torch.manual_seed(50 + dist.get_rank())
         handle = parts[0].save_state(f"{folder}/{way}", async_=True)
         drawn = torch.rand(1).item()
         rest = go_on_within(parts)
         handle.wait(30)
-        assert sorted(each for samples, _, _ in seen + rest for each in samples) == list(range(SAMPLES))
-        found[way] = rest, drawn
-    return found
+        assert sorted(sample for samples, _, _ in records + rest for sample in samples) == list(range(SAMPLES))
+        results[way] = rest, drawn
+    return results
 
 
 def go_on_within(parts):
@@ -95,45 +95,45 @@ def go_on_within(parts):
     return go_on(*parts)
 
 
-def load_in(folder, saved, ways):
+def load_in(folder, saved, layouts):
     import torch.distributed as dist
 
     world = dist.get_world_size()
-    found = {}
+    results = {}
     for where in saved:
-        for way in ways:
+        for way in layouts:
             parts = training(**options_of(way, world))
             go_on(*parts, stop=MIDDLE // 2)
             torch.manual_seed(7)
-            own = torch.rand(1).item()
+            drawn_after = torch.rand(1).item()
             torch.manual_seed(7)
             parts[0].load_state(f"{folder}/{where}")
             drawn = torch.rand(1).item()
-            found[where, way] = go_on(*parts), drawn, own
-    return found
+            results[where, way] = go_on(*parts), drawn, drawn_after
+    return results
 
 
 @pytest.mark.parametrize(
-    ("world", "others"),
+    ("world", "layouts_by_ranks"),
     [
         pytest.param(2, {1: ["whole"], 3: ["shards"], 2: ["whole", "layers"]}, id="2"),
         pytest.param(1, {2: ["shards"]}, id="1"),
         pytest.param(3, {1: ["whole"], 2: ["whole"]}, id="3"),  # the same the other way
     ],
 )
-def test_training_goes_on_with_the_next_batch_however_many_ranks_load(world, others, tmp_path):
-    ways = ["whole", "shards", "layers"] if world == 2 else ["whole"]
-    runs = run_ranks(save_in, world, str(tmp_path), ways)
-    for other, how in others.items():
-        for rank, found in enumerate(run_ranks(load_in, other, str(tmp_path), ways, how)):
-            for (where, way), (rest, drawn, own) in found.items():
+def test_training_goes_on_with_the_next_batch_however_many_ranks_load(world, layouts_by_ranks, tmp_path):
+    layouts = ["whole", "shards", "layers"] if world == 2 else ["whole"]
+    runs = run_ranks(save_in, world, str(tmp_path), layouts)
+    for other, how in layouts_by_ranks.items():
+        for rank, results in enumerate(run_ranks(load_in, other, str(tmp_path), layouts, how)):
+            for (where, way), (rest, drawn, drawn_after) in results.items():
                 expected = runs[0][where][0]
-                assert [each[0] for each in rest] == [each[0] for each in expected], (where, way)
+                assert [step[0] for step in rest] == [step[0] for step in expected], (where, way)
                 assert len(rest) == SAMPLES // BATCH - MIDDLE
                 for (_, loss, rate), (_, loss_then, rate_then) in zip(rest, expected, strict=True):
                     assert loss == pytest.approx(loss_then, rel=1e-4), (where, way)
                     assert rate == pytest.approx(rate_then)
-                assert drawn == (runs[rank][where][1] if rank < world else own), (where, way, rank)
+                assert drawn == (runs[rank][where][1] if rank < world else drawn_after), (where, way, rank)
 
 
 def what_goes_wrong(folder):
@@ -144,7 +144,7 @@ def what_goes_wrong(folder):
     accelerator, model = parts[:2]
     rank = accelerator.process_index
 
-    def said(call):
+    def error_text(call):
         try:
             call()
         except (InvalidArgument, CheckpointError) as error:
@@ -159,37 +159,37 @@ def what_goes_wrong(folder):
 
         load_state_dict = None
 
-    found = {"object": None, "folder": None, "hook": None, "loader": None, "shape": None}
+    errors = {"object": None, "folder": None, "hook": None, "loader": None, "shape": None}
     accelerator.save_state(f"{folder}/good")
     bad = Bad()
     accelerator.register_for_checkpointing(bad)
     try:
         accelerator.save_state(f"{folder}/good")
     except (InvalidArgument, ValueError) as error:
-        found["object"] = str(error)
+        errors["object"] = str(error)
     accelerator._custom_objects.clear()
-    found["folder"] = said(lambda: accelerator.load_state(folder if rank else f"{folder}/good"))
-    found["folders"] = said(lambda: accelerator.save_state(f"{folder}/of-rank-{rank}"))
+    errors["folder"] = error_text(lambda: accelerator.load_state(folder if rank else f"{folder}/good"))
+    errors["folders"] = error_text(lambda: accelerator.save_state(f"{folder}/of-rank-{rank}"))
 
     def hook(*_):
         raise InvalidArgument("the hook does not want to")
 
     if rank == 1:
         handle = accelerator.register_save_state_pre_hook(hook)
-    found["hook"] = said(lambda: accelerator.save_state(f"{folder}/good"))
+    errors["hook"] = error_text(lambda: accelerator.save_state(f"{folder}/good"))
     if rank == 1:
         handle.remove()
     other = accelerator.prepare(DataLoader(list(range(12)), batch_size=2))
-    found["loader"] = said(lambda: accelerator.load_state(f"{folder}/good"))
+    errors["loader"] = error_text(lambda: accelerator.load_state(f"{folder}/good"))
     del other
     with torch.no_grad():
         accelerator.unwrap_model(model)[2].bias = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64))
-    found["shape"] = said(lambda: accelerator.load_state(f"{folder}/good"))
-    return found
+    errors["shape"] = error_text(lambda: accelerator.load_state(f"{folder}/good"))
+    return errors
 
 
-def test_what_goes_wrong_on_one_rank_is_said_on_all(tmp_path):
-    wanted = {
+def test_save_and_load_errors_of_one_rank_are_raised_on_all_ranks(tmp_path):
+    expected = {
         "object": "no state here",
         "folder": "no checkpoint found at",
         "folders": f"rank 1: the folder {tmp_path}/of-rank-1",
@@ -197,8 +197,8 @@ def test_what_goes_wrong_on_one_rank_is_said_on_all(tmp_path):
         "loader": "does not contain loader_1",
         "shape": "model.2.bias",
     }
-    for found in run_ranks(what_goes_wrong, 2, str(tmp_path)):
-        assert {name: said for name, said in found.items() if said is None or wanted[name] not in said} == {}
+    for errors in run_ranks(what_goes_wrong, 2, str(tmp_path)):
+        assert {name: error for name, error in errors.items() if error is None or expected[name] not in error} == {}
 
 
 def write_files(folder):
@@ -207,7 +207,7 @@ def write_files(folder):
 
     accelerator, model = training(fsdp_plugin=FullyShardedDataParallelPlugin())[:2]
     accelerator.save_model(model, folder, max_shard_size=400)
-    whole = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    tensors = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 
     from rankbook.checkpoint.storage.local import LocalStorage
 
@@ -219,14 +219,14 @@ def write_files(folder):
         LocalStorage.write = fail
     with pytest.raises(OSError if accelerator.process_index == 0 else InvalidArgument, match="the disk is full"):
         accelerator.save_model(model, folder)
-    return whole
+    return tensors
 
 
-def test_a_sharded_model_is_written_whole_and_a_full_disk_is_told_to_all(tmp_path):
+def test_sharded_model_is_written_completely_and_a_full_disk_raises_on_all_ranks(tmp_path):
     from tests.runtime.saving.test_methods import read
 
-    (whole, _) = run_ranks(write_files, 2, str(tmp_path))
+    (tensors, _) = run_ranks(write_files, 2, str(tmp_path))
     assert len(list(tmp_path.glob("model-*-of-00002.safetensors"))) == 2
-    found = read(tmp_path)
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    stored = read(tmp_path)
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(stored[name], tensors[name]) for name in tensors)

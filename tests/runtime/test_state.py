@@ -27,7 +27,7 @@ def test_another_precision_counts_from_now_on_and_says_so(caplog):
         AcceleratorState(mixed_precision="bf16")
         AcceleratorState(mixed_precision="bf16")
     assert first.mixed_precision == "bf16"
-    assert [each.getMessage() for each in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         (
             "mixed_precision changed from 'no' to 'bf16'. Objects that are already prepared keep 'no' until they are "
             "prepared again."
@@ -35,7 +35,7 @@ def test_another_precision_counts_from_now_on_and_says_so(caplog):
     ]
 
 
-def test_a_precision_that_is_not_there_changes_nothing():
+def test_unavailable_precision_is_refused_without_changes():
     for name in ("fp8", "half", ""):
         with pytest.raises(InvalidArgument, match=f"unknown mixed_precision '{name}'; choose from no, fp16, bf16"):
             AcceleratorState(mixed_precision=name, cpu=True)
@@ -85,7 +85,7 @@ def test_every_kind_of_setup_can_be_compared_with():
     assert state.deepspeed_plugin is None and state.megatron_lm_plugin is None
 
 
-def test_what_the_process_knows_can_be_read_here():
+def test_accelerator_state_exposes_the_process_state():
     state = AcceleratorState(cpu=True)
     assert (state.device, state.num_processes, state.is_main_process) == (torch.device("cpu"), 1, True)
     assert (state.distributed_type, state.is_fsdp2, state.use_distributed) == (DistributedType.NO, False, False)
@@ -116,7 +116,7 @@ def test_after_a_reset_an_attribute_says_to_build_it_first():
     assert not PartialState._shared_state
 
 
-def test_one_process_moves_to_the_cpu_live_and_says_so(monkeypatch, caplog):
+def test_single_process_switches_to_the_cpu_with_a_message(monkeypatch, caplog):
     monkeypatch.setenv("RANKBOOK_DEVICE", "meta")
     state = AcceleratorState()
     AcceleratorState(cpu=True)

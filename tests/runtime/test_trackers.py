@@ -1,4 +1,4 @@
-"""Where metrics go: what is written, on which rank, and what is said when it cannot be."""
+"""Test what trackers write, on which rank, and the error if they cannot write."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rankbook.runtime.trackers import (
 )
 
 
-class Kept(GeneralTracker):
+class RecordingTracker(GeneralTracker):
     name = "kept"
     requires_logging_directory = False
 
@@ -42,7 +42,7 @@ class Kept(GeneralTracker):
 
 
 class Writer:
-    """As TensorBoard's."""
+    """Stand-in for the writer of TensorBoard."""
 
     made: list = []  # noqa: RUF012 - for the test to look at
 
@@ -62,7 +62,7 @@ def writer(monkeypatch):
 
 
 class Hosted:
-    """As the packages wandb and mlflow: every call is recorded, and what is called returns this object."""
+    """Stand-in for the packages wandb and mlflow: records every call, and every call returns this object."""
 
     def __init__(self):
         self.calls = []
@@ -109,7 +109,7 @@ def hosted(monkeypatch):
 
 
 def lines(path):
-    return [json.loads(each) for each in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_json_lines_are_appended_and_hold_plain_numbers(tmp_path):
@@ -123,10 +123,10 @@ def test_json_lines_are_appended_and_hold_plain_numbers(tmp_path):
         assert tracker.tracker is not None
         tracker.finish()
         tracker.finish()
-    told = lines(tmp_path / "run" / "metrics.jsonl")
-    assert [each["config"] for each in told[::2]] == [{"lr": 0.1, "run": run, "device": "cpu"} for run in range(2)]
-    assert told[1]["values"] == {"loss": 0.5, "per": {"class": [0, 1]}}
-    assert (told[1]["step"], told[1]["note"]) == (3, "x")
+    entries = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [entry["config"] for entry in entries[::2]] == [{"lr": 0.1, "run": run, "device": "cpu"} for run in range(2)]
+    assert entries[1]["values"] == {"loss": 0.5, "per": {"class": [0, 1]}}
+    assert (entries[1]["step"], entries[1]["note"]) == (3, "x")
 
 
 def test_other_ranks_write_nothing(tmp_path, writer, hosted):
@@ -147,14 +147,14 @@ def test_other_ranks_write_nothing(tmp_path, writer, hosted):
     assert not hosted.calls
 
 
-def test_what_other_ranks_get_in_place_of_a_writer_can_be_used(tmp_path, writer):
+def test_tracker_of_other_ranks_accepts_all_calls(tmp_path, writer):
     PartialState(cpu=True).process_index = 1
-    kept, everywhere = Kept(), Kept()
+    tracker, everywhere = RecordingTracker(), RecordingTracker()
     everywhere.name, everywhere.main_process_only = "everywhere", False
-    accelerator = Accelerator(log_with=["tensorboard", kept, everywhere], project_dir=tmp_path)
+    accelerator = Accelerator(log_with=["tensorboard", tracker, everywhere], project_dir=tmp_path)
     early = accelerator.get_tracker("tensorboard", unwrap=True)
     accelerator.init_trackers("run")
-    assert accelerator.get_tracker("kept") is kept
+    assert accelerator.get_tracker("kept") is tracker
     assert accelerator.get_tracker("everywhere", unwrap=True) is everywhere.calls
     for name in ("tensorboard", "kept"):
         for inner in (early, accelerator.get_tracker(name, unwrap=True)):
@@ -164,7 +164,7 @@ def test_what_other_ranks_get_in_place_of_a_writer_can_be_used(tmp_path, writer)
     assert not writer and not hasattr(inner, "_ipython_display_")
 
 
-def test_tensorboard_is_given_each_kind_its_own_chart(tmp_path, writer):
+def test_tensorboard_gets_scalars_texts_and_groups_separately(tmp_path, writer):
     PartialState(cpu=True)
     tracker = TensorBoardTracker("run", tmp_path, flush_secs=5)
     tracker.start()
@@ -174,7 +174,7 @@ def test_tensorboard_is_given_each_kind_its_own_chart(tmp_path, writer):
     with pytest.raises(InvalidArgument, match="cannot log 'bad' of type NoneType"):
         tracker.log({"bad": None})
     tracker.finish()
-    calls = [each for each in writer[0].calls if each[0] != "flush"]
+    calls = [call for call in writer[0].calls if call[0] != "flush"]
     assert calls == [
         ("made", str(tmp_path / "run"), {"flush_secs": 5}),
         ("add_hparams", {"lr": 0.1, "layers": "[1, 2]"}, {}),
@@ -197,7 +197,7 @@ def test_tensorboard_reads_the_scalars_that_were_logged(tmp_path):
     tracker.finish()
     events = accumulators.EventAccumulator(str(tmp_path / "run"))
     events.Reload()
-    assert [(each.step, each.value) for each in events.Scalars("loss")] == [(0, 0.5), (1, 0.25)]
+    assert [(scalar.step, scalar.value) for scalar in events.Scalars("loss")] == [(0, 0.5), (1, 0.25)]
 
 
 def test_wandb_gets_plain_numbers_and_its_own_objects(hosted):
@@ -217,7 +217,7 @@ def test_wandb_gets_plain_numbers_and_its_own_objects(hosted):
         ("init", {"project": "project", "mode": "offline"}),
         ("update", {"lr": 0.5}, {"allow_val_change": True}),
         ("log", {"loss": 0.25, "per": {"a": 1}, "table": table}, {"step": 2, "commit": False}),
-        ("log", {"digits": [("image", each, {"caption": "x"}) for each in ("one", "two")]}, {"step": 2}),
+        ("log", {"digits": [("image", name, {"caption": "x"}) for name in ("one", "two")]}, {"step": 2}),
         ("finish", {}),
     ]
 
@@ -321,14 +321,14 @@ def test_without_tensorboard_it_says_what_to_install(tmp_path, monkeypatch):
         filter_trackers("tensorboard", tmp_path)
 
 
-def test_what_was_asked_for_is_found_once(tmp_path, monkeypatch):
-    own = Kept()
+def test_trackers_are_selected_without_duplicates(tmp_path, monkeypatch):
+    tracker = RecordingTracker()
     assert filter_trackers(None) == []
-    assert filter_trackers(own) == [own]
-    assert filter_trackers(["jsonl", own, "jsonl"], tmp_path) == [own, "jsonl"]
+    assert filter_trackers(tracker) == [tracker]
+    assert filter_trackers(["jsonl", tracker, "jsonl"], tmp_path) == [tracker, "jsonl"]
     monkeypatch.setattr(trackers, "_is_installed", lambda _: True)
-    assert filter_trackers(["all", own], tmp_path) == [own, "jsonl", "mlflow", "tensorboard", "wandb"]
-    assert make_tracker(own, "run") is own
+    assert filter_trackers(["all", tracker], tmp_path) == [tracker, "jsonl", "mlflow", "tensorboard", "wandb"]
+    assert make_tracker(tracker, "run") is tracker
 
 
 def test_a_tracker_whose_destination_is_not_open_yet_is_one():
@@ -345,7 +345,7 @@ def test_a_tracker_whose_destination_is_not_open_yet_is_one():
     assert make_tracker(late, "run") is late
 
 
-def test_a_name_that_is_not_there_and_a_missing_folder_are_errors():
+def test_unknown_tracker_name_and_missing_folder_are_errors():
     with pytest.raises(
         InvalidArgument, match="unknown log_with 'comet'; choose from jsonl, mlflow, tensorboard, wandb, all"
     ):
@@ -354,11 +354,11 @@ def test_a_name_that_is_not_there_and_a_missing_folder_are_errors():
         filter_trackers("jsonl")
 
 
-def test_a_tracker_of_the_persons_own_has_to_be_complete():
+def test_custom_tracker_must_be_complete():
     class Half(GeneralTracker):
         name = "half"
 
     with pytest.raises(NotImplementedError, match="Half must define requires_logging_directory, tracker"):
         Half()
-    assert isinstance(Kept(), Tracker)
+    assert isinstance(RecordingTracker(), Tracker)
     assert GeneralTracker(_blank=True).main_process_only

@@ -92,15 +92,17 @@ def one_weight(rate=1.0):
     return model, torch.optim.SGD(model.parameters(), lr=rate)
 
 
-def test_every_method_takes_what_accelerates_takes():
+def test_methods_have_the_parameters_of_accelerate():
     for name, words in METHODS.items():
-        given = [each for each in inspect.signature(getattr(Accelerator, name)).parameters if each != "self"]
-        assert given == words.split(), name
+        parameters = [
+            parameter for parameter in inspect.signature(getattr(Accelerator, name)).parameters if parameter != "self"
+        ]
+        assert parameters == words.split(), name
     for name in ("save_state", "load_state", "print"):
         assert callable(getattr(Accelerator, name))
 
 
-def test_a_step_that_overflowed_is_left_out_told_and_not_counted_by_the_scheduler(half_precision):
+def test_overflowed_step_is_skipped_reported_and_not_counted_by_the_scheduler(half_precision):
     accelerator = Accelerator(
         mixed_precision="fp16", cpu=True, kwargs_handlers=[GradScalerKwargs(init_scale=8.0, growth_interval=2)]
     )
@@ -137,7 +139,7 @@ def test_clipping_sees_gradients_without_the_scale_which_is_taken_off_once(half_
         kwargs_handlers=[GradScalerKwargs(init_scale=16.0)],
     )
     model, optimizer, loader = accelerator.prepare(*one_weight(), DataLoader(torch.full((4, 1), 3.0), batch_size=1))
-    seen = []
+    norms = []
     for number, batch in enumerate(loader):
         with accelerator.accumulate(model):
             accelerator.backward(model(batch).sum())
@@ -148,10 +150,10 @@ def test_clipping_sees_gradients_without_the_scale_which_is_taken_off_once(half_
             if number == 3:
                 accelerator.clip_grad_value_(model.parameters(), 0.5)
             if accelerator.sync_gradients:
-                seen.append((round(norm.item(), 3), round(model.weight.grad.item(), 3)))
+                norms.append((round(norm.item(), 3), round(model.weight.grad.item(), 3)))
             optimizer.step()
             optimizer.zero_grad()
-    assert seen == [(3.0, 1.0), (3.0, 0.5)]
+    assert norms == [(3.0, 1.0), (3.0, 0.5)]
     assert model.weight.item() == pytest.approx(-0.5, abs=1e-3)
 
 
@@ -190,7 +192,7 @@ def test_the_scale_of_a_loss_changes_when_all_its_optimizers_have_stepped(half_p
     assert (first.weight.item(), second.weight.item()) == (0.5, 0.5)
 
 
-def test_an_overflow_of_one_optimizer_leaves_the_gradients_of_the_other_as_they_are(half_precision):
+def test_overflow_of_one_optimizer_keeps_the_gradients_of_the_other(half_precision):
     accelerator = fp16()
     (first, second), (one, other) = two_models(accelerator)
     backward(accelerator, (first, float("inf")), (second, 0.25))
@@ -264,7 +266,7 @@ def test_gradients_that_were_unscaled_and_never_used_do_not_count_for_the_next(h
     assert model.weight.item() == 0.5
 
 
-def test_a_fused_optimizer_tells_that_it_left_a_step_out(half_precision):
+def test_fused_optimizer_reports_a_skipped_step(half_precision):
     accelerator = fp16()
     model = nn.Linear(1, 1, bias=False)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0, fused=True))
@@ -295,25 +297,25 @@ def test_a_closure_is_refused_under_fp16_and_runs_otherwise(half_precision):
     assert model.weight.item() == 0.5
 
 
-def test_values_are_clipped_where_gradients_sync_alone():
+def test_values_are_clipped_only_when_gradients_synchronize():
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model, optimizer, loader = accelerator.prepare(*one_weight(), DataLoader(torch.full((2, 1), 4.0), batch_size=1))
-    seen = []
+    gradients = []
     for batch in loader:
         with accelerator.accumulate(model):
             accelerator.backward(model(batch).sum())
             accelerator.clip_grad_value_(model.parameters(), 0.5)
-            seen.append(model.weight.grad.item())
+            gradients.append(model.weight.grad.item())
             optimizer.step()
             optimizer.zero_grad()
-    assert seen == [2.0, 0.5]
+    assert gradients == [2.0, 0.5]
     accelerator.unscale_gradients()  # without a scale nothing happens
 
 
 def test_the_autocast_handler_reaches_the_models_forward(monkeypatch):
-    asked = []
+    cache_options = []
     real = torch.autocast
-    monkeypatch.setattr(torch, "autocast", lambda *a, **k: asked.append(k["cache_enabled"]) or real(*a, **k))
+    monkeypatch.setattr(torch, "autocast", lambda *a, **k: cache_options.append(k["cache_enabled"]) or real(*a, **k))
     for enabled, kind in ((True, torch.bfloat16), (False, torch.float32)):
         handler = AutocastKwargs(enabled=enabled, cache_enabled=False)
         accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[handler])
@@ -324,10 +326,10 @@ def test_the_autocast_handler_reaches_the_models_forward(monkeypatch):
         with accelerator.autocast():
             inside = torch.is_autocast_enabled("cpu")
         assert (kinds, inside) == ([kind], enabled)
-    assert asked == [False, False]
+    assert cache_options == [False, False]
 
 
-def test_models_and_batches_stay_where_they_are_if_that_is_asked(monkeypatch):
+def test_models_and_batches_are_not_moved_without_device_placement(monkeypatch):
     monkeypatch.setenv("RANKBOOK_DEVICE", "meta")
     loader = DataLoader(torch.ones(2, 1), batch_size=2)
 
@@ -343,20 +345,20 @@ def test_models_and_batches_stay_where_they_are_if_that_is_asked(monkeypatch):
     assert accelerator.prepare_model(nn.Linear(1, 1), device_placement=False).weight.device.type == "cpu"
 
 
-def test_a_copy_to_the_device_does_not_wait_if_that_is_asked(monkeypatch):
+def test_non_blocking_option_is_passed_to_the_copy(monkeypatch):
     monkeypatch.setenv("RANKBOOK_DEVICE", "meta")
 
     class Batch(list):
         def to(self, device, non_blocking=False):
             return device.type, non_blocking
 
-    for asked in (False, True):
-        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=asked))
+    for expected in (False, True):
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=expected))
         loader = accelerator.prepare(DataLoader([1, 2], batch_size=2, collate_fn=Batch))
-        assert list(loader) == [("meta", asked)] and accelerator.non_blocking is asked
+        assert list(loader) == [("meta", expected)] and accelerator.non_blocking is expected
 
 
-def test_repeated_blocks_are_compiled_alone_if_that_is_asked():
+def test_regional_compilation_compiles_repeated_blocks():
     class Blocks(nn.Module):
         def __init__(self):
             super().__init__()
@@ -364,13 +366,13 @@ def test_repeated_blocks_are_compiled_alone_if_that_is_asked():
             self.head = nn.Linear(2, 1)
 
         def forward(self, inputs):
-            for each in self.blocks:
-                inputs = each(inputs)
+            for block in self.blocks:
+                inputs = block(inputs)
             return self.head(inputs)
 
     plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
     model = Accelerator(dynamo_plugin=plugin).prepare(Blocks())
-    compiled = [name for name, each in model.named_modules() if each._compiled_call_impl is not None]
+    compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
     assert compiled == ["blocks.0", "blocks.1"] and model(torch.ones(1, 2)).shape == (1, 1)
     with pytest.raises(InvalidArgument, match="not both"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=plugin)
@@ -391,7 +393,7 @@ def test_repeated_blocks_are_compiled_alone_if_that_is_asked():
         ),
     ],
 )
-def test_a_hook_that_makes_no_sense_is_refused(options, words):
+def test_invalid_communication_hook_is_refused(options, words):
     with pytest.raises(InvalidArgument, match=words):
         DistributedDataParallelKwargs(**options)
 

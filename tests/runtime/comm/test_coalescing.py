@@ -1,4 +1,4 @@
-"""Which tensors travel together, and that each comes out as it went in."""
+"""Test which tensors are sent together, and that every tensor arrives unchanged."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ def filled(shape: list[int], kind: torch.dtype, start: int) -> torch.Tensor:
 
 @given(st.lists(st.tuples(SHAPES, st.sampled_from(TYPES)), min_size=1, max_size=5), st.integers(1, 3))
 def test_each_rank_s_rows_come_out_in_order(what, ranks):
-    told = [[filled(shape, kind, rank + index) for index, (shape, kind) in enumerate(what)] for rank in range(ranks)]
-    found = rows_from_bytes(torch.stack([as_bytes(each) for each in told]), told[0])
-    for index, rows in enumerate(found):
-        expected = torch.cat([each[index] for each in told])
+    tensors_by_rank = [
+        [filled(shape, kind, rank + index) for index, (shape, kind) in enumerate(what)] for rank in range(ranks)
+    ]
+    columns = rows_from_bytes(torch.stack([as_bytes(tensors) for tensors in tensors_by_rank]), tensors_by_rank[0])
+    for index, rows in enumerate(columns):
+        expected = torch.cat([tensors[index] for tensors in tensors_by_rank])
         assert rows.dtype == expected.dtype
         assert rows.shape == expected.shape
         assert torch.equal(rows.to(torch.complex64), expected.to(torch.complex64))
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.booleans()), max_size=12))
-def test_each_tensor_is_in_one_parcel_of_its_kind_and_none_is_too_large(sizes):
+def test_every_tensor_is_in_one_bucket_of_its_kind_within_the_size_limit(sizes):
     tensors = [torch.empty(size, dtype=torch.uint8) for size, _ in sizes]
     collectives.MOST_BYTES, before = 200, collectives.MOST_BYTES
     try:
-        found = make_buckets(tensors, [kind for _, kind in sizes])
+        buckets = make_buckets(tensors, [kind for _, kind in sizes])
     finally:
         collectives.MOST_BYTES = before
-    assert sorted(index for each in found for index in each) == list(range(len(sizes)))
-    for parcel in found:
-        assert parcel == sorted(parcel)
-        assert len({sizes[index][1] for index in parcel}) == 1
-        assert len(parcel) == 1 or sum(sizes[index][0] for index in parcel) <= 200
+    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(sizes)))
+    for indexes in buckets:
+        assert indexes == sorted(indexes)
+        assert len({sizes[index][1] for index in indexes}) == 1
+        assert len(indexes) == 1 or sum(sizes[index][0] for index in indexes) <= 200
 
 
-def test_pieces_are_tensors_of_their_own():
+def test_pieces_do_not_share_memory():
     like = [torch.empty(2, 2), torch.empty(()), torch.empty(0, 3)]
     pieces = split_like(torch.arange(5.0), like)
-    assert [each.tolist() for each in pieces] == [[[0, 1], [2, 3]], 4, []]
+    assert [piece.tolist() for piece in pieces] == [[[0, 1], [2, 3]], 4, []]
     pieces[0].zero_()
     assert pieces[1].item() == 4
     assert pieces[1].untyped_storage().nbytes() == 4

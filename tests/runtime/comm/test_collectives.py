@@ -1,4 +1,4 @@
-"""What each rank gets; and that bad data is an error on every rank, after which the group goes on."""
+"""Test the results on every rank. Invalid data raises an error on every rank, and the group stays usable."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.processes
 ODD_TYPES = (torch.bool, torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bfloat16, torch.complex64)
 
 
-def test_alone_each_is_the_identity_with_the_same_rules_for_shapes():
+def test_collectives_of_one_process_are_the_identity_with_the_same_shape_rules():
     PartialState(cpu=True)
     x = torch.ones(2, 3, requires_grad=True)
     data = {"x": x, "l": [torch.tensor(4)]}
@@ -44,7 +44,7 @@ def test_alone_each_is_the_identity_with_the_same_rules_for_shapes():
     assert broadcast_object_list(names) is names
 
 
-def test_alone_bad_arguments_are_errors_too():
+def test_collectives_of_one_process_check_arguments():
     PartialState(cpu=True)
     with pytest.raises(InvalidArgument, match=r"reduce\('median'\): unknown reduction 'median'; choose from mean"):
         reduce(torch.ones(1), "median")
@@ -63,10 +63,17 @@ def _gathers():
         "rows": (torch.full((2, 2), rank).t(), [torch.empty(0, 3)]),
         "odd": [torch.tensor([rank, 1]).to(kind) for kind in ODD_TYPES],
     }
-    got = gather(data)
-    kinds = [each.dtype for each in got["odd"]] == list(ODD_TYPES)
-    odd = {tuple(each.to(torch.complex64).real.tolist()) for each in got["odd"] if each.dtype != torch.bool}
-    return got["loss"].tolist(), got["rows"][0].tolist(), got["rows"][1][0].shape, kinds, odd, got["odd"][0].tolist()
+    gathered = gather(data)
+    kinds = [tensor.dtype for tensor in gathered["odd"]] == list(ODD_TYPES)
+    odd = {tuple(tensor.to(torch.complex64).real.tolist()) for tensor in gathered["odd"] if tensor.dtype != torch.bool}
+    return (
+        gathered["loss"].tolist(),
+        gathered["rows"][0].tolist(),
+        gathered["rows"][1][0].shape,
+        kinds,
+        odd,
+        gathered["odd"][0].tolist(),
+    )
 
 
 def test_gather_joins_all_ranks_rows_in_order():
@@ -80,14 +87,14 @@ def test_gather_joins_all_ranks_rows_in_order():
 def _reduces():
     rank = PartialState().process_index
     x = torch.tensor([[rank, 5.0 - rank]])
-    found = {each: reduce({"x": x}, each)["x"].tolist()[0] for each in ("mean", "sum", "min", "max")}
-    found["scaled"] = reduce(x, "sum", scale=0.5).tolist()[0]
-    found["int"] = reduce(torch.tensor(rank)).item()
-    found["bool"] = reduce(torch.tensor([rank > 0]), "sum").tolist()
-    found["short"] = [reduce(torch.tensor([rank]).to(kind), "sum") for kind in (torch.int16, torch.float8_e4m3fn)]
-    found["short"] = [(str(each.dtype), each.float().tolist()) for each in found["short"]]
+    results = {name: reduce({"x": x}, name)["x"].tolist()[0] for name in ("mean", "sum", "min", "max")}
+    results["scaled"] = reduce(x, "sum", scale=0.5).tolist()[0]
+    results["int"] = reduce(torch.tensor(rank)).item()
+    results["bool"] = reduce(torch.tensor([rank > 0]), "sum").tolist()
+    results["short"] = [reduce(torch.tensor([rank]).to(kind), "sum") for kind in (torch.int16, torch.float8_e4m3fn)]
+    results["short"] = [(str(tensor.dtype), tensor.float().tolist()) for tensor in results["short"]]
     assert x.tolist() == [[rank, 5.0 - rank]]
-    return found
+    return results
 
 
 def test_reduce_knows_four_reductions_and_leaves_its_input():
@@ -113,16 +120,16 @@ def _broadcasts_and_pads():
     rank = PartialState().process_index
     columns = torch.full((2, 2), rank).t()
     scalar, short = torch.tensor(rank, requires_grad=False), torch.tensor([rank], dtype=torch.int16)
-    given = {"c": columns[:1], "s": [scalar, short]}
-    same = broadcast(given, from_process=1) is given
+    data = {"c": columns[:1], "s": [scalar, short]}
+    same = broadcast(data, from_process=1) is data
     values = columns.tolist(), scalar.item(), short.item()
 
     ragged = [torch.full((rank + 1, 2), float(rank)), torch.tensor(7)]
     end, start = pad_across_processes(ragged, pad_index=-1), pad_across_processes(ragged, pad_index=-1, pad_first=True)
     wide = pad_across_processes(torch.ones(2, rank + 1, dtype=torch.int64), dim=-1)
     gathered = gather(pad_across_processes(torch.full((rank + 1,), rank), pad_index=9))
-    names = broadcast_object_list([f"{rank}-{each}" for each in range(rank + 1)], from_process=1)
-    return same, values, [each.tolist() for each in (end[0], start[0], end[1], wide, gathered)], names
+    names = broadcast_object_list([f"{rank}-{number}" for number in range(rank + 1)], from_process=1)
+    return same, values, [tensor.tolist() for tensor in (end[0], start[0], end[1], wide, gathered)], names
 
 
 def test_broadcast_writes_into_what_it_is_given_and_pad_makes_sizes_equal():
@@ -135,7 +142,7 @@ def test_broadcast_writes_into_what_it_is_given_and_pad_makes_sizes_equal():
 
 
 def _bad_data():
-    """Each error as this rank sees it. After each one the group has to work."""
+    """Return every error as text, as this rank sees it. The group must work after each error."""
     state = PartialState()
     rank, x = state.process_index, torch.ones(2)
     attempts = {
@@ -151,13 +158,13 @@ def _bad_data():
         "no list": lambda: gather_object(5 if rank == 1 else [5]),
         "unsent": lambda: broadcast_object_list([threading.Lock() if rank == 1 else rank], from_process=1),
     }
-    seen = {}
+    messages = {}
     for name, attempt in attempts.items():
         with pytest.raises((InvalidArgument, TransferError)) as caught:
             attempt()
-        seen[name] = f"{type(caught.value).__name__}: {caught.value}"
+        messages[name] = f"{type(caught.value).__name__}: {caught.value}"
         assert gather(torch.tensor(rank)).tolist() == [0, 1]
-    return seen
+    return messages
 
 
 def test_bad_data_is_the_same_error_on_every_rank_and_the_group_goes_on():

@@ -1,4 +1,4 @@
-"""What was gathered, without what only filled up the round."""
+"""Test that gathered metrics omit the samples that only fill up the last round."""
 
 from __future__ import annotations
 

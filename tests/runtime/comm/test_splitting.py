@@ -1,4 +1,4 @@
-"""Each process's share: nothing lost, nothing twice, in order."""
+"""Test that the shares of all processes contain every element once, in order."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from rankbook.runtime.process_state import split_for_rank
 
 @given(st.integers(0, 12), st.integers(1, 5))
 def test_the_shares_put_together_are_the_whole_and_differ_by_one_at_most(length, count):
-    whole = list(range(length))
-    shares = [split_for_rank(whole, index, count) for index in range(count)]
-    assert [each for share in shares for each in share] == whole
-    sizes = [len(each) for each in shares]
+    data = list(range(length))
+    shares = [split_for_rank(data, index, count) for index in range(count)]
+    assert [element for share in shares for element in share] == data
+    sizes = [len(share) for share in shares]
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) - min(sizes) <= 1
 
 
 @given(st.integers(1, 12), st.integers(1, 5))
-def test_padding_makes_them_equal_with_the_last_element(length, count):
-    whole = list(range(length))
+def test_padding_repeats_the_last_element(length, count):
+    data = list(range(length))
     for kind in (list, tuple, torch.tensor, np.array):
-        shares = [list(split_for_rank(kind(whole), index, count, pad=True)) for index in range(count)]
-        assert {len(each) for each in shares} == {-(-length // count)}
+        shares = [list(split_for_rank(kind(data), index, count, pad=True)) for index in range(count)]
+        assert {len(part) for part in shares} == {-(-length // count)}
         for index, share in enumerate(shares):
-            own = split_for_rank(whole, index, count)
-            assert share == own + [whole[-1]] * (len(share) - len(own))
+            unpadded = split_for_rank(data, index, count)
+            assert share == unpadded + [data[-1]] * (len(share) - len(unpadded))
 
 
 def test_a_dicts_values_are_split_alike_and_the_inputs_stay():
@@ -49,12 +49,12 @@ def test_values_of_other_lengths_are_an_error_that_shows_them():
         split_for_rank({"a": [1], "b": [1, 2]}, 0, 2)
 
 
-def test_what_cannot_be_sliced_is_given_whole():
+def test_values_without_slices_are_passed_unchanged():
     for value in ("text", 7, torch.tensor(3)):
         assert split_for_rank(value, 1, 2) is value
 
 
-def test_a_table_is_asked_for_its_rows():
+def test_table_is_sliced_by_rows():
     class Table(Sized):
         def __init__(self, rows):
             self.rows = rows
@@ -71,5 +71,5 @@ def test_a_table_is_asked_for_its_rows():
 
 
 def test_one_process_gets_the_same_object():
-    whole = [1, 2]
-    assert split_for_rank(whole, 0, 1) is whole
+    data = [1, 2]
+    assert split_for_rank(data, 0, 1) is data

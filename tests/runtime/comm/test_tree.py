@@ -41,7 +41,7 @@ class Batch:
 
 
 class Tokens(UserDict):
-    """As a tokenizer's batch: no mapping of the standard library's abstract kind, with a `.to` of its own."""
+    """Mapping like the batch of a tokenizer: not registered as `Mapping`, with its own `to`."""
 
     def to(self, device):
         self.data = {key: value.to(device) for key, value in self.data.items()}
@@ -80,8 +80,8 @@ def test_every_tensor_is_moved_and_the_container_stays_what_it_is(data):
     assert devices(moved) == {"meta"}
     assert devices(data) == {"cpu"}
     assert describe(moved) == describe(data)
-    kept = [(path, leaf) for path, leaf in leaves(data) if not isinstance(leaf, torch.Tensor)]
-    assert [(path, leaf) for path, leaf in leaves(moved) if not isinstance(leaf, torch.Tensor)] == kept
+    other_leaves = [(path, leaf) for path, leaf in leaves(data) if not isinstance(leaf, torch.Tensor)]
+    assert [(path, leaf) for path, leaf in leaves(moved) if not isinstance(leaf, torch.Tensor)] == other_leaves
 
 
 def test_a_defaultdict_keeps_its_factory():
@@ -98,7 +98,7 @@ def test_a_mapping_with_another_constructor_keeps_what_it_carries():
     assert data["a"].device.type == "cpu"
 
 
-def test_an_object_with_a_to_of_its_own_is_asked():
+def test_object_with_a_to_method_is_moved_by_it():
     class InPlace:
         def to(self, device):
             self.device = device
@@ -129,18 +129,18 @@ def test_skipped_keys_stay_at_any_depth():
 
 
 def test_a_dataclass_is_not_constructed_again():
-    made = []
+    instances = []
 
     @dataclass
     class Counted:
         x: torch.Tensor
 
         def __post_init__(self):
-            made.append(self)
+            instances.append(self)
 
     data = Counted(one())
     assert send_to_device(data, META).x.device == META
-    assert len(made) == 1
+    assert len(instances) == 1
 
 
 def test_types_and_modules_are_no_containers():
@@ -155,7 +155,7 @@ def test_concatenate_joins_each_tensor():
     assert concatenate([torch.ones(2, 1), torch.ones(2, 3)], dim=1).shape == (2, 4)
 
 
-def test_concatenate_refuses_what_is_no_tensor():
+def test_concatenate_refuses_values_other_than_tensors():
     for error in (InvalidArgument, TypeError):
         with pytest.raises(error, match="not str"):
             concatenate([["a"], ["b"]])
@@ -176,7 +176,7 @@ def test_other_leaves_are_kept_or_an_error():
         recursively_apply(torch.neg, [one(), "text"], error_on_other_type=True)
 
 
-def test_slices_types_and_words():
+def test_slices_dtypes_and_descriptions():
     data = {"x": torch.arange(4), "y": (torch.ones(4, 2, dtype=torch.float16), "t")}
     assert describe(slice_tensors(data, slice(0, 3))) == "{'x': int64[3], 'y': (float16[3, 2], str)}"
     assert describe(convert_to_fp32(data)["y"]) == "(float32[4, 2], str)"

@@ -142,17 +142,17 @@ def keep(batch):
     return batch
 
 
-def told(loader):
-    """What one rank gets: ids, words, draws, the end, the remainder."""
-    seen = []
+def read_batches(loader):
+    """Return every batch of a rank: ids, words, draws, and the state of the loader; then its remainder."""
+    batches = []
     for batch in loader:
         draws = batch.get("draw", torch.zeros(0)).flatten().tolist()
-        seen.append((batch["id"].tolist(), batch["word"], draws, loader.end_of_dataloader, loader.share))
-    return seen, loader.remainder, GradientState().in_dataloader
+        batches.append((batch["id"].tolist(), batch["word"], draws, loader.end_of_dataloader, loader.share))
+    return batches, loader.remainder, GradientState().in_dataloader
 
 
 def same_as_read_by_each():
-    found = []
+    results = []
     for options in (
         {"split_batches": False},
         {"split_batches": True},
@@ -168,52 +168,52 @@ def same_as_read_by_each():
             DataLoader(Stream(0), batch_size=2),
             Tenfold(Words(8), batch_size=2),
         ):
-            both = [
+            loaders = [
                 prepare_data_loader(source, data_seed=1, dispatch_batches=dispatch, **options)
                 for dispatch in (True, False)
             ]
-            assert [type(each).__name__ for each in both] == ["DataLoaderDispatcher", "DataLoaderShard"]
+            assert [type(loader).__name__ for loader in loaders] == ["DataLoaderDispatcher", "DataLoaderShard"]
             for _ in range(2):
-                dispatched, own = (told(each) for each in both)
-                assert dispatched == own, (options, source, dispatched, own)
+                dispatched, read_directly = (read_batches(loader) for loader in loaders)
+                assert dispatched == read_directly, (options, source, dispatched, read_directly)
             if not isinstance(source, Tenfold) and isinstance(source.dataset, Words):
-                assert [len(each) for each in both] == [len(own[0])] * 2, (options, source)
-            found.append(own)
+                assert [len(loader) for loader in loaders] == [len(read_directly[0])] * 2, (options, source)
+            results.append(read_directly)
     skipping = skip_first_batches(prepare_data_loader(DataLoader(Words(8), 2), dispatch_batches=True), 1)
-    found.append([batch["id"].tolist() for batch in skipping])
+    results.append([batch["id"].tolist() for batch in skipping])
     for _ in skipping:
         break  # on every rank; the next loop is whole
-    found.append([batch["id"].tolist() for batch in skipping])
-    return found
+    results.append([batch["id"].tolist() for batch in skipping])
+    return results
 
 
 @pytest.mark.processes
-def test_each_rank_gets_what_it_would_have_read():
+def test_dispatched_batches_equal_those_that_a_rank_reads_itself():
     first, second = run_ranks(same_as_read_by_each)
     assert first[0][0][0][0] != second[0][0][0][0]
     assert [first[-1], second[-1], first[-2]] == [[[4, 5]], [[6, 7]], [[4, 5]]]
 
 
 def resumed():
-    """What follows a state of each batch, of loaders that rank 0 reads ahead of all ranks."""
-    found = []
+    """Check that a loader continues after the state of every batch, while rank 0 reads ahead."""
+    lengths = []
     for source in (
         DataLoader(Words(20), batch_size=2, shuffle=True),
         DataLoader(Words(20), batch_size=2, num_workers=1, multiprocessing_context="fork"),
         DataLoader(Stream(20), batch_size=2),
     ):
-        first, states, whole = prepare_data_loader(source, data_seed=1, dispatch_batches=True), [], []
+        first, states, batches = prepare_data_loader(source, data_seed=1, dispatch_batches=True), [], []
         for batch in first:
-            whole.append((batch["id"].tolist(), batch.get("draw", torch.zeros(0)).tolist()))
+            batches.append((batch["id"].tolist(), batch.get("draw", torch.zeros(0)).tolist()))
             states.append(first.state_dict())
-        following = told(first)[0]
+        following = read_batches(first)[0]
         for at in (1, 3):
             again = prepare_data_loader(source, data_seed=1, dispatch_batches=True)
             again.load_state_dict(states[at - 1])
             rest = [(batch["id"].tolist(), batch.get("draw", torch.zeros(0)).tolist()) for batch in again]
-            assert rest == whole[at:] and told(again)[0] == following, (source, at)
-        found.append(len(whole))
-    return found
+            assert rest == batches[at:] and read_batches(again)[0] == following, (source, at)
+        lengths.append(len(batches))
+    return lengths
 
 
 @pytest.mark.processes
@@ -222,19 +222,19 @@ def test_the_next_batch_is_the_next_batch_however_far_rank_0_has_read():
 
 
 def bad_records():
-    found = []
+    results = []
     for data in (Bad(8), Unsendable(8), OddlyBad(4)):
         loader = prepare_data_loader(DataLoader(data, 2, collate_fn=collate_plain), dispatch_batches=True)
-        seen, error = [], None
+        batch_ids, error = [], None
         try:
             for batch in loader:
-                seen.append(batch["id"])  # noqa: PERF401 - what came before the error counts
+                batch_ids.append(batch["id"])  # noqa: PERF401 - what came before the error counts
         except Exception as raised:  # noqa: BLE001 - which one it is, is what is asked
             error = raised
-        found.append((seen, type(error).__name__, str(error), getattr(error, "__notes__", [])))
+        results.append((batch_ids, type(error).__name__, str(error), getattr(error, "__notes__", [])))
         assert not GradientState().in_dataloader
         assert gather_object([dist.get_rank()]) == [0, 1]  # nobody waits for anybody
-    return found
+    return results
 
 
 def collate_plain(records):
@@ -242,7 +242,7 @@ def collate_plain(records):
 
 
 @pytest.mark.processes
-def test_a_bad_record_raises_on_every_rank_and_nobody_is_left_waiting():
+def test_invalid_record_raises_on_every_rank():
     first, second = run_ranks(bad_records)
     assert first[0][:3] == ([[0, 1]], "LookupError", "record 5 is broken")
     assert second[0][1:3] == first[0][1:3] and "rank 0" in second[0][3][0]
@@ -302,18 +302,18 @@ class Heavy(Dataset):
 
 
 def heavy_passes():
-    """All batches of some passes, kept; one of the passes is broken off."""
+    """Keep all batches of several passes. One pass is interrupted."""
     loader = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True)
-    kept = []
+    batches = []
     for turn in range(4):
-        kept += list(loader)
+        batches += list(loader)
         if turn == 2:
             for batch in loader:
-                kept.append(batch)
+                batches.append(batch)
                 break
-    wrong = [batch["id"] for batch in kept if not (batch["large"] == batch["id"][:, None]).all()]
-    shapes = {tuple(batch["large"].shape) for batch in kept}
-    ids = [batch["id"].tolist() for batch in kept]
+    wrong = [batch["id"] for batch in batches if not (batch["large"] == batch["id"][:, None]).all()]
+    shapes = {tuple(batch["large"].shape) for batch in batches}
+    ids = [batch["id"].tolist() for batch in batches]
     return wrong, ids, shapes, gather_object([dist.get_rank()])
 
 
@@ -327,11 +327,11 @@ def test_large_tensors_arrive_and_later_batches_do_not_overwrite_them():
 
 
 def over_a_mesh(sizes):
-    """What a rank gets, dispatched and read by itself, on a mesh with these axes; and a bad record."""
+    """Return the batches of a rank, dispatched and read directly, on a mesh with these axes; then an invalid record."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    found = []
+    results = []
     for source in (
         DataLoader(Words(7), batch_size=2, shuffle=True),
         DataLoader(Words(7), batch_size=2, num_workers=1, multiprocessing_context="fork"),
@@ -340,15 +340,15 @@ def over_a_mesh(sizes):
         DataLoader(Words(0), batch_size=2),
     ):
         for options in ({}, {"even_batches": False}):
-            both = [
+            loaders = [
                 prepare_data_loader(source, data_seed=1, dispatch_batches=dispatch, torch_device_mesh=mesh, **options)
                 for dispatch in (True, False)
             ]
-            assert [type(each).__name__ for each in both] == ["DataLoaderDispatcher", "DataLoaderShard"]
+            assert [type(loader).__name__ for loader in loaders] == ["DataLoaderDispatcher", "DataLoaderShard"]
             for _ in range(2):
-                dispatched, own = (told(each) for each in both)
-                assert dispatched == own, (options, source, dispatched, own)
-            found.append(own)
+                dispatched, read_directly = (read_batches(loader) for loader in loaders)
+                assert dispatched == read_directly, (options, source, dispatched, read_directly)
+            results.append(read_directly)
     heavy = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True, torch_device_mesh=mesh)
     for _ in range(2):
         for batch in heavy:
@@ -357,7 +357,7 @@ def over_a_mesh(sizes):
     with pytest.raises(LookupError, match="record 5 is broken"):
         list(prepare_data_loader(DataLoader(Bad(8), 2), dispatch_batches=True, torch_device_mesh=mesh))
     assert gather_object([dist.get_rank()]) == list(range(dist.get_world_size()))
-    return found
+    return results
 
 
 @pytest.mark.processes

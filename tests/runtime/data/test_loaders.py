@@ -63,8 +63,8 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         info = get_worker_info()  # as torch's documentation shows it
-        mine = range(self.n) if info is None else range(info.id, self.n, info.num_workers)
-        return iter(mine)
+        numbers = range(self.n) if info is None else range(info.id, self.n, info.num_workers)
+        return iter(numbers)
 
 
 class SizedStream(Stream):
@@ -82,19 +82,19 @@ def batches(loader):
 
 
 def metrics(loaders):
-    """What `gather_for_metrics` gives: each round's batches, padded and joined, trimmed by the first rank's share."""
-    found = []
+    """Return the result of `gather_for_metrics`: the batches of every round, padded, joined, and trimmed."""
+    samples = []
     iterators = [iter(loader) for loader in loaders]
     while True:
         present = [(loader, batch) for loader, it in zip(loaders, iterators, strict=True) for batch in islice(it, 1)]
         if not present:
-            return found
+            return samples
         share = present[0][0].share
         assert {loader.share for loader, _ in present} == {share}
         rows = max(len(batch) for _, batch in present)
         padded = [torch.nn.functional.pad(batch, (0, rows - len(batch)), value=-1) for _, batch in present]
         padded += [torch.full((rows,), -1)] * (len(loaders) - len(padded))
-        found += trim(torch.cat(padded), share).tolist()
+        samples += trim(torch.cat(padded), share).tolist()
         assert share is None or share.rows in {rows, -1}
 
 
@@ -110,19 +110,19 @@ def test_the_metrics_are_of_each_sample_once_in_order(data, split, even):
         loaders = for_ranks(source, ranks, split_batches=split, even_batches=even, dispatch_batches=False)
         assert metrics(loaders) == list(range(n)), (n, size, ranks)
         for loader in loaders:
-            given = len(list(loader))
-            assert loader.end_of_dataloader and (data is Stream or len(loader) == given)
+            batch_count = len(list(loader))
+            assert loader.end_of_dataloader and (data is Stream or len(loader) == batch_count)
             assert loader.remainder in {n % loader.total_batch_size, 0 if n else -1}
 
 
-def test_the_last_batch_is_known_when_it_comes_and_what_of_it_is_real():
+def test_last_batch_is_reported_with_its_number_of_real_samples():
     first, second = for_ranks(DataLoader(Numbers(7), batch_size=2), 2)
-    seen = [(batch.tolist(), first.end_of_dataloader, first.remainder, first.share) for batch in first]
-    assert seen == [([0, 1], False, -1, None), ([4, 5], True, 3, RoundPadding((2, 1), 2, (0, 1)))]
+    states = [(batch.tolist(), first.end_of_dataloader, first.remainder, first.share) for batch in first]
+    assert states == [([0, 1], False, -1, None), ([4, 5], True, 3, RoundPadding((2, 1), 2, (0, 1)))]
     assert batches(second) == [[2, 3], [6, 0]]
 
 
-def test_a_left_loop_is_over():
+def test_abandoned_loop_is_inactive():
     loader = prepare_data_loader(DataLoader(Numbers(6), batch_size=2))
     state = GradientState()
     for _ in loader:
@@ -135,16 +135,16 @@ def test_a_left_loop_is_over():
     assert [state.end_of_dataloader for _ in loader] == [False, False, True]
 
 
-def test_a_prepared_loader_is_not_dealt_again():
+def test_prepared_loader_is_not_distributed_twice():
     loader = prepare_data_loader(DataLoader(Numbers(6), batch_size=2), num_processes=2, process_index=0)
     assert prepare_data_loader(loader, num_processes=2, process_index=0) is loader
     assert isinstance(loader, DataLoader) and isinstance(loader, DataLoaderShard)
     for n in (9, 10, 11, 12):
         samplers = [DistributedSampler(range(n), 3, rank, shuffle=False) for rank in range(3)]
-        own = [DataLoader(Numbers(n), 2, sampler=sampler) for sampler in samplers]
-        dealt = [prepare_data_loader(each, num_processes=3, process_index=rank) for rank, each in enumerate(own)]
-        assert [batches(each) for each in dealt] == [batches(each) for each in own]
-        assert [len(each) for each in dealt] == [len(each) for each in own]
+        loaders = [DataLoader(Numbers(n), 2, sampler=sampler) for sampler in samplers]
+        dealt = [prepare_data_loader(each, num_processes=3, process_index=rank) for rank, each in enumerate(loaders)]
+        assert [batches(current) for current in dealt] == [batches(current) for current in loaders]
+        assert [len(current) for current in dealt] == [len(current) for current in loaders]
         assert sorted(metrics(dealt)) == list(range(n))
 
 
@@ -195,24 +195,24 @@ def test_a_shuffle_is_the_same_on_all_ranks_and_new_in_each_epoch():
         DataLoader(Numbers(12), batch_size=2, sampler=Careless(12)),
     ):
         torch.manual_seed(1)
-        whole = prepare_data_loader(source, data_seed=5)
-        own = source.sampler.generator if isinstance(source.sampler, RandomSampler) else None
+        single = prepare_data_loader(source, data_seed=5)
+        generator = source.sampler.generator if isinstance(source.sampler, RandomSampler) else None
         epochs = []
         for _ in range(2):
-            state = own.get_state() if own else None
-            epochs.append([i for batch in batches(whole) for i in batch])
-            whole.position.epoch -= 1
+            state = generator.get_state() if generator else None
+            epochs.append([i for batch in batches(single) for i in batch])
+            single.position.epoch -= 1
             for ranks, seed in ((2, 2), (3, 3)):
                 dealt = []
                 for loader in for_ranks(source, ranks, data_seed=5):
-                    loader.set_epoch(whole.position.next_epoch())
+                    loader.set_epoch(single.position.next_epoch())
                     torch.manual_seed(seed)
-                    if own:
-                        own.set_state(state)
+                    if generator:
+                        generator.set_state(state)
                     dealt.append(batches(loader))
                 rounds = zip(*dealt, strict=True)
-                assert [i for each in rounds for batch in each for i in batch] == epochs[-1]
-            whole.position.epoch += 1
+                assert [i for batches_of_round in rounds for batch in batches_of_round for i in batch] == epochs[-1]
+            single.position.epoch += 1
         assert sorted(epochs[0]) == list(range(12)) and epochs[0] != epochs[1]
 
 
@@ -299,22 +299,22 @@ def test_the_epoch_reaches_the_persons_own_samplers_once():
         (DataLoader(Numbers(8), batch_size=None, sampler=inner), [inner]),
         (DataLoader(Numbers(8), batch_sampler=replaced), [replaced]),
     ]
-    for source, told in sources:
+    for source, samplers in sources:
         for ranks, rank in ((1, 0), (2, 1)):
-            for sampler in told:
+            for sampler in samplers:
                 sampler.epochs = []
             loader = prepare_data_loader(source, num_processes=ranks, process_index=rank)
             loader.set_epoch(5)
-            assert [sampler.epochs for sampler in told] == [[5]] * len(told)
+            assert [sampler.epochs for sampler in samplers] == [[5]] * len(samplers)
             list(loader)
-            assert [sampler.epochs for sampler in told] == [[5]] * len(told)
+            assert [sampler.epochs for sampler in samplers] == [[5]] * len(samplers)
             list(loader)
-            assert [sampler.epochs for sampler in told] == [[5, 6]] * len(told)
+            assert [sampler.epochs for sampler in samplers] == [[5, 6]] * len(samplers)
     prepare_data_loader(DataLoader(Numbers(8), sampler=seedable)).set_epoch(3)
     assert seedable.epoch == 3
 
 
-def test_the_main_process_draws_what_it_would_have_drawn():
+def test_prepared_loader_does_not_change_draws_of_the_main_process():
     loader = prepare_data_loader(DataLoader(Numbers(6), batch_size=2, shuffle=True))
     torch.manual_seed(0)
     expected = torch.rand(4)
@@ -379,8 +379,8 @@ def test_workers_find_the_epoch_set_where_they_share_it(persistent):
     for epoch in (0, 1, 5):
         loader.set_epoch(epoch)
         loader.parts.source.dataset.epoch.fill_(epoch and epoch - 1)  # as if nobody but the pass had said it
-        found = [[row.tolist() for row in batch] for batch in loader]
-        assert found == [[[100 * epoch + i, 100 * epoch + i + 1], [0, 0]] for i in (0, 2)]
+        rows = [[row.tolist() for row in batch] for batch in loader]
+        assert rows == [[[100 * epoch + i, 100 * epoch + i + 1], [0, 0]] for i in (0, 2)]
 
 
 @pytest.mark.processes
@@ -399,17 +399,19 @@ class Cut(IterableDataset):
 
 def cut(_worker):  # from torch's documentation of IterableDataset
     info = get_worker_info()
-    whole = info.dataset.end
-    per_worker = -(-whole // info.num_workers)
+    end = info.dataset.end
+    per_worker = -(-end // info.num_workers)
     info.dataset.start = info.id * per_worker
-    info.dataset.end = min(info.dataset.start + per_worker, whole)
+    info.dataset.end = min(info.dataset.start + per_worker, end)
 
 
 @pytest.mark.parametrize("n", [0, 1])
 def test_less_data_than_ranks(n):
     for even in (True, False):
-        given = [batches(each) for each in for_ranks(DataLoader(Numbers(n), batch_size=1), 3, even_batches=even)]
-        assert given == ([[[0]] * n] * 3 if even else [[[0]] * n, [], []])
+        batches_by_rank = [
+            batches(loader) for loader in for_ranks(DataLoader(Numbers(n), batch_size=1), 3, even_batches=even)
+        ]
+        assert batches_by_rank == ([[[0]] * n] * 3 if even else [[[0]] * n, [], []])
 
 
 def test_skipped_batches_are_not_read_and_the_position_is_shared():
@@ -467,7 +469,7 @@ def test_torchdata_gives_the_batches_where_asked_for():
         assert batches(again) == [[2, 3], [4, 5], [6]] and len(batches(again)) == 4
 
 
-def test_a_loader_tells_how_it_was_prepared():
+def test_loader_reports_its_preparation():
     generator = torch.Generator()
     source = DataLoader(Numbers(4), sampler=RandomSampler(Numbers(4), generator=generator))
     loader = prepare_data_loader(source, rng_types=["torch", "generator"])
@@ -497,9 +499,9 @@ def test_a_loader_is_one_of_torchdata_where_asked_for():
 def test_batches_are_put_on_the_device_where_asked():
     dataset = TensorDataset(torch.arange(4), torch.arange(4))
     loader = prepare_data_loader(DataLoader(dataset, batch_size=4), device=torch.device("meta"), put_on_device=True)
-    assert [each.device.type for each in next(iter(loader))] == ["meta", "meta"]
+    assert [tensor.device.type for tensor in next(iter(loader))] == ["meta", "meta"]
     loader = prepare_data_loader(DataLoader(dataset, batch_size=4), device=torch.device("meta"))
-    assert [each.device.type for each in next(iter(loader))] == ["cpu", "cpu"]
+    assert [tensor.device.type for tensor in next(iter(loader))] == ["cpu", "cpu"]
 
 
 def test_a_loader_made_by_hand_gives_what_its_samplers_give():
@@ -507,7 +509,7 @@ def test_a_loader_made_by_hand_gives_what_its_samplers_give():
     assert (batches(loader), len(loader), loader.remainder) == ([[2, 3], [4]], 2, 1)
 
 
-def test_options_are_told_by_name():
+def test_loader_options_are_reported_by_name():
     options = DataLoaderConfiguration(data_seed=4).to_dict()
     assert options["data_seed"] == 4 and options["even_batches"] and options["dispatch_batches"] is None
     assert pickle.loads(pickle.dumps(DataLoaderConfiguration())) == DataLoaderConfiguration()
@@ -521,8 +523,8 @@ def test_ranks_that_differ_along_tp_and_cp_alone_have_one_part(names):
     )
     parts = data_parallel_layout(mesh)
     for rank, part in enumerate(parts):
-        place = (layout == rank).nonzero()[0].tolist()
-        mesh.get_local_rank = place.__getitem__
+        coordinates = (layout == rank).nonzero()[0].tolist()
+        mesh.get_local_rank = coordinates.__getitem__
         assert data_parallel_rank(mesh, layout.numel())[1] == part
 
 

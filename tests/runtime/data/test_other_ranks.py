@@ -43,9 +43,9 @@ class Buckets(Sampler):
             bucket = list(range(start, min(start + 3 * self.size, self.n)))
             random.shuffle(bucket)
             while bucket:
-                taken = bucket[: 1 + len(bucket) % self.size]
-                bucket = bucket[len(taken) :]
-                yield taken
+                batch = bucket[: 1 + len(bucket) % self.size]
+                bucket = bucket[len(batch) :]
+                yield batch
 
     def __len__(self):
         return sum(1 for _ in copy.copy(self))
@@ -271,25 +271,27 @@ def test_a_run_that_is_resumed_twice_gives_what_one_that_is_resumed_once_gives()
     for kind in KINDS:
         first = Ranks(kind, 61, 2, 4)
         first.read(1)
-        whole = Ranks(kind, 61, 2, 3)
-        whole.load(first.state)
-        expected = whole.read()[0]
+        resumed_once = Ranks(kind, 61, 2, 3)
+        resumed_once.load(first.state)
+        expected = resumed_once.read()[0]
         parts = Ranks(kind, 61, 2, 3)
         parts.load(first.state)
-        begun = parts.read(1)[0]
+        first_batches = parts.read(1)[0]
         again = Ranks(kind, 61, 2, 3)
         again.load(parts.state)
-        assert again.loaders[0].state_dict()["samples"] == first.state["samples"] + len(begun)
-        assert begun + again.read()[0] == expected, kind
+        assert again.loaders[0].state_dict()["samples"] == first.state["samples"] + len(first_batches)
+        assert first_batches + again.read()[0] == expected, kind
 
 
 def test_the_last_batches_are_smaller_and_no_rank_is_without_one():
     group = Ranks("sequential", 21, 4, 1)
     group.read(1)
-    others = Ranks("sequential", 21, 4, 4)
-    others.load(group.state)
-    assert [len(loader) for loader in others.loaders] == [2] * 4  # 17 samples: a round of 16 would leave 1 to 4 ranks
-    sizes = [[len(batch) for batch in loader] for loader in others.loaders]
+    other_group = Ranks("sequential", 21, 4, 4)
+    other_group.load(group.state)
+    assert [len(loader) for loader in other_group.loaders] == [
+        2
+    ] * 4  # 17 samples: a round of 16 would leave 1 to 4 ranks
+    sizes = [[len(batch) for batch in loader] for loader in other_group.loaders]
     assert sum(map(sum, sizes)) == 17 and {len(rank) for rank in sizes} == {2}
     assert {size for rank in sizes for size in rank} == {2, 3}
 
@@ -297,11 +299,11 @@ def test_the_last_batches_are_smaller_and_no_rank_is_without_one():
 def test_fewer_samples_than_ranks_are_repeated_and_the_repetitions_are_known():
     group = Ranks("sequential", 9, 4, 1)
     group.read(2)
-    others = Ranks("sequential", 9, 4, 3)
-    others.load(group.state)
-    real, numbers, batches = others.read()
+    other_group = Ranks("sequential", 9, 4, 3)
+    other_group.load(group.state)
+    real, numbers, batches = other_group.read()
     assert ([row[0] for row in real], numbers, batches) == ([8], [8, 8, 8], [1, 1, 1])
-    assert others.loaders[0].remainder == 1
+    assert other_group.loaders[0].remainder == 1
 
 
 def test_what_drop_last_drops_is_an_incomplete_round():
@@ -312,9 +314,9 @@ def test_what_drop_last_drops_is_an_incomplete_round():
     for _, _ in zip(range(3), first, strict=False):
         state = first.state_dict()
     state["batches"], state["samples"] = 3, 6
-    others = [dropping(4, rank) for rank in range(4)]
+    other_group = [dropping(4, rank) for rank in range(4)]
     rest = []
-    for loader in others:
+    for loader in other_group:
         loader.load_state_dict(state)
         assert len(loader) == 2
         rest.append([batch.tolist() for batch in loader])
@@ -323,20 +325,20 @@ def test_what_drop_last_drops_is_an_incomplete_round():
 
 def test_another_batch_size_continues_after_the_same_samples():
     group = Ranks("shuffled", 40, 3, 2)
-    seen = group.read(2)[0]
-    others = Ranks("shuffled", 40, 5, 2)
-    others.load(group.state)
-    assert sorted(row[0] for row in seen + others.read()[0]) == list(range(40))
+    samples = group.read(2)[0]
+    other_group = Ranks("shuffled", 40, 5, 2)
+    other_group.load(group.state)
+    assert sorted(row[0] for row in samples + other_group.read()[0]) == list(range(40))
 
 
 def test_an_older_checkpoint_loads_too():
     for kind in KINDS[:6]:
         group = Ranks(kind, 40, 2, 4)
-        seen = group.read(1)[0]
+        samples = group.read(1)[0]
         older = {name: value for name, value in group.state.items() if name not in {"samples", "earlier"}}
-        others = Ranks(kind, 40, 2, 3)
-        others.load(older)
-        assert sorted(row[0] for row in seen + others.read()[0]) == list(range(40)), kind
+        other_group = Ranks(kind, 40, 2, 3)
+        other_group.load(older)
+        assert sorted(row[0] for row in samples + other_group.read()[0]) == list(range(40)), kind
 
 
 def test_a_stream_without_a_state_starts_the_epoch_anew_with_a_warning():

@@ -33,7 +33,7 @@ def test_a_stream_is_the_same_in_every_process_and_version():
 
 
 def draw():
-    """One number of each global stream; the normal ones leave a half behind in Python and in numpy."""
+    """Draw one number from every global stream. The normal ones leave a second value behind in Python and in numpy."""
     return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(()).item()]
 
 
@@ -41,7 +41,7 @@ class Something:
     """Code that could draw."""
 
 
-def test_draws_depend_on_the_key_alone_and_the_states_are_put_back():
+def test_draws_depend_on_the_key_only_and_states_are_restored():
     rng, runs = BatchRng(Something()), []
     for seed in (0, 1):
         random.seed(seed)
@@ -77,7 +77,7 @@ def test_the_states_are_put_back_after_an_error():
     assert draw() == expected
 
 
-def test_a_worker_seeds_and_puts_nothing_back(monkeypatch):
+def test_worker_seeds_without_restoring_states(monkeypatch):
     monkeypatch.setattr(streams, "get_worker_info", object)
     rng = BatchRng(Something())
     with rng.seeded(0, 0, 0):
@@ -93,14 +93,14 @@ def test_a_batch_may_be_read_within_another_one():
     with rng.seeded(0, 0, 0):
         expected = draw() + draw()
     with rng.seeded(0, 0, 0):
-        found = draw()
+        drawn = draw()
         with rng.seeded(0, 0, 1):
             assert set(draw()).isdisjoint(expected)
-        assert found + draw() == expected
+        assert drawn + draw() == expected
 
 
 def test_numpys_global_generator_may_be_of_another_kind():
-    bits = np.random.get_bit_generator()
+    bit_generator = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(1))
         first = np.random.randn()
@@ -110,7 +110,7 @@ def test_numpys_global_generator_may_be_of_another_kind():
         np.random.set_bit_generator(np.random.PCG64(1))
         assert [np.random.randn(), np.random.randn()] == [first, second]
     finally:
-        np.random.set_bit_generator(bits)
+        np.random.set_bit_generator(bit_generator)
 
 
 def test_a_dataset_may_seed_the_global_generators_itself():
@@ -121,7 +121,7 @@ def test_a_dataset_may_seed_the_global_generators_itself():
     assert drawn == [np.random.RandomState(3).rand(), random.Random(3).random()]
 
 
-def test_code_of_torch_that_draws_nothing_is_read_as_it_is(monkeypatch):
+def test_torch_code_that_draws_nothing_is_run_directly(monkeypatch):
     def fail(*_):
         raise AssertionError("seeded")
 
@@ -165,13 +165,13 @@ def function_with_default(rng=default, other=None, *, keyword=keyword_default):
     return rng, other, keyword
 
 
-def test_generators_are_found_in_all_the_places_where_people_keep_them():
-    found = dict(find_generators(Holder()))
-    ends = {path.split(".")[-1] for path in found}
-    assert len(found) == 10
+def test_generators_are_found_in_attributes_containers_and_closures():
+    generators = dict(find_generators(Holder()))
+    ends = {path.split(".")[-1] for path in generators}
+    assert len(generators) == 10
     named = {"shared", "numpy", "legacy", "python", "torch", "other", "inner", "keyword", "global_generator"}
     assert named <= ends
-    assert [path for path, _ in find_generators(Holder())] == list(found)
+    assert [path for path, _ in find_generators(Holder())] == list(generators)
 
 
 TRANSFORMS = {"train": [Slotted(torch.Generator())]}
@@ -191,9 +191,9 @@ class UsesGlobals:
 
 
 def test_generators_are_found_that_the_code_names():
-    found = [value for _, value in find_generators(UsesGlobals())]
-    wanted = [global_generator, TRANSFORMS["train"][0].torch, TRANSFORM.torch, HELPERS.rng, *MANY]
-    assert {id(value) for value in wanted} <= {id(value) for value in found}
+    generators = [value for _, value in find_generators(UsesGlobals())]
+    expected = [global_generator, TRANSFORMS["train"][0].torch, TRANSFORM.torch, HELPERS.rng, *MANY]
+    assert {id(value) for value in expected} <= {id(value) for value in generators}
 
 
 def test_a_long_list_of_data_is_not_walked():
@@ -220,7 +220,7 @@ def test_a_generator_that_is_made_in_the_first_batch_draws_as_the_others():
     def drawn(number):
         dataset = Lazy()
         rng = BatchRng(dataset)
-        return [rng.read(dataset.read, None, 0, 0, each) for each in (number, 7)]
+        return [rng.read(dataset.read, None, 0, 0, index) for index in (number, 7)]
 
     first, second = drawn(1), drawn(2)
     assert first[0] != second[0] and first[1] == second[1]
@@ -266,14 +266,14 @@ def test_a_generator_that_is_made_late_is_found():
         assert holder.rng.random() == first
 
 
-def test_a_skipped_generator_is_left_alone():
+def test_skipped_generator_is_not_seeded():
     holder = Something()
     holder.rng = torch.Generator().manual_seed(1)
     with BatchRng(holder, skip=(holder.rng,)).seeded(0, 0, 0):
         assert torch.equal(holder.rng.get_state(), torch.Generator().manual_seed(1).get_state())
 
 
-def test_it_is_pickled_without_the_generators_that_it_found():
+def test_pickle_omits_discovered_generators():
     rng = BatchRng(Slotted(random.Random(1)))
     with rng.seeded(0, 0, 0):
         pass

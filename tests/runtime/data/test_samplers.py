@@ -1,4 +1,4 @@
-"""Who gets which samples: the table, and what must hold for every table that one could write."""
+"""Test which rank gets which samples, in a table of cases and in random cases."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def test_every_sample_comes_once_but_for_padding_and_len_is_right(case):
         assert {len(batch) for batches in dealt for batch in batches} <= {case["rows"]}
     counts = Counter(index for batches in dealt for batch in batches for index in batch)
     total = size if case["split"] else size * case["ranks"]
-    kept = case["n"] // total * total if case["drop"] else case["n"]
-    assert set(counts) == set(range(kept))
-    missing = -kept % total if case["even"] and not case["drop"] and kept else 0
-    assert sum(counts.values()) == kept + missing
+    used_count = case["n"] // total * total if case["drop"] else case["n"]
+    assert set(counts) == set(range(used_count))
+    missing = -used_count % total if case["even"] and not case["drop"] and used_count else 0
+    assert sum(counts.values()) == used_count + missing
 
 
 class OwnBatches:
@@ -120,11 +120,11 @@ class DerivedBatches(BatchSampler):
 
 @pytest.mark.parametrize("kind", [BatchSampler, DerivedBatches, OwnBatches])
 @pytest.mark.parametrize(("split", "even", "drop"), [*product([False, True], repeat=3)])
-def test_len_is_what_comes_out(kind, split, even, drop):
+def test_len_equals_the_number_of_batches(kind, split, even, drop):
     for n, rows, ranks in product(range(13), range(1, 5), range(1, 5)):
         sampler = kind(range(n), rows * ranks if split else rows, drop)
         lengths = [(len(shard), sum(1 for _ in shard)) for shard in shards(sampler, ranks, split, even)]
-        assert all(said == given for said, given in lengths), (n, rows, ranks, lengths)
+        assert all(length == batch_count for length, batch_count in lengths), (n, rows, ranks, lengths)
 
 
 def test_len_leaves_the_sampler_and_the_random_states_as_they_were():
@@ -144,38 +144,40 @@ def test_len_follows_an_attribute_that_is_changed_later():
 
 
 @given(case=cases)
-def test_rounds_say_what_is_real_in_the_order_of_the_data(case):
+def test_rounds_report_real_samples_in_data_order(case):
     sampler, size = sampler_of(case)
     shard = BatchSamplerShard(sampler, case["ranks"], 0, case["split"], case["even"])
     real = []
     rounds = list(shard.rounds())
-    for each in rounds:
-        for rank, part in enumerate(each.parts):
-            assert (part is not None) == (each.share is None or rank in each.share.ranks)
-            assert len(part or ()) <= (case["rows"] if each.share is None else each.share.rows)
-            real += list(part or ())[: case["rows"] if each.share is None else each.share.real[rank]]
+    for current in rounds:
+        for rank, part in enumerate(current.parts):
+            assert (part is not None) == (current.share is None or rank in current.share.ranks)
+            assert len(part or ()) <= (case["rows"] if current.share is None else current.share.rows)
+            real += list(part or ())[: case["rows"] if current.share is None else current.share.real[rank]]
     total = size if case["split"] else size * case["ranks"]
     assert real == list(range(case["n"] // total * total if case["drop"] else case["n"]))
     for rank in range(case["ranks"]):
-        lasts = [each.last[rank] for each in rounds if each.parts[rank] is not None]
+        lasts = [current.last[rank] for current in rounds if current.parts[rank] is not None]
         assert lasts == [False] * (len(lasts) - 1) + [True] * bool(lasts)
     assert list(shard.rounds(case["skip"])) == rounds[case["skip"] :]
 
 
 @given(lengths=st.lists(st.integers(1, 4), max_size=9), ranks=st.integers(1, 4), even=st.booleans())
-def test_batches_of_any_lengths_are_dealt_whole(lengths, ranks, even):
+def test_batches_of_any_lengths_are_distributed_undivided(lengths, ranks, even):
     numbers = iter(range(100))
     batches = [[next(numbers) for _ in range(length)] for length in lengths]
     before = copy.deepcopy(batches)
     shard = BatchSamplerShard(batches, ranks, 0, even_batches=even)
     rounds = list(shard.rounds())
-    assert [part for each in rounds for part in each.parts if part is not None][: len(batches)] == before == batches
-    for each in rounds:
-        for part, count in zip(each.parts, each.share.real if each.share else (), strict=False):
+    assert (
+        [part for current in rounds for part in current.parts if part is not None][: len(batches)] == before == batches
+    )
+    for current in rounds:
+        for part, count in zip(current.parts, current.share.real if current.share else (), strict=False):
             assert count in {0, len(part or ())}
-    assert all(len(part or ()) <= each.share.rows for each in rounds if each.share for part in each.parts)
+    assert all(len(part or ()) <= current.share.rows for current in rounds if current.share for part in current.parts)
     if even:
-        assert all(None not in each.parts for each in rounds)
+        assert all(None not in current.parts for current in rounds)
 
 
 def test_rows_of_the_last_round_hold_the_longer_batch_that_is_repeated_in_it():
@@ -199,10 +201,10 @@ def test_a_stream_is_dealt_like_a_split_sampler_of_all_ranks_samples(case):
         IterableDatasetShard(Stream(), size, case["drop"], ranks, rank, case["split"], case["even"])
         for rank in range(ranks)
     ]
-    whole = BatchSampler(range(case["n"]), rows * ranks, case["drop"])
-    expected = [[i for batch in shard for i in batch] for shard in shards(whole, ranks, True, case["even"])]
-    assert [list(each) for each in streams] == expected
-    assert [len(each) for each in streams] == [len(each) for each in expected]
+    sampler = BatchSampler(range(case["n"]), rows * ranks, case["drop"])
+    expected = [[i for batch in shard for i in batch] for shard in shards(sampler, ranks, True, case["even"])]
+    assert [list(stream) for stream in streams] == expected
+    assert [len(stream) for stream in streams] == [len(samples) for samples in expected]
 
 
 @pytest.mark.processes
@@ -262,14 +264,14 @@ def test_a_seedable_shuffle_takes_the_arguments_of_torchs_sampler():
         SeedableRandomSampler(range(4), num_samples=-1)
 
 
-def test_skipped_batches_are_gone_and_counted():
+def test_skipped_batches_are_not_returned_and_are_counted():
     sampler = SkipBatchSampler(BatchSampler(range(7), 2, False), 2)
     assert list(sampler) == [[4, 5], [6]]
     assert (len(sampler), sampler.total_length) == (2, 4)
     assert (list(SkipBatchSampler([[1]], 3)), len(SkipBatchSampler([[1]], 3))) == ([], 0)
 
 
-def test_skipping_a_million_samples_takes_no_time_that_a_person_would_see():
+def test_skipping_a_million_samples_is_fast():
     shard = BatchSamplerShard(BatchSampler(RandomSampler(range(1_000_000)), 10, False), 2, 0)
     started = time.thread_time()
     assert next(shard.rounds(49_999)).number == 49_999

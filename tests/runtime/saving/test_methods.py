@@ -55,11 +55,11 @@ def same(one, other):
 
 
 def numbers(folder):
-    return sorted(each.name for each in (folder / "checkpoints").iterdir())
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
 @pytest.mark.slow
-def test_who_never_saves_pays_nothing():
+def test_process_that_does_not_save_imports_no_checkpoint_code():
     code = (
         "import sys\nfrom rankbook.runtime import Accelerator\nAccelerator().prepare()\n"
         "print([name for name in sys.modules if name.startswith(('rankbook.checkpoint', 'safetensors'))])"
@@ -69,28 +69,28 @@ def test_who_never_saves_pays_nothing():
 
 
 def test_several_models_with_one_optimizer_and_a_parameter_of_none_come_back(tmp_path):
-    def made(seed):
+    def prepared(seed):
         accelerator = Accelerator()
         torch.manual_seed(seed)
         loose = nn.Parameter(torch.ones(2))
         first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-        both = torch.optim.AdamW([*first.parameters(), *second.parameters(), loose], lr=0.1 * seed)
+        shared_optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters(), loose], lr=0.1 * seed)
         other = torch.optim.SGD(second.parameters(), lr=0.5 * seed, momentum=0.9)
-        first, second, both, other = accelerator.prepare(first, second, both, other)
+        first, second, shared_optimizer, other = accelerator.prepare(first, second, shared_optimizer, other)
         (first(torch.ones(2)) + second(torch.ones(2)) + loose).sum().backward()
-        both.step()
+        shared_optimizer.step()
         other.step()
-        return accelerator, first, second, both, other
+        return accelerator, first, second, shared_optimizer, other
 
-    accelerator, *then = made(1)
+    accelerator, *then = prepared(1)
     assert accelerator.save_state(tmp_path / "state") == str(tmp_path / "state")
     assert verify(tmp_path / "state").ok
-    again, *now = made(2)
+    again, *now = prepared(2)
     again.load_state(tmp_path / "state")
     assert all(same(values(one), values(other)) for one, other in zip(then[:2], now[:2], strict=True))
     for one, other in zip(then[2:], now[2:], strict=True):
         assert [group["lr"] for group in one.param_groups] == [group["lr"] for group in other.param_groups]
-        states = [[*each.state_dict()["state"].values()] for each in (one, other)]
+        states = [[*optimizer.state_dict()["state"].values()] for optimizer in (one, other)]
         assert len(states[0]) == len(states[1]) > 0
         assert all(same(*pair) for pair in zip(*states, strict=True))
 
@@ -139,7 +139,7 @@ def test_numbers_go_on_after_a_load_and_are_never_used_twice(tmp_path):
     assert earlier.save_iteration == 1
 
 
-def test_hooks_may_save_a_model_themselves_and_what_they_write_stays(tmp_path):
+def test_hooks_may_save_a_model_themselves_and_their_files_remain(tmp_path):
     accelerator = Accelerator()
     model, _ = trained(accelerator)
     folder = tmp_path / "state"
@@ -179,7 +179,7 @@ def test_hooks_may_save_a_model_themselves_and_what_they_write_stays(tmp_path):
     assert (model[0].weight == 7).all()
 
 
-def test_what_does_not_fit_is_said_before_anything_changes(tmp_path):
+def test_mismatch_is_reported_before_anything_changes(tmp_path):
     accelerator = Accelerator()
     model, _ = trained(accelerator)
     accelerator.save_state(tmp_path / "state")
@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_said_before_anything_changes(tmp_path):
         accelerator.load_state(tmp_path / "other" / "step-1")
 
 
-def test_a_save_in_the_background_has_what_was_there_as_it_began(tmp_path, monkeypatch):
+def test_background_save_stores_the_values_at_its_start(tmp_path, monkeypatch):
     accelerator = Accelerator()
     model, optimizer = trained(accelerator)
     counted, gate = Counter([1]), threading.Event()
@@ -237,7 +237,7 @@ def test_a_save_in_the_background_has_what_was_there_as_it_began(tmp_path, monke
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_a_save_that_fails_in_the_background_is_told_by_the_handle_and_the_next_save(tmp_path, monkeypatch):
+def test_failed_background_save_is_reported_by_its_handle_and_the_next_save(tmp_path, monkeypatch):
     accelerator = Accelerator()
     model, _ = trained(accelerator)
     accelerator.save_state(tmp_path / "state")
@@ -260,7 +260,7 @@ def test_a_save_that_fails_in_the_background_is_told_by_the_handle_and_the_next_
     accelerator.save_state(tmp_path / "state")
 
 
-def test_a_folder_of_steps_gives_its_latest_and_says_which(tmp_path, capsys):
+def test_load_from_a_folder_of_steps_uses_and_reports_the_latest(tmp_path, capsys):
     counter = Counter()
     accelerator = Accelerator()
     accelerator.register_for_checkpointing(counter)
@@ -281,7 +281,7 @@ def test_a_folder_of_steps_gives_its_latest_and_says_which(tmp_path, capsys):
         accelerator.load_state(tmp_path / "nothing")
 
 
-def test_loaders_stay_where_they_are_if_one_of_them_cannot_be_loaded(tmp_path, monkeypatch):
+def test_loaders_keep_their_positions_if_one_cannot_be_loaded(tmp_path, monkeypatch):
     accelerator = Accelerator()
     model, _ = trained(accelerator)
     loaders = accelerator.prepare(*(DataLoader(TensorDataset(torch.arange(8)), 2, shuffle=True) for _ in range(3)))
@@ -310,7 +310,7 @@ def test_loaders_stay_where_they_are_if_one_of_them_cannot_be_loaded(tmp_path, m
     assert [(loader.position.resume, loader.position.next_epoch()) for loader in loaders] == [(1, 0)] * 3
 
 
-def test_a_save_in_the_background_knows_the_line_that_began_it(tmp_path):
+def test_error_of_a_background_save_names_the_line_that_started_it(tmp_path):
     accelerator = Accelerator()
     line = inspect.currentframe().f_lineno
     handle = accelerator.save_state(tmp_path / "run" / "step-7", async_=True)
@@ -335,7 +335,7 @@ def test_a_checkpoint_may_lie_where_fsspec_reaches():
         accelerator.save_state("memory://state")
 
 
-def test_gradients_that_gather_up_are_said_not_to_be_stored(tmp_path, caplog):
+def test_save_warns_that_accumulated_gradients_are_not_stored(tmp_path, caplog):
     accelerator = Accelerator(gradient_accumulation_steps=3)
     model = nn.Linear(1, 1)
     model, optimizer, loader = accelerator.prepare(
@@ -365,11 +365,11 @@ def test_gradients_that_gather_up_are_said_not_to_be_stored(tmp_path, caplog):
 
 def read(folder):
     """Return every tensor of safetensors files; each begins at a multiple of its element's size."""
-    found = {}
+    tensors = {}
     for file in folder.glob("*.safetensors"):
-        found |= torch_files.load_file(file)
-    assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in found.values())
-    return found
+        tensors |= torch_files.load_file(file)
+    assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in tensors.values())
+    return tensors
 
 
 class Tied(nn.Module):
@@ -386,22 +386,22 @@ def test_a_model_is_written_as_safetensors_whole_or_in_shards_and_tied_weights_o
     accelerator = Accelerator()
     model = accelerator.prepare(Tied())
     accelerator.save_model(model, tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
-    found = read(tmp_path)
-    assert sorted(found) == ["embedding.weight", "mask", "small"]
-    assert same(found, {name: value for name, value in model.state_dict().items() if name != "head.weight"} | found)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    stored = read(tmp_path)
+    assert sorted(stored) == ["embedding.weight", "mask", "small"]
+    assert same(stored, {name: value for name, value in model.state_dict().items() if name != "head.weight"} | stored)
     accelerator.save_model(model, tmp_path, max_shard_size="20B")
     files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    assert sorted(each.name for each in tmp_path.iterdir()) == [*files, "model.safetensors.index.json"]
-    assert same(read(tmp_path), found)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*files, "model.safetensors.index.json"]
+    assert same(read(tmp_path), stored)
     (tmp_path / "model.json").touch()
     accelerator.save_model(model, tmp_path, max_shard_size=10_000)
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["model.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.json", "model.safetensors"]
     accelerator.save_model(model, tmp_path / "torch", max_shard_size="20B", safe_serialization=False)
-    loaded = [torch.load(each, weights_only=True) for each in sorted((tmp_path / "torch").glob("*.bin"))]
-    assert same({name: value for each in loaded for name, value in each.items()}, found)
-    accelerator.save(found, tmp_path / "one" / "any.safetensors", safe_serialization=True)
-    assert same(read(tmp_path / "one"), found)
+    loaded = [torch.load(path, weights_only=True) for path in sorted((tmp_path / "torch").glob("*.bin"))]
+    assert same({name: value for tensors in loaded for name, value in tensors.items()}, stored)
+    accelerator.save(stored, tmp_path / "one" / "any.safetensors", safe_serialization=True)
+    assert same(read(tmp_path / "one"), stored)
     with pytest.raises(InvalidArgument, match="a dict of tensors"):
         accelerator.save([1], tmp_path / "x", safe_serialization=True)
 
@@ -409,12 +409,12 @@ def test_a_model_is_written_as_safetensors_whole_or_in_shards_and_tied_weights_o
 def test_the_safetensors_package_reads_it(tmp_path):
     model = Accelerator().prepare(Tied())
     Accelerator().save_model(model, tmp_path)
-    found = torch_files.load_file(tmp_path / "model.safetensors")
-    assert torch.equal(found["embedding.weight"], model.embedding.weight)
+    stored = torch_files.load_file(tmp_path / "model.safetensors")
+    assert torch.equal(stored["embedding.weight"], model.embedding.weight)
     torch_files.load_model(Tied(), tmp_path / "model.safetensors")
 
 
-def test_a_model_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, monkeypatch):
+def test_failed_save_model_keeps_the_existing_files(tmp_path, monkeypatch):
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(2, 2))
     accelerator.save_model(model, tmp_path)
@@ -434,9 +434,9 @@ def test_a_model_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, m
         accelerator.save_model(model, tmp_path)
 
 
-def test_sizes_are_read_as_people_write_them():
-    found = [model_files.parse_size(each) for each in ("10GB", "1.5 mib", 7, "200", "3KB")]
-    assert found == [10**10, 3 * 2**19, 7, 200, 3000]
+def test_sizes_are_parsed_in_common_notations():
+    sizes = [model_files.parse_size(text) for text in ("10GB", "1.5 mib", 7, "200", "3KB")]
+    assert sizes == [10**10, 3 * 2**19, 7, 200, 3000]
     for wrong in ("ten", "5 PB", 0, "-3"):
         with pytest.raises(InvalidArgument, match="max_shard_size"):
             model_files.parse_size(wrong)
@@ -446,9 +446,9 @@ def test_plain_reading_finds_the_names_of_the_model(tmp_path):
     accelerator = Accelerator()
     model, _ = trained(accelerator)
     accelerator.save_state(tmp_path / "state")
-    found = load_plain(tmp_path / "state")
-    assert torch.equal(found["model.0.weight"], model[0].weight)
-    assert {"optimizer.state.model.0.weight.exp_avg", "model.1.running_mean"} <= found.keys()
+    loaded_values = load_plain(tmp_path / "state")
+    assert torch.equal(loaded_values["model.0.weight"], model[0].weight)
+    assert {"optimizer.state.model.0.weight.exp_avg", "model.1.running_mean"} <= loaded_values.keys()
 
 
 def test_another_dtype_is_an_error_that_names_no_argument_of_another_function(tmp_path):
@@ -458,8 +458,8 @@ def test_another_dtype_is_an_error_that_names_no_argument_of_another_function(tm
     accelerator.free_memory(*parts)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
     parts = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 0.1))
-    said = r"dtype is float32 in the checkpoint, but float64 was requested; load_state\(\) does not convert"
-    with pytest.raises(CheckpointError, match=said) as raised:
+    message = r"dtype is float32 in the checkpoint, but float64 was requested; load_state\(\) does not convert"
+    with pytest.raises(CheckpointError, match=message) as raised:
         accelerator.load_state(tmp_path / "state")
     assert "cast=True" not in str(raised.value)
 
@@ -479,7 +479,7 @@ def test_a_registered_object_may_hold_what_is_allowed(tmp_path, no_safe_globals)
 def test_the_scale_of_fp16_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(settings, "check_precision", lambda *_: None)  # its scaler works on the CPU too
 
-    def made(scale, precision="fp16"):
+    def prepared(scale, precision="fp16"):
         AcceleratorState._reset_state(reset_partial_state=True)
         handler = GradScalerKwargs(init_scale=scale, growth_interval=2)
         accelerator = Accelerator(mixed_precision=precision, cpu=True, kwargs_handlers=[handler])
@@ -487,24 +487,24 @@ def test_the_scale_of_fp16_goes_on(tmp_path, monkeypatch):
         return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
 
     def scales(accelerator, model, optimizer, steps):
-        found = []
+        scale_values = []
         for _ in range(steps):
             accelerator.backward(model(torch.ones(1, 1)).sum())
             optimizer.step()
             optimizer.zero_grad()
-            found.append(accelerator.scaler.get_scale())
-        return found
+            scale_values.append(accelerator.scaler.get_scale())
+        return scale_values
 
-    first = made(16.0)
+    first = prepared(16.0)
     assert scales(*first, 3) == [16, 32, 32]
     first[0].save_state(tmp_path / "state")
     assert scales(*first, 3) == [64, 64, 128]
-    later = made(2.0)
+    later = prepared(2.0)
     later[0].load_state(tmp_path / "state")
     assert scales(*later, 3) == [64, 64, 128]
-    plain = made(2.0, "no")
+    plain = prepared(2.0, "no")
     plain[0].save_state(tmp_path / "plain")
-    begun = made(4.0)
-    begun[0].load_state(tmp_path / "plain")  # without a scale: it begins anew
-    assert begun[0].scaler.get_scale() == 4
+    fresh = prepared(4.0)
+    fresh[0].load_state(tmp_path / "plain")  # without a scale: it begins anew
+    assert fresh[0].scaler.get_scale() == 4
     window.scaler = None
