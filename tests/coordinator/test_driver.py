@@ -25,6 +25,7 @@ from rankbook.process_identity import ProcessInfo, process_info
 from rankbook.protocol.comm import CommFromRank
 from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
 from rankbook.protocol.messages import (
+    MAX_CELL_OUTPUT,
     Abort,
     Done,
     ErrorReport,
@@ -35,6 +36,7 @@ from rankbook.protocol.messages import (
     InputReply,
     InputRequest,
     Interrupt,
+    LimitOutput,
     Message,
     RankReady,
     Regroup,
@@ -357,6 +359,36 @@ def test_output_comes_before_the_end_and_also_while_the_cell_runs(harness):
     assert cell.result is None
     harness.done(0, cell.cell)
     harness.wait_end(cell)
+
+
+def test_ranks_are_limited_once_when_enough_text_of_the_cell_was_shown(harness):
+    harness.launch()
+    cell = harness.submit(0, 1, sink=Keeper())
+    assert [harness.next_task(rank).cell for rank in (0, 1)] == [cell.cell] * 2
+    line = b"x" * ((MAX_CELL_OUTPUT // 4) - 1) + b"\n"
+    for number in range(6):
+        harness.say(number % 2, Text(cell=cell.cell, stream="stdout", data=b"%d" % number + line))
+    tasks = [harness.next_task(rank) for rank in (0, 1)]
+    assert [isinstance(task, LimitOutput) for task in tasks] == [True, True] and tasks[0].cell == cell.cell
+    harness.say(0, Text(cell=cell.cell, stream="stdout", data=line))
+    harness.done(0, cell.cell)
+    harness.done(1, cell.cell)
+    harness.wait_end(cell)
+    assert harness.nothing_for(0) and harness.nothing_for(1)
+
+
+def test_equal_output_of_all_ranks_counts_once(harness):
+    harness.launch()
+    cell = harness.submit(0, 1, sink=Keeper())
+    assert [harness.next_task(rank).cell for rank in (0, 1)] == [cell.cell] * 2
+    line = b"x" * ((MAX_CELL_OUTPUT // 4) - 1) + b"\n"
+    for _ in range(3):
+        harness.say(0, Text(cell=cell.cell, stream="stdout", data=line))
+        harness.say(1, Text(cell=cell.cell, stream="stdout", data=line))
+    harness.done(0, cell.cell)
+    harness.done(1, cell.cell)
+    harness.wait_end(cell)
+    assert harness.nothing_for(0) and harness.nothing_for(1)
 
 
 def test_output_of_a_thread_after_the_end_reaches_its_cell(harness):

@@ -312,6 +312,23 @@ def test_a_flood_is_cut_says_so_and_is_whole_in_its_log(notebook):
     log.unlink()
 
 
+def test_a_flood_of_all_ranks_together_is_cut(notebook):
+    # Rank 1 begins when the output of rank 0 was sent, and prints slowly enough that the limit reaches it meanwhile.
+    outcome = notebook.ok(
+        "%%distributed\nimport time\n"
+        "for turn in range(2):\n"
+        "    for part in range(120 if turn == rank else 0):\n"
+        "        print((f'{rank}.{part} ' + 'x' * 100 + '\\n') * 300, end='')\n"
+        "        time.sleep(0.02)\n"
+        "    dist.barrier()",
+        timeout=60,
+    )
+    shown = by_rank(outcome.stdout)
+    assert sum(map(len, shown[0])) > 3 << 20, "less than the limit"
+    assert sum(len(line) for lines in shown.values() for line in lines) < 5 << 20
+    cut_line(outcome.text)[1].unlink()
+
+
 def test_the_notebook_answers_while_a_rank_floods(notebook):
     message = notebook.send(FLOOD.format(lines=4_000_000, options=" --background"))
     outcome = notebook.finish(message)

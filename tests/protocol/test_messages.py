@@ -44,7 +44,7 @@ def test_every_message_belongs_to_a_direction():
     assert known == kinds | {*QueryRequest.__subclasses__(), *QueryReply.__subclasses__()}
 
 
-WIRE = (4, "ff5fab3d3f545ec8")
+WIRE = (4, "52f2937a7a1f07d6")
 """The protocol's version, and a digest of the messages and their fields that it stands for."""
 
 

@@ -83,6 +83,7 @@ from rankbook.protocol.messages import (
     InputReply,
     InputRequest,
     Interrupt,
+    LimitOutput,
     OutputBarrier,
     RankReady,
     Regroup,
@@ -141,7 +142,7 @@ class Driver:
         self._request = request
         self._cells: dict[int, RunningCell] = {}
         self._recent: deque[int] = deque()
-        self._flusher = OutputFlusher(self._cells)
+        self._flusher = OutputFlusher(self._cells, lambda number, ranks: hub.send_many(ranks, LimitOutput(cell=number)))
         # Actions that show output, deferred to the driver thread, in the order in which they were decided. The order
         # matters: a rank's loss must be shown before the end of the cell that it causes.
         self._ending: deque[act.EndCell | _RankLoss] = deque()

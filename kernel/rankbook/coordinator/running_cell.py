@@ -20,6 +20,7 @@ from typing import Protocol
 from rankbook.output.cell_result import CellResult, ResultBuilder
 from rankbook.output.merger import Emit, OutputMerger, OutputView, Stream
 from rankbook.protocol.messages import (
+    MAX_CELL_OUTPUT,
     Assign,
     CallFunction,
     Clear,
@@ -126,6 +127,8 @@ class RunningCell:
         self._quiet = sink is None
         self._unshown_reported = False
         self._shown_at = 0.0
+        self._shown_size = 0
+        self._limited = False
 
     @property
     def defines_variables(self) -> bool:
@@ -216,6 +219,13 @@ class RunningCell:
         header = self._header
         self._show(lambda now: self._merger.set_header(header.current_bundle(), now))
 
+    def take_flood(self) -> tuple[int, ...]:
+        """Return the ranks to limit if more than `MAX_CELL_OUTPUT` was shown; once, then none."""
+        if self._limited or self._shown_size < MAX_CELL_OUTPUT:
+            return ()
+        self._limited = True
+        return tuple(sorted(self._open))
+
     @property
     def deadline(self) -> float | None:
         """Return the time at which `flush` is due, on the monotonic clock."""
@@ -276,6 +286,8 @@ class RunningCell:
             self._report_unshown(error)
             return
         for item in items:
+            if isinstance(item, Stream):
+                self._shown_size += len(item.text)
             try:
                 self._sink.emit((item,))
             except Exception as error:  # noqa: BLE001 - shown in full by `_report_unshown`
@@ -293,10 +305,14 @@ class RunningCell:
 
 
 class OutputFlusher:
-    """Track which of `cells` have output to show. Driver thread only."""
+    """Track which of `cells` have output to show. Driver thread only.
 
-    def __init__(self, cells: Mapping[int, RunningCell]) -> None:
+    `limit` is called with a cell and those of its ranks that may still print, when enough of it was shown.
+    """
+
+    def __init__(self, cells: Mapping[int, RunningCell], limit: Callable[[int, tuple[int, ...]], None]) -> None:
         self._cells = cells
+        self._limit = limit
         self._numbers: set[int] = set()
 
     def add(self, number: int) -> None:
@@ -321,6 +337,8 @@ class OutputFlusher:
             deadline = cell.deadline
             if deadline is not None and deadline <= now:
                 cell.flush()
+                if flooding := cell.take_flood():
+                    self._limit(number, flooding)
                 deadline = cell.deadline
             # Without a deadline, nothing is waiting. The next output adds the cell again.
             if deadline is None:

@@ -105,7 +105,7 @@ class ErrorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 #     from the rank    Text, Display, Clear, TextCut, CommFromRank    any number, in the order of the output
 #     from the rank    InputRequest                                   the main thread waits ...
 #     to the rank      InputReply(cell=7, ...)                        ... for this
-#     to the rank      Interrupt(cell=7)                              at any time
+#     to the rank      Interrupt(cell=7), LimitOutput(cell=7)         at any time
 #     from the rank    Done(cell=7, ...)                              exactly one, after all output
 #
 # `cell` is the cluster's own number of the task. The number in the notebook is `RunCell.number`.
@@ -181,6 +181,16 @@ class Regroup(Message, frozen=True):
 
 class Interrupt(Message, frozen=True):
     """Raise KeyboardInterrupt in cell `cell`, or drop the cell if it has not started."""
+
+    cell: int
+
+
+MAX_CELL_OUTPUT = 4 << 20
+"""Bytes of text that are shown of one cell; further output goes to log files of the ranks."""
+
+
+class LimitOutput(Message, frozen=True):
+    """Send no more text of cell `cell`, but write it to the log: all ranks together have sent enough."""
 
     cell: int
 
@@ -373,7 +383,16 @@ Task = RunCell | CallFunction | Assign | FetchValue | ListState | ExportState | 
 """Tasks of a rank's main thread, executed one at a time; it answers every task with `Done`."""
 # The control thread handles these at once, beside a running task.
 _Control = (
-    GetStack | GetCollectives | Abort | Shutdown | Acknowledge | RequestReplay | Question | CommToRank | DapToRank
+    LimitOutput
+    | GetStack
+    | GetCollectives
+    | Abort
+    | Shutdown
+    | Acknowledge
+    | RequestReplay
+    | Question
+    | CommToRank
+    | DapToRank
 )
 ToRank = Task | Interrupt | InputReply | _Control
 _Shown = Text | TextCut | Display | Clear | OutputBarrier | CommFromRank

@@ -38,6 +38,7 @@ from rankbook.protocol.messages import (
     GetStack,
     InputReply,
     Interrupt,
+    LimitOutput,
     Shutdown,
     Stack,
     ToRank,
@@ -529,6 +530,8 @@ class ControlThread(threading.Thread):
                 self._interrupts.request(message.cell)
             case InputReply():
                 self.replies.put(message)
+            case LimitOutput():
+                self._capture.limit(message.cell)
             case GetStack():
                 self._link.send(self._main_thread.stack(message.token))
             case GetCollectives():

@@ -12,7 +12,7 @@ import pytest
 
 from rankbook.protocol.messages import Text, TextCut
 from rankbook.rank.io import output_capture
-from rankbook.rank.io.output_capture import MAX_CELL_BYTES, TAIL_BYTES, RateLimit
+from rankbook.rank.io.output_capture import MAX_CELL_OUTPUT, TAIL_BYTES, RateLimit
 
 pytestmark = pytest.mark.processes
 
@@ -21,7 +21,7 @@ import contextlib, ctypes, multiprocessing, os, pickle, resource, select, subpro
 from pathlib import Path
 answer = os.dup(1)
 from rankbook.rank import os_utils
-from rankbook.rank.io.output_capture import MAX_CELL_BYTES, OutputCapture
+from rankbook.rank.io.output_capture import MAX_CELL_OUTPUT, OutputCapture
 
 sent, shields = [], []
 @contextlib.contextmanager
@@ -229,14 +229,14 @@ def flood_lines(data: bytes) -> list[int]:
 
 
 def test_output_up_to_the_limit_is_shown_completely(tmp_path):
-    lines = MAX_CELL_BYTES // LINE
+    lines = MAX_CELL_OUTPUT // LINE
     sent, _ = run(tmp_path, FLOOD + f"flood({lines}); capture.end()")
     assert flood_lines(b"".join(message.data for message in sent)) == list(range(lines))
     assert not list(tmp_path.iterdir()), "no log without a flood"
 
 
 def test_a_flood_is_cut_says_how_much_is_missing_and_keeps_all_of_it_in_its_log(tmp_path):
-    lines = 3 * MAX_CELL_BYTES // LINE
+    lines = 3 * MAX_CELL_OUTPUT // LINE
     sent, _ = run(tmp_path, FLOOD + f"flood({lines}); capture.end()")
     cuts = [i for i, message in enumerate(sent) if isinstance(message, TextCut)]
     assert len(cuts) == 1
@@ -250,7 +250,7 @@ def test_a_flood_is_cut_says_how_much_is_missing_and_keeps_all_of_it_in_its_log(
     before = b"".join(m.data for m in sent[: cuts[0]] if m.stream == "stdout")
     after = b"".join(m.data for m in sent[cuts[0] :] if isinstance(m, Text))
     head, tail = flood_lines(before), flood_lines(after)
-    assert len(before) <= MAX_CELL_BYTES and 0 < len(after) <= TAIL_BYTES
+    assert len(before) <= MAX_CELL_OUTPUT and 0 < len(after) <= TAIL_BYTES
     assert head == list(range(len(head))), "the beginning is shown"
     assert tail == list(range(lines - len(tail), lines)), "and the end, whole lines of it"
     assert cut.lines == lines - len(head) - len(tail)
@@ -259,8 +259,22 @@ def test_a_flood_is_cut_says_how_much_is_missing_and_keeps_all_of_it_in_its_log(
     assert str(log) in note, "said at once, not only at the end"
 
 
+def test_a_limited_cell_sends_no_more_text_but_logs_all_of_it(tmp_path):
+    sent, _ = run(tmp_path, FLOOD + "flood(50); capture.drain(); capture.limit(1); flood(500); capture.end()")
+    (cut,) = [message for message in sent if isinstance(message, TextCut)]
+    assert flood_lines(Path(cut.log).read_bytes()) == [*range(50), *range(500)]
+    before = b"".join(message.data for message in sent[: sent.index(cut)] if message.stream == "stdout")
+    assert flood_lines(before) == list(range(50))
+    assert flood_lines(b"".join(message.data for message in sent[sent.index(cut) + 1 :]))[-1] == 499
+
+
+def test_the_limit_of_an_earlier_cell_has_no_effect(tmp_path):
+    sent, _ = run(tmp_path, FLOOD + "capture.limit(0); flood(50); capture.end()")
+    assert flood_lines(b"".join(message.data for message in sent)) == list(range(50))
+
+
 def test_a_flood_on_both_streams_is_logged_in_order_of_arrival_and_counted_once(tmp_path):
-    lines = MAX_CELL_BYTES // LINE
+    lines = MAX_CELL_OUTPUT // LINE
     sent, _ = run(tmp_path, FLOOD + f"flood({lines}); flood({lines}, 2); flood({lines}); capture.end()")
     (cut,) = [message for message in sent if isinstance(message, TextCut)]
     sent_size = sum(len(flood_lines(message.data)) for message in sent if isinstance(message, Text))
@@ -269,23 +283,23 @@ def test_a_flood_on_both_streams_is_logged_in_order_of_arrival_and_counted_once(
 
 
 def test_a_flood_without_any_line_break_is_cut_as_well(tmp_path):
-    sent, _ = run(tmp_path, FLOOD + f"line = b'%07d' + b'.' * 93; flood({2 * MAX_CELL_BYTES // LINE}); capture.end()")
+    sent, _ = run(tmp_path, FLOOD + f"line = b'%07d' + b'.' * 93; flood({2 * MAX_CELL_OUTPUT // LINE}); capture.end()")
     (cut,) = [message for message in sent if isinstance(message, TextCut)]
     sent_size = sum(len(m.data) for m in sent if isinstance(m, Text) and m.stream == "stdout")
-    assert sent_size <= MAX_CELL_BYTES + TAIL_BYTES
+    assert sent_size <= MAX_CELL_OUTPUT + TAIL_BYTES
     assert cut.size + sent_size == Path(cut.log).stat().st_size
 
 
 def test_the_next_cell_may_print_again(tmp_path):
     sent, _ = run(
         tmp_path,
-        FLOOD + f"flood({2 * MAX_CELL_BYTES // LINE}); capture.end(); capture.begin(2); print('fresh'); capture.end()",
+        FLOOD + f"flood({2 * MAX_CELL_OUTPUT // LINE}); capture.end(); capture.begin(2); print('fresh'); capture.end()",
     )
     assert (sent[-1].cell, sent[-1].data) == (2, b"fresh\n")
 
 
 def test_output_after_a_flooded_cell_is_logged_and_reported(tmp_path):
-    lines = 2 * MAX_CELL_BYTES // LINE
+    lines = 2 * MAX_CELL_OUTPUT // LINE
     sent, _ = run(
         tmp_path,
         FLOOD + f"flood({lines}); capture.end(); os.write(1, b'late\\n'); capture.begin(2); capture.end()",
@@ -298,7 +312,7 @@ def test_output_after_a_flooded_cell_is_logged_and_reported(tmp_path):
 def test_missing_log_is_reported(tmp_path):
     folder = tmp_path / "file"
     folder.write_text("in the way")
-    sent, _ = run(folder, FLOOD + f"flood({2 * MAX_CELL_BYTES // LINE}); capture.end()")
+    sent, _ = run(folder, FLOOD + f"flood({2 * MAX_CELL_OUTPUT // LINE}); capture.end()")
     (cut,) = [message for message in sent if isinstance(message, TextCut)]
     assert "no log could be written" in cut.log
     assert any(b"no log file can be written" in message.data for message in sent if isinstance(message, Text))
@@ -307,7 +321,7 @@ def test_missing_log_is_reported(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
 def test_a_full_disk_is_said_and_costs_no_more_than_the_log(tmp_path):
     (tmp_path / "cell-1-rank-3.log").symlink_to("/dev/full")
-    sent, _ = run(tmp_path, FLOOD + f"flood({2 * MAX_CELL_BYTES // LINE}); capture.end()")
+    sent, _ = run(tmp_path, FLOOD + f"flood({2 * MAX_CELL_OUTPUT // LINE}); capture.end()")
     (cut,) = [message for message in sent if isinstance(message, TextCut)]
     assert "the disk is full" in cut.log
     assert flood_lines(sent[-1].data), "the end is shown all the same"

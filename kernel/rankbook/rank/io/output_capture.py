@@ -5,7 +5,8 @@ anything else is sent (a display, the end of a cell), the pipes are drained unde
 drain the pipes whenever output switches between them, so that stdout and stderr stay in order as well
 (`TurnTakingStream`).
 
-A rank may send `MAX_CELL_BYTES` bytes per cell; the rest goes to a log file (`_Quota`). `RateLimit` slows the reading
+A rank may send `MAX_CELL_OUTPUT` bytes per cell, or less if all ranks together reach that (`LimitOutput`); the rest
+goes to a log file (`_Quota`). `RateLimit` slows the reading
 of the pipes, and so the program that prints, to what the front end accepts. `print_in_one_write` replaces `print`.
 """
 
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rankbook.protocol.base import StreamName
-from rankbook.protocol.messages import Text, TextCut
+from rankbook.protocol.messages import MAX_CELL_OUTPUT, Text, TextCut
 from rankbook.rank import os_utils
 from rankbook.transport.output_journal import OutputJournal
 
@@ -36,8 +37,6 @@ RATE_LIMIT_STEP = 0.05
 _WINDOW = 3.2
 """Seconds over which Jupyter's server measures the rate, with a margin."""
 
-MAX_CELL_BYTES = 4 << 20
-"""Bytes that one rank may send per cell; further output goes to the cell's log."""
 _PRIVATE = partial(os.open, mode=0o600)
 TAIL_BYTES = 8 << 10
 """Bytes at the end of a flood that are shown in any case."""
@@ -114,6 +113,12 @@ class OutputCapture:
                 self._send(message)
             self._quota = _Quota(cell, self._logs, f"cell-{cell}-rank-{self._rank}.log")
 
+    def limit(self, cell: int) -> None:
+        """Send no more text of `cell`, unless it has ended. The rest goes to the log, as after a flood."""
+        with self.lock:
+            if self._quota.cell == cell:
+                self._quota.exhaust()
+
     def redirect(self, target: Redirect) -> None:
         """Redirect this thread's output to `target`; on the main thread, all output of the process."""
         # Descriptors 1 and 2 exist once per process, so only the main thread can redirect the pipes. Other threads
@@ -174,7 +179,7 @@ class OutputCapture:
             return
         # The shield first: an interrupt between the two would leave the lock held, or a message half sent.
         with self._shield(), self.lock:
-            self._send_pipes(MAX_CELL_BYTES)
+            self._send_pipes(MAX_CELL_OUTPUT)
 
     def drain_if_room(self) -> None:
         """Send the content of the pipes unless the rate limit is exhausted. Any thread."""
@@ -182,7 +187,7 @@ class OutputCapture:
             return
         with self._shield(), self.lock:
             if self._rate_limit.room() != 0:
-                self._send_pipes(MAX_CELL_BYTES)
+                self._send_pipes(MAX_CELL_OUTPUT)
 
     def send_stderr(self, text: str) -> None:
         """Send `text` as if it came from stderr, without the pipe. Any thread."""
@@ -286,7 +291,7 @@ class _Quota:
         self._name = name
         self._path: Path | None = None
         self._sent: list[bytes] | None = []
-        self._room = MAX_CELL_BYTES
+        self._room = MAX_CELL_OUTPUT
         self._log: io.FileIO | None = None
         self._cut_bytes = 0
         self._cut_lines = 0
@@ -299,6 +304,9 @@ class _Quota:
     def open(self) -> bool:
         """Return True while text is still sent to the notebook."""
         return self._sent is not None
+
+    def exhaust(self) -> None:
+        self._room = 0
 
     def admit(self, name: StreamName, data: bytes) -> list[Text | TextCut]:
         if self._sent is not None:
@@ -314,7 +322,7 @@ class _Quota:
             self._sent.append(shown)
             note = self._open_log()
             return [
-                Text(cell=self.cell, stream=name, data=shown),
+                *([Text(cell=self.cell, stream=name, data=shown)] if shown else []),
                 Text(cell=self.cell, stream="stderr", data=note.encode()),
                 *self.admit(name, data),
             ]
