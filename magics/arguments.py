@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from rankbook.engines.engine import engine_names
 from rankbook.errors import InvalidArgument
 from rankbook.widgets.output_panel import VIEWS
 
@@ -137,8 +138,12 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
     )
     start.add_argument("--timeout", type=_seconds, metavar="S", help="seconds until the start is given up")
     start.add_argument(
-        "--launcher", choices=("env",), help="start ranks on other hosts: env prints the agents' command"
+        "--launcher",
+        metavar="NAME",
+        help="start ranks on other hosts; env prints the agents' command. Options of the launcher follow, and behind "
+        "-- those of the program that it runs",
     )
+    start.add_argument("--nodes", type=int, metavar="N", help="with --launcher: number of hosts")
     start.add_argument("--address", metavar="A", help="with --launcher: address of this host to listen at")
     start.add_argument("--port", type=int, default=0, metavar="P", help="with --launcher: port (default: a free one)")
     start.add_argument("--home", type=int, default=0, metavar="N", help="with --launcher: ranks on this host")
@@ -237,7 +242,20 @@ def parse_line(line: str) -> argparse.Namespace:
             hint = "; %distributed? shows the help;"
         raise InvalidArgument(f"%distributed has no command {command!r}{hint} valid: {commands}")
     # Use the command's parser: the outer one would report a surplus word with its own name and options.
-    return _command_parsers[command].parse_args(rest, argparse.Namespace(command=command))
+    parser, namespace = _command_parsers[command], argparse.Namespace(command=command)
+    if command != "start":
+        return parser.parse_args(rest, namespace)
+    own, separator, passed = _partition(rest, "--")
+    parsed, unknown = parser.parse_known_args(own, namespace)
+    if parsed.launcher is None and (unknown or separator):
+        parser.error(f"unrecognized arguments: {' '.join([*unknown, *separator, *passed])}")
+    parsed.launcher_args = (*unknown, *separator, *passed)
+    return parsed
+
+
+def _partition(words: list[str], separator: str) -> tuple[list[str], list[str], list[str]]:
+    position = words.index(separator) if separator in words else len(words)
+    return words[:position], words[position : position + 1], words[position + 1 :]
 
 
 def is_peek(line: str) -> bool:
@@ -307,6 +325,8 @@ def _values(action: argparse.Action, prefix: str, world_size: int) -> Iterable[s
         before, comma, _ = prefix.rpartition(",")
         ranks = [f"{before}{comma}{rank}" for rank in range(world_size) if str(rank) not in before.split(",")]
         return ranks if comma else [*ranks, "all", "main"]
+    if action.dest == "launcher":
+        return engine_names()
     return _BACKENDS if action.dest == "backend" else action.choices or ()
 
 

@@ -196,6 +196,8 @@ class DistributedMagics(Magics):
         running = default_cluster.wait_default()
         if running is not None:
             self._report_detached()
+            for note in running.take_notes():
+                self._print(note)
             return running
         return self._start()
 
@@ -233,6 +235,8 @@ class DistributedMagics(Magics):
             # Other hosts are started by hand or by a job scheduler, which takes longer.
             timeout=command.timeout or (HOSTS_TIMEOUT if command.launcher else START_TIMEOUT),
             launcher=command.launcher,
+            nodes=command.nodes,
+            launcher_args=command.launcher_args,
             address=command.address,
             port=command.port,
             home=command.home,
@@ -262,6 +266,8 @@ class DistributedMagics(Magics):
             if text := reports.describe_kept():
                 self._print(text)
             return
+        for note in running.take_notes():
+            self._print(note)
         hosts = running.hosts()
         rows = [
             (
@@ -273,6 +279,8 @@ class DistributedMagics(Magics):
         self._show(table(("rank", "state", "device", *(["host"] if hosts else []), "pid", "cell", "note"), rows))
         for host in hosts:
             self._print(reports.describe_host(host))
+        if launcher := running.describe_launcher():
+            self._print(launcher)
         for cell in running.cells():
             if cell.started is None:
                 self._print(_queued_message(cell, cell.waiting_behind).rstrip())

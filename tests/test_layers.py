@@ -26,6 +26,11 @@ NEVER_IMPORTS = [
     ("coordinator", "rank"),  # they share the protocol and meet on the wire
     ("launch", "rank"),  # it starts `python -m rankbook.rank.forkserver` by name
     ("agent", "rank"),
+    ("engines", "rank"),  # an engine starts `python -m rankbook.agent`, and knows nothing of ranks and links
+    ("engines", "transport"),
+    ("engines", "coordinator"),
+    ("engines", "launch"),
+    ("coordinator", "testing"),
     ("agent", "coordinator"),
     ("coordinator", "agent"),  # a user or a scheduler starts `python -m rankbook.agent`
     ("launch", "agent"),

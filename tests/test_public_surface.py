@@ -20,7 +20,7 @@ from rankbook.magics import arguments
 from rankbook.magics.magics import DistributedMagics
 
 RECORD = Path(__file__).with_name("public_surface.json")
-PACKAGES = ("rankbook", "rankbook.runtime", "rankbook.checkpoint")
+PACKAGES = ("rankbook", "rankbook.runtime", "rankbook.checkpoint", "rankbook.engines", "rankbook.testing")
 
 
 def parameters(function: Any) -> list[str]:

@@ -18,13 +18,15 @@ START = {
     "keep": None,
     "timeout": None,
     "launcher": None,
+    "nodes": None,
+    "launcher_args": (),
     "address": None,
     "port": 0,
     "home": 0,
     "lost_after": 60.0,
     "env": [],
 }
-START_OPTIONS = "-n, --backend, --keep, --timeout, --launcher, --address, --port, --home, --lost-after, --env"
+START_OPTIONS = "-n, --backend, --keep, --timeout, --launcher, --nodes, --address, --port, --home, --lost-after, --env"
 
 
 def reported(parse, line: str) -> str:

@@ -808,6 +808,14 @@ class Cluster(ClusterQueries):
         hosts = self._processes.hosts
         return [] if hosts is None else hosts.status()
 
+    def describe_launcher(self) -> str:
+        """Describe what the launcher of the other hosts has reported: a queue, the end of their time, errors."""
+        return self._processes.engine_status
+
+    def take_notes(self) -> list[str]:
+        """Return what the other hosts and their launcher have reported while no cell was running, once."""
+        return self._processes.take_notes()
+
     def describe_group(self) -> str:
         """Describe whether all ranks are in one process group, for the user."""
         if self._state.grouped:

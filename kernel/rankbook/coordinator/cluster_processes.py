@@ -9,6 +9,7 @@ detached if they are kept.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import contextlib
 import itertools
 import os
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,16 +27,19 @@ from pathlib import Path
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.deferred_interrupts import deferred_interrupts, describe_interrupt
 from rankbook.coordinator.driver import Driver
+from rankbook.coordinator.engine_monitor import Action, EngineMonitor, LoseHost, SaveAndStop, Show
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.liveness import describe_unresponsive
 from rankbook.coordinator.recovered_state import ReattachedDriver
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import RankState
+from rankbook.engines.engine import AgentConnection, make_engine
 from rankbook.errors import ClusterStopped, InvalidArgument, RankbookError, StartError
+from rankbook.formatting import plural
 from rankbook.launch import local
 from rankbook.launch.connection import interface_addresses
 from rankbook.launch.environment import DeviceAssignment, abort_grace, assign_devices, rank_environment, usable_cores
-from rankbook.launch.hosts import HostOptions, Hosts, HostsLauncher, HostsLink, describe_start, listen
+from rankbook.launch.hosts import HostOptions, Hosts, HostsLauncher, HostsLink, listen
 from rankbook.launch.paths import ClusterPaths, make_folders
 from rankbook.launch.placement import (
     HOME,
@@ -52,6 +57,8 @@ from rankbook.ranks import name_ranks
 from rankbook.transport.shared_memory import SegmentStore
 from rankbook.transport.zmq_link import ZmqHub
 
+_SAVE_MARGIN = 10.0
+"""Seconds before the end of hosts with a limited time, beside the grace period `save`, at which their ranks stop."""
 _STOP_TIMEOUT = 5.0
 _ANSWER_TIMEOUT = 1.0
 _REPORT_TIMEOUT = 10.0
@@ -80,6 +87,7 @@ class ClusterProcesses:
     _hub: ZmqHub | HostsLink | None
     _hosts: Hosts | None
     _connection_file: Path | None = None
+    _engine: EngineMonitor | None = None
 
     def __init__(
         self,
@@ -131,6 +139,7 @@ class ClusterProcesses:
                 if self._hosts is not None:
                     self._hosts.report = self._note
                 self._driver.start()
+                self._show_notes()
                 self.launch(tuple(self.state.ranks), timeout=timeout)
                 # Only when the ranks are ready: if the start fails, they must end with this process.
                 if keep is not None:
@@ -151,6 +160,7 @@ class ClusterProcesses:
         self._stopped = threading.Event()
         self._stop_lock = threading.Lock()
         self._driver, self._hub, self._hosts = None, None, None
+        self._notes: deque[str] = deque(maxlen=100)
 
     @property
     def stopped(self) -> bool:
@@ -192,7 +202,8 @@ class ClusterProcesses:
         with deferred_interrupts() as interrupts:
             deadline = time.monotonic() + timeout
             if self._hosts is not None:
-                self._move_lost(self._hosts, driver, ranks, deadline, interrupts.take)
+                replacements = self._replace_hosts(self._hosts, ranks, deadline, interrupts.take)
+                self._move_lost(self._hosts, driver, ranks, replacements, deadline, interrupts.take)
             driver.post(ev.LaunchRanks(ranks))
             with driver.changed:
                 while not self._launched(driver, ranks):
@@ -299,28 +310,47 @@ class ClusterProcesses:
         """Return the table of the other hosts; None if all ranks run on this one."""
         return self._hosts
 
+    @property
+    def engine_status(self) -> str:
+        """Return a line about the engine that has started the other hosts; empty if there is nothing to say."""
+        return "" if self._engine is None else self._engine.state.describe(time.time())
+
+    def take_notes(self) -> list[str]:
+        """Return what the hosts and their engine have reported while no cell was running, once."""
+        return [self._notes.popleft() for _ in range(len(self._notes))]
+
     def _listen(self, options: HostOptions, forkserver: local.LocalLauncher, hub: ZmqHub) -> None:
         self._host_options = options
+        if isinstance(options.launcher, str):
+            name, engine = options.launcher, make_engine(options.launcher, options.arguments)
+        else:
+            engine = options.launcher
+            name = str(getattr(engine, "name", "") or type(engine).__name__)
         self._hosts, self._connection_file = listen(options, self.key, self._folders.segments, report=_report)
         launcher = HostsLauncher(forkserver, self._hosts)
         self._hub, self._launcher = HostsLink(hub, self._hosts, launcher), launcher
+        self._engine = EngineMonitor(engine, name, grace=self.grace.save + _SAVE_MARGIN, perform=self._perform)
 
     def _place(
         self, n: int | None, home: HostSlots, backend: str | None, timeout: float, interrupted: Callable[[], bool]
     ) -> DeviceAssignment:
         """Wait for enough slots and place the ranks on the hosts."""
-        hosts, link = self._hosts, self._hub
-        assert hosts is not None and link is not None and self._connection_file is not None
+        hosts, link, engine, file = self._hosts, self._hub, self._engine, self._connection_file
+        assert hosts is not None and link is not None and engine is not None and file is not None
         if n is None or n <= home.slots or n > _MAX_RANKS:
             raise InvalidArgument(
                 f"invalid number of ranks: {n}; with a launcher, expected more than the {home.slots} on this host,"
                 f" and at most {_MAX_RANKS}"
             )
-        hosts.report(describe_start(self._connection_file, n - home.slots))
+        connection = AgentConnection(file.read_text(encoding="utf-8"), file, hosts.hub.address)
+        engine.start(self._host_options.nodes, n - home.slots, connection)
         deadline = time.monotonic() + timeout
         while (missing := n - home.slots - sum(host.slots for host in hosts.slots)) > 0:
+            self._show_notes()
             if interrupted():
                 raise KeyboardInterrupt
+            if problem := engine.state.start_problem():
+                raise StartError(f"{plural(missing, 'slot')} cannot be had: {problem}")
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise StartError(f"{missing} of {n - home.slots} slots are missing after {timeout:.0f} s")
@@ -330,25 +360,125 @@ class ClusterProcesses:
         threads = min(seat.threads for seat in seats)
         return DeviceAssignment(tuple(seat.device for seat in seats), choose_backend(seats, backend), threads)
 
-    def _move_lost(
-        self, hosts: Hosts, driver: Driver, ranks: tuple[int, ...], deadline: float, interrupted: Callable[[], bool]
-    ) -> None:
-        """Give the ranks of lost hosts a place on another one; wait for a new host if there is no free slot."""
-        announced = False
-        with driver.changed:
-            while missing := hosts.move_lost(ranks):
-                if not announced and self._connection_file is not None:
-                    _report(describe_start(self._connection_file, len(missing)))
-                    announced = True
+    def _replace_hosts(
+        self, hosts: Hosts, ranks: tuple[int, ...], deadline: float, interrupted: Callable[[], bool]
+    ) -> dict[int, int]:
+        """Ask the engine for hosts in place of those that are lost, and wait for them, if it has some that are free.
+
+        Returns their numbers.
+        """
+        assert self._engine is not None
+        replacements = {}
+        lost = {hosts.node_of(rank) for rank in ranks if hosts.is_lost(rank)}
+        for node in sorted(node for node in lost if node is not None):
+            replacement = self._ask_engine(node, deadline, interrupted, wait=False)
+            while replacement is not None and not hosts.has_node(replacement):
+                self._show_notes()
                 if interrupted():
                     raise KeyboardInterrupt
-                if time.monotonic() > deadline:
-                    raise StartError(
-                        f"no host has a free slot for {name_ranks(missing)}; start an agent, then try again"
-                    )
-                driver.changed.wait(0.05)
+                # Free slots of other hosts are left, see `_move_lost`.
+                if replacement in self._engine.state.ended or time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+            if replacement is not None:
+                replacements[node] = replacement
+        return replacements
+
+    def _ask_engine(self, node: int, deadline: float, interrupted: Callable[[], bool], *, wait: bool) -> int | None:
+        """Return the number of the host that the engine starts in place of `node`, or None."""
+        assert self._engine is not None
+        answer = self._engine.replace(node, wait=wait)
+        while not answer.done():
+            self._show_notes()
+            if interrupted():
+                raise KeyboardInterrupt
+            if time.monotonic() > deadline:
+                raise StartError(
+                    f"the launcher {self._engine.state.name} has not answered; "
+                    "stop the ranks with %distributed stop and start again"
+                )
+            concurrent.futures.wait([answer], 0.05)
+        # The monitor has shown the exception.
+        return None if answer.exception() is not None else answer.result()
+
+    def _move_lost(
+        self,
+        hosts: Hosts,
+        driver: Driver,
+        ranks: tuple[int, ...],
+        replacements: dict[int, int],
+        deadline: float,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        """Give the ranks of lost hosts a place on another one; wait for a new host if there is no free slot."""
+        asked = False
+        while True:
+            with driver.changed:
+                missing = hosts.move_lost(ranks, replacements)
+            self._show_notes()
+            if not missing:
+                break
+            if not asked:
+                asked = True
+                self._ask_for_host(hosts, missing, deadline, interrupted)
+            if interrupted():
+                raise KeyboardInterrupt
+            if time.monotonic() > deadline:
+                raise StartError(f"no host has a free slot for {name_ranks(missing)}; start an agent, then try again")
+            time.sleep(0.05)
         devices = tuple(seat.device for _, seat in sorted(hosts.seats.items()))
         self.assignment = replace(self.assignment, devices=devices)
+
+    def _ask_for_host(self, hosts: Hosts, missing: list[int], deadline: float, interrupted: Callable[[], bool]) -> None:
+        assert self._engine is not None
+        nodes = sorted({hosts.node_of(rank) or 0 for rank in missing})
+        if all(self._ask_engine(node, deadline, interrupted, wait=True) is None for node in nodes):
+            raise StartError(
+                f"no host has a free slot for {name_ranks(missing)}, and the launcher {self._engine.state.name} has no"
+                " other host; the other ranks go on, or stop and start again"
+            )
+
+    def _perform(self, action: Action) -> None:
+        """Perform an action of the engine's monitor, on its thread."""
+        if self.stopped or self._hosts is None:
+            return
+        match action:
+            case Show(text):
+                self._show(text)
+            case LoseHost(host, reason):
+                self._hosts.lose_node(host, reason)
+                if self._driver is not None:
+                    self._driver.after(0.0, lambda: None)  # wakes the driver, which finds the reports of the exits
+            case SaveAndStop(seconds):
+                threading.Thread(target=self._save_and_stop, args=(seconds,), name="rankbook-save", daemon=True).start()
+
+    def _save_and_stop(self, seconds: float) -> None:
+        """Interrupt the cells and stop the ranks, so that they save before their hosts end in `seconds`."""
+        if (driver := self._driver) is None:
+            return
+        deadline = time.monotonic() + seconds
+        self._show(f"the hosts end in {seconds:.0f} s: cells are interrupted, and the ranks stop when they have saved")
+        # Half of the time for what a cell does after KeyboardInterrupt, half for savings in the background.
+        with driver.changed:
+            for cell in driver.active_cells():
+                driver.post(ev.InterruptCell(cell.cell))
+            while any(rank.state is RankState.BUSY for rank in self.state.ranks.values()):
+                if (remaining := deadline - seconds / 2 - time.monotonic()) <= 0:
+                    break
+                driver.changed.wait(min(remaining, 0.2))
+        self.stop(patience=max(1.0, deadline - time.monotonic() - _SAVE_MARGIN / 2))
+
+    def _show(self, text: str) -> None:
+        """Show a line in the cells that run, or keep it for the next one. Any thread."""
+        if self._driver is None:
+            self._notes.append(text)
+        else:
+            self._driver.after(0.0, lambda: self._note(text))
+
+    def _show_notes(self) -> None:
+        """Print what was kept for the next cell: this one starts ranks."""
+        for text in self.take_notes():
+            _report(text)
 
     def _environment_on(self, hosts: Hosts, seat: RankSeat, place: dict[str, str]) -> dict[str, str]:
         if seat.host != HOME:  # the agent completes it
@@ -357,10 +487,13 @@ class ClusterProcesses:
         return rank_environment(os.environ, place, threads=seat.threads, interface=interface)
 
     def _note(self, text: str) -> None:
-        """Show a line about a host in the cells that run. Driver thread."""
-        for cell in [] if self._driver is None else self._driver.active_cells():
-            if cell.started is not None:
-                cell.note(f"{text}\n")
+        """Show a line about a host in the cells that run, or keep it for the next one. Driver thread."""
+        cells = [] if self._driver is None else self._driver.active_cells()
+        running = [cell for cell in cells if cell.started is not None]
+        for cell in running:
+            cell.note(f"{text}\n")
+        if not running:
+            self._notes.append(text)
 
     @property
     def _address(self) -> str:
@@ -454,6 +587,9 @@ class ClusterProcesses:
             # The forkserver kills what is left and removes the folders, see `forkserver._close`. `remove` below also
             # covers a forkserver that has crashed.
             self._launcher.close()
+            # Behind the launcher, which tells the agents to end: most of them end by themselves.
+            if self._engine is not None and (problem := self._engine.stop()):
+                _report(problem)
             if self._hub is not None:
                 self._hub.close()
             if self._connection_file is not None:

@@ -13,6 +13,7 @@ from rankbook.coordinator.cluster import START_TIMEOUT, Cluster
 from rankbook.coordinator.deferred_interrupts import deferred_interrupts
 from rankbook.coordinator.reattach import select_detached
 from rankbook.coordinator.running_cell import Sink
+from rankbook.engines.engine import Engine
 from rankbook.errors import InvalidArgument, NoClusterError, RankbookError
 from rankbook.launch import local
 from rankbook.launch.hosts import LOST_AFTER, HostOptions
@@ -107,7 +108,9 @@ def start(
     backend: str | None = None,
     timeout: float = START_TIMEOUT,
     keep: bool | float = False,
-    launcher: str | None = None,
+    launcher: str | Engine | None = None,
+    nodes: int | None = None,
+    launcher_args: Sequence[str] = (),
     address: str | None = None,
     port: int = 0,
     home: int = 0,
@@ -119,11 +122,14 @@ def start(
     `keep`: the ranks survive this process, for ten minutes or the given number of seconds, and `attach` finds them
     again. Raises `InvalidArgument` if a cluster of another size, backend or `keep` is running.
 
-    `launcher="env"` starts ranks on other hosts: it prints the command that starts an agent on each of them, and waits
-    up to `timeout` seconds until they offer enough slots. `address` and `port` are where this host listens for them, by
-    default the address of the default route and a free port; `home` is the number of ranks on this host. A host that
-    cannot be reached for `lost_after` seconds is lost. `env` names environment variables that the ranks there inherit
-    from this process, beside RANKBOOK_*, ACCELERATE_*, OMP_*, NCCL_*, TORCH*, HF_* and WANDB_*.
+    `launcher` starts ranks on other hosts: "env" prints the command that starts an agent on each of them, and other
+    engines (names or `rankbook.engines.Engine` objects) start the agents themselves. The call waits up to `timeout`
+    seconds until they offer enough slots. `nodes` is the number of hosts, by default the launcher's choice, and
+    `launcher_args` are options of the launcher; what follows `"--"` is passed to the program that it runs. `address`
+    and `port` are where this host listens for them, by default the address of the default route and a free port; `home`
+    is the number of ranks on this host. A host that cannot be reached for `lost_after` seconds is lost. `env` names
+    environment variables that the ranks there inherit from this process, beside RANKBOOK_*, ACCELERATE_*, OMP_*,
+    NCCL_*, TORCH*, HF_* and WANDB_*.
 
     Example::
 
@@ -137,7 +143,7 @@ def start(
         raise InvalidArgument(f"keep must be True, False or a positive number of seconds, got {keep}")
     options = None
     if launcher is not None:
-        options = HostOptions(launcher, address, port, home, lost_after, tuple(env))
+        options = HostOptions(launcher, address, port, home, lost_after, tuple(env), nodes, tuple(launcher_args))
     prestarted = _wait_prestarted()
     # The cluster that was started in the background has run no cell, so it can be replaced silently if the request does
     # not fit.

@@ -27,15 +27,15 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-import shlex
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rankbook.engines.engine import Engine, check_engine_name
 from rankbook.errors import InvalidArgument, ProtocolError, StartError, TransferError
 from rankbook.formatting import plural
 from rankbook.launch.connection import Connection, choose_address, write_connection
@@ -217,23 +217,54 @@ class Hosts:
         """Return the seconds for which the host of a rank was not reached; None if it is."""
         seat = self.seats.get(rank)
         host = None if seat is None else self._hosts.get(seat.host)
-        if host is None or host.unreachable_since is None:
+        if host is None or host.lost or host.unreachable_since is None:
             return None
         return time.monotonic() - host.unreachable_since
 
-    def move_lost(self, ranks: Collection[int]) -> list[int]:
-        """Give the `ranks` whose host is lost a seat on another one. Return those for which there is none."""
+    def move_lost(self, ranks: Collection[int], replacements: Mapping[int, int]) -> list[int]:
+        """Give the `ranks` whose host is lost a seat on another one. Return those for which there is none.
+
+        `replacements` has the node numbers of hosts that were started in place of lost ones.
+        """
         home = [
             HostSlots(HOME, platform.node(), sum(seat.host == HOME for seat in self.seats.values()))
         ]  # its ranks stay there
         missing = []
         for rank in ranks:
-            seat = free_seat(self.seats[rank], self.seats.values(), [*home, *self.slots])
+            hosts = [*home, *self.slots]
+            node = self.node_of(rank)
+            started = [host for host in hosts if node is not None and host.node == replacements.get(node, -1)]
+            seat = free_seat(self.seats[rank], self.seats.values(), started)
+            seat = seat or free_seat(self.seats[rank], self.seats.values(), hosts)
             if seat is None:
                 missing.append(rank)
             else:
                 self.seats[rank] = seat
         return missing
+
+    def lose_node(self, node: int | None, reason: str) -> None:
+        """Lose the host of this node number at once, or all hosts (None). Any thread.
+
+        The engine that has started its agent knows of its end before the connection does.
+        """
+        with self._lock:
+            for host in list(self._hosts.values()):
+                if not host.lost and node in (None, _number(host.description.node)):
+                    self._lose(host, reason)
+
+    def node_of(self, rank: int) -> int | None:
+        """Return the node number of the host of a rank; None for this host, and if the host has no number."""
+        host = self._hosts.get(self.seats[rank].host)
+        return None if host is None else _number(host.description.node)
+
+    def is_lost(self, rank: int) -> bool:
+        """Return True if the host of a rank is lost."""
+        host = self._hosts.get(self.seats[rank].host)
+        return host is not None and bool(host.lost)
+
+    def has_node(self, node: int) -> bool:
+        """Return True if the host of this node number can start ranks."""
+        return any(slots.node == node for slots in self.slots)
 
     # Polling
 
@@ -513,22 +544,28 @@ class Hosts:
 class HostOptions:
     """Options for ranks on other hosts.
 
-    `launcher`: env, that is agents which the user starts. `address` and `port` are where this host listens for them, by
-    default the address of the default route and a free port. `home` is the number of ranks on this host. `lost_after`:
-    seconds after which a host that cannot be reached is lost. `env` names variables that the ranks inherit from the
-    notebook's process, beside those with a prefix of `placement.INHERITED_PREFIXES`.
+    `launcher`: the name of the engine that starts the agents, or an engine; with env the user starts them. `nodes` is
+    the number of hosts, None for the engine's choice, and `arguments` the engine's part of the start line. `address`
+    and `port` are where this host listens for agents, by default the address of the default route and a free port.
+    `home` is the number of ranks on this host. `lost_after`: seconds after which a host that cannot be reached is lost.
+    `env` names variables that the ranks inherit from the notebook's process, beside those with a prefix of
+    `placement.INHERITED_PREFIXES`.
     """
 
-    launcher: str = "env"
+    launcher: str | Engine = "env"
     address: str | None = None
     port: int = 0
     home: int = 0
     lost_after: float = LOST_AFTER
     env: tuple[str, ...] = ()
+    nodes: int | None = None
+    arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.launcher != "env":
-            raise InvalidArgument(f"invalid launcher {self.launcher!r}: expected env")
+        if isinstance(self.launcher, str):
+            check_engine_name(self.launcher)
+        if self.nodes is not None and self.nodes < 1:
+            raise InvalidArgument(f"invalid number of nodes: {self.nodes}")
         if not 0 <= self.port < 1 << 16:
             raise InvalidArgument(f"invalid port {self.port}: expected 0 (a free one) to 65535")
         if self.home < 0:
@@ -552,23 +589,6 @@ def listen(options: HostOptions, cluster: str, segments: Path, *, report: Callab
         raise
     store = KeyFolder(segments / "store")
     return Hosts(hub, MirroredSegments(segments), store, lost_after=options.lost_after, report=report), file
-
-
-def describe_start(file: Path, missing: int) -> str:
-    """Return the lines that start agents for `missing` ranks."""
-    command = f"{shlex.quote(sys.executable)} -m rankbook.agent --connect"
-    name = shlex.quote(str(file))
-    return "\n".join(
-        (
-            f"waiting for {plural(missing, 'slot')}: start one agent per node, in one of these ways",
-            "(--slots N offers N ranks; the default is one per CUDA device)",
-            f"  on the node            {command} {name}",
-            f"  by ssh                 ssh NODE {command} - < {name}",
-            f"  in a Slurm allocation  srun --ntasks-per-node 1 {command} {name}",
-            f"  by torchrun            torchrun --nnodes N --nproc-per-node 1 -m rankbook.agent --connect {name}",
-            f"  by Open MPI            mpirun --map-by ppr:1:node {command} {name}",
-        )
-    )
 
 
 class HostsLink:

@@ -1,0 +1,213 @@
+"""The `Engine` protocol: what the notebook asks of a program that starts agents on other hosts, and its events.
+
+An engine starts one process per host, the agent, and reports which of them have ended. All its methods are called by
+one thread of the notebook, one at a time, so that it needs neither threads nor locks. An engine that raises, blocks or
+reports nonsense costs at most its own hosts, never the session.
+
+A package offers an engine under the entry point group `rankbook.engines`. The name of the entry point is that of
+`--launcher`, and its object is called with the arguments of the start line that `start` itself does not know.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TypeAlias, cast
+
+from rankbook.errors import InvalidArgument
+
+GROUP = "rankbook.engines"
+"""Entry point group of engines."""
+_BUILT_IN = {
+    "env": "rankbook.engines.env:EnvEngine",
+}
+
+
+@dataclass(frozen=True)
+class AgentConnection:
+    """What an agent needs to reach the notebook. Whoever has it can become one of its hosts.
+
+    `text` is the key. Write it to the standard input of `command()`, and never into an argument or an environment. On
+    hosts that see the notebook's files, `command(..., source=str(connection.file))` reads the key from `file`, which
+    has mode 0600. `address` is where the notebook listens.
+    """
+
+    text: str = field(repr=False)
+    file: Path
+    address: str = ""
+    module: str = "rankbook.agent"
+
+    def command(
+        self, host: int | None, slots: int | None, *, python: str = sys.executable, source: str = "-"
+    ) -> list[str]:
+        """Return the command that runs the agent of `host`, which takes `slots` ranks (None: one per CUDA device).
+
+        With `host=None` the agent takes its number from the environment: the node's number of Slurm and torchrun, the
+        task's number of MPI. `python` is the interpreter on the host; `source` is `-` for standard input, or the path
+        of the connection file.
+
+        Example::
+
+            connection.command(1, 4)  # ['/usr/bin/python3', '-m', 'rankbook.agent', '--connect', '-', '--slots', '4', …
+        """
+        words = [python, "-m", self.module, "--connect", source]
+        if slots is not None:
+            words += ["--slots", str(slots)]
+        if host is not None:
+            words += ["--node", str(host)]
+        return words
+
+
+@dataclass(frozen=True)
+class HostStarted:
+    """The agent of a host was started. `name` is the host's name, if the engine knows it."""
+
+    host: int
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class HostQueued:
+    """Hosts wait in the queue of a scheduler. `starts_at` is the expected start (Unix time, in seconds)."""
+
+    reason: str
+    starts_at: float | None = None
+
+
+@dataclass(frozen=True)
+class HostEnded:
+    """The agent of a host has ended, or those of all hosts (`host=None`). `reason` follows the words "because"."""
+
+    host: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class HostOutput:
+    """An agent has written `text`, or the engine's program has (`host=None`)."""
+
+    host: int | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A line for the user."""
+
+    text: str
+
+
+EngineEvent: TypeAlias = HostStarted | HostQueued | HostEnded | HostOutput | Notice
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the hosts. `ends_at`: when the scheduler ends them (Unix time, in seconds); None if it does not."""
+
+    ends_at: float | None = None
+
+
+class Engine(Protocol):
+    """Start, watch, replace and stop the agents of hosts.
+
+    One thread calls all methods, one at a time. `start` comes first and once, `stop` last. An exception in any of them
+    is shown to the user with the name of the engine.
+
+    Example: an engine for a program `submit` that runs a command on a machine of its choice::
+
+        class SubmitEngine:
+            def __init__(self, arguments):
+                self._jobs = {}
+
+            def start(self, hosts, slots, connection):
+                for host in range(hosts or 1):
+                    self._jobs[host] = Job(["submit", *connection.command(host, slots)], connection.text)
+
+            def events(self):
+                return [
+                    HostEnded(host, f"submit exited with {self._jobs.pop(host).code}")
+                    for host, job in list(self._jobs.items())
+                    if job.ended
+                ]
+            …
+    """
+
+    def start(self, hosts: int | None, slots: int, connection: AgentConnection) -> None:
+        """Start one agent per host, which together offer at least `slots` slots; do not wait for them.
+
+        `hosts` is the number of hosts, or None if the engine is to choose. The agents connect to the notebook by
+        themselves. Hosts have the numbers 0, 1, 2 and so on; those of ranks follow them.
+        """
+
+    def events(self) -> Iterable[EngineEvent]:
+        """Return what has happened since the last call. Called about five times a second; must not wait."""
+
+    def replace(self, host: int, *, wait: bool) -> int | None:
+        """Start an agent in place of `host`, which was lost. Return the number of the new host, or None.
+
+        With `wait=False`, only if a host is free now. With `wait=True`, also if it has to be queued for. A number is
+        never used twice.
+        """
+
+    def limits(self) -> Limits:
+        """Return the limits that are known now. Called after each start of a host, and twice a minute."""
+
+    def stop(self) -> None:
+        """End all agents and everything that `start` has made, also while it is queued. A second call does nothing."""
+
+
+def engine_names() -> list[str]:
+    """Return the names of all engines that are installed."""
+    return sorted({*_BUILT_IN, *(entry.name for entry in importlib.metadata.entry_points(group=GROUP))})
+
+
+def check_engine_name(name: str) -> None:
+    """Raise `InvalidArgument` if there is no engine of this name."""
+    if name not in _BUILT_IN and name not in (names := engine_names()):
+        raise InvalidArgument(f"invalid launcher {name!r}: expected {', '.join(names)}")
+
+
+def make_engine(name: str, arguments: Sequence[str]) -> Engine:
+    """Make the engine of this name with its part of the start line. Raises `InvalidArgument`.
+
+    Example::
+
+        make_engine("ssh", ["--hosts", "node1,node2"])
+    """
+    check_engine_name(name)
+    try:
+        if name in _BUILT_IN:
+            module, _, attribute = _BUILT_IN[name].partition(":")
+            factory = getattr(importlib.import_module(module), attribute)
+        else:
+            (entry, *_) = importlib.metadata.entry_points(group=GROUP, name=name)
+            factory = entry.load()
+        return cast("Callable[[Sequence[str]], Engine]", factory)(arguments)
+    except InvalidArgument:
+        raise
+    # Code of a third party, or a package that is not installed. The cause stays in the traceback.
+    except Exception as error:
+        raise InvalidArgument(f"the launcher {name} cannot be used: {type(error).__name__}: {error}") from error
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the engine's own arguments, and those behind `--`, which it passes to the program that it runs.
+
+    Example::
+
+        split_arguments(["--hosts", "a", "--", "-p", "2222"])  # (['--hosts', 'a'], ['-p', '2222'])
+    """
+    words = list(arguments)
+    if "--" not in words:
+        return words, []
+    position = words.index("--")
+    return words[:position], words[position + 1 :]
+
+
+def slots_per_host(slots: int, hosts: int) -> int:
+    """Return how many slots every host offers, so that all together have at least `slots`."""
+    return -(-slots // hosts)

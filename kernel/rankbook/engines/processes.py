@@ -1,0 +1,172 @@
+"""Programs that an engine runs on the notebook's host: ssh, srun, mpirun.
+
+A `Job` is one of them, under a supervisor that ends it together with the notebook. `ProcessEngine` is the part that
+engines with one job per host, or one for all hosts, have in common.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
+
+import psutil
+
+from rankbook.engines import supervisor
+from rankbook.engines.engine import AgentConnection, EngineEvent, HostEnded, HostOutput, Limits
+from rankbook.errors import InvalidArgument, StartError
+
+_MAX_READ = 1 << 16
+_LAST_OUTPUT = 600
+"""Characters of a job's last output that its end quotes."""
+_STOP_SECONDS = 12.0
+"""Seconds for a job to end; its supervisor needs ten at most."""
+
+
+class OptionParser(argparse.ArgumentParser):
+    """Parser of an engine's options, whose errors are `InvalidArgument`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(prog=f"--launcher {name}", add_help=False, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `InvalidArgument` with the options that exist."""
+        names = ", ".join(action.option_strings[0] for action in self._actions if action.option_strings)
+        raise InvalidArgument(f"{self.prog}: {message}; options of this launcher: {names or 'none'}")
+
+
+class Job:
+    """A program that reads `text` from its standard input, and that ends when this process does.
+
+    Raises `StartError` if it cannot be run.
+    """
+
+    def __init__(self, command: Sequence[str], text: str = "", *, env: Mapping[str, str] | None = None) -> None:
+        if shutil.which(command[0]) is None:
+            raise StartError(f"{command[0]} is not installed on this host, or not on the PATH")
+        read, self._alive = os.pipe()
+        os.set_inheritable(read, True)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", supervisor.__file__, "--alive", str(read), *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(read,),
+                start_new_session=True,
+                env=env,
+            )
+        except OSError as error:
+            os.close(self._alive)
+            raise StartError(f"cannot run {command[0]}: {error}") from error
+        finally:
+            os.close(read)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._output = self._process.stdout
+        os.set_blocking(self._output.fileno(), False)
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and its exit code says why
+            self._process.stdin.write(text.encode())  # less than a pipe holds
+            self._process.stdin.close()
+        self._last = ""
+
+    def read(self) -> str:
+        """Return what the program has written since the last call."""
+        if self._output.closed:
+            return ""
+        try:
+            data = os.read(self._output.fileno(), _MAX_READ)
+        except BlockingIOError:
+            return ""
+        text = data.decode(errors="replace")
+        self._last = (self._last + text)[-_LAST_OUTPUT:]
+        return text
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while the program runs."""
+        return self._process.poll()
+
+    @property
+    def last_output(self) -> str:
+        """Return the last lines that the program has written, as one line."""
+        return " / ".join(line.strip() for line in self._last.splitlines() if line.strip())
+
+    def describe_end(self) -> str:
+        """Describe how the program has ended, with the last lines that it has written."""
+        code = self._process.poll() or 0
+        text = supervisor.describe_code(128 - code if code > 128 else code)
+        return f"{text}: {self.last_output}" if self.last_output else text
+
+    def end(self) -> None:
+        """Begin to end the program: SIGTERM, and SIGKILL after five seconds."""
+        if self._alive >= 0:
+            os.close(self._alive)
+            self._alive = -1
+
+    def kill(self) -> None:
+        """Kill the program's first process, not what it has started."""
+        # The supervisor has one child, which may have ended.
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self._process.pid).children():
+                child.kill()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for the end. Return False if the program has not ended after `timeout` seconds."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        self._output.close()
+        return True
+
+
+class ProcessEngine:
+    """Engine of command line programs: `jobs` has one per host, or one for all hosts (None)."""
+
+    name = ""
+
+    def __init__(self) -> None:
+        self.jobs: dict[int | None, Job] = {}
+        self.pending: list[EngineEvent] = []
+        self.connection: AgentConnection | None = None
+
+    def events(self) -> Iterable[EngineEvent]:
+        """See `Engine`."""
+        events, self.pending = self.pending, []
+        for host, job in list(self.jobs.items()):
+            code = job.poll()
+            # Read after the poll: nothing can be written behind the end.
+            while text := job.read():
+                events += self.read_output(host, text)
+            if code is not None:
+                del self.jobs[host]
+                job.wait(0)
+                events.append(HostEnded(host, self.describe_end(host, job)))
+        return events
+
+    def read_output(self, host: int | None, text: str) -> list[EngineEvent]:
+        """Return the events that a piece of a job's output stands for."""
+        return [HostOutput(host, text)]
+
+    def describe_end(self, _host: int | None, job: Job) -> str:
+        """Return why a job has ended."""
+        return f"{self.name}: {job.describe_end()}"
+
+    def limits(self) -> Limits:
+        """See `Engine`."""
+        return Limits()
+
+    def stop(self) -> None:
+        """See `Engine`. Raises `StartError` if a program does not end."""
+        for job in self.jobs.values():
+            job.end()
+        deadline = time.monotonic() + _STOP_SECONDS
+        left = [job for job in self.jobs.values() if not job.wait(max(0.0, deadline - time.monotonic()))]
+        self.jobs.clear()
+        if left:
+            raise StartError(f"{self.name} did not end within {_STOP_SECONDS:.0f} s")

@@ -1,0 +1,114 @@
+"""Run a command until it ends or the notebook does. Run as a script, with the standard library only.
+
+    python supervisor.py --alive FD COMMAND...     on the notebook's host
+    python supervisor.py --report NAME COMMAND...  on another host
+
+With `--alive`, the command runs in a session of its own and is ended, by SIGTERM and five seconds later by SIGKILL,
+when the pipe FD is closed at its other end or the process that has started this one ends. That is what a killed kernel
+leaves behind: neither a handler nor an exit function runs there.
+
+With `--report`, a line on standard output says how the command has ended (`read_reports`), and the exit status is 0:
+MPI ends all processes when one has failed, and Slurm says only of some ends which task it was. The variable NAME has
+the number of the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+
+_GRACE = 5.0
+_POLL = 0.2
+_REPORT = re.compile(r"^rankbook-host (\d+) ended: (.*)$", re.MULTILINE)
+
+
+def read_reports(text: str) -> list[tuple[int, str]]:
+    """Return the hosts whose ends are reported in `text`, and why.
+
+    Example::
+
+        read_reports("rankbook-host 1 ended: it was killed by SIGKILL")  # [(1, 'it was killed by SIGKILL')]
+    """
+    return [(int(number), reason) for number, reason in _REPORT.findall(text)]
+
+
+def describe_code(code: int) -> str:
+    """Describe the exit of a process, to follow "because"."""
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"it was killed by {signal.Signals(-code).name}"
+    return f"it exited with code {code}"
+
+
+def _supervise(alive: int, command: list[str]) -> int:
+    parent = os.getppid()
+    terminated: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: terminated.append(number))
+    # An interrupt of the kernel is for the cells.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        child = subprocess.Popen(command, start_new_session=True)
+    except OSError as error:
+        sys.stderr.write(f"cannot run {command[0]}: {error.strerror}\n")
+        return 127
+    while child.poll() is None:
+        readable, _, _ = select.select([alive], [], [], _POLL)
+        if readable or terminated or os.getppid() != parent:
+            _end(child)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    for number, seconds in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, _GRACE)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        deadline = time.monotonic() + seconds
+        while child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if child.poll() is not None:
+            break
+    # What the command has started and left, also if it has ended by itself.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+def _report(variable: str, command: list[str]) -> int:
+    ended = False
+
+    def forward(number: int, _frame: object) -> None:
+        nonlocal ended
+        ended = True
+        if child is not None:
+            child.send_signal(number)
+
+    child: subprocess.Popen[bytes] | None = None
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, forward)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        child = subprocess.Popen(command)
+        if ended:
+            child.terminate()
+        reason = describe_code(child.wait())
+    except OSError as error:
+        reason = f"{command[0]} cannot be run: {error.strerror}"
+    # In one write, so that lines of several hosts are not mixed.
+    os.write(1, f"rankbook-host {os.environ.get(variable, '0')} ended: {reason}\n".encode())
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command that the arguments name, and return the exit code."""
+    mode, value, *command = arguments
+    return _supervise(int(value), command) if mode == "--alive" else _report(value, command)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,157 @@
+"""Test the suite for engines: `FakeEngine` and an engine of another package pass, and each defect is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from rankbook.engines import AgentConnection, HostEnded, HostStarted, Limits, engine
+from rankbook.engines.processes import Job
+from rankbook.errors import StartError
+from rankbook.testing import FakeEngine, check_engine
+from tests.conftest import wait_until
+from tests.engines.test_engine import third_party  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_the_fake_engine_passes(spare):
+    check_engine(lambda: FakeEngine(2, spare=spare))
+
+
+def test_an_engine_of_another_package_passes(third_party):  # noqa: F811 - the fixture
+    check_engine(lambda: engine.make_engine("submit", []))
+
+
+class LeaksKey(FakeEngine):
+    def start(self, hosts, slots, connection):
+        self.jobs[None] = Job(["sleep", "30"], env={**os.environ, "KEY": connection.text})
+        super().start(hosts, slots, connection)
+
+
+class SaysNothing(FakeEngine):
+    def events(self):
+        return [event for event in super().events() if not isinstance(event, HostEnded)]
+
+
+class EndsAll(FakeEngine):
+    def events(self):
+        events = super().events()
+        if any(isinstance(event, HostEnded) for event in events):
+            self.stop()
+        return events
+
+
+class UsesNumbersTwice(FakeEngine):
+    def replace(self, host, *, wait):
+        return 1
+
+
+class GivesOneNumber(FakeEngine):
+    def start(self, hosts, slots, connection):
+        numbered = dataclasses.replace(connection)
+        command = connection.command
+        object.__setattr__(numbered, "command", lambda _, slots: command(0, slots))
+        super().start(hosts, slots, numbered)
+
+
+class HasNoLimits(FakeEngine):
+    def limits(self):
+        return None
+
+
+class HasEnded(FakeEngine):
+    def limits(self):
+        return Limits(time.time() - 1)
+
+
+class TakesFewerSlots(FakeEngine):
+    def start(self, hosts, slots, connection):
+        super().start(hosts, 1, connection)
+
+
+class ReportsOthers(FakeEngine):
+    def events(self):
+        events = super().events()
+        return [*events, *(HostEnded(1, "") for event in events if isinstance(event, HostEnded))]
+
+
+class StartsNothing(FakeEngine):
+    def start(self, hosts, slots, connection):
+        self.pending += [HostStarted(0), HostStarted(1)]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (LeaksKey, r"text is in environ of process"),
+        (SaysNothing, r"expected HostEnded of every host in \[0\]"),
+        (EndsAll, r"the agent of host 1 ended with that of host 0"),
+        (UsesNumbersTwice, r"expected replace\(\) to return a number that no host has"),
+        (GivesOneNumber, r"two agents have the same number"),
+        (HasNoLimits, r"expected limits\(\) to return Limits, got None"),
+        (HasEnded, r"the hosts have ended already"),
+        (TakesFewerSlots, r"expected at least 4 slots, the agents offer 2"),
+        (ReportsOthers, r"expected the end of host 0 alone"),
+        (StartsNothing, r"an agent of every host in \[0, 1\] to connect"),
+    ],
+)
+def test_a_defect_is_found(make, text, monkeypatch):
+    monkeypatch.setattr("rankbook.testing._END_SECONDS", 3.0)
+    made = []
+
+    def make_one():
+        made.append(make(2))
+        return made[-1]
+
+    try:
+        with pytest.raises(AssertionError, match=text):
+            check_engine(make_one, slots=4, timeout=20.0 if make is not StartsNothing else 0.5)
+    finally:
+        for one in made:
+            one.stop()
+
+
+def test_a_job_gets_its_text_and_its_output_and_end_are_read():
+    job = Job([sys.executable, "-c", "import sys; print(sys.stdin.read().upper()); sys.exit(3)"], "secret")
+    assert job.wait(30)
+    assert job.poll() == 3
+    with pytest.raises(StartError, match="no-such-program is not installed"):
+        Job(["no-such-program"])
+
+
+def test_a_job_that_ignores_sigterm_is_killed_with_what_it_has_started():
+    code = "trap '' TERM; sleep 1000 & echo $!; wait; sleep 1000"
+    job = Job(["bash", "-c", code])
+    output = []
+    wait_until(lambda: output.append(job.read()) or "\n" in "".join(output), timeout=20, what="it writes")
+    grandchild = int("".join(output))
+    job.end()
+    assert job.wait(30)
+    wait_until(lambda: not psutil.pid_exists(grandchild), timeout=20, what="the grandchild ends")
+
+
+def test_jobs_end_when_the_process_that_started_them_is_killed(tmp_path):
+    code = (
+        "from rankbook.engines.processes import Job\nimport time\n"
+        "job = Job(['bash', '-c', 'sleep 1000 & echo $!; wait'])\n"
+        "text = ''\nwhile not text: text = job.read(); time.sleep(0.02)\n"
+        "print(text, flush=True); time.sleep(1000)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as notebook:
+        assert notebook.stdout is not None
+        pid = int(notebook.stdout.readline())
+        notebook.kill()
+    wait_until(lambda: not psutil.pid_exists(pid), timeout=20, what="the job ends")
+
+
+def test_a_connection_can_name_another_module():
+    connection = dataclasses.replace(AgentConnection("", None), module="other")  # type: ignore[arg-type]
+    assert connection.command(None, None)[:3] == [sys.executable, "-m", "other"]

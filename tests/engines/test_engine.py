@@ -1,0 +1,106 @@
+"""Test the search for engines, the agent's command, and the texts that supervised programs leave."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankbook.engines import AgentConnection, engine, split_arguments, supervisor
+from rankbook.errors import InvalidArgument
+from rankbook.launch.hosts import HostOptions
+from rankbook.magics.arguments import complete, parse_line
+
+THIRD_PARTY = Path(__file__).parent / "third_party"
+CONNECTION = AgentConnection('{"key": "secret"}', Path("/home/me/c.json"), "10.0.0.1")
+
+
+@pytest.fixture
+def third_party(monkeypatch, tmp_path):
+    """Install the engine `submit`, as a package with an entry point would."""
+    metadata = tmp_path / "rankbook_submit-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rankbook-submit\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[rankbook.engines]\nsubmit = rankbook_submit:SubmitEngine\nbroken = rankbook_submit:NoSuchEngine\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(THIRD_PARTY))
+    yield
+    sys.modules.pop("rankbook_submit", None)
+
+
+def test_an_engine_of_another_package_is_found_by_its_entry_point(third_party):
+    assert "submit" in engine.engine_names()
+    assert type(engine.make_engine("submit", [])).__name__ == "SubmitEngine"
+    HostOptions("submit")
+
+
+def test_an_engine_that_cannot_be_made_names_itself_and_the_cause(third_party):
+    with pytest.raises(InvalidArgument, match=r"the launcher broken cannot be used: AttributeError.*NoSuchEngine"):
+        engine.make_engine("broken", [])
+    with pytest.raises(InvalidArgument, match=r"submit has no options"):
+        engine.make_engine("submit", ["--x"])
+
+
+def test_an_unknown_engine_is_rejected_with_those_that_exist():
+    with pytest.raises(InvalidArgument, match=r"invalid launcher 'sge': expected env"):
+        engine.make_engine("sge", [])
+
+
+def test_an_unknown_option_of_an_engine_is_rejected():
+    with pytest.raises(InvalidArgument, match=r"--launcher env: unrecognized arguments: --hosts a; options .* none"):
+        engine.make_engine("env", ["--hosts", "a"])
+
+
+def test_the_command_of_an_agent_never_has_the_key():
+    command = CONNECTION.command(1, 4, python="/opt/python")
+    assert command == ["/opt/python", "-m", "rankbook.agent", "--connect", "-", "--slots", "4", "--node", "1"]
+    assert CONNECTION.command(None, None, source="/f")[1:] == ["-m", "rankbook.agent", "--connect", "/f"]
+    assert "secret" not in repr(CONNECTION)
+
+
+def test_arguments_behind_two_dashes_are_the_programs():
+    assert split_arguments(["--a", "1", "--", "-p", "x", "--"]) == (["--a", "1"], ["-p", "x", "--"])
+    assert split_arguments(["--a"]) == (["--a"], [])
+
+
+def test_a_start_line_keeps_the_options_of_its_launcher():
+    parsed = parse_line("start --launcher ssh -n 4 --hosts a,b --nodes 2 -- -p 2222 --timeout")
+    assert (parsed.launcher, parsed.n, parsed.nodes, parsed.timeout) == ("ssh", 4, 2, None)
+    assert parsed.launcher_args == ("--hosts", "a,b", "--", "-p", "2222", "--timeout")
+
+
+@pytest.mark.parametrize("line", ["start --hosts a,b", "start -n 2 -- -p 2222"])
+def test_options_of_a_launcher_need_a_launcher(line):
+    with pytest.raises(InvalidArgument, match=r"%distributed start: unrecognized arguments"):
+        parse_line(line)
+
+
+def test_launchers_are_completed(third_party):
+    def names() -> list[str]:
+        return []
+
+    completed = complete("start", ["--launcher"], "", world_size=0, notebook_names=names, rank_names=names)
+    assert {"env", "submit"} <= {*completed}
+
+
+@pytest.mark.parametrize("options", [{"nodes": 0}, {"nodes": -1}])
+def test_invalid_options_are_rejected(options):
+    with pytest.raises(InvalidArgument, match="invalid number of nodes"):
+        HostOptions(**options)
+
+
+def test_reports_of_ends_are_found_among_other_output():
+    text = (
+        "hello\nrankbook-host 12 ended: it was killed by SIGKILL\nrankbook-host x ended: no\nrankbook-host 0 ended: a\n"
+    )
+    assert supervisor.read_reports(text) == [(12, "it was killed by SIGKILL"), (0, "a")]
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(0, "exited with code 0"), (-9, "killed by SIGKILL"), (-250, "exited with code -250")]
+)
+def test_exit_codes_are_described(code, text):
+    assert text in supervisor.describe_code(code)
