@@ -293,6 +293,22 @@ def test_unwatched_cluster_sends_and_imports_nothing(cluster):
         assert questions(sent) == []
 
 
+def test_views_get_states_again_after_an_unexpected_error(cluster, monkeypatch):
+    errors, updates = [], []
+    monkeypatch.setattr(threading, "excepthook", lambda error: errors.append(error.exc_type))
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster._monitor, "_query_ranks", lambda *_args, **_options: 1 / 0)
+        first = cluster.watch("status", updates.append)
+        wait_until(lambda: errors == [ZeroDivisionError], timeout=10, what="the error")
+    wait_until(lambda: cluster._monitor._thread is None, timeout=10, what="the thread's end")
+    assert updates == []
+    second = cluster.watch("status", lambda _: None)
+    wait_until(lambda: updates, timeout=10, what="a state for the first view")
+    first()
+    second()
+    wait_until(lambda: not lookouts(), timeout=10, what="the threads' end")
+
+
 def test_watcher_that_raises_or_blocks_does_not_affect_other_watchers(cluster, monkeypatch):
     raised, updates, blocked = [], [], threading.Event()
     monkeypatch.setattr(sys, "excepthook", lambda *error: raised.append(error[0]))

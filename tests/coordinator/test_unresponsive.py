@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -163,6 +164,15 @@ def test_new_process_has_no_open_request():
 def test_an_answer_that_comes_too_late_is_dropped():
     ranks = Ranks()
     assert ranks.liveness.wait_stacks((0,), timeout=0.01) == {}
+    ranks.answer(*ranks.asked[0])
+    assert ranks.liveness._stacks == {}
+
+
+def test_an_interrupted_wait_for_stacks_collects_no_more_replies(monkeypatch):
+    ranks = Ranks()
+    monkeypatch.setattr(ranks.liveness._changed, "wait", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        ranks.liveness.wait_stacks((0,), timeout=60)
     ranks.answer(*ranks.asked[0])
     assert ranks.liveness._stacks == {}
 

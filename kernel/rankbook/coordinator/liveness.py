@@ -7,11 +7,12 @@ an exit. For an unresponsive rank the operating system's view of its process (ru
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rankbook.coordinator.channels import CommChannels, DapChannels
@@ -130,15 +131,24 @@ class LivenessTracker:
 
     def wait_stacks(self, ranks: Iterable[int], *, timeout: float) -> dict[int, Stack]:
         """Ask `ranks` for their stacks; return the replies within `timeout` seconds. Not on the driver thread."""
+        deadline = time.monotonic() + timeout
+        with self._collect_stacks() as (token, answers):
+            requested = {rank for rank in ranks if self._ask(rank, token)}
+            with self._changed:
+                while len(answers) < len(requested) and (remaining := deadline - time.monotonic()) > 0:
+                    self._changed.wait(remaining)
+        return answers
+
+    @contextlib.contextmanager
+    def _collect_stacks(self) -> Iterator[tuple[int, dict[int, Stack]]]:
+        """Collect the replies to a new token until the end of the context, which an interrupt may end too."""
         # A token per call, so that a late reply to an earlier call is not taken for one to this call.
         token = next(self._tokens)
         answers = self._stacks[token] = {}
-        requested = {rank for rank in ranks if self._ask(rank, token)}
-        deadline = time.monotonic() + timeout
-        with self._changed:
-            while len(answers) < len(requested) and (remaining := deadline - time.monotonic()) > 0:
-                self._changed.wait(remaining)
-            return self._stacks.pop(token)
+        try:
+            yield token, answers
+        finally:
+            del self._stacks[token]
 
     def wait_unresponsive(self, ranks: Iterable[int], *, timeout: float) -> dict[int, UnresponsiveRank]:
         """Return the ranks that do not reply within `timeout` seconds; earlier if all of them are stopped.
@@ -165,9 +175,10 @@ class LivenessTracker:
         it was killed. A rank that neither replies nor exits within `timeout` seconds (less if it is stopped) counts as
         alive.
         """
-        token = next(self._tokens)
-        answers = self._stacks[token] = {}
-        unknown = set(ranks)
+        with self._collect_stacks() as (token, answers):
+            return self._wait_exited(set(ranks), token, answers, timeout)
+
+    def _wait_exited(self, unknown: set[int], token: int, answers: Mapping[int, Stack], timeout: float) -> set[int]:
         # A link that is closed already is no reply: the process may have ended a moment ago.
         for rank in unknown:
             self._ask(rank, token)
@@ -188,7 +199,6 @@ class LivenessTracker:
                 unknown = {
                     rank for rank, process in infos.items() if process is not None and not (late and process.stopped)
                 }
-            del self._stacks[token]
         return ended
 
     def unresponsive(self, ranks: Iterable[int]) -> dict[int, UnresponsiveRank]:

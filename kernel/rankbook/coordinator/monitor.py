@@ -168,6 +168,16 @@ class StatusMonitor:
         return end
 
     def _run(self) -> None:
+        try:
+            self._publish_until_unwatched()
+        finally:
+            # After an unexpected error, which `threading.excepthook` shows, the next subscription starts a new thread
+            # for all of them.
+            with self._lock:
+                if self._thread is threading.current_thread():
+                    self._thread = None
+
+    def _publish_until_unwatched(self) -> None:
         aggregator = StatusAggregator(_name_of(self._processes))
         queries: QueryClient | None = None
         token = 0
