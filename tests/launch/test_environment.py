@@ -28,7 +28,7 @@ def test_nccl_with_shared_devices_is_refused():
         assign_devices(3, 2, backend="nccl", cores=2)
 
 
-def test_two_ranks_on_the_cpu_unless_the_environment_says_otherwise(monkeypatch):
+def test_default_number_of_ranks_without_gpus_is_two(monkeypatch):
     monkeypatch.delenv("RANKBOOK_RANKS", raising=False)
     assert assign_devices(None, 0, backend=None, cores=2).devices == ("cpu", "cpu")
     monkeypatch.setenv("RANKBOOK_RANKS", "3")
@@ -45,10 +45,10 @@ def test_more_ranks_than_sense_or_none_at_all(ranks):
 
 
 def test_torchs_contract_wins_over_the_notebooks_environment_and_hints_do_not():
-    made = rank_environment({"RANK": "9", "OMP_NUM_THREADS": "7", "MINE": "x"}, {"RANK": "1"}, threads=1)
-    assert made["RANK"] == "1"
-    assert made["OMP_NUM_THREADS"] == "7"
-    assert made["MINE"] == "x"
+    environment = rank_environment({"RANK": "9", "OMP_NUM_THREADS": "7", "MINE": "x"}, {"RANK": "1"}, threads=1)
+    assert environment["RANK"] == "1"
+    assert environment["OMP_NUM_THREADS"] == "7"
+    assert environment["MINE"] == "x"
 
 
 def test_changed_variables_are_those_of_the_user():
@@ -59,10 +59,10 @@ def test_changed_variables_are_those_of_the_user():
 
 
 @pytest.mark.parametrize(
-    ("wish", "seconds"), [("", None), ("0.2", 0.2), ("0", 0.0), ("soon", None), ("-1", None), ("inf", None)]
+    ("value", "seconds"), [("", None), ("0.2", 0.2), ("0", 0.0), ("soon", None), ("-1", None), ("inf", None)]
 )
-def test_the_grace_before_an_abort_is_a_number_of_seconds(monkeypatch, wish, seconds):
-    monkeypatch.setenv("RANKBOOK_ABORT_GRACE", wish)
+def test_the_grace_before_an_abort_is_a_number_of_seconds(monkeypatch, value, seconds):
+    monkeypatch.setenv("RANKBOOK_ABORT_GRACE", value)
     if seconds is None:
         with pytest.raises(InvalidArgument, match="RANKBOOK_ABORT_GRACE"):
             abort_grace()
@@ -70,17 +70,17 @@ def test_the_grace_before_an_abort_is_a_number_of_seconds(monkeypatch, wish, sec
         assert abort_grace() == seconds
 
 
-def test_the_grace_is_a_second_unless_it_is_said_otherwise(monkeypatch):
+def test_default_grace_period_is_one_second(monkeypatch):
     monkeypatch.delenv("RANKBOOK_ABORT_GRACE", raising=False)
     assert abort_grace() == 1.0
 
 
-def test_nothing_of_nccl_ends_a_rank_or_listens_on_the_network_unless_the_user_says_so():
-    made = rank_environment({"NCCL_SOCKET_IFNAME": "eth0"}, {}, threads=1)
-    assert made["NCCL_SOCKET_IFNAME"] == "eth0"
-    made = rank_environment({}, {}, threads=1)
-    assert made["NCCL_SOCKET_IFNAME"] == made["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
-    made = rank_environment({}, {}, threads=1, interface="eth7")
-    assert made["NCCL_SOCKET_IFNAME"] == made["GLOO_SOCKET_IFNAME"] == "eth7"
+def test_nccl_neither_kills_ranks_nor_listens_on_the_network_by_default():
+    environment = rank_environment({"NCCL_SOCKET_IFNAME": "eth0"}, {}, threads=1)
+    assert environment["NCCL_SOCKET_IFNAME"] == "eth0"
+    environment = rank_environment({}, {}, threads=1)
+    assert environment["NCCL_SOCKET_IFNAME"] == environment["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    environment = rank_environment({}, {}, threads=1, interface="eth7")
+    assert environment["NCCL_SOCKET_IFNAME"] == environment["GLOO_SOCKET_IFNAME"] == "eth7"
     names = ("RETHROW_CUDA_ERRORS", "DUMP_ON_TIMEOUT", "ENABLE_MONITORING")
-    assert {made[f"TORCH_NCCL_{name}"] for name in names} == {"0"}
+    assert {environment[f"TORCH_NCCL_{name}"] for name in names} == {"0"}

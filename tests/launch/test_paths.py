@@ -19,12 +19,12 @@ from rankbook.process_identity import OWNER_FILE, PATIENCE, claim_folder, hold_f
 
 
 def test_folders_are_private_and_removed():
-    made = make_folders()
-    for folder in (made.sockets, made.segments):
+    folders = make_folders()
+    for folder in (folders.sockets, folders.segments):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    made.remove()
-    assert not made.sockets.exists()
-    assert not made.segments.exists()
+    folders.remove()
+    assert not folders.sockets.exists()
+    assert not folders.segments.exists()
 
 
 @pytest.fixture
@@ -48,14 +48,14 @@ def make_claimed(path: Path, pid: int, **fields: str) -> Path:
 @pytest.mark.processes
 def test_folders_of_dead_processes_only_are_swept(short_path, monkeypatch, dead):
     monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(short_path))
-    left = make_claimed(short_path / f"rankbook-{os.getuid()}-{dead}-abc", dead)
+    stale = make_claimed(short_path / f"rankbook-{os.getuid()}-{dead}-abc", dead)
     alive = make_claimed(short_path / f"rankbook-{os.getuid()}-{os.getpid()}-abc", os.getpid())
     other = make_claimed(short_path / f"rankbook-{os.getuid() + 1}-{dead}-abc", dead)
-    made = make_folders()
-    assert not left.exists()
+    folders = make_folders()
+    assert not stale.exists()
     assert alive.exists()
     assert other.exists()
-    assert made.sockets.parent == made.segments.parent == short_path
+    assert folders.sockets.parent == folders.segments.parent == short_path
 
 
 @pytest.mark.parametrize("pid", ["²", "4294967296", "99999999999999999999", "-1", "", "x", "1\n"])

@@ -67,8 +67,8 @@ def test_a_record_is_found_as_it_was_written_and_only_its_user_can_read_it(base)
     record = make(base)
     other = make(base, name="other")
     assert stat.S_IMODE(Path(record.sockets, RECORD).stat().st_mode) == 0o600
-    found = find_detached()
-    assert (set(found.records), found.notes) == ({record, other}, ())
+    detached = find_detached()
+    assert (set(detached.records), detached.notes) == ({record, other}, ())
     assert record.describe() == "7-abc: 2 ranks on cpu, gloo"
     write_record(dataclasses.replace(record, notebook=8))
     assert {item.notebook for item in find_detached().records} == {7, 8}
@@ -85,9 +85,9 @@ def test_record_that_others_could_have_written_is_ignored(base):
     ):
         was = stat.S_IMODE(path.stat().st_mode)
         path.chmod(mode)
-        found = find_detached()
-        assert found.records == ()
-        assert words in found.notes[0]
+        detached = find_detached()
+        assert detached.records == ()
+        assert words in detached.notes[0]
         path.chmod(was)
     elsewhere = base / "elsewhere"
     file.rename(elsewhere)
@@ -106,9 +106,9 @@ def test_another_users_record_is_not_believed(base, monkeypatch):
 def test_unreadable_record_is_reported_and_kept(base, text):
     file = Path(make(base).sockets, RECORD)
     file.write_text(text)
-    found = find_detached()
-    assert found.records == ()
-    assert "cannot be read" in found.notes[0]
+    detached = find_detached()
+    assert detached.records == ()
+    assert "cannot be read" in detached.notes[0]
     assert file.exists()
 
 
@@ -151,9 +151,9 @@ def test_record_of_an_ended_process_is_removed_and_reported(base):
         [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
     )
     record = make(base, holder=int(run.stdout))
-    found = find_detached()
-    assert found.records == ()
-    assert found.notes == ("7-abc: 2 ranks on cpu, gloo: these ranks have exited; their files were removed",)
+    detached = find_detached()
+    assert detached.records == ()
+    assert detached.notes == ("7-abc: 2 ranks on cpu, gloo: these ranks have exited; their files were removed",)
     assert not Path(record.sockets).exists()
     assert find_detached().notes == ()
 
@@ -173,7 +173,7 @@ def test_only_a_segment_folder_with_a_name_of_ours_is_removed_with_its_ended_clu
     assert (segments / "file").exists() is not removed
 
 
-def test_a_process_that_has_got_the_number_of_one_that_ended_is_not_taken_for_it(base):
+def test_reused_process_id_is_not_taken_for_the_ended_process(base):
     record = make(base)
     write_record(dataclasses.replace(record, started=record.started - 3600))
     change_owner(record, started="1")
@@ -184,9 +184,9 @@ def test_a_cluster_of_another_pid_namespace_is_reported_and_kept(base):
     record = make(base)
     write_record(dataclasses.replace(record, forkserver=(1 << 22) + 1))
     change_owner(record, machine="another pid namespace")
-    found = find_detached()
-    assert found.records == ()
-    assert "is not visible here (another container?)" in found.notes[0]
+    detached = find_detached()
+    assert detached.records == ()
+    assert "is not visible here (another container?)" in detached.notes[0]
     assert Path(record.sockets).exists()
 
 
@@ -214,8 +214,10 @@ def test_a_record_names_its_notebook_and_its_age(base, seconds, words):
 
 
 def test_a_record_is_owned_while_the_process_that_wrote_it_lives(base):
-    began = process_start_time(os.getpid())
-    assert began is not None
-    record = dataclasses.replace(make(base), notebook=os.getpid(), notebook_started=began)
+    start_time = process_start_time(os.getpid())
+    assert start_time is not None
+    record = dataclasses.replace(make(base), notebook=os.getpid(), notebook_started=start_time)
     assert record.owned
-    assert not dataclasses.replace(record, notebook_started=began - 3600).owned, "another process has the id by now"
+    assert not dataclasses.replace(record, notebook_started=start_time - 3600).owned, (
+        "another process has the id by now"
+    )

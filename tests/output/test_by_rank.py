@@ -23,10 +23,10 @@ from rankbook.protocol.messages import Clear, Display, Text
 
 
 class Reader:
-    """What stands there, by the changes alone."""
+    """Rebuilds the output from the reported changes."""
 
     def __init__(self, ranks: int = 2) -> None:
-        self.there: dict[int, OutputBlock] = {}
+        self.blocks: dict[int, OutputBlock] = {}
         self.reported = 0
         self.head = ""
         self.page = ByRankOutput(self.tell, key="k")
@@ -36,13 +36,13 @@ class Reader:
         for change in changes:
             match change:
                 case BlockAdded(piece):
-                    self.there[piece.key] = piece
+                    self.blocks[piece.key] = piece
                     self.reported += len(piece.text)
                 case TextAppended(key, text):
-                    self.there[key] = replace(self.there[key], text=self.there[key].text + text)
+                    self.blocks[key] = replace(self.blocks[key], text=self.blocks[key].text + text)
                     self.reported += len(text)
                 case BlockRemoved(key):
-                    del self.there[key]
+                    del self.blocks[key]
                 case OutputHeader(bundle):
                     self.head = bundle["text/plain"]
 
@@ -54,11 +54,11 @@ class Reader:
 
     def close(self) -> list[tuple[tuple[int, ...], str]]:
         assert self.merger.close(9.0) == []  # nothing is left for the cell's stream
-        assert list(self.there.values()) == self.page.blocks
-        return [(piece.ranks, piece.text) for piece in self.there.values()]
+        assert list(self.blocks.values()) == self.page.blocks
+        return [(piece.ranks, piece.text) for piece in self.blocks.values()]
 
     def of(self, rank: int) -> str:
-        return "".join(piece.text for piece in self.there.values() if rank in piece.ranks and piece.data is None)
+        return "".join(piece.text for piece in self.blocks.values() if rank in piece.ranks and piece.data is None)
 
 
 def test_equal_output_is_one_block_and_different_output_one_per_rank():
@@ -79,20 +79,20 @@ LINES = st.lists(st.sampled_from(["same", "one", "two", "three"]), max_size=8)
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(LINES, LINES, LINES), max_size=6))
 def test_output_of_every_rank_is_complete_and_in_order(turns):
-    reader, wanted = Reader(3), ["", "", ""]
+    reader, expected = Reader(3), ["", "", ""]
     for now, turn in enumerate(turns):
         for rank, lines in enumerate(turn):
             text = "".join(f"{line}\n" for line in lines)
-            wanted[rank] += text
+            expected[rank] += text
             if text:
                 reader.add_output(rank, text, now)
         reader.merger.flush(now + 0.5)
     reader.close()
-    assert [reader.of(rank) for rank in range(3)] == wanted
-    assert reader.reported <= sum(map(len, wanted))
+    assert [reader.of(rank) for rank in range(3)] == expected
+    assert reader.reported <= sum(map(len, expected))
 
 
-def test_text_is_reported_once_however_often_there_is_more():
+def test_text_is_reported_once_per_change():
     reader = Reader(1)
     for turn in range(200):
         reader.add_output(0, f"line {turn}\n", turn)
@@ -101,7 +101,7 @@ def test_text_is_reported_once_however_often_there_is_more():
     assert reader.reported == sum(len(f"line {turn}\n") for turn in range(200))
 
 
-def test_a_display_stays_with_its_rank_and_is_replaced_where_it_stands():
+def test_display_is_replaced_in_place():
     reader = Reader()
     reader.show(0, {"text/plain": "a"}, name="x")
     reader.show(1, {"text/plain": "b"}, name="x")
@@ -109,20 +109,20 @@ def test_a_display_stays_with_its_rank_and_is_replaced_where_it_stands():
         reader.add_output(rank, "below\n")
     reader.show(1, {"text/plain": "c"}, "update", name="x")
     reader.close()
-    assert [(piece.ranks, piece.data or piece.text) for piece in reader.there.values()] == [
+    assert [(piece.ranks, piece.data or piece.text) for piece in reader.blocks.values()] == [
         ((0,), {"text/plain": "a"}),
         ((1,), {"text/plain": "c"}),
         ((0, 1), "below\n"),
     ]
 
 
-def test_a_progress_bar_is_one_piece_of_its_rank_until_it_is_done():
+def test_progress_bar_is_one_block_until_it_ends():
     reader = Reader()
     for step in range(5):
         for rank in (0, 1):
             reader.add_output(rank, f"\r{rank} at {step}", step)
         reader.merger.flush(step + 0.5)
-        assert [(piece.ranks, piece.text, piece.live) for piece in reader.there.values()] == [
+        assert [(piece.ranks, piece.text, piece.live) for piece in reader.blocks.values()] == [
             ((0,), f"0 at {step}", True),
             ((1,), f"1 at {step}", True),
         ]
@@ -150,10 +150,10 @@ def test_a_bar_of_another_rank_survives_a_clearing_once():
     reader.merger.add_output(0, Clear(cell=1, wait=False), 1.0)
     reader.merger.flush(2.0)
     reader.merger.flush(3.0)
-    assert [(piece.ranks, piece.text) for piece in reader.there.values()] == [((1,), "1 at 1")]
+    assert [(piece.ranks, piece.text) for piece in reader.blocks.values()] == [((1,), "1 at 1")]
 
 
-def test_the_oldest_goes_when_there_is_too_much(monkeypatch):
+def test_oldest_output_is_dropped_over_the_limit(monkeypatch):
     monkeypatch.setattr(by_rank, "_MAX_TEXT", 100)
     monkeypatch.setattr(by_rank, "_MAX_BLOCK_TEXT", 30)
     reader = Reader(1)

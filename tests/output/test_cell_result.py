@@ -44,8 +44,8 @@ def result(*ends: Done | str | None, number: int = 5) -> CellResult:
     return builder.build(0.02)
 
 
-def plain(found: CellResult) -> str:
-    return describe_errors(found.outcomes, plain=True)
+def plain(cell_result: CellResult) -> str:
+    return describe_errors(cell_result.outcomes, plain=True)
 
 
 # What is kept ---------------------------------------------------------------------------------------------------------
@@ -58,15 +58,21 @@ def test_output_is_kept_by_rank_and_stream():
     builder.add_output(2, text(b"\xff", "stderr"))
     for rank in (2, 0):
         builder.rank_done(rank, done(seconds=rank))
-    found = builder.build(0.5)
-    assert found.ranks == (0, 2)
-    assert found.stdout == {0: "aä\n", 2: ""}
-    assert found.stderr == {0: "", 2: "\ufffd"}
-    assert found[2] == RankOutcome(2, "ok", 2.0, stderr="\ufffd")
-    assert (found.cell, found.number, found.seconds, found.ok, found.status) == (1, 5, 0.5, True, "ok")
+    cell_result = builder.build(0.5)
+    assert cell_result.ranks == (0, 2)
+    assert cell_result.stdout == {0: "aä\n", 2: ""}
+    assert cell_result.stderr == {0: "", 2: "\ufffd"}
+    assert cell_result[2] == RankOutcome(2, "ok", 2.0, stderr="\ufffd")
+    assert (cell_result.cell, cell_result.number, cell_result.seconds, cell_result.ok, cell_result.status) == (
+        1,
+        5,
+        0.5,
+        True,
+        "ok",
+    )
 
 
-def test_a_flood_is_cut_and_says_so():
+def test_excessive_output_is_truncated_and_marked():
     builder = ResultBuilder(1, 5, [0, 1], keep=10)
     for _ in range(1000):
         builder.add_output(0, text("äöü".encode()))
@@ -74,12 +80,12 @@ def test_a_flood_is_cut_and_says_so():
     builder.add_output(1, text(b"0123456789"))
     for rank in range(2):
         builder.rank_done(rank, done())
-    found = builder.build(0.0)
-    assert found[0].stdout == "äöüäö"
-    assert found[0].stderr == "all"
-    assert found[0].truncated
-    assert found[1].stdout == "0123456789"
-    assert not found[1].truncated
+    cell_result = builder.build(0.0)
+    assert cell_result[0].stdout == "äöüäö"
+    assert cell_result[0].stderr == "all"
+    assert cell_result[0].truncated
+    assert cell_result[1].stdout == "0123456789"
+    assert not cell_result[1].truncated
 
 
 def test_a_character_that_the_cut_divides_is_left_out():
@@ -104,11 +110,11 @@ def test_displays_come_in_order_in_their_last_state_with_the_result_apart():
     builder.add_output(0, display({"text/plain": "c"}, "update", "d"))
     builder.add_output(0, display({"text/plain": "unknown"}, "update", "e"))
     builder.rank_done(0, done())
-    found = builder.build(0.0)
-    assert found[0].displays == ({"text/plain": "a"}, {"text/plain": "c"})
-    assert found[0].result == {"text/plain": "42"}
-    assert found.text(0) == "42"
-    assert not found[0].truncated
+    cell_result = builder.build(0.0)
+    assert cell_result[0].displays == ({"text/plain": "a"}, {"text/plain": "c"})
+    assert cell_result[0].result == {"text/plain": "42"}
+    assert cell_result.text(0) == "42"
+    assert not cell_result[0].truncated
 
 
 def test_a_result_that_is_updated_is_the_updated_one():
@@ -139,10 +145,10 @@ def test_a_rank_without_a_last_expression_has_no_text():
 def test_output_after_the_end_does_not_change_the_result():
     builder = ResultBuilder(1, 5, [0])
     builder.rank_done(0, done())
-    found = builder.build(0.0)
+    cell_result = builder.build(0.0)
     builder.add_output(0, text(b"late"))
     builder.add_output(0, display({"text/plain": "late"}))
-    assert found[0].stdout == ""
+    assert cell_result[0].stdout == ""
     assert builder._messages == {}
 
 
@@ -150,19 +156,19 @@ def test_output_after_the_end_does_not_change_the_result():
 
 
 def test_a_result_is_a_sequence_of_its_ranks():
-    found = result(done(), done())
-    assert len(found) == 2
-    assert [outcome.rank for outcome in found] == [0, 1]
+    cell_result = result(done(), done())
+    assert len(cell_result) == 2
+    assert [outcome.rank for outcome in cell_result] == [0, 1]
     with pytest.raises(InvalidArgument, match="rank 2 is not in this result; valid ranks are 0-1"):
-        found[2]
+        cell_result[2]
     with pytest.raises(InvalidArgument):
-        found.text(-1)
+        cell_result.text(-1)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        found.cell = 2
+        cell_result.cell = 2
 
 
 @pytest.mark.parametrize(
-    ("found", "shown"),
+    ("cell_result", "summary"),
     [
         (result(done(), done()), "CellResult [5]: ok on ranks 0-1 in 0.02 s"),
         (result(done(), number=0), "CellResult: ok on rank 0 in 0.02 s"),
@@ -172,8 +178,8 @@ def test_a_result_is_a_sequence_of_its_ranks():
         ),
     ],
 )
-def test_result_is_summarized_in_one_line(found, shown):
-    assert repr(found) == shown
+def test_result_is_summarized_in_one_line(cell_result, summary):
+    assert repr(cell_result) == summary
 
 
 @pytest.mark.parametrize(
@@ -188,9 +194,9 @@ def test_result_is_summarized_in_one_line(found, shown):
     ],
 )
 def test_the_worst_rank_decides(ends, status):
-    found = result(*ends)
-    assert found.status == status
-    assert found.ok == (status == "ok")
+    cell_result = result(*ends)
+    assert cell_result.status == status
+    assert cell_result.ok == (status == "ok")
 
 
 def test_a_rank_that_has_answered_is_not_lost():
@@ -200,7 +206,7 @@ def test_a_rank_that_has_answered_is_not_lost():
     assert builder.build(0.0)[0] == RankOutcome(0, "ok", 0.01)
 
 
-def test_a_lost_rank_has_words_and_the_cells_seconds():
+def test_lost_rank_has_a_description_and_the_time_of_the_cell():
     assert result("rank 0 exited")[0] == RankOutcome(0, "lost", 0.02, loss="rank 0 exited")
     builder = ResultBuilder(1, 5, [0])
     builder.rank_lost(0, "first")
@@ -208,17 +214,17 @@ def test_a_lost_rank_has_words_and_the_cells_seconds():
     assert builder.build(0.0)[0].loss == "first"
 
 
-def test_a_cell_that_went_well_raises_nothing():
+def test_successful_cell_raises_nothing():
     result(done(), done()).raise_for_status()
 
 
-def test_an_error_is_raised_as_what_it_was():
-    found = result(done(), done("error", VALUE), done("error", KEY))
+def test_error_is_raised_with_its_original_type():
+    cell_result = result(done(), done("error", VALUE), done("error", KEY))
     with pytest.raises(ValueError, match="bad") as caught:
-        found.raise_for_status()
+        cell_result.raise_for_status()
     assert isinstance(caught.value, CellError)
-    assert caught.value.errors == found.errors == {1: VALUE, 2: KEY}
-    assert str(caught.value) == plain(found)
+    assert caught.value.errors == cell_result.errors == {1: VALUE, 2: KEY}
+    assert str(caught.value) == plain(cell_result)
 
 
 def test_a_lost_rank_comes_before_the_errors_that_it_may_have_caused():
@@ -230,10 +236,13 @@ def test_a_lost_rank_comes_before_the_errors_that_it_may_have_caused():
 
 def test_errors_precede_their_consequences_on_other_ranks():
     aborted = ErrorReport(name="CollectiveAborted", value="rank 1 raised", traceback="Trace", plain="Trace")
-    found = result(done("error", aborted), done("error", VALUE))
-    assert plain(found).splitlines()[::2] == ["rank 1: ValueError: bad", "rank 0: CollectiveAborted: rank 1 raised"]
+    cell_result = result(done("error", aborted), done("error", VALUE))
+    assert plain(cell_result).splitlines()[::2] == [
+        "rank 1: ValueError: bad",
+        "rank 0: CollectiveAborted: rank 1 raised",
+    ]
     with pytest.raises(ValueError, match="bad"):
-        found.raise_for_status()
+        cell_result.raise_for_status()
     with pytest.raises(CollectiveAborted):
         result(done("error", aborted), done("error", aborted)).raise_for_status()
 
@@ -321,18 +330,18 @@ def test_equal_memory_tables_are_shown_once():
 
 
 def test_an_error_without_a_report_is_reported_all_the_same():
-    found = result(done("error"))
-    assert plain(found) == "rank 0 failed without reporting an error"
+    cell_result = result(done("error"))
+    assert plain(cell_result) == "rank 0 failed without reporting an error"
     with pytest.raises(CellError, match="failed without reporting an error"):
-        found.raise_for_status()
+        cell_result.raise_for_status()
 
 
-def test_the_story_is_coloured_for_people():
-    found = result(done("error", VALUE), done("interrupted", interrupt(1)), "rank 2 exited")
-    story = describe_errors(found.outcomes)
-    assert "\x1b[31mTrace\x1b[0m of bad" in story
-    assert "\x1b[1;31mrank 0: ValueError: bad\x1b[0m" in story
-    assert story.count("\x1b[1;31m") == 3
+def test_error_text_is_coloured():
+    cell_result = result(done("error", VALUE), done("interrupted", interrupt(1)), "rank 2 exited")
+    text = describe_errors(cell_result.outcomes)
+    assert "\x1b[31mTrace\x1b[0m of bad" in text
+    assert "\x1b[1;31mrank 0: ValueError: bad\x1b[0m" in text
+    assert text.count("\x1b[1;31m") == 3
 
 
 def test_the_rank_that_died_is_named_before_those_that_still_run_because_of_it():
@@ -340,13 +349,13 @@ def test_the_rank_that_died_is_named_before_those_that_still_run_because_of_it()
     builder.rank_lost(1, "rank 1 exited with code 1")
     builder.rank_lost(0, "rank 0 still runs", still_running=True)
     builder.rank_done(2, Done(cell=1, status="ok", seconds=0.1))
-    found = builder.build(1.0)
-    assert describe_errors(found.outcomes, plain=True).splitlines() == [
+    cell_result = builder.build(1.0)
+    assert describe_errors(cell_result.outcomes, plain=True).splitlines() == [
         "rank 1 exited with code 1",
         "rank 0 still runs",
         "rank 2 finished without an error",
     ]
-    assert [outcome.still_running for outcome in found] == [True, False, False]
+    assert [outcome.still_running for outcome in cell_result] == [True, False, False]
 
 
 def test_wrong_results_turn_the_success_of_all_ranks_into_an_error():
@@ -354,8 +363,8 @@ def test_wrong_results_turn_the_success_of_all_ranks_into_an_error():
     for rank in (0, 1):
         builder.rank_done(rank, Done(cell=1, status="ok", seconds=0.1))
     builder.fail("all_reduce #1: rank 0 gave float32[2], rank 1 float32[3]")
-    found = builder.build(1.0)
-    assert found.status == "error"
+    cell_result = builder.build(1.0)
+    assert cell_result.status == "error"
     with pytest.raises(RuntimeError, match=r"^ranks 0-1: RuntimeError: all_reduce #1: rank 0 gave") as caught:
-        found.raise_for_status()
+        cell_result.raise_for_status()
     assert isinstance(caught.value, CellError)

@@ -60,8 +60,8 @@ class Notebook:
                         self.items.append([name, text])
                 case RichOutput(data, _, display_id, update=True):
                     self.emitted += len(json.dumps(data))
-                    found = [item for item in self.items if isinstance(item, dict) and item["id"] == display_id]
-                    for item in found:
+                    displays = [item for item in self.items if isinstance(item, dict) and item["id"] == display_id]
+                    for item in displays:
                         item["data"] = data
                 case RichOutput(data, _, display_id):
                     self.emitted += len(json.dumps(data))
@@ -86,15 +86,15 @@ class Notebook:
 
 
 def of_ranks(lines: Iterable[str]) -> dict[int, list[str]]:
-    """Each rank's lines, by the labels before them."""
-    found: dict[int, list[str]] = {}
+    """Return the lines of every rank, by their labels."""
+    lines_by_rank: dict[int, list[str]] = {}
     for line in lines:
         label, content = re.fullmatch(r"\[([\d,-]+)\](?: (.+))?", line, re.DOTALL).groups()
         for span in label.split(","):
             first, _, last = span.partition("-")
             for rank in range(int(first), int(last or first) + 1):
-                found.setdefault(rank, []).append(content or "")
-    return found
+                lines_by_rank.setdefault(rank, []).append(content or "")
+    return lines_by_rank
 
 
 # Lines ----------------------------------------------------------------------------------------------------------------
@@ -138,26 +138,26 @@ def test_a_rank_whose_lines_begin_earlier_meets_the_others(late):
     texts[late] += "a\n"
     output = merger(2)
     feed_all(output, *texts)
-    shown = printed(output.close(0.0))
-    assert shown == f"[{1 - late}] a\n[0-1] b\n[0-1] c\n[0-1] d\n[0-1] e\n[{late}] a\n"
+    text = printed(output.close(0.0))
+    assert text == f"[{1 - late}] a\n[0-1] b\n[0-1] c\n[0-1] d\n[0-1] e\n[{late}] a\n"
 
 
 @pytest.mark.parametrize("more", [0, 1000])
 def test_item_beyond_the_look_ahead_is_not_waited_for(more):
     output = merger(2)
     feed_all(output, "done\n" + "own\n" * more, "".join(f"{i}\n" for i in range(500)) + "done\n" + "x\n" * more)
-    shown = printed(output.flush(0.0)).split("\n")
-    assert shown[:2] == ["[0] done", "[1] 0"]
+    lines = printed(output.flush(0.0)).split("\n")
+    assert lines[:2] == ["[0] done", "[1] 0"]
 
 
 @pytest.mark.parametrize("before", [1000, 1022, 1023, 1024, 1086, 1087, 1088])
 def test_long_stretches_that_differ_end_where_a_common_line_comes(before):
     output = merger(2)
-    own = ["".join(f"{i} of {rank}\n" for i in range(before + 3 * rank)) for rank in range(2)]
-    feed_all(output, own[0] + "common\nend\n" * 40, own[1] + "common\nend\n" * 40)
-    shown = printed(output.flush(0.0)).split("\n")
-    assert shown.count("[0-1] common") == 40
-    assert len(shown) == 2 * before + 3 + 80 + 1
+    outputs = ["".join(f"{i} of {rank}\n" for i in range(before + 3 * rank)) for rank in range(2)]
+    feed_all(output, outputs[0] + "common\nend\n" * 40, outputs[1] + "common\nend\n" * 40)
+    lines = printed(output.flush(0.0)).split("\n")
+    assert lines.count("[0-1] common") == 40
+    assert len(lines) == 2 * before + 3 + 80 + 1
 
 
 def test_streams_are_not_mixed_up():
@@ -239,7 +239,7 @@ def test_a_rank_does_not_wait_for_ever():
     assert output.deadline is None
 
 
-def test_only_what_has_waited_is_shown():
+def test_only_output_that_has_waited_is_shown():
     output = merger(2)
     output.add_output(0, text("old\n"), 5.0)
     output.add_output(0, text("new\n"), 5.08)
@@ -304,12 +304,12 @@ def test_a_rank_far_ahead_is_not_kept_in_memory():
 
 
 def test_many_small_displays_of_one_rank_are_not_kept_either():
-    output, shown = merger(2), 0
+    output, count = merger(2), 0
     for number in range(50_000):
         output.add_output(0, display({"text/plain": str(number)}), 5.0)
         if output.deadline <= 5.0:
-            shown += len(output.flush(5.0))
-    assert shown >= 30_000
+            count += len(output.flush(5.0))
+    assert count >= 30_000
 
 
 def test_a_flood_asks_for_few_flushes():
@@ -413,7 +413,7 @@ def test_a_line_that_is_returned_at_its_end_is_live():
     assert live(output.flush(5.2)) == [("cell-live-0", "[0] 2 of 3", True)]
 
 
-def test_a_bar_that_blanks_itself_out_is_gone():
+def test_bar_that_clears_itself_is_removed():
     output = merger(2)
     for rank in range(2):
         output.add_output(rank, text("\r10%"), 5.0)
@@ -462,7 +462,7 @@ def test_a_second_bar_joins_the_region_while_another_rank_is_at_its_first():
     assert book.lines == ["[0] a0 99%", "[1] a1 10%", "[0] b0 10%", "[0] printed"]
 
 
-def test_a_region_with_nothing_printed_below_goes_on():
+def test_live_region_continues_if_nothing_is_printed_below():
     output = merger(1)
     output.add_output(0, text("\ra 10%"), 5.0)
     output.flush(5.0)
@@ -547,8 +547,8 @@ def test_an_image_gets_a_label_of_its_own_where_there_are_several_ranks():
             output.add_output(rank, display(data), 0.0)
         *label, image = output.flush(0.0)
         assert label == ([RichOutput({"text/plain": "[0-1]"}, {})] if ranks == 2 else [])
-        who = "[0-1]" if ranks == 2 else "[0]"
-        assert image == RichOutput({"image/png": "iVBOR", "text/plain": f"{who} <Figure>"}, {})
+        rank_label = "[0-1]" if ranks == 2 else "[0]"
+        assert image == RichOutput({"image/png": "iVBOR", "text/plain": f"{rank_label} <Figure>"}, {})
 
 
 def test_a_display_id_is_the_ranks_own_in_all_cells():
@@ -560,7 +560,7 @@ def test_a_display_id_is_the_ranks_own_in_all_cells():
         assert ids == ["rankbook-77-1-0-abc", "rankbook-77-1-2-abc"]
 
 
-def test_updates_are_not_merged_not_labelled_apart_and_wait_for_nobody():
+def test_display_updates_are_neither_merged_nor_labelled_nor_delayed():
     output = merger(2)
     output.add_output(0, display({"image/png": "b"}, "update", "abc"), 5.0)
     assert output.deadline <= 5.0
@@ -851,9 +851,9 @@ def test_what_comes_before_a_barrier_is_shown_before_what_comes_after_it():
 def test_every_line_of_every_rank_is_shown_once_and_in_order(ranks, seed):
     ranks = [[(stream, line.encode("ascii", "ignore").decode()) for stream, line in lines] for lines in ranks]
     output, book, now = run(ranks, seed, live_after=1e9)
-    shown = of_ranks(book.lines)
+    lines_by_rank = of_ranks(book.lines)
     # a rank that is drained in the midst of a line has two lines of it: compare the text
-    assert {rank: "".join(lines) for rank, lines in shown.items() if any(lines)} == {
+    assert {rank: "".join(lines) for rank, lines in lines_by_rank.items() if any(lines)} == {
         rank: "".join(line for _, line in lines) for rank, lines in enumerate(ranks) if any(line for _, line in lines)
     }
     assert output.close(now) == []
@@ -867,7 +867,7 @@ def test_lines_recovered_from_the_labels_are_exactly_the_lines(ranks, seed):
     output, book, now = merger(len(ranks), live_after=1e9), Notebook(), 0.0
     data = ["".join(f"{line}\n" for _, line in lines).encode() for lines in ranks]
     while any(data):
-        rank = dice.choice([rank for rank, left in enumerate(data) if left])
+        rank = dice.choice([rank for rank, remaining in enumerate(data) if remaining])
         size = dice.choice([1, 5, 40, len(data[rank])])
         output.add_output(rank, text(data[rank][:size]), now)
         data[rank] = data[rank][size:]
@@ -884,8 +884,10 @@ def test_lines_between_live_rows_are_kept(ranks, seed):
     ranks = [[(stream, line.strip() or "q") for stream, line in lines] for lines in ranks]
     output, book, now = run(ranks, seed, returns=True, live_after=0.02)
     book.show(output.close(now))
-    shown = {rank: sorted("".join(lines)) for rank, lines in of_ranks(book.lines).items()}
-    assert shown == {rank: sorted("".join(line for _, line in lines)) for rank, lines in enumerate(ranks) if lines}
+    lines_by_rank = {rank: sorted("".join(lines)) for rank, lines in of_ranks(book.lines).items()}
+    assert lines_by_rank == {
+        rank: sorted("".join(line for _, line in lines)) for rank, lines in enumerate(ranks) if lines
+    }
 
 
 @settings(max_examples=200, deadline=None)
@@ -917,8 +919,8 @@ def test_messages_are_hardly_larger_than_the_output(kind):
     book, output, now, size = Notebook(), merger(4), 0.0, 0
     for number in range(4000):
         for rank in range(4):
-            own = kind == "apart" or (kind == "mixed" and number % 3 == 0)
-            line = f"step {number:06} loss 0.123456789" + (f" on {rank}" if own else " everywhere") + "\n"
+            is_distinct = kind == "apart" or (kind == "mixed" and number % 3 == 0)
+            line = f"step {number:06} loss 0.123456789" + (f" on {rank}" if is_distinct else " everywhere") + "\n"
             output.add_output(rank, text(line), now)
             size += len(line)
         now += 0.001

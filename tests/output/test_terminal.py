@@ -17,7 +17,7 @@ from rankbook.output.terminal import MAX_LIVE_WIDTH, LiveDisplays, TerminalStrea
 
 
 def terminal(text: str) -> list[str]:
-    """What a terminal of endless width shows: a grid of characters, written one at a time."""
+    """Return the rows of a terminal of unlimited width: a grid, written one character at a time."""
     rows: list[list[str]] = [[]]
     y = x = 0
     for token in re.findall(r"\x1b\[\d*[A-Za-z]|.", text, re.DOTALL):
@@ -54,10 +54,10 @@ def lines_of(screen: TerminalStream, chunks: list[bytes]) -> list[str]:
 
 def plain(lines: list[str]) -> list[str]:
     """Without colours, and without blanks and empty rows at the end, which a terminal does not show."""
-    shown = [re.sub(r"\x1b\[\d*m", "", line).rstrip() for line in lines]
-    while shown and not shown[-1]:
-        shown.pop()
-    return shown
+    rows = [re.sub(r"\x1b\[\d*m", "", line).rstrip() for line in lines]
+    while rows and not rows[-1]:
+        rows.pop()
+    return rows
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\n\r\b\x1b"))), st.lists(st.integers(0, 10_000)))
@@ -83,8 +83,8 @@ def test_any_bytes_in_any_chunks_give_the_same_text(data, cuts):
 )
 def test_rows_that_are_overwritten_show_what_a_terminal_shows(tokens, cuts):
     text = "".join(tokens)
-    shown = lines_of(TerminalStream(0, "stdout"), chunked(text.encode(), cuts))
-    assert plain(shown) == plain(terminal(text))
+    result = lines_of(TerminalStream(0, "stdout"), chunked(text.encode(), cuts))
+    assert plain(result) == plain(terminal(text))
 
 
 @given(st.lists(st.sampled_from(["\r", "\n", "\n", "\x1b[A", "\x1b[K", "\x1b[32m", "a", "bcd", "  ", "efghij"])))
@@ -94,7 +94,7 @@ def test_the_cursor_goes_up_as_in_a_terminal(tokens):
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "expected"),
     [
         ("a\r\nb\r\n", ["a", "b"]),
         (" 10%|#  \r 20%|## \r", [" 20%|##"]),
@@ -112,8 +112,8 @@ def test_the_cursor_goes_up_as_in_a_terminal(tokens):
         ("\x1b[1;31m\x1b[Kmatch\x1b[m\x1b[K rest\n", ["\x1b[1;31mmatch\x1b[m rest"]),
     ],
 )
-def test_carriage_returns_and_their_like(text, shown):
-    assert lines_of(TerminalStream(0, "stdout"), [text.encode()]) == shown
+def test_carriage_returns_and_their_like(text, expected):
+    assert lines_of(TerminalStream(0, "stdout"), [text.encode()]) == expected
 
 
 def test_a_chunk_may_end_inside_an_escape_sequence_or_a_line_end():
@@ -134,7 +134,7 @@ def test_repeated_colours_do_not_pile_up_in_a_row():
     assert len(row.final) < 100
 
 
-def test_nothing_is_overwritten_in_a_row_that_no_terminal_could_hold():
+def test_very_long_row_is_not_overwritten():
     wide = "x" * (MAX_LIVE_WIDTH + 1)
     assert lines_of(TerminalStream(0, "stdout"), [f"{wide}\rshort\n".encode()]) == [wide, "short"]
     assert lines_of(TerminalStream(0, "stdout"), [f"{wide}\r".encode(), b"\nshort\n"]) == [wide, "short"]
@@ -203,7 +203,7 @@ def test_nested_bars_that_stay_end_as_in_a_terminal():
     assert file.lines == []
 
 
-def test_a_bar_that_does_not_stay_leaves_nothing():
+def test_transient_bar_is_removed_at_its_end():
     file = bars()
     for _ in tqdm(range(3), file=file, mininterval=0, leave=False):
         assert file.shown["k-0"].startswith("[0]")
@@ -256,16 +256,16 @@ def test_decoding_is_that_of_the_codec():
 
 @pytest.mark.parametrize("digits", [5_000, 1_000_000])
 def test_a_cursor_movement_with_thousands_of_digits_goes_to_the_first_row(digits):
-    screen, began = TerminalStream(0, "stdout"), time.perf_counter()
+    screen, start = TerminalStream(0, "stdout"), time.perf_counter()
     assert lines_of(screen, [b"\rold\nsecond\x1b[" + b"9" * digits + b"Anew\n\n"]) == ["new", "second"]
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - start < 5
 
 
 @pytest.mark.parametrize("middle", ["1;", "9", ";", " ", "\x1b[", "\x1b]"])
 @pytest.mark.parametrize("end", ["", "m", "K", "A"])
 def test_a_very_long_escape_sequence_costs_linear_time(middle, end):
-    screen, began = TerminalStream(0, "stdout"), time.perf_counter()
+    screen, start = TerminalStream(0, "stdout"), time.perf_counter()
     text = f"\rbefore\x1b[{middle * 1_000_000}{end}after\n".encode()
     lines = lines_of(screen, [text[at : at + 65_536] for at in range(0, len(text), 65_536)])
     assert "after" in "".join(lines)
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - start < 10

@@ -39,9 +39,9 @@ DIRECTIONS = (
 
 
 def test_every_message_belongs_to_a_direction():
-    known = {kind for union in DIRECTIONS for kind in union.__args__}
+    directed = {kind for union in DIRECTIONS for kind in union.__args__}
     kinds = set(messages.Message.__subclasses__()) - {QueryRequest, QueryReply}
-    assert known == kinds | {*QueryRequest.__subclasses__(), *QueryReply.__subclasses__()}
+    assert directed == kinds | {*QueryRequest.__subclasses__(), *QueryReply.__subclasses__()}
 
 
 WIRE = (4, "52f2937a7a1f07d6")

@@ -40,10 +40,10 @@ class MemoryHub:
 
     def send_many(self, ranks: Iterable[int], message: Message, frames: Frames = ()) -> None:
         """See `HubLink`."""
-        parcel = (encode(message), [memoryview(frame) for frame in frames])
+        item = (encode(message), [memoryview(frame) for frame in frames])
         for rank in ranks:
             if rank in self._down:
-                self._down[rank][1].append(parcel)
+                self._down[rank][1].append(item)
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:  # noqa: ARG002 - never waits
         """See `HubLink`; never waits."""

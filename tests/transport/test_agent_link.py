@@ -82,18 +82,18 @@ class Pair:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    made = Pair(AgentHub(LOOPBACK, 0, KEYS, SERVER_SECRET))
-    yield made
-    for link in made.links:
+    linked_pair = Pair(AgentHub(LOOPBACK, 0, KEYS, SERVER_SECRET))
+    yield linked_pair
+    for link in linked_pair.links:
         link.close(0.0)
-    made.hub.close(0.0)
+    linked_pair.hub.close(0.0)
 
 
 @pytest.fixture
 def proxy(pair: Pair) -> Iterator[Proxy]:
-    made = Proxy(pair.hub.port)
-    yield made
-    made.close()
+    running_proxy = Proxy(pair.hub.port)
+    yield running_proxy
+    running_proxy.close()
 
 
 def test_messages_go_both_ways(pair):
@@ -143,7 +143,7 @@ def test_strangers_are_kept_out(pair, fault):
     context.destroy(linger=0)
 
 
-def test_random_bytes_before_the_handshake_disturb_nobody(pair):
+def test_random_bytes_before_the_handshake_do_not_affect_other_connections(pair):
     member = pair.connect(name="member")
     pair.until(lambda: pair.seen(member, Accepted))
     generator = random.Random(1)
@@ -193,9 +193,9 @@ def test_a_frame_beyond_the_limit_ends_only_its_connection(pair):
     pair.until(lambda: pair.seen(member, Accepted))
     context = zmq.Context()
     hostile = raw_member(context, pair.hub.port)
-    gone = hostile.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    disconnects = hostile.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     hostile.send_multipart([b"RBAGENT1", b"hostile", b"0", bytes(8 << 20)])
-    pair.until(lambda: gone.poll(0))
+    pair.until(lambda: disconnects.poll(0))
     member.send(0, [b"still here"])
     pair.until(lambda: pair.texts(pair.at_hub) == [b"still here"])
     hostile.disable_monitor()
@@ -225,7 +225,7 @@ def test_a_cut_in_the_middle_of_a_transfer_loses_and_repeats_nothing(pair, proxy
     assert pair.seen(link, Reachable)
 
 
-def test_a_connection_that_delivers_nothing_is_noticed_and_recovers(pair, proxy, monkeypatch):
+def test_stalled_connection_is_detected_and_recovers(pair, proxy, monkeypatch):
     monkeypatch.setattr(agent_link, "_UNREACHABLE_AFTER", 1.0)
     link = pair.connect(port=proxy.port)
     pair.until(lambda: pair.seen(link, Accepted))
@@ -269,9 +269,9 @@ def test_keys_are_in_no_repr_and_every_address_is_refused():
 
 def raw_member(context: zmq.Context, port: int) -> zmq.Socket:
     """Return a socket with the keys of a member, which sends whatever it likes."""
-    made = context.socket(zmq.DEALER)
-    made.curve_serverkey = KEYS.server_public
-    made.curve_publickey, made.curve_secretkey = KEYS.client_public, KEYS.client_secret
-    made.sndhwm = 0
-    made.connect(f"tcp://{LOOPBACK}:{port}")
-    return made
+    raw_socket = context.socket(zmq.DEALER)
+    raw_socket.curve_serverkey = KEYS.server_public
+    raw_socket.curve_publickey, raw_socket.curve_secretkey = KEYS.client_public, KEYS.client_secret
+    raw_socket.sndhwm = 0
+    raw_socket.connect(f"tcp://{LOOPBACK}:{port}")
+    return raw_socket

@@ -25,7 +25,7 @@ def cell(monkeypatch):
     return space["outer"], numbers
 
 
-def test_a_cell_travels_once_and_is_known_where_it_arrives(cell, tmp_path):
+def test_cell_source_is_sent_once_and_registered_by_the_receiver(cell, tmp_path):
     outer, numbers = cell
     packed = pack([outer, outer()], store=None)
     stream = b"".join(packed.frames)
@@ -39,7 +39,7 @@ def test_a_cell_travels_once_and_is_known_where_it_arrives(cell, tmp_path):
         inner()
 
 
-def test_the_code_of_a_file_brings_nothing_along(cell):
+def test_code_of_a_file_is_sent_without_source(cell):
     outer, _ = cell
     linecache.cache["<cell>"] = (len(CELL), 1.0, CELL.splitlines(keepends=True), "<cell>")
     packed = pack(outer, store=None)

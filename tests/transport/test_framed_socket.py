@@ -21,64 +21,64 @@ def framed(data: bytes) -> bytes:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[MessageStream[bytes], socket.socket]]:
-    """One end of a stream that gives each message's bytes, and the other end's socket."""
-    ours, theirs = socket.socketpair()
+    """Yield a stream that returns the bytes of every message, and the socket of its peer."""
+    ours, peer = socket.socketpair()
     stream: MessageStream[bytes] = MessageStream(ours, bytes)
-    yield stream, theirs
+    yield stream, peer
     stream.close()
-    theirs.close()
+    peer.close()
 
 
 def test_a_message_is_framed_by_its_length(pair):
-    stream, theirs = pair
+    stream, peer = pair
     stream.send(Interrupt(cell=1))
-    assert theirs.recv(100) == framed(ONE)
+    assert peer.recv(100) == framed(ONE)
 
 
 def test_a_message_is_given_with_its_last_byte_and_not_before(pair):
-    stream, theirs = pair
+    stream, peer = pair
     for byte in framed(ONE)[:-1]:
-        theirs.send(bytes([byte]))
+        peer.send(bytes([byte]))
         assert list(stream.read()) == []
-    theirs.send(framed(ONE)[-1:])
+    peer.send(framed(ONE)[-1:])
     assert list(stream.read()) == [ONE]
     assert list(stream.read()) == []
 
 
 def test_messages_that_arrive_together_are_given_in_order_and_the_rest_is_kept(pair):
-    stream, theirs = pair
-    theirs.send(framed(ONE) + framed(OTHER) + framed(ONE)[:3])
+    stream, peer = pair
+    peer.send(framed(ONE) + framed(OTHER) + framed(ONE)[:3])
     assert list(stream.read()) == [ONE, OTHER]
-    theirs.send(framed(ONE)[3:])
+    peer.send(framed(ONE)[3:])
     assert list(stream.read()) == [ONE]
 
 
 def test_messages_before_the_end_are_given_and_the_stream_is_closed(pair):
-    stream, theirs = pair
-    theirs.send(framed(ONE))
-    theirs.close()
+    stream, peer = pair
+    peer.send(framed(ONE))
+    peer.close()
     assert list(stream.read()) == [ONE]
     assert stream.closed
 
 
 def test_messages_of_several_threads_stay_whole(pair):
-    stream, theirs = pair
+    stream, peer_socket = pair
     messages = [Text(cell=number, stream="stdout", data=bytes([number]) * 1_000_000) for number in range(4)]
     senders = [threading.Thread(target=stream.send, args=(message,)) for message in messages]
     for sender in senders:
         sender.start()
-    peer: MessageStream[bytes] = MessageStream(theirs, bytes)
+    peer_stream: MessageStream[bytes] = MessageStream(peer_socket, bytes)
     received = []
     while len(received) < len(messages):
-        select.select([peer], [], [], 10)
-        received += peer.read()
+        select.select([peer_stream], [], [], 10)
+        received += peer_stream.read()
     for sender in senders:
         sender.join()
     assert sorted(received) == sorted(encode(message) for message in messages)
 
 
 def test_a_send_to_a_peer_that_is_gone_closes_the_stream(pair):
-    stream, theirs = pair
-    theirs.close()
+    stream, peer = pair
+    peer.close()
     stream.send(Interrupt(cell=1))
     assert stream.closed

@@ -79,7 +79,7 @@ def test_messages_wait_for_a_rank_that_does_not_read_yet(pair):
     assert [next_of(rank)[0].cell for _ in range(100)] == list(range(100))
 
 
-def test_a_new_incarnation_gets_nothing_that_was_meant_for_the_old_one(pair):
+def test_new_incarnation_receives_no_messages_for_the_old_one(pair):
     old = pair.dial(0, 1)
     assert pair.hub.send(0, Shutdown())
     next_of(old)
@@ -88,7 +88,7 @@ def test_a_new_incarnation_gets_nothing_that_was_meant_for_the_old_one(pair):
     assert next_of(new)[0] == Interrupt(cell=9)
 
 
-def test_sending_to_a_rank_that_was_never_there_says_so(pair):
+def test_sending_to_an_unknown_rank_returns_false(pair):
     assert not pair.hub.send(3, Shutdown())
 
 

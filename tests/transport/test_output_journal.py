@@ -76,7 +76,7 @@ def test_ended_journal_recovers_nothing(path, pipe):
 
 
 @pytest.mark.parametrize(("received", "missing"), [(0, b"one\ntwo\n"), (4, b"two\n"), (8, b""), (9, b"")])
-def test_only_what_has_not_come_is_missing(received, missing):
+def test_only_undelivered_output_is_recovered(received, missing):
     assert JournalTail(5, "stdout", 8, b"one\ntwo\n").missing(received) == missing
 
 
@@ -84,7 +84,7 @@ def test_journal_keeps_the_end_of_long_output():
     assert JournalTail(5, "stdout", 1000, b"the end").missing(0) == b"the end"
 
 
-def test_files_that_cannot_be_made_or_written_do_no_harm(tmp_path, path, pipe, monkeypatch):
+def test_journal_errors_are_ignored(tmp_path, path, pipe, monkeypatch):
     assert say(OutputJournal(tmp_path / "no such folder" / "words"), pipe, 1, b"a") is None
     assert say(OutputJournal(None), pipe, 1, b"b") is None
     words = OutputJournal(path)

@@ -16,15 +16,15 @@ NAME = "segment-1-0123456789abcdef"
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> SegmentStore:
-    (tmp_path / "here").mkdir()
-    return SegmentStore(tmp_path / "here")
+def sender_store(tmp_path: Path) -> SegmentStore:
+    (tmp_path / "sender_store").mkdir()
+    return SegmentStore(tmp_path / "sender_store")
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> SegmentStore:
-    (tmp_path / "there").mkdir()
-    return SegmentStore(tmp_path / "there")
+def receiver_store(tmp_path: Path) -> SegmentStore:
+    (tmp_path / "receiver_store").mkdir()
+    return SegmentStore(tmp_path / "receiver_store")
 
 
 def write(store: SegmentStore, data: bytes) -> str:
@@ -37,10 +37,10 @@ def files(store: SegmentStore) -> list[str]:
     return sorted(path.name for path in store.folder.iterdir())
 
 
-def test_segments_arrive_whole_and_take_turns(here, there):
+def test_segments_arrive_whole_and_take_turns(sender_store, receiver_store):
     contents = [bytes([number]) * (PART_SIZE * count + 7) for number, count in ((1, 3), (2, 1))]
-    sender, receiver = SegmentSender(here), SegmentReceiver(there)
-    names = [write(here, content) for content in contents]
+    sender, receiver = SegmentSender(sender_store), SegmentReceiver(receiver_store)
+    names = [write(sender_store, content) for content in contents]
     for name in names:
         assert sender.add(name) is None
     order = []
@@ -49,33 +49,35 @@ def test_segments_arrive_whole_and_take_turns(here, there):
         assert receiver.receive(*part) is None
     assert order == [0, 1, 0, 1, 0, 0], "the small one does not wait for the large one"
     assert receiver.settled == set(names) and not receiver.transfers and not sender.transfers
-    assert [bytes(there.read(name)) for name in names] == contents
+    assert [bytes(receiver_store.read(name)) for name in names] == contents
 
 
-def test_an_empty_segment_has_one_part(here, there):
-    sender, receiver = SegmentSender(here), SegmentReceiver(there)
-    (here.folder / NAME).touch()
+def test_an_empty_segment_has_one_part(sender_store, receiver_store):
+    sender, receiver = SegmentSender(sender_store), SegmentReceiver(receiver_store)
+    (sender_store.folder / NAME).touch()
     sender.add(NAME)
     part = sender.next_part()
     assert part is not None and sender.next_part() is None
     receiver.receive(*part)
-    assert receiver.settled == {NAME} and len(there.read(NAME)) == 0
+    assert receiver.settled == {NAME} and len(receiver_store.read(NAME)) == 0
 
 
-def test_a_segment_that_is_gone_is_an_error_for_its_reader_only(here, there):
-    sender, receiver = SegmentSender(here), SegmentReceiver(there)
+def test_a_segment_that_is_gone_is_an_error_for_its_reader_only(sender_store, receiver_store):
+    sender, receiver = SegmentSender(sender_store), SegmentReceiver(receiver_store)
     failed = sender.add(NAME)
     assert isinstance(failed, SegmentFailed) and "no longer exists" in failed.reason
     receiver.fail(failed.name, failed.reason)
     assert receiver.settled == {NAME}
     with pytest.raises(TransferError, match="no longer exists"):
-        there.read(NAME, unlink=True)
-    assert files(there) == []
+        receiver_store.read(NAME, unlink=True)
+    assert files(receiver_store) == []
 
 
-def test_no_room_is_told_to_the_sender_at_once_and_to_the_reader_with_what_to_do(here, there, monkeypatch):
-    sender, receiver = SegmentSender(here), SegmentReceiver(there)
-    name = write(here, bytes(5 * PART_SIZE))
+def test_lack_of_memory_is_reported_to_the_sender_at_once_and_to_the_reader_with_the_remedy(
+    sender_store, receiver_store, monkeypatch
+):
+    sender, receiver = SegmentSender(sender_store), SegmentReceiver(receiver_store)
+    name = write(sender_store, bytes(5 * PART_SIZE))
     sender.add(name)
     monkeypatch.setattr(shared_memory, "_free_bytes", lambda _: 4_000_000)
     first, second = sender.next_part(), sender.next_part()
@@ -86,16 +88,16 @@ def test_no_room_is_told_to_the_sender_at_once_and_to_the_reader_with_what_to_do
     assert sender.next_part() is None and not sender.transfers
     assert receiver.settled == {name}, "the message with the value is delivered"
     with pytest.raises(TransferError, match=r"5\.24 MB does not fit into the shared memory of .*: 4 MB are free in .*"):
-        there.read(name)
+        receiver_store.read(name)
     receiver.fail(name, "")  # the answer to the refusal: nothing more comes
     with pytest.raises(TransferError, match="does not fit"):
-        there.read(name, unlink=True)
-    assert files(there) == []
+        receiver_store.read(name, unlink=True)
+    assert files(receiver_store) == []
     assert receiver.receive(SegmentPart(NAME, 0, 1), b"x") is None, "other values still arrive"
 
 
-def test_room_that_other_segments_will_take_is_not_given_twice(there, monkeypatch):
-    receiver = SegmentReceiver(there)
+def test_room_that_other_segments_will_take_is_not_given_twice(receiver_store, monkeypatch):
+    receiver = SegmentReceiver(receiver_store)
     monkeypatch.setattr(shared_memory, "_free_bytes", lambda _: 100)
     assert receiver.receive(SegmentPart(NAME, 0, 50), b"x" * 10) is None
     other = NAME.replace("segment-1", "segment-2")
@@ -106,29 +108,29 @@ def test_room_that_other_segments_will_take_is_not_given_twice(there, monkeypatc
     ("name", "offset", "size"),
     [(NAME, 3, 10), (NAME, 0, 10), (NAME, 5, 11), (NAME, -1, 10), ("../escape", 0, 10), ("segment-1-x", 0, 10)],
 )
-def test_a_part_that_is_not_the_next_one_is_refused(there, name, offset, size):
-    receiver = SegmentReceiver(there)
+def test_a_part_that_is_not_the_next_one_is_refused(receiver_store, name, offset, size):
+    receiver = SegmentReceiver(receiver_store)
     receiver.receive(SegmentPart(NAME, 0, 10), b"12345")
     with pytest.raises(ProtocolError):
         receiver.receive(SegmentPart(name, offset, size), b"123")
-    assert files(there) == [NAME]
+    assert files(receiver_store) == [NAME]
 
 
-def test_a_peer_cannot_write_into_a_segment_that_it_did_not_begin(here, there):
-    name = write(there, b"of another process")
-    receiver = SegmentReceiver(there)
+def test_a_peer_cannot_write_into_a_segment_that_it_did_not_begin(sender_store, receiver_store):
+    name = write(receiver_store, b"of another process")
+    receiver = SegmentReceiver(receiver_store)
     with pytest.raises(ProtocolError, match="invalid part"):
         receiver.receive(SegmentPart(name, 3, 18), b"changed")
     assert receiver.receive(SegmentPart(name, 0, 18), b"changed") == SegmentRefused(name)
-    assert bytes(there.read(name)) == b"of another process"
+    assert bytes(receiver_store.read(name)) == b"of another process"
 
 
-def test_what_has_arrived_in_part_is_removed_at_the_end(there):
-    receiver = SegmentReceiver(there)
+def test_partial_segments_are_removed_at_the_end(receiver_store):
+    receiver = SegmentReceiver(receiver_store)
     receiver.receive(SegmentPart(NAME, 0, 10), b"12345")
     other = NAME.replace("segment-1", "segment-2")
     receiver.receive(SegmentPart(other, 0, 3), b"123")
     receiver.close()
-    assert files(there) == [other], "a reader may still open it"
+    assert files(receiver_store) == [other], "a reader may still open it"
     receiver.drop([other])
-    assert files(there) == [] and not receiver.names
+    assert files(receiver_store) == [] and not receiver.names

@@ -37,9 +37,9 @@ def store():
     shared = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="payload-", dir=shared if shared.is_dir() else None))
     yield SegmentStore(folder)
-    left = list(folder.iterdir())
+    remaining = list(folder.iterdir())
     shutil.rmtree(folder)
-    assert not left
+    assert not remaining
 
 
 def open_packed(packed, store, *, unlink=True):
@@ -52,13 +52,13 @@ def sent(value, store, *, by="segment"):
     return open_packed(packed, store), sum(buffer.size for buffer in packed.payload.buffers)
 
 
-def same(ours, theirs):
+def same(original, received):
     """Equal bit by bit, in everything that a tensor is."""
     return (
-        type(ours) is type(theirs)
-        and (ours.dtype, ours.size(), ours.stride(), ours.requires_grad)
-        == (theirs.dtype, theirs.size(), theirs.stride(), theirs.requires_grad)
-        and torch.equal(ours, theirs)
+        type(original) is type(received)
+        and (original.dtype, original.size(), original.stride(), original.requires_grad)
+        == (received.dtype, received.size(), received.stride(), received.requires_grad)
+        and torch.equal(original, received)
     )
 
 
@@ -141,8 +141,8 @@ def test_a_value_that_does_not_fit_shared_memory_goes_in_frames(store, monkeypat
     tensor = torch.arange(LARGE)
     packed = pack([tensor, b"x" * LARGE], store=store)
     assert (packed.segments, len(packed.frames)) == ((), 2)
-    theirs, text = open_packed(packed, store)
-    assert same(tensor, theirs)
+    received, text = open_packed(packed, store)
+    assert same(tensor, received)
     assert text == b"x" * LARGE
 
 
@@ -152,13 +152,13 @@ def test_packing_leaves_no_hold_on_the_value(store):
 
     array, tensor = np.zeros(LARGE).view(Array), torch.zeros(LARGE)
     text = bytearray(LARGE)
-    gone = [weakref.ref(array), weakref.ref(tensor.untyped_storage())]
+    references = [weakref.ref(array), weakref.ref(tensor.untyped_storage())]
     gc.disable()
     try:
         store.discard(pack([array, tensor, text], store=store).segments[0])
         del array, tensor
         text.append(1)
-        assert [ref() for ref in gone] == [None, None]
+        assert [ref() for ref in references] == [None, None]
     finally:
         gc.enable()
 
@@ -182,7 +182,7 @@ os._exit(0)
 
 
 @pytest.mark.processes
-def test_a_value_goes_to_another_process_and_comes_back(store):
+def test_value_survives_a_round_trip_through_another_process(store):
     extra = 22
 
     class Mine:
@@ -236,10 +236,10 @@ def test_every_dtype_crosses_bit_by_bit(store, dtype, by):
         storage = torch.UntypedStorage(count * dtype.itemsize)
         torch.empty(0, dtype=torch.uint8).set_(storage).random_(0, 256)
         tensor = torch.empty(0, dtype=dtype).set_(storage, 0, (count,), (1,))
-        theirs, _ = sent(tensor, store, by=by)
-        assert (theirs.dtype, theirs.size()) == (dtype, tensor.size())
+        received, _ = sent(tensor, store, by=by)
+        assert (received.dtype, received.size()) == (dtype, tensor.size())
         assert torch.equal(
-            *(torch.empty(0, dtype=torch.uint8).set_(item) for item in (storage, theirs.untyped_storage()))
+            *(torch.empty(0, dtype=torch.uint8).set_(item) for item in (storage, received.untyped_storage()))
         )
 
 
@@ -261,16 +261,16 @@ def test_every_dtype_crosses_bit_by_bit(store, dtype, by):
     ],
 )
 def test_shape_strides_and_kind_are_kept(store, make):
-    ours = make()
-    theirs, _ = sent(ours, store)
-    assert same(ours, theirs)
+    original = make()
+    received, _ = sent(original, store)
+    assert same(original, received)
 
 
 def test_a_tensor_inside_a_graph_arrives_as_a_leaf_and_without_its_gradient(store):
     leaf = torch.ones(3, requires_grad=True)
     (leaf * 2).sum().backward()
-    theirs, of_graph = sent((leaf, leaf * 2), store)[0]
-    assert theirs.grad is None
+    received, of_graph = sent((leaf, leaf * 2), store)[0]
+    assert received.grad is None
     assert of_graph.is_leaf
     assert of_graph.requires_grad
     assert leaf.grad is not None
@@ -281,17 +281,17 @@ def test_conjugated_and_negated_views_arrive_as_their_values(store):
     conjugate, negative = base.conj(), base.conj().imag
     assert conjugate.is_conj()
     assert negative.is_neg()
-    theirs, again, their_negative = sent((conjugate, conjugate, negative), store)[0]
-    assert torch.equal(theirs, conjugate)
+    received, again, their_negative = sent((conjugate, conjugate, negative), store)[0]
+    assert torch.equal(received, conjugate)
     assert torch.equal(their_negative, negative)
-    assert theirs is again
+    assert received is again
 
 
 def test_attributes_of_a_tensor_are_kept_even_where_they_point_back(store):
     parameter, buffer = torch.nn.Parameter(torch.ones(3)), torch.nn.Buffer(torch.ones(3))
     parameter.axis, parameter.me = "tensor", parameter
-    theirs, their_buffer = sent((parameter, buffer), store)[0]
-    assert (theirs.axis, theirs.me) == ("tensor", theirs)
+    received, their_buffer = sent((parameter, buffer), store)[0]
+    assert (received.axis, received.me) == ("tensor", received)
     assert isinstance(their_buffer, torch.nn.Buffer)
 
 
@@ -300,12 +300,12 @@ def test_attributes_of_a_tensor_are_kept_even_where_they_point_back(store):
 def test_views_of_one_storage_alias_again(store, by, rows):
     base = torch.arange(rows * 100, dtype=torch.float64).reshape(rows, 100)
     value = {"base": base, "row": base[1], "column": base.t()[2], "bits": base.view(torch.int64), "again": base}
-    theirs, size = sent(value, store, by=by)
-    assert all(same(value[name], theirs[name]) for name in value)
+    received, size = sent(value, store, by=by)
+    assert all(same(value[name], received[name]) for name in value)
     assert size < base.nbytes + 2000
-    assert theirs["again"] is theirs["base"]
-    theirs["base"].zero_()
-    assert not any(theirs[name].any() for name in theirs)
+    assert received["again"] is received["base"]
+    received["base"].zero_()
+    assert not any(received[name].any() for name in received)
 
 
 def test_only_the_used_part_of_a_storage_is_sent(store):
@@ -314,31 +314,31 @@ def test_only_the_used_part_of_a_storage_is_sent(store):
     assert same(batch, data[8:40])
     assert size < 32 * 4096 + 1000
     parts = [data[8:40], data[30:50], data[50:60], data[-1], data[7:7], data[:, 3]]
-    theirs, size = sent(parts[:-1], store)
-    assert all(map(same, parts, theirs))
+    received, size = sent(parts[:-1], store)
+    assert all(map(same, parts, received))
     assert size < 53 * 4096 + 2000
-    theirs[0].zero_()
-    assert not theirs[1][:10].any()
-    assert theirs[1][10:].all()
-    assert theirs[1].untyped_storage().data_ptr() == theirs[2].untyped_storage().data_ptr()
+    received[0].zero_()
+    assert not received[1][:10].any()
+    assert received[1][10:].all()
+    assert received[1].untyped_storage().data_ptr() == received[2].untyped_storage().data_ptr()
 
 
 def test_a_sparse_view_is_gathered_and_keeps_its_identity(store):
     data = torch.arange(4 * LARGE, dtype=torch.float32).reshape(-1, 1024)
     column = data[:, 3]
-    (theirs, alias, reshaped), size = sent((column, column.detach(), column), store)
-    assert torch.equal(theirs, column)
+    (received, alias, reshaped), size = sent((column, column.detach(), column), store)
+    assert torch.equal(received, column)
     assert size < column.numel() * 4 + 1000
-    assert reshaped is theirs
-    theirs.zero_()
+    assert reshaped is received
+    received.zero_()
     assert not alias.any()
 
 
 def test_many_scattered_views_of_one_storage_cross(store):
     data = torch.arange(4 * LARGE, dtype=torch.float32).reshape(-1, 1024)
     rows = list(data[::8])
-    theirs, size = sent(rows, store)
-    assert all(map(same, rows, theirs))
+    received, size = sent(rows, store)
+    assert all(map(same, rows, received))
     assert size < data.nbytes / 4
 
 
@@ -351,17 +351,17 @@ def test_a_tensor_whose_memory_was_released_is_refused_in_words(store):
 
 def test_everything_is_sent_when_everything_is_used(store):
     data = torch.zeros(4, LARGE)
-    theirs, _ = sent([data[2:], data], store)
-    theirs[1].fill_(1)
-    assert theirs[0].all()
+    received, _ = sent([data[2:], data], store)
+    received[1].fill_(1)
+    assert received[0].all()
 
 
 def test_storages_cross_and_alias_the_tensors_on_them(store):
     tensor = torch.arange(LARGE)
     typed = torch.storage.TypedStorage(wrap_storage=tensor.untyped_storage(), dtype=tensor.dtype, _internal=True)
-    theirs, storage, their_typed = sent((tensor[:5], tensor.untyped_storage(), typed), store)[0]
+    received, storage, their_typed = sent((tensor[:5], tensor.untyped_storage(), typed), store)[0]
     assert storage.nbytes() == tensor.nbytes
-    assert storage.data_ptr() == theirs.data_ptr() == their_typed._untyped_storage.data_ptr()
+    assert storage.data_ptr() == received.data_ptr() == their_typed._untyped_storage.data_ptr()
     assert their_typed.dtype == tensor.dtype
 
 
@@ -370,28 +370,28 @@ class Tagged(torch.Tensor):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")  # torch, of its first such tensor
-def test_other_kinds_of_tensor_cross_as_torch_has_it(store):
+def test_other_kinds_of_tensor_are_pickled_by_torch(store):
     dense = torch.arange(60_000.0).reshape(200, 300)
-    for ours in (dense.to_sparse(), dense.to_sparse_csr()):
-        theirs, size = sent(ours, store)
-        assert theirs.layout == ours.layout
-        assert torch.equal(theirs.to_dense(), dense)
+    for original in (dense.to_sparse(), dense.to_sparse_csr()):
+        received, size = sent(original, store)
+        assert received.layout == original.layout
+        assert torch.equal(received.to_dense(), dense)
         assert size > dense.nbytes
     meta, _ = sent(torch.empty(3, LARGE, device="meta"), store)
     assert (meta.device.type, meta.shape) == ("meta", (3, LARGE))
     tagged = dense.as_subclass(Tagged)
     tagged.note = "kept"
-    theirs, plain = sent((tagged, dense), store)[0]
-    assert (type(theirs), theirs.note) == (Tagged, "kept")
-    assert theirs.data_ptr() == plain.data_ptr()
+    received, plain = sent((tagged, dense), store)[0]
+    assert (type(received), received.note) == (Tagged, "kept")
+    assert received.data_ptr() == plain.data_ptr()
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")  # torch, of making one, and of its own way to rebuild one
 def test_a_quantized_tensor_crosses(store):
-    ours = torch.quantize_per_tensor(torch.arange(100_000.0), 0.5, 3, torch.qint8)
-    theirs, _ = sent(ours, store)
-    assert torch.equal(theirs.int_repr(), ours.int_repr())
-    assert theirs.q_scale() == 0.5
+    original = torch.quantize_per_tensor(torch.arange(100_000.0), 0.5, 3, torch.qint8)
+    received, _ = sent(original, store)
+    assert torch.equal(received.int_repr(), original.int_repr())
+    assert received.q_scale() == 0.5
 
 
 def test_the_senders_tensor_can_still_be_resized(store):
@@ -400,11 +400,11 @@ def test_the_senders_tensor_can_still_be_resized(store):
     assert tensor.resize_(2 * LARGE).numel() == 2 * LARGE
 
 
-def test_a_default_device_of_the_receiver_is_not_asked(store):
+def test_default_device_of_the_receiver_is_ignored(store):
     packed = pack(torch.ones(LARGE), store=store)
     with torch.device("meta"):
-        theirs = open_packed(packed, store)
-    assert theirs.sum() == LARGE
+        received = open_packed(packed, store)
+    assert received.sum() == LARGE
 
 
 @pytest.mark.parametrize("by", ["segment", "frames"])
@@ -412,11 +412,11 @@ def test_memory_of_another_device_is_fetched_once_and_only_where_it_is_used(stor
     monkeypatch.setattr("rankbook.transport.tensors._is_on_cpu", lambda _: False)  # as if this were that device
     base = torch.arange(LARGE)
     value = (base, base[5:], torch.empty(0), torch.tensor(3.5), base)
-    theirs, size = sent(value, store, by=by)
-    assert all(map(same, value, theirs))
+    received, size = sent(value, store, by=by)
+    assert all(map(same, value, received))
     assert size < base.nbytes + 2000
-    theirs[0].zero_()
-    assert not theirs[1].any()
+    received[0].zero_()
+    assert not received[1].any()
     part, size = sent(base[5:10], store, by=by)
     assert same(part, base[5:10])
     assert size < 2000
@@ -426,10 +426,10 @@ def test_memory_of_another_device_is_fetched_once_and_only_where_it_is_used(stor
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="wants a CUDA device")
 def test_cuda_tensors_arrive_on_the_cpu_and_alias_again(store):
     base = torch.arange(LARGE, device="cuda")
-    theirs, row, empty = sent((base, base[5:], torch.empty(0, device="cuda")), store)[0]
-    assert torch.equal(theirs, base.cpu())
+    received, row, empty = sent((base, base[5:], torch.empty(0, device="cuda")), store)[0]
+    assert torch.equal(received, base.cpu())
     assert empty.device.type == row.device.type == "cpu"
-    theirs.zero_()
+    received.zero_()
     assert not row.any()
     part, size = sent(base[5:10], store)
     assert torch.equal(part, base[5:10].cpu())
@@ -469,12 +469,12 @@ def test_frames_and_arrays_of_every_kind_cross(store):
         "fortran": np.asfortranarray(np.arange(LARGE).reshape(1024, -1)),
         "strided": np.arange(LARGE)[::2],
     }
-    their_table, theirs = sent((table, arrays), store)[0]
+    their_table, received = sent((table, arrays), store)[0]
     pd.testing.assert_frame_equal(table, their_table)
     for name, array in arrays.items():
-        assert theirs[name].dtype == array.dtype
-        assert np.array_equal(theirs[name], array)
-        assert theirs[name].flags.writeable
+        assert received[name].dtype == array.dtype
+        assert np.array_equal(received[name], array)
+        assert received[name].flags.writeable
     their_table["n"] += 1
     their_table.loc[0, "x"] = 7.0
 
@@ -487,8 +487,8 @@ def test_functions_and_classes_from_cells_travel_by_value(store):
         "def make(n):\n    def inner(): return Point(n).scaled()\n    return inner\n",
         module.__dict__,
     )
-    theirs, point = sent((module.make(14), module.Point(1)), store)[0]
-    assert theirs() == 42
+    received, point = sent((module.make(14), module.Point(1)), store)[0]
+    assert received() == 42
     assert point.scaled() == 3
     assert sent(functools.partial(lambda a, b: a - b, 5), store)[0](3) == 2
 
@@ -602,7 +602,7 @@ def test_an_interrupt_while_packing_stays_an_interrupt(store):
 # What cannot be opened
 
 
-def test_a_module_that_is_not_there_is_named(store, monkeypatch):
+def test_error_for_a_missing_module_names_it(store, monkeypatch):
     module = types.ModuleType("only_over_there")
     exec("class Thing: pass", module.__dict__)
     monkeypatch.setitem(sys.modules, "only_over_there", module)

@@ -156,7 +156,7 @@ def test_bytes_are_acknowledged_as_they_arrive():
     assert network.ends[0].deadline() is None
 
 
-def test_what_arrives_is_acknowledged_without_an_answer():
+def test_received_data_is_acknowledged_without_outgoing_data():
     one, other = Session(), Session()
     one.send(MESSAGES, [b"x"])
     (packet,) = one.packets(0.0)
@@ -179,7 +179,7 @@ def test_packets_that_were_lost_without_a_reconnect_are_sent_again():
     assert other.receive(again, due) == [(MESSAGES, [b"x"])]
 
 
-def test_a_packet_that_comes_again_is_counted_and_dropped():
+def test_duplicate_packet_is_counted_and_dropped():
     one, other = Session(), Session()
     one.send(MESSAGES, [b"x"])
     (packet,) = one.packets(0.0)

@@ -25,9 +25,9 @@ def store():
     shared = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="segments-", dir=shared if shared.is_dir() else None))
     yield SegmentStore(folder)
-    left = list(folder.iterdir()) if folder.exists() else []
+    remaining = list(folder.iterdir()) if folder.exists() else []
     shutil.rmtree(folder, ignore_errors=True)
-    assert not left
+    assert not remaining
 
 
 def segment_of(store, *buffers):
@@ -63,7 +63,7 @@ def test_only_the_owner_may_read_a_segment(store):
     store.discard(segment.name)
 
 
-def test_a_reader_changes_its_own_copy_and_nobody_elses(store):
+def test_reader_changes_only_its_own_copy(store):
     segment = segment_of(store, b"abc")
     one, other = store.read(segment.name), store.read(segment.name)
     one[0] = ord("z")
@@ -85,9 +85,9 @@ def test_read_segment_holds_no_file_descriptor(store):
         return len(os.listdir("/dev/fd"))  # noqa: PTH208 - one of them is the listing itself, in both counts
 
     before = open_files()
-    kept = [store.read(segment_of(store, b"abc").name, unlink=True) for _ in range(50)]
+    buffers = [store.read(segment_of(store, b"abc").name, unlink=True) for _ in range(50)]
     assert open_files() == before
-    assert {bytes(item) for item in kept} == {b"abc"}
+    assert {bytes(item) for item in buffers} == {b"abc"}
 
 
 def test_an_empty_segment_can_be_read(store):
@@ -96,7 +96,7 @@ def test_an_empty_segment_can_be_read(store):
 
 @pytest.fixture(params=["huge pages", "none", "some"])
 def huge_pages(request, monkeypatch):
-    """As the system has them, as where it has none, and as where it runs out of them."""
+    """Run the test with the system's huge pages, without them, and while they run out."""
     allocate, calls = shared_memory._libc.madvise, []
 
     def refuse_some(*args):
@@ -176,7 +176,7 @@ def test_an_interrupted_write_leaves_nothing(store, monkeypatch):
         store.write([[b"abc"]])
 
 
-def test_other_trouble_is_reported_in_words(store, monkeypatch):
+def test_other_errors_are_reported_as_text(store, monkeypatch):
     with pytest.raises(TransferError, match=r"cannot write shared memory in .*: No such file"):
         SegmentStore(store.folder / "gone").write([[b"abc"]])
     monkeypatch.setattr(os, "pwrite", refuse(errno.EIO))
@@ -184,7 +184,7 @@ def test_other_trouble_is_reported_in_words(store, monkeypatch):
         store.write([[b"abc"]])
 
 
-def test_a_segment_that_is_gone_is_reported_in_words(store):
+def test_missing_segment_is_reported_as_text(store):
     with pytest.raises(TransferError, match="removed before it was read"):
         store.read(a_name())
 
@@ -229,7 +229,7 @@ def test_another_users_file_is_refused(store, monkeypatch):
     store.discard(segment.name)
 
 
-def test_discard_may_be_said_twice_and_clear_takes_segments_only(store):
+def test_discard_is_idempotent_and_clear_removes_segments_only(store):
     segment = segment_of(store, b"abc")
     store.discard(segment.name)
     store.discard(segment.name)
@@ -242,7 +242,7 @@ def test_discard_may_be_said_twice_and_clear_takes_segments_only(store):
     neighbour.unlink()
 
 
-def test_clear_after_the_folder_is_gone_is_fine(store):
+def test_clear_accepts_a_missing_folder(store):
     shutil.rmtree(store.folder)
     store.clear()
 
@@ -256,9 +256,11 @@ def test_segments_of_a_dead_process_are_cleared_by_pid(store):
         "os.kill(os.getpid(), 9)"
     )
     command = [sys.executable, "-c", script, str(store.folder)]
-    pid, theirs = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=60).stdout.split()
+    pid, segment_name = subprocess.run(
+        command, check=False, stdout=subprocess.PIPE, text=True, timeout=60
+    ).stdout.split()
     ours = segment_of(store, b"ours")
-    assert bytes(store.read(theirs)) == b"theirs"
+    assert bytes(store.read(segment_name)) == b"theirs"
     store.clear(int(pid))
     assert [path.name for path in store.folder.iterdir()] == [ours.name]
     store.clear()

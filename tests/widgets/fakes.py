@@ -44,7 +44,7 @@ LOADER = Holding("loader", "loader", "DataLoader", "", 0, 0, (), "", "epoch 1, b
 def rank_placement(rank: int, *, tick: int = 0, per_host: int = 8, **changes: Any) -> RankPlacement:
     """A rank that trains; what moves depends on `tick` alone."""
     wave = (tick * 7 + rank * 13) % 100
-    made = RankPlacement(
+    template = RankPlacement(
         rank=rank,
         host=f"node-{rank // per_host}",
         pid=4000 + rank,
@@ -61,16 +61,16 @@ def rank_placement(rank: int, *, tick: int = 0, per_host: int = 8, **changes: An
         lags=False,
         holdings=(replace(MODEL, device=f"cuda:{rank % per_host}"), replace(LOADER, detail=f"epoch 1, batch {tick}")),
     )
-    return replace(made, **changes)
+    return replace(template, **changes)
 
 
 def placement(ranks: int = 4, *, tick: int = 0, at: float = 1_790_000_000.0, per_host: int = 8) -> Placement:
-    """All ranks; one waits and one lags where there are enough."""
-    made = [rank_placement(rank, tick=tick, per_host=per_host) for rank in range(ranks)]
+    """Return the placement of all ranks. One rank waits and one lags, if there are enough ranks."""
+    rank_placements = [rank_placement(rank, tick=tick, per_host=per_host) for rank in range(ranks)]
     if ranks > 2:
-        made[1] = replace(made[1], state="waiting", waits_for="all_reduce #41 (float32[4, 4])")
-        made[2] = replace(made[2], lags=True, rate=1.5)
-    return Placement(tuple(made), at, "main")
+        rank_placements[1] = replace(rank_placements[1], state="waiting", waits_for="all_reduce #41 (float32[4, 4])")
+        rank_placements[2] = replace(rank_placements[2], lags=True, rate=1.5)
+    return Placement(tuple(rank_placements), at, "main")
 
 
 @cache
@@ -80,7 +80,7 @@ def shard_map(name: str = "model", *, parameters: int = 6, ranks: int = 4) -> Sh
 
 
 def sharded_tensor(index: int, ranks: int) -> ShardedTensorMap:
-    """By rows, on a 2-d mesh, replicated, a vector, and one of four dims, in turn."""
+    """Return a tensor map: in turn sharded by rows, on a 2-d mesh, replicated, a vector, and with four dimensions."""
     key = f"layers.{index // 5}.{('weight', 'attention', 'norm', 'bias', 'conv')[index % 5]}"
     kind = index % 5
     shape: tuple[int, ...] = ((64 * ranks, 128), (32 * ranks, 64 * 2), (96, 48), (16 * ranks,), (8 * ranks, 4, 3, 3))[
@@ -102,11 +102,11 @@ def sharded_tensor(index: int, ranks: int) -> ShardedTensorMap:
 
 def saves(written: float = 0.5, *, ranks: int = 4, phase: str = "writing", error: str = "") -> Saves:
     """A save of step 40, so far done."""
-    made = [
+    progress = [
         CheckpointSave("/ckpt", "step-40", 40, phase, int(written * GB), GB, 10 * written, 0.1 * GB, True, error)
         for _ in range(ranks)
     ]
-    return Saves(tuple(RankSave(rank, save) for rank, save in enumerate(made)), 1_790_000_000.0)
+    return Saves(tuple(RankSave(rank, save) for rank, save in enumerate(progress)), 1_790_000_000.0)
 
 
 class FakeFeed:

@@ -29,9 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 @pytest.fixture
 def feed():
-    made = FakeFeed()
-    yield made
-    made.stop()
+    fake_feed = FakeFeed()
+    yield fake_feed
+    fake_feed.stop()
 
 
 def look(view, op="look", **more):
@@ -100,7 +100,7 @@ def test_view_watches_only_while_it_is_visible(feed, monkeypatch):
     assert not feed.watchers["placement"]  # of a page that does not know yet
 
 
-def test_a_browser_that_has_not_said_so_for_a_while_does_not_look_any_more(feed, monkeypatch):
+def test_browser_without_recent_heartbeat_counts_as_hidden(feed, monkeypatch):
     monkeypatch.setattr(live_view, "LEASE", 0.3)
     view = PlacementView(feed)
     look(view, parts=["placement"])
@@ -162,7 +162,7 @@ def test_an_error_is_the_answer(feed, monkeypatch):
     view.close()
 
 
-def test_a_message_that_comes_twice_is_noticed_once(feed):
+def test_duplicate_message_is_handled_once(feed):
     view = PlacementView(feed)
     message = {"rankbook": "m1", "op": "act", "part": "placement", "kind": "interrupt", "rank": 1}
     view._message_received(message, early=True)
@@ -175,13 +175,13 @@ def test_a_message_that_comes_twice_is_noticed_once(feed):
 
 
 def test_a_view_that_was_closed_is_its_last_state(feed, monkeypatch):
-    shown = []
-    monkeypatch.setattr(live_view, "show_display", lambda bundle, *_, **__: shown.append(bundle))
+    bundles = []
+    monkeypatch.setattr(live_view, "show_display", lambda bundle, *_, **__: bundles.append(bundle))
     view = PlacementView(feed)
     view._repr_mimebundle_()
     view.close()
     view._ipython_display_()
-    assert "4 ranks of main" in shown[-1]["text/html"]
+    assert "4 ranks of main" in bundles[-1]["text/html"]
     assert not feed.watchers["placement"]
 
 
@@ -217,13 +217,13 @@ IN_COLAB = {WIDGET_VIEW: {"colab": {"custom_widget_manager": {"url": "https://co
 
 
 def test_the_first_view_switches_colabs_widget_manager_on(feed, colab, monkeypatch):
-    shown = []
-    monkeypatch.setattr(live_view, "display", lambda data, **options: shown.append((data, options.get("metadata"))))
+    displayed = []
+    monkeypatch.setattr(live_view, "display", lambda data, **options: displayed.append((data, options.get("metadata"))))
     monkeypatch.setattr(live_view, "has_front_end", lambda: True)
     view = PlacementView(feed)
     view._ipython_display_()
     view.close()
-    (metadata,) = [metadata for data, metadata in shown if WIDGET_VIEW in data]
+    (metadata,) = [metadata for data, metadata in displayed if WIDGET_VIEW in data]
     assert metadata == {**IN_COLAB, "rankbook_still": view.still}
     assert colab.calls == 1
 
@@ -243,9 +243,9 @@ def test_other_front_ends_get_widgets_without_metadata(monkeypatch):
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_a_kernel_that_delivers_clicks_late_says_so_once(feed, monkeypatch, late):
-    shown = []
-    monkeypatch.setattr(live_view, "show_display", lambda bundle, *_, **__: shown.append(bundle["text/plain"]))
+def test_late_delivery_of_clicks_is_reported_once(feed, monkeypatch, late):
+    texts = []
+    monkeypatch.setattr(live_view, "show_display", lambda bundle, *_, **__: texts.append(bundle["text/plain"]))
     monkeypatch.setattr(live_view, "has_front_end", lambda: True)
     monkeypatch.setattr(live_view, "_late_messages_reported", False)
     for _ in range(2):
@@ -254,12 +254,12 @@ def test_a_kernel_that_delivers_clicks_late_says_so_once(feed, monkeypatch, late
         view._ipython_display_()
         view.close()
     line = "With this version of ipykernel, views answer clicks after the running cell."
-    assert shown.count(line) == int(late)
+    assert texts.count(line) == int(late)
 
 
 def test_the_last_state_is_in_the_saved_notebook_also_if_it_came_soon_after_another_one(feed, monkeypatch):
-    shown = []
-    monkeypatch.setattr(live_view, "show_display", lambda bundle, *_, **__: shown.append(bundle.get("text/html", "")))
+    htmls = []
+    monkeypatch.setattr(live_view, "show_display", lambda bundle, *_, **__: htmls.append(bundle.get("text/html", "")))
     monkeypatch.setattr(live_view, "has_front_end", lambda: True)
     monkeypatch.setattr(live_view, "LEASE", 1.5)
     monkeypatch.setattr(live_view, "STATIC_HTML_INTERVAL", 1.0)
@@ -268,7 +268,7 @@ def test_the_last_state_is_in_the_saved_notebook_also_if_it_came_soon_after_anot
 
     def last_state_is_shown() -> bool:
         look(view, parts=["placement"])  # the page stays open
-        return "line 17" in shown[-1]
+        return "line 17" in htmls[-1]
 
     feed.push("placement", placement(4, tick=7))
     wait_until(last_state_is_shown, timeout=10, what="it is renewed without another state")
@@ -296,10 +296,10 @@ feed.acts"""
     ipykernel.version_info[:2] < (7, 4), reason="before 7.4 the kernel reads nothing from the shell channel meanwhile"
 )
 def test_a_click_acts_while_a_cell_runs_and_never_again(module_notebook):
-    """From a front end without subshells, which delivers all of it once more as the cell ends, after hours or so."""
+    """A front end without subshells delivers all clicks again at the end of the cell."""
     notebook = module_notebook
-    shown = notebook.ok(VIEW)
-    comm_id = shown.text.strip().strip("'")
+    view_output = notebook.ok(VIEW)
+    comm_id = view_output.text.strip().strip("'")
     blocking = notebook.send(BLOCKED)
     client = notebook.client
 

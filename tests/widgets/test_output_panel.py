@@ -25,15 +25,15 @@ from rankbook.widgets.rendering import to_html
 
 @pytest.fixture
 def panel():
-    made = CellPanel("rankbook-panel-1", "cell [3]", (0, 1), "grid")
-    made.sent = []
-    made.send = made.sent.append
-    yield made
-    made.close()
+    cell_panel = CellPanel("rankbook-panel-1", "cell [3]", (0, 1), "grid")
+    cell_panel.sent = []
+    cell_panel.send = cell_panel.sent.append
+    yield cell_panel
+    cell_panel.close()
 
 
-def shown(panel):
-    """What a browser that has heard everything has."""
+def browser_state(panel):
+    """Return the state of a browser that has received all messages."""
     return json.loads(panel.whole)
 
 
@@ -48,8 +48,8 @@ def test_output_before_the_display_is_in_the_first_bundle(panel):
     assert panel.sent == []
     bundle = panel.bundle()
     assert bundle["text/plain"] == "cell [3] on ranks 0-1"
-    assert re.sub("<[^>]+>", "", shown(panel)["pieces"]) == "[0]one\ntwo &amp; three\n"
-    assert shown(panel)["head"] == "<i>head</i>"
+    assert re.sub("<[^>]+>", "", browser_state(panel)["pieces"]) == "[0]one\ntwo &amp; three\n"
+    assert browser_state(panel)["head"] == "<i>head</i>"
 
 
 def test_later_changes_are_sent_once_with_numbers(panel):
@@ -60,7 +60,7 @@ def test_later_changes_are_sent_once_with_numbers(panel):
     numbers = [message["number"] for message in panel.sent]
     assert numbers == list(range(1, 52))
     assert panel.sent[-1]["changes"] == [["more", 0, "y"]]
-    assert shown(panel)["number"] <= 2  # not again for each
+    assert browser_state(panel)["number"] <= 2  # not again for each
 
 
 def test_late_browser_requests_the_whole_output(panel):
@@ -68,12 +68,12 @@ def test_late_browser_requests_the_whole_output(panel):
     panel.apply([BlockAdded(OutputBlock(0, (0,), text="one"))])
     panel.apply([BlockAdded(OutputBlock(1, (1,), data={"text/html": "<b>two</b>"})), BlockRemoved(0)])
     panel._handle({"op": "all"})
-    assert shown(panel)["number"] == 2
-    assert "<b>two</b>" in shown(panel)["pieces"]
-    assert "one" not in shown(panel)["pieces"]
+    assert browser_state(panel)["number"] == 2
+    assert "<b>two</b>" in browser_state(panel)["pieces"]
+    assert "one" not in browser_state(panel)["pieces"]
 
 
-def test_everything_is_sent_again_for_browsers_that_are_not_heard(panel, monkeypatch):
+def test_complete_state_is_sent_to_browsers_that_do_not_answer(panel, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(output_panel.time, "monotonic", lambda: clock[0])
     panel.bundle()
@@ -81,7 +81,7 @@ def test_everything_is_sent_again_for_browsers_that_are_not_heard(panel, monkeyp
     for tick in range(200):
         clock[0] = tick / 10
         panel.apply([TextAppended(0, "y")] if tick else [BlockAdded(OutputBlock(0, (0,), text="x"))])
-        if (number := shown(panel)["number"]) not in wholes:
+        if (number := browser_state(panel)["number"]) not in wholes:
             wholes.append(number)
     assert 4 <= len(wholes) <= 10
 
@@ -144,9 +144,9 @@ def test_a_picture_cannot_leave_its_attribute(kind):
 
 @pytest.mark.parametrize("text", ["\x1b[" + "9" * 5_000 + "mtext", "\x1b[" + "1;" * 500_000 + "mtext\x1b[m"])
 def test_a_very_long_escape_sequence_costs_linear_time(text):
-    began = time.perf_counter()
+    start = time.perf_counter()
     assert "text" in to_html(text)
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - start < 5
 
 
 def test_ranks_stand_in_their_columns():
@@ -158,7 +158,7 @@ def test_ranks_stand_in_their_columns():
     assert columns((0, 3)) == "1/-1"
 
 
-def test_a_bundle_shows_what_html_can():
+def test_bundle_is_rendered_as_html():
     assert bundle_html({"text/plain": "a", "text/html": "<b>a</b>"}) == "<b>a</b>"
     assert bundle_html({"image/jpeg": "QUJD\n", "text/plain": '"x"'}).startswith(
         '<img src="data:image/jpeg;base64,QUJD"'
@@ -179,8 +179,8 @@ def placed(*of: tuple[int, ...], ranks: int = 6) -> list[tuple[str, int]]:
     """The columns and rows of blocks in the grid."""
     chosen = range(ranks)
     htmls = [piece_html(OutputBlock(key, block, text="x"), chosen) for key, block in enumerate(of)]
-    whole = with_rows(htmls, of, chosen)
-    rows = re.findall(r"--rb-columns:([^;\"]+)(?:;--rb-row:(\d+))?", whole)
+    html = with_rows(htmls, of, chosen)
+    rows = re.findall(r"--rb-columns:([^;\"]+)(?:;--rb-row:(\d+))?", html)
     return [(columns, int(row or 0)) for columns, row in rows]
 
 

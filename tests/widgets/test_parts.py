@@ -17,12 +17,12 @@ from tests.conftest import wait_until
 from tests.widgets.fakes import FakeFeed, FakeShelf, placement, saves, shard_map, sharded_tensor
 
 
-def nothing() -> None:
-    """Nobody has to know."""
+def ignore_change() -> None:
+    """Ignore a change."""
 
 
 def names_of_threads() -> set[str]:
-    """Of those that run now."""
+    """Return the names of the running threads."""
     return {item.name for item in threading.enumerate()}
 
 
@@ -30,7 +30,7 @@ def test_placement_is_watched_only_while_it_is_open():
     feed = FakeFeed()
     part = PlacementModel(feed)
     assert not part.ready() and part.dynamic_json() == "{}" and not feed.watchers["placement"]
-    part.open(nothing)
+    part.open(ignore_change)
     assert part.ready() and len(feed.watchers["placement"]) == 1
     part.close()
     part.close()
@@ -40,7 +40,7 @@ def test_placement_is_watched_only_while_it_is_open():
 def test_dynamic_and_static_state_are_sent_separately():
     feed = FakeFeed(64)
     part = PlacementModel(feed)
-    part.open(nothing)
+    part.open(ignore_change)
     fixed, states = part.static_json(), set()
     for tick in range(5):
         feed.push("placement", placement(64, tick=tick))
@@ -64,11 +64,11 @@ def test_clicks_on_a_rank_reach_the_feed():
             part.answer(op, message)
 
 
-def test_shards_are_asked_for_once_and_again_when_wanted():
+def test_shards_are_queried_once_and_on_demand():
     feed = FakeFeed(4, 10)
     part = ShardsModel(feed, "model")
     for _ in range(2):
-        part.open(nothing)
+        part.open(ignore_change)
         wait_until(part.ready, timeout=10, what="the shards are there")
         part.close()
     assert [kind for kind, _ in feed.asked] == ["shards"]
@@ -86,14 +86,14 @@ def test_last_of_two_requests_for_a_variable_wins():
         gate = threading.Event()
 
         def ask(self, kind: str, **options: object) -> Struct:
-            found = super().ask(kind, **options)
+            answer = super().ask(kind, **options)
             if options["name"] == "slow":
                 self.gate.wait(5)
-            return found
+            return answer
 
     feed = Slow()
     part = ShardsModel(feed, "slow")
-    part.open(nothing)
+    part.open(ignore_change)
     wait_until(lambda: bool(feed.asked), timeout=10, what="it is asked for")
     part.answer("name", {"name": "model"})
     feed.gate.set()
@@ -117,14 +117,14 @@ def test_a_statistic_is_fetched_on_demand_only():
 
 
 def test_replicas_are_one_chunk_with_many_holders():
-    made = tensor_of(sharded_tensor(2, ranks=4))
-    assert len(made["chunks"]) == 1 and [holder[:2] for holder in made["chunks"][0][2]] == [[r, r] for r in range(4)]
+    drawn = tensor_of(sharded_tensor(2, ranks=4))
+    assert len(drawn["chunks"]) == 1 and [holder[:2] for holder in drawn["chunks"][0][2]] == [[r, r] for r in range(4)]
     assert [len(chunk) for chunk in chunks_of(sharded_tensor(1, ranks=4).shards)] == [1, 1, 1, 1]
 
 
 def test_a_tensor_in_very_many_parts_says_how_many_are_not_drawn():
-    made = tensor_of(sharded_tensor(0, ranks=MAX_DRAWN + 10))
-    assert (len(made["chunks"]), made["left"]) == (MAX_DRAWN, 10)
+    drawn = tensor_of(sharded_tensor(0, ranks=MAX_DRAWN + 10))
+    assert (len(drawn["chunks"]), drawn["left"]) == (MAX_DRAWN, 10)
 
 
 def test_two_thousand_parameters_on_64_ranks_make_a_small_first_message():
@@ -134,7 +134,7 @@ def test_two_thousand_parameters_on_64_ranks_make_a_small_first_message():
     assert len(shard_map(parameters=2000, ranks=64).tensors[0].shards) == 64
 
 
-def test_a_folder_is_read_again_when_a_save_ends_and_never_when_nobody_looks():
+def test_folder_is_read_after_a_save_and_never_while_the_view_is_hidden():
     feed, checkpoint_browser = FakeFeed(), FakeShelf()
     part = CheckpointsModel(feed, checkpoint_browser)
     changed = threading.Event()
@@ -189,7 +189,7 @@ def test_a_checkpoint_is_not_deleted_while_it_is_read():
     assert [op for op, _ in checkpoint_browser.done] == ["load", "delete", "verify", "delete"]
 
 
-def test_a_folder_that_cannot_be_read_says_why():
+def test_unreadable_folder_is_reported_with_the_reason():
     class Broken(FakeShelf):
         def list_checkpoints(self) -> CheckpointFolder:
             raise InvalidArgument("no such folder")

@@ -70,14 +70,14 @@ def test_placement_says_who_waits_for_what_and_who_lags():
 
 def test_user_names_are_escaped_in_html():
     evil = rank_placement(0, host="<script>", device_name="<b>", waits_for="<i>", state="waiting")
-    made = placement_picture.html(Placement((evil,), 0.0, "<u>")) + placement_picture.svg(
+    picture = placement_picture.html(Placement((evil,), 0.0, "<u>")) + placement_picture.svg(
         Placement((evil,), 0.0, "<u>")
     )
     shards = ShardMap("<u>", "<b>", (ShardedTensorMap("<i>", "float32", (1,), ()),), "")
-    made += shards_picture.html(shards, "") + shards_picture.svg(shards, "", None)
-    made += checkpoints.html(saves(error="<b>"), CheckpointFolder("<u>", (), ""))
+    picture += shards_picture.html(shards, "") + shards_picture.svg(shards, "", None)
+    picture += checkpoints.html(saves(error="<b>"), CheckpointFolder("<u>", (), ""))
     for tag in ("<script>", "<b>", "<i>", "<u>"):
-        assert tag not in made
+        assert tag not in picture
 
 
 def test_a_device_without_memory_or_with_none_left_draws():
@@ -90,20 +90,20 @@ def test_a_device_without_memory_or_with_none_left_draws():
 def on_cpu(ranks: int = 2) -> Placement:
     """Ranks that use 300 and 400 MB of a machine with 20 GB."""
     used = [MemoryUse(20 * GB, 4_000_000, 0, 0, 296_000_000 + rank * 100_000_000, 0, 0) for rank in range(ranks)]
-    made = [
+    rank_placements = [
         rank_placement(
             rank, device="cpu", memory=msgspec.structs.replace(use, free=20 * GB - use.parameters - use.other)
         )
         for rank, use in enumerate(used)
     ]
-    return Placement(tuple(made), 100.0, "main")
+    return Placement(tuple(rank_placements), 100.0, "main")
 
 
 def test_bars_of_cpu_ranks_are_scaled_to_the_largest_rank_with_the_machine_s_as_a_thin_one():
-    made = on_cpu()
-    assert placement_picture.bar_scales(made.ranks) == {0: 400_000_000, 1: 400_000_000}
+    current = on_cpu()
+    assert placement_picture.bar_scales(current.ranks) == {0: 400_000_000, 1: 400_000_000}
     assert placement_picture.bar_scales(placement(2).ranks) == {0: 140 * GB, 1: 140 * GB}
-    html, svg = placement_picture.html(made), placement_picture.svg(made)
+    html, svg = placement_picture.html(current), placement_picture.svg(current)
     assert 'title="parameters" style="background:#0072B2;width:1.00%"' in html
     assert html.count("height:0.2em") == 2 and "width:1.50%" in html and "width:2.00%" in html
     assert "scaled to the largest rank" in html and "scaled to the largest rank" in svg
@@ -172,8 +172,8 @@ def test_the_running_save_is_on_top_and_of_several_the_last_one():
 def test_a_static_picture_says_what_a_save_does_once(folder):
     for kind in ("html", "svg"):
         still = getattr(checkpoints, kind)(saves(), folder)
-        shown = re.sub(r"<title>.*?</title>", "", still)
-        assert shown.count("step-40 in /ckpt") == 1, still
+        visible = re.sub(r"<title>.*?</title>", "", still)
+        assert visible.count("step-40 in /ckpt") == 1, still
 
 
 def test_the_cells_of_a_table_do_not_wrap():
@@ -182,7 +182,7 @@ def test_the_cells_of_a_table_do_not_wrap():
 
 
 @pytest.mark.parametrize("style", ["view.css", "panel"])
-def test_what_is_printed_is_whole_and_has_its_bars(style):
+def test_printed_picture_is_complete_and_has_bars(style):
     text = (STATIC / style).read_text() if style == "view.css" else output_panel.skeleton("p", "", (0,), "merged")
     printed = text.partition("@media print")[2]
     assert "max-height: none" in printed.replace("max-height:none", "max-height: none")
@@ -198,20 +198,20 @@ def test_imbalance_names_the_rank():
 
 
 def test_totals_are_the_sum_of_the_parts():
-    found = shard_map(parameters=10, ranks=4)
-    totals = shards_picture.totals(found)
-    assert sum(totals.values()) == sum(shard.bytes for tensor in found.tensors for shard in tensor.shards)
+    merged = shard_map(parameters=10, ranks=4)
+    totals = shards_picture.totals(merged)
+    assert sum(totals.values()) == sum(shard.bytes for tensor in merged.tensors for shard in tensor.shards)
     assert set(totals) == {0, 1, 2, 3}
 
 
 def test_a_save_is_as_far_as_its_last_rank():
-    (whole,) = checkpoints.combine_saves(saves(0.25))
-    assert (whole.phase, whole.written, whole.total, whole.rate) == ("writing", GB, 4 * GB, 0.4 * GB)
-    assert whole.seconds_left() == pytest.approx(7.5)
-    assert whole.progress_text() == "writing, 1 GB of 4 GB, 400 MB/s, 7.5 s left, for 2.5 s"
+    (combined,) = checkpoints.combine_saves(saves(0.25))
+    assert (combined.phase, combined.written, combined.total, combined.rate) == ("writing", GB, 4 * GB, 0.4 * GB)
+    assert combined.seconds_left() == pytest.approx(7.5)
+    assert combined.progress_text() == "writing, 1 GB of 4 GB, 400 MB/s, 7.5 s left, for 2.5 s"
     mixed = saves(1.0, ranks=2, phase="done").saves + saves(0.5, ranks=1, phase="failed", error="disk full").saves
-    (whole,) = checkpoints.combine_saves(type(saves())(mixed, 0.0))
-    assert whole.phase == "failed" and whole.error == "rank 0: disk full"
+    (combined,) = checkpoints.combine_saves(type(saves())(mixed, 0.0))
+    assert combined.phase == "failed" and combined.error == "rank 0: disk full"
 
 
 def test_counts_have_singular_and_plural():
@@ -254,12 +254,12 @@ def test_jupyters_theme_counts_only_where_vs_code_has_none():
 @pytest.mark.parametrize(("ink", "paper"), [("#000000", "#ffffff"), ("#ffffff", "#111111"), ("#cccccc", "#1f1f1f")])
 def test_a_terminals_colours_can_be_read_in_dark_and_light(ink, paper):
     style = output_panel.skeleton("p", "", (0,), "merged")
-    found = re.findall(r"\.rb-\w+{color:(#\w{6});color:color-mix\(in srgb,\1 (\d+)%,currentColor\)}", style)
-    assert len(found) == 8
-    for colour, share in found:
+    mixes = re.findall(r"\.rb-\w+{color:(#\w{6});color:color-mix\(in srgb,\1 (\d+)%,currentColor\)}", style)
+    assert len(mixes) == 8
+    for colour, share in mixes:
         part = int(share) / 100
         pairs = [(int(colour[at : at + 2], 16), int(ink[at : at + 2], 16)) for at in (1, 3, 5)]
-        mixed = "#" + "".join(f"{round(part * own + (1 - part) * inks):02x}" for own, inks in pairs)
+        mixed = "#" + "".join(f"{round(part * colour_part + (1 - part) * inks):02x}" for colour_part, inks in pairs)
         assert contrast(mixed, paper) >= 4.5, colour
 
 

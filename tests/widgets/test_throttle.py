@@ -20,14 +20,14 @@ def test_throttle_joins_fast_changes_and_sends_the_last():
             enough.set()
 
     throttle = Throttle(send, interval=0.05)
-    began = time.monotonic()
-    while len(sent) < 10 and time.monotonic() - began < 20:
+    start = time.monotonic()
+    while len(sent) < 10 and time.monotonic() - start < 20:
         output[0] += 1
         throttle.schedule()
     output[0] = LAST
     throttle.schedule()
     assert enough.wait(10)
-    assert 10 <= len(sent) <= (sent[-1][0] - began) / 0.05 + 3  # one that is late may come right before the next
+    assert 10 <= len(sent) <= (sent[-1][0] - start) / 0.05 + 3  # one that is late may come right before the next
 
 
 def test_throttle_has_no_timer_when_idle_or_closed():
