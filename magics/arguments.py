@@ -185,6 +185,11 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
     peek.add_argument("expression", metavar="EXPR", help="loss.item(), len(buffer), {k: v.norm() for …}")
     _add_ranks(peek)
     peek.add_argument("--timeout", type=_seconds, default=2.0, metavar="S", help="give up after S seconds (default: 2)")
+    watch = add("watch", "end the cell at a step whose numbers are wrong, and say where they were born")
+    watch.add_argument(
+        "conditions", nargs="*", metavar="nan|inf|norm > X|off",
+        help="nan · inf · norm > 100 · off (default: show what is watched)",
+    )  # fmt: skip
     push = add("push", "copy variables of the notebook to the ranks")
     push.add_argument("names", nargs="+", metavar="NAME")
     _add_ranks(push)

@@ -28,6 +28,7 @@ from rankbook.magics.comm_bridge import CommBridge
 from rankbook.magics.errors import raise_cell_error, without_frames
 from rankbook.magics.output_panel import JupyterSink, ask_for, sink_for
 from rankbook.magics.profiling import Measuring
+from rankbook.numerics.watch_conditions import parse_conditions
 from rankbook.output.cell_result import CellResult
 from rankbook.output.merger import Stream
 from rankbook.ranks import name_ranks
@@ -387,6 +388,21 @@ class DistributedMagics(Magics):
         ranks = cluster.select(command.ranks)
         self._shell.user_ns[target] = cluster.pull(command.name, ranks=ranks)
         self._print(f"{target}: a list with the values of {name_ranks(ranks)}, in this order")
+
+    def _command_watch(self, command: argparse.Namespace) -> None:
+        if not command.conditions:
+            running = default_cluster.default_or_none()
+            self._print(f"watch: {running.watched_numbers if running is not None else 'off'}")
+            return
+        parse_conditions(*command.conditions)  # before ranks are started
+        cluster = self._cluster()
+        cluster.watch_numbers(*command.conditions)
+        self._print(
+            "the watch is off"
+            if cluster.watched_numbers == "off"
+            else f"watching {cluster.watched_numbers}: a cell ends at the first step with such a value, before the "
+            "optimizer uses it"
+        )
 
     def _command_auto(self, command: argparse.Namespace) -> None:
         auto_mode.set_enabled(self._shell, on=command.state == "on")

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         LostRank,
         NoCluster,
         NoClusterError,
+        NumericalError,
         RankbookError,
         RankLostError,
         StartError,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from rankbook.magics import load_ipython_extension, unload_ipython_extension
     from rankbook.magics.launchers import debug_launcher, notebook_launcher
     from rankbook.magics.views import checkpoints, dashboard, placement, shards
+    from rankbook.numerics.commands import watch_numbers
     from rankbook.output.cell_result import CellResult, RankOutcome
     from rankbook.runtime import *  # noqa: F403 - its list of names is the only one
 
@@ -80,6 +82,7 @@ __all__ = [
     "LostRank",
     "NoCluster",
     "NoClusterError",
+    "NumericalError",
     "Peeked",
     "RankLostError",
     "RankOutcome",
@@ -99,6 +102,7 @@ __all__ = [
     "start",
     "stop",
     "unload_ipython_extension",
+    "watch_numbers",
 ]
 __all__ += runtime.__all__
 
@@ -120,11 +124,13 @@ __getattr__, __dir__ = lazy_imports(
             "LostRank",
             "NoCluster",
             "NoClusterError",
+            "NumericalError",
             "RankLostError",
             "RankbookError",
             "StartError",
             "TransferError",
         ),
+        "rankbook.numerics.commands": ("watch_numbers",),
         "rankbook.output.cell_result": ("CellResult", "RankOutcome"),
         "rankbook.magics.views": ("checkpoints", "dashboard", "placement", "shards"),
         "rankbook.magics.launchers": ("debug_launcher", "notebook_launcher"),

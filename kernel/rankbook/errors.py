@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #     the caller             InvalidArgument, UnknownKeyword, NoClusterError, InvalidStateDict
 #     user code on a rank    CellError, CellTimeout
 #     a rank or its process  StartError, RankLostError, CollectiveAborted, PeerFailedError
-#     data                   TransferError, CheckpointError
+#     data                   TransferError, CheckpointError, NumericalError
 #     Rankbook itself        ProtocolError, UnreadableMessage, IllegalTransition
 class RankbookError(Exception):
     """Base class of the exceptions that Rankbook raises on purpose."""
@@ -92,6 +92,13 @@ class UnreadableMessage(ProtocolError):
     def __init__(self, message: str, sender: tuple[int, int] | None = None) -> None:
         super().__init__(message)
         self.sender = sender
+
+
+class NumericalError(RankbookError, ArithmeticError):
+    """A number that is watched turned NaN or infinite, or the gradient norm exceeded its limit: see `watch_numbers`.
+
+    All ranks raise it with the same message, before the optimizer uses the value.
+    """
 
 
 class TransferError(RankbookError):

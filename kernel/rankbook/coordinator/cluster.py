@@ -34,6 +34,8 @@ from rankbook.formatting import plural
 from rankbook.launch.environment import changed_variables
 from rankbook.launch.hosts import HostOptions, HostStatus
 from rankbook.launch.registry import ClusterRecord
+from rankbook.numerics.commands import watch_numbers
+from rankbook.numerics.watch_conditions import parse_conditions
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import OutputView
 from rankbook.protocol.messages import (
@@ -415,6 +417,8 @@ class Cluster(ClusterQueries):
 
     missed: tuple[CellResult, ...] = ()
     """Results of the cells that ended while no notebook was attached. Empty for a new cluster."""
+    _number_watch: tuple[str, ...] = ()
+    """Conditions of the number watch, for ranks that are started later."""
 
     def __init__(
         self,
@@ -528,6 +532,32 @@ class Cluster(ClusterQueries):
         packed = pack((function, tuple(args), {}), store=self._segments)
         values = self._exchange(packed, CallFunction, None, None, label, sink=sink, ask=ask, raise_error=raise_error)
         return list(values.values())
+
+    def watch_numbers(self, *conditions: str, timeout: float | None = None) -> None:
+        """Call `rankbook.watch_numbers(*conditions)` on all ranks, and on ranks that replace them later.
+
+        `conditions` are `"nan"`, `"inf"` and `"norm > X"`, or `"off"`. Ranks that run a cell do so at its end. Raises
+        `InvalidArgument` for an unknown condition.
+
+        Example::
+
+            cluster.watch_numbers("nan", "norm > 100")
+            cluster.run("train()")  # raises NumericalError at the first NaN
+        """
+        __tracebackhide__ = True
+        parse_conditions(*conditions)
+        self.apply(watch_numbers, *conditions, timeout=timeout)
+        self._number_watch = conditions if parse_conditions(*conditions) else ()
+
+    @property
+    def watched_numbers(self) -> str:
+        """Return the conditions of `watch_numbers` as text, such as "nan, norm > 100"; "off" without any."""
+        return str(parse_conditions(*(self._number_watch or ("off",))))
+
+    def _renew_number_watch(self, ranks: tuple[int, ...]) -> None:
+        """Switch the number watch on for new ranks: the ranks exchange a flag in every step that is watched."""
+        if self._number_watch:
+            self.apply(watch_numbers, *self._number_watch, ranks=ranks)
 
     def push(self, values: Mapping[str, object], *, ranks: RankSelection = None, timeout: float | None = None) -> None:
         """Assign the variables `values` on `ranks`. All ranks read one copy in shared memory."""
@@ -683,6 +713,7 @@ class Cluster(ClusterQueries):
         """
         chosen = self.select(ranks)
         self._processes.launch(chosen, timeout=timeout)
+        self._renew_number_watch(chosen)
         return chosen
 
     def heal(
@@ -729,12 +760,14 @@ class Cluster(ClusterQueries):
             )
         try:
             self._processes.launch(chosen, timeout=timeout)
-            return Healed(chosen, None) if donor is None else self._restore(donor, chosen, timeout)
+            healed = Healed(chosen, None) if donor is None else self._restore(donor, chosen, timeout)
         except BaseException:
             # A rank with a part of the variables would look healthy and could become the donor of a later heal. As a
             # dead rank it can be healed again.
             self._processes.discard(chosen, "was not restored because heal failed or was interrupted")
             raise
+        self._renew_number_watch(chosen)
+        return healed
 
     def _restore(self, donor: int, ranks: tuple[int, ...], timeout: float) -> Healed:
         """Copy the variables of `donor` to the new `ranks`."""

@@ -371,6 +371,9 @@ listener: Callable[[msgspec.Struct], None] | None = None
 """Callback for one-time events such as `Prepared`; None if nothing listens."""
 output_barrier: Callable[[str], None] | None = None
 """Marks a place in this rank's output, see `messages.OutputBarrier`; None if no notebook shows the output."""
+collective_observer: Callable[[str, int, Callable[[], str], object, object], None] | None = None
+"""Called at every launch of a collective by the thread that launches it, with the group's name, the number, a function
+that describes the call, this rank's tensors and those for its result; None while nobody watches."""
 _sources: dict[str, Source] = {}
 
 

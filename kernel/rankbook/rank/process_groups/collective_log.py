@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from rankbook.protocol import telemetry
 from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
 
 _REMEMBERED = 32
@@ -322,6 +323,10 @@ class CollectiveLog:
             # order, apart from collisions.
             launched.checksums = self.checksums = (digest * 1_000_003 + signature.code) & _MASK, balance
             launched.position = self._position()
+            if telemetry.collective_observer is not None and op.tensors is not None and len(args) > op.tensors:
+                # Only a reduce_scatter is described by its output.
+                data = args[1] if op.function.startswith("reduce_scatter") else args[op.tensors]
+                telemetry.collective_observer(self.name, number, launched.__str__, data, args[0])
         key = next(self._keys)
         self._open[key] = launched
         self._recent.append(launched)

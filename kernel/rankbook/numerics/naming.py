@@ -1,0 +1,112 @@
+"""Names for what a check reports: the path of a module in its model, of a parameter, and the line of the cell."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rankbook.package_folders import is_users
+
+_MAX_FRAMES = 100
+
+
+def namespace() -> dict[str, Any]:
+    """Return the variables of the cells; those of `__main__` in a script."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell.user_ns if shell is not None else vars(sys.modules["__main__"])
+
+
+def cell_line() -> str:
+    """Return the line that the running cell executes: `line 14`; `cell [2] line 3`, or `train.py line 7` elsewhere.
+
+    It is the innermost line of the user's code that belongs to the running cell, if any.
+    """
+    numbers: dict[str, int] = {}
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None:
+        from rankbook.ipython_compat import cell_numbers
+
+        numbers = cell_numbers(shell.compile)
+    found: list[tuple[str, int]] = []
+    frame = sys._getframe(1)
+    for _ in range(_MAX_FRAMES):
+        file = frame.f_code.co_filename
+        if file in numbers or (not numbers and is_users(file)):
+            found.append((file, frame.f_lineno))
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    if not found:
+        return ""
+    if not numbers:
+        file, line = found[0]
+        return f"{file.rpartition('/')[2]} line {line}"
+    running = found[-1][0]  # the outermost frame is that of the cell which runs
+    return f"line {next(line for file, line in found if file == running)}"
+
+
+class ModuleNames:
+    """Names of the modules and parameters of all models that the user's variables hold, and of `others`."""
+
+    def __init__(self, variables: dict[str, Any], others: Iterable[nn.Module] = ()) -> None:
+        self._names: dict[int, str] = {}
+        self._parameters: dict[int, str] = {}
+        self._parents: dict[int, nn.Module] = {}
+        self._keep: list[nn.Module] = []
+        # Larger models first, so that a module has its path in the whole model, whatever other variables hold it.
+        models = [(name, value) for name, value in tuple(variables.items()) if isinstance(value, nn.Module)]
+        models += [("", model) for model in (*_prepared(), *others)]
+        models = [(name, _unwrapped(model)) for name, model in models]
+        for name, model in sorted(models, key=lambda item: (-sum(1 for _ in item[1].modules()), not item[0])):
+            self._add(model, name)
+
+    def _add(self, model: nn.Module, variable: str) -> None:
+        self._keep.append(model)
+        for path, module in model.named_modules():
+            self._names.setdefault(id(module), path or variable or type(module).__name__)
+            for child in module.children():
+                self._parents.setdefault(id(child), module)
+        for path, parameter in model.named_parameters():
+            self._parameters.setdefault(id(parameter), path)
+
+    def module(self, module: nn.Module) -> str:
+        """Return the path of `module`, or the name of its class."""
+        return self._names.get(id(_unwrapped(module)), type(_unwrapped(module)).__name__)
+
+    def parameter(self, parameter: torch.Tensor) -> str:
+        """Return the path of `parameter`, or its shape."""
+        return self._parameters.get(id(parameter), f"a parameter of shape {list(parameter.shape)}")
+
+    def parents(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Yield the modules around `module`, innermost first."""
+        parent = self._parents.get(id(module))
+        while parent is not None:
+            yield parent
+            parent = self._parents.get(id(parent))
+
+    def encloses(self, outer: nn.Module, inner: nn.Module) -> bool:
+        """Return True if `outer` is around `inner`."""
+        outer, inner = _unwrapped(outer), _unwrapped(inner)
+        return any(parent is outer for parent in self.parents(inner))
+
+
+def _prepared() -> list[nn.Module]:
+    prepared = sys.modules.get("rankbook.runtime.prepared")
+    return [model for _, model in prepared.prepared_models()] if prepared is not None else []
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif (original := model.__dict__.get("_modules", {}).get("_orig_mod")) is not None:  # torch.compile
+            model = original
+        else:
+            return model

@@ -1,0 +1,562 @@
+"""Number watch of a rank: find the first NaN or infinity of a training step, before the optimizer uses it.
+
+Theory of operation. While the watch is on, torch's *global* hooks observe every module, every optimizer and every
+collective of this process; while it is off, none of them is registered and a step runs torch's own code alone.
+
+    module's output     `register_module_forward_hook`, one reduction per output
+    gradient of it      a tensor hook on the output, one reduction per gradient
+    loss                `torch.Tensor.backward`, which is replaced while the watch is on
+    collective          `telemetry.collective_observer`, one reduction of this rank's data
+    gradients           before the step of an optimizer: one reduction of each
+    parameters          after it: one reduction of each
+
+A reduction is a sum. It is not finite if an element is not; if the sum has only overflowed, an exact check follows. On
+the CPU the result is read at once. On an accelerator, reading would wait for the device at every module, so the norms
+(`inf`, which cannot overflow) stay there, and are read together before the optimizer's step.
+
+The *first* value is kept as an `Event`, with the module, the line and the number of collectives so far. The module
+whose output is the first one that is not finite need not be the culprit: its inputs may have been bad already, when
+code between two modules made them. Then the innermost enclosing module with finite inputs is named. In the backward
+pass, the gradient of a module's *output* shows that the modules which used it are at fault: they are known from the
+forward pass.
+
+Before an optimizer steps, all ranks that train together exchange one flag. If it is set on any of them, they exchange
+their reports, and all raise the same `NumericalError` (see `attribution.py`).
+
+fp16. A `GradScaler` multiplies the loss so that infinite gradients are expected now and then; it then skips the step.
+So no check runs in its skipped steps, and `GradScaler.update` forgets what the backward pass has shown. A value that
+was non-finite in the forward pass, or in the loss before it is scaled, is an alarm nevertheless: no scale can mend it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import TensorWeakRef
+
+from rankbook import control_collectives
+from rankbook.errors import NumericalError
+from rankbook.numerics import attribution as at
+from rankbook.numerics.naming import ModuleNames, cell_line, namespace
+from rankbook.numerics.watch_conditions import Conditions
+from rankbook.protocol import telemetry
+
+INPUTS_NAME = "nonfinite_inputs"
+"""Variable in which the inputs of the culprit are kept."""
+_MAX_LAUNCHES = 4096
+"""Number of collectives per step whose inputs are remembered."""
+_CALL = "_rankbook_call"
+"""Attribute of a tensor: the call that has produced it, and the tensor's version then."""
+
+
+class _Call:
+    """One call of a module in the forward pass.
+
+    `consumers` are the calls that used its output, innermost first. `enclosing` are the modules around it that have
+    returned its output as their own.
+    """
+
+    __slots__ = ("consumers", "enclosing", "finite", "inputs", "module")
+
+    def __init__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.module = module
+        self.inputs: tuple[Any, ...] | None = inputs
+        # Tuples, because most stay empty and need no object for the garbage collector.
+        self.consumers: tuple[_Call, ...] = ()
+        self.enclosing: tuple[nn.Module, ...] = ()
+        self.finite = False  # whether the gradient of its output was
+
+
+class _First:
+    """The first non-finite value of the step, before it is attributed to a module."""
+
+    __slots__ = ("call", "finite_grads", "inputs_kind", "kind", "later", "line", "phase", "positions")
+
+    def __init__(self, phase: str, kind: str, call: _Call | None, line: str, positions: dict[str, int]) -> None:
+        self.phase, self.kind, self.call, self.line, self.positions = phase, kind, call, line, positions
+        self.inputs_kind: str | None = None
+        self.finite_grads: frozenset[int] = frozenset()
+        # Calls that ended after it, and whether their inputs were finite: the enclosing modules are among them.
+        self.later: list[tuple[_Call, bool]] = []
+
+
+class NumberWatch:
+    """The watch of this process; `install` registers its hooks, `remove` removes all of them."""
+
+    def __init__(self, conditions: Conditions) -> None:
+        self.conditions = conditions
+        self._removers: list[Callable[[], None]] = []
+        self._steps = 0
+        self._busy = self._shared = False
+        self._line = ""
+        self._reset()
+
+    def _reset(self) -> None:
+        self._first: _First | None = None
+        self._finite_grads: set[int] = set()
+        self._modules: dict[int, nn.Module] = {}
+        self._positions: dict[str, int] = {}
+        self._launches: list[tuple[str, int, Callable[[], str], str, bool, list[TensorWeakRef]]] = []
+        self._wrapped = self._joined = self._scaled = False
+        # On an accelerator: (phase, call, norm), read at the check.
+        self._deferred: list[tuple[str, _Call | None, torch.Tensor]] = []
+        self._deferred_launches: list[tuple[int, torch.Tensor]] = []
+
+    # Hooks
+
+    def install(self) -> None:
+        """Register the hooks."""
+        handles: list[Any] = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        if self.conditions.nan or self.conditions.inf:
+            handles.append(register_module_forward_hook(self._after_forward, with_kwargs=True))
+            self._replace(torch.Tensor, "backward", self._before_backward)
+            self._replace(torch.amp.GradScaler, "scale", self._before_scale)
+            self._replace(torch.amp.GradScaler, "update", self._before_update)
+            telemetry.collective_observer = self._on_launch
+        self._removers += [handle.remove for handle in handles]
+
+    def _replace(self, owner: Any, name: str, before: Callable[..., None]) -> None:  # noqa: ANN401 - a class
+        # There is no hook for these methods. The replacement only calls `before` first.
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def method(instance: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+            before(instance, *args)
+            return original(instance, *args, **kwargs)
+
+        setattr(owner, name, method)
+        self._removers.append(functools.partial(setattr, owner, name, original))
+
+    def remove(self) -> None:
+        """Remove the hooks, and forget the step that is in progress."""
+        for remove in reversed(self._removers):
+            remove()
+        self._removers.clear()
+        telemetry.collective_observer = None
+        self._reset()
+
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+        # A pass without gradients is no part of a step: what it computes reaches the step through a later module, or
+        # the loss. Code that is being compiled has no values.
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        self._modules[id(module)] = module
+        call = _Call(module, (*args, *kwargs.values()) if kwargs else args)
+        if self._first is not None:
+            self._first.later.append((call, _kind_of_all(call.inputs) is None))
+            return
+        if isinstance(module, DistributedDataParallel):
+            self._wrapped = True
+            self._joined = self._joined or bool(module._join_config.enable)
+        for tensor in call.inputs or ():
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                producer = self._producer(tensor)
+                if producer is None:  # computed between two modules
+                    producer = self._follow(tensor, _Call(module, ()))
+                producer.consumers += (call,)
+        for tensor in (output,) if isinstance(output, torch.Tensor) else _tensors(output):
+            producer = self._producer(tensor) if tensor.requires_grad else None
+            if producer is not None:  # a container returns the output of its last module
+                producer.enclosing += (module,)
+            elif self._check(tensor, at.FORWARD, call) and tensor.requires_grad and not tensor.is_leaf:
+                self._follow(tensor, call)
+
+    @staticmethod
+    def _producer(tensor: torch.Tensor) -> _Call | None:
+        """Return the call that has produced `tensor`, unless it was changed in place since."""
+        entry = tensor.__dict__.get(_CALL)
+        return entry[0] if entry is not None and entry[1] == tensor._version else None
+
+    def _follow(self, tensor: torch.Tensor, call: _Call) -> _Call:
+        """Check the gradient of `tensor` in the backward pass."""
+        tensor.__dict__[_CALL] = (call, tensor._version)
+        tensor.register_hook(functools.partial(self._on_gradient, call))
+        return call
+
+    def _on_gradient(self, call: _Call, gradient: torch.Tensor) -> None:
+        if self._first is not None or not self._check(gradient, at.BACKWARD, call) or gradient.device.type != "cpu":
+            return
+        self._mark_finite(call)
+        # Their backward pass is behind us, so their inputs are not wanted any more.
+        for consumer in call.consumers:
+            consumer.inputs = None
+
+    def _mark_finite(self, call: _Call) -> None:
+        call.finite = True
+        self._finite_grads.add(id(call.module))
+        for module in call.enclosing:
+            self._finite_grads.add(id(module))
+
+    def _before_backward(self, loss: torch.Tensor, *_: object) -> None:
+        self._line = cell_line()
+        if self._first is None and not self._scaled:
+            self._check(loss, at.LOSS, None)
+
+    def _before_scale(self, _scaler: torch.amp.GradScaler, losses: object = (), *_: object) -> None:
+        # The scaled loss may overflow without harm.
+        self._scaled = True
+        for loss in _tensors(losses):
+            if self._first is None:
+                self._check(loss, at.LOSS, None)
+
+    def _before_update(self, _scaler: torch.amp.GradScaler, *_: object) -> None:
+        """End a round of the fp16 scaler, which skips a step with infinite gradients."""
+        self._read_deferred()
+        first = self._first
+        if first is not None and first.phase in (at.FORWARD, at.LOSS):
+            # The scaler has skipped the step, and would do so for ever. All ranks are here: their scalers have the
+            # same gradients.
+            self._steps += 1
+            self._shared = self._is_shared(())
+            self._agree(self._steps, (), (), 0.0)
+        self._reset()
+
+    def _on_launch(
+        self, group: str, number: int, describe: Callable[[], str], tensors: object, outputs: object
+    ) -> None:
+        if self._busy or number == 0:
+            return
+        self._positions[group] = number
+        if len(self._launches) >= _MAX_LAUNCHES:
+            return
+        finite, dtype = True, ""
+        references = [TensorWeakRef(tensor) for tensor in _tensors(outputs)]
+        with torch.no_grad():
+            for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else _tensors(tensors):
+                if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+                    continue
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                if tensor.device.type == "cpu":
+                    finite = finite and kind_of(tensor) is None
+                elif tensor.numel():
+                    self._deferred_launches.append((len(self._launches), torch.linalg.vector_norm(tensor, math.inf)))
+        self._launches.append((group, number, describe, dtype, finite, references))
+
+    # Checks
+
+    def _check(self, tensor: torch.Tensor, phase: str, call: _Call | None) -> bool:
+        """Return False, and keep the first event, if `tensor` is not finite."""
+        local = _local(tensor)
+        if not local.is_floating_point() or local.layout is not torch.strided or local.device.type == "meta":
+            return True
+        if local.device.type != "cpu":
+            if local.numel():
+                self._deferred.append((phase, call, torch.linalg.vector_norm(local, math.inf)))
+            return True
+        kind = kind_of(local)
+        # -inf in an output is in order for many modules, such as masks and logarithms of probabilities.
+        if kind is None or (kind == "inf" and phase == at.FORWARD and not self.conditions.inf):
+            return True
+        self._keep_first(phase, kind, call)
+        return False
+
+    def _keep_first(self, phase: str, kind: str, call: _Call | None) -> None:
+        line = self._line if phase == at.BACKWARD else cell_line()
+        self._first = first = _First(phase, kind, call, line, dict(self._positions))
+        first.finite_grads = frozenset(self._finite_grads)
+        if phase == at.FORWARD and call is not None:
+            first.inputs_kind = _kind_of_all(call.inputs)
+
+    def _read_deferred(self) -> None:
+        """Read the norms that an accelerator has computed, and keep the first that is not finite."""
+        if self._deferred_launches:
+            values = torch.stack([norm.float() for _, norm in self._deferred_launches]).tolist()
+            for (index, _), value in zip(self._deferred_launches, values, strict=True):
+                if not math.isfinite(value):
+                    group, number, describe, dtype, _, references = self._launches[index]
+                    self._launches[index] = (group, number, describe, dtype, False, references)
+        if not self._deferred:
+            return
+        values = torch.stack([norm.float() for _, _, norm in self._deferred]).tolist()
+        for (phase, call, _), value in zip(self._deferred, values, strict=True):
+            kind = "NaN" if math.isnan(value) else "inf" if math.isinf(value) else None
+            if kind is None:
+                if phase == at.BACKWARD and call is not None:
+                    self._mark_finite(call)
+            elif self._first is not None:
+                if phase == at.FORWARD and call is not None:
+                    self._first.later.append((call, _kind_of_all(call.inputs) is None))
+            elif not (kind == "inf" and phase == at.FORWARD and not self.conditions.inf):
+                self._keep_first(phase, kind, call)
+                assert self._first is not None
+                self._first.line = self._line
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A fused optimizer is called although the scaler has found infinities, and skips the step by itself.
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None and float(found_inf) > 0:
+            return
+        self._steps += 1
+        # torch passes the optimizer itself as the first argument.
+        if len(args) > 1 or kwargs.get("closure") is not None:  # the closure computes the gradients inside of the step
+            return
+        self._read_deferred()
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients: tuple[torch.Tensor, ...] = ()
+        if self.conditions.nan or self.conditions.inf:
+            tensors = [_gradient(p) for p in parameters]
+            if not _all_finite(tensors):
+                gradients = tuple(p for p, g in zip(parameters, tensors, strict=True) if kind_of(g) is not None)
+        norm = self._norm_of(parameters) if self.conditions.norm is not None else 0.0
+        self._shared = self._is_shared(parameters)
+        self._agree(step_of(optimizer, self._steps), gradients, parameters, norm)
+        modules = self._modules
+        self._reset()
+        self._modules = modules  # for names, until the optimizer has stepped
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del args, kwargs
+        if not (self.conditions.nan or self.conditions.inf):
+            return
+        # A state that is not finite makes the parameter so, in the same step: only parameters are checked.
+        touched = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        bad = None
+        if not _all_finite([_local(parameter.detach()) for parameter in touched]):
+            bad = next((parameter for parameter in touched if kind_of(_local(parameter)) is not None), None)
+        event = None
+        if bad is not None:
+            name = self._names().parameter(bad)
+            event = at.Event(
+                at.OPTIMIZER, _module_of(name), kind_of(_local(bad)) or "NaN", cell_line(), f"parameter {name}"
+            )
+        if self._any_rank(event is not None):
+            step = step_of(optimizer, self._steps, done=True)
+            self._raise(at.RankReport(control_collectives.this_rank(), step, event), None)
+        self._modules = {}
+
+    # Agreement of the ranks
+
+    def _is_shared(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Return True if all ranks of the default group take this step together."""
+        if not dist.is_initialized() or dist.get_world_size() == 1 or self._joined:
+            return False
+        if self._wrapped or any(isinstance(parameter, DTensor) for parameter in parameters):
+            return True
+        # Gradients that the user's own code reduces.
+        return _default_group_name() in self._positions
+
+    def _any_rank(self, flag: bool) -> bool:
+        """Return True if a rank has set its flag. A collective if the step is shared."""
+        if not self._shared:
+            return flag
+        self._busy = True
+        try:
+            return control_collectives.all_min(0 if flag else 1)[0] == 0
+        finally:
+            self._busy = False
+
+    def _agree(
+        self, step: int, gradients: tuple[torch.Tensor, ...], parameters: Sequence[torch.Tensor], norm: float
+    ) -> None:
+        """Raise `NumericalError` on all ranks if one of them has seen a value that is watched."""
+        limit = self.conditions.norm
+        above = limit is not None and norm > limit
+        if not self._any_rank(self._first is not None or bool(gradients) or above):
+            return
+        event, inputs = self._attribute_locally()
+        largest = ""
+        if above:
+            by_norm = max(parameters, key=lambda p: float(torch.linalg.vector_norm(_gradient(p))))
+            largest = _module_of(self._names().parameter(by_norm))
+        report = at.RankReport(
+            control_collectives.this_rank(),
+            step,
+            event,
+            tuple(self._describe_launches()),
+            tuple(self._names().parameter(parameter) for parameter in gradients),
+            str(_gradient(gradients[0]).dtype).removeprefix("torch.") if gradients else "",
+            kind_of(_gradient(gradients[0])) or "NaN" if gradients else "NaN",
+            norm if above else None,
+            limit,
+            largest,
+            self._line or cell_line(),
+            inputs is not None,
+        )
+        # They would be added to those of the next backward pass, and be found there once more.
+        for parameter in parameters:
+            parameter.grad = None
+        self._raise(report, inputs)
+
+    def _raise(self, report: at.RankReport, inputs: tuple[Any, ...] | None) -> NoReturn:
+        self._busy = True
+        try:
+            reports = control_collectives.gather_objects(report) if self._shared else [report]
+        finally:
+            self._busy = False
+            self._reset()
+        finding = at.attribute(reports)
+        text = str(finding)
+        if any(other.rank in finding.ranks and other.has_inputs for other in reports):
+            text += f"; the inputs of the module are in {INPUTS_NAME} there"
+            if report.rank in finding.ranks and inputs is not None:
+                namespace()[INPUTS_NAME] = inputs
+        raise NumericalError(text)
+
+    def _norm_of(self, parameters: list[torch.Tensor]) -> float:
+        from rankbook.runtime.training import clip_norm
+
+        if not parameters:
+            return 0.0
+        self._busy = True
+        try:
+            return float(clip_norm(parameters, math.inf, 2, parameters[0].device))
+        finally:
+            self._busy = False
+
+    def _describe_launches(self) -> Iterator[at.Launch]:
+        for group, number, describe, dtype, finite, references in self._launches:
+            tensors = [tensor for reference in references if (tensor := reference()) is not None]
+            output_finite = all(kind_of(tensor) is None for tensor in tensors)
+            yield at.Launch(group, number, describe(), dtype, finite, output_finite)
+
+    # Attribution on this rank
+
+    def _attribute_locally(self) -> tuple[at.Event | None, tuple[Any, ...] | None]:
+        """Return the event of this rank with the name of its module, and the inputs of that module."""
+        first = self._first
+        if first is None:
+            return None, None
+        names = self._names()
+
+        def event(phase: str, module: str, detail: str = "") -> at.Event:
+            return at.Event(phase, module, first.kind, first.line, detail, first.positions)
+
+        if first.phase == at.LOSS or first.call is None:
+            return event(at.LOSS, "loss"), None
+        name = names.module(first.call.module)
+        if first.phase == at.FORWARD:
+            if first.inputs_kind is None:
+                bad = next((n for n, p in first.call.module.named_parameters() if kind_of(_local(p)) is not None), None)
+                if bad is not None:
+                    return event(at.PARAMETER, _join(name, _module_of(bad, "")), f"parameter {_join(name, bad)}"), None
+                return event(at.FORWARD, name), first.call.inputs
+            # Its inputs were bad already. The modules around it end later; the first one whose inputs were finite has
+            # computed the value itself.
+            last = first.call
+            for call, finite in first.later:
+                if names.encloses(call.module, last.module):
+                    last = call
+                    if finite:
+                        between = f"before `{name}`"
+                        return event(at.FORWARD, names.module(call.module), between), call.inputs
+            return event(at.DATA, names.module(last.module)), last.inputs
+        # The gradient of the output is the work of the modules that used it. Inner ones come before outer ones.
+        finite_modules = first.finite_grads
+        for consumer in first.call.consumers:
+            if consumer.finite or id(consumer.module) in finite_modules:
+                return event(at.BACKWARD, names.module(consumer.module)), consumer.inputs
+        # No module used it: code of the innermost enclosing module did, or the loss.
+        for parent in names.parents(first.call.module):
+            if id(parent) in finite_modules and parent not in first.call.enclosing:
+                return event(at.BACKWARD, names.module(parent), f"after `{name}`"), None
+        return event(at.LOSS, "loss", "its gradient"), None
+
+    def _names(self) -> ModuleNames:
+        return ModuleNames(namespace(), self._modules.values())
+
+
+def kind_of(tensor: torch.Tensor) -> str | None:
+    """Return "NaN" or "inf" if an element of `tensor` is not finite, otherwise None."""
+    values = tensor.detach()
+    if not values.is_floating_point() or not values.numel():
+        return None
+    # In half precision a sum overflows early.
+    total = values.sum(dtype=torch.float32) if values.dtype.itemsize < 4 else values.sum()
+    if math.isfinite(total.item()):
+        return None
+    if bool(torch.isnan(values).any()):
+        return "NaN"
+    return "inf" if bool(torch.isinf(values).any()) else None
+
+
+def _kind_of_all(value: object) -> str | None:
+    kinds = {kind_of(_local(tensor)) for tensor in _tensors(value) if tensor.layout is torch.strided} - {None}
+    return "NaN" if "NaN" in kinds else "inf" if kinds else None
+
+
+def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return False if an element of `tensors` may not be finite, so that they have to be looked at one by one."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return all(math.isfinite(tensor.sum().item()) for tensor in tensors)
+    # One read for all: reading waits for the device.
+    return math.isfinite(torch.nn.utils.get_total_norm(list(tensors), 2.0).item())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None  # only parameters with gradients are checked
+    return _local(gradient)
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _default_group_name() -> str:
+    group = dist.group.WORLD
+    return str(getattr(getattr(group, "log", None), "name", ""))
+
+
+def _join(module: str, name: str) -> str:
+    return f"{module}.{name}" if module and name else module or name
+
+
+def _module_of(parameter: str, default: str | None = None) -> str:
+    return parameter.rpartition(".")[0] or (parameter if default is None else default)
+
+
+def step_of(optimizer: torch.optim.Optimizer, counted: int, *, done: bool = False) -> int:
+    """Return the number of the step that the optimizer is about to take, or has just taken; the first is 1.
+
+    A prepared optimizer counts its steps, and most of torch's optimizers count them in their state. For others, the
+    steps are counted since the watch was switched on.
+    """
+    prepare = sys.modules.get("rankbook.runtime.prepare")
+    wrapper = prepare.wrapper_of(optimizer) if prepare is not None else None
+    if wrapper is not None:  # counts a step when it has ended
+        return int(wrapper.steps) + 1
+    steps = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
+    if steps:
+        return max(steps) + (not done)
+    adaptive = "betas" in optimizer.defaults
+    return 1 if adaptive and not done else counted
+
+
+_active: NumberWatch | None = None
+
+
+def set_conditions(conditions: Conditions) -> None:
+    """Replace the watch of this process by one with `conditions`; none if they are empty."""
+    global _active
+    if _active is not None:
+        _active.remove()
+        _active = None
+    if conditions:
+        _active = NumberWatch(conditions)
+        _active.install()
