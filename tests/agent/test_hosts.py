@@ -90,10 +90,10 @@ def test_an_error_and_an_interrupt_end_a_cell_on_all_hosts(three):
         three.run("if rank == 2: raise ValueError('only here')\ndist.barrier()")
     cell = three.submit_code("import time\ntime.sleep(60)", number=0, ranks=None, sink=None)
     wait_until(lambda: cell.started is not None, timeout=20, what="the cell starts")
-    began = time.monotonic()
+    start = time.monotonic()
     three.interrupt_cell(cell)
     three.wait(cell, timeout=30)
-    assert cell.result is not None and time.monotonic() - began < 20
+    assert cell.result is not None and time.monotonic() - start < 20
     three.run(REDUCE)
 
 

@@ -27,5 +27,5 @@ def install(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., 
 
 
 def spec_folder(name: str) -> Path:
-    """Where the fixture has put a kernelspec."""
+    """Return the folder of the kernelspec that the fixture installed."""
     return Path(os.environ["JUPYTER_PATH"]) / "kernels" / name

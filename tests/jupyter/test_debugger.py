@@ -47,7 +47,7 @@ def front_end(kernel) -> Iterator[FrontEnd]:
     assert said_by_both(kernel.ok("import sys\nprint(sys.gettrace())")) == "None", "and nobody is slowed down"
 
 
-def test_a_breakpoint_stops_every_rank_and_every_shows_its_own(kernel, front_end):
+def test_breakpoint_stops_every_rank_with_its_own_variables(kernel, front_end):
     assert front_end.breakpoints(CELL, 5) == [5]
     cell = kernel.send(CELL)
     front_end.wait_paused(2)
@@ -95,9 +95,9 @@ def test_ranks_wait_in_a_collective_for_one_that_is_paused_for_as_long_as_it_tak
     front_end.breakpoints(code, 2)
     cell = kernel.send(code)
     front_end.wait_paused(1)
-    began = time.monotonic()
+    start = time.monotonic()
     assert front_end.stack() == [("rank 1 · <module>", 2)]
-    wait_until(lambda: time.monotonic() - began > 10, timeout=20, what="a pause that is longer than every patience")
+    wait_until(lambda: time.monotonic() - start > 10, timeout=20, what="a pause that is longer than every patience")
     front_end.move("continue")
     outcome = finish(front_end, cell)
     assert outcome.status == "ok" and outcome.text.endswith("\n[0-1] 2.0\n"), outcome.text
@@ -120,18 +120,18 @@ def test_status_and_stacks_report_the_pause_and_an_interrupt_ends_it(kernel, fro
 
 
 @pytest.mark.full
-def test_a_timeout_waits_for_whoever_looks_and_the_variables_shown_are_the_ranks(kernel, front_end):
+def test_timeout_excludes_the_pause_and_variables_are_those_of_the_rank(kernel, front_end):
     code = "%%distributed --timeout 1.5\nhere = torch.ones(2)\nname = 'seen'\nimport time; time.sleep(1)"
     front_end.breakpoints(code, 3)
     cell = kernel.send(code)
     front_end.wait_paused(2)
-    began = time.monotonic()
-    wait_until(lambda: time.monotonic() - began > 3, timeout=20, what="a pause that is longer than the timeout")
+    start = time.monotonic()
+    wait_until(lambda: time.monotonic() - start > 3, timeout=20, what="a pause that is longer than the timeout")
     front_end.move("continue")
     assert finish(front_end, cell).status == "ok"
-    found = {item["name"]: item for item in front_end.body("inspectVariables")["variables"]}
-    assert found["name"]["value"] == "'seen'" and "float32" in found["here"]["value"]
-    assert "world_size" not in found
+    variables = {item["name"]: item for item in front_end.body("inspectVariables")["variables"]}
+    assert variables["name"]["value"] == "'seen'" and "float32" in variables["here"]["value"]
+    assert "world_size" not in variables
     assert front_end.body("richInspectVariables", variableName="name")["data"] == {"text/plain": "'seen'"}
 
 

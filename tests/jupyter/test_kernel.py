@@ -32,7 +32,7 @@ def kernel(install) -> Iterator[Notebook]:
 # The kernelspec ------------------------------------------------------------------------------------------------------
 
 
-def test_specs_stand_side_by_side_and_nobody_elses_is_overwritten(install):
+def test_kernelspecs_coexist_and_foreign_ones_are_not_overwritten(install):
     assert install().returncode == install("-n", "3", "--name", "three", "--display-name", "Three").returncode == 0
     stock, three = (json.loads((spec_folder(name) / "kernel.json").read_text()) for name in ("rankbook", "three"))
     assert (stock["display_name"], stock["env"]) == ("Python 3 (Rankbook)", {})
@@ -79,7 +79,7 @@ def test_who_and_whos_list_variables_of_the_ranks(kernel):
     assert "world_size" not in reported, "that was there before any cell"
 
 
-def test_a_cell_is_complete_when_it_is_as_python(kernel):
+def test_cell_is_complete_if_its_python_code_is(kernel):
     def status(code: str) -> str:
         kernel.client.is_complete(code)
         return str(kernel.client.get_shell_msg(timeout=10)["content"]["status"])
@@ -148,8 +148,8 @@ view
 
 def test_a_view_is_shown_once_wherever_a_cell_calls_for_it(kernel, tmp_path):
     outcome = kernel.ok(VIEWS.format(folder=str(tmp_path)))
-    widgets = [shown for shown in outcome.displays if "application/vnd.jupyter.widget-view+json" in shown]
-    stills = [shown["text/html"] for shown in outcome.displays if "rankbook-still" in shown.get("text/html", "")]
+    widgets = [display for display in outcome.displays if "application/vnd.jupyter.widget-view+json" in display]
+    stills = [display["text/html"] for display in outcome.displays if "rankbook-still" in display.get("text/html", "")]
     assert len(widgets) == len(stills) == 4, outcome.displays
     assert "2 ranks" in stills[0] and "model (model): 2 tensors" in "".join(stills)
     lines = outcome.stdout.splitlines()  # on a busy machine the ranks print at different times
@@ -159,7 +159,7 @@ def test_a_view_is_shown_once_wherever_a_cell_calls_for_it(kernel, tmp_path):
     assert failed.ename == "AttributeError" and "put %%local" in failed.traceback
 
 
-def test_auto_off_turns_it_into_a_stock_kernel_and_back(kernel):
+def test_auto_off_makes_the_kernel_behave_like_ipykernel(kernel):
     kernel.ok("%distributed auto off")
     try:
         assert kernel.ok("'rank' in globals()").displays == [{"text/plain": "False"}]

@@ -48,8 +48,8 @@ def write_notebook(file: Path, sources: list[str] = CELLS) -> None:
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), file)
 
 
-def shown(notebook: NotebookNode) -> list[list[tuple[str, str]]]:
-    """Each cell's outputs: their kind, and text with streams joined, as a runner may cut them anywhere."""
+def outputs_of(notebook: NotebookNode) -> list[list[tuple[str, str]]]:
+    """Return the kinds and texts of the outputs of every cell, with streams joined, as a runner may split them."""
     reported = []
     for cell in notebook.cells:
         outputs: list[tuple[str, str]] = []
@@ -87,7 +87,7 @@ def test_a_notebook_gives_the_same_outputs(runner, install, tmp_path):
     file = tmp_path / "notebook.ipynb"
     write_notebook(file)
     execute(RUNNERS[runner], file)
-    assert shown(nbformat.read(file, as_version=4)) == EXPECTED
+    assert outputs_of(nbformat.read(file, as_version=4)) == EXPECTED
 
 
 @pytest.mark.full  # .ci/run executes the quickstart with the wheel

@@ -14,10 +14,12 @@ def forgotten(notebook):
                 "AcceleratorState._reset_state()")  # fmt: skip
 
 
-def test_a_cell_that_uses_it_has_one_for_its_rank(notebook):
-    shown = notebook.ok("%%distributed\nprint(accelerator.process_index, accelerator.num_processes, type(accelerator))")
-    assert "[0] 0 2 <class 'rankbook.runtime.accelerator.Accelerator'>" in shown.stdout
-    assert "[1] 1 2 <class 'rankbook.runtime.accelerator.Accelerator'>" in shown.stdout
+def test_cell_that_uses_accelerator_gets_one_for_its_rank(notebook):
+    outcome = notebook.ok(
+        "%%distributed\nprint(accelerator.process_index, accelerator.num_processes, type(accelerator))"
+    )
+    assert "[0] 0 2 <class 'rankbook.runtime.accelerator.Accelerator'>" in outcome.stdout
+    assert "[1] 1 2 <class 'rankbook.runtime.accelerator.Accelerator'>" in outcome.stdout
 
 
 def test_predefined_accelerator_is_the_same_in_the_next_cell(notebook):
@@ -26,12 +28,12 @@ def test_predefined_accelerator_is_the_same_in_the_next_cell(notebook):
 
 
 @pytest.mark.parametrize("code", ["accelerator = 7", "accelerator: int = 7", "from math import tau as accelerator"])
-def test_a_cell_that_makes_its_own_has_that(notebook, code):
+def test_cell_that_creates_an_accelerator_uses_it(notebook, code):
     notebook.ok(f"%%distributed\n{code}\nmade = accelerator\nfrom rankbook import AcceleratorState\n"
                 "none_of_ours = not AcceleratorState._shared_state")  # fmt: skip
     assert "True" in notebook.ok("%%distributed\nnone_of_ours").text
     assert "7" in notebook.ok("%%distributed\nmade").text or "tau" in code
 
 
-def test_a_cell_that_does_not_use_it_has_none(notebook):
+def test_cell_that_does_not_use_accelerator_gets_none(notebook):
     assert "False" in notebook.ok("%%distributed\n'acc' + 'elerator' in globals()").text

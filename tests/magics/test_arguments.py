@@ -95,7 +95,7 @@ def test_unknown_cell_option_is_one_line_with_the_valid_options(line):
 
 
 @pytest.mark.parametrize("seconds", ["soon", "0", "-1", "nan", "inf", "1e300"])
-def test_a_timeout_that_is_no_time_says_so(seconds):
+def test_invalid_timeout_is_reported(seconds):
     text = reported(parse_cell_line, f"--timeout {seconds}")
     assert f"expected a positive number of seconds, got '{seconds}'" in text
     assert "_seconds" not in text
@@ -191,7 +191,7 @@ def test_option_without_a_near_match_gets_no_suggestion(line):
         ("auto maybe", "on|off"),
     ],
 )
-def test_a_word_too_many_or_too_few_names_what_the_command_takes(line, valid):
+def test_wrong_number_of_arguments_is_reported_with_the_usage(line, valid):
     text = reported(parse_line, line)
     assert text.startswith(f"%distributed {line.split()[0]}: ")
     assert text.endswith(f"; valid arguments: {valid}")
@@ -236,8 +236,8 @@ def test_help_option_names_the_question_mark(word):
 )
 def test_options_stand_before_or_behind_an_expression_that_is_left_as_it_is(line, options, expression):
     assert is_peek(line)
-    found, rest = split_peek(line)
-    assert (" ".join(found.split()), rest) == (options, expression)
+    parsed_options, rest = split_peek(line)
+    assert (" ".join(parsed_options.split()), rest) == (options, expression)
 
 
 def completions(line, ranks=4):
@@ -275,10 +275,10 @@ def test_options_are_completed_that_the_line_does_not_have_yet():
     assert completions("%distributed pull model -") == ["--as", "--ranks", "-r"]
     assert completions("%distributed pull model ") == ["--as", "--ranks"], "an option of two names once"
     assert completions("%distributed heal 1 --e") == ["--empty"]
-    shown = completions("%%distributed --")
-    assert {"--ranks", "--background", "--out", "--timeout", "--quiet"} <= set(shown) and "--auto" not in shown
-    shown = completions("%%distributed --ranks 0 -")
-    assert "--out" in shown and not {"--ranks", "-r"} & set(shown)
+    completed = completions("%%distributed --")
+    assert {"--ranks", "--background", "--out", "--timeout", "--quiet"} <= set(completed) and "--auto" not in completed
+    completed = completions("%%distributed --ranks 0 -")
+    assert "--out" in completed and not {"--ranks", "-r"} & set(completed)
 
 
 def test_rank_selections_are_completed_behind_the_last_comma():

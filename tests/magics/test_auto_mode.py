@@ -35,7 +35,7 @@ pytestmark = pytest.mark.processes
         "%%javascript\n1",
     ],
 )
-def test_cells_for_the_notebook_stay_there(cell):
+def test_auto_mode_keeps_cells_for_the_notebook(cell):
     assert runs_locally(cell)
 
 
@@ -65,7 +65,7 @@ def test_cells_for_the_notebook_stay_there(cell):
         "await f()",
     ],
 )
-def test_cells_for_the_ranks_go_there(cell):
+def test_auto_mode_sends_cells_to_the_ranks(cell):
     assert not runs_locally(cell)
 
 
@@ -181,7 +181,7 @@ def test_comments_and_empty_cells_run_nothing(auto):
     assert auto.ok("").outputs == []
 
 
-def test_a_failing_cell_does_not_turn_it_off(auto):
+def test_failed_cell_does_not_turn_auto_mode_off(auto):
     assert auto.run("1 / 0").ename == "ZeroDivisionError"
     assert auto.run("%%local\n1 / 0").ename == "ZeroDivisionError"
     assert auto.run("1 +").ename == "SyntaxError"
@@ -223,7 +223,7 @@ def test_a_question_below_code_shows_one_answer_in_the_pager(auto):
     assert auto.run("1 / 0\ndocumented?").payload == []
 
 
-def test_pip_says_how_the_ranks_come_to_use_a_package(auto):
+def test_pip_reports_that_ranks_need_a_restart(auto):
     for cell in ("%pip --version", "%%distributed\n%pip --version"):
         outcome = auto.ok(cell)
         assert "Note: the ranks use updated packages after %distributed restart" in outcome.stdout

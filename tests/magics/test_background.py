@@ -28,12 +28,12 @@ def start(notebook: Notebook, code: str, name: str, *, options: str = "") -> tup
 
 def state(outcome: Outcome) -> str:
     """The last state that the handle's display showed."""
-    (shown,) = [data["text/plain"] for data in outcome.displays if data["text/plain"].startswith("cell [")]
-    return shown
+    (text,) = [data["text/plain"] for data in outcome.displays if data["text/plain"].startswith("cell [")]
+    return text
 
 
 def value(notebook: Notebook, expression: str) -> str:
-    """What the notebook says of an expression."""
+    """Evaluate an expression in the notebook and return its text."""
     return notebook.ok(expression).displays[-1]["text/plain"]
 
 
@@ -80,7 +80,7 @@ def test_wait_returns_the_result(notebook, gate):
     assert value(notebook, "handle.wait() is r") == "True", "also a second time"
 
 
-def test_out_has_the_result_once_it_is_there(notebook):
+def test_out_variable_gets_the_result_at_the_end(notebook):
     start(notebook, "rank + 5", "handle", options="--out later")
     notebook.ok("handle.wait()")
     assert value(notebook, "later.text(0), later is handle.result") == "('5', True)"
@@ -106,7 +106,7 @@ def test_an_error_is_shown_in_its_cell_and_raised_by_wait(notebook):
     assert value(notebook, "handle.state") == "'error'"
 
 
-def test_interrupt_ends_it(notebook):
+def test_interrupt_ends_a_background_cell(notebook):
     message, outcome = start(notebook, "import time\ntime.sleep(60)", "handle")
     notebook.ok("handle.interrupt()")
     notebook.follow(message, outcome, lambda o: "interrupted after" in state(o), timeout=20)
@@ -177,7 +177,7 @@ def test_a_queued_cell_can_be_taken_back(notebook, gate):
     assert "never" not in outcome.text
 
 
-def test_questions_are_answered_while_somebody_waits(notebook):
+def test_input_requests_are_answered_during_wait(notebook):
     start(notebook, "name = input('who? ')\nprint('hello', name)", "handle", options="--ranks 1 --out told")
     outcome = notebook.run("handle.wait()", answers=["you"])
     assert outcome.status == "ok"
@@ -191,13 +191,13 @@ def test_quiet_shows_the_handle_only(notebook):
     assert outcome.stdout == ""
 
 
-def test_distributed_interrupt_reaches_it(notebook):
+def test_distributed_interrupt_reaches_a_background_cell(notebook):
     message, outcome = start(notebook, "import time\ntime.sleep(60)", "handle", options="--ranks 1")
     assert "interrupted rank 1" in notebook.ok("%distributed interrupt 1").stdout
     notebook.follow(message, outcome, lambda o: "interrupted after" in state(o), timeout=20)
 
 
-def test_stop_ends_it_and_keeps_what_had_ended(notebook):
+def test_stop_ends_a_background_cell_and_keeps_finished_results(notebook):
     start(notebook, "rank", "done")
     notebook.ok("done.wait()")
     message, outcome = start(notebook, "import time\ntime.sleep(60)", "handle")

@@ -20,7 +20,7 @@ CONTRACT = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR M
     ("selection", "label"),
     [("0", "[0]"), ("1", "[1]"), ("0,1", "[0-1]"), ("0-1", "[0-1]"), ("0:2:2", "[0]"), ("1:", "[1]")],
 )
-def test_ranks_selects_who_runs_the_cell(notebook, selection, label):
+def test_ranks_option_selects_the_ranks_that_run_the_cell(notebook, selection, label):
     assert notebook.ok(f"%%distributed --ranks {selection}\nprint('me')").stdout == f"{label} me\n"
 
 
@@ -74,7 +74,7 @@ def test_out_wants_a_name(notebook):
     assert "invalid --out '1st': expected a Python identifier" in outcome.stderr
 
 
-def test_quiet_shows_nothing(notebook):
+def test_quiet_option_shows_no_output(notebook):
     outcome = notebook.ok("%%distributed --quiet --out silent\nimport sys\nprint(1); print(2, file=sys.stderr); 3")
     assert outcome.outputs == []
     reported = notebook.ok("silent.stdout[1], silent.stderr[1], silent.text(1)").displays[-1]
@@ -87,7 +87,7 @@ def test_quiet_shows_errors_all_the_same(notebook):
     assert "ranks 0-1: ZeroDivisionError" in outcome.traceback
 
 
-def test_timeout_interrupts_the_cell_and_says_so(notebook):
+def test_timeout_interrupts_the_cell_with_a_message(notebook):
     outcome = notebook.run("%%distributed --timeout 0.3\nimport time\ntime.sleep(60)")
     assert (outcome.status, outcome.ename) == ("error", "CellTimeout")
     assert "--timeout 0.3" in outcome.traceback
@@ -101,7 +101,7 @@ def test_a_cell_that_is_in_time_is_none_of_the_timeouts_business(notebook):
 # The namespace -------------------------------------------------------------------------------------------------------
 
 
-def test_the_ranks_names_are_there(notebook):
+def test_predefined_names_exist_on_the_ranks(notebook):
     outcome = notebook.ok(
         "%%distributed\n"
         "assert isinstance(rank, int) and rank == local_rank and world_size == 2\n"
@@ -152,7 +152,7 @@ def test_classes_defined_in_a_cell_can_be_pickled(notebook):
     assert outcome.stdout == "[0-1] 3\n"
 
 
-def test_the_notebooks_own_namespace_is_another(notebook):
+def test_namespace_of_the_notebook_is_separate(notebook):
     notebook.ok("%%distributed\nonly_there = 1")
     assert notebook.run("only_there").ename == "NameError"
 
@@ -200,9 +200,9 @@ def test_a_data_frame_arrives_as_html(notebook):
 
 def test_a_widget_shows_its_view_and_its_text(notebook):
     outcome = notebook.ok("%%distributed --ranks 0\nimport ipywidgets\nipywidgets.IntSlider(value=3)")
-    (shown,) = outcome.displays
-    assert shown.keys() == {"text/plain", "application/vnd.jupyter.widget-view+json"}
-    assert "IntSlider(value=3)" in shown["text/plain"]
+    (display,) = outcome.displays
+    assert display.keys() == {"text/plain", "application/vnd.jupyter.widget-view+json"}
+    assert "IntSlider(value=3)" in display["text/plain"]
 
 
 def test_display_shows_in_its_place_between_prints(notebook):
@@ -220,8 +220,8 @@ def test_html_and_svg_pass_as_they_are(notebook):
 
 
 def test_a_display_id_can_be_updated_from_a_later_cell(notebook):
-    shown = notebook.ok("%%distributed\nhandle = display(f'one {rank}', display_id=True)")
-    ids = {output["data"]["text/plain"]: output["id"] for output in shown.outputs}
+    outcome = notebook.ok("%%distributed\nhandle = display(f'one {rank}', display_id=True)")
+    ids = {output["data"]["text/plain"]: output["id"] for output in outcome.outputs}
     assert ids.keys() == {"[0] 'one 0'", "[1] 'one 1'"}
     assert len(set(ids.values())) == 2 and None not in ids.values()
     later = notebook.ok("%%distributed --ranks 1\nhandle.update('two')")
@@ -275,7 +275,7 @@ def test_a_question_mark_shows_help(notebook):
     assert outcome.payload[0]["data"]["text/plain"].count("Says what it does.") == 1
 
 
-def test_who_does_not_list_what_was_there_before(notebook):
+def test_who_omits_predefined_names(notebook):
     notebook.ok("%distributed restart 1")
     assert "empty" in notebook.ok("%%distributed --ranks 1\n%who").stdout
 

@@ -28,16 +28,17 @@ def states(checkpoint_browser: CheckpointBrowser) -> dict[str, tuple[str, str]]:
 
 
 def test_list_has_size_world_size_and_latest_of_every_step(run):
-    found = CheckpointBrowser(run).list_checkpoints()
+    listing = CheckpointBrowser(run).list_checkpoints()
     assert [
-        (checkpoint.name, checkpoint.step, checkpoint.latest, checkpoint.world_size) for checkpoint in found.checkpoints
+        (checkpoint.name, checkpoint.step, checkpoint.latest, checkpoint.world_size)
+        for checkpoint in listing.checkpoints
     ] == [
         ("step-30", 30, False, 2),
         ("step-40", 40, True, 2),
     ]
     files = sum(file.stat().st_size for file in (run / "step-40").iterdir() if file.name != "manifest.json")
-    assert found.checkpoints[1].bytes == files
-    assert all(item.created for item in found.checkpoints) and not found.trouble
+    assert listing.checkpoints[1].bytes == files
+    assert all(item.created for item in listing.checkpoints) and not listing.trouble
 
 
 def test_verifying_is_known_from_then_on_until_the_files_change(run):
@@ -55,19 +56,19 @@ def test_a_step_that_is_saved_again_is_another_one_though_it_is_as_large(run):
     checkpoint_browser.verify("step-30")
     assert states(checkpoint_browser)["step-30"] == ("finished", "verified")
     storage_of(run).write("step-30/manifest.json", [encode(replace(manifest, created="2001-02-03T04:05:06+00:00"))])
-    found = checkpoint_browser.list_checkpoints().checkpoints[0]
-    assert (found.checked, found.created) == ("", 981173106.0)
+    checkpoint = checkpoint_browser.list_checkpoints().checkpoints[0]
+    assert (checkpoint.checked, checkpoint.created) == ("", 981173106.0)
 
 
 def test_a_damaged_manifest_and_a_damaged_latest_are_reported(run):
     (run / "step-30/manifest.json").write_bytes(b"{}")
     (run / "latest").write_bytes(b"step-4")
-    found = CheckpointBrowser(run).list_checkpoints()
-    assert found.checkpoints[0].checked == "damaged" and "the last line" in found.checkpoints[0].detail
-    assert "the file is damaged" in found.trouble
+    listing = CheckpointBrowser(run).list_checkpoints()
+    assert listing.checkpoints[0].checked == "damaged" and "the last line" in listing.checkpoints[0].detail
+    assert "the file is damaged" in listing.trouble
 
 
-def test_only_what_nobody_saves_is_deleted(run):
+def test_only_checkpoints_that_are_not_being_saved_are_deleted(run):
     steps.begin_step(storage_of(run), 50)
     (run / "step-50.partial").mkdir()
     (run / "step-60.partial").mkdir()
@@ -89,7 +90,7 @@ def test_only_what_nobody_saves_is_deleted(run):
     steps.abandon_step(storage_of(run), 50)
 
 
-def test_load_does_what_it_was_given_or_says_how(run):
+def test_load_calls_its_loader_or_shows_the_code(run):
     assert f"load(sharded_state_dict, {str(run)!r}, step=30)" in CheckpointBrowser(run).load("step-30")
     assert CheckpointBrowser(run, lambda _where, _manifest: None).load("step-30").startswith("run this in a cell")
     assert (
@@ -98,7 +99,7 @@ def test_load_does_what_it_was_given_or_says_how(run):
     )
 
 
-def test_checkpoints_that_are_no_steps_are_there_too(run):
+def test_checkpoints_with_names_are_listed(run):
     (run / "step-40").rename(run / "checkpoint_7")
     checkpoint_browser = CheckpointBrowser(run)
     assert states(checkpoint_browser) == {"step-30": ("finished", ""), "checkpoint_7": ("finished", "")}

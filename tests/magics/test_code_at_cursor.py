@@ -39,7 +39,7 @@ def test_the_body_of_a_distributed_cell_is_for_its_ranks(marked, text, offset, r
     "marked",
     ["mod|", "x = 1\nmod|", "%time mod|", "%%local\nmod|", "%%time\nmod|", "%%dist|", "%dist|", "%%distributed|"],
 )
-def test_the_rest_is_the_notebooks_own(marked):
+def test_other_cells_are_completed_by_the_notebook(marked):
     assert target(marked) is None
 
 
@@ -62,12 +62,12 @@ def test_in_auto_mode_plain_cells_are_for_the_ranks():
         ("x = 1\n  %distributed pull |", MagicLine("pull", (), "")),
     ],
 )
-def test_the_magics_own_lines(marked, line):
+def test_magic_lines_are_completed_by_the_magics(marked, line):
     assert target(marked) == target(marked, auto=True) == line
 
 
 @pytest.mark.parametrize(
-    ("cell", "asked"),
+    ("cell", "question"),
     [
         ("x?", ("x", False)),
         ("model.layers[0]??\n", ("model.layers[0]", True)),
@@ -81,8 +81,8 @@ def test_the_magics_own_lines(marked, line):
         ("", None),
     ],
 )
-def test_cells_that_ask_about_a_name(cell, asked):
-    assert parse_question(cell) == asked
+def test_cells_that_ask_about_a_name(cell, question):
+    assert parse_question(cell) == question
 
 
 def test_completion_without_ranks_offers_keywords_and_builtins():
@@ -105,5 +105,5 @@ def test_completion_without_ranks_offers_keywords_and_builtins():
         ("y = 1\n%time?", "y = 1\n%time?", ""),
     ],
 )
-def test_a_question_below_code_is_apart_from_it(cell, code, question):
+def test_question_below_code_is_separated_from_it(cell, code, question):
     assert split_question(cell) == (code, question)

@@ -29,12 +29,12 @@ def comm_messages(outcome, kind):
 def sliders(outcome):
     """The comm of each rank's slider, in rank order."""
     models = [(item["content"]["data"]["state"], item["content"]["comm_id"]) for item in comm_messages(outcome, "open")]
-    found = {state["value"] - 3: name for state, name in models if state["_model_name"] == "IntSliderModel"}
-    return [found[rank] for rank in sorted(found)]
+    names_by_rank = {state["value"] - 3: name for state, name in models if state["_model_name"] == "IntSliderModel"}
+    return [names_by_rank[rank] for rank in sorted(names_by_rank)]
 
 
 def move(notebook, name, value):
-    """What a front end sends when a person moves it."""
+    """Send the message of a front end whose user moves the slider."""
     content = {"comm_id": name, "data": {"method": "update", "state": {"value": value}, "buffer_paths": []}}
     notebook.client.shell_channel.send(notebook.client.session.msg("comm_msg", content))
 
@@ -43,8 +43,8 @@ def test_a_widget_of_every_rank_is_shown_behind_its_label_and_moves_its_own_rank
     outcome = notebook.ok(SLIDER)
     names = sliders(outcome)
     assert len(names) == 2
-    shown = [display[WIDGET]["model_id"] for display in outcome.displays if WIDGET in display]
-    assert shown == names
+    model_ids = [display[WIDGET]["model_id"] for display in outcome.displays if WIDGET in display]
+    assert model_ids == names
     labels = [item["text/plain"] for item in outcome.displays if WIDGET not in item]
     assert labels == ["[0]", "[1]"]
     assert all(
@@ -90,7 +90,7 @@ def test_bytes_go_both_ways(notebook):
     assert notebook.ok(wait).text == "[0] b'\\x00\\xff'\n"
 
 
-def test_a_subprocess_says_nothing_and_garbage_neither(notebook):
+def test_subprocess_and_garbage_collection_send_no_comm_messages(notebook):
     names = sliders(notebook.ok(SLIDER))
     outcome = notebook.ok(
         "%%distributed --ranks 0\nimport comm, gc, multiprocessing\ndef child(): slider.value = 40\n"
@@ -104,7 +104,7 @@ def test_a_subprocess_says_nothing_and_garbage_neither(notebook):
 
 
 def ask(notebook, name, target, method, data=None):
-    """What a reloaded page asks on this comm, and what comes back, with the answer to it."""
+    """Send the request of a reloaded page on this comm. Return the answer and the messages of the comm."""
     client, sent = notebook.client, None
     if target:
         opening = {"comm_id": name, "target_name": target, "data": {}}
@@ -132,15 +132,15 @@ def test_a_page_that_is_reloaded_finds_the_widgets_of_the_ranks_beside_the_noteb
     values = {name: element["state"].get("value") for name, element in data["states"].items()}
     assert (values[names[0]], values[names[1]]) == (17, 41)
     assert "own" in values.values()
-    found = {tuple(path): bytes(buffer) for path, buffer in zip(data["buffer_paths"], buffers, strict=True)}
-    assert found[image, "state", "value"] == bytes(range(256))
+    buffers_by_path = {tuple(path): bytes(buffer) for path, buffer in zip(data["buffer_paths"], buffers, strict=True)}
+    assert buffers_by_path[image, "state", "value"] == bytes(range(256))
     assert data["states"][names[0]]["model_name"] == "IntSliderModel"
     parts = data["states"][names[0]]["state"]
     assert parts["layout"].removeprefix("IPY_MODEL_") in data["states"], "the parts of a widget are widgets too"
 
     notebook.client.comm_info("jupyter.widget")
-    there = notebook.client.get_shell_msg(timeout=10)["content"]["comms"]
-    assert {*names, image} <= set(there)
+    comms = notebook.client.get_shell_msg(timeout=10)["content"]["comms"]
+    assert {*names, image} <= set(comms)
     alone = ask(notebook, names[0], None, "request_state")["content"]["data"]
     assert (alone["method"], alone["state"]["value"]) == ("update", 17), "as pages asked once, comm by comm"
 
@@ -156,20 +156,22 @@ def test_bars_of_tqdm_in_a_notebook(notebook):
     assert sum(WIDGET in display for display in outcome.displays) == 2
 
 
-def test_the_front_end_may_close_it_and_of_a_rank_that_dies_it_stays_as_it_was(fresh_notebook):
+def test_front_end_may_close_a_widget_and_a_widget_of_a_dead_rank_stays(fresh_notebook):
     notebook = fresh_notebook
     notebook.ok("%distributed start -n 2")
     names = sliders(notebook.ok(SLIDER))
-    there = "{!r} in get_ipython().kernel.comm_manager.comms"  # before ipykernel 6.18 not that of the package comm
-    assert "True" in notebook.ok(there.format(names[1])).text
+    is_registered = (
+        "{!r} in get_ipython().kernel.comm_manager.comms"  # before ipykernel 6.18 not that of the package comm
+    )
+    assert "True" in notebook.ok(is_registered.format(names[1])).text
     notebook.client.shell_channel.send(notebook.client.session.msg("comm_close", {"comm_id": names[0], "data": {}}))
-    gone = f"{names[0]!r} not in comm.get_comm_manager().comms"
-    closed = notebook.ok(WAIT.format(options=" --ranks 0\nimport comm", condition=gone, then=gone))
+    is_closed = f"{names[0]!r} not in comm.get_comm_manager().comms"
+    closed = notebook.ok(WAIT.format(options=" --ranks 0\nimport comm", condition=is_closed, then=is_closed))
     assert closed.text == "[0] True\n"
     outcome = notebook.run("%%distributed --ranks 1\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
     assert outcome.status == "error"
     assert names[1] not in [item["content"]["comm_id"] for item in comm_messages(outcome, "close")]
-    assert "True" in notebook.ok(there.format(names[1])).text
+    assert "True" in notebook.ok(is_registered.format(names[1])).text
     notebook.ok("%distributed restart 1", timeout=30)
     state = ask(notebook, names[1], None, "request_state")["content"]["data"]["state"]
     assert state["value"] == 4, "a page that is reloaded shows its last state"
@@ -205,7 +207,7 @@ def test_the_widgets_of_a_rank_that_is_restarted_stay_as_they_were(fresh_noteboo
 
 
 def test_a_message_of_the_page_that_comes_while_the_widget_is_constructed_is_handled_afterwards(notebook, tmp_path):
-    """As ipympl's figures: the page answers the opening, and the handler needs what is made later."""
+    """Test a message that answers the opening of the comm, as with ipympl, before its handler is constructed."""
     gate = Gate(tmp_path / "gate")
     code = f"""%%distributed --ranks 0 --background
 import ipywidgets, os, time
@@ -235,12 +237,12 @@ figure.manager = type("Manager", (), {{"number": 7}})"""
     assert "AttributeError" not in outcome.text + outcome.stderr + late.stderr
 
 
-def test_a_widget_is_text_where_there_is_no_front_end(tmp_path):
+def test_widget_is_shown_as_text_without_a_front_end(tmp_path):
     # ipywidgets 7 displays the last expression itself, and later versions return its mime bundle
-    shown = "result" if int(ipywidgets.__version__.split(".")[0]) >= 8 else "displays[-1]"
+    attribute = "result" if int(ipywidgets.__version__.split(".")[0]) >= 8 else "displays[-1]"
     script = tmp_path / "script.py"
     script.write_text("import rankbook\nwith rankbook.Cluster(1) as cluster:\n"
                       "    result = cluster.run('import ipywidgets\\nipywidgets.IntSlider(value=3)')\n"
-                      f"    print(result.outcomes[0].{shown}['text/plain'])")  # fmt: skip
+                      f"    print(result.outcomes[0].{attribute}['text/plain'])")  # fmt: skip
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
     assert json.dumps(done.stdout) == json.dumps("IntSlider(value=3)\n"), done.stderr

@@ -14,7 +14,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def value(notebook, expression: str) -> str:
-    """What the notebook says of an expression."""
+    """Evaluate an expression in the notebook and return its text."""
     return notebook.ok(expression).displays[-1]["text/plain"]
 
 
@@ -53,7 +53,7 @@ def test_a_wrong_option_is_one_line_that_names_the_valid_ones(notebook, line, va
     assert refused(notebook, f"%distributed {line}").rstrip().endswith(f"valid arguments: {valid}")
 
 
-def test_a_magic_in_the_wrong_place_is_one_line_that_says_where_it_belongs(notebook):
+def test_magic_in_the_wrong_place_is_a_one_line_error_with_the_remedy(notebook):
     for cell in ("# a note\n%%distributed --ranks 0\nx = 1", "%%distributed\nx = 1\n%%distributed --ranks 0\nx = 2"):
         reported = refused(notebook, cell)
         assert "%%distributed must be the first line of its cell" in reported and "not found" not in reported
@@ -64,7 +64,7 @@ def test_a_magic_in_the_wrong_place_is_one_line_that_says_where_it_belongs(noteb
 # Start, status, stop -------------------------------------------------------------------------------------------------
 
 
-def test_start_says_what_there_is_and_a_second_time_that_it_runs_already(notebook):
+def test_start_reports_the_ranks_and_a_second_start_that_they_run(notebook):
     notebook.ok("%distributed stop")
     assert re.fullmatch(
         r"2 ranks are ready: .*gloo, \d+ threads? per rank\n", notebook.ok("%distributed start -n 2").stdout
@@ -99,7 +99,7 @@ def test_one_rank_is_enough(notebook):
     notebook.ok("%distributed start -n 2")
 
 
-def test_a_cell_with_no_ranks_starts_them_and_says_so(notebook):
+def test_first_cell_starts_the_ranks_with_a_message(notebook):
     notebook.ok("%distributed stop")
     notebook.ok("import os\nos.environ['RANKBOOK_RANKS'] = '2'")
     outcome = notebook.ok("%%distributed\nprint('first')")
@@ -131,11 +131,11 @@ def test_stop_waits_for_a_start_in_the_background(notebook):
 
 
 def test_status_shows_every_rank_as_text_and_as_a_table(notebook):
-    shown = notebook.ok("%distributed status").displays[-1]
-    lines = shown["text/plain"].splitlines()
+    bundle = notebook.ok("%distributed status").displays[-1]
+    lines = bundle["text/plain"].splitlines()
     assert lines[0].split() == ["rank", "state", "device", "pid"], "and no column with nothing in it"
     assert [line.split()[:3] for line in lines[1:]] == [["0", "idle", "cpu"], ["1", "idle", "cpu"]]
-    assert shown["text/html"].count("<tr>") == 3
+    assert bundle["text/html"].count("<tr>") == 3
 
 
 def test_status_shows_what_a_rank_runs(notebook, tmp_path):
@@ -168,7 +168,7 @@ def test_stacks_shows_where_every_rank_is(notebook, tmp_path):
     notebook.ok("handle.wait()")
 
 
-def test_interrupt_interrupts_what_runs_and_says_whom(notebook):
+def test_interrupt_command_reports_the_interrupted_ranks(notebook):
     notebook.ok("%%distributed --background --ranks 1\nimport time\ntime.sleep(60)")
     notebook.ok("handle = _")
     assert "no cell is running on these ranks" in notebook.ok("%distributed interrupt 0").stdout
@@ -229,7 +229,7 @@ def test_push_and_pull_take_ranks_and_another_name(notebook):
     assert value(notebook, "deep") == "[10, 11]"
 
 
-def test_a_push_of_what_the_ranks_have_already_says_so_and_succeeds(notebook):
+def test_push_of_a_variable_that_the_ranks_have_succeeds_with_a_message(notebook):
     notebook.ok("%%distributed\non_ranks, too = [rank], 5\nif rank: partly = 1")
     notebook.ok("mine = 1")
     assert notebook.ok("%distributed push on_ranks mine too").stdout == (

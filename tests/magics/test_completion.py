@@ -43,11 +43,11 @@ def ask(notebook):
     def ask(kind, code, cursor=None, **options):
         client = notebook.client
         message = getattr(client, kind)(code, len(code) if cursor is None else cursor, **options)
-        began = time.monotonic()
+        start = time.monotonic()
         while True:
             reply = client.get_shell_msg(timeout=20)
             if reply["parent_header"]["msg_id"] == message:
-                return reply["content"], time.monotonic() - began
+                return reply["content"], time.monotonic() - start
 
     return ask
 
@@ -140,7 +140,7 @@ def test_a_subshell_answers_while_the_kernel_itself_waits_for_a_cell(notebook):
     cell = notebook.send("%%distributed\nimport time\nsleeps_now = True\ntime.sleep(60)")
     try:
         code = "%%distributed\nsleeps_n"
-        found = []
+        matches = []
 
         def ask():
             request = client.session.msg("complete_request", {"code": code, "cursor_pos": len(code)})
@@ -148,11 +148,11 @@ def test_a_subshell_answers_while_the_kernel_itself_waits_for_a_cell(notebook):
             client.shell_channel.send(request)
             reply = client.get_shell_msg(timeout=10)
             assert reply["msg_type"] == "complete_reply", "it came before the cell's own"
-            found.extend(reply["content"]["matches"])
-            return bool(found)
+            matches.extend(reply["content"]["matches"])
+            return bool(matches)
 
         wait_until(ask, timeout=10, what="the cell runs on the rank, which says so")
-        assert found == ["sleeps_now"]
+        assert matches == ["sleeps_now"]
     finally:
         notebook.interrupt()
         assert notebook.finish(cell, timeout=20).status == "error"
@@ -171,9 +171,9 @@ def in_time(notebook):
     notebook.ok("for _each, _was in zip(_asks, _before): _each.__kwdefaults__.update(_was)")
 
 
-def test_a_rank_that_does_not_answer_makes_it_empty_and_not_late(notebook, ask, in_time):
-    shown = notebook.ok("%%distributed --ranks 0\nimport os\nos.getpid()").displays
-    first = int(shown[0]["text/plain"].split()[-1])
+def test_completion_is_empty_and_timely_if_a_rank_does_not_answer(notebook, ask, in_time):
+    displays = notebook.ok("%%distributed --ranks 0\nimport os\nos.getpid()").displays
+    first = int(displays[0]["text/plain"].split()[-1])
     stop_process(first)
     try:
         for kind in ("complete", "inspect"):
@@ -187,7 +187,7 @@ def test_a_rank_that_does_not_answer_makes_it_empty_and_not_late(notebook, ask, 
     assert psutil.Process(first).status() != psutil.STATUS_STOPPED
 
 
-def test_unloading_gives_the_kernel_its_own_back(fresh_notebook):
+def test_unloading_restores_the_completion_of_the_kernel(fresh_notebook):
     fresh_notebook.ok("kernel = get_ipython().kernel\nours = kernel.do_complete.__self__ is not kernel")
     fresh_notebook.ok("%load_ext rankbook\n%reload_ext rankbook\n%unload_ext rankbook")
     outcome = fresh_notebook.ok("ours, kernel.do_complete.__self__ is kernel, kernel.do_inspect.__self__ is kernel")

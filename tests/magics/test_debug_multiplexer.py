@@ -101,10 +101,10 @@ class FakeRanks:
         return {"data": {"text/plain": f"{name} of {rank}"}, "metadata": {}} if self.auto else None
 
     def commands(self, rank):
-        return [command for whose, command, _ in self.requests if whose == rank]
+        return [command for recipient, command, _ in self.requests if recipient == rank]
 
 
-def scene(play, *, count=2, client="jupyterlab"):
+def run_scenario(play, *, count=2, client="jupyterlab"):
     """Run `play(desk, ranks, stock, ask)` with a desk that has started."""
 
     async def run():
@@ -131,7 +131,7 @@ async def settle():
         await asyncio.sleep(0)
 
 
-def test_before_it_is_on_the_notebooks_own_debugger_answers_all():
+def test_debugger_of_the_notebook_answers_until_ranks_are_debugged():
     async def run():
         stock, ranks = FakeStock(), FakeRanks(2)
         multiplexer = ranks.multiplexer = DebugMultiplexer(stock, ranks)
@@ -170,7 +170,7 @@ def test_breakpoints_of_a_cell_for_the_ranks_are_theirs_alone_and_reach_those_th
         ]
         assert ranks.commands(2) == last
 
-    scene(play)
+    run_scenario(play)
 
 
 def test_a_breakpoint_that_is_set_while_a_rank_gets_its_debugger_reaches_it():
@@ -189,7 +189,7 @@ def test_a_breakpoint_that_is_set_while_a_rank_gets_its_debugger_reaches_it():
         }
         assert placed == {CELL: [{"line": 4}], MODULE: [{"line": 8}]}
 
-    scene(play)
+    run_scenario(play)
 
 
 def test_breakpoints_and_variables_follow_auto_mode():
@@ -210,7 +210,7 @@ def test_breakpoints_and_variables_follow_auto_mode():
         await settle()
         assert (await ask("inspectVariables"))["body"] == {"own": True}, "it would not say which frame's"
 
-    scene(play)
+    run_scenario(play)
 
 
 def test_one_view_shows_the_frames_of_all_paused_ranks_and_looking_at_one_chooses_it():
@@ -224,9 +224,9 @@ def test_one_view_shows_the_frames_of_all_paused_ranks_and_looking_at_one_choose
         assert [frame["name"] for frame in frames] == ["rank 0 · f", "rank 1 · f"]
         scopes = (await ask("scopes", frameId=frames[0]["id"]))["body"]["scopes"]
         assert ranks.requests[-1] == (0, "scopes", {"frameId": 5})
-        found = await ask("variables", variablesReference=scopes[0]["variablesReference"])
+        response = await ask("variables", variablesReference=scopes[0]["variablesReference"])
         assert ranks.requests[-1] == (0, "variables", {"variablesReference": 6})
-        assert [item["name"] for item in found["body"]["variables"]] == ["a"], "as in the notebook"
+        assert [item["name"] for item in response["body"]["variables"]] == ["a"], "as in the notebook"
         frames = (await ask("stackTrace", threadId=THREADS + 1))["body"]["stackFrames"]
         assert [element["name"] for element in frames] == ["rank 0 · f", "rank 1 · f"]
         rich = await ask("richInspectVariables", variableName="a", frameId=frames[0]["id"])
@@ -242,7 +242,7 @@ def test_one_view_shows_the_frames_of_all_paused_ranks_and_looking_at_one_choose
         frames = (await ask("stackTrace", threadId=THREADS + 1))["body"]["stackFrames"]
         assert [entry["name"] for entry in frames] == ["rank 1 · f", "rank 0 · f"]
 
-    scene(play)
+    run_scenario(play)
 
 
 def test_a_client_that_knows_threads_has_one_for_every_rank():
@@ -262,7 +262,7 @@ def test_a_client_that_knows_threads_has_one_for_every_rank():
         assert ranks.requests[-1] == (1, "next", {"threadId": 41, "singleThread": True})
         assert list(multiplexer.stopped.threads) == [0]
 
-    scene(play, client="vscode")
+    run_scenario(play, client="vscode")
 
 
 def test_continued_event_for_all_ranks_precedes_their_next_stops():
@@ -281,7 +281,7 @@ def test_continued_event_for_all_ranks_precedes_their_next_stops():
         await settle()
         assert ranks.events[2:] == [("stopped", 0)], "or what is shown of rank 0 would be cleared"
 
-    scene(play)
+    run_scenario(play)
 
 
 def test_a_rank_that_stops_and_goes_on_at_once_is_looked_for_no_more():
@@ -292,7 +292,7 @@ def test_a_rank_that_stops_and_goes_on_at_once_is_looked_for_no_more():
         await settle()
         assert ranks.commands(0) == [] and ranks.notes == {0: ("", 0)}
 
-    scene(play)
+    run_scenario(play)
 
 
 def test_moves_of_the_chosen_rank_leave_the_others_paused():
@@ -312,7 +312,7 @@ def test_moves_of_the_chosen_rank_leave_the_others_paused():
         late = await ask("variables", variablesReference=frames[0]["id"])
         assert not late["success"] and late["body"] == {"variables": []}
 
-    scene(play)
+    run_scenario(play)
 
 
 def test_pause_is_for_the_ranks_that_run_and_else_for_the_notebook():
@@ -330,7 +330,7 @@ def test_pause_is_for_the_ranks_that_run_and_else_for_the_notebook():
         reply = await ask("pause", threadId=1)
         assert reply["message"] == "rank 0: the rank is idle; rank 1: the rank is idle" and not reply["success"]
 
-    scene(play)
+    run_scenario(play)
 
 
 def test_the_notebook_may_be_paused_itself():
@@ -349,19 +349,19 @@ def test_the_notebook_may_be_paused_itself():
         await ask("next", threadId=1)
         assert stock.asked[-1] == "next" and (1, "next", {"threadId": 41}) in ranks.requests
 
-    scene(play)
+    run_scenario(play)
 
 
-def test_a_rank_that_is_gone_is_paused_no_more_and_gets_a_debugger_as_it_comes_back():
+def test_lost_rank_is_not_paused_and_gets_a_debugger_after_its_restart():
     async def play(multiplexer, ranks, stock, ask):
         ranks.stop(0, 1)
         await settle()
         ranks.events.clear()
         ranks.mute.add(1)
-        asked = asyncio.ensure_future(ask("stackTrace", threadId=1))
+        request = asyncio.ensure_future(ask("stackTrace", threadId=1))
         await settle()
         multiplexer.rank_exited(1)
-        frames = (await asked)["body"]["stackFrames"]
+        frames = (await request)["body"]["stackFrames"]
         assert [frame["name"] for frame in frames] == ["rank 0 · f"], "and nobody waits for it"
         assert ranks.events == [("continued", 1), ("stopped", 0)] and ranks.notes[1] == ("", 0)
         ranks.mute.clear()
@@ -369,7 +369,7 @@ def test_a_rank_that_is_gone_is_paused_no_more_and_gets_a_debugger_as_it_comes_b
         assert await multiplexer.attach((0, 1)) == {}
         assert ranks.commands(0) == [] and "configurationDone" in ranks.commands(1)
 
-    scene(play)
+    run_scenario(play)
 
 
 def test_a_rank_without_a_debugger_is_reported_with_and_asked_for_nothing(monkeypatch):
@@ -384,7 +384,7 @@ def test_a_rank_without_a_debugger_is_reported_with_and_asked_for_nothing(monkey
         await ask("setBreakpoints", source={"path": CELL}, breakpoints=[])
         assert {rank for rank, _, _ in ranks.requests} == {0, 1}
 
-    scene(play)
+    run_scenario(play)
 
 
 def test_a_disconnect_lets_all_go_on_and_forgets_the_breakpoints():
@@ -401,7 +401,7 @@ def test_a_disconnect_lets_all_go_on_and_forgets_the_breakpoints():
         await ask("attach")
         assert ranks.commands(0) == ["initialize", "attach", "configurationDone"]
 
-    scene(play)
+    run_scenario(play)
 
 
 @pytest.mark.parametrize("handle", [REFERENCES, REFERENCES + 1000])
@@ -411,4 +411,4 @@ def test_a_frame_of_long_ago_is_nobodys(handle):
         reply = await ask("scopes", frameId=handle)
         assert reply["body"] == {"scopes": []} and not reply["success"] and not stock.asked
 
-    scene(play)
+    run_scenario(play)

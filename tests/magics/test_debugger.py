@@ -56,7 +56,7 @@ def test_lines_are_those_of_the_cell_as_it_is_written_and_errors_name_the_cell(n
     assert shows_frame(reported, failed.count, 3), reported
 
 
-def test_the_notebooks_own_cells_are_debugged_as_ever(notebook, front_end):
+def test_cells_of_the_notebook_are_debugged_as_before(notebook, front_end):
     front_end.breakpoints(LOCAL, 2)
     cell = notebook.send(LOCAL)
     front_end.wait_paused(1)
@@ -184,7 +184,7 @@ def test_a_rank_may_raise_wait_at_breakpoint_and_be_paused_while_it_runs(noteboo
     assert finish(front_end, cell).status == "ok"
 
 
-def test_a_fork_is_not_debugged_for_nobody_could_let_it_go_on(notebook, front_end):
+def test_forked_process_is_not_debugged(notebook, front_end):
     code = """\
 %%distributed --ranks 0
 import multiprocessing

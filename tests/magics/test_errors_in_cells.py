@@ -118,7 +118,7 @@ def test_a_traceback_has_the_cells_number_its_lines_and_the_editors_line_numbers
     assert re.search(r"\b3 +y = x \+ 1", text), "the lines around it"
 
 
-def test_line_one_is_the_magics_own(notebook):
+def test_first_line_of_the_cell_is_the_magic(notebook):
     outcome, text = failed(notebook, "%%distributed --ranks 0\n1 / 0")
     assert "1 # %%distributed --ranks 0" in text
     assert shows_frame(text, outcome.count, 2)
@@ -279,7 +279,7 @@ def test_an_object_that_cannot_be_shown_is_an_error_of_its_cell_only(notebook):
     assert notebook.ok("%%distributed\ntype(Shy()).__name__").displays[0]["text/plain"] == "[0-1] 'Shy'"
 
 
-def test_an_error_that_cannot_be_put_into_words_is_reported_all_the_same(notebook):
+def test_error_whose_str_fails_is_reported(notebook):
     _, text = failed(
         notebook,
         "%%distributed\nclass Mute(Exception):\n    def __str__(self): raise ValueError('no words')\nraise Mute",

@@ -23,7 +23,7 @@ def ranks(notebook):
 
 
 @pytest.mark.parametrize(
-    ("code", "shown"),
+    ("code", "expected_text"),
     [
         ("display('x', display_id=7)", "'x'"),
         ("display({5: 'x', 'text/plain': 'hello'}, raw=True)", "hello"),
@@ -46,9 +46,9 @@ def ranks(notebook):
         ("globals()[5] = 1\nprint('set')", "set"),
     ],
 )
-def test_an_odd_value_is_converted_or_an_error_of_its_cell(ranks, code, shown):
+def test_an_odd_value_is_converted_or_an_error_of_its_cell(ranks, code, expected_text):
     outcome = ranks.run(f"%%distributed\nfrom IPython.display import display\n{code}")
-    assert shown in outcome.text + outcome.traceback
+    assert expected_text in outcome.text + outcome.traceback
     assert "coordinator failed" not in outcome.traceback
 
 
@@ -100,7 +100,7 @@ EXCEPTIONS = {
 
 
 @pytest.mark.parametrize("name", EXCEPTIONS)
-def test_an_odd_exception_is_reported_and_costs_no_rank(ranks, name):
+def test_unusual_exception_is_reported_and_kills_no_rank(ranks, name):
     code, reported = EXCEPTIONS[name]
     outcome = ranks.run(f"%%distributed -r 1\n{code}")
     assert outcome.status == "error"
@@ -118,8 +118,8 @@ def test_user_code_at_the_end_of_a_cell_can_be_interrupted(ranks, code):
     message = ranks.send(f"%%distributed -r 1\nimport os, sys, time\nkept = sys.stdout\n{code}")
     interrupted: list[bool] = []
 
-    def interrupt_once(shown) -> None:
-        if "asleep" in shown.text and not interrupted:
+    def interrupt_once(progress) -> None:
+        if "asleep" in progress.text and not interrupted:
             interrupted.append(True)
             ranks.interrupt()
 
@@ -185,7 +185,7 @@ def test_an_error_of_300_megabytes_is_cut_before_it_travels(ranks):
         ),
     ],
 )
-def test_a_broken_frame_on_a_ranks_own_link_costs_that_rank_at_most(fresh_notebook, cut):
+def test_invalid_frame_of_a_rank_kills_at_most_that_rank(fresh_notebook, cut):
     fresh_notebook.ok("%distributed start -n 2")
     code = "from rankbook.rank.io import comms\nlink = comms._registry.link\nhead = link._sender\n"
     outcome = fresh_notebook.run(f"%%distributed -r 1\n{code}link._up.send({cut})\nimport time; time.sleep(1)")

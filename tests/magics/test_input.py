@@ -13,7 +13,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def prompts_of(outcome) -> list[str]:
-    """What the person was asked, in order."""
+    """Return the prompts that the user was shown, in order."""
     return [prompt for output in outcome.outputs if output["type"] == "prompts" for prompt in output["prompts"]]
 
 
@@ -88,7 +88,7 @@ def test_a_password_is_asked_for_without_echo(notebook):
     assert notebook.finish(message).stdout == "[1] 5\n"
 
 
-def test_a_front_end_that_cannot_ask_makes_it_an_error_of_the_cell(notebook):
+def test_input_without_support_of_the_front_end_is_an_error_of_the_cell(notebook):
     message = notebook.client.execute("%%distributed\ninput('anyone? ')", allow_stdin=False)
     outcome = notebook.finish(message, timeout=20)
     assert (outcome.status, outcome.ename) == ("error", "EOFError")

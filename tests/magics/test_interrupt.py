@@ -40,7 +40,7 @@ for batch in DataLoader(Slow(), num_workers=2): pass""",
 
 
 def have_begun(text: str, ranks: str) -> bool:
-    """Whether each of `ranks` has printed `begun`, together or one after the other."""
+    """Return True if all of `ranks` have printed `begun`, together or in turn."""
     return f"[{ranks}] begun" in text or all(f"[{rank}] begun" in text for rank in ranks.split("-"))
 
 
@@ -87,7 +87,7 @@ def test_a_bash_cell_is_interrupted(notebook):
     wait_until(lambda: not sleepers(notebook), timeout=10, what="the commands are gone too")
 
 
-def test_again_and_again_the_next_cell_works_however_soon_it_is_sent(notebook):
+def test_next_cell_works_after_repeated_interrupts(notebook):
     for turn in range(8):
         outcome = interrupt_in(notebook, "print('begun')\nimport time\nwhile True: time.sleep(0.001)")
         assert (outcome.status, outcome.ename) == ("error", "KeyboardInterrupt"), turn
@@ -156,7 +156,7 @@ def test_variables_survive(notebook):
     assert notebook.ok("%%distributed\nprint(steps)").stdout == "[0-1] 7\n"
 
 
-def test_user_code_may_catch_it_and_go_on(notebook):
+def test_user_code_may_catch_the_interrupt(notebook):
     outcome = interrupt_in(
         notebook,
         """import time
@@ -185,7 +185,7 @@ finally:
     assert notebook.ok("%%distributed\nprint(cleaned)").stdout == "[0-1] True\n"
 
 
-def test_only_the_selected_ranks_are_in_it(notebook):
+def test_interrupt_reaches_only_the_selected_ranks(notebook):
     outcome = interrupt_in(notebook, "import time\nprint('begun')\ntime.sleep(60)", ranks="1")
     assert "rank 1: KeyboardInterrupt" in outcome.traceback
     assert "rank 0" not in outcome.traceback
@@ -220,7 +220,7 @@ await stubborn()""",
     assert outcome.seconds < HUNG
 
 
-def test_a_queued_cell_is_taken_back_and_never_runs(notebook, tmp_path):
+def test_interrupted_queued_cell_never_runs(notebook, tmp_path):
     gate = Gate(tmp_path / "gate")
     wait = f"import os, time\n{gate.wait}"
     notebook.ok(f"%%distributed --background\n{wait}\nprint('first')")

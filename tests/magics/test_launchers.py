@@ -102,10 +102,10 @@ def test_an_error_looks_like_that_of_a_cell(ranks):
     code = "import time\ndef fails():\n    return 1 / 0\ndef waits(seconds):\n    print('begun')\n    time.sleep(60)"
     defined = ranks.ok(code)
     failed = ranks.run("notebook_launcher(fails)")
-    shown = re.sub(r"\x1b\[[0-9;]*m", "", failed.traceback).splitlines()
-    assert shown[0] == "ranks 0-1: ZeroDivisionError: division by zero"
-    assert f"Cell In[{defined.count}], line 3, in fails()" in shown
-    assert not [line for line in shown if "rankbook/" in line or "hidden" in line or "notebook_launcher" in line]
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", failed.traceback).splitlines()
+    assert lines[0] == "ranks 0-1: ZeroDivisionError: division by zero"
+    assert f"Cell In[{defined.count}], line 3, in fails()" in lines
+    assert not [line for line in lines if "rankbook/" in line or "hidden" in line or "notebook_launcher" in line]
     pressed = []
 
     def press(outcome):
@@ -139,7 +139,7 @@ def test_an_interrupt_ends_the_call_and_leaves_the_ranks(ranks):
     assert "[(22.0, 0), (22.0, 1)]" in ranks.ok("notebook_launcher(add, (1,))").text
 
 
-def test_settings_of_a_call_are_its_own(ranks):
+def test_settings_apply_to_one_call_only(ranks):
     ranks.ok(
         "%%distributed\nfrom rankbook import AcceleratorState, GradientState\n"
         "AcceleratorState(mixed_precision='bf16'); GradientState().sync_gradients = False"
@@ -160,8 +160,8 @@ def test_a_call_has_the_variables_that_the_notebook_has_set_since_and_the_ranks_
         "def look():\n    names = 'SET_SINCE', 'OF_THE_RANKS', 'HOME'\n"
         "    return [os.environ.get(name) for name in names], os.environ['MASTER_PORT'] != '1'"
     )
-    seen = "(['new', 'theirs', None], True)"
-    assert f"[{seen}, {seen}]" in ranks.ok("notebook_launcher(look)").text
+    expected = "(['new', 'theirs', None], True)"
+    assert f"[{expected}, {expected}]" in ranks.ok("notebook_launcher(look)").text
     after = ranks.ok("%%distributed\n'SET_SINCE' in os.environ, 'HOME' in os.environ").text
     assert "(False, True)" in after
     ranks.ok("os.environ['HOME'] = home\ndel os.environ['SET_SINCE'], os.environ['MASTER_PORT']")
@@ -198,7 +198,7 @@ def test_ranks_that_hold_nothing_are_replaced_by_as_many_as_are_wanted(ranks):
     ranks.ok("%distributed stop")
 
 
-def test_on_a_rank_it_says_where_it_belongs(ranks):
+def test_launcher_on_a_rank_is_an_error_with_the_remedy(ranks):
     refused = ranks.run("%%distributed\nimport rankbook\nrankbook.notebook_launcher(print)")
     assert refused.status == "error"
     assert "this process is already a rank" in refused.text
@@ -212,13 +212,13 @@ def test_launcher_starts_ranks_that_stay(fresh_notebook):
 
 
 @pytest.mark.full
-def test_the_debug_launcher_has_ranks_of_its_own_on_the_cpu(ranks):
+def test_debug_launcher_starts_separate_ranks_on_the_cpu(ranks):
     before = set(ranks.processes())
     called = ranks.ok(
         "import os\nrankbook.debug_launcher(lambda: (str(rankbook.PartialState().device), os.getpid()), (), 3)"
     )
-    found = eval(called.text)
-    assert [device for device, _ in found] == ["cpu"] * 3
-    assert not {pid for _, pid in found} & before
+    processes = eval(called.text)
+    assert [device for device, _ in processes] == ["cpu"] * 3
+    assert not {pid for _, pid in processes} & before
     # A forkserver stays warm for the next such call.
     wait_until(lambda: len(set(ranks.processes()) - before) <= 1, timeout=10, what="the end of its ranks")

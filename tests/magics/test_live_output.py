@@ -19,14 +19,14 @@ LINE = re.compile(r"\[([0-9,-]+)\] ?(.*)")
 
 def by_rank(text: str, ranks: int = 2) -> dict[int, list[str]]:
     """The lines of each rank, their labels taken apart. Fails on a line without a label."""
-    found: dict[int, list[str]] = {rank: [] for rank in range(ranks)}
+    lines_by_rank: dict[int, list[str]] = {rank: [] for rank in range(ranks)}
     for line in text.splitlines():
         matched = LINE.fullmatch(line)
         assert matched, f"no label: {line!r}"
         first, _, last = matched[1].partition("-")
         for rank in range(int(first), int(last or first) + 1):
-            found[rank].append(matched[2])
-    return found
+            lines_by_rank[rank].append(matched[2])
+    return lines_by_rank
 
 
 def test_the_notebook_waits_longer_for_equal_output_than_a_users_does(notebook):
@@ -93,7 +93,7 @@ def test_stdout_and_stderr_arrive_as_such_and_in_their_order(notebook):
     assert outcome.text == "".join(f"[1] {name} {i}\n" for i in range(3) for name in ("out", "err"))
 
 
-def test_warnings_and_logging_are_heard(notebook):
+def test_warnings_and_logging_are_shown(notebook):
     outcome = notebook.ok(
         "%%distributed\nimport logging, warnings\nwarnings.warn('beware')\nlogging.getLogger('mine').warning('logged')"
     )
@@ -281,7 +281,7 @@ def cut_line(text: str) -> tuple[int, Path]:
     return int(matched[1].replace(",", "")), Path(matched[2])
 
 
-def test_a_flood_is_cut_says_so_and_is_whole_in_its_log(notebook):
+def test_excessive_output_is_truncated_with_a_message_and_complete_in_its_log(notebook):
     lines = 10_000_000
     process = psutil.Process(notebook.pid)
     before, most = process.memory_info().rss, [0]
@@ -293,10 +293,10 @@ def test_a_flood_is_cut_says_so_and_is_whole_in_its_log(notebook):
     assert outcome.status == "ok"
     assert most[0] - before < 100 << 20, "the notebook's memory stays bounded"
     left_out, log = cut_line(outcome.text)
-    shown = [int(line) for line in by_rank(outcome.stdout)[1] if line.isdigit()]
-    assert left_out + len(shown) == lines
-    assert shown[0] == 0 and shown[-1] == lines - 1, "the beginning and the end are shown"
-    assert shown == sorted(shown)
+    numbers = [int(line) for line in by_rank(outcome.stdout)[1] if line.isdigit()]
+    assert left_out + len(numbers) == lines
+    assert numbers[0] == 0 and numbers[-1] == lines - 1, "the beginning and the end are shown"
+    assert numbers == sorted(numbers)
     assert (
         sum(len(message["content"]["text"]) for message in outcome.messages if message["msg_type"] == "stream")
         < 10 << 20
@@ -323,9 +323,9 @@ def test_a_flood_of_all_ranks_together_is_cut(notebook):
         "    dist.barrier()",
         timeout=60,
     )
-    shown = by_rank(outcome.stdout)
-    assert sum(map(len, shown[0])) > 3 << 20, "less than the limit"
-    assert sum(len(line) for lines in shown.values() for line in lines) < 5 << 20
+    numbers = by_rank(outcome.stdout)
+    assert sum(map(len, numbers[0])) > 3 << 20, "less than the limit"
+    assert sum(len(line) for lines in numbers.values() for line in lines) < 5 << 20
     cut_line(outcome.text)[1].unlink()
 
 
@@ -359,6 +359,6 @@ def test_memory_of_the_rank_that_prints_stays_bounded(notebook):
 def test_ten_million_single_prints_do_not_hurt(notebook):
     outcome = notebook.ok("%%distributed --ranks 1\nfor i in range(10_000_000): print(i)", timeout=280)
     left_out, log = cut_line(outcome.text)
-    shown = [line for line in by_rank(outcome.stdout)[1] if line.isdigit()]
-    assert left_out + len(shown) == 10_000_000
+    numbers = [line for line in by_rank(outcome.stdout)[1] if line.isdigit()]
+    assert left_out + len(numbers) == 10_000_000
     log.unlink()

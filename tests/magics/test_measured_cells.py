@@ -43,7 +43,7 @@ def waited(*amounts, wall=10.0):
         ((0.0, 0.4), set()),
     ],
 )
-def test_others_wait_for_those_that_wait_least(amounts, late):
+def test_ranks_that_wait_least_are_reported_as_late(amounts, late):
     assert late_ranks(waited(*amounts)) == late
 
 
@@ -83,7 +83,7 @@ def test_the_table_of_times_has_a_row_per_rank():
 @pytest.mark.parametrize(
     ("amount", "words"), [(123.456, "123.46 s"), (1, "1.00 s"), (0.0125, "12.5 ms"), (8e-5, "80 µs"), (0, "0 µs")]
 )
-def test_a_short_time_in_words(amount, words):
+def test_short_duration_is_formatted(amount, words):
     assert seconds(amount) == words
 
 
@@ -130,9 +130,9 @@ def test_a_trace_is_one_json_of_all_ranks_and_replaces_only_one_of_ours(tmp_path
     file = tmp_path / "run.json"
     trace = Trace('cell "7"', 12, {1: b'{"pid":1}', 0: b'{"pid":0},\n{"pid":0}', 2: b""})
     trace.write(check_file(file))
-    found = json.loads(file.read_text())
-    assert [item["pid"] for item in found["traceEvents"]] == [0, 0, 1]
-    assert (found["baseTimeNanoseconds"], found["rankbook"]) == (12, 'profile of cell "7"')
+    content = json.loads(file.read_text())
+    assert [item["pid"] for item in content["traceEvents"]] == [0, 0, 1]
+    assert (content["baseTimeNanoseconds"], content["rankbook"]) == (12, 'profile of cell "7"')
     trace.write(check_file(file))
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     file.write_text('{"mine": 1}')
@@ -198,7 +198,7 @@ def rows(outcome, heading):
 
 
 def milliseconds(words):
-    """Each time in a row, such as "1.5 ms" or "2 s"."""
+    """Return all times of a row, such as "1.5 ms" or "2 s", in milliseconds."""
     units = {"s": 1000.0, "ms": 1.0, "µs": 0.001}
     return [float(amount.replace(",", "")) * units[unit] for amount, unit in pairwise(words) if unit in units]
 
@@ -208,12 +208,12 @@ def milliseconds(words):
 def test_times_name_the_ranks_that_were_waited_for(notebook, work):
     outcome = notebook.ok(f"%%distributed --time\nprint('there')\nif rank == 1:\n    time.sleep(0.4)\n{work}")
     assert outcome.text.startswith("[0-1] there\n"), "the table comes after what the cell prints"
-    found = rows(outcome, "rank")
-    wall, cpu, main, lost = milliseconds(found["0"])
-    assert 200 < lost <= wall and main <= cpu + 1 < 300
-    assert milliseconds(found["1"])[3] < lost / 2
-    assert " ".join(found["1"]).endswith("the others waited for it")
-    assert "the others" not in " ".join(found["0"])
+    times = rows(outcome, "rank")
+    wall, cpu, main, wait_time = milliseconds(times["0"])
+    assert 200 < wait_time <= wall and main <= cpu + 1 < 300
+    assert milliseconds(times["1"])[3] < wait_time / 2
+    assert " ".join(times["1"]).endswith("the others waited for it")
+    assert "the others" not in " ".join(times["0"])
 
 
 @pytest.mark.processes
@@ -231,9 +231,9 @@ def test_the_time_of_threads_counts_but_not_as_the_main_threads(notebook):
         f"%%distributed --time --ranks 1 --quiet\nimport threading\n{spin}"
         "thread = threading.Thread(target=spin); thread.start(); thread.join()"
     )
-    found = rows(outcome, "rank")
-    wall, cpu, main, _ = milliseconds(found.pop("1"))
-    assert not found and cpu > 290 and main < 150 and wall > 290
+    times = rows(outcome, "rank")
+    wall, cpu, main, _ = milliseconds(times.pop("1"))
+    assert not times and cpu > 290 and main < 150 and wall > 290
 
 
 @pytest.mark.slow
@@ -257,10 +257,10 @@ def test_a_profile_is_a_table_and_a_trace_whose_times_fit_together(notebook, fol
         "dist.all_reduce(total)\nstep()\ny = torch.ones(60, 60) @ torch.ones(60, 60)\nprint(time.time_ns())"
     )
     assert "stderr" not in {output.get("name") for output in outcome.outputs}
-    found = rows(outcome, "op")
-    assert found["dist.all_reduce: wait"][:1] == ["1"] and milliseconds(found["dist.all_reduce: wait"])[0] > 250
-    assert "(rank 0)" in " ".join(found["dist.all_reduce: wait"])
-    assert "dist.all_reduce" in found and any(name.startswith("aten::") for name in found)
+    table = rows(outcome, "op")
+    assert table["dist.all_reduce: wait"][:1] == ["1"] and milliseconds(table["dist.all_reduce: wait"])[0] > 250
+    assert "(rank 0)" in " ".join(table["dist.all_reduce: wait"])
+    assert "dist.all_reduce" in table and any(name.startswith("aten::") for name in table)
     name = f"rankbook-profile-{outcome.count}.json"
     assert outcome.stdout.endswith(f": {name}\n")
     trace = json.loads((folder / name).read_text())
@@ -271,8 +271,8 @@ def test_a_profile_is_a_table_and_a_trace_whose_times_fit_together(notebook, fol
     }
     assert names[0].startswith("rank 0 (cpu, process ")
     (waits,) = [span for span in spans if span["name"] == "dist.all_reduce: wait" and span["pid"] == 0]
-    begun = min(member["ts"] for member in spans if member["name"] == "dist.all_reduce" and member["pid"] == 1)
-    assert waits["ts"] + 200_000 < begun < waits["ts"] + waits["dur"] + 1000, "the clocks of the ranks are one"
+    start = min(member["ts"] for member in spans if member["name"] == "dist.all_reduce" and member["pid"] == 1)
+    assert waits["ts"] + 200_000 < start < waits["ts"] + waits["dur"] + 1000, "the clocks of the ranks are one"
     printed = [int(line.split()[-1]) for line in outcome.stdout.splitlines() if line.startswith("[")]
     last = max(part["ts"] + part["dur"] for part in spans)
     assert abs(trace["baseTimeNanoseconds"] / 1e3 + last - max(printed) / 1e3) < 200_000, "microseconds since 1970"
@@ -298,7 +298,7 @@ def test_profile_has_the_ops_before_an_error_or_an_interrupt(notebook, folder):
 
 
 @pytest.mark.slow
-def test_a_file_of_the_persons_is_not_overwritten_and_the_cell_does_not_run(notebook, folder):
+def test_existing_file_is_not_overwritten_and_the_cell_does_not_run(notebook, folder):
     (folder / "notes.json").write_text("{}")
     outcome = notebook.run("%%distributed --profile=notes.json\nran = True")
     assert outcome.status == "error" and "not a trace of Rankbook" in outcome.stderr
@@ -307,7 +307,7 @@ def test_a_file_of_the_persons_is_not_overwritten_and_the_cell_does_not_run(note
 
 
 @pytest.mark.slow
-def test_a_cell_without_the_options_is_watched_by_nobody(notebook):
+def test_cell_without_options_is_not_measured(notebook):
     notebook.ok("%%distributed --profile --time\ndist.all_reduce(total)")
     notebook.ok("%%distributed\nfrom rankbook.rank.process_groups import interruptible_work\nimport os")
     code = "print(interruptible_work.active_observer.value, os.environ.get('KINETO_LOG_LEVEL'))"
@@ -317,9 +317,9 @@ def test_a_cell_without_the_options_is_watched_by_nobody(notebook):
 
 
 @pytest.mark.slow
-def test_a_profiler_in_the_cell_is_the_persons_and_ours_gives_way(notebook):
-    seen = "print('aten::exp' in {e.name for e in mine.events()})"
-    cell = f"with torch.profiler.profile() as mine:\n    total.exp()\n{seen}"
+def test_profiler_in_the_cell_disables_the_profile_of_the_magic(notebook):
+    check = "print('aten::exp' in {e.name for e in mine.events()})"
+    cell = f"with torch.profiler.profile() as mine:\n    total.exp()\n{check}"
     outcome = notebook.ok(f"%%distributed --profile --time\n{cell}")
     assert "[0-1] True" in outcome.stdout and set(rows(outcome, "rank")) == {"0", "1"}
     assert "ranks 0-1: torch's profiler could not record the cell: the cell started a profiler itself" in outcome.stderr

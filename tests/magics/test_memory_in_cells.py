@@ -26,7 +26,7 @@ ERRORS = {
     "CPU": 'RuntimeError("DefaultCPUAllocator: can\'t allocate memory: you tried to allocate 4000 bytes.")',
     "Python": "MemoryError()",
 }
-LEFT = "%%distributed\nprint(len(alive), 'left,', len(batches), 'batches')"
+COUNT_LEFT = "%%distributed\nprint(len(alive), 'left,', len(batches), 'batches')"
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_the_error_says_what_holds_the_memory_and_the_cells_own_is_freed(loaded,
     assert re.search(r"^ +4 MB  batches\[1\] ", text, re.MULTILINE)
     assert "by variable: step(): activations 12 MB, batches 12 MB" in text
     assert "Traceback" in text, "the error itself is told as ever"
-    assert "[0-1] 0 left, 2 batches" in loaded.ok(LEFT).stdout
+    assert "[0-1] 0 left, 2 batches" in loaded.ok(COUNT_LEFT).stdout
 
 
 def test_a_chain_of_errors_is_let_go_too(loaded):
@@ -61,7 +61,7 @@ except MemoryError as error: raise RuntimeError('wrapped') from error"""
     outcome, text = failed(loaded, code)
     assert outcome.ename == "RuntimeError"
     assert "rank 0, memory of cpu" in text
-    assert "[0-1] 0 left" in loaded.ok(LEFT).stdout
+    assert "[0-1] 0 left" in loaded.ok(COUNT_LEFT).stdout
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ wait()"""
     _, text = failed(loaded, code)
     assert reported in text
     assert text.count("memory of cpu") == 1, "only of the rank that has none left"
-    assert "[0-1] 0 left" in loaded.ok(LEFT).stdout
+    assert "[0-1] 0 left" in loaded.ok(COUNT_LEFT).stdout
 
 
 def test_a_function_that_is_applied_is_treated_alike(loaded):
@@ -95,7 +95,7 @@ try:
 except MemoryError as error:
     print('memory of cpu' in str(error), 'memory of cpu' in error.errors[0].memory)"""
     assert "True True" in loaded.ok(code).stdout
-    assert "[0-1] 0 left" in loaded.ok(LEFT).stdout
+    assert "[0-1] 0 left" in loaded.ok(COUNT_LEFT).stdout
 
 
 def test_equal_memory_reports_are_shown_once_and_others_per_rank(loaded):
@@ -109,11 +109,11 @@ def test_equal_memory_reports_are_shown_once_and_others_per_rank(loaded):
 def test_an_ordinary_error_says_nothing_of_it_and_keeps_its_frames_for_a_debugger(loaded):
     _, text = failed(loaded, "%%distributed --ranks 0\nstep(ValueError('no'))")
     assert "memory of" not in text
-    assert "[0] 1 left" in loaded.ok(LEFT).stdout
+    assert "[0] 1 left" in loaded.ok(COUNT_LEFT).stdout
     typed = loaded.run("%%distributed --ranks 0\n%debug", answers=["p activations.shape", "q"])
     assert "torch.Size([3000000])" in typed.text
     failed(loaded, f"%%distributed --ranks 0\nstep({ERRORS['CUDA']})")
-    assert "[0-1] 0 left" in loaded.ok(LEFT).stdout, "an earlier error is let go as well"
+    assert "[0-1] 0 left" in loaded.ok(COUNT_LEFT).stdout, "an earlier error is let go as well"
     loaded.ok("%%distributed --ranks 0\n%debug")  # says that there is nothing
     failed(loaded, "%%distributed --ranks 0\nstep(ValueError('no'))")
     typed = loaded.run("%%distributed --ranks 0\n%debug", answers=["p activations.shape", "q"])

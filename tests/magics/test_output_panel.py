@@ -20,18 +20,18 @@ PRINTS = "\nprint('same'); print('of', rank); rank"
 
 def panel(outcome):
     """The display that a front end shows in the end, after its updates."""
-    (shown,) = [display for display in outcome.displays if "rankbook-panel" in display.get("text/html", "")]
-    assert WIDGET not in shown
-    return shown
+    (bundle,) = [display for display in outcome.displays if "rankbook-panel" in display.get("text/html", "")]
+    assert WIDGET not in bundle
+    return bundle
 
 
 def by_rank(html):
-    """What each rank has, of HTML that nothing has been done to."""
-    found = {0: "", 1: ""}
+    """Return the text of every rank from the static HTML."""
+    text_by_rank = {0: "", 1: ""}
     for ranks, inner in re.findall(r'data-ranks="([\d ]+)".*?</p>(.*?)</div>', html, re.DOTALL):
         for rank in map(int, ranks.split()):
-            found[rank] += re.sub("<[^>]+>", "", inner)
-    return found
+            text_by_rank[rank] += re.sub("<[^>]+>", "", inner)
+    return text_by_rank
 
 
 def test_widgets_are_live_below_the_panel(notebook):
@@ -41,9 +41,9 @@ def test_widgets_are_live_below_the_panel(notebook):
         "chart = display({'application/x-chart': rank, 'text/plain': 'first'}, raw=True, display_id=True)\n"
         "chart.update({'application/x-chart': 5 + rank, 'text/plain': 'second'}, raw=True)"
     )
-    shown = panel(outcome)
-    assert by_rank(shown["text/html"]) == {rank: f"IntSlider(value={3 + rank})second" for rank in (0, 1)}
-    below = [display for display in outcome.displays if display is not shown]
+    bundle = panel(outcome)
+    assert by_rank(bundle["text/html"]) == {rank: f"IntSlider(value={3 + rank})second" for rank in (0, 1)}
+    below = [display for display in outcome.displays if display is not bundle]
     assert [list(item) for item in below[::2]] == [["text/plain"]] * 4
     assert sorted(element["text/plain"] for element in below[::2]) == ["[0]", "[0]", "[1]", "[1]"]
     assert len([entry for entry in below[1::2] if WIDGET in entry]) == 2
@@ -56,9 +56,9 @@ def test_cleared_displays_are_removed_below_the_panel(notebook):
         "for step in range(3):\n    clear_output(wait=True)\n    time.sleep(0.1)\n"
         "    display({'application/x-chart': step + 10 * rank, 'text/plain': 'a chart'}, raw=True)"
     )
-    shown = panel(outcome)
-    assert by_rank(shown["text/html"]) == {0: "a chart", 1: "a chart"}
-    below = [display for display in outcome.displays if display is not shown and display["text/plain"]]
+    bundle = panel(outcome)
+    assert by_rank(bundle["text/html"]) == {0: "a chart", 1: "a chart"}
+    below = [display for display in outcome.displays if display is not bundle and display["text/plain"]]
     assert sorted(item["application/x-chart"] for item in below if "application/x-chart" in item) == [2, 12]
     assert sorted(element["text/plain"] for element in below if "application/x-chart" not in element) == ["[0]", "[1]"]
 
@@ -66,15 +66,15 @@ def test_cleared_displays_are_removed_below_the_panel(notebook):
 @pytest.mark.parametrize(("view", "first"), [("tabs", "0"), ("grid", "grid"), ("merged", "merged")])
 def test_a_panel_stays_as_html_and_text_that_need_nothing(notebook, view, first):
     outcome = notebook.ok(f"%%distributed --view {view}{PRINTS}")
-    shown = panel(outcome)
-    assert by_rank(shown["text/html"]) == {0: "same\nof 0\n0", 1: "same\nof 1\n1"}
-    assert sorted(shown["text/plain"].splitlines()) == ["[0-1] same", "[0] 0", "[0] of 0", "[1] 1", "[1] of 1"]
-    assert re.findall(r'value="(\w+)" class="[\w-]+" checked', shown["text/html"]) == [first]
+    bundle = panel(outcome)
+    assert by_rank(bundle["text/html"]) == {0: "same\nof 0\n0", 1: "same\nof 1\n1"}
+    assert sorted(bundle["text/plain"].splitlines()) == ["[0-1] same", "[0] 0", "[0] of 0", "[1] 1", "[1] of 1"]
+    assert re.findall(r'value="(\w+)" class="[\w-]+" checked', bundle["text/html"]) == [first]
     assert outcome.stdout == ""
 
 
 def test_rich_outputs_stay_with_their_rank(notebook):
-    shown = panel(
+    bundle = panel(
         notebook.ok(
             "%%distributed --view tabs\nfrom IPython.display import HTML, display\n"
             "handle = display(HTML(f'<b>before {rank}</b>'), display_id=True)\n"
@@ -82,12 +82,12 @@ def test_rich_outputs_stay_with_their_rank(notebook):
             "display({'image/png': 'iVBORw0K', 'text/plain': 'a picture'}, raw=True)\nprint('\\x1b[31mred\\x1b[0m <i>')"
         )
     )
-    found = by_rank(shown["text/html"])
-    assert "new 0" in found[0]
-    assert "new 1" in found[1]
-    assert "before" not in shown["text/html"]
-    assert '<img src="data:image/png;base64,iVBORw0K" alt="a picture">' in shown["text/html"]
-    assert '<span class="rb-red">red</span> &lt;i&gt;' in shown["text/html"]
+    html_by_rank = by_rank(bundle["text/html"])
+    assert "new 0" in html_by_rank[0]
+    assert "new 1" in html_by_rank[1]
+    assert "before" not in bundle["text/html"]
+    assert '<img src="data:image/png;base64,iVBORw0K" alt="a picture">' in bundle["text/html"]
+    assert '<span class="rb-red">red</span> &lt;i&gt;' in bundle["text/html"]
 
 
 def test_a_cell_that_shows_nothing_has_no_panel(notebook):
@@ -112,7 +112,7 @@ def test_output_of_a_thread_after_the_end_is_shown_below(notebook, tmp_path):
     outcome = notebook.finish(message)
     assert "late" not in panel(outcome)["text/plain"]
     gate.open()
-    notebook.follow(message, outcome, lambda seen: "late" in seen.stdout)
+    notebook.follow(message, outcome, lambda progress: "late" in progress.stdout)
     assert outcome.stdout.splitlines()[0] in ("[0-1] late", "[0] late", "[1] late")
 
 
@@ -127,12 +127,12 @@ def test_the_notebooks_view_shows_the_last_cell_so_and_those_that_follow(noteboo
     assert notebook.ok("%%distributed\nprint(rank)").stdout == "[0] 0\n[1] 1\n"
 
 
-def test_a_panel_costs_the_text_and_no_more(notebook):
+def test_panel_sends_little_more_than_the_text(notebook):
     outcome = notebook.ok("%%distributed --view tabs\nfor i in range(20_000): print(rank, i)", timeout=30)
     assert panel(outcome)["text/plain"].count("\n") == 39_999
 
 
-def test_a_view_that_there_is_not_names_those_that_there_are(notebook):
+def test_unknown_view_is_reported_with_the_valid_ones(notebook):
     outcome = notebook.run("%distributed view sideways")
     assert outcome.status == "error"
     assert "merged" in outcome.text
@@ -149,7 +149,7 @@ print('last')"""
 
 
 @pytest.fixture
-def held(notebook, tmp_path):
+def run_slow_cell(notebook, tmp_path):
     """Run a cell until what is shown of it fulfils a condition; its outcome."""
 
     def run(options, condition):
@@ -171,21 +171,21 @@ def strip(outcome):
     return [display["text/plain"] for display in outcome.displays if display.get("text/plain", "").startswith("cell [")]
 
 
-def test_a_cell_that_takes_a_while_has_a_line_above_it_and_keeps_its_output(held):
-    seen = []
+def test_a_cell_that_takes_a_while_has_a_line_above_it_and_keeps_its_output(run_slow_cell):
+    lines = []
 
     def at_line(outcome):
-        seen.extend(strip(outcome))
+        lines.extend(strip(outcome))
         return any("at line 4" in item for item in strip(outcome))
 
-    outcome = held("", at_line)
-    assert re.fullmatch(r"cell \[\d+\] on ranks 0-1 · [1-9]\d*\.\d s · running", seen[0])
+    outcome = run_slow_cell("", at_line)
+    assert re.fullmatch(r"cell \[\d+\] on ranks 0-1 · [1-9]\d*\.\d s · running", lines[0])
     assert re.fullmatch(r"cell \[\d+\] on ranks 0-1: ok after [1-9]\d*\.\d s", strip(outcome)[0])
     assert outcome.stdout == "[0-1] first\n[0-1] last\n"
 
 
-def test_status_line_is_in_the_panel_of_its_cell(held):
-    outcome = held(" --view tabs", lambda outcome: any(WIDGET in display for display in outcome.displays))
+def test_status_line_is_in_the_panel_of_its_cell(run_slow_cell):
+    outcome = run_slow_cell(" --view tabs", lambda outcome: any(WIDGET in display for display in outcome.displays))
     assert "first" in panel(outcome)["text/plain"]
     assert "last" in panel(outcome)["text/plain"]
 
@@ -196,16 +196,16 @@ def test_a_quiet_cell_has_none(notebook):
     assert outcome.stdout == ""
 
 
-def test_a_cell_that_has_ended_before_anybody_follows_it_is_shown_whole():
-    shown = []
+def test_cell_that_ended_before_it_was_followed_is_shown_completely():
+    items = []
     cell = SimpleNamespace(on_change=[], result=None)
-    panel = Panel(SimpleNamespace(emit=shown.extend), 3, (0,), "tabs")
+    panel = Panel(SimpleNamespace(emit=items.extend), 3, (0,), "tabs")
     merger = OutputMerger([0], key="k", cluster_key="c", view=panel.page)
     merger.add_output(0, Text(cell=1, stream="stdout", data=b"early\n"), 0.0)
     merger.close(1.0)
     cell.result = object()
     panel.follow(cell)
-    assert [item.update for item in shown] == [False, True]
-    assert shown[1].data["text/plain"] == "[0] early"
+    assert [item.update for item in items] == [False, True]
+    assert items[1].data["text/plain"] == "[0] early"
     cell.on_change[0]()
-    assert len(shown) == 2
+    assert len(items) == 2

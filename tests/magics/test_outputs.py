@@ -16,18 +16,18 @@ SETUP = "%%distributed\nimport ipywidgets, sys, time\nfrom IPython.display impor
 
 
 def states(messages):
-    """What each widget's state is after these messages, by its comm's id."""
-    found = {}
+    """Return the state of every widget after these messages, by comm id."""
+    states_by_comm = {}
     for message in messages:
         if message["msg_type"] in ("comm_open", "comm_msg") and "state" in message["content"]["data"]:
-            found.setdefault(message["content"]["comm_id"], {}).update(message["content"]["data"]["state"])
-    return found
+            states_by_comm.setdefault(message["content"]["comm_id"], {}).update(message["content"]["data"]["state"])
+    return states_by_comm
 
 
 def outputs_of(outcome, *, rank=0):
-    """What stands in the ranks' widgets, which were made in this cell: `out` on each."""
-    found = [state for state in states(outcome.messages).values() if state.get("_model_name") == "OutputModel"]
-    return found[rank]["outputs"]
+    """Return the outputs of the rank's Output widget `out`, which this cell created."""
+    models = [state for state in states(outcome.messages).values() if state.get("_model_name") == "OutputModel"]
+    return models[rank]["outputs"]
 
 
 def texts(outputs):
@@ -87,13 +87,13 @@ def test_an_error_stands_in_the_widget_and_an_interrupt_ends_the_cell(notebook):
 
 
 def test_a_callback_captures_its_own_while_a_cell_prints(notebook):
-    made = notebook.ok(
+    setup = notebook.ok(
         SETUP.replace("distributed", "distributed --ranks 0")
         + "slider, out, ran = ipywidgets.IntSlider(value=3), ipywidgets.Output(), []\n"
         "def hear(change):\n    with out:\n        print('moved to', change.new); display(change.new)\n"
         "    ran.append(change.new)\nslider.observe(hear, 'value')"
     )
-    (slider,) = [name for name, state in states(made.messages).items() if state.get("value") == 3]
+    (slider,) = [name for name, state in states(setup.messages).items() if state.get("value") == 3]
     notebook.ok(
         "%%distributed --ranks 0 --background\nuntil = time.monotonic() + 10\n"
         "while not ran and time.monotonic() < until: print('tick'); time.sleep(0.01)\nprint('done', ran)"
@@ -101,14 +101,14 @@ def test_a_callback_captures_its_own_while_a_cell_prints(notebook):
     move(notebook, slider, 41)
     outcome = notebook.ok("%%distributed --ranks 0\nran")
     assert outcome.text.endswith("[0] [41]\n")
-    reported = states(made.messages + notebook.late + outcome.messages).values()
+    reported = states(setup.messages + notebook.late + outcome.messages).values()
     (outputs,) = [state["outputs"] for state in reported if state.get("_model_name") == "OutputModel"]
     assert texts(outputs) == ["moved to 41\n", "41"], "and no tick"
 
 
 def test_interact_shows_what_the_function_prints_and_returns(notebook):
-    shown = "made = ipywidgets.interact(double, n=(0, 50)) if rank == 0 else None"
-    outcome = notebook.ok(SETUP + f"def double(n):\n    print('n is', n)\n    return 2 * n\n{shown}")
+    code = "made = ipywidgets.interact(double, n=(0, 50)) if rank == 0 else None"
+    outcome = notebook.ok(SETUP + f"def double(n):\n    print('n is', n)\n    return 2 * n\n{code}")
     assert outcome.stdout == ""
     assert texts(outputs_of(outcome)) == ["n is 25\n", "50"]
 

@@ -22,12 +22,16 @@ def stack(*frames: Frame, waits_for: str = "") -> Stack:
 
 
 def test_frames_of_libraries_are_folded_and_the_innermost_is_named():
-    mine = Frame("Cell In[2]", 7, "<module>", "train()")
+    user_frame = Frame("Cell In[2]", 7, "<module>", "train()")
     module = Frame("/home/me/train.py", 3, "forward", "return self.up(x)")
     text = describe_stacks(
         {
             0: stack(
-                mine, Frame(NUMPY, 1, "a", "b()"), Frame(NUMPY, 2, "b"), module, Frame(STANDARD, 355, "wait", "go()")
+                user_frame,
+                Frame(NUMPY, 1, "a", "b()"),
+                Frame(NUMPY, 2, "b"),
+                module,
+                Frame(STANDARD, 355, "wait", "go()"),
             )
         },
         {},

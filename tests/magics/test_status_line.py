@@ -18,7 +18,7 @@ def describe(seconds, rows, paused=()):
     return describe_running(3, (0, 1), seconds, rows, dict(paused))
 
 
-def test_the_line_says_who_does_what():
+def test_status_line_names_the_activity_of_every_rank():
     rows = [row(0, line=7, rate=30.0), row(1, line=7, rate=32.0), row(2, "dead")]
     assert describe(12.0, rows) == "cell [3] on ranks 0-1 · 12 s · at line 7 · 31 steps/s"
     rows = [row(0, "waiting", waits_for="all_reduce #41"), row(1, lags=True, line=2)]

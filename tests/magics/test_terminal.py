@@ -28,10 +28,10 @@ class Terminal:
     def __init__(self, *arguments: str, folder: str) -> None:
         self.mark, self.number = uuid.uuid4().hex, 1
         plain = {"TERM": "xterm", "NO_COLOR": "1", "PROMPT_TOOLKIT_NO_CPR": "1", "PAGER": "cat"}
-        own = {MARK: self.mark, "IPYTHONDIR": folder, "JUPYTER_CONFIG_DIR": folder}
+        variables = {MARK: self.mark, "IPYTHONDIR": folder, "JUPYTER_CONFIG_DIR": folder}
         self.seen = io.StringIO()
         self.process = pexpect.spawn(
-            sys.executable, ["-m", *arguments], env={**os.environ, **plain, **own}, cwd=folder,
+            sys.executable, ["-m", *arguments], env={**os.environ, **plain, **variables}, cwd=folder,
             encoding="utf-8", timeout=30, dimensions=(50, 150),
         )  # fmt: skip
         self.process.logfile_read = self.seen
@@ -72,14 +72,14 @@ class Terminal:
 
 @pytest.fixture
 def opened(tmp_path) -> Iterator:
-    before, made, folder = leftovers(), [], str(patient_ipython(tmp_path))
+    before, terminals, folder = leftovers(), [], str(patient_ipython(tmp_path))
 
     def make(*arguments: str) -> Terminal:
-        made.append(Terminal(*arguments, folder=folder))
-        return made[-1]
+        terminals.append(Terminal(*arguments, folder=folder))
+        return terminals[-1]
 
     yield make
-    for terminal in made:
+    for terminal in terminals:
         terminal.close()
         check_nothing_left(terminal.mark, before, timeout=5)
 
@@ -93,7 +93,7 @@ def interrupt(terminal):
 
 
 def ask_each(terminal: Terminal) -> None:
-    """Each rank asks, whichever is first, and shows what it was told."""
+    """Let every rank ask for input, in any order, and show the answer."""
     terminal.seen.seek(0)
     terminal.seen.truncate()
     terminal.process.send("input('name? ')\r")

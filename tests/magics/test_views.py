@@ -25,7 +25,7 @@ def holding(module_notebook):
     return module_notebook
 
 
-def shown(notebook, code):
+def displayed_text(notebook, code):
     """The still picture's text, and that it stands beside a widget in standard mime types."""
     displays = notebook.ok(code).displays
     assert any("application/vnd.jupyter.widget-view+json" in item for item in displays), displays
@@ -36,27 +36,27 @@ def shown(notebook, code):
 
 def test_placement_shows_what_every_rank_holds(holding, notebook):
     # The first picture is shown without ranks that have not answered within two seconds, as on a busy machine.
-    wanted = ["2 ranks", "whole: Linear", "shared: FSDP2 Sequential", "optimizer: Adam"]
+    expected = ["2 ranks", "whole: Linear", "shared: FSDP2 Sequential", "optimizer: Adam"]
     texts: list[str] = []
 
     def is_complete() -> bool:
-        texts.append(shown(notebook, "rankbook.placement()"))
-        return all(words in texts[-1] for words in wanted)
+        texts.append(displayed_text(notebook, "rankbook.placement()"))
+        return all(words in texts[-1] for words in expected)
 
-    wait_until(is_complete, timeout=20, what=f"{wanted} in {texts}")
+    wait_until(is_complete, timeout=20, what=f"{expected} in {texts}")
 
 
 def test_shards_shows_where_every_parameter_lies(holding, notebook):
-    text = shown(notebook, "rankbook.shards('shared')")
+    text = displayed_text(notebook, "rankbook.shards('shared')")
     assert "4 tensors" in text
     assert "0.weight" in text
-    found = shown(notebook, "rankbook.shards('shared', search='0.w')")
-    assert "0.weight" in found
-    assert "1.weight" not in found
+    shards_text = displayed_text(notebook, "rankbook.shards('shared', search='0.w')")
+    assert "0.weight" in shards_text
+    assert "1.weight" not in shards_text
 
 
 def test_a_variable_that_is_not_there_is_reported_with_what_is(holding, notebook):
-    assert "is not defined on this rank" in shown(notebook, "rankbook.shards('nothing_of_that_name')")
+    assert "is not defined on this rank" in displayed_text(notebook, "rankbook.shards('nothing_of_that_name')")
 
 
 def test_checkpoints_shows_a_folder_and_an_accelerators_is_loaded_by_it(holding, notebook, tmp_path):
@@ -70,7 +70,7 @@ def test_checkpoints_shows_a_folder_and_an_accelerators_is_loaded_by_it(holding,
         "with torch.no_grad():\n    kept = [each.clone() for each in model.parameters()]\n"
         "    [each.zero_() for each in model.parameters()]"
     )
-    text = shown(notebook, f"rankbook.checkpoints({str(tmp_path)!r})")
+    text = displayed_text(notebook, f"rankbook.checkpoints({str(tmp_path)!r})")
     assert "step-40" in text
     assert "checkpoint_0" in text
     output = notebook.ok(
@@ -85,13 +85,13 @@ def test_checkpoints_shows_a_folder_and_an_accelerators_is_loaded_by_it(holding,
 
 
 def test_the_dashboard_has_all_three_and_moves(holding, notebook):
-    text = shown(notebook, "one = rankbook.dashboard(variable='shared')\none")
+    text = displayed_text(notebook, "one = rankbook.dashboard(variable='shared')\none")
     assert "2 ranks" in text
     assert "0.weight" in text
     notebook.ok("two = rankbook.dashboard()\nassert one is not two")
 
 
-def test_without_ranks_a_view_says_how_to_make_some(fresh_notebook):
+def test_view_without_ranks_tells_how_to_start_them(fresh_notebook):
     failed = fresh_notebook.run("import rankbook\nrankbook.placement()")
     assert failed.ename == "NoClusterError"
     assert "%distributed start" in failed.evalue

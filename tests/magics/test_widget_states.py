@@ -7,7 +7,7 @@ from rankbook.magics.comm_bridge import WidgetStateCache
 SLIDER = {"state": {"_model_name": "M", "_model_module": "m", "_model_module_version": "1", "value": 3}}
 
 
-def test_a_widget_is_as_either_end_has_said_last():
+def test_widget_state_is_the_last_update_of_either_side():
     states = WidgetStateCache()
     states.open("a", SLIDER, ())
     states.update("a", {"method": "update", "state": {"value": 4}}, ())
@@ -26,7 +26,7 @@ def test_a_widget_is_as_either_end_has_said_last():
     assert states.all_states() == ({}, [], []) and states.state_message("a") is None
 
 
-def test_bytes_stand_where_they_belong_and_go_with_what_they_were_part_of():
+def test_binary_buffers_are_stored_and_removed_with_their_state():
     states = WidgetStateCache()
     opened = {"state": {"n": 1, "rows": [None, None]}, "buffer_paths": [["value"], ["rows", 0], ["rows", 1]]}
     states.open("a", opened, [memoryview(b"v"), b"0", b"1"])
