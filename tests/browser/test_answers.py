@@ -126,7 +126,7 @@ def test_a_rank_from_near_stays_marked_and_is_asked_only_while_it_is_seen(opened
     view.reply("detail", answer=DETAIL)
     made = fakes.placement(4)
     holding = Holding("model", "net", "Linear", "", 6, 24, ("float32",), "cuda:0", "")
-    ranks = tuple(msgspec.structs.replace(each, holdings=(holding,)) for each in made.ranks)
+    ranks = tuple(msgspec.structs.replace(rank, holdings=(holding,)) for rank in made.ranks)
     view.change("placement_fixed", to_json(static_data(msgspec.structs.replace(made, ranks=ranks))))
     expect(page.locator(".rb-near")).to_contain_text("model net: Linear")
     expect(page.locator("[data-rank='1']")).to_have_attribute("aria-selected", "true")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import nbformat
 import pytest
 
-from tests.jupyter.test_runners import CELLS, EXPECTED, shown
+from tests.jupyter.test_runners import CELLS, EXPECTED, outputs_of
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
 
@@ -18,7 +18,7 @@ def test_a_notebook_gives_the_outputs_that_it_gives_everywhere_and_tab_knows_the
         notebook.run(number, timeout=60)
     notebook.save()
     file = notebook.server.folder / notebook.name
-    assert shown(nbformat.read(file, as_version=4)) == EXPECTED
+    assert outputs_of(nbformat.read(file, as_version=4)) == EXPECTED
 
     page = notebook.page
     notebook.cell(1).locator(".cm-content").first.click()

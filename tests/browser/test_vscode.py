@@ -78,7 +78,7 @@ def test_the_memory_of_a_rank_that_has_died_is_nobodys(browser, placement):
     expect(row).to_contain_text("of 140 GB")
     made = fakes.placement(4)
     died = msgspec.structs.replace(
-        made, ranks=tuple(msgspec.structs.replace(each, state="dead", memory=None, rate=None) for each in made.ranks)
+        made, ranks=tuple(msgspec.structs.replace(rank, state="dead", memory=None, rate=None) for rank in made.ranks)
     )
     page.evaluate("state => change('placement_state', state)", to_json(dynamic_data(died)))
     expect(row).to_contain_text("dead")
