@@ -190,6 +190,15 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
         "conditions", nargs="*", metavar="nan|inf|norm > X|off",
         help="nan · inf · norm > 100 · off (default: show what is watched)",
     )  # fmt: skip
+    sync = add("sync-check", "compare tensors, optimizers and random states between ranks, by their hashes")
+    sync.add_argument(
+        "names", nargs="*", metavar="NAME",
+        help="variables, parts of a model, patterns, rng (default: all that the layout keeps equal)",
+    )  # fmt: skip
+    _add_ranks(sync)
+    sync.add_argument(
+        "--timeout", type=_seconds, default=30.0, metavar="S", help="wait S seconds for busy ranks (default: 30)"
+    )
     push = add("push", "copy variables of the notebook to the ranks")
     push.add_argument("names", nargs="+", metavar="NAME")
     _add_ranks(push)

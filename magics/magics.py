@@ -348,6 +348,10 @@ class DistributedMagics(Magics):
         sink = sink_for(self._shell)
         sink.emit([Stream("stdout", text), *([Stream("stderr", trouble)] if trouble else [])])
 
+    def _command_sync_check(self, command: argparse.Namespace) -> None:
+        cluster = default_cluster.current()
+        self._show(cluster.sync_check(command.names, ranks=command.ranks, timeout=command.timeout).bundle())
+
     def _command_push(self, command: argparse.Namespace) -> None:
         cluster = self._cluster()
         ranks = cluster.select(command.ranks)
@@ -430,7 +434,7 @@ class DistributedMagics(Magics):
 
 _VIEWS = {"merged": "as one stream", "tabs": "rank by rank, in tabs", "grid": "rank by rank, side by side"}
 _COMMANDS: dict[str, Callable[[DistributedMagics, argparse.Namespace], None]] = {
-    name: getattr(DistributedMagics, f"_command_{name}") for name in arguments.COMMANDS
+    name: getattr(DistributedMagics, f"_command_{name.replace('-', '_')}") for name in arguments.COMMANDS
 }
 
 

@@ -1,4 +1,4 @@
-"""Live views of the notebook's ranks: `rankbook.placement()`, `shards`, `checkpoints` and `dashboard`.
+"""Views of the notebook's ranks: `rankbook.placement()`, `shards`, `checkpoints`, `dashboard` and `gradients`.
 
 The functions connect the views in widgets/ to their data: `ClusterViewSource` gives access to a cluster, and
 `CheckpointBrowser` to a folder of checkpoints. On a rank, where the cells of auto mode call them, they ask the notebook
@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NoReturn, cast
 
+from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 from rankbook.checkpoint.format.dcp_metadata import read_manifest
@@ -25,6 +26,7 @@ from rankbook.checkpoint.tools.verify import verify
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster
 from rankbook.errors import CheckpointError, InvalidArgument
+from rankbook.numerics.norms import GradientTable
 from rankbook.protocol import telemetry
 from rankbook.protocol.base import VIEW
 from rankbook.protocol.telemetry import CheckpointFolder, StoredCheckpoint, Struct
@@ -100,6 +102,35 @@ def dashboard(folder: Folder | None = None, *, variable: str = "") -> Dashboard:
     return Dashboard.reopen(
         _cluster_source(), None if folder is None else _checkpoint_source(folder), variable=variable
     )
+
+
+def gradients(model: Any = "model") -> GradientTable:  # noqa: ANN401 - a name or a model
+    """Return the norms of a model's gradients over all ranks, by module.
+
+    Replicas count once, and shards are added up: the norms are those of a run on one device, under DDP, FSDP2, tensor
+    parallelism and meshes of these.
+
+    Args:
+        model: the name of a variable on the ranks. In a cell of the ranks also the model itself; all ranks have to call
+            the function then.
+
+    Raises `InvalidArgument` if it is not a model, and `NoClusterError`.
+
+    Example::
+
+        table = rankbook.gradients("model")  # shown as a table by the last line of a cell
+        table.norm, table["blocks.0"]
+    """
+    if telemetry.this_rank is not None:
+        from rankbook.numerics.gradients import gradients_of_ranks
+
+        shell = get_ipython()
+        return gradients_of_ranks(shell.user_ns.get(model) if isinstance(model, str) and shell is not None else model)
+    if not isinstance(model, str):
+        raise InvalidArgument(
+            f"expected the name of a variable on the ranks, such as 'model', got a {type(model).__name__}"
+        )
+    return default_cluster.current().gradients(model)
 
 
 class RequestedView:

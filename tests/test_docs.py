@@ -155,7 +155,7 @@ def test_the_reference_names_every_option_of_a_cell_and_no_other():
 
 def test_the_reference_names_every_command_and_no_other():
     section = MAGICS.partition("## %distributed\n")[2]
-    named = re.findall(r"^\| `(\w+)", section, flags=re.MULTILINE)
+    named = re.findall(r"^\| `([\w-]+)", section, flags=re.MULTILINE)
     assert set(named) == set(arguments.COMMANDS)
 
 

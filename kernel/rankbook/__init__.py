@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rankbook.coordinator.default_cluster import attach, current, start, stop
     from rankbook.coordinator.evaluate import Peeked
     from rankbook.coordinator.recovery import Healed
+    from rankbook.coordinator.sync_check import Finding, SyncReport
     from rankbook.errors import (
         BadRequest,
         CellError,
@@ -62,8 +63,9 @@ if TYPE_CHECKING:
     )
     from rankbook.magics import load_ipython_extension, unload_ipython_extension
     from rankbook.magics.launchers import debug_launcher, notebook_launcher
-    from rankbook.magics.views import checkpoints, dashboard, placement, shards
+    from rankbook.magics.views import checkpoints, dashboard, gradients, placement, shards
     from rankbook.numerics.commands import watch_numbers
+    from rankbook.numerics.norms import GradientTable, ParameterGradient
     from rankbook.output.cell_result import CellResult, RankOutcome
     from rankbook.runtime import *  # noqa: F403 - its list of names is the only one
 
@@ -77,24 +79,29 @@ __all__ = [
     "Cluster",
     "ClusterStopped",
     "CollectiveAborted",
+    "Finding",
+    "GradientTable",
     "Healed",
     "InvalidArgument",
     "LostRank",
     "NoCluster",
     "NoClusterError",
     "NumericalError",
+    "ParameterGradient",
     "Peeked",
     "RankLostError",
     "RankOutcome",
     "RankStatus",
     "RankbookError",
     "StartError",
+    "SyncReport",
     "TransferError",
     "attach",
     "checkpoints",
     "current",
     "dashboard",
     "debug_launcher",
+    "gradients",
     "load_ipython_extension",
     "notebook_launcher",
     "placement",
@@ -112,6 +119,8 @@ __getattr__, __dir__ = lazy_imports(
     {
         "rankbook.coordinator.cluster": ("Cluster", "RankStatus"),
         "rankbook.coordinator.recovery": ("Healed",),
+        "rankbook.coordinator.sync_check": ("Finding", "SyncReport"),
+        "rankbook.numerics.norms": ("GradientTable", "ParameterGradient"),
         "rankbook.coordinator.evaluate": ("Peeked",),
         "rankbook.coordinator.default_cluster": ("attach", "current", "start", "stop"),
         "rankbook.errors": (
@@ -132,7 +141,7 @@ __getattr__, __dir__ = lazy_imports(
         ),
         "rankbook.numerics.commands": ("watch_numbers",),
         "rankbook.output.cell_result": ("CellResult", "RankOutcome"),
-        "rankbook.magics.views": ("checkpoints", "dashboard", "placement", "shards"),
+        "rankbook.magics.views": ("checkpoints", "dashboard", "gradients", "placement", "shards"),
         "rankbook.magics.launchers": ("debug_launcher", "notebook_launcher"),
         "rankbook.magics": ("load_ipython_extension", "unload_ipython_extension"),
         "rankbook.runtime": runtime.__all__,

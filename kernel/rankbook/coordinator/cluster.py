@@ -28,6 +28,13 @@ from rankbook.coordinator.reattach import ReattachedProcesses
 from rankbook.coordinator.recovery import Healed, copy_variables, summarize_recovery
 from rankbook.coordinator.running_cell import RunningCell, Sink, StatusHeader
 from rankbook.coordinator.states import RankState, choose_donor
+from rankbook.coordinator.sync_check import (
+    Comparison,
+    EqualHistory,
+    SyncReport,
+    add_differences,
+    compare_hashes,
+)
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for_cell
 from rankbook.errors import CellError, CellTimeout, ClusterStopped, InvalidArgument, RankLostError
 from rankbook.formatting import plural
@@ -35,6 +42,7 @@ from rankbook.launch.environment import changed_variables
 from rankbook.launch.hosts import HostOptions, HostStatus
 from rankbook.launch.registry import ClusterRecord
 from rankbook.numerics.commands import watch_numbers
+from rankbook.numerics.norms import GradientTable, merge_gradients
 from rankbook.numerics.watch_conditions import parse_conditions
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import OutputView
@@ -49,6 +57,7 @@ from rankbook.protocol.messages import (
     RunCell,
     Stack,
 )
+from rankbook.protocol.numbers import Difference, HashState, MeasureDifferences, MeasureGradients
 from rankbook.protocol.queries import Completion
 from rankbook.protocol.telemetry import Measure, Placement, RankDetail, ShardMap, Statistic, Variable
 from rankbook.ranks import format_ranks, name_ranks, parse_ranks
@@ -72,6 +81,7 @@ class ClusterTasks:
         self._assignment = self._processes.assignment
         self._monitor = StatusMonitor(processes)
         self._completion = CompletionClient(processes)
+        self._equal_history = EqualHistory()
         self._all_ranks = tuple(range(len(self._assignment.devices)))
         self.key = self._processes.key
 
@@ -272,6 +282,8 @@ class ClusterTasks:
                 self._segments.discard(segment)
 
 
+SYNC_TIMEOUT = 30.0
+"""Seconds within which a busy rank has to end its cell, to take part in a check."""
 STACK_TIMEOUT = 1.0
 """Seconds for the ranks' control threads to reply, which takes about a millisecond."""
 
@@ -324,6 +336,122 @@ class ClusterQueries(ClusterTasks):
         Ranks that do not reply within `timeout` seconds are missing from the result.
         """
         return self._monitor.variables(self.select(ranks), timeout=timeout)
+
+    def sync_check(
+        self, names: str | Sequence[str] = (), *, ranks: RankSelection = None, timeout: float = SYNC_TIMEOUT
+    ) -> SyncReport:
+        """Compare state that is meant to be equal on `ranks`, and return the differences.
+
+        Args:
+            names: variables (models, optimizers, tensors, containers), parts of a model such as `model.fc`, patterns
+                such as `model.*.bias`, or `rng` for the random states. Without names, all that the layout keeps equal
+                is compared: models under DDP and FSDP2 and with DTensors, their optimizers and schedulers, loss
+                scalers, seeds of loaders, and the random states of tensor-parallel ranks that drop activations.
+            ranks: the ranks to compare.
+            timeout: seconds within which a busy rank has to end its cell. Ranks that do not are named in the report.
+
+        Every rank hashes its tensors between two cells. Only blocks of 1 MiB with different hashes are sent to other
+        ranks, to measure the difference; for that, all ranks have to be in the process group and idle. Shards are
+        compared with their replicas. Raises `InvalidArgument` for a name that no rank knows.
+
+        Example::
+
+            report = cluster.sync_check()
+            assert report.ok, report
+        """
+        chosen, wanted = self.select(ranks), (names,) if isinstance(names, str) else tuple(names)
+        began = time.monotonic()
+        self._check_available(chosen)
+        replies, unanswered = self._ask_separately(chosen, lambda cell: HashState(cell, wanted), timeout, "sync-check")
+        for name in wanted:
+            reasons = [reply.missing[name] for reply in replies.values() if name in reply.missing]
+            if replies and len(reasons) == len(replies):
+                raise InvalidArgument(f"sync-check: {reasons[0]}")
+        comparison, note = compare_hashes(replies), ""
+        differences: list[Difference] = []
+        if comparison.pieces:
+            differences, note = self._measure_differences(wanted, comparison, began + timeout - time.monotonic())
+        findings = add_differences(comparison, differences)
+        steps = max((reply.steps for reply in replies.values() if reply.steps is not None), default=None)
+        return SyncReport(
+            tuple(replies),
+            self._equal_history.update(comparison, findings, time.time(), steps),
+            compared=comparison.compared,
+            nbytes=comparison.nbytes,
+            seconds=time.monotonic() - began,
+            unanswered=unanswered,
+            skipped={name: reason for reply in replies.values() for name, reason in reply.skipped.items()},
+            note=note,
+        )
+
+    def gradients(self, name: str = "model", *, timeout: float = SYNC_TIMEOUT) -> GradientTable:
+        """Return the norms of the gradients of the model `name`, by module and over all ranks.
+
+        Replicas count once, and shards are added up: the norms are those of a run on one device, under DDP, FSDP2,
+        tensor parallelism and meshes of these. All ranks have to end their cells within `timeout` seconds. Raises
+        `InvalidArgument` if the variable is not a model, `CellTimeout`, `RankLostError`.
+
+        Example::
+
+            table = cluster.gradients("model")
+            table.norm, table["blocks.0"], table.parameters["blocks.0.fc.weight"].norm
+        """
+        make = lambda cell: MeasureGradients(cell, name)  # noqa: E731 - used once
+        return merge_gradients(self._collect(dict.fromkeys(self._all_ranks, (make, ())), timeout, "gradients"))
+
+    def _measure_differences(
+        self, names: tuple[str, ...], comparison: Comparison, timeout: float
+    ) -> tuple[list[Difference], str]:
+        """Return the measured differences, or the reason why they could not be measured."""
+        if not self._state.grouped:
+            return [], "the differences were not measured: not all ranks are in the process group"
+        if any(cell.started is not None for cell in self._processes.driver.active_cells()):
+            return [], "the differences were not measured: a cell is running"
+        pieces = tuple(comparison.pieces)
+        make = lambda cell: MeasureDifferences(cell, names, pieces)  # noqa: E731 - used once
+        try:
+            tasks = dict.fromkeys(self._all_ranks, (make, ()))
+            measured = self._collect(tasks, max(1.0, timeout), "sync-check")
+        except (CellError, CellTimeout) as error:
+            return [], f"the differences were not measured: {error}"
+        return [found for of_rank in measured.values() for found in of_rank or ()], ""
+
+    def _ask_separately(
+        self, ranks: Sequence[int], make: Callable[[int], Message], timeout: float, label: str
+    ) -> tuple[dict[int, Any], dict[int, str]]:
+        """Submit one task per rank, so that a busy rank does not delay the others.
+
+        Return the answers, and the reasons of the ranks that have not answered in time.
+        """
+        deadline = time.monotonic() + timeout
+        answers: dict[int, Any] = {}
+        unanswered: dict[int, str] = {}
+        with deferred_interrupts():
+            cells = {rank: self._submit({rank: (make, ())}, number=0, sink=None, label=label) for rank in ranks}
+            try:
+                for cell in cells.values():
+                    self.wait(cell, timeout=max(0.05, deadline - time.monotonic()))
+                    if cell.timed_out is None and cell.result is not None and cell.result.status == "interrupted":
+                        break  # by the user
+            finally:
+                for cell in cells.values():
+                    if cell.result is None:
+                        self._processes.driver.post(ev.InterruptCell(cell.cell))
+        for rank, cell in cells.items():
+            try:
+                self._check(cell)
+                answers[rank] = self.take_values(cell)[rank]
+            except CellTimeout:
+                running = self._processes.driver.cell_of(rank)
+                doing = (
+                    f"it is running {running.label}" if running is not None and running is not cell else "it is busy"
+                )
+                unanswered[rank] = f"{doing} (asked for {timeout:g} s)"
+            except RankLostError as error:
+                unanswered[rank] = str(error)
+            except CellError as error:
+                unanswered[rank] = error.errors[rank].value if rank in error.errors else str(error)
+        return answers, unanswered
 
     def shards(self, name: str, *, timeout: float = ANSWER_TIMEOUT) -> ShardMap:
         """Return which shard of which tensor of the variable `name` lies on which rank, also while they run.

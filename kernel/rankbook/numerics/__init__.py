@@ -1,6 +1,9 @@
 """Checks of the numbers of a training run.
 
     hashing.py           hashes of tensors and their differences between ranks
+    norms.py             norms of gradients over all ranks, by parameter and module (pure code)
+    gradients.py         norms of the gradients of this rank
+    tables.py            results that are shown as a table, as text and HTML
     commands.py          public functions that the ranks run
     watch_conditions.py  conditions of `watch_numbers`
     watch.py             number watch of a rank: hooks on modules, gradients, collectives and optimizers

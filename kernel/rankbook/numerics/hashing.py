@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -153,3 +154,19 @@ def _wide(block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # Alignment: a clone starts at an aligned address.
     values = block.clone().view(dtype)
     return values.to(torch.complex128 if dtype.is_complex else torch.float64)
+
+
+def place_of(mesh: Any, placements: Sequence[Any]) -> str:  # noqa: ANN401 - a DeviceMesh and its placements
+    """Return the coordinates of this rank's shard along the axes of its mesh that shard it, with their placements.
+
+    Ranks with equal places hold replicas of one shard. Empty if the tensor is replicated along all axes.
+    """
+    names = mesh.mesh_dim_names or tuple(map(str, range(len(placements))))
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return "outside of the mesh"
+    return ", ".join(
+        f"{placement} {name} {at}"
+        for placement, name, at in zip(placements, names, coordinate, strict=True)
+        if not placement.is_replicate()
+    )

@@ -26,6 +26,7 @@ from rankbook.protocol.forkserver import (
     RankExited,
     RankForked,
 )
+from rankbook.protocol.numbers import HashState, MeasureDifferences, MeasureGradients
 from rankbook.protocol.queries import Answer, Question
 from rankbook.protocol.reattach import (
     Acknowledge,
@@ -379,7 +380,8 @@ class Stack(Message, frozen=True):
     paused: bool = False
 
 
-Task = RunCell | CallFunction | Assign | FetchValue | ListState | ExportState | AdoptState | Regroup
+_Check = HashState | MeasureDifferences | MeasureGradients
+Task = RunCell | CallFunction | Assign | FetchValue | ListState | ExportState | AdoptState | Regroup | _Check
 """Tasks of a rank's main thread, executed one at a time; it answers every task with `Done`."""
 # The control thread handles these at once, beside a running task.
 _Control = (

@@ -1,8 +1,8 @@
 """Execution of tasks on a rank's main thread, and the error reports of tasks that fail.
 
 A task is a message for the main thread: run a cell, call a function, assign or fetch variables, list, export or adopt
-state, form the process group. A task ends with exactly one `Done` message, after its output. An error in user code
-fails the task and never ends the rank.
+state, hash or compare tensors, form the process group. A task ends with exactly one `Done` message, after its output.
+An error in user code fails the task and never ends the rank.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from rankbook.protocol.messages import (
     Stack,
     ToRank,
 )
+from rankbook.protocol.numbers import HashState, MeasureDifferences, MeasureGradients
 from rankbook.protocol.queries import GetCompletions, GetInspection, GetValue, Hint, Look, Question
 from rankbook.protocol.telemetry import Measure
 from rankbook.rank import (
@@ -67,6 +68,7 @@ from rankbook.rank.debugger import Debuggee
 from rankbook.rank.inspect import oom, tensor_introspection
 from rankbook.rank.inspect.completion import CompletionHandler
 from rankbook.rank.inspect.query_threads import QueryThreads, answer_in_thread
+from rankbook.rank.inspect.tensor_introspection import GilYield
 from rankbook.rank.io import comms
 from rankbook.rank.io.output_capture import OutputCapture
 from rankbook.rank.io.output_widget import OutputWidgetTarget
@@ -312,6 +314,8 @@ class Executor:
                 adopted = recovery.adopt_state(self._shell.user_ns, open_state)
                 adopted["lost_save"] = shutdown.lost_saves(self._cell_files())
                 return pack(adopted, store=None)
+            case HashState() | MeasureDifferences() | MeasureGradients():
+                return pack(self._check_numbers(message), store=self._segments)
             case Regroup():
                 try:
                     self._group.join(message.generation)
@@ -322,6 +326,19 @@ class Executor:
             case _:
                 raise InvalidArgument(f"expected a task, got the message {type(message).__name__}")
         return None
+
+    def _check_numbers(self, message: HashState | MeasureDifferences | MeasureGradients) -> object:
+        # Imported here: a rank whose numbers nobody checks loads nothing.
+        if isinstance(message, MeasureGradients):
+            from rankbook.numerics.gradients import local_gradients
+            from rankbook.rank.inspect.shard_map import resolve_variable
+
+            return local_gradients(resolve_variable(self.namespace(), message.name, GilYield()), message.name)
+        from rankbook.rank.inspect.state_inventory import hash_state, measure_differences
+
+        if isinstance(message, HashState):
+            return hash_state(self.namespace(), message.names)
+        return measure_differences(self.namespace(), message.names, message.pieces)
 
     def _run_measured(self, message: RunCell, request: Measure) -> None:
         with self._interrupts.shield():

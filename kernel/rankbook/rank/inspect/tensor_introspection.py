@@ -181,7 +181,7 @@ def tensors_of_modules(modules: list[tuple[str, torch.nn.Module]], gil_yield: Gi
     """Return the parameters and buffers without duplicates. For FSDP2 these are the shards, even while unsharded."""
     tensors: dict[int, NamedTensor] = {}
     # By identity: of tied parameters the first name counts, as in `named_parameters`.
-    shards = _fsdp_shards([module for _, module in modules])
+    shards = fsdp_shards([module for _, module in modules])
     for prefix, module in modules:
         gil_yield()
         for kind in ("parameter", "buffer"):
@@ -198,7 +198,7 @@ def is_fsdp(module: torch.nn.Module) -> bool:
     return kind is not None and is_a(module, kind)
 
 
-def _fsdp_shards(modules: list[torch.nn.Module]) -> Mapping[tuple[int, str], torch.Tensor]:
+def fsdp_shards(modules: list[torch.nn.Module]) -> Mapping[tuple[int, str], torch.Tensor]:
     """Return the shards of all parameters that FSDP2 manages, by module id and name.
 
     While a module is unsharded, its attributes hold the gathered parameters instead.

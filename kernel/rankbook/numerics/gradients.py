@@ -1,0 +1,110 @@
+"""Norms of the gradients on this rank, and the table of all ranks.
+
+`local_gradients` measures the shards of this rank; norms.py adds them up. The notebook asks every rank, and
+`gradients_of_ranks` does the same inside of a cell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from rankbook.control_collectives import gather_objects
+from rankbook.errors import InvalidArgument
+from rankbook.numerics.hashing import place_of
+from rankbook.numerics.norms import GradientTable, merge_gradients
+from rankbook.protocol.numbers import GradientEntry, LocalGradients
+from rankbook.runtime.gradient_state import GradientState
+from rankbook.runtime.prepare import prepared_optimizers
+from rankbook.runtime.strategies.base import reshard
+
+_PIECE = 1 << 22
+"""Elements that are converted to float64 at a time."""
+_WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
+
+
+def gradients_of_ranks(model: object) -> GradientTable:
+    """Return the norms of the gradients of `model` over all ranks. A collective."""
+    return merge_gradients(dict(enumerate(gather_objects(local_gradients(model, "model")))))
+
+
+def local_gradients(model: object, name: str) -> LocalGradients:
+    """Return the norms of the gradients on this rank.
+
+    A collective if a gradient is a partial sum, as tensor parallelism can leave it. Raises `InvalidArgument` if `model`
+    is not a module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(f"{name!r} is a {type(model).__name__} on this rank: expected a model")
+    reshard(model)  # the gradients of FSDP2 belong to the shards
+    reduced = not GradientState._shared_state or GradientState().sync_gradients
+    parameters = dict(_named_parameters(model))
+    scale = _loss_scale(list(parameters.values()))
+    with torch.no_grad():
+        entries = tuple(_measure(key, parameter, scale) for key, parameter in parameters.items())
+    return LocalGradients(entries, reduced, scale)
+
+
+def _named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for key, parameter in model.named_parameters():
+        yield ".".join(_without_wrappers(model, key.split("."))), parameter
+
+
+def _without_wrappers(module: torch.nn.Module, path: list[str]) -> Iterator[str]:
+    """Yield the parts of a name without those that DDP, torch.compile and checkpointing of activations add."""
+    for part in path:
+        child = module._modules.get(part)
+        is_wrapper = part in _WRAPPERS and len(module._modules) == 1 and not module._parameters
+        if not is_wrapper or (part == "module" and not isinstance(module, torch.nn.parallel.DistributedDataParallel)):
+            yield part
+        if child is not None:
+            module = child
+
+
+def _measure(key: str, parameter: torch.Tensor, scale: float) -> GradientEntry:
+    gradient = parameter.grad
+    place = _place(parameter)
+    weights = _local(parameter)
+    if gradient is None:
+        return GradientEntry(key, place, None, _norm(weights), weights.numel())
+    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+        # The sum over the ranks is still to be taken.
+        whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+        gradient = gradient.redistribute(placements=whole)
+    place = _place(gradient) if isinstance(gradient, DTensor) else place
+    local = _local(gradient)
+    norm = _norm(local)
+    nonfinite = 0 if math.isfinite(norm) else int((~local.isfinite()).sum())
+    return GradientEntry(key, place, norm / scale, _norm(weights), weights.numel(), nonfinite)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    """Return the 2-norm, accumulated in float64 (float32 on a device without it)."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor.coalesce().values()
+    dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
+    pieces = tensor.reshape(-1).split(_PIECE)
+    norms = [torch.linalg.vector_norm(piece.to(dtype)) for piece in pieces if piece.numel()]
+    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+
+def _place(tensor: torch.Tensor) -> str:
+    return place_of(tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ""
+
+
+def _loss_scale(parameters: list[torch.nn.Parameter]) -> float:
+    """Return the fp16 loss scale that the gradients of `parameters` have; 1 if they have none, or none any more."""
+    chosen = set(map(id, parameters))
+    for optimizer in prepared_optimizers():
+        scaler = getattr(optimizer, "scaler", None)
+        owned = (id(tensor) for group in optimizer.param_groups for tensor in group["params"])
+        if scaler is not None and scaler.is_enabled() and not optimizer._is_unscaled() and not chosen.isdisjoint(owned):
+            return float(scaler.get_scale())
+    return 1.0

@@ -1,0 +1,438 @@
+"""List the state that the ranks' layout keeps equal, and hash it: tensors, optimizers, schedulers, random states.
+
+The coordinator compares the hashes of all ranks (`coordinator/sync_check.py`). A key names a tensor on all ranks, and
+the place of a shard says which ranks hold a replica of it: the coordinates along the axes of its mesh that shard it.
+All of this runs on the main thread, between cells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from hashlib import blake2b
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from rankbook.control_collectives import control_device
+from rankbook.errors import InvalidArgument
+from rankbook.numerics.hashing import BLOCK, block_of, compare_block, hash_blocks, place_of
+from rankbook.protocol.numbers import Difference, Piece, StateEntry, StateHashes
+from rankbook.rank.inspect import object_discovery, tensor_introspection
+from rankbook.rank.inspect.shard_map import resolve_variable
+from rankbook.rank.inspect.tensor_introspection import GilYield, instance_dict, is_a, is_dtensor, loaded_class
+
+RNG = "rng"
+"""Name of the random states of Python, NumPy and torch, for `names`."""
+
+
+class _NoYield(GilYield):
+    """Yields nothing: this is the main thread."""
+
+    def __call__(self) -> None:
+        pass
+
+
+_no_yield = _NoYield()
+_PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
+_MAX_DEPTH = 8
+
+
+@dataclass
+class StateItem:
+    """An entry of the inventory, with the local tensor in place of its hashes. See `protocol.numbers.StateEntry`."""
+
+    key: str
+    kind: str
+    tensor: torch.Tensor | None = None
+    value: str = ""
+    shape: tuple[int, ...] = ()
+    place: str = ""
+    ranks: tuple[int, ...] = ()
+    trainable: bool | None = None
+    first: str = ""
+    due: str = ""
+
+
+@dataclass
+class Inventory:
+    """What the names lead to on this rank. See `protocol.numbers.StateHashes`."""
+
+    items: list[StateItem] = field(default_factory=list)
+    steps: int | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def hash_state(namespace: Mapping[str, object], names: tuple[str, ...]) -> StateHashes:
+    """Return the hashes of the variables `names`, or of all state that the layout keeps equal."""
+    inventory = take_inventory(namespace, names)
+    with torch.no_grad():
+        entries = tuple(_hashed(item) for item in inventory.items)
+    return StateHashes(entries, inventory.steps, inventory.missing, inventory.skipped)
+
+
+def _hashed(item: StateItem) -> StateEntry:
+    tensor, dtype, digest, value, size = item.tensor, "", b"", item.value, 0
+    if tensor is not None:
+        dtype, size = tensor_introspection.dtype_of(tensor), tensor_introspection.nbytes(tensor)
+        try:
+            digest = hash_blocks(tensor)
+        except InvalidArgument as error:
+            value = str(error)
+    return StateEntry(
+        item.key, item.kind, dtype, item.shape, item.place, item.ranks, digest, value, size, item.trainable, item.first,
+        item.due,
+    )  # fmt: skip
+
+
+def measure_differences(
+    namespace: Mapping[str, object], names: tuple[str, ...], pieces: tuple[Piece, ...]
+) -> list[Difference]:
+    """Compare blocks of tensors with those of the rank that holds the reference. A collective of all ranks.
+
+    Blocks are broadcast one by one, so that the extra memory is a few blocks. The largest difference and the number of
+    differing elements are those of the blocks that the pieces name.
+    """
+    tensors = {item.key: item.tensor for item in take_inventory(namespace, names).items if item.tensor is not None}
+    rank, device = dist.get_rank(), control_device()
+    differences = []
+    with torch.no_grad():
+        for piece in pieces:
+            tensor = tensors.get(piece.key)
+            found = []
+            for number in piece.blocks:
+                size = min(BLOCK, piece.nbytes - number * BLOCK)
+                if rank == piece.source:
+                    if tensor is None:
+                        raise InvalidArgument(f"{piece.key!r} is not defined any more on this rank")
+                    block = block_of(tensor, number).to(device).contiguous()
+                else:
+                    block = torch.empty(size, dtype=torch.uint8, device=device)
+                dist.broadcast(block, piece.source)
+                if rank in piece.ranks and tensor is not None:
+                    found.append(compare_block(block_of(tensor, number).to(device), block, tensor.dtype))
+            if found:
+                largest = [gap for gap, *_ in found if not math.isnan(gap)]
+                differences.append(
+                    Difference(
+                        piece.key,
+                        rank,
+                        max(largest, default=float("nan")),
+                        sum(differing for _, differing, _, _ in found),
+                        sum(compared for _, _, compared, _ in found),
+                        sum(nonfinite for *_, nonfinite in found),
+                    )
+                )
+    return differences
+
+
+def take_inventory(namespace: Mapping[str, object], names: tuple[str, ...]) -> Inventory:
+    """Return the items of the variables `names`, or of all state that the layout keeps equal."""
+    collector = _Collector(namespace)
+    if names:
+        for name in names:
+            collector.add_named(name)
+    else:
+        collector.add_all()
+    return collector.inventory
+
+
+class _Collector:
+    """Collects items. Reads attributes of modules and optimizers without running properties."""
+
+    def __init__(self, namespace: Mapping[str, object]) -> None:
+        self.inventory = Inventory()
+        self._namespace = namespace
+        self._objects = object_discovery.discover_objects(namespace, _no_yield)
+        self._added: set[str] = set()
+        # Of every parameter: its model, its name there, and the ranks that hold replicas of it.
+        self._owners: dict[int, tuple[str, str, tuple[int, ...]]] = {}
+        for name, tree in self._objects.trees.items():
+            for key, _, tensor, _ in _tensors_with_aliases(tree):
+                self._owners.setdefault(id(tensor), (name, key, _ddp_ranks(tree)))
+        counted = map(tensor_introspection.steps_of_optimizer, self._objects.optimizers.values())
+        self.inventory.steps = max((count for count in counted if count is not None), default=None)
+
+    def _add(self, item: StateItem) -> None:
+        if item.key not in self._added:
+            self._added.add(item.key)
+            if item.tensor is not None and is_dtensor(item.tensor):
+                item.place = _place(item.tensor)
+                item.shape = tensor_introspection.shape_of(item.tensor)
+                item.tensor = tensor_introspection.local_shard(item.tensor)
+            elif item.tensor is not None:
+                item.shape = item.shape or tensor_introspection.shape_of(item.tensor)
+            self.inventory.items.append(item)
+
+    def add_all(self) -> None:
+        """Add what is meant to be equal: wrapped models, their optimizers, schedulers, scalers and random states."""
+        kept: set[int] = set()
+        trees = dict(self._named(self._objects.trees))
+        if not any(map(is_kept_equal, trees.values())):
+            # Models in local variables, which only the runtime knows, by the order in which they were prepared. Those
+            # that wait for the garbage collector would be counted on some ranks only.
+            gc.collect()
+            self._objects = object_discovery.discover_objects(self._namespace, _no_yield)
+            trees = self._objects.trees
+        for name, tree in trees.items():
+            if is_kept_equal(tree):
+                self._add_model(name, tree)
+                kept |= {id(tensor) for _, _, tensor, _ in _tensors_with_aliases(tree)}
+                self._add_dropout_states(tree)
+            else:
+                kind = type(tensor_introspection.unwrapped(tree[0][1])).__name__
+                self.inventory.skipped[name] = f"{kind} that no wrapper keeps equal"
+        bare = []
+        for name, optimizer in self._objects.optimizers.items():
+            if kept.isdisjoint(map(id, tensor_introspection.parameters_of_optimizer(optimizer))):
+                continue
+            bare.append(tensor_introspection.bare_optimizer(optimizer))
+            if type(bare[-1]).__name__ == "ZeroRedundancyOptimizer":
+                self.inventory.skipped[name] = "ZeroRedundancyOptimizer, whose ranks hold different states"
+            else:
+                self._add_optimizer(name, optimizer)
+        for name, value in self._namespace.items():
+            scheduler: Any = instance_dict(value).get("scheduler", value)
+            if _is_scheduler(scheduler) and tensor_introspection.bare_optimizer(scheduler.optimizer) in bare:
+                self._add_leaves(name, "scheduler", scheduler.state_dict())
+            scaler: Any = instance_dict(value).get("scaler") if type(value).__name__ == "Accelerator" else value
+            if bare and is_a(scaler, torch.amp.GradScaler):
+                self._add_leaves(f"{name}.scaler" if scaler is not value else name, "scaler", scaler.state_dict())
+        for name, loader in self._objects.loaders.items():
+            self._add_loader(name, loader)
+
+    @staticmethod
+    def _named(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the objects that variables lead to."""
+        return ((name, value) for name, value in objects.items() if not name.startswith("prepared "))
+
+    def add_named(self, name: str) -> None:
+        """Add the variable `name`, a part of a model, or all entries that match a pattern such as `model.*.bias`."""
+        before, first = len(self.inventory.items), name.split(".", maxsplit=1)[0]
+        if name == RNG and RNG not in self._namespace:
+            self._add_random_states(("python", "numpy", "torch", "cuda"))
+            return
+        if any(symbol in name for symbol in "*?["):
+            self._add_matching(first, lambda key: fnmatchcase(key, name))
+        elif "." in name:
+            self._add_matching(first, lambda key: key == name or key.startswith(f"{name}."))
+        if len(self.inventory.items) > before:
+            return
+        try:
+            value = resolve_variable(self._namespace, name, _no_yield)
+            self._add_value(name, value)
+        except InvalidArgument as error:
+            self.inventory.missing[name] = str(error)
+
+    def _add_matching(self, first: str, matches: Callable[[str], bool]) -> None:
+        """Add the entries of the variable `first`, and of all models and optimizers, whose keys match."""
+        everything = _Collector(self._namespace)
+        if first in self._namespace:
+            with contextlib.suppress(InvalidArgument):
+                everything._add_value(first, self._namespace[first])
+        for name, tree in everything._objects.trees.items():
+            everything._add_model(name, tree)
+        for name, optimizer in everything._objects.optimizers.items():
+            everything._add_optimizer(name, optimizer)
+        for item in everything.inventory.items:
+            if matches(item.key):
+                self._add(item)
+
+    def _add_value(self, name: str, value: Any) -> None:  # noqa: ANN401 - any variable
+        if is_a(value, torch.nn.Module):
+            self._add_model(name, list(tensor_introspection.modules_of(value, _no_yield)))
+        elif is_a(value, torch.optim.Optimizer):
+            self._add_optimizer(name, value)
+        elif is_a(value, torch.Tensor):
+            self._add(StateItem(name, "tensor", value))
+        elif is_a(value, torch.Generator):
+            self._add(StateItem(name, "random state", value.get_state()))
+        elif "parts" in instance_dict(value) and "position" in instance_dict(value):
+            self._add_loader(name, value)
+        elif is_a(value, numpy.ndarray) or type(value) in {*_PLAIN_VALUES, dict, list, tuple}:
+            self._add_leaves(name, "value", value)
+        elif callable(state := getattr(value, "state_dict", None)):
+            self._add_leaves(name, "state", state())
+        else:
+            raise InvalidArgument(
+                f"cannot compare {name!r}, a {type(value).__name__}: expected a tensor, a module, an optimizer, an "
+                "object with a state_dict, numbers, or containers of these"
+            )
+
+    # Models
+
+    def _add_model(self, name: str, tree: list[tuple[str, torch.nn.Module]]) -> None:
+        ranks, ddp = _ddp_ranks(tree), _ddp_of(tree)
+        ignored = set(getattr(ddp, "parameters_to_ignore", ()))
+        # torch 2.13 has given the attribute another name.
+        options = instance_dict(ddp)
+        broadcasts = options.get("forward_sync_buffers", options.get("broadcast_buffers")) is True
+        due = "the next forward pass of DDP broadcasts the buffers of rank 0" if broadcasts else ""
+        firsts: dict[int, str] = {}
+        for key, kind, tensor, trainable in _tensors_with_aliases(tree):
+            if key in ignored:
+                continue
+            self._add(
+                StateItem(
+                    f"{name}.{key}",
+                    kind,
+                    tensor,
+                    ranks=ranks,
+                    trainable=trainable,
+                    first=firsts.setdefault(id(tensor), f"{name}.{key}"),
+                    due=due if kind == "buffer" else "",
+                )
+            )
+
+    # Optimizers
+
+    def _add_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        bare = tensor_introspection.bare_optimizer(optimizer)
+        parameters = [parameter for group in bare.param_groups for parameter in group["params"]]
+        models = {self._owners[id(parameter)][0] for parameter in parameters if id(parameter) in self._owners}
+        numbers: dict[int, tuple[str, tuple[int, ...]]] = {}
+        for index, group in enumerate(bare.param_groups):
+            for parameter in group["params"]:
+                model, known, ranks = self._owners.get(id(parameter), ("", str(len(numbers)), ()))
+                known = f"{model}.{known}" if model and len(models) > 1 else known
+                numbers[id(parameter)] = known, ranks
+                self._add(StateItem(f"{name}.params.{known}", "optimized", value=f"group {index}", ranks=ranks))
+            options = {key: value for key, value in group.items() if key != "params"}
+            self._add_leaves(f"{name}.group {index}", "option", options)
+        for parameter, state in bare.state.items():
+            known, ranks = numbers.get(id(parameter), ("?", ()))
+            place = _place(parameter) if is_a(parameter, torch.Tensor) and is_dtensor(parameter) else ""
+            for key, value in tensor_introspection.items(state):
+                entry = f"{name}.state.{known}.{key}"
+                if is_a(value, torch.Tensor):
+                    # Some optimizers keep the state of a sharded parameter as plain tensors of the shard's size.
+                    local = place if not is_dtensor(value) and value.numel() > 1 else ""
+                    self._add(StateItem(entry, "optimizer state", value, place=local, ranks=ranks))
+                else:
+                    self._add_leaves(entry, "optimizer state", value)
+
+    # Others
+
+    def _add_loader(self, name: str, loader: object) -> None:
+        parts, position = instance_dict(loader).get("parts"), instance_dict(loader).get("position")
+        has = instance_dict(position)
+        if not instance_dict(parts).get("synchronized") or has.get("seed") is None:
+            return
+        self._add(StateItem(f"{name}.seed", "loader", value=str(has["seed"])))
+        self._add(StateItem(f"{name}.epoch", "loader", value=str(has.get("epoch"))))
+        generator: Any = instance_dict(parts).get("generator")
+        if is_a(generator, torch.Generator):
+            self._add(StateItem(f"{name}.generator", "random state", generator.get_state()))
+
+    def _add_dropout_states(self, tree: list[tuple[str, torch.nn.Module]]) -> None:
+        """Add torch's random states for the ranks of a tensor-parallel group, if dropout draws from them.
+
+        These ranks hold the same activations, so they have to drop the same ones. Data-parallel ranks do not.
+        """
+        drops = any(
+            is_a(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0  # type: ignore[operator]
+            for _, module in tree
+        )
+        ranks = _tensor_parallel_ranks(tree)
+        if drops and len(ranks) > 1:
+            self._add_random_states(("torch", "cuda"), ranks)
+
+    def _add_random_states(self, kinds: tuple[str, ...], ranks: tuple[int, ...] = ()) -> None:
+        for kind in kinds:
+            if kind == "torch":
+                self._add(StateItem("rng.torch", "random state", torch.get_rng_state(), ranks=ranks))
+            elif kind == "cuda" and torch.cuda.is_initialized():
+                self._add(StateItem("rng.cuda", "random state", torch.cuda.get_rng_state(), ranks=ranks))
+            elif kind in {"python", "numpy"}:
+                state = random.getstate() if kind == "python" else numpy.random.get_state()  # noqa: NPY002 - the state itself
+                text = (
+                    repr(state)
+                    if kind == "python"
+                    else repr([getattr(part, "tolist", lambda p=part: p)() for part in state])
+                )
+                digest = blake2b(text.encode(), digest_size=8).hexdigest()
+                self._add(StateItem(f"rng.{kind}", "random state", value=digest, ranks=ranks))
+
+    def _add_leaves(self, key: str, kind: str, value: Any, depth: int = 0) -> None:  # noqa: ANN401 - any value
+        if depth > _MAX_DEPTH:
+            return
+        if is_a(value, torch.Tensor):
+            self._add(StateItem(key, kind, value))
+        elif is_a(value, numpy.ndarray) and value.dtype.kind in "biufc":
+            self._add(StateItem(key, kind, torch.from_numpy(numpy.ascontiguousarray(value))))
+        elif type(value) in _PLAIN_VALUES:
+            text = repr(value)
+            if len(text) > 100:
+                text = f"{text[:60]}… ({blake2b(text.encode(), digest_size=8).hexdigest()})"
+            self._add(StateItem(key, kind, value=text))
+        elif is_a(value, dict):
+            for name, item in tensor_introspection.items(value):
+                self._add_leaves(f"{key}.{name}", kind, item, depth + 1)
+        elif type(value) in {list, tuple}:
+            for index, item in enumerate(value):
+                self._add_leaves(f"{key}.{index}", kind, item, depth + 1)
+
+
+def is_kept_equal(tree: list[tuple[str, torch.nn.Module]]) -> bool:
+    """Return True if a wrapper keeps the replicas of a model equal: DDP, FSDP2, DTensors, or an average of weights."""
+    averaged = loaded_class("torch.optim.swa_utils", "AveragedModel")
+    return (
+        _ddp_of(tree) is not None
+        or any(tensor_introspection.is_fsdp(module) for _, module in tree)
+        or (averaged is not None and any(is_a(module, averaged) for _, module in tree))
+        or any(is_dtensor(tensor) for _, _, tensor, _ in _tensors_with_aliases(tree))
+    )
+
+
+def _place(tensor: torch.Tensor) -> str:
+    spec = tensor_introspection.spec_of(tensor)
+    return place_of(spec.mesh, spec.placements)
+
+
+def _tensors_with_aliases(
+    tree: list[tuple[str, torch.nn.Module]],
+) -> Iterator[tuple[str, str, torch.Tensor, bool | None]]:
+    """Yield (name, kind, tensor, trainable) of all parameters and buffers; a tied tensor under every name."""
+    shards = tensor_introspection.fsdp_shards([module for _, module in tree])
+    for prefix, module in tree:
+        for kind in ("parameter", "buffer"):
+            for name, tensor in tensor_introspection.items(instance_dict(module).get(f"_{kind}s")):
+                shard = shards.get((id(module), name), tensor)
+                if shard is not None and is_a(shard, torch.Tensor):
+                    yield f"{prefix}{name}", kind, shard, shard.requires_grad if kind == "parameter" else None
+
+
+def _ddp_of(tree: list[tuple[str, torch.nn.Module]]) -> torch.nn.Module | None:
+    kind = loaded_class("torch.nn.parallel", "DistributedDataParallel")
+    return next((module for _, module in tree if kind is not None and is_a(module, kind)), None)
+
+
+def _ddp_ranks(tree: list[tuple[str, torch.nn.Module]]) -> tuple[int, ...]:
+    """Return the ranks that DDP keeps equal; () for all ranks, and for other models."""
+    ddp = _ddp_of(tree)
+    group = None if ddp is None else instance_dict(ddp).get("process_group")
+    if group is None or dist.get_world_size(group) == dist.get_world_size():
+        return ()
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _tensor_parallel_ranks(tree: list[tuple[str, torch.nn.Module]]) -> tuple[int, ...]:
+    for _, _, tensor, _ in _tensors_with_aliases(tree):
+        if is_dtensor(tensor):
+            mesh = tensor_introspection.spec_of(tensor).mesh
+            if "tp" in (mesh.mesh_dim_names or ()):
+                return tuple(dist.get_process_group_ranks(mesh.get_group("tp")))
+    return ()
+
+
+def _is_scheduler(value: object) -> bool:
+    kind = loaded_class("torch.optim.lr_scheduler", "LRScheduler")
+    return kind is not None and is_a(value, kind)

@@ -1,0 +1,266 @@
+"""Test sync-check and gradient norms on real ranks: clean layouts, and planted bugs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import rankbook
+from rankbook import Cluster, InvalidArgument
+from rankbook.launch import local
+from tests.conftest import Gate, wait_until
+
+pytestmark = pytest.mark.processes
+
+SETUP = """
+from rankbook import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, TorchTensorParallelConfig
+from torch import nn
+
+PLAN = TorchTensorParallelConfig(plan={"up": "colwise", "down": "rowwise"})
+LAYOUTS = {
+    "ddp": lambda: ParallelismConfig(dp_replicate_size=4),
+    "fsdp": lambda: ParallelismConfig(dp_shard_size=4),
+    "hybrid": lambda: ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
+    "tp": lambda: ParallelismConfig(tp_size=4, tp_handler=PLAN),
+    "mesh": lambda: ParallelismConfig(dp_shard_size=2, tp_size=2, tp_handler=PLAN),
+}
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(12, 8), nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.drop, self.head = nn.Dropout(0.0), nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x):
+        return self.head(self.drop(self.down(torch.relu(self.up(self.norm(self.embed(x)))))))
+
+torch.manual_seed(3)
+DATA = torch.randint(0, 12, (16,))
+LABELS = torch.randint(0, 12, (16,))
+
+def fresh(dropout=0.0):
+    torch.manual_seed(5)
+    model = Model()
+    model.drop.p = dropout
+    return model
+
+def build(layout, precision="no", steps=1, dropout=0.0):
+    global accelerator, model, optimizer, scheduler
+    accelerator = Accelerator(
+        parallelism_config=LAYOUTS[layout](), mixed_precision=precision, gradient_accumulation_steps=steps
+    )
+    raw = fresh(dropout)
+    model, optimizer = accelerator.prepare(raw, torch.optim.AdamW(raw.parameters(), lr=0.01))
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+
+def share(data):
+    setup = accelerator.setup
+    return data.chunk(setup.data_parallel_size)[setup.data_parallel_rank]
+
+def backward(limit=None):
+    loss = nn.functional.cross_entropy(model(share(DATA)), share(LABELS))
+    accelerator.backward(loss)
+    return accelerator.clip_grad_norm_(model.parameters(), limit) if limit else None
+
+def train(batches=2, limit=1.0):
+    for _ in range(batches):
+        with accelerator.accumulate(model):
+            backward(limit)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+single = fresh()
+nn.functional.cross_entropy(single(DATA), LABELS).backward()
+expected = {name: float(p.grad.norm()) for name, p in single.named_parameters()}
+expected_total = float(nn.utils.clip_grad_norm_(single.parameters(), 0.05))
+clipped = {name: float(p.grad.norm()) for name, p in single.named_parameters()}
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    found = rankbook.start(4)
+    try:
+        found.run(SETUP).raise_for_status()
+        yield found
+    finally:
+        found.stop()
+        local.shutdown_prestarted()
+
+
+def run(cluster: Cluster, code: str, **options: object) -> None:
+    cluster.run(code, **options).raise_for_status()
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hybrid", "tp", "mesh"])
+def test_clean_layout_raises_no_alarm_and_has_the_norms_of_one_process(cluster, layout):
+    run(cluster, f"build({layout!r}, dropout=0.1)\ntrain()")
+    report = cluster.sync_check()
+    assert report.ok and report.compared > 30 and not report.expected, report
+    run(cluster, f"build({layout!r})\nbackward()")
+    table = cluster.gradients("model")
+    expected, total, clipped = (cluster.pull(name)[0] for name in ("expected", "expected_total", "clipped"))
+    assert table.norm == pytest.approx(total, rel=1e-4)
+    assert {name: gradient.norm for name, gradient in table.parameters.items()} == pytest.approx(expected, rel=1e-3)
+    assert table["up"] == pytest.approx((expected["up.weight"] ** 2 + expected["up.bias"] ** 2) ** 0.5, rel=1e-3)
+    assert {gradient.note for gradient in table.parameters.values()} == {""}
+    run(cluster, "norm = float(accelerator.clip_grad_norm_(model.parameters(), 0.05))")
+    assert cluster.pull("norm") == pytest.approx([total] * 4, rel=1e-4)
+    after = {name: gradient.norm for name, gradient in cluster.gradients("model").parameters.items()}
+    assert after == pytest.approx(clipped, rel=1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hybrid", "tp", "mesh"])
+def test_clean_training_raises_no_alarm(cluster, layout, precision, steps):
+    run(cluster, f"build({layout!r}, {precision!r}, steps={steps}, dropout=0.1)\ntrain(batches=3)")
+    report = cluster.sync_check()
+    assert report.ok, report
+    names = cluster.sync_check(["model", "optimizer", "scheduler"])
+    assert names.ok and names.compared > 30, names
+
+
+def test_gradients_inside_of_a_cell_are_those_of_all_ranks(cluster):
+    run(cluster, "build('mesh')\nbackward()\nimport rankbook\ntable = rankbook.gradients(model)\nnorm = table.norm")
+    assert cluster.pull("norm") == pytest.approx([cluster.pull("expected_total")[0]] * 4, rel=1e-4)
+    run(cluster, "build('ddp', steps=2)\nwith accelerator.accumulate(model):\n    backward()")
+    table = cluster.gradients("model")
+    assert not table.reduced and "not reduced yet" in str(table) and "differs between replicas" in str(table)
+    with pytest.raises(InvalidArgument, match="no module or parameter 'upp'; did you mean: up"):
+        table["upp"]
+    with pytest.raises(rankbook.CellError, match=r"'optimizer' is a .*: expected a model"):
+        cluster.gradients("optimizer")
+
+
+BUGS = {
+    # bug: (code, name, kind, ranks, what the difference says)
+    "parameter": ("if rank == 2: model.module.up.weight.data[0, 0] += 0.5", "model.up.weight", "parameter", (2,), ""),
+    "buffer": (
+        "model.forward_sync_buffers = model.broadcast_buffers = False\nmodel.module.scale += rank // 2",
+        *("model.scale", "buffer", (2, 3), ""),
+    ),
+    "tie": (
+        "if rank == 1: model.module.head.weight = nn.Parameter(model.module.embed.weight.detach().clone())",
+        *("model.head.weight", "parameter", (1,), "tied to model.embed.weight on ranks 0,2-3; not tied on rank 1"),
+    ),
+    "optimizer state": (
+        "if rank == 3: optimizer.optimizer.state[model.module.up.weight]['exp_avg'][1] = float('nan')",
+        *("optimizer.state.up.weight.exp_avg", "optimizer state", (3,), "8 elements are NaN or infinite on one side"),
+    ),
+    "learning rate": (
+        "if rank == 0: optimizer.param_groups[0]['lr'] = 0.5",
+        *("optimizer.group 0.lr", "option", (0,), "0.5 on rank 0"),
+    ),
+    "scheduler": ("if rank == 1: scheduler.scheduler.last_epoch += 1", "scheduler.last_epoch", "scheduler", (1,), ""),
+    "frozen": (
+        "if rank == 1: model.module.up.bias.requires_grad_(False)",
+        *("model.up.bias", "parameter", (1,), "requires_grad: True on ranks 0,2-3; False on rank 1"),
+    ),
+    "frozen parameter in the optimizer": (
+        "if rank == 1: optimizer.optimizer.add_param_group({'params': [nn.Parameter(torch.zeros(2), False)]})",
+        *("optimizer.params.7", "optimized", (1,), "is in the optimizer on rank 1 only"),
+    ),
+    "dtype": (
+        "if rank == 1: model.module.norm.bfloat16()",
+        *("model.norm.weight", "parameter", (1,), "bfloat16 on rank 1"),
+    ),
+    "shape": (
+        "if rank == 2: model.module.scale = torch.ones(4)",
+        *("model.scale", "buffer", (2,), "[3] on ranks 0-1,3; [4] on rank 2"),
+    ),
+    "missing": (
+        "if rank == 2: del model.module.scale",
+        *("model.scale", "buffer", (2,), "exists on ranks 0-1,3 only"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_is_found(cluster, bug):
+    code, name, kind, ranks, difference = BUGS[bug]
+    run(cluster, "build('ddp')\ntrain(1)")
+    assert cluster.sync_check().ok
+    run(cluster, code)
+    report = cluster.sync_check()
+    found = [f for f in report.findings if (f.name, f.kind, f.ranks) == (name, kind, ranks) and difference in f.problem]
+    assert len(found) == 1 and not report.ok, report
+    assert name in str(report) and name in report.bundle()["text/html"]
+
+
+def test_difference_is_measured_and_dated(cluster):
+    run(cluster, "build('ddp')\ntrain(1)")
+    assert cluster.sync_check().ok
+    run(cluster, "train(1)\nwith torch.no_grad():\n    if rank == 1: model.module.up.weight[0, :4] += 0.25")
+    report = cluster.sync_check()
+    (finding,) = report.findings
+    assert (finding.name, finding.ranks, finding.reference) == ("model.up.weight", (1,), (0, 2, 3))
+    assert finding.largest == pytest.approx(0.25, rel=1e-3) and finding.share == 4 / 128
+    assert "after step 1, equal" in finding.since
+    assert cluster.sync_check("model.down").ok and cluster.sync_check("model.*.bias").ok
+    assert [f.name for f in cluster.sync_check("model.up").findings] == ["model.up.weight"]
+
+
+def test_shards_are_compared_with_their_replicas_only(cluster):
+    run(cluster, "build('hybrid')\ntrain(1)")
+    run(cluster, "if rank == 3: model.up.weight.detach().to_local().add_(1.0)")
+    (finding,) = cluster.sync_check().findings
+    # Ranks 1 and 3 hold the second half of the rows: 64 elements.
+    assert (finding.name, finding.ranks, finding.reference) == ("model.up.weight", (3,), (1,))
+    assert (finding.share, finding.elements) == (1.0, 64) and finding.largest == pytest.approx(1.0)
+
+
+def test_buffers_that_the_next_forward_pass_makes_equal_are_no_alarm(cluster):
+    run(cluster, "build('ddp')\ntrain(1)\nmodel.module.scale += rank")
+    report = cluster.sync_check()
+    assert report.ok and [f.name for f in report.expected] == ["model.scale"]
+    assert "the next forward pass of DDP broadcasts the buffers of rank 0" in str(report)
+    run(cluster, "train(1)")
+    assert not cluster.sync_check().expected
+
+
+def test_random_states_of_ranks_that_drop_the_same_activations_are_compared(cluster):
+    run(cluster, "build('tp', dropout=0.5)\ntorch.manual_seed(rank)")
+    assert [f.name for f in cluster.sync_check().findings] == ["rng.torch"]
+    run(cluster, "torch.manual_seed(0)\nimport random\nrandom.seed(rank // 3)")
+    assert cluster.sync_check().ok
+    assert [(f.name, f.ranks) for f in cluster.sync_check("rng").findings if f.name == "rng.python"] == [
+        ("rng.python", (3,))
+    ]
+
+
+def test_variables_are_compared_by_name(cluster):
+    run(
+        cluster,
+        "torch.manual_seed(rank)\nother = nn.Sequential(nn.Linear(2, 2))\n"
+        "values = {'a': [1, 2.5, 'x'], 'b': torch.full((3,), 1.0 + rank)}\n"
+        "zeros = torch.zeros(3) * (-1 if rank else 1)\nif rank: only = 1",
+    )
+    report = cluster.sync_check(["other", "values", "zeros", "only"])
+    assert {(f.name, f.ranks) for f in report.findings} == {
+        *(("other.0.weight", (1, 2, 3)), ("other.0.bias", (1, 2, 3)), ("values.b", (1, 2, 3)), ("only", (0,))),
+    }
+    assert "other" in cluster.sync_check().skipped
+    with pytest.raises(InvalidArgument, match="variable 'nothing' is not defined"):
+        cluster.sync_check("nothing")
+
+
+def test_busy_rank_is_named_after_the_limit(cluster, tmp_path):
+    gate = Gate(tmp_path / "gate")
+    cell = cluster.submit_code(gate.wait, number=7, ranks=[3], sink=None)
+    try:
+        wait_until(lambda: cell.started is not None, timeout=20, what="the cell runs")
+        report = cluster.sync_check(timeout=0.5)
+    finally:
+        gate.open()
+        cluster.wait(cell)
+    assert report.ranks == (0, 1, 2) and not report.ok
+    assert report.unanswered == {3: "it is running cell [7] (asked for 0.5 s)"}
+    assert "rank 3 did not answer: it is running cell [7]" in str(report)
+    assert cluster.sync_check("DATA").ok
