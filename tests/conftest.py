@@ -68,7 +68,7 @@ import os, sys
 sys.rankbook_tests_original = dict(os.environ), os.getcwd(), list(sys.path)
 del os, sys
 """
-"""What the tests' kernels run first. On a busy machine a rank may be held up for longer than a person would wait.
+"""Code that the tests' kernels run first. On a busy machine, a rank may take longer than a user would wait.
 
 A person sees what one rank prints a tenth of a second later by itself, no completions that take as long, and a rank as
 unresponsive that takes ten times that to say where it is.
@@ -88,7 +88,7 @@ def wait_until(condition: Callable[[], bool], *, timeout: float, what: str) -> f
 
     Those in which the machine stood still and nobody could do anything do not count.
     """
-    began = before = time.monotonic()
+    start = before = time.monotonic()
     waited = 0.0
     while not condition():
         if waited > timeout:
@@ -97,7 +97,7 @@ def wait_until(condition: Callable[[], bool], *, timeout: float, what: str) -> f
         now = time.monotonic()
         waited += min(now - before, _ONE_LOOK)
         before = now
-    return time.monotonic() - began
+    return time.monotonic() - start
 
 
 def stop_process(pid: int) -> None:
@@ -125,7 +125,7 @@ def patient_ipython(folder: Path) -> Path:
 
 @functools.cache
 def ipython_folder() -> str:
-    """One such folder, for all kernels of a run of the tests."""
+    """Return the IPython folder of all kernels of a test run."""
     folder = tempfile.mkdtemp(prefix="rb-ipython-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return str(patient_ipython(Path(folder)))
@@ -153,7 +153,7 @@ class Gate:
 
 @dataclass
 class Outcome:
-    """One executed cell, as the front end saw it."""
+    """Outcome of a cell, as seen by the front end."""
 
     status: str = ""
     outputs: list[dict[str, Any]] = field(default_factory=list)
@@ -245,13 +245,13 @@ class Notebook:
         seen: Callable[[Outcome], None] | None = None,
     ) -> Outcome:
         """Wait for a cell that was sent. `seen` is called after every output."""
-        outcome, began = Outcome(), time.monotonic()
+        outcome, start = Outcome(), time.monotonic()
         prompts: list[str] = []
         waiting = answers if callable(answers) else list(answers or [])
         idle = False
         while not idle:
-            left = timeout - (time.monotonic() - began)
-            if left <= 0:
+            remaining = timeout - (time.monotonic() - start)
+            if remaining <= 0:
                 stacks = stacks_of(self.processes())
                 pytest.fail(f"the cell did not end within {timeout} s; so far: {outcome.text[-2000:]}\n{stacks}")
             if answers is not None:
@@ -262,7 +262,7 @@ class Notebook:
                         prompts.append(prompt)
                         self.client.input(waiting(prompt) if callable(waiting) else waiting.pop(0))
             try:
-                received = self.client.get_iopub_msg(timeout=min(left, 0.05 if answers is not None else 1.0))
+                received = self.client.get_iopub_msg(timeout=min(remaining, 0.05 if answers is not None else 1.0))
             except queue.Empty:
                 continue
             if received["parent_header"].get("msg_id") != message:
@@ -272,7 +272,7 @@ class Notebook:
             if seen is not None:
                 seen(outcome)
         self.take_reply(message, outcome, timeout=timeout)
-        outcome.seconds = time.monotonic() - began
+        outcome.seconds = time.monotonic() - start
         if prompts:
             outcome.outputs.append({"type": "prompts", "data": {}, "prompts": prompts})
         return outcome
@@ -284,11 +284,11 @@ class Notebook:
             self._sort(received, message, outcome)
         deadline = time.monotonic() + timeout
         while not until(outcome):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 pytest.fail(f"not within {timeout} s after the cell; so far: {outcome.text[-2000:]}")
             with contextlib.suppress(queue.Empty):
-                self._sort(self.client.get_iopub_msg(timeout=left), message, outcome)
+                self._sort(self.client.get_iopub_msg(timeout=remaining), message, outcome)
 
     def take_reply(self, message: str, outcome: Outcome, *, timeout: float) -> None:
         """Wait for what the kernel says of a cell whose outputs were read."""
@@ -340,7 +340,7 @@ class Notebook:
         self.manager.interrupt_kernel()
 
     def processes(self) -> dict[int, str]:
-        """Every process that came of this kernel, however it was re-parented, with its command line."""
+        """Return the processes that this kernel started, directly or not, with their command lines."""
         return marked_processes(self.mark)
 
     def close(self) -> None:
@@ -364,23 +364,23 @@ def shows_frame(text: str, cell: int, line: int, call: str = "") -> bool:
 
 def marked_processes(mark: str) -> dict[int, str]:
     """The living processes whose environment carries the mark."""
-    found = {}
+    command_lines = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found[process.pid] = " ".join(process.cmdline())
-    return found
+                command_lines[process.pid] = " ".join(process.cmdline())
+    return command_lines
 
 
 def stacks_of(processes: dict[int, str]) -> str:
     """Return where every thread of these processes is, the latest ones first: the ranks come before the kernel."""
     printed = []
     for pid, command in sorted(processes.items(), reverse=True):
-        looks = [["py-spy", "dump", "--pid", str(pid)]]
+        commands = [["py-spy", "dump", "--pid", str(pid)]]
         if shutil.which("gdb"):  # it knows the threads of C++ too
-            looks.append(["gdb", "-p", str(pid), "-batch", "-nx", "-ex", "thread apply all backtrace 14"])
+            commands.append(["gdb", "-p", str(pid), "-batch", "-nx", "-ex", "thread apply all backtrace 14"])
         printed.append(f"--- {pid}: {command[:100]}")
-        for look in looks:
+        for look in commands:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 dump = subprocess.run(look, capture_output=True, text=True, timeout=60, check=False)
                 printed.append(dump.stdout + (dump.stderr if dump.returncode else ""))
@@ -392,13 +392,13 @@ def cluster_folders(pid: int) -> list[Path]:
     places = {runtime_folder(), Path(tempfile.gettempdir()), Path("/dev/shm"), Path("/tmp")}
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         places.add(Path(runtime))
-    return sorted(folder for place in places for folder in place.glob(f"rankbook-*-{pid}-*"))
+    return sorted(folder for folder_root in places for folder in folder_root.glob(f"rankbook-*-{pid}-*"))
 
 
 def leftovers() -> set[str]:
     """Return the cluster folders in this worker's runtime folder, except those of other living kernels."""
-    found = {path: re.match(r"rankbook-\d+-([0-9]{1,7})-", path.name) for path in runtime_folder().glob("rankbook-*")}
-    pids = {path: int(match[1]) for path, match in found.items() if match}
+    matches = {path: re.match(r"rankbook-\d+-([0-9]{1,7})-", path.name) for path in runtime_folder().glob("rankbook-*")}
+    pids = {path: int(match[1]) for path, match in matches.items() if match}
     return {str(path) for path, pid in pids.items() if pid == os.getpid() or not psutil.pid_exists(pid)}
 
 
@@ -510,12 +510,12 @@ def shared_kernel() -> Iterator[SharedKernel]:
 def kernel(shared_kernel: SharedKernel) -> Iterator[Kernel]:
     """Return a function that gives the module a kernel: `kernel(ranks=3)` the shared one, with fresh ranks.
 
-    With `own=True`, other options, or without ranks, it is a kernel of the module's own: see `running_kernel`.
+    With `separate=True`, other options, or without ranks, it is a kernel of the module's own: see `running_kernel`.
     """
     with contextlib.ExitStack() as stack:
 
-        def make(*, ranks: int | None = None, own: bool = False, **options: Any) -> Notebook:
-            if own or options or ranks is None:
+        def make(*, ranks: int | None = None, separate: bool = False, **options: Any) -> Notebook:
+            if separate or options or ranks is None:
                 return stack.enter_context(running_kernel(ranks=ranks, **options))
             notebook = shared_kernel.take(ranks)
             stack.callback(shared_kernel.give_back)

@@ -61,24 +61,24 @@ class FrontEnd:
         """The gutter is clicked: the lines where they are then."""
         path = self.body("dumpCell", code=code)["sourcePath"]
         self.ask("debugInfo")
-        asked = [{"line": line} for line in lines]
-        placed = self.body("setBreakpoints", breakpoints=asked, source={"path": path}, sourceModified=False)
+        requested = [{"line": line} for line in lines]
+        placed = self.body("setBreakpoints", breakpoints=requested, source={"path": path}, sourceModified=False)
         return [item["line"] for item in placed["breakpoints"]]
 
     def wait(self, name: str, count: int = 1, *, timeout: float = 20) -> list[dict[str, Any]]:
         """The bodies of the next `count` events of that name; what other messages come meanwhile is kept for later."""
-        found: list[dict[str, Any]] = []
+        bodies: list[dict[str, Any]] = []
         deadline = time.monotonic() + timeout
-        while len(found) < count:
+        while len(bodies) < count:
             if time.monotonic() > deadline:
-                pytest.fail(f"{len(found)} events {name!r} within {timeout} s, and not {count}: {self.events}")
+                pytest.fail(f"{len(bodies)} events {name!r} within {timeout} s, and not {count}: {self.events}")
             event = self._next()
             if event is not None:
                 self.events.append(event)
                 if event["event"] == name:
                     self.thread = event["body"]["threadId"]
-                    found.append(event["body"])
-        return found
+                    bodies.append(event["body"])
+        return bodies
 
     def wait_paused(self, count: int, *, timeout: float = 20) -> None:
         """Wait until so many threads are paused, whatever was told of them."""
@@ -102,9 +102,9 @@ class FrontEnd:
     def _next(self) -> dict[str, Any] | None:
         """The next event; a cell's messages are left for whoever waits for it."""
         notebook = self.notebook
-        for place, received in enumerate(notebook.late):
+        for index, received in enumerate(notebook.late):
             if received["msg_type"] == "debug_event":
-                return dict(notebook.late.pop(place)["content"])
+                return dict(notebook.late.pop(index)["content"])
         with contextlib.suppress(queue.Empty):
             notebook.late.append(notebook.client.get_iopub_msg(timeout=0.2))
         return None
@@ -120,8 +120,8 @@ class FrontEnd:
     def variables(self, frame: dict[str, Any]) -> dict[str, str]:
         """The local variables of a frame that is clicked."""
         scopes = self.body("scopes", frameId=frame["id"])["scopes"]
-        found = self.body("variables", variablesReference=scopes[0]["variablesReference"])["variables"]
-        return {item["name"]: item["value"] for item in found}
+        values = self.body("variables", variablesReference=scopes[0]["variablesReference"])["variables"]
+        return {item["name"]: item["value"] for item in values}
 
     def move(self, command: str) -> dict[str, Any]:
         """A button is pressed; JupyterLab has forgotten the thread by then."""
@@ -132,13 +132,13 @@ def finish(front_end: FrontEnd, message: str) -> Outcome:
     """The outcome of a cell of which some messages were taken already."""
     outcome = Outcome()
     notebook = front_end.notebook
-    notebook.follow(message, outcome, lambda seen: any(is_end(item) for item in seen.messages), timeout=30)
+    notebook.follow(message, outcome, lambda progress: any(is_end(item) for item in progress.messages), timeout=30)
     notebook.take_reply(message, outcome, timeout=30)
     return outcome
 
 
 def is_end(received: dict[str, Any]) -> bool:
-    """Whether a cell ends with this message."""
+    """Return True if a cell ends with this message."""
     return received["msg_type"] == "status" and received["content"]["execution_state"] == "idle"
 
 

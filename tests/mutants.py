@@ -378,7 +378,7 @@ class Copy:
 
 
 class Copies:
-    """As many copies as may be in use at a time, below one temporary folder."""
+    """Creates up to `number` copies that are in use at a time, below one temporary folder."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self._free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
@@ -404,8 +404,8 @@ class Copies:
     def try_mutant(self, mutant: Mutant) -> tuple[Mutant, bool, float]:
         """Return the mutant, whether its tests notice it, and how many seconds they took."""
         with self.borrow() as copy:
-            began = time.monotonic()
-            return mutant, copy.try_mutant(mutant), time.monotonic() - began
+            start = time.monotonic()
+            return mutant, copy.try_mutant(mutant), time.monotonic() - start
 
 
 def check_table(mutants: Sequence[Mutant], folder: Path) -> None:

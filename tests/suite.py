@@ -51,9 +51,9 @@ def worker_folders() -> Iterator[None]:
         patch.setenv("RANKBOOK_RUNTIME_DIR", str(runtime))
         patch.setenv("RANKBOOK_LOG_DIR", str(logs))
         yield
-        left = sorted(str(folder) for folder in runtime.glob("rankbook-*"))
+        remaining = sorted(str(folder) for folder in runtime.glob("rankbook-*"))
     shutil.rmtree(base, ignore_errors=True)
-    assert not left, f"folders of clusters are left: {left}"
+    assert not remaining, f"folders of clusters are left: {remaining}"
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
     Half of the tests' time is waiting, for processes that start and for ranks that are given time.
     """
-    asked = config.option.file_or_dir
-    if asked and all(".py" in item for item in asked):
+    arguments = config.option.file_or_dir
+    if arguments and all(".py" in item for item in arguments):
         return 0
     return min((os.cpu_count() or 1) + 1, MAX_WORKERS)
 

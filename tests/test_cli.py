@@ -84,18 +84,18 @@ class Command:
         return os.pread(self.errors.fileno(), 1_000_000, 0).decode()
 
     def family(self) -> list[psutil.Process]:
-        """Every process that inherited this run's mark: the command, its kernel, ranks, forkservers."""
-        found = []
+        """Return the processes that inherited the mark of this run: the command, its kernel, ranks, forkservers."""
+        processes = []
         for process in psutil.process_iter():
             try:
                 if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                    processes.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return found
+        return processes
 
     def was_killed(self) -> None:
-        """It cannot tidy up its temporary folder, and an ipykernel looks for its parent only once a second."""
+        """Expect a temporary folder to remain, and ipykernel to check its parent only once a second."""
         self.tidy, self.gone_within = False, 10.0
 
     def close(self) -> None:
@@ -104,10 +104,10 @@ class Command:
         if ended:
             with contextlib.suppress(pytest.fail.Exception):
                 wait_until(lambda: not self.family(), timeout=self.gone_within, what="the end of its processes")
-        left = self.family()
+        remaining = self.family()
         files = sorted(path.name for path in Path(self.tmp.name).iterdir()) if ended and self.tidy else []
-        survivors = [str(process) for process in left]
-        for process in left:
+        survivors = [str(process) for process in remaining]
+        for process in remaining:
             process.kill()
         self.process.wait()
         self._stdout.close()
@@ -232,7 +232,7 @@ def test_output_that_comes_after_its_cell_ended_is_printed_and_kept(run: Run, tm
 
 
 @pytest.mark.full
-def test_a_log_gets_the_first_and_the_last_state_of_what_replaces_itself(run: Run) -> None:
+def test_log_contains_first_and_last_state_of_live_output(run: Run) -> None:
     bar = "bar = display('0', display_id=True)\nfor step in range(1, 2000):\n    bar.update(str(step))"
     frames = (
         "from IPython.display import clear_output\n"
@@ -240,11 +240,11 @@ def test_a_log_gets_the_first_and_the_last_state_of_what_replaces_itself(run: Ru
     )
     command = run([bar, frames])
     assert command.wait_end() == 0
-    shown = command.out.splitlines()
-    assert shown[1] == "'0'"
-    assert shown[shown.index("[2] from IPython.display import clear_output …") - 1] == "'1999'"
-    assert shown[-1] == "frame 299"
-    assert len(shown) < 40
+    lines = command.out.splitlines()
+    assert lines[1] == "'0'"
+    assert lines[lines.index("[2] from IPython.display import clear_output …") - 1] == "'1999'"
+    assert lines[-1] == "frame 299"
+    assert len(lines) < 40
 
 
 @pytest.mark.full
@@ -446,7 +446,7 @@ def test_options_that_cannot_be_met_are_one_line_and_exit_code_2(
 
 
 @pytest.mark.full
-def test_a_notebook_without_cell_ids_is_run_as_it_is(run: Run, tmp_path: Path) -> None:
+def test_notebook_without_cell_ids_runs_unchanged(run: Run, tmp_path: Path) -> None:
     cell = '{"cell_type": "code", "source": "print(1)", "metadata": {}, "outputs": [], "execution_count": null}'
     (tmp_path / "old.ipynb").write_text(
         f'{{"cells": [{cell}, {cell}], "metadata": {{}}, "nbformat": 4, "nbformat_minor": 5}}'
@@ -483,7 +483,7 @@ def test_without_nbclient_the_command_says_what_to_install(
 
 
 @pytest.mark.processes
-def test_the_command_alone_costs_no_heavy_import() -> None:
+def test_command_imports_no_heavy_packages() -> None:
     heavy = "{'torch', 'IPython', 'nbclient', 'jupyter_client', 'zmq'}"
     subprocess.run(
         [

@@ -148,7 +148,7 @@ def test_a_terminal_rewrites_a_display_in_place() -> None:
     assert screen.getvalue().endswith("rank 0\nrank 1\n\x1b[2F\x1b[Jrank 0 done\nrank 1 done\n")
 
 
-def test_a_terminal_rewrites_nothing_that_other_text_has_moved_up() -> None:
+def test_terminal_does_not_rewrite_rows_above_other_text() -> None:
     screen, clock = Terminal(), Clock()
     console = Console(screen, io.StringIO(), clock=clock)
     console.header(1, "x")

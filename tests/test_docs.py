@@ -33,7 +33,7 @@ def load_draw() -> ModuleType:
 
 
 @pytest.mark.parametrize("page", ["wire.md", "states.md"])
-def test_a_drawn_page_is_what_the_code_draws(page):
+def test_generated_pages_are_current(page):
     drawn = load_draw().PAGES[page]()
     assert (ROOT / "docs" / page).read_text() == drawn, "run `python docs/draw.py`"
 
@@ -85,22 +85,22 @@ def test_links_and_anchors_are_found():
 
 def test_the_pictures_are_small_and_every_one_is_on_a_page():
     files = [*(DOCS / "pictures").iterdir(), *DOCS.glob("*.gif"), *DOCS.glob("*.svg")]
-    shown = {((ROOT / page).parent / link).resolve() for page in PAGES for link in links(page)}
-    assert [file.name for file in files if file not in shown] == []
+    linked = {((ROOT / page).parent / link).resolve() for page in PAGES for link in links(page)}
+    assert [file.name for file in files if file not in linked] == []
     assert sum(file.stat().st_size for file in files) < 1_500_000
     assert all(file.stat().st_size < 1_000_000 for file in DOCS.glob("*.gif"))
 
 
 def test_every_page_of_the_documentation_can_be_reached_by_links():
-    seen, new = set(), {"docs/index.md"}
+    visited, new = set(), {"docs/index.md"}
     while new:
         page = new.pop()
-        seen.add(page)
+        visited.add(page)
         for link in links(page):
             target = ((ROOT / page).parent / link.partition("#")[0]).resolve()
-            if target.suffix == ".md" and target.is_relative_to(DOCS) and str(target.relative_to(ROOT)) not in seen:
+            if target.suffix == ".md" and target.is_relative_to(DOCS) and str(target.relative_to(ROOT)) not in visited:
                 new.add(str(target.relative_to(ROOT)))
-    assert [page for page in PAGES if page.startswith("docs/") and page not in seen] == []
+    assert [page for page in PAGES if page.startswith("docs/") and page not in visited] == []
 
 
 def test_the_magics_that_replace_those_of_nbdistributed_exist():
@@ -114,7 +114,7 @@ def test_the_magics_that_replace_those_of_nbdistributed_exist():
 @pytest.mark.parametrize(
     "page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/howto/from-accelerate.md"]
 )
-def test_every_file_that_a_page_names_is_there(page):
+def test_files_named_on_pages_exist(page):
     names = re.findall(r"`([\w./-]+/[\w.-]*\.(?:py|ipynb|md|toml))`", (ROOT / page).read_text())
     names += re.findall(
         r"(?:python|pytest|bash|run) ((?:tests|docs|examples|\.ci)/[\w./-]+)", (ROOT / page).read_text()
@@ -148,9 +148,11 @@ def test_the_comparison_in_the_readme_has_the_numbers_of_the_full_table():
 
 def test_the_reference_names_every_option_of_a_cell_and_no_other():
     parser = arguments._cell_parser
-    shown = {max(action.option_strings, key=len) for action in parser._actions if action.help is not argparse.SUPPRESS}
+    options = {
+        max(action.option_strings, key=len) for action in parser._actions if action.help is not argparse.SUPPRESS
+    }
     section = MAGICS.partition("## %%distributed")[2].partition("## %%local")[0]
-    assert set(re.findall(r"^\| `(--\w+)", section, flags=re.MULTILINE)) == shown
+    assert set(re.findall(r"^\| `(--\w+)", section, flags=re.MULTILINE)) == options
 
 
 def test_the_reference_names_every_command_and_no_other():
@@ -220,7 +222,7 @@ def test_the_contributing_page_names_arguments_that_the_benchmarks_take():
 
 
 @pytest.mark.parametrize("script", ["matrix", "pythons"])
-def test_every_test_file_that_a_check_names_is_there(script):
+def test_test_files_named_by_checks_exist(script):
     text = (ROOT / ".ci" / script).read_text()
     named = re.findall(r"\btests/[\w/{},.]+", text)
     assert len(named) > 4

@@ -80,7 +80,7 @@ dist.barrier()
 state_dict = sharded_state_dict(model, optimizer)
 save(state_dict, "checkpoints", step=100)
 """
-"""What the examples on ranks refer to."""
+"""Names that the examples on ranks refer to."""
 
 
 class Example(NamedTuple):
@@ -97,20 +97,20 @@ class Example(NamedTuple):
 
 def public() -> Iterator[tuple[str, Any]]:
     """Yield the public functions and classes with their names, once each, and without exceptions."""
-    seen = set()
+    visited = set()
     for package in PACKAGES:
         module = importlib.import_module(package)
         for name in module.__all__:
             value = getattr(module, name)
             error = inspect.isclass(value) and issubclass(value, BaseException)
-            if (inspect.isfunction(value) or inspect.isclass(value)) and not error and id(value) not in seen:
-                seen.add(id(value))
+            if (inspect.isfunction(value) or inspect.isclass(value)) and not error and id(value) not in visited:
+                visited.add(id(value))
                 yield name, value
 
 
 def examples() -> list[Example]:
     """Return the examples of the public names and their methods."""
-    found = []
+    collected = []
     for name, value in public():
         members = {name: value}
         if inspect.isclass(value):
@@ -121,9 +121,9 @@ def examples() -> list[Example]:
                 continue
             docstring = inspect.cleandoc(function.__doc__ or "") + "\n"
             blocks = [textwrap.dedent(block).strip() for block in BLOCK.findall(docstring)]
-            found += [Example(f"{member_name}-{number}" if number else member_name, block)
+            collected += [Example(f"{member_name}-{number}" if number else member_name, block)
                       for number, block in enumerate(blocks)]  # fmt: skip
-    return found
+    return collected
 
 
 def checked(code: str) -> str:

@@ -19,7 +19,7 @@ SCRIPT = EXAMPLES / "train_digits.py"
 
 
 def run(notebook: Path, output: Path, *options: str) -> str:
-    """What `rankbook run` prints of `notebook`; the executed one is in `output`."""
+    """Return the output of `rankbook run` for `notebook`; the executed notebook is written to `output`."""
     command = [sys.executable, "-m", "rankbook.cli", "run", str(notebook), "--output", str(output), *options]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, f"exit code {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
@@ -27,7 +27,7 @@ def run(notebook: Path, output: Path, *options: str) -> str:
 
 
 def run_python(*arguments: str, cwd: Path) -> str:
-    """What Python prints for these arguments, which must end well."""
+    """Return the output of Python for these arguments. It must exit with status 0."""
     one_thread = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -68,13 +68,13 @@ def test_an_example_is_stored_clean(path: Path) -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_documentation_shows_the_cells_of_an_example_with_their_outputs(path: Path) -> None:
-    notebook, shown = (nbformat.read(file, as_version=4) for file in (path, RENDERED / path.name))
-    cells = [[(cell.cell_type, cell.source) for cell in book.cells] for book in (notebook, shown)]
+    notebook, rendered = (nbformat.read(file, as_version=4) for file in (path, RENDERED / path.name))
+    cells = [[(cell.cell_type, cell.source) for cell in book.cells] for book in (notebook, rendered)]
     assert cells[0] == cells[1], f"run `python docs/render.py {path.stem}`"
-    assert len(pictures(shown)) == (0 if path.stem == "accelerator" else 1)
-    outputs = [output for cell in shown.cells for output in cell.get("outputs", [])]
+    assert len(pictures(rendered)) == (0 if path.stem == "accelerator" else 1)
+    outputs = [output for cell in rendered.cells for output in cell.get("outputs", [])]
     assert len(outputs) > (4 if path.stem == "trackers" else 8)
-    errors = [cell.id for cell in shown.cells for item in cell.get("outputs", []) if item.output_type == "error"]
+    errors = [cell.id for cell in rendered.cells for item in cell.get("outputs", []) if item.output_type == "error"]
     assert errors == (["interrupted"] if path.stem == "checkpoints" else []), "the one that loses its rank"
 
 
@@ -121,9 +121,9 @@ def test_accelerator_trains_resumes_and_changes_precision_on_all_ranks(
     losses = [float(loss) for loss in re.findall(r"^\[0\] epoch +\d+  loss ([\d.]+)$", printed, re.MULTILINE)]
     assert len(losses) == 10, printed
     assert losses[-1] < losses[0] / 5
-    found = re.findall(rf"^\[{world}\] test accuracy ([\d.]+)% (of 451 images|in bf16)", printed, re.MULTILINE)
-    assert [what for _, what in found] == ["of 451 images", "in bf16"]
-    assert min(float(accuracy) for accuracy, _ in found) >= 95
+    matches = re.findall(rf"^\[{world}\] test accuracy ([\d.]+)% (of 451 images|in bf16)", printed, re.MULTILINE)
+    assert [what for _, what in matches] == ["of 451 images", "in bf16"]
+    assert min(float(accuracy) for accuracy, _ in matches) >= 95
     assert re.search(rf"^\[{world}\] the same weights after batches \d+ to \d+, twice$", printed, re.MULTILINE)
     assert re.search(rf"^rank {world[-1]} in precision 'no': \[.+\]$", printed, re.MULTILINE)
     executed = nbformat.read(tmp_path / "out.ipynb", as_version=4)
@@ -185,9 +185,9 @@ def test_the_main_rank_logs_what_all_ranks_have_trained(tmp_path: Path) -> None:
 def test_the_script_learns_digits(launcher: tuple[str, ...], world_size: int, tmp_path: Path) -> None:
     printed = run_python(*launcher, str(SCRIPT), cwd=tmp_path)
     assert len(re.findall(r"^epoch +\d+  loss [\d.]+$", printed, re.MULTILINE)) == 10, printed
-    (found,) = re.findall(r"^test accuracy ([\d.]+)% of 451 images, world size (\d+)$", printed, re.MULTILINE)
-    assert float(found[0]) >= 95
-    assert int(found[1]) == world_size
+    (match,) = re.findall(r"^test accuracy ([\d.]+)% of 451 images, world size (\d+)$", printed, re.MULTILINE)
+    assert float(match[0]) >= 95
+    assert int(match[1]) == world_size
 
 
 IN_A_NOTEBOOK = """
@@ -201,8 +201,8 @@ rankbook.stop()
 @pytest.mark.slow
 def test_the_script_runs_on_the_ranks_of_a_notebook() -> None:
     printed = run_python("-c", IN_A_NOTEBOOK, cwd=EXAMPLES)
-    (found,) = re.findall(r"^\[0\] test accuracy ([\d.]+)% of 451 images, world size 2$", printed, re.MULTILINE)
+    (accuracy,) = re.findall(r"^\[0\] test accuracy ([\d.]+)% of 451 images, world size 2$", printed, re.MULTILINE)
     returned = re.search(r"^returned \[([\d.]+), ([\d.]+)\]$", printed, re.MULTILINE)
     assert returned is not None, printed
     assert returned[1] == returned[2]
-    assert f"{float(returned[1]):.1%}" == f"{found}%"
+    assert f"{float(returned[1]):.1%}" == f"{accuracy}%"

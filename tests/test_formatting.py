@@ -46,7 +46,7 @@ def test_durations_have_at_most_two_units(seconds, text):
     assert format_duration(seconds) == text
 
 
-def test_a_noun_is_singular_for_one_alone():
+def test_noun_is_singular_for_one():
     assert [plural(count, "rank") for count in (0, 1, 2, 12_000)] == ["0 ranks", "1 rank", "2 ranks", "12,000 ranks"]
     assert plural(2, "class", "classes") == "2 classes"
 

@@ -17,7 +17,7 @@ from rankbook.transport.serialization import CellSources
 
 
 class OldCompiler:
-    """What IPython 7's compiler does with a cell: it keeps its lines with the time, and not its number."""
+    """Compiler like that of IPython 7: it stores the lines of a cell under the time, without its number."""
 
     def cache(self, transformed_code, number=0, raw_code=None):  # noqa: ARG002 - the signature of IPython
         name = f"<ipython-input-{number}-test>"

@@ -14,7 +14,7 @@ PACKAGES = ["rankbook", "rankbook.runtime", "rankbook.checkpoint", *NAMES_OF_ACC
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_is_there_and_no_other_is_imported_lazily(package):
+def test_lazy_imports_are_exactly_the_public_names(package):
     module = importlib.import_module(package)
     for name in module.__all__:
         assert getattr(module, name) is not None
@@ -61,7 +61,7 @@ def test_the_names_of_accelerate_are_those_of_the_runtime(module):
         ("import rankbook; rankbook.dispatch_model", "use sharding over ranks"),
     ],
 )
-def test_another_name_of_accelerate_says_what_to_use(statement, instead):
+def test_unsupported_name_of_accelerate_names_the_replacement(statement, instead):
     with pytest.raises(ImportError, match=rf"^cannot import name .*: Rankbook does not have it; {instead}"):
         exec(statement)
 

@@ -89,7 +89,7 @@ def test_ruff_knows_the_names_of_the_ranks_in_a_notebook_of_our_kernel(tmp_path)
     assert "F821 Undefined name `not_there`" in reported
 
 
-def test_ruff_alone_passes_over_a_magic_cell_as_the_page_says(tmp_path):
+def test_ruff_skips_magic_cells_as_documented(tmp_path):
     file = write(tmp_path, "python3", [*ON_RANKS, *FAULTS])
     assert tool(file, "ruff", "check", ".") == (0, "All checks passed!\n")
     before = sources(file)

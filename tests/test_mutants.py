@@ -11,7 +11,7 @@ from tests.mutants import MUTANTS, ROOT, Mutant, check_table
 FILE = "kernel/rankbook/ranks.py"
 
 
-def test_every_mutant_fits_the_sources_and_names_tests_that_are_there(tmp_path):
+def test_mutants_match_the_sources_and_name_existing_tests(tmp_path):
     check_table(MUTANTS, tmp_path)
     assert len(set(MUTANTS)) == len(MUTANTS) >= 40
     missing = {

@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs: the blocks of a page are the cells of one notebook."""
+"""Run every Python block of the documentation: the blocks of a page are the cells of one notebook."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cells(page: str) -> list[Cell]:
     `needs-PACKAGE` where this package is not installed.
     """
     text = (DOCS / page).read_text()
-    found = []
+    page_cells = []
     for block in BLOCK.finditer(text):
         directive, language, code = block.groups()
         if language != "python" or (directive and "code-block" not in directive):
@@ -48,8 +48,8 @@ def cells(page: str) -> list[Cell]:
         packages = re.findall(r"needs-(\w+)", classes)
         if "no-run" not in classes and all(is_installed(package) for package in packages):
             line = text[: block.start()].count("\n") + 1
-            found.append(Cell(line, code.removeprefix(classes).rstrip("\n"), "raises" in classes))
-    return found
+            page_cells.append(Cell(line, code.removeprefix(classes).rstrip("\n"), "raises" in classes))
+    return page_cells
 
 
 PAGES = sorted(

@@ -56,7 +56,7 @@ DELIBERATE: dict[tuple[str, str], str] = {
 
 
 def private(name: str) -> bool:
-    """Whether the name is private, but neither a special one (`__init__`) nor one mangled with its class."""
+    """Return True if the name is private, but neither special (`__init__`) nor mangled with its class."""
     return name.startswith("_") and not name.startswith("__") and not name.endswith("__")
 
 
@@ -77,7 +77,7 @@ def names_in_source(cls: type) -> set[str]:
 
 
 def node_binds(statement: ast.stmt, name: ast.Name) -> bool:
-    """Whether `statement`, of a class's body, assigns to `name`."""
+    """Return True if `statement`, of the body of a class, assigns to `name`."""
     return isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(name.ctx, ast.Store)
 
 
@@ -113,21 +113,21 @@ def our_classes() -> Iterator[type]:
         yield from classes_in(module, info.name)
 
 
-def classes_in(place: object, module: str) -> Iterator[type]:
-    for value in vars(place).values():
-        if isinstance(value, type) and value.__module__ == module and value is not place:
+def classes_in(namespace: object, module: str) -> Iterator[type]:
+    for value in vars(namespace).values():
+        if isinstance(value, type) and value.__module__ == module and value is not namespace:
             yield value
             yield from classes_in(value, module)
 
 
 @pytest.mark.full  # inspects every class of the package
 def test_no_class_hides_a_private_name_of_the_foreign_class_it_extends():
-    found = {
+    hidden_names = {
         (f"{cls.__module__}.{cls.__qualname__}", name): f"{base.__module__}.{base.__qualname__}"
         for cls in our_classes()
         for name, base in collisions(cls)
     }
-    undeclared = {key: base for key, base in found.items() if key not in DELIBERATE}
+    undeclared = {key: base for key, base in hidden_names.items() if key not in DELIBERATE}
     assert not undeclared
 
 

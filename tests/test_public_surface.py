@@ -1,4 +1,4 @@
-"""What a user can name stays: public names, their parameters and base classes, the command line, the magics.
+"""Test that public names, their parameters and base classes, the command line, and the magics stay.
 
 `public_surface.json` records it. `python -m tests.test_public_surface` writes the record anew; its diff shows what a
 change adds, and it must take nothing away without a note in CHANGELOG.md.
@@ -26,12 +26,13 @@ PACKAGES = ("rankbook", "rankbook.runtime", "rankbook.checkpoint", "rankbook.eng
 def parameters(function: Any) -> list[str]:
     """Return the parameters of a callable with their defaults and without annotations."""
     try:
-        found = inspect.signature(function).parameters.values()
+        signature_parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a class of a C extension
         return ["?"]
     # A default that is an object shows its address or the module that it was made in.
     return [
-        re.sub(r" at 0x\w+|<class '[\w.]*\.(\w+)'>", r"\1", str(item.replace(annotation=item.empty))) for item in found
+        re.sub(r" at 0x\w+|<class '[\w.]*\.(\w+)'>", r"\1", str(item.replace(annotation=item.empty)))
+        for item in signature_parameters
     ]
 
 
@@ -57,28 +58,30 @@ def _is_ours(cls: type, name: str) -> bool:
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
     """Return the options, positional arguments and commands of a parser."""
-    found: dict[str, Any] = {"options": [], "arguments": [], "commands": {}}
+    surface_of_parser: dict[str, Any] = {"options": [], "arguments": [], "commands": {}}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            found["commands"] = {name: options_of(below) for name, below in action.choices.items()}
+            surface_of_parser["commands"] = {name: options_of(below) for name, below in action.choices.items()}
         elif action.help != argparse.SUPPRESS or not action.option_strings:
-            found["options" if action.option_strings else "arguments"].append(action.option_strings or action.dest)
-    return found
+            surface_of_parser["options" if action.option_strings else "arguments"].append(
+                action.option_strings or action.dest
+            )
+    return surface_of_parser
 
 
 def surface() -> dict[str, Any]:
     """Return the whole public surface."""
-    found: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     for package in PACKAGES:
         module = importlib.import_module(package)
-        found[package] = {name: describe(getattr(module, name)) for name in sorted(module.__all__)}
-    found["magics"] = {kind: sorted(names) for kind, names in DistributedMagics.magics.items()}
+        recorded[package] = {name: describe(getattr(module, name)) for name in sorted(module.__all__)}
+    recorded["magics"] = {kind: sorted(names) for kind, names in DistributedMagics.magics.items()}
     help_text = arguments.help_text()
-    found["%distributed"] = sorted(
+    recorded["%distributed"] = sorted(
         set(re.findall(r"(?<![\w-])--?[a-z][\w-]*|^    [a-z]+(?=  )", help_text, re.MULTILINE))
     )
-    found["command line"] = options_of(importlib.import_module("rankbook.cli.main")._parser())
-    return found
+    recorded["command line"] = options_of(importlib.import_module("rankbook.cli.main")._parser())
+    return recorded
 
 
 @pytest.mark.processes  # the imports of some packages look for libraries with ldconfig

@@ -16,7 +16,7 @@ from tests.rank_processes import RankFailed, run_ranks
 pytestmark = pytest.mark.processes
 
 
-def test_results_come_in_rank_order_from_processes_that_are_gone_then():
+def test_results_are_in_rank_order_and_the_processes_have_ended():
     base = 10
     results = run_ranks(lambda more: (base + more + dist.get_rank(), os.getpid()), 2, 5)
     assert [result[0] for result in results] == [15, 16]
@@ -30,10 +30,10 @@ def test_an_error_on_one_rank_is_reported_and_one_that_waits_is_ended_and_shown(
             raise ValueError("of rank 1")
         threading.Event().wait()
 
-    began = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(RankFailed, match=r"(?s)rank 0: it had not ended.*in wait.*rank 1: .*ValueError: of rank 1"):
         run_ranks(on_rank, 2, patience=0.5)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - start < 10
     assert not multiprocessing.active_children()
 
 

@@ -100,7 +100,7 @@ if __name__ == "__main__":
     print("end")
 """
 
-TOLD = """False <Cluster of 2 on cpu, gloo; 0: idle, 1: idle>
+EXPECTED_OUTPUT = """False <Cluster of 2 on cpu, gloo; 0: idle, 1: idle>
 {0: 'from 0\\n', 1: 'from 1\\n'} ['0', '10']
 [Point(x=12), Point(x=12)] [55, 55] [3, 3]
 ['a Derived', 'a Derived'] True
@@ -174,7 +174,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def test_everything_works_in_a_script_which_may_forget_to_stop(run, stop):
     script = run(TOUR.replace("STOP", stop))
     assert script.wait_end() == 0, script.text
-    assert script.text == TOLD
+    assert script.text == EXPECTED_OUTPUT
 
 
 def test_a_script_that_crashes_leaves_nothing_and_keeps_its_error(run):
@@ -266,6 +266,6 @@ def test_output_is_kept_and_a_sink_shows_it_live(run):
         "    cluster.run('print(rank > 5)', sink=TerminalSink())"
     )
     assert script.wait_end() == 0, script.text
-    first, *others = script.text.splitlines()
+    first, *last_lines = script.text.splitlines()
     assert first == "nothing so far"
-    assert set(others) in ({"[0-1] False"}, {"[0] False", "[1] False"}), "one may be late"
+    assert set(last_lines) in ({"[0-1] False"}, {"[0] False", "[1] False"}), "one may be late"

@@ -42,8 +42,8 @@ class Index(NamedTuple):
     def _score(self, word: str) -> dict[int, int]:
         scores: dict[int, int] = {}
         for table, points in (("terms", 5), ("titleterms", 15)):
-            found = self.data[table].get(word, [])
-            for page in found if isinstance(found, list) else [found]:
+            pages = self.data[table].get(word, [])
+            for page in pages if isinstance(pages, list) else [pages]:
                 scores[page] = max(points, scores.get(page, 0))
         return scores
 
@@ -121,6 +121,6 @@ def test_every_public_name_is_in_the_index(index):
         for prefix, entries in index.data["objects"].items()
         for entry in entries
     }
-    wanted = [f"rankbook.{name}" for name in rankbook.__all__]
-    wanted += [f"rankbook.checkpoint.{name}" for name in rankbook.checkpoint.__all__]
-    assert [name for name in wanted if name not in objects] == []
+    names = [f"rankbook.{name}" for name in rankbook.__all__]
+    names += [f"rankbook.checkpoint.{name}" for name in rankbook.checkpoint.__all__]
+    assert [name for name in names if name not in objects] == []

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def changes() -> dict[str, str]:
-    """What the page says about the notebook's lines: how they begin, and how they are to begin."""
+    """Return the changes of lines that the page documents: their old and new beginnings."""
     rows = re.findall(r"^\| `([^`…]+)…?` \| `([^`…]+)…?` \|$", PAGE.partition("\n## ")[0], re.MULTILINE)
     assert rows
     return dict(rows)
@@ -48,7 +48,7 @@ def changed(tool: str) -> NotebookNode:
 
 
 def run(notebook: NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What each cell printed and showed, by its id. Nothing may be left of the kernel."""
+    """Return the output of every cell, by its id. Check that the kernel leaves nothing behind."""
     before, mark = leftovers(), f"upstream-{folder.name}"
     monkeypatch.setenv(MARK, mark)
     monkeypatch.setenv("IPYTHONDIR", ipython_folder())
@@ -81,14 +81,14 @@ def test_a_notebook_written_for_accelerate(tmp_path, monkeypatch):
 def test_script_gives_the_numbers_of_accelerate(tmp_path, monkeypatch):
     """But for the order that `shuffle=True` draws, and for schedules, which there step once per process."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
-    theirs, ours = upstream("Accelerate"), changed("Accelerate")
-    for notebook in (theirs, ours):
+    original, changed_notebook = upstream("Accelerate"), changed("Accelerate")
+    for notebook in (original, changed_notebook):
         (loaders,) = [cell for cell in notebook.cells if cell.id == "loaders"]
         loaders.source = loaders.source.replace("shuffle=True", "shuffle=False")
-    (loop,) = [cell for cell in ours.cells if cell.id == "training-loop"]
+    (loop,) = [cell for cell in changed_notebook.cells if cell.id == "training-loop"]
     option = "mixed_precision=mixed_precision, scheduler_steps_times_num_processes=True"
     loop.source = loop.source.replace("mixed_precision=mixed_precision", option)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    wanted = EPOCH.findall(run(theirs, tmp_path, monkeypatch)["launch"])
-    assert len(wanted) == 5
-    assert EPOCH.findall(run(ours, tmp_path, monkeypatch)["launch"]) == wanted
+    expected = EPOCH.findall(run(original, tmp_path, monkeypatch)["launch"])
+    assert len(expected) == 5
+    assert EPOCH.findall(run(changed_notebook, tmp_path, monkeypatch)["launch"]) == expected

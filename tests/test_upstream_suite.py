@@ -1,4 +1,4 @@
-"""Which of Accelerate's tests count, and what an import of Accelerate gives while they run with Rankbook."""
+"""Test which of Accelerate's tests count, and what an import of Accelerate returns while they run with Rankbook."""
 
 from __future__ import annotations
 

@@ -129,19 +129,19 @@ class File:
 
 def imported_names(node: ast.AST) -> dict[str, tuple[str, str | None]]:
     """Return the names that an import of Accelerate defines, as the module and the name in it, or None for a module."""
-    found: dict[str, tuple[str, str | None]] = {}
+    names: dict[str, tuple[str, str | None]] = {}
     if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "accelerate":
         for alias in node.names:
-            found[alias.asname or alias.name] = (node.module, alias.name)
+            names[alias.asname or alias.name] = (node.module, alias.name)
     elif isinstance(node, ast.Import):
         for alias in node.names:
             if alias.name.split(".")[0] == "accelerate":
-                found[alias.asname or "accelerate"] = (alias.name if alias.asname else "accelerate", None)
-    return found
+                names[alias.asname or "accelerate"] = (alias.name if alias.asname else "accelerate", None)
+    return names
 
 
 class Selection:
-    """What a test and the functions that it calls use, as reasons why it does not count."""
+    """Finds reasons why a test does not count, in the names that it and its callees use."""
 
     def __init__(self, source: Path) -> None:
         self.source = source
@@ -174,15 +174,15 @@ class Selection:
         for cls in file.definitions.get(class_name or "", []):
             if not isinstance(cls, ast.ClassDef):
                 continue
-            found = False
+            is_member = False
             for node in cls.body:
                 names = [getattr(node, "name", None)]
                 if isinstance(node, ast.Assign):
                     names = [target.id for target in node.targets if isinstance(target, ast.Name)]
                 if name in names:
-                    found = True
+                    is_member = True
                     yield node
-            if not found:
+            if not is_member:
                 for base in cls.bases:
                     if isinstance(base, ast.Name):
                         yield from self._members(file, base.id, name)
@@ -240,8 +240,8 @@ class Selection:
             self._reasons.add(MISSING)
 
     def _is_module(self, module: str, name: str) -> bool:
-        place = self.source.joinpath("src", *module.split("."), name)
-        return place.is_dir() or place.with_suffix(".py").is_file()
+        path = self.source.joinpath("src", *module.split("."), name)
+        return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def files_that_count(source: Path) -> list[Path]:
@@ -340,8 +340,8 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
         marks = [str(name) for mark in item.iter_markers("usefixtures") for name in mark.args]
         verdict = selection.classify(item.path, class_name, function, [*item.fixturenames, *marks])
         verdicts[item.nodeid.replace("\\", "/")] = verdict
-        kept = verdict in {COUNTED, PRIVATE} and os.environ.get(ONLY, "") in item.nodeid
-        (selected if kept else deselected).append(item)
+        is_selected = verdict in {COUNTED, PRIVATE} and os.environ.get(ONLY, "") in item.nodeid
+        (selected if is_selected else deselected).append(item)
     config.hook.pytest_deselected(items=deselected)
     items[:] = selected
     Path(os.environ[REPORT]).write_text(json.dumps(verdicts))
@@ -424,15 +424,15 @@ def junit_name(node: str) -> str:
 
 def compare(source: Path, scratch: Path, only: str) -> float:
     """Run the tests with Accelerate and with Rankbook, print the result, and return the part that passes."""
-    verdicts, there = run_tests(source, scratch, only, replace=False)
+    verdicts, with_accelerate = run_tests(source, scratch, only, replace=False)
     _, here = run_tests(source, scratch, only, replace=True)
     print(f"\n{len(verdicts)} tests in the files with tests that count")
     for reason in (MISSING, COMMAND, UNRELATED):
         print(f"{list(verdicts.values()).count(reason):6} {reason}")
     ratio = 0.0
     for verdict in (PRIVATE, COUNTED):
-        names = [name for name, item in verdicts.items() if item == verdict and name in there]
-        passed = [name for name in names if there[name] == ""]
+        names = [name for name, item in verdicts.items() if item == verdict and name in with_accelerate]
+        passed = [name for name in names if with_accelerate[name] == ""]
         failed = {name: here.get(name, "not collected") for name in passed if here.get(name) != ""}
         both = len(passed) - len(failed)
         print(f"{len(names):6} {verdict}: {len(passed)} pass with Accelerate, {both} of these with Rankbook")

@@ -18,7 +18,7 @@ import psutil
 from frontend import STOCK, Cell, Frontend
 
 Lines = dict[int, list[str]]
-"""Each rank's lines, in the order in which they are shown; under `UNTOLD` those that nobody can tell the rank of."""
+"""Lines of every rank, in the order in which they are shown; under `UNTOLD` the lines whose rank is unknown."""
 
 UNTOLD = -1
 
@@ -30,7 +30,7 @@ class Adapter:
     distribution: str
     load: tuple[str, ...] = ()
     rank_cells: tuple[str, ...] = ()
-    """What gives each rank its number as `rank`, where the tool itself does not."""
+    """Code that gives every rank its number as `rank`, if the tool does not."""
     ranks_from_launch = False
     """The ranks belong to the kernel: their number is given as it is launched, and every cell runs on all of them."""
 
@@ -84,7 +84,7 @@ class Adapter:
         return None
 
     def lines(self, cell: Cell) -> Lines:
-        """What each rank printed, read from what the notebook shows."""
+        """Return the lines of every rank, from the output in the notebook."""
         raise NotImplementedError
 
 

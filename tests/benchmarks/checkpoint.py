@@ -1,4 +1,4 @@
-"""What a checkpoint costs: `python tests/benchmarks/checkpoint.py`.
+"""Measure the time of a checkpoint: `python tests/benchmarks/checkpoint.py`.
 
 Owns: the jobs, the shuffled order, the ratios and the verdicts. Two ranks hold half a gigabyte each, as eight tensors.
 In each round every contender does its job once, in an order that both ranks draw from the same seed; the time is that
@@ -30,14 +30,14 @@ LIMITS = {
 """The median of the ratios to a plain write and fsync, Rankbook's."""
 
 MATMUL = 0.75
-"""What a loop of matrix products beside an asynchronous save keeps of its rate, at least."""
+"""Minimum share of its rate that a loop of matrix products keeps during an asynchronous save."""
 
 SLICE = 0.1
 """A slice of 64 MiB out of 1 GiB, as a share of the time that torch.distributed.checkpoint takes for it."""
 
 
 def measure(folder, rounds, seed, megabytes):  # noqa: C901 - every job in one place
-    """On one rank: for each job its seconds, round by round."""
+    """Return the seconds of every job on one rank, round by round."""
     import os
     import time
 
@@ -130,7 +130,7 @@ def measure(folder, rounds, seed, megabytes):  # noqa: C901 - every job in one p
 
 
 def beside_training(folder, rounds, megabytes):
-    """On one rank: the rate of matrix products beside an asynchronous save, of ours and of torch's, to that without."""
+    """Return the rate of matrix products on one rank during our and torch's asynchronous save, relative to no save."""
     import time
 
     import torch
@@ -145,33 +145,33 @@ def beside_training(folder, rounds, megabytes):
     a, b = torch.randn(256, 256), torch.randn(256, 256)
 
     def rate(until):
-        count, began = 0, time.perf_counter()
-        while not until(time.perf_counter() - began):
+        count, start = 0, time.perf_counter()
+        while not until(time.perf_counter() - start):
             for _ in range(10):
                 a @ b
             count += 10
-        return count / (time.perf_counter() - began)
+        return count / (time.perf_counter() - start)
 
-    kept = {"ours": [], "torch's": []}
+    rates = {"ours": [], "torch's": []}
     for number in range(rounds):
         alone = rate(lambda passed: passed > 1.0)
         shard = ShardedTensor.from_rank_offsets("t", data, (0, rank, world))
         handle = save({"t": shard}, folder + "/ours", step=number, keep=1, async_=True)
-        kept["ours"].append(rate(lambda _, handle=handle: handle.done) / alone)
+        rates["ours"].append(rate(lambda _, handle=handle: handle.done) / alone)
         dist.barrier()
         alone = rate(lambda passed: passed > 1.0)
         future = dcp.async_save({f"t{rank}": data}, checkpoint_id=f"{folder}/torch-{number}", process_group=None)
-        kept["torch's"].append(rate(lambda _, future=future: future.done()) / alone)
+        rates["torch's"].append(rate(lambda _, future=future: future.done()) / alone)
         future.result()
         dist.barrier()
         if rank == 0:
             shutil.rmtree(f"{folder}/torch-{number}")
         dist.barrier()
-    return kept
+    return rates
 
 
 def slices(folder, rounds):
-    """On one rank alone: 64 MiB out of a tensor of 1 GiB, of ours and of torch's."""
+    """Return the seconds to read 64 MiB of a tensor of 1 GiB, by our loader and by torch's."""
     import time
 
     import torch
@@ -179,50 +179,50 @@ def slices(folder, rounds):
 
     from rankbook.checkpoint import ShardedTensor, load, save
 
-    whole = torch.randn(262144, 1024)
-    save({"t": ShardedTensor.from_rank_offsets("t", whole)}, folder)
+    tensor = torch.randn(262144, 1024)
+    save({"t": ShardedTensor.from_rank_offsets("t", tensor)}, folder)
     part = torch.zeros(16384, 1024)
     seconds = {"ours": [], "torch's": []}
 
     for _ in range(rounds):
-        began = time.perf_counter()
-        wanted = ShardedTensor("t", part, torch.float32, (16384, 1024), (262144, 1024), (16384, 0), None)
-        load({"t": wanted}, folder)
-        seconds["ours"].append(time.perf_counter() - began)
-        assert torch.equal(part, whole[16384:32768])
-        began = time.perf_counter()
-        dcp.load({"t": torch.empty_like(whole)}, checkpoint_id=f"{folder}/step-0")
-        seconds["torch's"].append(time.perf_counter() - began)
+        start = time.perf_counter()
+        request = ShardedTensor("t", part, torch.float32, (16384, 1024), (262144, 1024), (16384, 0), None)
+        load({"t": request}, folder)
+        seconds["ours"].append(time.perf_counter() - start)
+        assert torch.equal(part, tensor[16384:32768])
+        start = time.perf_counter()
+        dcp.load({"t": torch.empty_like(tensor)}, checkpoint_id=f"{folder}/step-0")
+        seconds["torch's"].append(time.perf_counter() - start)
     return seconds
 
 
 def main() -> int:
     options = _options()
     seed = random.randrange(1_000_000) if options.seed is None else options.seed
-    held = True
+    within_limits = True
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         seconds = run_ranks(measure, 2, folder, options.rounds, seed, options.megabytes, timeout=1800)[0]
         plain = seconds["raw"]
         print(f"raw write and fsync: {statistics.median(plain):.2f} s for {options.megabytes} MB, {len(plain)} rounds")
-        for name, taken in seconds.items():
+        for name, seconds_of_job in seconds.items():
             if name == "raw":
                 continue
-            ratios = [one / other for one, other in zip(taken, plain, strict=True)]
-            held = _say(f"{name} / raw", statistics.median(ratios), LIMITS.get(name), ratios) and held
+            ratios = [one / other for one, other in zip(seconds_of_job, plain, strict=True)]
+            within_limits = _say(f"{name} / raw", statistics.median(ratios), LIMITS.get(name), ratios) and within_limits
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        kept = run_ranks(beside_training, 2, folder, options.rounds, options.megabytes, timeout=1800)[0]
-        for name, rates in kept.items():
+        results = run_ranks(beside_training, 2, folder, options.rounds, options.megabytes, timeout=1800)[0]
+        for name, rates in results.items():
             limit = MATMUL if name == "ours" else None
-            held = (
+            within_limits = (
                 _say(f"matrix products beside a save, {name}", statistics.median(rates), limit, rates, least=True)
-                and held
+                and within_limits
             )
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        taken = run_ranks(slices, 1, folder, options.rounds, timeout=1800)[0]
-        ratios = [one / other for one, other in zip(taken["ours"], taken["torch's"], strict=True)]
-        held = _say("a slice of 64 MiB / torch's", statistics.median(ratios), SLICE, ratios) and held
+        seconds_of_job = run_ranks(slices, 1, folder, options.rounds, timeout=1800)[0]
+        ratios = [one / other for one, other in zip(seconds_of_job["ours"], seconds_of_job["torch's"], strict=True)]
+        within_limits = _say("a slice of 64 MiB / torch's", statistics.median(ratios), SLICE, ratios) and within_limits
     print(f"seed {seed}")
-    return 0 if held else 1
+    return 0 if within_limits else 1
 
 
 def _say(name, middle, limit, all_of_them, least=False):

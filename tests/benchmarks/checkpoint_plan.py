@@ -1,4 +1,4 @@
-"""What planning a save costs at scale: `python tests/benchmarks/checkpoint_plan.py`.
+"""Measure the time to plan a save at scale: `python tests/benchmarks/checkpoint_plan.py`.
 
 Owns: the simulated jobs, the clock and the verdicts. Each job has 1,024 ranks with 5,000 tensors each, and no data:
 8-way tensor parallel with 128 replicas, fully sharded over all ranks, and sharded over 128 with 8 replicas. For each:
@@ -35,86 +35,88 @@ JOBS = {
 }
 
 
-def shards(rank, ways, tensors):
+def shards(rank, shard_count, tensors):
     """A rank's shards: three matrices of four cut along rows or columns, and a vector."""
-    part, main = rank % ways, rank < ways
+    part, main = rank % shard_count, rank < shard_count
     return [
-        LocalShard(f"model.layers.{n // 12}.block.{n % 12}.weight", *_cut(n, part, ways), "bfloat16", main)
+        LocalShard(f"model.layers.{n // 12}.block.{n % 12}.weight", *_cut(n, part, shard_count), "bfloat16", main)
         for n in range(tensors)
     ]
 
 
-def _cut(number, part, ways):
+def _cut(number, part, shard_count):
     if number % 4 == 3:
-        return (8192,), (8192 // ways * part,), (8192 // ways,)
+        return (8192,), (8192 // shard_count * part,), (8192 // shard_count,)
     if number % 2:
-        return (2048, 8192), (0, 8192 // ways * part), (2048, 8192 // ways)
-    return (8192, 2048 + number), (8192 // ways * part, 0), (8192 // ways, 2048 + number)
+        return (2048, 8192), (0, 8192 // shard_count * part), (2048, 8192 // shard_count)
+    return (8192, 2048 + number), (8192 // shard_count * part, 0), (8192 // shard_count, 2048 + number)
 
 
-def declare_all(ranks, ways, tensors):
-    """All ranks' declarations, of which those after the first `ways` are made from these: the same chunks, not main."""
-    first = [LocalPlan.of(shards(rank, ways, tensors), (), "the same") for rank in range(min(ways, ranks))]
-    made = list(first)
-    for rank in range(ways, ranks):
-        table = first[rank % ways].tensors
+def declare_all(ranks, shard_count, tensors):
+    """Return the plans of all ranks. Those after the first `shard_count` are replicas of the first ones."""
+    first = [
+        LocalPlan.of(shards(rank, shard_count, tensors), (), "the same") for rank in range(min(shard_count, ranks))
+    ]
+    declared = list(first)
+    for rank in range(shard_count, ranks):
+        table = first[rank % shard_count].tensors
         copy = dataclasses.replace(table, main=np.zeros_like(table.main), head=b"", layout=b"")
-        made.append(LocalPlan(copy, ChunkTable.of([]), {"": "the same"}))
-    return made
+        declared.append(LocalPlan(copy, ChunkTable.of([]), {"": "the same"}))
+    return declared
 
 
 def timed(work, *arguments, **options):
     gc.collect()
     gc.disable()
-    began = time.perf_counter()
+    start = time.perf_counter()
     result = work(*arguments, **options)
-    taken = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     gc.enable()
-    return taken, result
+    return seconds, result
 
 
-def declare(mine):
-    return LocalPlan.of(mine, (), "the same").signature()
+def declare(shards_of_rank):
+    return LocalPlan.of(shards_of_rank, (), "the same").signature()
 
 
-def again(cache, signatures, mine, fully_parallel):
-    return cache.get([*signatures[:-1], declare(mine)], fully_parallel=fully_parallel)
+def again(cache, signatures, shards_of_rank, fully_parallel):
+    return cache.get([*signatures[:-1], declare(shards_of_rank)], fully_parallel=fully_parallel)
 
 
 def main() -> int:
     options = _options()
-    held = True
+    within_limits = True
     for name, (ways, fully_parallel) in JOBS.items():
         if options.only not in name:
             continue
         ranks, tensors = options.ranks, options.tensors
         declared = declare_all(ranks, ways, tensors)
-        mine = shards(ranks - 1, ways, tensors)
-        assert declare(mine) == declared[-1].signature()
+        shards_of_rank = shards(ranks - 1, ways, tensors)
+        assert declare(shards_of_rank) == declared[-1].signature()
         seconds = {"plan": [], "again": [], "own": []}
         for _ in range(options.rounds):
-            taken, plan = timed(plan_save, declared, fully_parallel=fully_parallel)
-            seconds["plan"].append(taken)
+            seconds_taken, plan = timed(plan_save, declared, fully_parallel=fully_parallel)
+            seconds["plan"].append(seconds_taken)
             cache = PlanCache()
             signatures = pickle.loads(pickle.dumps([member.signature() for member in declared]))
             cache.put(plan, [element.signature() for element in declared], fully_parallel=fully_parallel)
-            taken, found = timed(again, cache, signatures, mine, fully_parallel)
-            assert found is plan
-            seconds["again"].append(taken)
-            seconds["own"].append(timed(declare, mine)[0])
+            seconds_taken, reused = timed(again, cache, signatures, shards_of_rank, fully_parallel)
+            assert reused is plan
+            seconds["again"].append(seconds_taken)
+            seconds["own"].append(timed(declare, shards_of_rank)[0])
         loads = plan.bytes_per_rank
         print(f"{name}: {len(plan.all_tensors.key):,} chunks, {ranks:,} ranks x {tensors:,} tensors")
         for kind, label in (("plan", "the plan"), ("again", "the same plan again")):
             middle = statistics.median(seconds[kind])
-            held = held and middle <= LIMITS[kind]
+            within_limits = within_limits and middle <= LIMITS[kind]
             verdict = "held  " if middle <= LIMITS[kind] else "BROKEN"
             print(f"  {verdict} {label}: {middle:.3f} s <= {LIMITS[kind]:g} (worst {max(seconds[kind]):.3f})")
         packed = [item.pack() for item in declared]
         unpacking, _ = timed(lambda packed=packed: [LocalPlan.unpack(entry) for entry in packed])
-        own, size = statistics.median(seconds["own"]), sum(map(len, packed)) / ranks / 1e3
-        print(f"         a rank's own declaration: {own:.3f} s, {size:.0f} kB; all unpacked in {unpacking:.2f} s")
+        declaring, size = statistics.median(seconds["own"]), sum(map(len, packed)) / ranks / 1e3
+        print(f"         a rank's own declaration: {declaring:.3f} s, {size:.0f} kB; all unpacked in {unpacking:.2f} s")
         print(f"         bytes per rank: {min(loads):,} to {max(loads):,}", flush=True)
-    return 0 if held else 1
+    return 0 if within_limits else 1
 
 
 def _options() -> argparse.Namespace:

@@ -39,10 +39,10 @@ def main() -> int:
     if options.markdown:
         options.markdown.write_text(text + "\n")
     limits = CELL_LIMITS if options.stand_in else LIMITS
-    held = [_verdict(kind, limit, measured, of_cell=options.stand_in) for kind, limit in limits.items()]
+    results = [_verdict(kind, limit, measured, of_cell=options.stand_in) for kind, limit in limits.items()]
     for failure in failures:
         print(f"BROKEN {failure}")
-    return 0 if all(held) and not failures else 1
+    return 0 if all(results) and not failures else 1
 
 
 def _options() -> argparse.Namespace:
@@ -60,7 +60,7 @@ def _measure(world: int, waiting: list[Case], measured: list[Times], failures: l
     with open_injector(world, stand_in=stand_in) as injector:
         while waiting:
             case = waiting.pop(0)
-            began = time.perf_counter()
+            start = time.perf_counter()
             try:
                 measured.append(injector.inject(case))
             except BaseException as error:
@@ -69,22 +69,22 @@ def _measure(world: int, waiting: list[Case], measured: list[Times], failures: l
                 failures.append(f"{case}: {type(error).__name__}: {str(error).strip()[:500]}")
                 print(f"{case}: FAILED", file=sys.stderr, flush=True)
                 return
-            seconds = f"{measured[-1].control:.2f} {measured[-1].works:.2f} [{time.perf_counter() - began:.1f} s]"
+            seconds = f"{measured[-1].control:.2f} {measured[-1].works:.2f} [{time.perf_counter() - start:.1f} s]"
             print(f"{case}: {seconds}", file=sys.stderr, flush=True)
 
 
 def _verdict(kind: str, limit: float, measured: Iterable[Times], *, of_cell: bool) -> bool:
-    own = [item for item in measured if item.case.fault.kind == kind]
-    if not own:
+    of_kind = [item for item in measured if item.case.fault.kind == kind]
+    if not of_kind:
         return True
-    seconds = {item: item.control if of_cell else item.works for item in own}
-    slowest = max(own, key=lambda item: seconds[item])
-    held = seconds[slowest] <= limit
+    seconds = {item: item.control if of_cell else item.works for item in of_kind}
+    slowest = max(of_kind, key=lambda item: seconds[item])
+    within_limit = seconds[slowest] <= limit
     print(
-        f"{'held  ' if held else 'BROKEN'} {kind}: the slowest of {len(own)} cases {seconds[slowest]:.2f} s"
+        f"{'held  ' if within_limit else 'BROKEN'} {kind}: the slowest of {len(of_kind)} cases {seconds[slowest]:.2f} s"
         f" <= {limit:g} s ({slowest.case})"
     )
-    return held
+    return within_limit
 
 
 if __name__ == "__main__":

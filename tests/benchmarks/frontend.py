@@ -30,7 +30,7 @@ _DISPLAY_ID = re.compile(rb'"display_id": ?"([^"]+)"')
 
 @dataclass(slots=True)
 class Message:
-    """One message on the output channel: when it came, its bytes on the wire, its content still as JSON."""
+    """Message on the output channel: its arrival, its bytes on the wire, its content still as JSON."""
 
     kind: str
     at: float
@@ -44,7 +44,7 @@ class Message:
 
 @dataclass(slots=True)
 class Cell:
-    """What one cell gave: `seconds` until reply and idle, `last_output` until its last output had come."""
+    """Result of a cell: `seconds` until reply and idle, `last_output` until its last output."""
 
     status: str = ""
     error: str = ""
@@ -168,13 +168,13 @@ class Frontend:
 
     def send(self, code: str) -> tuple[str, float]:
         """Send a cell; `wait_cell` takes what this returns."""
-        begun = time.perf_counter()
-        return self.client.execute(code, store_history=True, allow_stdin=False), begun
+        start = time.perf_counter()
+        return self.client.execute(code, store_history=True, allow_stdin=False), start
 
     def wait_cell(self, sent: tuple[str, float], *, timeout: float, after: float = 0.0) -> Cell:
         """Wait for a cell's reply and idle, and then until no output has come for `after` seconds."""
-        request, begun = sent
-        limit = begun + timeout
+        request, start = sent
+        limit = start + timeout
         cell = Cell()
         updates: dict[bytes, Message] = {}
         replied = idle = False
@@ -182,7 +182,7 @@ class Frontend:
             ready = dict(self._poller.poll(int(max(0.0, min(1.0, limit - time.perf_counter())) * 1000)))
             now = time.perf_counter()
             if self._iopub in ready:
-                idle = self._receive_output(cell, request, begun, updates) or idle
+                idle = self._receive_output(cell, request, start, updates) or idle
             if self._shell in ready:
                 header, parent, raw, _ = _parts(self._shell.recv_multipart())
                 if parent == request and header == "execute_reply":
@@ -190,16 +190,16 @@ class Frontend:
                     cell.status = reply["status"]
                     cell.error = ": ".join(filter(None, (reply.get("ename"), reply.get("evalue"))))
             if now > limit:
-                cell.seconds = now - begun
+                cell.seconds = now - start
                 raise CellTimeoutError(cell, timeout)
             if not ready and not self._manager.is_alive():
                 raise RuntimeError("the kernel died")
-        cell.seconds = time.perf_counter() - begun
+        cell.seconds = time.perf_counter() - start
         while self._iopub.poll(int(after * 1000)):
-            self._receive_output(cell, request, begun, updates)
+            self._receive_output(cell, request, start, updates)
         return cell
 
-    def _receive_output(self, cell: Cell, request: str, begun: float, updates: dict[bytes, Message]) -> bool:
+    def _receive_output(self, cell: Cell, request: str, start: float, updates: dict[bytes, Message]) -> bool:
         """Take everything that lies on the output channel; was the request's idle among it?"""
         idle = False
         for _ in range(1000):  # a flood must not keep the caller from its time limit
@@ -208,7 +208,7 @@ class Frontend:
             except zmq.Again:
                 break
             kind, parent, raw, size = _parts(frames)
-            message = Message(kind, time.perf_counter() - begun, size, raw)
+            message = Message(kind, time.perf_counter() - start, size, raw)
             cell.size += size
             if kind == "status":
                 idle = idle or (parent == request and b'"idle"' in raw)
@@ -226,7 +226,7 @@ class Frontend:
         self.client.shell_channel.send(message)
 
     def interrupt(self) -> None:
-        """What the ■ button does."""
+        """Interrupt the kernel, like the ■ button."""
         self._manager.interrupt_kernel()
 
     def wait_quiet(self) -> None:
@@ -247,20 +247,20 @@ def _parts(frames: list[bytes]) -> tuple[str, str, bytes, int]:
 
 def _forget_replaced(message: Message, updates: dict[bytes, Message]) -> None:
     """Keep only the last update of each display: a tool that sends its whole text each time would fill the memory."""
-    if found := _DISPLAY_ID.search(message.raw[-400:]) or _DISPLAY_ID.search(message.raw):
-        if found[1] in updates:
-            updates[found[1]].raw = b"{}"
-        updates[found[1]] = message
+    if match := _DISPLAY_ID.search(message.raw[-400:]) or _DISPLAY_ID.search(message.raw):
+        if match[1] in updates:
+            updates[match[1]].raw = b"{}"
+        updates[match[1]] = message
 
 
 def _environment(python: str, folder: Path) -> dict[str, str]:
     """The person's environment with the kernel's own Python first and nothing of their IPython or Jupyter settings."""
-    kept = {
+    inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("JUPYTER_", "IPYTHON", "PYTHON")) and name != "VIRTUAL_ENV"
     }
-    return kept | {
+    return inherited | {
         "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "IPYTHONDIR": str(folder / "ipython"),
         "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),

@@ -1,4 +1,4 @@
-"""How soon Tab and Shift-Tab are answered, and what auto mode costs a cell: `python tests/benchmarks/hints.py`.
+"""Measure the latency of Tab and Shift-Tab, and the cost of auto mode per cell: `python tests/benchmarks/hints.py`.
 
 Owns: the requests, their shuffled order, the percentiles and the verdict. Rankbook's own kernel is asked for
 completions and inspections over Jupyter's channels, first idle and then while every rank trains a model in a background
@@ -50,67 +50,67 @@ REQUESTS = [
 
 
 def main() -> int:
-    """Measure, print, and say whether the limits held."""
+    """Measure, print, and return whether the limits are met."""
     options = _options()
     seed = random.randrange(1_000_000) if options.seed is None else options.seed
     chance = random.Random(seed)
     arguments = ("-m", "rankbook.jupyter", "-f", "{connection_file}")
-    held = True
+    within_limits = True
     with Frontend(sys.executable, arguments=arguments, environment={"RANKBOOK_RANKS": str(options.ranks)}) as kernel:
         kernel.start(timeout=120)
         kernel.check(SETUP, timeout=120)
-        held &= _tell_cells(kernel, options.cells, chance)
+        within_limits &= _tell_cells(kernel, options.cells, chance)
         for when in ("idle", "while all ranks train"):
             for request in REQUESTS:
                 _ask(kernel, *request)
-            asked = REQUESTS * options.rounds
-            chance.shuffle(asked)
-            held &= _tell(when, [_ask(kernel, *request) for request in asked])
+            requests = REQUESTS * options.rounds
+            chance.shuffle(requests)
+            within_limits &= _tell(when, [_ask(kernel, *request) for request in requests])
             if when == "idle":
                 kernel.check(TRAIN, timeout=60)
     print(f"{options.ranks} ranks, seed {seed}")
-    return 0 if held else 1
+    return 0 if within_limits else 1
 
 
 def _ask(kernel: Frontend, kind: str, code: str) -> tuple[float, bool]:
     """The seconds to the answer, and whether there was something in it."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     message = getattr(kernel.client, kind)(code, len(code))
     while True:
         reply = kernel.client.get_shell_msg(timeout=20)
         if reply["parent_header"].get("msg_id") == message:
             content = reply["content"]
-            return time.perf_counter() - began, bool(content.get("matches") or content.get("data"))
+            return time.perf_counter() - start, bool(content.get("matches") or content.get("data"))
 
 
 def _tell(when: str, answers: list[tuple[float, bool]]) -> bool:
-    empty = sum(not found for _, found in answers)
-    times = sorted(seconds if found else max(seconds, LIMIT + 1e-3) for seconds, found in answers)
+    empty = sum(not answered for _, answered in answers)
+    times = sorted(seconds if answered else max(seconds, LIMIT + 1e-3) for seconds, answered in answers)
     median, late = statistics.median(times), times[int(0.95 * len(times))]
-    held = late <= LIMIT
+    ok = late <= LIMIT
     print(
-        f"{'held  ' if held else 'BROKEN'} Tab and Shift-Tab, {when}: p95 {1e3 * late:.1f} ms <= {1e3 * LIMIT:.0f} ms; "
+        f"{'held  ' if ok else 'BROKEN'} Tab and Shift-Tab, {when}: p95 {1e3 * late:.1f} ms <= {1e3 * LIMIT:.0f} ms; "
         f"median {1e3 * median:.1f} ms, slowest {1e3 * times[-1]:.1f} ms, {empty} of {len(times)} empty"
     )
-    return held
+    return ok
 
 
 def _tell_cells(kernel: Frontend, pairs: int, chance: random.Random) -> bool:
     plain, magic = "x = 1", "%%distributed\nx = 1"
-    taken: dict[str, list[float]] = {plain: [], magic: []}
+    seconds_by_cell: dict[str, list[float]] = {plain: [], magic: []}
     for number in range(pairs + 10):
         for code in chance.sample([plain, magic], 2):
             seconds = kernel.check(code, timeout=20).seconds
             if number >= 10:
-                taken[code].append(seconds)
-    ratio = statistics.median(a / b for a, b in zip(taken[plain], taken[magic], strict=True))
-    medians = [1e3 * statistics.median(taken[item]) for item in (plain, magic)]
-    held = ratio <= COST
+                seconds_by_cell[code].append(seconds)
+    ratio = statistics.median(a / b for a, b in zip(seconds_by_cell[plain], seconds_by_cell[magic], strict=True))
+    medians = [1e3 * statistics.median(seconds_by_cell[item]) for item in (plain, magic)]
+    ok = ratio <= COST
     print(
-        f"{'held  ' if held else 'BROKEN'} `x = 1`, plain in auto mode / below %%distributed: {ratio:.3f} <= {COST:g}; "
+        f"{'held  ' if ok else 'BROKEN'} `x = 1`, plain in auto mode / below %%distributed: {ratio:.3f} <= {COST:g}; "
         f"medians {medians[0]:.2f} and {medians[1]:.2f} ms, {pairs} pairs"
     )
-    return held
+    return ok
 
 
 def _options() -> argparse.Namespace:

@@ -49,9 +49,9 @@ def remote_cluster(folder: Path) -> Iterator[Cluster]:
 
 def seconds(work: Callable[[], object]) -> float:
     """Return the time that `work` takes."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     work()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def heal(cluster: Cluster) -> float:
@@ -85,9 +85,9 @@ def main() -> int:
         for name, (count, measure) in measures.items():
             for round_number in range(count + max(1, count // 10)):
                 for where in random.sample(sorted(clusters), 2):
-                    taken = measure(clusters[where])
+                    sample = measure(clusters[where])
                     if round_number >= max(1, count // 10):  # the first ones warm up
-                        samples.setdefault(name, {}).setdefault(where, []).append(taken)
+                        samples.setdefault(name, {}).setdefault(where, []).append(sample)
     failed = False
     for name, times in samples.items():
         local, remote = (1e3 * statistics.median(times[where]) for where in ("this host", "other host"))

@@ -1,4 +1,4 @@
-"""What a call of `notebook_launcher` costs on warm ranks: `python tests/benchmarks/launcher.py`.
+"""Measure the time of a `notebook_launcher` call on warm ranks: `python tests/benchmarks/launcher.py`.
 
 Owns: the calls, in a real ipykernel, their median and what they leave in memory, and the verdict. Accelerate's
 launcher, where it is installed, is called beside it in the same kernel, in shuffled order. Refuses: a function that
@@ -22,7 +22,7 @@ from tests.conftest import Notebook
 
 LIMIT_MS = 10.0
 GROWN_MB = 5.0
-"""What the kernel and a rank may have more after the calls: the allocator's slack, and less than 5 kB a call."""
+"""Growth allowed for the kernel and a rank after the calls: the allocator's slack, and less than 5 kB per call."""
 
 SETUP = """
 import json, random, time, psutil, rankbook
@@ -61,24 +61,24 @@ def main() -> int:
         output = notebook.ok(_filled(MEASURE, values), timeout=600).stdout
     finally:
         notebook.close()
-    found = re.search(r"measured (.*)", output)
-    assert found is not None, output
-    seconds, before, after = json.loads(found[1])
+    match = re.search(r"measured (.*)", output)
+    assert match is not None, output
+    seconds, before, after = json.loads(match[1])
     medians = {name: 1e3 * statistics.median(item) for name, item in seconds.items()}
     p95 = 1e3 * statistics.quantiles(seconds["rankbook"], n=20)[-1]
     grown = max(late - early for early, late in zip(before, after, strict=True))
     for name, median in medians.items():
         print(f"{name}: median {median:.2f} ms, {len(seconds[name])} calls")
-    held = medians["rankbook"] <= LIMIT_MS, grown <= GROWN_MB
+    passed = medians["rankbook"] <= LIMIT_MS, grown <= GROWN_MB
     print(
-        f"{_word(held[0])} a call on 2 warm ranks: {medians['rankbook']:.2f} ms <= {LIMIT_MS:g} ms (p95 {p95:.2f} ms)"
+        f"{_word(passed[0])} a call on 2 warm ranks: {medians['rankbook']:.2f} ms <= {LIMIT_MS:g} ms (p95 {p95:.2f} ms)"
     )
-    print(f"{_word(held[1])} grown by at most {grown:.2f} MB in {options.calls} calls <= {GROWN_MB:g} MB")
-    return 0 if all(held) else 1
+    print(f"{_word(passed[1])} grown by at most {grown:.2f} MB in {options.calls} calls <= {GROWN_MB:g} MB")
+    return 0 if all(passed) else 1
 
 
-def _word(held: bool) -> str:
-    return "held  " if held else "BROKEN"
+def _word(within_limit: bool) -> str:
+    return "held  " if within_limit else "BROKEN"
 
 
 def _filled(code: str, values: dict[str, object]) -> str:

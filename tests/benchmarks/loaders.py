@@ -1,4 +1,4 @@
-"""What a prepared loader costs beside a plain one: `python tests/benchmarks/loaders.py`.
+"""Measure the time of a prepared loader, compared with a plain one: `python tests/benchmarks/loaders.py`.
 
 Owns: the kinds of batches, the shuffled order, the ratios and the verdicts. Two ranks read the same data through each
 contender, an epoch at a time: torch's DataLoader with a DistributedSampler, Rankbook's loader and its dispatcher, and
@@ -31,7 +31,7 @@ def limit(contender: str, plain: float, workers: int) -> float | None:
 
 
 def cases():
-    """Each kind of data with its batch size, its samples and its workers."""
+    """Return every kind of data with its batch size, its samples and its workers."""
     import torch
     from torch.utils.data import Dataset, TensorDataset
 
@@ -71,7 +71,7 @@ def cases():
 
 
 def measure(name, rounds, seed):
-    """On one rank: for each contender an epoch's seconds and its own CPU's, round by round; and its batches."""
+    """Return the wall and CPU seconds of an epoch for every contender, round by round, and its batches."""
     import gc
     import time
 
@@ -112,14 +112,14 @@ def measure(name, rounds, seed):
             gc.collect()
             gc.disable()
             dist.barrier()
-            began, worked = time.perf_counter(), time.process_time()
+            start, worked = time.perf_counter(), time.process_time()
             read = sum(1 for _ in loaders[kind])
             dist.barrier()
-            taken = time.perf_counter() - began, time.process_time() - worked
+            elapsed = time.perf_counter() - start, time.process_time() - worked
             gc.enable()
             assert read == count, (kind, read, count)
             if number:
-                seconds[kind].append(taken)
+                seconds[kind].append(elapsed)
     return seconds, count
 
 
@@ -127,7 +127,7 @@ def main() -> int:
     options = _options()
     seed = random.randrange(1_000_000) if options.seed is None else options.seed
     names = [name for name in cases() if options.only in name]
-    held = True
+    within_limits = True
     for name in names:
         seconds, count = run_ranks(measure, 2, name, options.rounds, seed, timeout=1200)[0]
         plain = seconds["plain"]
@@ -139,12 +139,12 @@ def main() -> int:
             cpu = statistics.median(one[1] / other[1] for one, other in pairs)
             most = limit(kind, took, cases()[name][2])
             verdict = "      " if most is None else "held  " if middle <= most else "BROKEN"
-            held = held and (most is None or middle <= most)
+            within_limits = within_limits and (most is None or middle <= most)
             spread = f"middle half {low:.3f} to {high:.3f}"
             output = "" if most is None else f" <= {most:.3g}"
             print(f"  {verdict} {kind} / plain: {middle:.3f}{output} ({spread}; CPU {cpu:.3f})", flush=True)
     print(f"seed {seed}")
-    return 0 if held else 1
+    return 0 if within_limits else 1
 
 
 def _options() -> argparse.Namespace:

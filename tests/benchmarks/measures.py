@@ -31,12 +31,12 @@ LINES_LIMIT = 60.0
 
 
 Strike = Callable[[Frontend, list[psutil.Process]], None]
-"""What befalls a session, given its front end and its ranks' processes."""
+"""Action on a session, given its front end and the processes of its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One value of one metric; without a value, `note` says why there is none."""
+    """Value of one metric; without a value, `note` gives the reason."""
 
     metric: str
     value: float | None
@@ -44,7 +44,7 @@ class Sample:
 
 
 def cells(adapter: Adapter, pairs: int) -> Iterator[Sample]:
-    """What `x = 1` on 2 and on 4 ranks costs more than the same kernel's plain `x = 1`."""
+    """Measure the additional time of `x = 1` on 2 and on 4 ranks, compared with a plain cell in the same kernel."""
     for ranks in (2, 4):
         with adapter.open(ranks) as front, _plain(adapter, front) as plain:
             front.start(timeout=60)
@@ -68,10 +68,10 @@ def cells(adapter: Adapter, pairs: int) -> Iterator[Sample]:
 
 
 def starts(adapter: Adapter, sizes: tuple[int, ...]) -> Iterator[Sample]:
-    """From nothing, and from a loaded tool, to the first result of torch on every rank."""
-    begun = time.perf_counter()
+    """Measure the start, from nothing and from a loaded tool, to the first result of torch on every rank."""
+    start = time.perf_counter()
     subprocess.run([adapter.python, "-c", "import torch, IPython"], check=True, stdin=subprocess.DEVNULL)
-    yield Sample("import", time.perf_counter() - begun)
+    yield Sample("import", time.perf_counter() - start)
     for ranks in sizes:
         # ranks that come with the kernel cannot be started in one that has loaded the tool: warm is cold
         for warm in (False,) if adapter.ranks_from_launch else (False, True):
@@ -83,18 +83,18 @@ def starts(adapter: Adapter, sizes: tuple[int, ...]) -> Iterator[Sample]:
 
 def _start(adapter: Adapter, ranks: int, *, warm: bool) -> float:
     with adapter.open(ranks) as front:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         front.start(timeout=120)
         if not adapter.ranks_from_launch:
             if warm:
                 adapter.loaded(front)
             front.wait_quiet()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             if not warm:
                 adapter.loaded(front)
             adapter.started(front, ranks)
         front.check(adapter.cell(_touch(front.folder, "first", "import torch; torch.ones(1)")), timeout=LIMIT)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         _expect(_touched(front.folder, "first") == ranks, "the first cell ran on every rank")
         return seconds
 
@@ -129,23 +129,30 @@ def lines(adapter: Adapter) -> Iterator[Sample]:
 
 
 def _printed(statement: str, rank: int, i: int) -> str:
-    """What `statement` of `FLOODS` prints."""
+    """Return the output of `statement` of `FLOODS`."""
     if statement == FLOODS["equal"]:
         return f"step {i:06d} of the loop, loss 0.693147"
     return f"{rank} {i}" if statement == FLOODS["short"] else f"rank {rank} step {i:06d} loss 0.693147"
 
 
-def _missing(found: Lines, expected: Lines, cell: Cell) -> str:
+def _missing(printed: Lines, expected: Lines, cell: Cell) -> str:
     """Empty when every rank's lines are all there and in order; else what is wrong, in a few words."""
     if cell.status != "ok":
         return f"cell ended with {cell.errors()}"
-    if UNTOLD in found:
-        lost = (Counter(line for own in expected.values() for line in own) - Counter(found[UNTOLD])).total()
-        return "; ".join(["which rank wrote a line is not told", *([f"{lost:,} lines lost or torn"] if lost else [])])
-    lost = sum((Counter(own) - Counter(found.get(rank, ()))).total() for rank, own in expected.items())
-    if lost:
-        return f"{lost:,} lines lost or torn"
-    strays = [rank for rank, own in expected.items() if found[rank] != own]
+    if UNTOLD in printed:
+        missing_count = (
+            Counter(line for lines in expected.values() for line in lines) - Counter(printed[UNTOLD])
+        ).total()
+        return "; ".join(
+            [
+                "which rank wrote a line is not told",
+                *([f"{missing_count:,} lines lost or torn"] if missing_count else []),
+            ]
+        )
+    missing_count = sum((Counter(lines) - Counter(printed.get(rank, ()))).total() for rank, lines in expected.items())
+    if missing_count:
+        return f"{missing_count:,} lines lost or torn"
+    strays = [rank for rank, lines in expected.items() if printed[rank] != lines]
     return f"not in order, or more than was printed, on ranks {strays}" if strays else ""
 
 
@@ -230,26 +237,26 @@ def _fault(
 def _processes_of_ranks(adapter: Adapter, front: Frontend) -> list[psutil.Process]:
     name = f"{str(front.folder)!r} + f'/rank-{{rank}}-{{os.getpid()}}'"
     front.check(adapter.cell(f"import os; open({name}, 'w').close()"), timeout=LIMIT)
-    found = sorted(path.name.split("-")[1:] for path in front.folder.glob("rank-*"))
-    _expect([rank for rank, _ in found] == ["0", "1"], "both ranks know their numbers")
-    return [psutil.Process(int(pid)) for _, pid in found]
+    numbers = sorted(path.name.split("-")[1:] for path in front.folder.glob("rank-*"))
+    _expect([rank for rank, _ in numbers] == ["0", "1"], "both ranks know their numbers")
+    return [psutil.Process(int(pid)) for _, pid in numbers]
 
 
 def _after(front: Frontend, cell: Cell, next_cell: Callable[[str], str], survivors: int) -> str:
-    """What a fault did to the session: does the very next cell run, where, and are the variables still there?"""
+    """Return the effect of a fault on the session: does the next cell run, where, and are the variables still"""
     output = [] if cell.status == "error" else [f"cell ends as {cell.status!r}"]
-    left = 0
+    reached = 0
     for attempt in ("after", "later"):
         try:
             front.execute(next_cell(_touch(front.folder, attempt, "assert kept == 41")), timeout=40)
         except (CellTimeoutError, RuntimeError) as error:
             return "; ".join([*output, f"next cell: {error}"])
-        left = _touched(front.folder, attempt)
-        if left == survivors:
+        reached = _touched(front.folder, attempt)
+        if reached == survivors:
             return "; ".join(output)
         if attempt == "after":
             output.append("the next cell is lost")
-    return "; ".join([*output[:-1], f"state left on {left} of {survivors} ranks"])
+    return "; ".join([*output[:-1], f"state left on {reached} of {survivors} ranks"])
 
 
 def _touch(folder: Path, name: str, code: str, *, first: bool = False) -> str:
@@ -269,7 +276,7 @@ def _expect(true: bool, what: str) -> None:
 
 @contextmanager
 def _plain(adapter: Adapter, front: Frontend) -> Iterator[Frontend]:
-    """Where the plain cells run: in the same kernel, or in a stock one if all cells of the tool's are distributed."""
+    """Yield the front end for plain cells: the same kernel, or a stock one if all cells of the tool are di"""
     if not adapter.ranks_from_launch:
         yield front
         return

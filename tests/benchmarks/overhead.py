@@ -129,35 +129,35 @@ def main() -> int:
     for number in range(options.rounds):
         with open_injector(2, stand_in=options.stand_in) as injector:
             injector.notebook.ok(_filled(SETUP, {**values, "FIRST": number % 2, "BACKEND": backend}), timeout=300)
-            taken = _measured(injector, _filled(MEASURE, {**values, "SEED": seed + number}))
+            measured = _measured(injector, _filled(MEASURE, {**values, "SEED": seed + number}))
             calls = _measured(injector, _filled(COLLECTIVES, {"SEED": seed + number}))
         added += [1e6 * (ours - plain) for ours, plain in zip(calls["rankbook"], calls["plain"], strict=True)]
-        for name, own in taken.items():
-            seconds[name] += own
-        print(f"round {number + 1}: {statistics.median(_ratios(taken)):.4f}", file=sys.stderr, flush=True)
-    for name, own in seconds.items():
-        quartiles = statistics.quantiles(own, n=4)
-        print(f"{name}: median {1e3 * quartiles[1]:.2f} ms, middle half {_range(quartiles)} ms, {len(own)} steps")
+        for name, samples in measured.items():
+            seconds[name] += samples
+        print(f"round {number + 1}: {statistics.median(_ratios(measured)):.4f}", file=sys.stderr, flush=True)
+    for name, samples in seconds.items():
+        quartiles = statistics.quantiles(samples, n=4)
+        print(f"{name}: median {1e3 * quartiles[1]:.2f} ms, middle half {_range(quartiles)} ms, {len(samples)} steps")
     ratios = _ratios(seconds)
     ratio = statistics.median(ratios)
     low, high = _interval(ratios, random.Random(seed))
-    held = ratio <= LIMIT
+    within_limit = ratio <= LIMIT
     spread = f"95 % interval {low:.4f} to {high:.4f}, {len(ratios)} pairs, seed {seed}"
-    verdict = "held  " if held else "BROKEN"
+    verdict = "held  " if within_limit else "BROKEN"
     print(f"{verdict} a DDP step, rankbook / plain {backend}: {ratio:.4f} <= {LIMIT:g} ({spread})")
     more = statistics.median(added)
     small = more <= COLLECTIVE_LIMIT
     verdict = "held  " if small else "BROKEN"
     print(f"{verdict} a small all_reduce, rankbook - plain {backend}: {more:+.1f} us <= {COLLECTIVE_LIMIT:g} us")
-    return 0 if held and small else 1
+    return 0 if within_limit and small else 1
 
 
 def _measured(injector: FaultInjector, cell: str) -> dict[str, list[float]]:
     """Run a cell that prints its measurements on all ranks, and return those of rank 0."""
-    said = injector.notebook.ok(cell, timeout=600).stdout
-    found = next(line for line in said.splitlines() if line.startswith("[0] measured "))
-    taken: dict[str, list[float]] = json.loads(found.removeprefix("[0] measured "))
-    return taken
+    output = injector.notebook.ok(cell, timeout=600).stdout
+    line_of_rank_0 = next(line for line in output.splitlines() if line.startswith("[0] measured "))
+    seconds: dict[str, list[float]] = json.loads(line_of_rank_0.removeprefix("[0] measured "))
+    return seconds
 
 
 def _ratios(seconds: dict[str, list[float]]) -> list[float]:
@@ -165,7 +165,7 @@ def _ratios(seconds: dict[str, list[float]]) -> list[float]:
 
 
 def _interval(ratios: list[float], chance: random.Random) -> tuple[float, float]:
-    """Where the median lies with 95 % (bootstrap)."""
+    """Return the 95 % confidence interval of the median (bootstrap)."""
     medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(1000))
     return medians[25], medians[974]
 

@@ -30,8 +30,8 @@ def make(folder: Path, name: str) -> None:
     if not any(line.startswith("torch==") for line in CONSTRAINTS.read_text().splitlines()):
         raise SystemExit(f"{CONSTRAINTS} must name one version of torch")
     venv.create(folder / name, with_pip=True, clear=True)
-    wanted = ["torch", "numpy", "ipykernel", f"{name}=={VERSIONS[name]}"]
-    subprocess.run([python, "-m", "pip", "install", "-c", CONSTRAINTS, *wanted], check=True)
+    requirements = ["torch", "numpy", "ipykernel", f"{name}=={VERSIONS[name]}"]
+    subprocess.run([python, "-m", "pip", "install", "-c", CONSTRAINTS, *requirements], check=True)
     done.touch()
 
 

@@ -1,4 +1,4 @@
-"""What the processes of one kernel cost, and that none of them stays.
+"""Measure the memory of the processes of a kernel, and check that none remains.
 
 Owns: finding every process that descends from a kernel, also one that left its tree, and its memory. Refuses: to know
 which tool the kernel runs. The processes are known by a marker in their environment, which children inherit; so nothing
@@ -27,7 +27,7 @@ def pause(seconds: float) -> None:
 
 
 def marked(value: str) -> Iterator[psutil.Process]:
-    """Every live process whose environment carries the marker with this value."""
+    """Yield every live process whose environment has this marker value."""
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARKER) == value and process.status() != psutil.STATUS_ZOMBIE:

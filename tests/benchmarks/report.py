@@ -10,14 +10,14 @@ from pathlib import Path
 from measures import Sample
 
 Samples = Mapping[str, Mapping[str, list[Sample]]]
-"""Of each metric, of each tool: every round's samples."""
+"""Samples of every round, by metric and tool."""
 
 BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One metric in words. `limits` are those of the median and, where `tail` asks for it, of the 95th percentile."""
+    """Description of a metric. `limits` apply to the median and, with `tail`, to the 95th percentile."""
 
     metric: str
     title: str
@@ -69,9 +69,9 @@ def table(samples: Samples, versions: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _text(row: Row, own: list[Sample], first: list[Sample]) -> str:
-    values, base = _summary(row, own), _summary(row, first)
-    notes = _notes(own)
+def _text(row: Row, tool_samples: list[Sample], reference_samples: list[Sample]) -> str:
+    values, base = _summary(row, tool_samples), _summary(row, reference_samples)
+    notes = _notes(tool_samples)
     if not values:
         return notes or "not measured"
     text = " / ".join(f"{value:.{row.digits}f}" for value in values)
@@ -104,12 +104,12 @@ def verdicts(samples: Samples, tool: str) -> list[tuple[bool, str]]:
     results = []
     medians = {}
     for row in ROWS:
-        own = samples.get(row.metric, {}).get(tool, [])
-        values = _summary(row, own)
+        tool_samples = samples.get(row.metric, {}).get(tool, [])
+        values = _summary(row, tool_samples)
         medians[row.metric] = values[0] if values else None
         for value, limit, word in zip(values, row.limits, ("median", "p95"), strict=False):
             results.append((value <= limit, f"{row.metric} {word}: {value:.3g} {row.unit} <= {limit:g} {row.unit}"))
-        if row.limits and own and (notes := _notes(own)):
+        if row.limits and tool_samples and (notes := _notes(tool_samples)):
             results.append((False, f"{row.metric}: {notes}"))
     imported = medians["import"]
     for metric, warm in (("cold-2", 0.5), ("cold-8", 1.2)):

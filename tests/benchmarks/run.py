@@ -29,7 +29,7 @@ from peers import python_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "comparison.md"
 CELLS = 200
-"""How many cells of each kind a run has at least, over all rounds."""
+"""Minimum number of cells of every kind, over all rounds."""
 
 Measure = Callable[[Adapter], Iterable[Sample]]
 
@@ -59,8 +59,8 @@ def main() -> int:
     text = f"{report.table(samples, versions)}\n\n{environment}"
     _say(text)
     verdicts = report.verdicts(samples, Rankbook.name)
-    for held, words in verdicts:
-        _say(f"{'held  ' if held else 'BROKEN'} {words}")
+    for within_limit, words in verdicts:
+        _say(f"{'held  ' if within_limit else 'BROKEN'} {words}")
     if options.json:
         content = {
             "environment": environment,
@@ -70,7 +70,7 @@ def main() -> int:
         options.json.write_text(json.dumps(content, indent=1))
     if options.write_table:
         report.write_table(PAGE, text)
-    return 1 if failures or not all(held for held, _ in verdicts) else 0
+    return 1 if failures or not all(within_limit for within_limit, _ in verdicts) else 0
 
 
 def _options() -> argparse.Namespace:
@@ -87,11 +87,11 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _names(known: str) -> Callable[[str], list[str]]:
+def _names(valid: str) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = text.split(",")
-        if unknown := [name for name in names if name not in known.split(", ")]:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: the names are {known}")
+        if unknown := [name for name in names if name not in valid.split(", ")]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: the names are {valid}")
         return names
 
     return parse
@@ -110,27 +110,27 @@ def _tools(options: argparse.Namespace) -> list[Adapter]:
 
 def _measure(title: str, measure: Measure, tool: Adapter, samples: dict[str, dict[str, list[Sample]]]) -> bool:
     """Run one measure of one tool and keep what it gave. A failure is told, and only Rankbook's counts."""
-    begun = time.perf_counter()
-    taken: list[Sample] = []
+    start = time.perf_counter()
+    collected: list[Sample] = []
     failure = ""
     try:
-        taken.extend(measure(tool))  # what came before a failure stays
+        collected.extend(measure(tool))  # what came before a failure stays
     except Exception as error:  # noqa: BLE001 - told below; the other tools are still measured
         failure = f"FAILED {type(error).__name__}: {error}"
-    for sample in taken:
+    for sample in collected:
         samples[sample.metric][tool.name].append(sample)
-    _say(f"{title}: {_brief(taken)} [{time.perf_counter() - begun:.0f} s] {failure}", to=sys.stderr)
+    _say(f"{title}: {_brief(collected)} [{time.perf_counter() - start:.0f} s] {failure}", to=sys.stderr)
     return not failure or tool.name != Rankbook.name
 
 
-def _brief(taken: list[Sample]) -> str:
+def _brief(collected: list[Sample]) -> str:
     of: dict[str, list[Sample]] = defaultdict(list)
-    for sample in taken:
+    for sample in collected:
         of[sample.metric].append(sample)
     texts = []
-    for metric, own in of.items():
-        values = sorted(sample.value for sample in own if sample.value is not None)
-        notes = ", ".join(sample.note for sample in own if sample.note)
+    for metric, metric_samples in of.items():
+        values = sorted(sample.value for sample in metric_samples if sample.value is not None)
+        notes = ", ".join(sample.note for sample in metric_samples if sample.note)
         middle = f"{values[len(values) // 2]:.3g}" if values else "-"
         texts.append(" ".join([metric, middle, *([f"({notes})"] if notes else [])]))
     return ", ".join(texts)
@@ -138,8 +138,8 @@ def _brief(taken: list[Sample]) -> str:
 
 def _version(tool: Adapter) -> str:
     code = f"from importlib.metadata import version; print(version({tool.distribution!r}))"
-    found = subprocess.run([tool.python, "-c", code], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "?"
+    completed = subprocess.run([tool.python, "-c", code], capture_output=True, text=True, check=False)
+    return completed.stdout.strip() or "?"
 
 
 def _environment(rounds: int, seed: int) -> str:

@@ -1,4 +1,4 @@
-"""What the coordinator costs per rank with up to 1,024 ranks: `python tests/benchmarks/scale.py`.
+"""Measure the coordinator's time per rank with up to 1,024 ranks: `python tests/benchmarks/scale.py`.
 
 The driver, state machine, output merger and results are the real ones; the ranks are simulated on the link in memory,
 and only the coordinator's part is timed (CPU time of its thread). There are no sockets, processes or other threads, so
@@ -36,7 +36,7 @@ US, MS, KB = 1e6, 1e3, 1e-3
 
 @dataclass(frozen=True)
 class Measure:
-    """One row of the table. `limit` is that of the largest cluster; `growth` that of its ratio to the smallest."""
+    """Row of the table. `limit` applies to the largest cluster; `growth` to its ratio to the smallest."""
 
     name: str
     unit: str
@@ -134,9 +134,9 @@ class SimulatedCluster:
     def clock(self) -> Iterator[None]:
         gc.collect()
         gc.disable()
-        began = time.thread_time()
+        start = time.thread_time()
         yield
-        self.spent += time.thread_time() - began
+        self.spent += time.thread_time() - start
         gc.enable()
 
     def start(self) -> None:
@@ -213,7 +213,7 @@ class SimulatedCluster:
         with self.clock():
             self._step()
 
-    def report(self, number: int, op: str, begun: int) -> Collectives:
+    def report(self, number: int, op: str, count: int) -> Collectives:
         """Return what a rank says that has begun `begun` collectives and waits in the last one."""
         recent = tuple(
             CollectiveLaunch(
@@ -227,10 +227,10 @@ class SimulatedCluster:
                 code=index,
                 digest=index,
             )
-            for index in range(max(1, begun - 15), begun)
+            for index in range(max(1, count - 15), count)
         )
         last = CollectiveLaunch(
-            number=begun,
+            number=count,
             op=op,
             data="float32[4]",
             peer=None,
@@ -239,7 +239,7 @@ class SimulatedCluster:
             code=len(op),
             digest=len(op),
         )
-        group = GroupReport(name="0", ranks=self.ranks, count=begun, pending=(last,), recent=(*recent, last))
+        group = GroupReport(name="0", ranks=self.ranks, count=count, pending=(last,), recent=(*recent, last))
         return Collectives(token=0, cell=number, line=3, groups=(group,))
 
     def look(self) -> None:
@@ -324,17 +324,17 @@ def main() -> int:
     results = {size: measure(size, options.rounds) for size in sizes}
     print("| measure | " + " | ".join(f"{size:,}" for size in sizes) + " | limit |")
     print("|---|" + "---|" * (len(sizes) + 1))
-    held = True
+    within_limits = True
     for name, row in MEASURES.items():
         values = [results[size][name] * row.scale for size in sizes]
         broken = row.limit is not None and values[-1] > row.limit
         broken = broken or (row.growth is not None and values[-1] > row.growth * values[0])
-        held = held and not broken
+        within_limits = within_limits and not broken
         limits = [f"{row.limit:g} {row.unit}"] if row.limit is not None else []
         limits += [f"{row.growth:g} × the first"] if row.growth is not None else []
         verdict = ", ".join(limits) + (" BROKEN" if broken else "")
         print(f"| {row.name} | " + " | ".join(f"{value:.3g} {row.unit}" for value in values) + f" | {verdict} |")
-    return 0 if held else 1
+    return 0 if within_limits else 1
 
 
 def _options() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""What a prepared training step costs: `python tests/benchmarks/steps.py`.
+"""Measure the time of a prepared training step: `python tests/benchmarks/steps.py`.
 
 Owns: the models, the shuffled order of their steps, the ratios and the verdict. On two ranks a step of a prepared model
 is held against one of bare DDP, and on one rank against a bare loop; where Accelerate is installed (`--peer PYTHON`
@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 LIMITS = {1: 1.10, 2: 1.03}
-"""By number of ranks: the median of the ratios of all pairs."""
+"""Limit by number of ranks, for the median of the ratios of all pairs."""
 
 
 def network(width: int, layers: int) -> nn.Module:
@@ -39,7 +39,7 @@ def network(width: int, layers: int) -> nn.Module:
 
 
 def contestants(ranks: int, width: int, layers: int, batch: int, precision: str):
-    """By name, a function that takes one step."""
+    """Return the functions that take one step, by name."""
     inputs = torch.randn(batch, width)
     steps = {}
 
@@ -110,9 +110,9 @@ def measure(rank: int, ranks: int, options: argparse.Namespace, seed: int, folde
     gc.disable()
     for _ in range(options.pairs):
         for name in random.sample(names, len(names)):
-            began = time.perf_counter()
+            start = time.perf_counter()
             steps[name]()
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(time.perf_counter() - start)
     gc.enable()
     if rank == 0:
         Path(folder, "seconds").write_text(json.dumps(seconds))
@@ -123,7 +123,7 @@ def measure(rank: int, ranks: int, options: argparse.Namespace, seed: int, folde
 def run(ranks: int, options: argparse.Namespace, seed: int) -> dict[str, list[float]]:
     """The seconds of each contestant's steps, on rank 0, over all rounds."""
     context = multiprocessing.get_context("spawn")
-    found: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory() as folder:
             started = [
@@ -134,11 +134,11 @@ def run(ranks: int, options: argparse.Namespace, seed: int) -> dict[str, list[fl
                 item.start()
             for element in started:
                 element.join(600)
-            taken = json.loads(Path(folder, "seconds").read_text())
-        for name, own in taken.items():
-            found.setdefault(name, []).extend(own)
+            measured = json.loads(Path(folder, "seconds").read_text())
+        for name, samples in measured.items():
+            seconds.setdefault(name, []).extend(samples)
         print(f"{ranks} ranks, round {number + 1}", file=sys.stderr, flush=True)
-    return found
+    return seconds
 
 
 def main() -> int:
@@ -147,21 +147,21 @@ def main() -> int:
         os.environ["STEPS_PEER"] = "1"
         os.execv(options.peer, [options.peer, __file__, *sys.argv[1:]])
     seed = random.randrange(1_000_000) if options.seed is None else options.seed
-    held = True
+    within_limits = True
     for ranks in (1, 2):
-        found = run(ranks, options, seed)
-        for name, own in sorted(found.items()):
-            low, middle, high = (1e3 * quantile for quantile in statistics.quantiles(own, n=4))
+        seconds = run(ranks, options, seed)
+        for name, samples in sorted(seconds.items()):
+            low, middle, high = (1e3 * quantile for quantile in statistics.quantiles(samples, n=4))
             print(f"{ranks} ranks, {name}: median {middle:.3f} ms, middle half {low:.3f} to {high:.3f} ms")
-        for name in sorted(set(found) - {"bare"}):
-            ratio = statistics.median(ours / bare for ours, bare in zip(found[name], found["bare"], strict=True))
+        for name in sorted(set(seconds) - {"bare"}):
+            ratio = statistics.median(ours / bare for ours, bare in zip(seconds[name], seconds["bare"], strict=True))
             limit = LIMITS[ranks]
             good = ratio <= limit
-            held = held and (good or name != "rankbook")
+            within_limits = within_limits and (good or name != "rankbook")
             word = ("held  " if good else "BROKEN") if name == "rankbook" else "beside"
             text = f"{ratio:.4f} <= {limit:g}" if name == "rankbook" else f"{ratio:.4f}"
-            print(f"{word} {ranks} ranks, a step, {name} / bare: {text} ({len(found[name])} pairs, seed {seed})")
-    return 0 if held else 1
+            print(f"{word} {ranks} ranks, a step, {name} / bare: {text} ({len(seconds[name])} pairs, seed {seed})")
+    return 0 if within_limits else 1
 
 
 def _options() -> argparse.Namespace:

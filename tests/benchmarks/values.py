@@ -19,16 +19,16 @@ import numpy as np
 from rankbook import Cluster
 
 LEAST = 0.45
-"""Of the speed of the copy, for a push to one rank and a pull from one."""
+"""Share of the speed of the copy, for a push to one rank and a pull from one."""
 FOUR_RANKS = 1.3
 """The most that a push to four ranks may take, as a multiple of the push to one."""
 
 
 def seconds(work: Callable[[], object]) -> float:
     """Return the time that `work` takes."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     work()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def main() -> int:
@@ -53,9 +53,9 @@ def main() -> int:
         }
         for round_number in range(options.rounds + 1):
             for name in random.sample(sorted(measures), len(measures)):
-                taken = seconds(measures[name])
+                sample = seconds(measures[name])
                 if round_number:
-                    samples.setdefault(name, []).append(taken)
+                    samples.setdefault(name, []).append(sample)
         equal = [np.array_equal(value, pulled) for pulled in (*one.pull("value"), *four.pull("value"))]
     for name in measures:
         print(f"{name:12} {1e3 * statistics.median(samples[name]):8.0f} ms")
@@ -64,13 +64,13 @@ def main() -> int:
         ("push to 4, of the push to 1", _ratio(samples, "push to 4", "push to 1"), FOUR_RANKS, False),
         ("pull from 1, of the copy's speed", _ratio(samples, "copy", "pull from 1"), LEAST, True),
     ]
-    kept = all(equal)
-    print(f"all values equal: {kept}")
+    all_passed = all(equal)
+    print(f"all values equal: {all_passed}")
     for name, ratio, limit, at_least in checks:
-        held = ratio >= limit if at_least else ratio <= limit
-        kept &= held
-        print(f"{'held  ' if held else 'BROKEN'} {name}: {ratio:.2f} {'>=' if at_least else '<='} {limit:g}")
-    return 0 if kept else 1
+        within_limit = ratio >= limit if at_least else ratio <= limit
+        all_passed &= within_limit
+        print(f"{'held  ' if within_limit else 'BROKEN'} {name}: {ratio:.2f} {'>=' if at_least else '<='} {limit:g}")
+    return 0 if all_passed else 1
 
 
 def _ratio(samples: dict[str, list[float]], above: str, below: str) -> float:

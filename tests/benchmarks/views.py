@@ -1,4 +1,4 @@
-"""What the live views cost, in a real browser: 64 ranks, 2,000 parameters.
+"""Measure the cost of the live views in a real browser: 64 ranks, 2,000 parameters.
 
     python tests/benchmarks/views.py [--ranks 64] [--parameters 2000] [--seconds 10]
 
@@ -56,23 +56,23 @@ class Traffic:
 
 
 def measure(notebook: Notebook, traffic: Traffic, name: str, cell: int, seconds: float) -> dict[str, float]:
-    """One view: seconds to open, updates a second, milliseconds blocked at most, kB a second."""
+    """Measure one view: seconds to open, updates a second, milliseconds blocked at most, kB a second."""
     page = notebook.page
     view = notebook.cell(cell).locator(f".rankbook-part-{name}")
     notebook.cell(cell).locator(".cm-content").first.click()
     page.wait_for_timeout(300)
-    began = time.monotonic()
+    start = time.monotonic()
     page.keyboard.press("Control+Enter")
     view.get_by_text(VIEWS[name][1]).first.wait_for(timeout=30000)
-    opened = time.monotonic() - began
+    opened = time.monotonic() - start
     page.wait_for_timeout(1000)
     page.evaluate("window.rbLong.length = 0")
-    before, sent, began = int(view.get_attribute("data-updates") or 0), traffic.bytes, time.monotonic()
+    before, sent, start = int(view.get_attribute("data-updates") or 0), traffic.bytes, time.monotonic()
     slowest = 0.0
-    while time.monotonic() - began < seconds:
+    while time.monotonic() - start < seconds:
         page.wait_for_timeout(250)
         slowest = max(slowest, float(view.get_attribute("data-milliseconds") or 0))
-    took = time.monotonic() - began
+    took = time.monotonic() - start
     return {
         "open": opened,
         "updates": (int(view.get_attribute("data-updates") or 0) - before) / took,
@@ -83,18 +83,20 @@ def measure(notebook: Notebook, traffic: Traffic, name: str, cell: int, seconds:
     }
 
 
-def over(name: str, found: dict[str, float]) -> list[str]:
+def over(name: str, measured: dict[str, float]) -> list[str]:
     """The limits that are not kept; shards change only when somebody asks."""
     wrong = [
-        f"{name}: {what} {found[what]:.2f}" for what in ("open", "blocked", "traffic") if found[what] > LIMITS[what]
+        f"{name}: {what} {measured[what]:.2f}"
+        for what in ("open", "blocked", "traffic")
+        if measured[what] > LIMITS[what]
     ]
-    if name != "shards" and found["updates"] < 0.98 * LIMITS["updates"]:  # the clock of a page is no stopwatch
-        wrong.append(f"{name}: {found['updates']:.2f} updates a second")
+    if name != "shards" and measured["updates"] < 0.98 * LIMITS["updates"]:  # the clock of a page is no stopwatch
+        wrong.append(f"{name}: {measured['updates']:.2f} updates a second")
     return wrong
 
 
 def run(options: Any) -> int:
-    """All views, one after the other; the exit status."""
+    """Measure all views in turn, and return the exit status."""
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="views-") as folder, sync_playwright() as playwright:
         server = Server(Path(folder))
@@ -121,12 +123,12 @@ def run(options: Any) -> int:
                 print(f"{options.ranks} ranks, {options.parameters} parameters, {options.seconds} s each")
                 print("view          open s   updates/s   longest draw ms   main thread blocked ms (tasks > 50)   kB/s")
                 for number, view in zip((3, 5, 7), VIEWS, strict=True):
-                    found = measure(notebook, traffic, view, number, options.seconds)
+                    measured = measure(notebook, traffic, view, number, options.seconds)
                     print(
-                        f"{view:12} {found['open']:7.2f} {found['updates']:11.1f} {found['draw']:17.1f}"
-                        f" {found['blocked']:24.0f} ({found['long']:.0f}) {found['traffic']:18.1f}"
+                        f"{view:12} {measured['open']:7.2f} {measured['updates']:11.1f} {measured['draw']:17.1f}"
+                        f" {measured['blocked']:24.0f} ({measured['long']:.0f}) {measured['traffic']:18.1f}"
                     )
-                    wrong += over(view, found)
+                    wrong += over(view, measured)
                     notebook.run(number + 1)
             browser.close()
         finally:

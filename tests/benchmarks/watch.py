@@ -1,4 +1,4 @@
-"""What the number watch costs: `python tests/benchmarks/watch.py`.
+"""Measure the cost of the number watch: `python tests/benchmarks/watch.py`.
 
 Steps of a small transformer, on one process and on two that train it with DDP. Every round takes one step of each
 variant, in an order that all ranks draw from the same seed; the result is the median of the ratios within the rounds.
@@ -53,11 +53,11 @@ def measure(width: int, layers: int, batch: int, length: int, rounds: int, condi
     def step() -> float:
         if dist.is_initialized():
             dist.barrier()
-        began = time.perf_counter()
+        start = time.perf_counter()
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     for _ in range(3):
         step()

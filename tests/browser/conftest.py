@@ -15,7 +15,7 @@ SHOTS = Path(__file__).resolve().parent.parent.parent / "build" / "screenshots"
 
 
 def without(what: str) -> None:
-    """There is no such thing here: a reason to skip, and in CI to fail."""
+    """Skip the test because `what` is missing; in CI, fail."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"{what}, and CI has to have it")
     pytest.skip(what)
@@ -67,18 +67,18 @@ def opened(browser, server, tmp_path, request) -> Iterator[Callable]:
     from tests.browser.jupyter import Notebook, open_page
 
     with ExitStack() as stack:
-        made: list[Notebook] = []
+        notebooks: list[Notebook] = []
 
         def make(*cells: str, front_end: str = "lab", theme: str = "Light") -> Notebook:
             server.theme(f"JupyterLab {theme}")
-            name = server.write(f"{request.node.name.translate(str.maketrans('[]/', '__-'))}-{len(made)}", *cells)
+            name = server.write(f"{request.node.name.translate(str.maketrans('[]/', '__-'))}-{len(notebooks)}", *cells)
             page = stack.enter_context(open_page(browser, tmp_path))
-            made.append(Notebook(page, server, name, front_end))
-            made[-1].run(0)
-            return made[-1]
+            notebooks.append(Notebook(page, server, name, front_end))
+            notebooks[-1].run(0)
+            return notebooks[-1]
 
         yield make
-        for notebook in made:
+        for notebook in notebooks:
             notebook.shut_down()
 
 
@@ -111,7 +111,7 @@ def own_kernel(browser, tmp_path, monkeypatch) -> Iterator[Callable]:
 
 @pytest.fixture(scope="session")
 def shots() -> Path:
-    """Where the pictures go."""
+    """Return the folder for screenshots."""
     SHOTS.mkdir(parents=True, exist_ok=True)
     return SHOTS
 

@@ -44,7 +44,7 @@ def launch(playwright: Playwright) -> Browser:
 
 
 class Server:
-    """One Jupyter server with Lab and Notebook, in a folder of its own."""
+    """Runs a Jupyter server with Lab and Notebook, in a new folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,7 +90,7 @@ class Server:
         return json.loads((self.folder / name).read_text())
 
     def url(self, name: str, front_end: str = "lab") -> str:
-        """Where the notebook is in JupyterLab ("lab") or Notebook 7 ("notebook")."""
+        """Return the URL of the notebook in JupyterLab ("lab") or Notebook 7 ("notebook")."""
         path = f"tree/{name}?reset" if front_end == "lab" else f"{name}?"
         return f"http://127.0.0.1:{self.port}/{'lab' if front_end == 'lab' else 'notebooks'}/{path}&token=t"
 
@@ -173,7 +173,7 @@ class Notebook:
         expect(prompt).to_have_text(re.compile(r"\[\d+\]:"), timeout=timeout * 1000)
 
     def running(self, index: int) -> bool:
-        """Whether that cell runs now."""
+        """Return True if the cell is running."""
         return "[*]" in (self.cell(index).locator(".jp-InputPrompt").first.text_content() or "")
 
     def shut_down(self) -> None:
@@ -197,7 +197,7 @@ class Notebook:
 
 
 def is_json(text: bytes) -> bool:
-    """Whether it is a whole document."""
+    """Return True if the text is a complete JSON document."""
     try:
         json.loads(text)
     except ValueError:  # a character may be cut short, too
@@ -211,12 +211,12 @@ def open_page(browser: Browser, folder: Path | None = None, **options: Any) -> I
     context = browser.new_context(viewport={"width": 1280, "height": 1000}, **options)
     context.set_default_timeout(60_000)
     page = context.new_page()
-    said: list[str] = []
-    page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
-    page.on("pageerror", lambda error: said.append(f"error: {error}"))
+    messages: list[str] = []
+    page.on("console", lambda message: messages.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: messages.append(f"error: {error}"))
     try:
         yield page
     finally:
         if folder is not None:
-            (folder / "console.log").write_text("\n".join(said))
+            (folder / "console.log").write_text("\n".join(messages))
         context.close()

@@ -66,8 +66,8 @@ class Opened:
         source = str(Dashboard._esm)
         self.page.evaluate(OPEN, {"source": source, "state": {**state, "shards_fixed": SHARDS, "still": "none"}})
 
-    def reply(self, op: str, back: int = 0, **told: object) -> None:
-        self.page.evaluate("reply", [op, told, back])
+    def reply(self, op: str, back: int = 0, **fields: object) -> None:
+        self.page.evaluate("reply", [op, fields, back])
 
     def asked(self, op: str) -> int:
         return self.page.evaluate("asked", op)
@@ -94,50 +94,50 @@ def opened(browser) -> Iterator[Callable[[], Opened]]:
 
 
 @pytest.mark.full
-def test_a_rank_from_near_is_shown_again_after_it_did_not_answer(opened):
+def test_rank_detail_is_shown_again_after_a_missing_answer(opened):
     view = opened()
     page = view.page
     page.locator("[data-rank='1']").click()
-    near = page.locator(".rb-near")
+    detail = page.locator(".rb-near")
     view.reply("detail", answer=DETAIL)
-    stack = near.get_by_label("stack")
+    stack = detail.get_by_label("stack")
     expect(stack).to_have_text("loss.backward()")
     page.evaluate("window.row = document.querySelector('.rb-near tbody tr')")
-    for told, shown in (
+    for answer, expected_text in (
         ({"error": "rank 1 did not answer"}, "rank 1 did not answer"),
         ({"answer": DETAIL}, "loss.backward()"),
         ({"answer": {**DETAIL, "stack": ["loss.item()"]}}, "loss.item()"),
     ):
         page.clock.run_for(2000)
-        view.reply("detail", **told)
-        expect(stack).to_have_text(shown)
+        view.reply("detail", **answer)
+        expect(stack).to_have_text(expected_text)
     assert page.evaluate("window.row.isConnected")  # what its reader may be copying
-    near.get_by_role("button", name="Restart …").click()
-    expect(near).to_contain_text("A restart deletes the rank's variables")
-    near.get_by_role("button", name="No", exact=True).click()
-    expect(near).not_to_contain_text("A restart deletes the rank's variables")
+    detail.get_by_role("button", name="Restart …").click()
+    expect(detail).to_contain_text("A restart deletes the rank's variables")
+    detail.get_by_role("button", name="No", exact=True).click()
+    expect(detail).not_to_contain_text("A restart deletes the rank's variables")
 
 
 @pytest.mark.full
-def test_a_rank_from_near_stays_marked_and_is_asked_only_while_it_is_seen(opened):
+def test_rank_detail_stays_selected_and_is_queried_only_while_visible(opened):
     view = opened()
     page = view.page
     page.locator("[data-rank='1']").click()
     view.reply("detail", answer=DETAIL)
-    made = fakes.placement(4)
+    picture = fakes.placement(4)
     holding = Holding("model", "net", "Linear", "", 6, 24, ("float32",), "cuda:0", "")
-    ranks = tuple(msgspec.structs.replace(rank, holdings=(holding,)) for rank in made.ranks)
-    view.change("placement_fixed", to_json(static_data(msgspec.structs.replace(made, ranks=ranks))))
+    ranks = tuple(msgspec.structs.replace(rank, holdings=(holding,)) for rank in picture.ranks)
+    view.change("placement_fixed", to_json(static_data(msgspec.structs.replace(picture, ranks=ranks))))
     expect(page.locator(".rb-near")).to_contain_text("model net: Linear")
     expect(page.locator("[data-rank='1']")).to_have_attribute("aria-selected", "true")
     expect(page.locator("[data-rank='1']")).to_be_focused()
     view.tab("shards")
-    asked = view.asked("detail")
+    request_count = view.asked("detail")
     page.clock.run_for(10_000)
-    assert view.asked("detail") == asked
+    assert view.asked("detail") == request_count
     view.tab("placement")
     page.clock.run_for(2000)
-    assert view.asked("detail") == asked + 1
+    assert view.asked("detail") == request_count + 1
 
 
 def test_answers_that_overtake_each_other(opened):
@@ -155,15 +155,15 @@ def test_answers_that_overtake_each_other(opened):
     view.reply("tensor", 1, answer=WEIGHT)
     expect(heading).to_contain_text("128 × 128")
 
-    said, name = shards.locator(".rb-said"), shards.get_by_label("variable")
+    status, name = shards.locator(".rb-said"), shards.get_by_label("variable")
     for variable in ("slow", "fast"):
         name.fill(variable)
         name.press("Enter")
     view.reply("name", 1, answer="nobody has slow")
     view.change("shards_fixed", SHARDS)
-    expect(said).to_have_text("waiting for the ranks …")
+    expect(status).to_have_text("waiting for the ranks …")
     view.reply("name", answer="nobody has fast")
-    expect(said).to_have_text("nobody has fast")
+    expect(status).to_have_text("nobody has fast")
 
     expect(shards.get_by_role("button", name="Statistic")).to_be_visible()
     view.change("shards_fixed", to_json({"name": "fast", "trouble": "nobody has fast", "tensors": [], "asked": 4}))
@@ -208,7 +208,7 @@ def test_two_views_of_a_page_share_no_id(opened):
 
 
 @pytest.mark.full
-def test_a_kernel_that_was_restarted_is_told_at_the_next_look_and_ends_what_was_asked(opened):
+def test_restarted_kernel_is_reported_and_ends_pending_requests(opened):
     view = opened()
     page, shards = view.page, view.page.locator(".rankbook-part-shards")
     view.tab("shards")

@@ -8,7 +8,7 @@ import pytest
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
 
-from tests.browser.test_looks import KEPT, differs
+from tests.browser.test_looks import PICTURES, differs
 
 pytestmark = [pytest.mark.full, pytest.mark.browser, pytest.mark.timeout(240)]
 
@@ -60,7 +60,7 @@ def test_the_call_stack_shows_the_ranks_and_a_click_on_one_its_variables(own_ker
     right, below = stack["x"] + stack["width"], stack["y"] + 130
     clip = {"x": panel["x"], "y": panel["y"], "width": right - panel["x"], "height": below - panel["y"]}
     page.screenshot(path=shots / "debugger-light.png", clip=clip)
-    wrong = differs(shots / "debugger-light.png", KEPT / "debugger-light.png")
+    wrong = differs(shots / "debugger-light.png", PICTURES / "debugger-light.png")
 
     proceed.click()
     expect(variables).to_contain_text(re.compile(r"step\W*2"))

@@ -1,4 +1,4 @@
-"""How the views look in both themes, in pictures, and what axe-core says of them."""
+"""Test screenshots of the views in both themes, and the findings of axe-core."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ VIEWS = {
 }
 FEED = "feed = FakeFeed(8, 20)\nfeed.last['saves'] = saves(0.5)"
 GRAVE = {"serious", "critical"}
-KEPT = Path(__file__).resolve().parent / "pictures"  # of made-up ranks; docs/pictures.py takes those of real ones
+PICTURES = Path(__file__).resolve().parent / "pictures"  # of made-up ranks; docs/pictures.py takes those of real ones
 PIXELS, SHADE = 8, 4.0  # how much a picture's sides, and its mean shade of 255, may differ: fonts are not all the same
 
 
-def differs(new: Path, kept: Path) -> list[str]:
-    """What is different in a picture, seen from a little further away."""
+def differs(new: Path, reference: Path) -> list[str]:
+    """Return the differences of a picture, compared at a quarter of its size."""
     if os.environ.get("RANKBOOK_PICTURES") == "write":
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_bytes(new.read_bytes())
-    with Image.open(new) as one, Image.open(kept) as other:
+        reference.parent.mkdir(parents=True, exist_ok=True)
+        reference.write_bytes(new.read_bytes())
+    with Image.open(new) as one, Image.open(reference) as other:
         if max(abs(a - b) for a, b in zip(one.size, other.size, strict=True)) > PIXELS:
             return [f"{new.name} is {one.size}, not {other.size}"]
         small = (one.width // 4, one.height // 4)
-        pair = [each.convert("RGB").resize(small, Image.Resampling.BOX) for each in (one, other)]
+        pair = [image.convert("RGB").resize(small, Image.Resampling.BOX) for image in (one, other)]
     shade = sum(ImageStat.Stat(ImageChops.difference(*pair)).mean) / 3
     return [f"{new.name} differs by {shade:.1f} of 255 on average"] if shade > SHADE else []
 
 
-def test_a_picture_that_differs_is_told(tmp_path, monkeypatch):
+def test_different_picture_is_reported(tmp_path, monkeypatch):
     monkeypatch.delenv("RANKBOOK_PICTURES", raising=False)
     Image.new("RGB", (400, 300), "white").save(tmp_path / "a.png")
     Image.new("RGB", (402, 299), "#fefefe").save(tmp_path / "alike.png")
@@ -69,14 +69,14 @@ def test_the_views_have_pictures_and_no_grave_violation(opened, shots, axe, them
         page.wait_for_timeout(200)
         picture = f"{name}-{theme.lower()}.png"
         view.screenshot(path=shots / picture)
-        wrong += differs(shots / picture, KEPT / picture)
-        found = page.evaluate("selector => axe.run(selector)", f".rankbook-{name}")
+        wrong += differs(shots / picture, PICTURES / picture)
+        report = page.evaluate("selector => axe.run(selector)", f".rankbook-{name}")
         grave = {
-            each["id"]: [node["html"][:200] + " " + node["failureSummary"] for node in each["nodes"][:2]]
-            for each in found["violations"]
-            if each["impact"] in GRAVE
+            violation["id"]: [node["html"][:200] + " " + node["failureSummary"] for node in violation["nodes"][:2]]
+            for violation in report["violations"]
+            if violation["impact"] in GRAVE
         }
         assert not grave, f"{name}: {grave}"
-        assert found["passes"]
+        assert report["passes"]
         page.keyboard.press("Escape")
     assert not wrong, f"{wrong}: look at {shots}; RANKBOOK_PICTURES=write keeps them as they are now"

@@ -38,9 +38,9 @@ UNREACHABLE = """([scroller, selector]) => [...document.querySelectorAll(selecto
 
 @pytest.fixture
 def page(browser):
-    made = browser.new_page(viewport={"width": 600, "height": 800})
-    yield made
-    made.close()
+    new_page = browser.new_page(viewport={"width": 600, "height": 800})
+    yield new_page
+    new_page.close()
 
 
 def opened_panel() -> CellPanel:
@@ -51,9 +51,18 @@ def opened_panel() -> CellPanel:
 
 
 def check_rows(boxes) -> None:
-    left = {ranks: left for ranks, left, _ in boxes}
+    left_edges = {ranks: left_edges for ranks, left_edges, _ in boxes}
     tops = {ranks: top for ranks, _, top in reversed(boxes)}
-    assert left["0"] == left["4"] < left["1"] == left["5"] < left["2"] == left["6"] < left["3"] == left["7"]
+    assert (
+        left_edges["0"]
+        == left_edges["4"]
+        < left_edges["1"]
+        == left_edges["5"]
+        < left_edges["2"]
+        == left_edges["6"]
+        < left_edges["3"]
+        == left_edges["7"]
+    )
     assert tops["0"] == tops["1"] == tops["2"] == tops["3"] < tops["4"] == tops["5"] == tops["6"] == tops["7"]
     assert tops["0"] < boxes[8][2] < tops["4"], "what rank 0 says next is in its own row of ranks"
     assert tops["7"] < tops["0 1 2 3 4 5 6 7"] < boxes[-1][2]
@@ -114,26 +123,26 @@ def show(page, view) -> None:
 def views():
     feed = fakes.FakeFeed(4)
     feed.last["saves"] = fakes.saves(0.5)
-    made = {
+    views_by_name = {
         "placement": PlacementView(feed),
         "shards": ShardsView(feed, "model"),
         "checkpoints": CheckpointsView(feed, Shelf()),
     }
-    yield made
-    for view in made.values():
+    yield views_by_name
+    for view in views_by_name.values():
         view.close()
     feed.stop()
 
 
 @pytest.mark.parametrize("width", [320, 600])
 @pytest.mark.parametrize(
-    ("name", "shown"), [("placement", "4 ranks"), ("shards", "6 tensors"), ("checkpoints", "step-30")]
+    ("name", "expected_text"), [("placement", "4 ranks"), ("shards", "6 tensors"), ("checkpoints", "step-30")]
 )
-def test_nothing_stands_beyond_the_edge_of_a_narrow_view(page, views, name, shown, width):
+def test_narrow_view_has_no_content_beyond_its_edge(page, views, name, expected_text, width):
     page.set_viewport_size({"width": width, "height": 800})
     show(page, views[name])
     view = page.locator(".rankbook-view")
-    expect(view).to_contain_text(shown)
+    expect(view).to_contain_text(expected_text)
     assert view.evaluate(BEYOND) == []
 
 
@@ -165,7 +174,7 @@ def test_the_ranks_of_a_save_are_in_order_also_if_a_lower_one_reports_later(page
     expect(labels.first).to_be_hidden()  # full bars say nothing more
 
 
-def test_on_paper_all_ranks_are_there(page):
+def test_all_ranks_are_printed(page):
     feed = fakes.FakeFeed(64)
     view = PlacementView(feed)
     show(page, view)
@@ -179,7 +188,7 @@ def test_on_paper_all_ranks_are_there(page):
     feed.stop()
 
 
-def test_views_with_nothing_to_show_say_so_and_hide_the_rest(page, views):
+def test_empty_views_show_a_message_only(page, views):
     show(page, views["placement"])
     page.evaluate("state => change('placement_fixed', state)", to_json(static_data(Placement((), 0.0, ""))))
     page.evaluate("state => change('placement_state', state)", to_json(dynamic_data(Placement((), 0.0, ""))))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.browser.test_looks import GRAVE, KEPT, differs
+from tests.browser.test_looks import GRAVE, PICTURES, differs
 from tests.conftest import Gate
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
@@ -25,15 +25,15 @@ display(SVG(f'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><titl
 
 
 def texts(panel):
-    """What a person sees, without the labels."""
+    """Return the visible lines, without the labels."""
     return [line for text in panel.locator("pre:visible").all_inner_texts() for line in text.strip().split("\n")]
 
 
-def shows(panel, *wanted, in_order=True):
-    """Whether that is what a person sees, now or in a moment."""
+def shows(panel, *expected, in_order=True):
+    """Return True if the panel shows these lines, now or soon."""
     order = list if in_order else sorted
     for _ in range(300):
-        if order(texts(panel)) == order(wanted):
+        if order(texts(panel)) == order(expected):
             return True
         panel.page.wait_for_timeout(100)
     print(texts(panel))
@@ -76,7 +76,7 @@ def test_the_reader_switches_while_the_cell_runs_and_after(opened, tmp_path, fro
 
 
 @pytest.mark.full
-def test_a_saved_notebook_shows_it_without_a_kernel(opened, tmp_path):
+def test_saved_notebook_shows_the_panel_without_a_kernel(opened, tmp_path):
     gate = Gate(tmp_path / "gate")
     gate.open()
     notebook = opened(START, RUNS.format(gate=gate), CHART)
@@ -84,7 +84,7 @@ def test_a_saved_notebook_shows_it_without_a_kernel(opened, tmp_path):
         notebook.run(cell, timeout=60)
     expect(notebook.page.locator("svg title")).to_have_count(2)
     notebook.save()
-    outputs = [each["outputs"] for each in notebook.server.read(notebook.name)["cells"]]
+    outputs = [cell["outputs"] for cell in notebook.server.read(notebook.name)["cells"]]
     for output in outputs[2] + outputs[3]:
         assert set(output["data"]) == {"text/html", "text/plain"}
     notebook.shut_down()
@@ -110,7 +110,7 @@ SVG(f'<svg xmlns="http://www.w3.org/2000/svg" width="230" height="120" role="img
 
 @pytest.mark.full
 @pytest.mark.parametrize("theme", ["Light", "Dark"])
-def test_it_has_a_picture_and_no_grave_violation(opened, axe, theme, shots):
+def test_panel_matches_its_picture_and_has_no_grave_violation(opened, axe, theme, shots):
     notebook = opened(START, TRAINS, theme=theme)
     page = notebook.page
     notebook.run(1, timeout=60)
@@ -118,14 +118,14 @@ def test_it_has_a_picture_and_no_grave_violation(opened, axe, theme, shots):
     panel = page.locator(".rankbook-panel")
     expect(panel.locator("polyline")).to_have_count(2)
     page.evaluate(axe)
-    found = page.evaluate("axe.run('.rankbook-panel')")
-    grave = [each for each in found["violations"] if each["impact"] in GRAVE]
+    report = page.evaluate("axe.run('.rankbook-panel')")
+    grave = [violation for violation in report["violations"] if violation["impact"] in GRAVE]
     assert not grave, grave
-    assert found["passes"]
+    assert report["passes"]
     picture = f"panel-{theme.lower()}.png"
     page.mouse.move(2, 2)
     panel.screenshot(path=shots / picture)
-    wrong = differs(shots / picture, KEPT / picture)
+    wrong = differs(shots / picture, PICTURES / picture)
     assert not wrong, f"{wrong}: look at {shots}; RANKBOOK_PICTURES=write keeps it as it is now"
 
 

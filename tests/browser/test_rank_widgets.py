@@ -24,14 +24,14 @@ ipywidgets.VBox([slider, out])"""
 
 
 @pytest.mark.parametrize(
-    "own",
+    "notebook_cell",
     [
         "",
         pytest.param("import ipywidgets; own = ipywidgets.Text(value='of the notebook'); own", marks=pytest.mark.full),
     ],
 )
-def test_they_are_found_again_after_a_reload_and_still_move_their_rank(opened, own):
-    notebook = opened(START, MAKE, "%%distributed\nslider.value", own or "None")
+def test_widgets_are_restored_after_a_reload_and_control_their_rank(opened, notebook_cell):
+    notebook = opened(START, MAKE, "%%distributed\nslider.value", notebook_cell or "None")
     page, cell = notebook.page, notebook.cell(2)
     for number in (1, 2, 4):
         notebook.run(number, timeout=60)
@@ -54,7 +54,7 @@ def test_they_are_found_again_after_a_reload_and_still_move_their_rank(opened, o
     expect(cell).to_contain_text("made on 0")
     expect(cell).to_contain_text("moved to 14")
     expect(cell.locator(".widget-output b")).to_have_count(2)
-    if own:
+    if notebook_cell:
         expect(notebook.cell(4).locator("input[type=text]")).to_have_value("of the notebook")
     move(0)
     expect(cell).to_contain_text("moved to 4")

@@ -1,4 +1,4 @@
-"""Each view in a real JupyterLab and a real Notebook 7: live while a cell blocks, and clicks that act meanwhile."""
+"""Test every view in a real JupyterLab and a real Notebook 7: updates and clicks during a cell that blocks."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def updates_per_second(notebook, view, seconds=2.0):
     """The most of a few times, until it is enough: other work on the machine comes and goes, a slow view stays slow."""
     most = 0.0
     for _ in range(5):
-        before, began = updates(view), time.monotonic()
+        before, start = updates(view), time.monotonic()
         notebook.page.wait_for_timeout(1000 * seconds)
-        most = max(most, (updates(view) - before) / (time.monotonic() - began))
+        most = max(most, (updates(view) - before) / (time.monotonic() - start))
         if most >= 8:
             break
     return most
@@ -73,15 +73,15 @@ def test_placement_is_live_and_acts_while_a_cell_blocks(opened, tmp_path, front_
     expect(view.locator("[data-rank='1']")).to_contain_text("waiting in all_reduce #41 (float32[4, 4])")
     assert updates_per_second(notebook, view) >= 8
     view.locator("[data-rank='3']").click()
-    near = view.locator(".rb-near")
-    expect(near).to_contain_text("loss.backward()")
-    expect(near).to_contain_text("step <b>12</b>")
-    expect(near.get_by_role("table")).to_contain_text("32 × 128")
-    near.get_by_role("button", name="Interrupt").click()
-    expect(near).to_contain_text("rank 3 was told to interrupt")
-    near.get_by_role("button", name="Restart …").click()
-    near.get_by_role("button", name="Yes, restart").click()
-    expect(near).to_contain_text("rank 3 was told to restart")
+    detail = view.locator(".rb-near")
+    expect(detail).to_contain_text("loss.backward()")
+    expect(detail).to_contain_text("step <b>12</b>")
+    expect(detail.get_by_role("table")).to_contain_text("32 × 128")
+    detail.get_by_role("button", name="Interrupt").click()
+    expect(detail).to_contain_text("rank 3 was told to interrupt")
+    detail.get_by_role("button", name="Restart …").click()
+    detail.get_by_role("button", name="Yes, restart").click()
+    expect(detail).to_contain_text("rank 3 was told to restart")
     assert notebook.running(2)
     gate.open()
     notebook.run(3)
@@ -198,7 +198,9 @@ def test_checkpoints_are_followed_and_deleted_while_a_cell_blocks(opened, tmp_pa
 
 
 def test_the_dashboard_is_one_and_asks_only_for_the_tab_that_is_seen(opened):
-    first, last = (WATCHED.format(wanted=each) for each in ({"placement": 1, "saves": 0}, {"placement": 0, "saves": 1}))
+    first, last = (
+        WATCHED.format(wanted=counts) for counts in ({"placement": 1, "saves": 0}, {"placement": 0, "saves": 1})
+    )
     again = "Dashboard.reopen(feed, shelf, variable='model')"
     notebook = opened(DASHBOARD, first, last, again, first)
     page = notebook.page

@@ -46,26 +46,26 @@ CAME = "html => { document.getElementById('html').innerHTML = html; }"
 @pytest.fixture
 def placement():
     feed = fakes.FakeFeed(4)
-    made = PlacementView(feed)
-    made._repr_mimebundle_()
-    yield made
-    made.close()
+    placement_view = PlacementView(feed)
+    placement_view._repr_mimebundle_()
+    yield placement_view
+    placement_view.close()
     feed.stop()
 
 
-def test_a_view_whose_kernel_is_silent_says_so(browser, placement):
+def test_view_reports_a_kernel_that_does_not_respond(browser, placement):
     page = browser.new_page()
     page.clock.install()
     page.set_content(PAGE % ("", ""))
     state = {name: getattr(placement, name) for name in ("placement_fixed", "placement_state", "still")}
     page.evaluate(OPEN, {"source": str(placement._esm), "state": state})
-    said = page.locator(".rb-old")
+    status = page.locator(".rb-old")
     page.clock.run_for(12_000)
-    expect(said).to_be_empty()
+    expect(status).to_be_empty()
     page.clock.run_for(12_000)
-    expect(said).to_contain_text("may be out of date: the kernel does not respond")
+    expect(status).to_contain_text("may be out of date: the kernel does not respond")
     page.evaluate("hear({seen: 'a look'})")
-    expect(said).to_be_empty()
+    expect(status).to_be_empty()
     page.close()
 
 
@@ -76,9 +76,10 @@ def test_the_memory_of_a_rank_that_has_died_is_nobodys(browser, placement):
     page.evaluate(OPEN, {"source": str(placement._esm), "state": state})
     row = page.locator("[data-rank='1']")
     expect(row).to_contain_text("of 140 GB")
-    made = fakes.placement(4)
+    picture = fakes.placement(4)
     died = msgspec.structs.replace(
-        made, ranks=tuple(msgspec.structs.replace(rank, state="dead", memory=None, rate=None) for rank in made.ranks)
+        picture,
+        ranks=tuple(msgspec.structs.replace(rank, state="dead", memory=None, rate=None) for rank in picture.ranks),
     )
     page.evaluate("state => change('placement_state', state)", to_json(dynamic_data(died)))
     expect(row).to_contain_text("dead")
@@ -87,7 +88,7 @@ def test_the_memory_of_a_rank_that_has_died_is_nobodys(browser, placement):
     page.close()
 
 
-def test_a_dark_theme_of_vs_code_is_the_views_own(browser, placement, axe):
+def test_view_uses_the_dark_theme_of_vs_code(browser, placement, axe):
     page = browser.new_page()
     coloured = "".join(f"\x1b[{code}mcolour {code}\x1b[0m\n" for code in range(30, 38))
     panel = skeleton("p", "cell [3]", (0, 1), "merged", pieces=piece_html(OutputBlock(0, (0,), text=coloured), (0, 1)))
@@ -97,15 +98,15 @@ def test_a_dark_theme_of_vs_code_is_the_views_own(browser, placement, axe):
     page.evaluate(OPEN, {"source": str(placement._esm), "state": state})
     view, still = page.locator(".rankbook-view"), page.locator(f".{placement.still}")
     expect(view).to_contain_text("4 ranks of main")
-    for shown in (view, page.locator(".rankbook-panel")):
-        assert shown.evaluate(COLOURS) == ["rgb(204, 204, 204)", "rgb(31, 31, 31)"]
+    for element in (view, page.locator(".rankbook-panel")):
+        assert element.evaluate(COLOURS) == ["rgb(204, 204, 204)", "rgb(31, 31, 31)"]
     expect(still).to_be_hidden()
     page.evaluate(CAME, placement.html())
     expect(still).to_be_hidden()
     page.evaluate(axe)
-    found = page.evaluate("axe.run('main')")
-    assert not [each for each in found["violations"] if each["impact"] in GRAVE]
-    assert found["passes"]
+    report = page.evaluate("axe.run('main')")
+    assert not [violation for violation in report["violations"] if violation["impact"] in GRAVE]
+    assert report["passes"]
     page.evaluate("end()")
     expect(still).to_be_visible()
     page.close()

@@ -28,7 +28,9 @@ print('sum', total.item())"""
 
 @pytest.fixture(scope="module")
 def four_ranks(kernel: Kernel) -> Notebook:
-    return kernel(ranks=WORLD, own=True)  # the shared one, which has imported more, starts ranks too fast to be hit
+    return kernel(
+        ranks=WORLD, separate=True
+    )  # the shared one, which has imported more, starts ranks too fast to be hit
 
 
 @pytest.fixture

@@ -53,8 +53,8 @@ def test_several_ranks_share_a_device_over_gloo(fresh_notebook):
     started = fresh_notebook.ok(f"%distributed start -n {ranks}")
     assert "(shared)" in started.stdout
     total = float(ranks * (ranks + 1) // 2)
-    shown = fresh_notebook.ok(REDUCE).stdout
-    assert f"gloo {total} {float(ranks)} True" in shown
+    output = fresh_notebook.ok(REDUCE).stdout
+    assert f"gloo {total} {float(ranks)} True" in output
 
 
 def test_cuda_that_is_initialised_in_the_notebook_is_in_nobodys_way(fresh_notebook):
@@ -85,7 +85,7 @@ print(round(model.module.weight.sum().item(), 4))""",
     assert "[0-1] " in outcome.stdout
 
 
-def test_a_rank_that_runs_out_of_memory_says_what_holds_it_and_has_it_back(fresh_notebook):
+def test_out_of_memory_error_names_the_holders_and_frees_the_memory(fresh_notebook):
     fresh_notebook.ok("%distributed start -n 1")
     fresh_notebook.ok("%%distributed\nkept = torch.zeros(1 << 20, device=device)")
     failed = fresh_notebook.run(

@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 
-def test_a_peek_that_waits_for_the_device_holds_up_nobody(fresh_notebook):
+def test_peek_that_waits_for_the_device_does_not_block_the_rank(fresh_notebook):
     fresh_notebook.ok("%distributed start -n 1")
     fresh_notebook.ok("%%distributed\nx = torch.ones(8, device=device)")
     assert fresh_notebook.ok("%distributed peek x.sum().item()").stdout == "[0] 8.0\n"

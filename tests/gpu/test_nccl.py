@@ -156,8 +156,8 @@ def test_mismatched_collectives_are_reported(nccl, one, words):
 
 def test_a_killed_rank_is_healed_and_training_goes_on(nccl):
     nccl.ok(f"%%distributed\n{DDP}")
-    said = nccl.ok("%%distributed\nimport os\nprint('pid', os.getpid())").stdout
-    pid = int(re.findall(r"\[1\] pid (\d+)", said)[0])
+    output = nccl.ok("%%distributed\nimport os\nprint('pid', os.getpid())").stdout
+    pid = int(re.findall(r"\[1\] pid (\d+)", output)[0])
     cell = f"%%distributed\nimport time\nprint('now')\nif rank == 1: time.sleep(60)\n{REDUCE}t.tolist()"
     outcome = when_said(nccl, cell, lambda: psutil.Process(pid).kill())
     assert "rank 1 was killed by SIGKILL" in outcome.traceback
@@ -181,7 +181,7 @@ print('right', received.unique().tolist() == [(rank - 1) % 3])""",
         assert "[0-2] right True" in outcome.stdout
 
 
-def test_a_device_side_assert_is_told_and_its_rank_can_be_healed():
+def test_device_side_assert_is_reported_and_its_rank_can_be_healed():
     with nccl_ranks(2) as notebook:
         notebook.ok("%%distributed\nkept, there = rank + 5, torch.ones(2, device=device)")
         cell = "%%distributed\nif rank == 0: torch.ones(2, device=device)[torch.tensor([5], device=device)]\n"
@@ -190,8 +190,8 @@ def test_a_device_side_assert_is_told_and_its_rank_can_be_healed():
         assert "has failed and executes nothing any more" in outcome.stderr
         assert "device lost" in notebook.ok("%distributed status").text
         assert "[1] 6" in notebook.ok("%%distributed --ranks 1\nprint(kept)").stdout
-        said = notebook.ok("%distributed heal", timeout=120).stdout
-        assert "rank 0 was healed with the state of rank 1" in said
+        output = notebook.ok("%distributed heal", timeout=120).stdout
+        assert "rank 0 was healed with the state of rank 1" in output
         assert "[0-1] 6" in notebook.ok("%%distributed\nprint(kept)").stdout
 
 
@@ -207,21 +207,21 @@ def test_breaking_off_often_leaves_neither_memory_nor_threads(nccl):
         "print('held', torch.cuda.mem_get_info()[0] >> 20, len(os.listdir('/proc/self/task')), rank)"
     )
 
-    def held() -> tuple[int, int]:
-        found = re.findall(r"held (\d+) (\d+) 0", nccl.ok(count).stdout)
-        return int(found[0][0]), int(found[0][1])
+    def resource_counts() -> tuple[int, int]:
+        matches = re.findall(r"held (\d+) (\d+) 0", nccl.ok(count).stdout)
+        return int(matches[0][0]), int(matches[0][1])
 
     for _ in range(3):
         raise_on_rank_1(nccl, WAITS["item"], timeout=60)
-    before = held()
+    before = resource_counts()
     for _ in range(20):
         raise_on_rank_1(nccl, WAITS["item"], timeout=60)
-    after = held()
+    after = resource_counts()
     assert after[0] > before[0] - 100
     assert after[1] <= before[1] + 2
 
 
-def test_what_a_graph_captures_is_not_followed():
+def test_collectives_captured_by_a_graph_are_not_tracked():
     with running_kernel() as notebook:
         notebook.ok("%distributed start -n 1", timeout=60)
         outcome = notebook.ok(

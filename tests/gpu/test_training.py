@@ -48,7 +48,7 @@ def test_a_prepared_loop_learns(fresh_notebook, ranks, precision):
         assert reported == "[0] True\n"
 
 
-def test_a_save_beside_training_comes_back_bit_for_bit(fresh_notebook, tmp_path):
+def test_save_during_training_is_loaded_bit_for_bit(fresh_notebook, tmp_path):
     fresh_notebook.ok("%distributed start -n 2")
     fresh_notebook.ok(PREPARED.format(precision="fp16"), timeout=120)
     outcome = fresh_notebook.ok(

@@ -26,7 +26,7 @@ OWN_CELL = "<cell line: 0>" if IPYTHON_7 else "<module>"
 @pytest.fixture(scope="module")
 def module_notebook(kernel: Kernel) -> Notebook:
     """Return a kernel of this module's own: a debugger's adapter stays as long as the kernel."""
-    return kernel(ranks=2, own=True)  # debugpy's adapter stays until the kernel ends
+    return kernel(ranks=2, separate=True)  # debugpy's adapter stays until the kernel ends
 
 
 @pytest.fixture
