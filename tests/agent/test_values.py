@@ -68,6 +68,26 @@ def test_the_state_of_a_healed_rank_crosses_to_a_host_without_a_donor(three):
     assert not any(host.segments for host in hosts_of(three)._hosts.values()), "no copy is left"
 
 
+def test_a_transfer_that_takes_more_than_a_second_shows_how_far_it_is(three, monkeypatch, capsys):
+    hosts = hosts_of(three)
+    (host,) = hosts._hosts.values()
+    describe, next_part = hosts.describe_transfers, host.sender.next_part
+    shown: list[str] = []
+
+    def recorded() -> str:
+        shown.append(describe())
+        return shown[-1]
+
+    monkeypatch.setattr(hosts, "describe_transfers", recorded)
+    # The network stands still until it is seen to.
+    monkeypatch.setattr(host.sender, "next_part", lambda: next_part() if any(shown) else None)
+    three.push({"value": bytes(5_000_000)}, timeout=60)
+    assert f"0 B of 5 MB to {host.name}" in capsys.readouterr().err
+    shown.clear()
+    three.push({"value": 1}, timeout=60)
+    assert capsys.readouterr().err == "", "a short one shows nothing"
+
+
 NO_ROOM = r"5 MB does not fit into the shared memory of .*: 10 kB are free in .*; send it in smaller parts, or make"
 
 

@@ -121,7 +121,15 @@ class ClusterTasks:
         with deferred_interrupts() as interrupts:
             if timeout is not None:
                 self.interrupt_after(cell, timeout)
-            wait_for_cell(self._processes.driver, cell, interrupts, patience=patience, ask=ask)
+            hosts = self._processes.hosts
+            wait_for_cell(
+                self._processes.driver,
+                cell,
+                interrupts,
+                patience=patience,
+                ask=ask,
+                describe_transfers=None if hosts is None else hosts.describe_transfers,
+            )
             # An interrupt that arrived while the cell was ending has nothing left to interrupt. Not taken, it would be
             # raised as KeyboardInterrupt at the end of the block.
             interrupts.take()

@@ -10,6 +10,7 @@ import contextlib
 import getpass
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ Ask = Callable[[str, bool], str]
 
 _INTERRUPT_CHECK_INTERVAL = 0.05
 """Seconds between two checks for SIGINT, which may have arrived on another thread."""
+_PROGRESS_INTERVAL = 0.5
 _SAME_RANK_FIRST = 0.15
 """Seconds in which the rank answered last may ask again (as a debugger does) before other ranks do."""
 
@@ -41,12 +43,20 @@ def ask_in_terminal(prompt: str, password: bool) -> str:
 
 
 def wait_for_cell(
-    driver: Driver, cell: RunningCell, interrupts: DeferredInterrupts, *, patience: float | None, ask: Ask
+    driver: Driver,
+    cell: RunningCell,
+    interrupts: DeferredInterrupts,
+    *,
+    patience: float | None,
+    ask: Ask,
+    describe_transfers: Callable[[], str] | None = None,
 ) -> None:
     """Wait until `cell` has ended, or for `patience` seconds.
 
-    SIGINT interrupts the cell on its ranks; the second one ends the cell at once.
+    SIGINT interrupts the cell on its ranks; the second one ends the cell at once. `describe_transfers` returns the
+    progress of values on the way between hosts, which is shown on stderr.
     """
+    progress = None if describe_transfers is None else _ProgressLine(describe_transfers)
     prompter = _InputPrompter(driver, cell, ask)
     # Called by the signal handler, possibly during `inbox.get` on this thread: SimpleQueue.put is reentrant.
     interrupts.on_interrupt = lambda: cell.inbox.put(None)
@@ -55,9 +65,38 @@ def wait_for_cell(
     while not cell.ended and (deadline is None or time.monotonic() < deadline):
         prompter.wait_notice()
         prompter.liveness_warning.check()
+        if progress is not None:
+            progress.update()
         if interrupts.take():
             prompter.interrupt()
         prompter.serve()
+    if progress is not None:
+        progress.close()
+
+
+class _ProgressLine:
+    """Show the text that `describe` returns on stderr, in one line that is written again when it changes."""
+
+    def __init__(self, describe: Callable[[], str]) -> None:
+        self._describe = describe
+        self._width = 0
+        self._next = time.monotonic() + _PROGRESS_INTERVAL
+
+    def update(self) -> None:
+        """Write the line again if that is due."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _PROGRESS_INTERVAL
+            if text := self._describe():
+                # Spaces remove what is left of a longer text.
+                sys.stderr.write(f"\r{text.ljust(self._width)}")
+                sys.stderr.flush()
+                self._width = max(self._width, len(text))
+
+    def close(self) -> None:
+        """End the line."""
+        if self._width:
+            sys.stderr.write("\n")
+            sys.stderr.flush()
 
 
 @contextlib.contextmanager

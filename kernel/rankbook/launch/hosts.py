@@ -37,7 +37,7 @@ from pathlib import Path
 
 from rankbook.engines.engine import Engine, check_engine_name
 from rankbook.errors import InvalidArgument, ProtocolError, StartError, TransferError
-from rankbook.formatting import plural
+from rankbook.formatting import format_bytes, plural
 from rankbook.launch.connection import Connection, choose_address, write_connection
 from rankbook.launch.local import LocalLauncher
 from rankbook.launch.placement import HOME, HostSlots, RankSeat, free_seat
@@ -78,6 +78,7 @@ LOST_AFTER = 60.0
 """Default seconds after which an unreachable host is lost."""
 _MAX_BAD_MESSAGES = 10
 _CLOSE_SECONDS = 2.0
+_PROGRESS_AFTER = 1.0
 _STATE_AGE = 5.0
 """Seconds for which the last report of a process's state is used."""
 
@@ -212,6 +213,23 @@ class Hosts:
                 )
             )
         return sorted(statuses, key=lambda host: (host.ranks[:1] or (1 << 30,), host.name))
+
+    def describe_transfers(self) -> str:
+        """Return how far the values are that have been on the way for a second; empty without one.
+
+        For example `1.2 GB of 4.29 GB to node1, 300 MB of 512 MB from node2`.
+        """
+        texts = []
+        now = time.monotonic()
+        # Another thread, the driver's, changes the tables.
+        with self._lock:
+            for host in self._hosts.values():
+                for direction, table in (("to", host.sender.transfers), ("from", host.receiver.transfers)):
+                    if any(now - transfer.began > _PROGRESS_AFTER for transfer in table.values()):
+                        done = sum(transfer.done for transfer in table.values())
+                        size = sum(transfer.size for transfer in table.values())
+                        texts.append(f"{format_bytes(done)} of {format_bytes(size)} {direction} {host.name}")
+        return ", ".join(texts)
 
     def unreachable(self, rank: int) -> float | None:
         """Return the seconds for which the host of a rank was not reached; None if it is."""
