@@ -6,12 +6,13 @@ The signatures are those of Accelerate. An option that is not supported raises a
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankbook.coordinator import default_cluster
-from rankbook.coordinator.cluster import Cluster
-from rankbook.errors import InvalidArgument
+from rankbook.coordinator.cluster import HOSTS_TIMEOUT, Cluster
+from rankbook.errors import CellError, InvalidArgument, RankLostError
 from rankbook.magics.errors import raise_cell_error, without_frames
 from rankbook.magics.output_panel import ask_for, sink_for
 from rankbook.runtime.launched_function import PRECISION, USE_CPU, run_launched
@@ -20,21 +21,20 @@ if TYPE_CHECKING:
     from rankbook.coordinator.wait import Ask
 
 _PRECISIONS = ("no", "fp16", "bf16")
-_ONE_HOST = "the ranks of a notebook run on this machine and do not need it"
-_NOT_YET: Mapping[str, tuple[object, str]] = {
-    "use_port": ("29500", _ONE_HOST),
-    "master_addr": ("127.0.0.1", _ONE_HOST),
-    "node_rank": (0, "only one machine is supported"),
-    "num_nodes": (1, "only one machine is supported"),
-    "rdzv_backend": ("static", _ONE_HOST),
-    "rdzv_endpoint": ("", _ONE_HOST),
-    "rdzv_conf": (None, _ONE_HOST),
-    "rdzv_id": ("none", _ONE_HOST),
-    "max_restarts": (0, "replace a dead rank with %distributed heal, then call again"),
+_RENDEZVOUS = "the ranks meet at the notebook and need no other rendezvous"
+_WITHOUT_EFFECT: Mapping[str, tuple[object, str]] = {
+    "node_rank": (0, "this notebook runs the ranks of all nodes; start an agent on the others, as it says"),
+    "rdzv_backend": ("static", _RENDEZVOUS),
+    "rdzv_endpoint": ("", _RENDEZVOUS),
+    "rdzv_conf": (None, _RENDEZVOUS),
+    "rdzv_id": ("none", _RENDEZVOUS),
     "monitor_interval": (0.1, "the death of a rank is reported at once"),
     "log_line_prefix_template": (None, "output lines show their ranks, as in every cell"),
 }
 """Options of Accelerate that have no effect here: the only accepted value, and the reason."""
+_ALONE = "the ranks of one machine do not need it"
+_ONE_HOST: Mapping[str, tuple[object, str]] = {"use_port": ("29500", _ALONE), "master_addr": ("127.0.0.1", _ALONE)}
+"""The same for options that have an effect with `num_nodes` only."""
 
 
 @without_frames()
@@ -63,6 +63,14 @@ def notebook_launcher(
     In the call `Accelerator()` has the precision `mixed_precision` ("no", "fp16", "bf16") and otherwise default
     settings, and `os.environ` has the variables that the notebook has set since the ranks were started.
 
+    With `num_nodes`, there are `num_processes` ranks on this host and on every other node: the call prints the command
+    that starts an agent there, and waits for the agents up to ten minutes. `master_addr` and `use_port` are where this
+    host listens for them; their defaults stand for the address of the default route and a free port. Call it in one
+    notebook, not on every node.
+
+    If the call fails or loses a rank, it heals the ranks and calls the function again, up to `max_restarts` times. The
+    function has to load what it saved before. `TORCHELASTIC_RESTART_COUNT` counts the calls.
+
     Raises the error of the first rank that failed by itself, as a `CellError` that is also an instance of that built-in
     type and names the ranks; `RankLostError`; `KeyboardInterrupt` after an interrupt, which leaves the ranks running;
     `InvalidArgument` for an option that is not supported, and for another number of ranks than those that are running
@@ -82,31 +90,34 @@ def notebook_launcher(
     # The first statement, while the local variables are exactly the parameters.
     options = dict(locals())
     __tracebackhide__ = True  # IPython and pytest omit this frame from tracebacks
-    for name, (only, reason) in _NOT_YET.items():
+    for name, (only, reason) in {**_WITHOUT_EFFECT, **(_ONE_HOST if num_nodes == 1 else {})}.items():
         # Compared as text, so that the port 29500 and "29500" are both accepted.
         if str(options[name]) != str(only):
             raise InvalidArgument(f"notebook_launcher: {name}={options[name]!r} is not supported: {reason}; omit it")
     if mixed_precision not in _PRECISIONS:
         raise InvalidArgument(f"unknown mixed_precision {mixed_precision!r}; choose from {', '.join(_PRECISIONS)}")
     _check_call("notebook_launcher", function, args, num_processes)
-    cluster = default_cluster.default_or_none()
-    if cluster is None:
-        cluster = default_cluster.start(num_processes)
-    elif num_processes not in (None, cluster.world_size):
-        # Ranks with variables are never replaced without being asked; the user may need these.
-        if not _hold_nothing(cluster):
-            raise InvalidArgument(
-                f"num_processes={num_processes}, but {cluster.world_size} ranks are running: omit it to use them, or "
-                "stop them first with %distributed stop (rankbook.stop())"
-            )
-        # The new ranks are kept after the end of the kernel as the old ones were.
-        cluster.stop()
-        cluster = default_cluster.start(num_processes, keep=cluster.keep or False)
+    _check_count("num_nodes", num_nodes, 1)
+    _check_count("max_restarts", max_restarts, 0)
+    if num_nodes == 1:
+        cluster = _ranks_of_one_host(num_processes)
+    else:
+        cluster = _ranks_of_nodes(num_nodes, num_processes, master_addr, use_port)
     # Only after the start, since the ranks choose their devices.
     _check_precision(cluster, mixed_precision)
     # Accelerate forks its processes from the notebook at every call. These were started before, with the environment of
     # that moment.
-    return _call(cluster, function, args, {**cluster.changed_variables(), PRECISION: mixed_precision})
+    for restart in range(max_restarts + 1):
+        environment = {**cluster.changed_variables(), PRECISION: mixed_precision}
+        if max_restarts:
+            environment |= {"TORCHELASTIC_RESTART_COUNT": str(restart), "TORCHELASTIC_MAX_RESTARTS": str(max_restarts)}
+        try:
+            return _call(cluster, function, args, environment)
+        except (CellError, RankLostError) as error:
+            if restart == max_restarts or cluster.stopped:
+                raise
+            _recover(cluster, error, f"restart {restart + 1} of {max_restarts}")
+    raise AssertionError("unreachable")
 
 
 @without_frames()
@@ -129,6 +140,70 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     _check_call("debug_launcher", function, args, num_processes)
     with Cluster(num_processes, backend="gloo") as cluster:
         return _call(cluster, function, args, {PRECISION: "no", USE_CPU: "yes"})
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidArgument(f"notebook_launcher: {name} must be an integer of at least {least}, got {value!r}")
+
+
+def _ranks_of_one_host(num_processes: int | None) -> Cluster:
+    """Return the notebook's cluster, started with `num_processes` ranks if there is none."""
+    cluster = default_cluster.default_or_none()
+    if cluster is None:
+        return default_cluster.start(num_processes)
+    if num_processes in (None, cluster.world_size):
+        return cluster
+    _check_replaceable(cluster, f"num_processes={num_processes}")
+    # The new ranks are kept after the end of the kernel as the old ones were.
+    cluster.stop()
+    return default_cluster.start(num_processes, keep=cluster.keep or False)
+
+
+def _ranks_of_nodes(num_nodes: int, num_processes: int | None, master_addr: str, use_port: str) -> Cluster:
+    """Return the notebook's cluster with `num_processes` ranks on each of `num_nodes` nodes, started if necessary."""
+    if num_processes is None:
+        raise InvalidArgument("notebook_launcher: num_nodes needs num_processes, the number of ranks of each node")
+    if not str(use_port).isdecimal():
+        raise InvalidArgument(f"notebook_launcher: use_port must be a number, got {use_port!r}")
+    count = num_nodes * num_processes
+    cluster = default_cluster.default_or_none()
+    if cluster is not None:
+        # After a node was lost, its ranks may run on another one. So only their number counts.
+        if cluster.world_size == count and cluster.hosts():
+            return cluster
+        _check_replaceable(cluster, f"num_nodes={num_nodes} with num_processes={num_processes} are {count} ranks")
+        cluster.stop()
+    return default_cluster.start(
+        count,
+        launcher="env",
+        # Accelerate's defaults stand for those of `start`: other nodes cannot reach 127.0.0.1.
+        address=None if master_addr == "127.0.0.1" else master_addr,
+        port=0 if str(use_port) == "29500" else int(use_port),
+        nodes=num_nodes - 1,
+        home=num_processes,
+        timeout=HOSTS_TIMEOUT,
+    )
+
+
+def _check_replaceable(cluster: Cluster, wanted: str) -> None:
+    # Ranks with variables are never replaced without being asked; the user may need these.
+    if not _hold_nothing(cluster):
+        here = "" if cluster.hosts() else " on this host"
+        raise InvalidArgument(
+            f"{wanted}, but {cluster.world_size} ranks are running{here}: omit it to use them, or stop them first with "
+            "%distributed stop (rankbook.stop())"
+        )
+
+
+def _recover(cluster: Cluster, error: Exception, which: str) -> None:
+    """Replace the ranks that have died. A function brings its variables, so new ranks may also be empty."""
+    sys.stderr.write(f"{which}: {str(error).splitlines()[0]}\n")
+    sys.stderr.flush()
+    try:
+        cluster.heal()
+    except RankLostError:  # no rank is left to copy variables from
+        cluster.heal(empty=True)
 
 
 def _check_call(name: str, function: object, args: object, num_processes: int | None) -> None:

@@ -15,7 +15,7 @@ from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 from IPython.display import display
 
 from rankbook.coordinator import default_cluster
-from rankbook.coordinator.cluster import START_TIMEOUT, Cluster, RankStatus
+from rankbook.coordinator.cluster import HOSTS_TIMEOUT, START_TIMEOUT, Cluster, RankStatus
 from rankbook.coordinator.deferred_interrupts import deferred_interrupts, set_ending_check
 from rankbook.coordinator.liveness import RESTART_ADVICE_AFTER, restart_advice
 from rankbook.coordinator.running_cell import RunningCell, Sink
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from rankbook.magics.output_panel import Panel
 CELL_MAGICS = ("distributed", "local")
-HOSTS_TIMEOUT = 600.0
-"""Seconds that `start --launcher` waits for agents by default: a user or a job scheduler starts them."""
 _CALLER_DEPTH = 2 + MAGIC_WRAPPER_FRAMES
 """Stack frames from IPython's expansion of `$name` and `{name}` to the frame whose variables it uses."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rankbook import CellError, CellTimeout, Cluster, InvalidArgument, RankLostError, StartError
+from rankbook import (
+    CellError,
+    CellTimeout,
+    Cluster,
+    InvalidArgument,
+    RankLostError,
+    StartError,
+    current,
+    notebook_launcher,
+    stop,
+)
+from rankbook.coordinator import cluster_processes
 from rankbook.launch import connection, hosts
 from rankbook.launch.hosts import HostOptions
 from tests.agent.agents import Agents, cluster_on_hosts
@@ -239,6 +251,42 @@ def test_a_stop_ends_the_agents_and_removes_everything(tmp_path, monkeypatch):
         assert [agent.wait(5) for agent in agents.processes] == [0]
         assert not file.exists()
         wait_until(lambda: not any(map(psutil.pid_exists, below)), timeout=10, what="all processes end")
+
+
+@pytest.mark.slow
+def test_the_launcher_starts_ranks_on_other_nodes_and_uses_them_again(tmp_path, monkeypatch):
+    agents = Agents(tmp_path)
+
+    def report(text: str) -> None:
+        agents.lines.append(text)
+        if match := re.search(r"--connect (\S+\.json)", text):
+            assert "--slots 2" in text
+            agents.start("--slots", "2", file=Path(match[1]))
+
+    monkeypatch.setenv("RANKBOOK_CONNECT_DIR", str(tmp_path / "connect"))
+    monkeypatch.setattr(cluster_processes, "_report", report)
+    monkeypatch.setattr(hosts, "choose_address", lambda wanted: wanted or "127.0.0.1")
+
+    def place() -> tuple[str, ...]:
+        names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+        return tuple(os.environ[name] for name in names)
+
+    try:
+        first = notebook_launcher(place, num_processes=2, num_nodes=2)
+        assert first == [
+            ("0", "0", "0", "2", "2"),
+            ("1", "1", "0", "2", "2"),
+            ("2", "0", "1", "2", "2"),
+            ("3", "1", "1", "2", "2"),
+        ]
+        pids = notebook_launcher(os.getpid, num_processes=2, num_nodes=2)
+        assert notebook_launcher(os.getpid) == pids, "the ranks that are running"
+        current().run("kept = 1")
+        with pytest.raises(InvalidArgument, match="num_nodes=3 with num_processes=2 are 6 ranks, but 4 ranks are run"):
+            notebook_launcher(place, num_processes=2, num_nodes=3)
+    finally:
+        stop()
+        agents.end()
 
 
 @pytest.mark.slow

@@ -116,7 +116,34 @@ def test_an_error_looks_like_that_of_a_cell(ranks):
     assert f"KeyboardInterrupt at line 6 of cell {defined.count}" in stopped.traceback
 
 
-@pytest.mark.parametrize("option", ["num_nodes=2", "mixed_precision='int3'", "num_processes='two'", "num_processes=7"])
+def test_a_call_that_loses_a_rank_is_repeated_with_a_new_one(ranks):
+    ranks.ok("%%distributed\nkept = 7")
+    ranks.ok(
+        "def train():\n    import os, signal, torch, torch.distributed as dist\n"
+        "    count = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "    if dist.get_rank() == 1 and count < 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    total = torch.ones(1)\n    dist.all_reduce(total)\n"
+        "    return total.item(), count, os.environ['TORCHELASTIC_MAX_RESTARTS']"
+    )
+    called = ranks.ok("notebook_launcher(train, max_restarts=3)")
+    assert "[(2.0, 2, '3'), (2.0, 2, '3')]" in called.text
+    assert "restart 1 of 3: rank 1 was killed by SIGKILL" in called.stderr and "restart 2 of 3" in called.stderr
+    assert "7, 7" in ranks.ok("rankbook.current().pull('kept')").text
+
+
+def test_a_call_that_fails_is_repeated_as_often_as_allowed(ranks):
+    ranks.ok(
+        "def train():\n    import os, torch.distributed as dist\n"
+        "    if dist.get_rank() == 0: print('call', os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "    raise ValueError('again')"
+    )
+    failed = ranks.run("notebook_launcher(train, max_restarts=1)")
+    assert failed.ename == "ValueError" and "again" in failed.evalue
+    assert "call 0" in failed.stdout and "call 1" in failed.stdout and "call 2" not in failed.stdout
+    ranks.ok("notebook_launcher(add, (1,))")
+
+
+@pytest.mark.parametrize("option", ["num_nodes=0", "mixed_precision='int3'", "num_processes='two'", "num_processes=7"])
 def test_a_wrong_option_is_one_line(ranks, option):
     failed = ranks.run(f"notebook_launcher(add, (1,), {option})")
     assert failed.ename == "InvalidArgument"
@@ -170,8 +197,12 @@ def test_a_call_has_the_variables_that_the_notebook_has_set_since_and_the_ranks_
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("num_nodes=2", "num_nodes=2 is not supported: only one machine is supported"),
-        ("max_restarts=3", "max_restarts=3 is not supported"),
+        ("num_nodes=2", "num_nodes needs num_processes, the number of ranks of each node"),
+        ("num_nodes=2, num_processes=1, use_port='a'", "use_port must be a number, got 'a'"),
+        ("num_nodes='2'", "num_nodes must be an integer of at least 1, got '2'"),
+        ("num_nodes=2, node_rank=1", "this notebook runs the ranks of all nodes"),
+        ("max_restarts=-1", "max_restarts must be an integer of at least 0, got -1"),
+        ("rdzv_backend='c10d'", "rdzv_backend='c10d' is not supported: the ranks meet at the notebook"),
         ("use_port='1234'", "use_port='1234' is not supported"),
         ("num_processes='two'", "num_processes must be an integer, got 'two'"),
         ("mixed_precision='fp16'", 'the ranks run on the CPU; use "bf16" or "no"'),

@@ -529,6 +529,8 @@ class ClusterQueries(ClusterTasks):
 
 
 START_TIMEOUT = 180.0
+HOSTS_TIMEOUT = 600.0
+"""Seconds that a start waits for the agents of other hosts by default: a user or a job scheduler starts them."""
 _ANSWER_TIMEOUT = 1.0
 """Seconds for the ranks' control threads to reply, which takes about a millisecond."""
 
@@ -612,7 +614,9 @@ class Cluster(ClusterQueries):
 
         The value is None for a variable that was removed. The ranks still have the old values.
         """
-        return changed_variables(self._processes.environment, os.environ)
+        changed = changed_variables(self._processes.environment, os.environ)
+        # Ranks on other hosts have the environment of their agents, and few variables of this process.
+        return changed if self._processes.hosts is None else self._processes.inherited(changed)
 
     # Work
 

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -318,6 +318,11 @@ class ClusterProcesses:
     def take_notes(self) -> list[str]:
         """Return what the hosts and their engine have reported while no cell was running, once."""
         return [self._notes.popleft() for _ in range(len(self._notes))]
+
+    def inherited(self, variables: Mapping[str, str | None]) -> dict[str, str | None]:
+        """Return those of `variables` that ranks on other hosts inherit."""
+        names = inherited_variables(dict.fromkeys(variables, ""), self._host_options.env)
+        return {name: variables[name] for name in names}
 
     def _listen(self, options: HostOptions, forkserver: local.LocalLauncher, hub: ZmqHub) -> None:
         self._host_options = options
