@@ -42,19 +42,19 @@ class AgentConnection:
     module: str = "rankbook.agent"
 
     def command(
-        self, host: int | None, slots: int | None, *, python: str = sys.executable, source: str = "-"
+        self, host: int | None, slots: int | None, *, python: str | None = None, source: str = "-"
     ) -> list[str]:
         """Return the command that runs the agent of `host`, which takes `slots` ranks (None: one per CUDA device).
 
         With `host=None` the agent takes its number from the environment: the node's number of Slurm and torchrun, the
-        task's number of MPI. `python` is the interpreter on the host; `source` is `-` for standard input, or the path
-        of the connection file.
+        task's number of MPI. `python` is the interpreter on the host, by default this process's; `source` is `-` for
+        standard input, or the path of the connection file.
 
         Example::
 
             connection.command(1, 4)  # ['/usr/bin/python3', '-m', 'rankbook.agent', '--connect', '-', '--slots', '4', …
         """
-        words = [python, "-m", self.module, "--connect", source]
+        words = [python or sys.executable, "-m", self.module, "--connect", source]
         if slots is not None:
             words += ["--slots", str(slots)]
         if host is not None:
