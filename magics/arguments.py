@@ -163,10 +163,7 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
     selection = "0,2-3 · 0:4:2 · main · all (default: all)"
     interrupt = add("interrupt", "interrupt the cells on the ranks")
     interrupt.add_argument("ranks", nargs="?", metavar="RANKS", help=selection)
-    heal = add("heal", "replace dead ranks by new ones, with the variables of a healthy rank")
-    heal.add_argument("ranks", nargs="?", metavar="RANKS", help="ranks to replace (default: all dead ranks)")
-    heal.add_argument("--empty", action="store_true", help="do not copy variables")
-    heal.add_argument("--timeout", type=_seconds, metavar="S", help="seconds until the attempt is given up")
+    _add_recovery(add)
     restart = add("restart", "restart ranks with empty namespaces")
     restart.add_argument("ranks", nargs="?", metavar="RANKS", help=selection)
     add("stop", "stop the ranks")
@@ -213,6 +210,16 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
     view = add("view", "set how cells show their output, and show the last output again")
     view.add_argument("view", choices=VIEWS, metavar="|".join(VIEWS))
     return parser, commands.choices
+
+
+def _add_recovery(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    heal = add("heal", "replace dead ranks by new ones, with the variables of a healthy rank")
+    heal.add_argument("ranks", nargs="?", metavar="RANKS", help="ranks to replace (default: all dead ranks)")
+    heal.add_argument("--empty", action="store_true", help="do not copy variables")
+    heal.add_argument("--timeout", type=_seconds, metavar="S", help="seconds until the attempt is given up")
+    protect = add("protect", "keep snapshots of the training state in memory, for heal; list what they leave out")
+    protect.add_argument("state", nargs="?", choices=("on", "off"), metavar="on|off", help="(default: report)")
+    protect.add_argument("--every", type=int, default=1, metavar="N", help="optimizer steps between two (default: 1)")
 
 
 def _seconds(text: str) -> float:

@@ -280,6 +280,8 @@ class DistributedMagics(Magics):
             self._print(reports.describe_host(host))
         if launcher := running.describe_launcher():
             self._print(launcher)
+        if (protection := running.protection()) is not None:
+            self._print(str(protection))
         for cell in running.cells():
             if cell.started is None:
                 self._print(_queued_message(cell, cell.waiting_behind).rstrip())
@@ -297,6 +299,12 @@ class DistributedMagics(Magics):
         cluster = default_cluster.current()
         healed = cluster.heal(command.ranks, empty=command.empty, timeout=command.timeout or START_TIMEOUT)
         self._print(str(healed) if healed is not None else "no rank is dead, and none is empty since a restart")
+
+    def _command_protect(self, command: argparse.Namespace) -> None:
+        if command.every < 1:
+            raise InvalidArgument(f"%distributed protect: expected --every to be 1 or more, got {command.every}")
+        every = None if command.state is None else command.every if command.state == "on" else 0
+        self._print(str(default_cluster.current().protect(every)))
 
     def _command_stop(self, _command: argparse.Namespace) -> None:
         with contextlib.suppress(RankbookError):  # of a start in the background, which has told of it

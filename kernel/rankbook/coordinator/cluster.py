@@ -8,11 +8,12 @@ driver.py.
 
 from __future__ import annotations
 
+import contextlib
 import keyword
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,7 +26,17 @@ from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.liveness import describe_unresponsive
 from rankbook.coordinator.monitor import ANSWER_TIMEOUT, NonBlockingMonitor, StatusMonitor
 from rankbook.coordinator.reattach import ReattachedProcesses
-from rankbook.coordinator.recovery import Healed, copy_variables, summarize_recovery
+from rankbook.coordinator.recovery import (
+    NO_COMMON_SNAPSHOT,
+    Healed,
+    Protection,
+    ProtectionStatus,
+    choose_snapshot,
+    copy_variables,
+    describe_protection,
+    summarize_recovery,
+    summarize_restore,
+)
 from rankbook.coordinator.running_cell import RunningCell, Sink, StatusHeader
 from rankbook.coordinator.states import RankState, choose_donor
 from rankbook.coordinator.sync_check import (
@@ -36,7 +47,7 @@ from rankbook.coordinator.sync_check import (
     compare_hashes,
 )
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for_cell
-from rankbook.errors import CellError, CellTimeout, ClusterStopped, InvalidArgument, RankLostError
+from rankbook.errors import CellError, CellTimeout, ClusterStopped, InvalidArgument, RankbookError, RankLostError
 from rankbook.formatting import plural
 from rankbook.launch.environment import changed_variables
 from rankbook.launch.hosts import HostOptions, HostStatus
@@ -54,6 +65,8 @@ from rankbook.protocol.messages import (
     FetchValue,
     ListState,
     Message,
+    Protect,
+    RestoreSnapshot,
     RunCell,
     Stack,
 )
@@ -61,6 +74,7 @@ from rankbook.protocol.numbers import Difference, HashState, MeasureDifferences,
 from rankbook.protocol.queries import Completion
 from rankbook.protocol.telemetry import Measure, Placement, RankDetail, ShardMap, Statistic, Variable
 from rankbook.ranks import format_ranks, name_ranks, parse_ranks
+from rankbook.snapshot_files import SnapshotHeader, SnapshotVersion, read_headers, remove_all
 from rankbook.transport.serialization import Packed, pack, unpack
 
 _WHILE_PAUSED = 1.0
@@ -898,9 +912,10 @@ class Cluster(ClusterQueries):
             raise RankLostError(
                 "no rank with variables to copy is left; %distributed heal --empty starts with empty namespaces", chosen
             )
+        headers = self._snapshot_headers()
         try:
             self._processes.launch(chosen, timeout=timeout)
-            healed = Healed(chosen, None) if donor is None else self._restore(donor, chosen, timeout)
+            healed = Healed(chosen, None) if donor is None else self._restore(donor, chosen, headers, timeout)
         except BaseException:
             # A rank with a part of the variables would look healthy and could become the donor of a later heal. As a
             # dead rank it can be healed again.
@@ -909,10 +924,25 @@ class Cluster(ClusterQueries):
         self._renew_number_watch(chosen)
         return healed
 
-    def _restore(self, donor: int, ranks: tuple[int, ...], timeout: float) -> Healed:
-        """Copy the variables of `donor` to the new `ranks`."""
+    def _restore(
+        self, donor: int, ranks: tuple[int, ...], headers: dict[int, list[SnapshotHeader]], timeout: float
+    ) -> Healed:
+        healed = self._copy_state(donor, ranks, headers, timeout)
+        if healed.was_refused:
+            # The new ranks have sharded models without their shards. Begin again, without these models.
+            self._processes.discard(ranks, "could not be restored from its snapshot")
+            self._processes.launch(ranks, timeout=timeout)
+            healed = replace(self._copy_state(donor, ranks, {}, timeout), restored=healed.restored)
+        return healed
+
+    def _copy_state(
+        self, donor: int, ranks: tuple[int, ...], headers: dict[int, list[SnapshotHeader]], timeout: float
+    ) -> Healed:
+        """Copy the variables of `donor` to the new `ranks`, and return all ranks to the last common snapshot."""
         deadline = time.monotonic() + timeout
-        listed = self._collect({donor: (lambda cell: ListState(cell=cell), ())}, timeout, "heal")[donor]
+        version, every = choose_snapshot(headers)
+        make_list = lambda cell: ListState(cell=cell, snapshot=version)  # noqa: E731 - used once
+        listed = self._collect({donor: (make_list, ())}, timeout, "heal")[donor]
         adopted: dict[str, Any] = {}
         lost_saves: list[str] = []
 
@@ -920,18 +950,35 @@ class Cluster(ClusterQueries):
             nonlocal adopted
             # A dead rank's background save is reported once by every survivor, in whichever attempt comes first, so the
             # messages of all attempts are collected.
-            adopted, lost = self._try_restore(donor, ranks, tuple(names), deadline - time.monotonic())
+            adopted, lost = self._try_restore(donor, ranks, tuple(names), version, deadline - time.monotonic())
             lost_saves.extend(lost)
             return str(adopted["refused"])
 
         refused = copy_variables(listed["names"], attempt)
+        outcome = "" if not any(headers.values()) else NO_COMMON_SNAPSHOT
+        if version is not None:
+            make_restore = lambda cell: RestoreSnapshot(cell=cell, version=version, every=every)  # noqa: E731
+            tasks = dict.fromkeys(self._all_ranks, (make_restore, ()))
+            outcome, refused_snapshot = summarize_restore(
+                self._collect(tasks, deadline - time.monotonic(), "heal"), ranks
+            )
+            if refused_snapshot:
+                return Healed(ranks, donor, restored=outcome, was_refused=True)
         # Only after the last attempt: until then the new ranks must not count as donors.
         self._processes.driver.post(ev.StateRestored(ranks, donor))
         missing = {**listed["missing"], **refused}
-        return summarize_recovery(ranks, donor, adopted, missing, next(iter(lost_saves), ""))
+        return replace(summarize_recovery(ranks, donor, adopted, missing, next(iter(lost_saves), "")), restored=outcome)
+
+    def _snapshot_headers(self) -> dict[int, list[SnapshotHeader]]:
+        return read_headers(self._segments.folder, self._all_ranks)
 
     def _try_restore(
-        self, donor: int, ranks: tuple[int, ...], names: tuple[str, ...], timeout: float
+        self,
+        donor: int,
+        ranks: tuple[int, ...],
+        names: tuple[str, ...],
+        snapshot: SnapshotVersion | None,
+        timeout: float,
     ) -> tuple[Any, list[str]]:
         """Export the variables `names` from `donor` and adopt them on the new `ranks`.
 
@@ -941,7 +988,7 @@ class Cluster(ClusterQueries):
         with deferred_interrupts():
             hosts = self._processes.hosts
             stays = hosts is not None and hosts.on_one_agent((donor, *ranks))
-            make_export = lambda cell: ExportState(cell=cell, names=names, stays=stays)  # noqa: E731 - used once
+            make_export = lambda cell: ExportState(cell, names, stays, snapshot)  # noqa: E731 - used once
             export = self._submit({donor: (make_export, ())}, number=0, sink=None, label="heal")
             self.wait(export, timeout=timeout)
         try:
@@ -961,6 +1008,35 @@ class Cluster(ClusterQueries):
                 self._segments.discard(segment)
         lost = [answers[rank]["lost_save"] for rank in others if answers[rank]["lost_save"]]
         return next((answers[rank] for rank in ranks if answers[rank]["refused"]), answers[ranks[0]]), lost
+
+    def protect(self, every: int | None = 1, *, timeout: float = START_TIMEOUT) -> Protection:
+        """Keep a snapshot of the training state of all ranks in shared memory, from which `heal` restores dead ranks.
+
+        A snapshot is taken after every `every` steps of the prepared optimizers, and one now. `every=0` ends the
+        protection and frees the memory; None only reports. Raises `InvalidArgument` for ranks on other hosts and, with
+        the arithmetic, for too little shared memory, and the errors of `run`.
+        """
+        tasks = dict.fromkeys(self._all_ranks, (lambda cell: Protect(cell=cell, every=every), ()))
+        try:
+            answers = self._collect(tasks, timeout, "protect")
+        except BaseException:
+            if every:  # all ranks are protected, or none is
+                off = dict.fromkeys(self._all_ranks, (lambda cell: Protect(cell=cell, every=0), ()))
+                with contextlib.suppress(RankbookError):
+                    self._collect(off, timeout, "protect")
+            raise
+        if every == 0:
+            # Also of ranks that have been restarted since they took them.
+            remove_all(self._segments.folder)
+        first = answers[0]
+        status = self.protection()
+        if status is None and first["every"]:
+            status = ProtectionStatus(first["every"])
+        return Protection(status, first["unprotected"])
+
+    def protection(self) -> ProtectionStatus | None:
+        """Return the status of the protection, None if no rank has a snapshot. Asks no rank."""
+        return describe_protection(self._snapshot_headers(), time.time())
 
     def stop(self) -> None:
         """Stop all ranks and remove their files except the logs. A second call does nothing."""

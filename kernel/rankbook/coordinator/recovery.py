@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankbook.errors import TransferError
-from rankbook.formatting import plural
+from rankbook.formatting import format_bytes, format_duration, plural
 from rankbook.ranks import name_ranks
+from rankbook.snapshot_files import SnapshotHeader, SnapshotVersion, latest_common
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,9 @@ class Healed:
     """Result of a heal: the replaced ranks, and the numbers of variables, functions and imports they received.
 
     `missing` maps the names that could not be copied to the reasons. `donor` is None if the ranks start empty.
-    `lost_save` describes a background save that was lost with a dead rank, if that was not said before.
+    `lost_save` describes a background save that was lost with a dead rank, if that was not said before. `restored`
+    says to which step the protected training state has returned, or why it has not; empty without protection.
+    `was_refused`: a snapshot did not fit the objects that are prepared now.
     """
 
     ranks: tuple[int, ...]
@@ -29,6 +32,8 @@ class Healed:
     imports: int = 0
     missing: Mapping[str, str] | None = None
     lost_save: str = ""
+    restored: str = ""
+    was_refused: bool = False
 
     def __str__(self) -> str:
         verb = "was" if len(self.ranks) == 1 else "were"
@@ -42,6 +47,8 @@ class Healed:
         ]
         state = ", ".join(plural(*item) for item in counted if item[0])
         lines = [f"{subject} with the state of rank {self.donor}: {state or 'nothing to copy'}"]
+        if self.restored:
+            lines.append(self.restored)
         if self.missing:
             lines.append("not copied:")
             lines += [f"  {name}: {reason}" for name, reason in self.missing.items()]
@@ -56,6 +63,80 @@ def summarize_recovery(
     """Return the result of a heal from a new rank's reply `adopted`, the names `missing` before, and the lost save."""
     missing = {**missing, **adopted["missing"]}
     return Healed(ranks, donor, adopted["variables"], adopted["functions"], adopted["imports"], missing, lost_save)
+
+
+@dataclass(frozen=True)
+class ProtectionStatus:
+    """Snapshots of the training state: the interval and the step of the last one that all ranks have.
+
+    `age` is in seconds, `size` the bytes of the snapshot on all ranks; two of them are in memory. `step` is None if
+    there is no snapshot that all ranks have.
+    """
+
+    every: int
+    step: int | None = None
+    age: float = 0.0
+    size: int = 0
+
+    def __str__(self) -> str:
+        interval = "every step" if self.every == 1 else f"every {self.every} steps"
+        if self.step is None:
+            return f"protected {interval}; no snapshot that all ranks have yet"
+        memory = f"{format_bytes(self.size)} of state, {format_bytes(2 * self.size)} of shared memory"
+        return f"protected {interval}: snapshot of step {self.step}, {format_duration(self.age)} old, {memory}"
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Answer of `Cluster.protect`: the status, None if the protection is off, and the variables that it leaves out.
+
+    `unprotected` maps their names on rank 0 to what they are.
+    """
+
+    status: ProtectionStatus | None
+    unprotected: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [str(self.status) if self.status is not None else "the training state is not protected"]
+        if self.unprotected:
+            lines.append("not part of a snapshot:" if self.status is not None else "would not be part of a snapshot:")
+            lines += [f"  {name}: {what}" for name, what in self.unprotected.items()]
+        return "\n".join(lines)
+
+
+def describe_protection(headers: Mapping[int, list[SnapshotHeader]], now: float) -> ProtectionStatus | None:
+    """Return the status of the protection from the headers of all ranks, None if no rank has a snapshot."""
+    every = next((header.every for found in headers.values() for header in found), None)
+    if every is None:
+        return None
+    version = latest_common(dict(headers))
+    if version is None:
+        return ProtectionStatus(every)
+    chosen = [header for found in headers.values() for header in found if header.version == version]
+    oldest = min(header.seconds for header in chosen)
+    return ProtectionStatus(every, version.step, max(0.0, now - oldest), sum(header.size for header in chosen))
+
+
+def summarize_restore(answers: Mapping[int, Mapping[str, Any]], replaced: Sequence[int]) -> tuple[str, bool]:
+    """Return to which step the ranks have returned, from their answers (`RestoredSnapshot`), and if one refused."""
+    refused = [answer["refused"] for answer in answers.values() if answer["refused"]]
+    if refused:
+        return f"the protected state was not restored: {refused[0]}", True
+    step = next(iter(answers.values()))["step"]
+    lost = max((answer["lost"] for rank, answer in answers.items() if rank not in replaced), default=0)
+    return f"back at step {step}: {plural(lost, 'step') if lost else 'no step'} to repeat", False
+
+
+def choose_snapshot(headers: Mapping[int, list[SnapshotHeader]]) -> tuple[SnapshotVersion | None, int]:
+    """Return the version to return to, None if there is no snapshot that all ranks have, and the interval."""
+    every = next((header.every for found in headers.values() for header in found), 1)
+    return latest_common(dict(headers)), every
+
+
+NO_COMMON_SNAPSHOT = (
+    "the protected state was not restored: there is no snapshot of one step that all ranks have; what is sharded has "
+    "to be loaded from a checkpoint"
+)
 
 
 def copy_variables(names: Sequence[str], attempt: Callable[[Sequence[str]], str]) -> dict[str, str]:

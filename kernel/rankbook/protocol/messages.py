@@ -38,6 +38,7 @@ from rankbook.protocol.reattach import (
     RequestReplay,
 )
 from rankbook.protocol.telemetry import GroupReport, Measure
+from rankbook.snapshot_files import SnapshotVersion
 
 _T = TypeVar("_T")
 
@@ -147,20 +148,25 @@ class FetchValue(Message, frozen=True):
 
 
 class ListState(Message, frozen=True):
-    """Answer with the names of the variables that `ExportState` can send, and why it cannot send the others."""
+    """Answer with the names of the variables that `ExportState` can send, and why it cannot send the others.
+
+    All ranks will return to `snapshot`, if there is one, so that the sharded models in it can be sent without shards.
+    """
 
     cell: int
+    snapshot: SnapshotVersion | None = None
 
 
 class ExportState(Message, frozen=True):
     """Answer with the state for the replacement of a dead rank: the variables `names`, imports and `sys.path`.
 
-    `stays`: all ranks that will load the state run on this rank's host.
+    `stays`: all ranks that will load the state run on this rank's host. `snapshot` as in `ListState`.
     """
 
     cell: int
     names: tuple[str, ...]
     stays: bool = False
+    snapshot: SnapshotVersion | None = None
 
 
 class AdoptState(Message, frozen=True):
@@ -171,6 +177,24 @@ class AdoptState(Message, frozen=True):
 
     cell: int
     payload: Payload | None = None
+
+
+class Protect(Message, frozen=True):
+    """Protect the training state by a snapshot after every `every` steps, and answer with a `ProtectionReport`.
+
+    0 ends the protection, None leaves it as it is.
+    """
+
+    cell: int
+    every: int | None = None
+
+
+class RestoreSnapshot(Message, frozen=True):
+    """Return to the snapshot `version`, go on taking one after every `every` steps; answer with `RestoredSnapshot`."""
+
+    cell: int
+    version: SnapshotVersion
+    every: int
 
 
 class Regroup(Message, frozen=True):
@@ -381,7 +405,10 @@ class Stack(Message, frozen=True):
 
 
 _Check = HashState | MeasureDifferences | MeasureGradients
-Task = RunCell | CallFunction | Assign | FetchValue | ListState | ExportState | AdoptState | Regroup | _Check
+_Protection = Protect | RestoreSnapshot
+Task = (
+    RunCell | CallFunction | Assign | FetchValue | ListState | ExportState | AdoptState | Regroup | _Check | _Protection
+)
 """Tasks of a rank's main thread, executed one at a time; it answers every task with `Done`."""
 # The control thread handles these at once, beside a running task.
 _Control = (

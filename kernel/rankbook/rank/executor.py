@@ -48,7 +48,9 @@ from rankbook.protocol.messages import (
     Message,
     OutputBarrier,
     Payload,
+    Protect,
     Regroup,
+    RestoreSnapshot,
     RunCell,
     Stack,
     ToRank,
@@ -305,10 +307,12 @@ class Executor:
                 self._shell.user_ns.update(self._unpack(message.payload, frames))
             case FetchValue():
                 return pack(self._fetch(message.name), store=self._segments)
-            case ListState():
-                return pack(recovery.list_state(self._shell.user_ns, self._shell.user_ns_hidden), store=None)
-            case ExportState(names=names):
-                return recovery.export_state(self._shell.user_ns, self._shell.user_ns_hidden, names, self._segments)
+            case ListState(snapshot=snapshot):
+                namespace, hidden = self._shell.user_ns, self._shell.user_ns_hidden
+                return pack(recovery.list_state(namespace, hidden, snapshot=snapshot), store=None)
+            case ExportState(names=names, snapshot=snapshot):
+                namespace, hidden = self._shell.user_ns, self._shell.user_ns_hidden
+                return recovery.export_state(namespace, hidden, names, self._segments, snapshot=snapshot)
             case AdoptState(payload=payload):
                 open_state = None if payload is None else partial(self._unpack, payload, frames)
                 adopted = recovery.adopt_state(self._shell.user_ns, open_state)
@@ -316,6 +320,8 @@ class Executor:
                 return pack(adopted, store=None)
             case HashState() | MeasureDifferences() | MeasureGradients():
                 return pack(self._check_numbers(message), store=self._segments)
+            case Protect() | RestoreSnapshot():
+                return pack(self._protect(message), store=None)
             case Regroup():
                 try:
                     self._group.join(message.generation)
@@ -339,6 +345,15 @@ class Executor:
         if isinstance(message, HashState):
             return hash_state(self.namespace(), message.names)
         return measure_differences(self.namespace(), message.names, message.pieces)
+
+    def _protect(self, message: Protect | RestoreSnapshot) -> object:
+        from rankbook.runtime import protection
+
+        if isinstance(message, RestoreSnapshot):
+            return protection.restore(message.version, message.every)
+        if message.every is not None:
+            protection.protect(message.every)
+        return protection.report(self._shell.user_ns, self._shell.user_ns_hidden)
 
     def _run_measured(self, message: RunCell, request: Measure) -> None:
         with self._interrupts.shield():

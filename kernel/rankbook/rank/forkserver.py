@@ -134,8 +134,10 @@ class Forkserver:
             # The timeout lets the owner's exit and the OOM counter be looked at without an event. While modules are
             # left to preload, it is the pause before the next one.
             readable = self._wait(0.05 if self._not_imported else 1.0)
-            # Only while nobody needs the process: no message, no rank, no detached cluster.
-            if not readable and self._not_imported and not self._children and not owner.is_detached:
+            # Only while nobody needs the process: no message, no rank, no detached cluster. Or for a rank that replaces
+            # a dead one and restores its training state, which a new process would need seconds for.
+            may_preload = not readable and self._not_imported and not owner.is_detached
+            if may_preload and (not self._children or self._is_protected()):
                 self._preload_next()
             # Before a detached cluster's owner counts as gone, its last messages are read: one may be CloseCluster.
             if not owner.is_detached and not owner.check_owner():
@@ -155,6 +157,9 @@ class Forkserver:
         if self._signal_read in readable:
             os_utils.read_available(self._signal_read)
         return bool(readable)
+
+    def _is_protected(self) -> bool:
+        return any(any(Path(folder).glob("snapshot-*.header")) for folder in self._folders)
 
     def _preload_next(self) -> None:
         name = self._not_imported.popleft()

@@ -16,6 +16,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from rankbook import snapshot_files
 from rankbook.protocol import telemetry
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.protocol.messages import ErrorReport, RankReady, ShutdownDelayed, StartFailed
@@ -29,6 +30,7 @@ from rankbook.rank.process_groups import gloo
 from rankbook.rank.process_groups.manager import GroupManager
 from rankbook.rank.replay_buffer import OFFER_SECONDS, DetachableLink
 from rankbook.rank.shell import RankShell, make_shell
+from rankbook.snapshot_files import SnapshotPlace
 from rankbook.transport.link import RankLink, Sender
 from rankbook.transport.output_journal import crash_path, journal_path
 from rankbook.transport.shared_memory import MOST_IN_FRAMES, SegmentStore
@@ -147,6 +149,9 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     if device.type == "cuda":
         torch.cuda.set_device(device)
     telemetry.this_rank = request.rank
+    snapshot_files.this_place = SnapshotPlace(
+        Path(request.segments), request.rank, int(os.environ["LOCAL_WORLD_SIZE"]), request.world_size
+    )
     interrupts = Interrupts()
     rate_limit = (
         _output_rate_limit(request.world_size) if "JPY_SESSION_NAME" in os.environ else None

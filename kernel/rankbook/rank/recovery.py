@@ -29,12 +29,15 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.optim.optimizer import Optimizer
 
 from rankbook.errors import TransferError
 from rankbook.rank import model_reset
+from rankbook.rank.process_groups import manager
 from rankbook.rank.process_groups.recoverable_group import RecoverableProcessGroup
+from rankbook.snapshot_files import SnapshotVersion
 from rankbook.transport.serialization import Packed, Reduce, pack, pickle_error
 from rankbook.transport.shared_memory import SegmentStore
 
@@ -74,10 +77,11 @@ class AdoptedState(TypedDict):
     lost_save: str
 
 
-def list_state(namespace: dict[str, Any], hidden: Mapping[str, Any]) -> Exportable:
+def list_state(namespace: dict[str, Any], hidden: Mapping[str, Any], *, snapshot: SnapshotVersion | None) -> Exportable:
     """Check which variables of `namespace` can be pickled.
 
-    Skips modules, private names, and the names in `hidden`, which are defined on every rank.
+    Skips modules, private names, and the names in `hidden`, which are defined on every rank. All ranks will
+    return to `snapshot`, so that the models in it can be sent without their shards.
     """
     missing: dict[str, str] = {}
     values: dict[str, Any] = {}
@@ -88,14 +92,22 @@ def list_state(namespace: dict[str, Any], hidden: Mapping[str, Any]) -> Exportab
             missing[name] = "the exporting rank is not a member of this group; create the group again on all ranks"
         else:
             values[name] = value
-    missing |= check_pickling(values, _Reducer(namespace, with_data=False))
+    missing |= check_pickling(values, _Reducer(namespace, with_data=False, snapshot=snapshot))
     return Exportable(names=[name for name in values if name not in missing], missing=missing)
 
 
 def export_state(
-    namespace: dict[str, Any], hidden: Mapping[str, Any], names: Collection[str], store: SegmentStore
+    namespace: dict[str, Any],
+    hidden: Mapping[str, Any],
+    names: Collection[str],
+    store: SegmentStore,
+    *,
+    snapshot: SnapshotVersion | None,
 ) -> Packed:
-    """Pickle the variables `names`, with the imports, `sys.path` and the current folder. Raises `TransferError`."""
+    """Pickle the variables `names`, with the imports, `sys.path` and the current folder. Raises `TransferError`.
+
+    `snapshot` as in `list_state`.
+    """
     imports = {
         name: value.__name__
         for name, value in namespace.items()
@@ -103,7 +115,7 @@ def export_state(
     }
     variables = {name: namespace[name] for name in names if name in namespace}
     state = ExportedState(variables=variables, imports=imports, path=list(sys.path), folder=str(Path.cwd()))
-    return pack(state, store=store, reduce=_Reducer(namespace))
+    return pack(state, store=store, reduce=_Reducer(namespace, snapshot=snapshot))
 
 
 def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedState] | None) -> AdoptedState:
@@ -167,15 +179,22 @@ def set_cell_namespace(namespace: dict[str, Any]) -> None:
 
 
 class _Reducer:
-    """Pickle reducer for cell functions, process groups, and tensors.
+    """Pickle reducer for cell functions, process groups, meshes, and tensors.
 
-    Raises `TransferError` for a sharded DTensor. Without `with_data`, plain tensors are left out: that suffices to find
-    out which values can be pickled, and needs no CUDA.
+    The sharded models in `snapshot` are sent without their shards. For any other sharded DTensor it raises
+    `TransferError`. Without `with_data`, plain tensors are left out: that suffices to find out which values can be
+    pickled, and needs no CUDA.
     """
 
-    def __init__(self, namespace: dict[str, Any], *, with_data: bool = True) -> None:
+    def __init__(self, namespace: dict[str, Any], *, snapshot: SnapshotVersion | None, with_data: bool = True) -> None:
         self._namespace = namespace
         self._with_data = with_data
+        self._models = None
+        if snapshot is not None:
+            from rankbook.runtime import protection
+            from rankbook.runtime.strategies.transfer import ModelPickling
+
+            self._models = ModelPickling(protection.models_in(snapshot))
 
     def __call__(self, value: object) -> Any:  # noqa: ANN401 - pickle's own contract
         # A function of a cell. cloudpickle would pickle a copy of the globals that it uses, which the copy would not
@@ -185,6 +204,10 @@ class _Reducer:
         # The new rank has its own object for the group, with the same name.
         if isinstance(value, RecoverableProcessGroup):
             return _group_here, (value.group_name,)
+        if isinstance(value, DeviceMesh):
+            return _reduce_mesh(value)
+        if self._models is not None and (reduction := self._models.reduce(value)) is not NotImplemented:
+            return reduction
         if isinstance(value, torch.Tensor):
             placements = getattr(value, "placements", ())
             if any(not placement.is_replicate() for placement in placements):
@@ -214,6 +237,54 @@ def _group_here(name: str) -> Any:  # noqa: ANN401 - a group, or torch's value f
         return _resolve_process_group(c10d.GroupName(name))
     except RuntimeError:  # this rank is not a member
         return dist.GroupMember.NON_GROUP_MEMBER
+
+
+# torch has no public way to make the mesh of other ranks without creating its groups again, which is a collective.
+# Tried with torch 2.13.
+def _reduce_mesh(mesh: DeviceMesh) -> Any:  # noqa: ANN401 - pickle's own contract
+    state = dict(vars(mesh))
+    state.pop("_pg_registry", None)
+    names = state.pop("_dim_group_names", None)
+    ordinals = None if names is None else [_ordinal_of(name) for name in names]
+    return DeviceMesh.__new__, (DeviceMesh,), (state, names, ordinals), None, None, _complete_mesh
+
+
+def _groups_of_ranks(ranks: list[int]) -> list[str]:
+    """Return the names of this rank's groups of these ranks, in the order of creation, which all members share."""
+    world = c10d._world
+    return [str(name) for group, name in world.pg_names.items() if sorted(world.pg_group_ranks[group]) == sorted(ranks)]
+
+
+def _ordinal_of(name: str) -> int:
+    """Return the number of the group `name` among those of the same ranks."""
+    world = c10d._world
+    ranks = next(list(world.pg_group_ranks[group]) for group, other in world.pg_names.items() if other == name)
+    return _groups_of_ranks(ranks).index(name)
+
+
+def _complete_mesh(mesh: DeviceMesh, sent: tuple[dict[str, Any], list[str] | None, list[int] | None]) -> None:
+    """Give the mesh this rank's place in it, and its groups along every dimension."""
+    state, names, ordinals = sent
+    mesh.__dict__.update(state, _pg_registry={})
+    mesh._rank = dist.get_rank()
+    places = (mesh.mesh == mesh._rank).nonzero()
+    at = tuple(places[0].tolist()) if len(places) else None
+    mesh._coordinate_on_dim = at
+    if names is None or ordinals is None:
+        return
+    mesh._dim_group_names = [c10d.GroupName(name) for name in names]
+    if at is None:  # this rank is not part of the mesh
+        return
+    for dim, ordinal in enumerate(ordinals):
+        index = tuple(slice(None) if other == dim else place for other, place in enumerate(at))
+        ranks = mesh.mesh[index].tolist()
+        groups = _groups_of_ranks(ranks)
+        while len(ranks) == 1 and ordinal >= len(groups):
+            groups.append(manager.create_single_group())
+        if ordinal >= len(groups):
+            raise TransferError(f"this rank has no process group for the dimension {dim} of {mesh}")
+        mesh._dim_group_names[dim] = c10d.GroupName(groups[ordinal])
+        mesh._pg_registry[groups[ordinal]] = _resolve_process_group(c10d.GroupName(groups[ordinal]))
 
 
 def _reduce_function(function: types.FunctionType) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rankbook.errors import InvalidArgument
-from rankbook.runtime import prepare, recovery
+from rankbook.runtime import prepare, prepared, recovery
 from rankbook.runtime.comm.methods import CollectiveMethods
 from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.memory import clear_device_cache, release_memory
@@ -224,6 +224,30 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
 
         return skip_first_batches(dataloader, num_batches)
 
+    def protect(self, every: int | bool = 1) -> None:
+        """Keep a snapshot of the training state in shared memory, from which `heal` restores a dead rank. All ranks.
+
+        After every `every` optimizer steps each rank copies what it holds of all prepared models, optimizers,
+        schedulers and loaders, of registered objects, and its random state, into memory that outlives its process.
+        `protect(False)` ends it and frees the memory, which is twice the size of the state.
+
+        Raises `InvalidArgument` for another number, outside of Rankbook's ranks, for ranks on several hosts, and, with
+        the arithmetic, if there is too little shared memory.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            accelerator.protect(every=10)
+        """
+        from rankbook.runtime import protection
+
+        try:
+            with self._raise_on_all("protect"):
+                protection.protect(int(every) if isinstance(every, bool) else every)
+        except BaseException:
+            protection.end()  # all ranks are protected, or none is
+            raise
+
     def free_memory(self, *objects: Any) -> list[None]:  # noqa: ANN401 - anything
         """Release all prepared objects and `objects`, and empty the device's cache.
 
@@ -260,6 +284,9 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
             "scale": scale,
             "kept": objects,
             "known": recovery.prepared_objects(),
+            "serials": {kind: prepared.serials_of(kind, items) for kind, items in objects.items()},
+            "custom_serials": prepared.serials_of("custom", self._custom_objects),
+            "next_serial": prepared.next_serial(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -286,8 +313,11 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
             window.scaler = prepare_optimizer(optimizer, context, device_placement=False).scaler
         # Register all objects in the sender's order, which determines their names in checkpoints.
         for kind, objects in state["kept"].items():
-            for item in objects:
-                self._register(kind, item)
+            for item, serial in zip(objects, state["serials"][kind], strict=True):
+                self._register(kind, item, serial)
+        for item, serial in zip(self._custom_objects, state["custom_serials"], strict=True):
+            prepared.note_registered("custom", item, serial)
+        prepared.continue_serials(state["next_serial"])
         # A replacement rank takes part in the collective with which the survivors start
         # (`recovery._synchronize_replicas`).
         if fresh:

@@ -31,6 +31,12 @@ _optimizers: weakref.WeakSet[AcceleratedOptimizer] = weakref.WeakSet()
 """All prepared optimizers of the process, for those that share a scaler."""
 
 
+after_step: Callable[[AcceleratedOptimizer], None] | None = None
+"""Called after a step that was not skipped, while the training state is protected (protection.py)."""
+after_scheduler: Callable[[], None] | None = None
+"""The same, called after the step of a scheduler."""
+
+
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """Optimizer wrapper whose `step` and `zero_grad` do nothing while gradients accumulate.
 
@@ -148,6 +154,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         self.steps += 1
         self._was_skipped = False
+        if after_step is not None:
+            after_step(self)
         return result
 
     def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Callable[[], Any] | None) -> Any:  # noqa: ANN401 - as torch's
@@ -178,6 +186,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             scaler.update()
             for optimizer in sharing:
                 optimizer._begin_round()
+        if after_step is not None and not self._was_skipped:
+            after_step(self)
         return result
 
     def unscale(self) -> None:
@@ -293,6 +303,8 @@ class AcceleratedScheduler:
         """Step, if the current batch ends its window and no optimizer skipped its step."""
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
+            if after_scheduler is not None:
+                after_scheduler()
             return
         if not self.gradient_state.sync_gradients:
             return
@@ -306,6 +318,8 @@ class AcceleratedScheduler:
             if total is not None and self.scheduler._step_count > total:
                 return  # a one-cycle schedule keeps its last rate, and would raise
             self.scheduler.step(*args, **kwargs)
+        if after_scheduler is not None:
+            after_scheduler()
 
     def get_last_lr(self) -> Any:  # noqa: ANN401 - as torch's
         """Return the last learning rates of the wrapped scheduler."""

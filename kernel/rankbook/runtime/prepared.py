@@ -6,9 +6,10 @@ All references are weak: running a cell again leaves nothing of the previous mod
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,74 @@ _prepared_models: weakref.WeakKeyDictionary[nn.Module, PreparedModel] = weakref.
 # By identity, because tensors compare elementwise. The values are `TensorWeakRef`s: a plain weak reference to a tensor
 # dies if only C++ code still holds the tensor.
 _replacements: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+# All prepared and registered objects of the process by kind, in the order of their preparation. All ranks prepare the
+# same objects in the same order, so an object has the same serial number on all of them.
+_registered: dict[str, list[tuple[int, Callable[[], Any]]]] = {}
+_serials = itertools.count()
+
+
+def note_registered(kind: str, item: object, serial: int | None = None) -> None:
+    """Record a prepared object (kind "model", "optimizer", "scheduler", "loader") or a registered one ("custom").
+
+    Prepared again, an object keeps its number, as a model does that gets another wrapper. `serial` is the number of an
+    object that arrived from another process.
+    """
+    entries = _registered.setdefault(kind, [])
+    identity = unwrap_registered(item) if isinstance(item, nn.Module) else item
+    kept, number = [], serial
+    for known, reference in entries:
+        alive = reference()
+        if alive is None:
+            continue
+        if alive is item or (isinstance(alive, nn.Module) and unwrap_registered(alive) is identity):
+            number = known if number is None else number
+        else:
+            kept.append((known, reference))
+    if number is None:
+        number = next(_serials)
+    try:
+        kept.append((number, weakref.ref(item)))
+    except TypeError:  # an object of the user without weak references, which the Accelerator holds as well
+        kept.append((number, lambda: item))
+    entries[:] = kept
+
+
+def registered(kind: str) -> dict[int, Any]:
+    """Return the objects of this kind that are still referenced, by serial number. See `note_registered`."""
+    return {number: item for number, reference in tuple(_registered.get(kind, ())) if (item := reference()) is not None}
+
+
+def serials_of(kind: str, items: Iterable[object]) -> list[int | None]:
+    """Return the serial numbers of objects of this kind."""
+    numbers = {id(item): number for number, item in registered(kind).items()}
+    return [numbers.get(id(item)) for item in items]
+
+
+def next_serial() -> int:
+    """Return the number of the next object that is prepared."""
+    global _serials
+    number = next(_serials)
+    _serials = itertools.count(number)
+    return number
+
+
+def continue_serials(number: int) -> None:
+    """Continue with at least this number, on a rank that replaces a dead one."""
+    global _serials
+    _serials = itertools.count(max(number, next(_serials)))
+
+
+def current_models() -> dict[int, tuple[Strategy, nn.Module]]:
+    """Return the original models that are prepared, with their strategies, by serial number."""
+    found = {}
+    for number, wrapped in registered("model").items():
+        raw = unwrap_registered(wrapped)
+        preparation = _prepared_models.get(raw)
+        if preparation is not None and preparation.wrapped() is wrapped:
+            found[number] = (preparation.strategy, raw)
+    return found
 
 
 def unwrap_registered(model: nn.Module) -> nn.Module:

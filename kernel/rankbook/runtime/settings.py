@@ -30,6 +30,7 @@ from rankbook.runtime.config import (
 from rankbook.runtime.data.rng import check_rng_types
 from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.precision import check_precision, make_scaler
+from rankbook.runtime.prepared import note_registered
 from rankbook.runtime.process_state import DistributedType, PartialState
 from rankbook.runtime.state import AcceleratorState
 from rankbook.runtime.strategies.base import SingleDevice, Strategy, StrategySetup
@@ -204,7 +205,7 @@ class AcceleratorSettings:
 
     # Prepared objects, as weak references
 
-    def _register(self, kind: str, item: object) -> None:
+    def _register(self, kind: str, item: object, serial: int | None = None) -> None:
         references = self._references[kind]
         # Prepared again, an object moves to the end. The order determines the names in a checkpoint ("model",
         # "model_1").
@@ -212,6 +213,7 @@ class AcceleratorSettings:
             reference for reference in references if (alive := reference()) is not None and alive is not item
         ]
         references.append(weakref.ref(item))
+        note_registered(kind, item, serial)
 
     def _registered(self, kind: str) -> list[Any]:
         return [referent for reference in self._references[kind] if (referent := reference()) is not None]

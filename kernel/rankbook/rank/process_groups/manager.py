@@ -54,6 +54,7 @@ JOIN_TIMEOUT = timedelta(seconds=60)
 _FOREVER = timedelta(days=365)
 """Timeout of collectives while a rank may be paused in a debugger."""
 _NAME = "rankbook"
+_PROTECTION = "rankbook.runtime.protection"
 _MANAGED = {"gloo", "nccl"}
 _ACCELERATORS: dict[str, Callable[[torch.device], Accelerator]] = {"nccl": Cuda}
 """The backends that queue collectives on a device, and how to ask that device."""
@@ -154,11 +155,14 @@ class GroupManager:
         # After a failed first attempt there is no default group, and the rank begins from scratch, as a new process
         # does.
         if dist.is_initialized():
-            # In the order of creation, which all ranks share, since creating a group is a collective call.
-            for name, member in self._foreground().items():
-                if name in groups:
-                    member.group.renew(self._connect(name, member.group.log.ranks, member), generation)
-                else:
+            # In the order of `groups`, which all ranks have computed alike. Not in the order of creation: a rank that
+            # has replaced a dead one has created its groups in another order, and two ranks would wait for each other.
+            members = self._foreground()
+            for name in groups:
+                if (known := members.get(name)) is not None:
+                    known.group.renew(self._connect(name, known.group.log.ranks, known), generation)
+            for name, member in members.items():
+                if name not in groups:
                     member.group.abort_with_cause(
                         f"group {name} was not formed on all of its ranks and must be created again"
                     )
@@ -195,6 +199,7 @@ class GroupManager:
             "fresh": not dist.is_initialized(),
             "lost": self.lost_device(),
             "steps": self._report_steps(),
+            "snapshot": protection.next_number() if (protection := sys.modules.get(_PROTECTION)) is not None else 0,
             "groups": {name: member.describe() for name, member in self._foreground().items()},
         }
         # Every rank writes its report and reads all others, so all of them compute the same result. There is no rank
@@ -213,6 +218,8 @@ class GroupManager:
                 # A group that one member could not create would hang on the others.
                 if all(reports[rank]["fresh"] or name in reports[rank]["groups"] for rank in group["ranks"]):
                     groups.setdefault(name, group)
+        if protection is not None:
+            protection.continue_numbers(max(report["snapshot"] for report in reports))
         steps = [None if report["fresh"] else report["steps"] for report in reports]
         return groups, max(report["count"] for report in reports), steps
 
@@ -261,18 +268,33 @@ class GroupManager:
         for name, group in groups.items():
             # torch's own function, so that torch's tables know the group. It ends in `_create_group` like every other
             # creation.
-            ranks = group["ranks"]
-            if name not in self._members and self.rank in ranks:
-                process_group, _ = c10d._new_process_group_helper(
-                    len(ranks),
-                    ranks.index(self.rank),
-                    ranks,
-                    dist.Backend(group["backend"]),
-                    c10d._world.pg_map[c10d._get_default_group()][1],
-                    c10d.GroupName(name),
-                    timeout=timedelta(seconds=group["timeout"]),
-                )
-                c10d._world.pg_group_ranks[process_group] = {rank: index for index, rank in enumerate(ranks)}
+            if name not in self._members and self.rank in group["ranks"]:
+                self._create_known_group(name, group)
+
+    def _create_known_group(self, name: str, group: dict[str, Any]) -> None:
+        ranks = group["ranks"]
+        process_group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(self.rank),
+            ranks,
+            dist.Backend(group["backend"]),
+            c10d._world.pg_map[c10d._get_default_group()][1],
+            c10d.GroupName(name),
+            timeout=timedelta(seconds=group["timeout"]),
+        )
+        c10d._world.pg_group_ranks[process_group] = {rank: index for index, rank in enumerate(ranks)}
+
+    def create_single_group(self) -> str:
+        """Create a group of this rank alone and return its name.
+
+        The dead rank's groups of this kind are known to no peer. A mesh has them along every axis of size 1.
+        """
+        name = f"single-{self.rank}-{len(self._members)}"
+        default = self._members[next(iter(self._members))]
+        self._create_known_group(name, {**default.describe(), "ranks": (self.rank,)})
+        # The log of all ranks' creations, which is the same on all of them.
+        self._creation_log.restart()
+        return name
 
     def leave(self) -> None:
         """Destroy all process groups."""
@@ -626,6 +648,11 @@ _installed: GroupManager | None = None
 def _manager() -> GroupManager:
     assert _installed is not None
     return _installed
+
+
+def create_single_group() -> str:
+    """See `GroupManager.create_single_group`."""
+    return _manager().create_single_group()
 
 
 def _create_backend(options: object, backend_options: object) -> RecoverableProcessGroup:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +24,7 @@ from rankbook.formatting import plural
 from rankbook.runtime.comm.collectives import gather_object
 from rankbook.runtime.gradient_state import window
 from rankbook.runtime.prepare import unwrap
+from rankbook.runtime.prepared import note_registered
 from rankbook.runtime.process_state import PartialState
 from rankbook.runtime.saving import training_state
 from rankbook.runtime.settings import AcceleratorSettings
@@ -105,6 +107,8 @@ class SavingMethods(AcceleratorSettings):
         self._custom_objects += [
             item for item in objects if not any(item is registered for registered in self._custom_objects)
         ]
+        for item in objects:
+            note_registered("custom", item)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, states, folder)` before every `save_state`. Returns a handle with `remove`."""
@@ -233,6 +237,8 @@ class SavingMethods(AcceleratorSettings):
             project.iteration = max(project.iteration, number + 1)
         # Gradients that were accumulated before the load belong to other weights.
         window.abort(self.gradient_state)
+        if (protection := sys.modules.get("rankbook.runtime.protection")) is not None:
+            protection.after_load()
 
     def _training_parts(self, models: list[Any]) -> TrainingParts:
         from rankbook.runtime.saving import state as checkpoints

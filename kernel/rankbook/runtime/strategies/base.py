@@ -110,6 +110,11 @@ def mesh_for(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
     return entry[1]
 
 
+def remember_mesh(device_type: str, sizes: dict[str, int], mesh: DeviceMesh) -> None:
+    """Make `mesh_for` return `mesh`, which other ranks have created before this process existed."""
+    _meshes[device_type, tuple(sizes.items())] = (dist.group.WORLD, mesh)
+
+
 def _init_single_rank_group() -> None:
     """Create a process group of this process alone: sharding needs a mesh, and a mesh a group, even for one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -128,7 +133,7 @@ class SingleDevice(Strategy):
 
 
 # `unshard_module` uses private names of torch, which has no public way to undo `fully_shard`.
-_FSDP_ATTRIBUTES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+FSDP_ATTRIBUTES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
 def reshard(model: nn.Module) -> None:
@@ -224,9 +229,14 @@ def _remove_fsdp_state(module: nn.Module) -> None:
     # torch finds the state of a module in this mapping and in two attributes. If one of them were left, `fully_shard`
     # would refuse the module in a later `prepare`.
     _module_state_mapping.pop(module, None)
-    for attribute in (contract.__globals__["STATE_KEY"], contract.__globals__["REGISTRY_KEY"], *_FSDP_ATTRIBUTES):
+    for attribute in (contract.__globals__["STATE_KEY"], contract.__globals__["REGISTRY_KEY"], *FSDP_ATTRIBUTES):
         module.__dict__.pop(attribute, None)
     # `fully_shard` has replaced the class by a subclass of FSDPModule and the user's class. Return to the user's.
-    module.__class__ = next(
-        base for base in type(module).__mro__[1:] if not issubclass(base, FSDPModule) and issubclass(base, nn.Module)
+    module.__class__ = plain_class(module)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the user's class of a module that may be sharded."""
+    return next(
+        base for base in type(module).__mro__ if not issubclass(base, FSDPModule) and issubclass(base, nn.Module)
     )

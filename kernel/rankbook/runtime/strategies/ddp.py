@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,6 +71,51 @@ class DataParallel(Strategy):
             # The same attribute that DDP's `no_sync` sets. It has to be set before the forward pass, where DDP prepares
             # its reducer.
             wrapped.require_backward_grad_sync = sync
+
+
+# torch's reducer divides the gradients into buckets in the order of the parameters, and after the first backward pass
+# once more in the order in which the gradients arrive. gloo sums the elements of a bucket in an order that depends on
+# their place in it. So a model that is to continue with bitwise equal results needs the buckets that it had. torch has
+# no public way to read or set them. Tried with torch 2.13.
+def bucket_indices(wrapped: nn.Module) -> list[list[int]] | None:
+    """Return the numbers of the parameters in each bucket of the next backward pass; None for torch's first buckets."""
+    if not isinstance(wrapped, DistributedDataParallel) or "reducer" not in wrapped.__dict__:
+        return None
+    assert wrapped.logger is not None
+    text = wrapped.logger._get_ddp_logging_data().strs_map.get("rebuilt_per_bucket_param_indices", "")
+    if text:
+        return [[int(number) for number in bucket.split()] for bucket in text.split(",")]
+    # In the first steps they are not reported yet. They follow from the times at which the gradients have arrived.
+    times = list(wrapped.reducer.get_backward_stats())
+    if not any(times):
+        return None
+    parameters, sparse = wrapped._build_params_for_reducer()
+    order = sorted(range(len(times)), key=times.__getitem__)
+    first, others = wrapped.bucket_bytes_cap, wrapped.bucket_bytes_cap
+    if not wrapped.static_graph or wrapped.find_unused_parameters:
+        first = min(first, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)
+    buckets, _ = torch.distributed._compute_bucket_assignment_by_size(
+        [parameters[index] for index in order], [first, others], [sparse[index] for index in order], order
+    )
+    return [list(bucket) for bucket in buckets]
+
+
+def set_buckets(wrapped: nn.Module, buckets: list[list[int]] | None) -> None:
+    """Make the reducer of a DDP model anew, with these buckets."""
+    if not isinstance(wrapped, DistributedDataParallel) or buckets is None:
+        return
+    parameters, sparse = wrapped._build_params_for_reducer()
+    names = wrapped._build_debug_param_to_name_mapping(parameters)
+    compute = torch.distributed._compute_bucket_assignment_by_size
+    # DDP reverses what this function returns.
+    chosen = (buckets[::-1], [wrapped.bucket_bytes_cap] * len(buckets))
+    torch.distributed._compute_bucket_assignment_by_size = lambda *_: chosen
+    try:
+        wrapped._ddp_init_helper(parameters, sparse, names, wrapped.static_graph)
+    finally:
+        torch.distributed._compute_bucket_assignment_by_size = compute
+    if wrapped.static_graph:
+        wrapped.reducer._set_static_graph()
 
 
 def _register_hook(wrapped: DistributedDataParallel, handler: DistributedDataParallelKwargs) -> None:

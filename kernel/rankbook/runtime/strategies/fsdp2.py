@@ -70,8 +70,12 @@ class FullyShardedDataParallel(Strategy):
         mesh = mesh_for(self.setup.device.type, self.axes)
         # The user's ranks may have initialized the model with different seeds.
         copy_from_first(model)
-        shard(model, mesh, self.plugin)
+        self.shard_layout(model, mesh)
         return model
+
+    def shard_layout(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Shard a model that is on the tensor-parallel axis already, if there is one. No collective."""
+        shard(model, mesh, self.plugin)
 
     def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:  # noqa: ARG002 - as every strategy's
         """Gather all parameters on every rank. A collective."""

@@ -10,6 +10,7 @@ import fnmatch
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from rankbook.errors import InvalidArgument
@@ -61,9 +62,13 @@ class TensorParallel(FullyShardedDataParallel):
         model.__dict__["_rankbook_tp_hooks"] = _new_hooks(model, hooks)
         # Tensor parallelism first, then sharding: `fully_shard` accepts parameters that are DTensors on the `tp` axis
         # and shards them on the other axes of the same mesh.
+        self.shard_layout(model, mesh)
+        return model
+
+    def shard_layout(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """See `FullyShardedDataParallel`."""
         if self.setup.data_parallel_size > 1:
             shard(model, mesh["dp_replicate", "dp_shard"], self.plugin)
-        return model
 
     def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:
         """Gather all parameters on every rank, and remove the hooks. A collective."""

@@ -1,0 +1,231 @@
+"""Files of in-memory snapshots: one header and one data file per rank and generation, in the cluster's shared memory.
+
+The files lie in the segment folder of the cluster, which the forkserver removes when the cluster ends. So they outlive
+the rank that has written them. A rank writes two generations in turn (`SnapshotFile`): while it writes one, the other
+one is complete. A header is renamed into place after its data, so a rank that dies in between leaves no snapshot.
+
+A snapshot counts only if all ranks have it (`latest_common`). The notebook reads the headers, the ranks the contents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from rankbook.errors import InvalidArgument
+from rankbook.formatting import format_bytes, plural
+
+GENERATIONS = (0, 1)
+_HEADER_LENGTH = 4  # bytes of the number in front of the header
+_ALIGNMENT = 64  # bytes: a cache line, and torch's own alignment
+_RESERVE = 64 << 20  # bytes of shared memory that stay free for messages, DataLoader workers and NCCL
+
+
+class SnapshotVersion(msgspec.Struct, frozen=True, order=True):
+    """Identity of a snapshot, which is the same on all ranks.
+
+    `number` counts the steps and other events since protection began, `updates` those since the last one, such as the
+    step of a scheduler. `step` is the number of steps that the optimizer has made.
+    """
+
+    number: int
+    updates: int
+    step: int
+
+
+class SnapshotHeader(msgspec.Struct, frozen=True):
+    """Header of a snapshot.
+
+    `seconds` is the time since the epoch, `size` the bytes of tensors, and `every` the interval in steps.
+    """
+
+    version: SnapshotVersion
+    seconds: float
+    size: int
+    every: int
+
+
+class SnapshotPlace(msgspec.Struct, frozen=True):
+    """Where a rank stores snapshots: the cluster's shared memory, the number of this rank, and of all on this host."""
+
+    folder: Path
+    rank: int
+    local_ranks: int
+    world_size: int
+
+
+this_place: SnapshotPlace | None = None
+"""The place of this rank. None in a process that is no rank of Rankbook."""
+
+_decoder = msgspec.msgpack.Decoder(SnapshotHeader)
+
+
+def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return the offset of every buffer in a file of aligned buffers, and the size of the file."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
+
+
+class SnapshotFile:
+    """One generation of a rank's snapshot: its data, mapped into memory, and the header that makes it valid."""
+
+    def __init__(self, folder: Path, rank: int, generation: int) -> None:
+        self.header = header_path(folder, rank, generation)
+        self._data = self.header.with_suffix(".data")
+        self._map: mmap.mmap | None = None
+
+    def allocate(self, size: int) -> mmap.mmap:
+        """Return shared memory of `size` bytes to write the data to. The previous content is discarded.
+
+        The pages are allocated now, so that a write never fails for lack of memory (it would end the process), and
+        mapped now, so that the first snapshot is as fast as the others. Raises OSError.
+        """
+        self.invalidate()
+        self._map = None
+        self._data.unlink(missing_ok=True)
+        file = os.open(self._data, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file, 0, max(size, 1))
+            else:
+                os.ftruncate(file, max(size, 1))
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            self._map = mmap.mmap(file, max(size, 1), flags=flags)
+        except BaseException:
+            self._data.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(file)
+        return self._map
+
+    def invalidate(self) -> None:
+        """Make the generation invalid, before its data changes."""
+        self.header.unlink(missing_ok=True)
+
+    def commit(self, header: SnapshotHeader, content: bytes) -> None:
+        """Make the generation valid, after its data has been written. `content` describes the data."""
+        encoded = msgspec.msgpack.encode(header)
+        draft = self.header.with_suffix(".draft")
+        with draft.open("wb") as file:
+            file.write(len(encoded).to_bytes(_HEADER_LENGTH, "little") + encoded)
+            file.write(content)
+        draft.replace(self.header)
+
+    def read(self, version: SnapshotVersion) -> tuple[bytes, mmap.mmap] | None:
+        """Return the content and the data of `version`, None if this generation is of another one.
+
+        The data is mapped privately: the reader can neither change it nor be affected by a later snapshot's file.
+        """
+        header = read_header(self.header)
+        if header is None or header.version != version:
+            return None
+        raw = self.header.read_bytes()
+        start = _HEADER_LENGTH + int.from_bytes(raw[:_HEADER_LENGTH], "little")
+        with self._data.open("rb") as file:
+            return raw[start:], mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def remove(self) -> None:
+        """Remove the files. The memory is freed with the last mapping."""
+        self.invalidate()
+        self._map = None
+        for path in (self._data, self.header.with_suffix(".draft")):
+            path.unlink(missing_ok=True)
+
+
+def header_path(folder: Path, rank: int, generation: int) -> Path:
+    """Return the path of a header. The other files of the generation differ by their suffix."""
+    return folder / f"snapshot-{rank}-{generation}.header"
+
+
+def read_header(path: Path) -> SnapshotHeader | None:
+    """Return the header in a file; None if there is none, as while its rank writes the snapshot."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_HEADER_LENGTH), "little")
+            return _decoder.decode(file.read(length))
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def read_headers(folder: Path, ranks: Sequence[int]) -> dict[int, list[SnapshotHeader]]:
+    """Return the headers of the valid generations of every rank, newest first."""
+    headers = {
+        rank: [
+            header
+            for generation in GENERATIONS
+            if (header := read_header(header_path(folder, rank, generation))) is not None
+        ]
+        for rank in ranks
+    }
+    return {rank: sorted(found, key=lambda header: header.version, reverse=True) for rank, found in headers.items()}
+
+
+def latest_common(headers: dict[int, list[SnapshotHeader]]) -> SnapshotVersion | None:
+    """Return the newest version that all ranks have, None if there is none.
+
+    A rank that died before it had updated its snapshot, as after the step of a scheduler, has an older version of the
+    same step. Then the one before counts, which is complete everywhere.
+    """
+    versions = [{header.version for header in found} for found in headers.values()]
+    return max(set.intersection(*versions), default=None) if versions else None
+
+
+def remove_all(folder: Path) -> None:
+    """Remove the snapshots of all ranks."""
+    with contextlib.suppress(FileNotFoundError):  # the folder has been removed
+        for path in list(folder.glob("snapshot-*")):
+            path.unlink(missing_ok=True)
+
+
+def wait_for_peers(folder: Path, ranks: Sequence[int], version: SnapshotVersion, *, timeout: float) -> None:
+    """Wait until all `ranks` have `version` or a later one, before the generation before it is overwritten.
+
+    In a training loop whose ranks reduce gradients there is nothing to wait for: a rank that has made the next step
+    has got the gradients of all others, which they have computed after the snapshot. Raises `InvalidArgument`.
+    """
+    wanted = (version.number, version.updates)
+    deadline = time.monotonic() + timeout
+    for rank in ranks:
+        headers = [header_path(folder, rank, generation) for generation in GENERATIONS]
+        while not any(
+            (header.version.number, header.version.updates) >= wanted for header in map(read_header, headers) if header
+        ):
+            if time.monotonic() > deadline:
+                raise InvalidArgument(
+                    f"rank {rank} has not made the step of this rank's last snapshot after {timeout:.0f} s: protection "
+                    "requires that all ranks step their optimizers and schedulers together; "
+                    "accelerator.protect(False) ends it"
+                )
+            time.sleep(0.001)
+
+
+def check_memory(folder: Path, size: int, ranks: int) -> None:
+    """Raise `InvalidArgument` if two snapshots of `size` bytes of every rank do not fit into shared memory."""
+    needed = len(GENERATIONS) * size * ranks
+    free, place = _free_memory(folder)
+    if needed > free - _RESERVE:
+        raise InvalidArgument(
+            f"protection needs {len(GENERATIONS)} copies x {format_bytes(size)} x {plural(ranks, 'rank')} = "
+            f"{format_bytes(needed)} of shared memory, but {place} has {format_bytes(free)} free, of which "
+            f"{format_bytes(_RESERVE)} are kept for messages; enlarge it, or protect fewer ranks' state"
+        )
+
+
+def _free_memory(folder: Path) -> tuple[int, str]:
+    status = os.statvfs(folder)
+    free, place = status.f_bavail * status.f_frsize, str(folder.parent)
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+        if available < free:
+            free, place = available, "the machine"
+    return free, place

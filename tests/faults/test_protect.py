@@ -1,0 +1,147 @@
+"""Test that a dead rank's training state comes back from the snapshots in memory, with the losses of a run without."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from rankbook import Cluster, InvalidArgument
+from rankbook.launch import local
+from rankbook.snapshot_files import read_headers
+from tests.conftest import cluster_folders
+from tests.faults.protected import LAYOUTS, MODEL, MOMENTS, RANKS, SETUP, Training
+
+pytestmark = pytest.mark.processes
+
+SEED = 20
+KILLS = int(os.environ.get("RANKBOOK_PROTECT_KILLS", "50"))
+"""Kills of each layout in the full test."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    # Once in the forkserver, instead of on four ranks and on every new one.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANKBOOK_PRELOAD", "start")
+        local.shutdown_prestarted()
+        with Cluster(RANKS) as cluster:
+            yield cluster
+    assert not cluster_folders(os.getpid())
+
+
+IDENTITIES = "identities = [id(item) for item in (model, net, optimizer, scheduler, loader, *net.parameters())]"
+
+
+@pytest.mark.parametrize(
+    ("layout", "moment", "rank"),
+    [("ddp", "backward", 0), ("fsdp", "commit", 3), ("hsdp", "forward", 2), ("fsdp_tp", "scheduler", 1)],
+)
+def test_a_killed_rank_comes_back_at_the_same_step_with_the_same_losses(cluster, layout, moment, rank):
+    training = Training(cluster, layout, steps=20)
+    survivors = [other for other in range(RANKS) if other != rank]
+    cluster.run(IDENTITIES)
+    before = cluster.pull("identities", ranks=survivors)
+    training.kill(rank, moment, after=3)
+    healed = training.heal()
+    assert f"rank {rank} was healed with the state of rank" in str(healed)
+    # A rank that dies before its own snapshot of step 4 is complete takes the others back to step 3.
+    # They may have begun step 5.
+    assert re.search(rf"back at step {training.at}: (1 step|2 steps) to repeat", str(healed))
+    assert training.at == 3
+    cluster.run(IDENTITIES)
+    assert cluster.pull("identities", ranks=survivors) == before
+    training.check(10)
+
+
+def test_a_rank_that_dies_between_two_cells_costs_no_step(cluster):
+    training = Training(cluster, "fsdp", steps=15)
+    # The loop ends by `break`: its epoch has not ended, so the steps after it are of the next epoch.
+    cluster.run("loader.set_epoch(0)")
+    cluster.run("for batch in loader:\n    break")
+    cluster.run("accelerator.protect(1)")
+    training.kill(2, "between", after=2)
+    assert "back at step 2: no step to repeat" in str(training.heal())
+
+
+def test_snapshots_of_every_third_step_cost_up_to_three_steps(cluster):
+    training = Training(cluster, "fsdp", steps=20, every=3)
+    training.kill(1, "forward", after=5)
+    assert "back at step 3: 3 steps to repeat" in str(training.heal())
+    training.check(10)
+
+
+def test_the_status_names_the_step_and_the_memory_is_given_back(cluster):
+    cluster.run(SETUP)
+    cluster.run(MODEL.format(accelerator=LAYOUTS["ddp"]))
+    cluster.run("note = {}\nextra = torch.nn.Linear(2, 2)")
+    report = cluster.protect(2)
+    assert report.unprotected["note"] == "a variable (dict)"
+    assert report.unprotected["extra"] == "a module outside prepare()"
+    assert not {"net", "model", "optimizer", "scheduler", "loader", "accelerator"} & set(report.unprotected)
+    cluster.run("losses = train(5)")
+    status = cluster.protection()
+    assert (status.every, status.step) == (2, 4)
+    assert "protected every 2 steps: snapshot of step 4" in str(status)
+    folder = cluster._segments.folder
+    used = sum(path.stat().st_size for path in folder.glob("snapshot-*"))
+    assert used < 2.1 * status.size + RANKS * 100_000  # what is pickled does not grow with the model
+    assert cluster.protect(0).status is None
+    assert list(folder.glob("snapshot-*")) == []
+    assert cluster.protection() is None
+
+
+def test_too_little_memory_is_refused_with_the_arithmetic_on_all_ranks(cluster):
+    cluster.run(SETUP)
+    cluster.run(MODEL.format(accelerator=LAYOUTS["ddp"]))
+    cluster.run("from rankbook import snapshot_files\nfree = snapshot_files._free_memory")
+    cluster.run("snapshot_files._free_memory = lambda folder: (1000, '/dev/shm')")
+    with pytest.raises(InvalidArgument, match=r"2 copies x .* x 4 ranks = .* but /dev/shm has 1.* free"):
+        cluster.protect()
+    with pytest.raises(InvalidArgument, match="2 copies x"):
+        cluster.run("accelerator.protect()")
+    assert read_headers(cluster._segments.folder, range(RANKS)) == {rank: [] for rank in range(RANKS)}
+    cluster.run("snapshot_files._free_memory = free")
+
+
+def test_a_lost_snapshot_is_named_and_the_rank_comes_back_without(cluster):
+    training = Training(cluster, "fsdp", steps=5)
+    training.kill(3, "forward", after=2)
+    for path in cluster._segments.folder.glob("snapshot-3-*"):
+        path.unlink()
+    healed = str(cluster.heal())
+    assert "not restored: there is no snapshot of one step that all ranks have" in healed
+    assert "net: it is sharded over the ranks: the shard of the dead rank is lost" in healed
+    cluster.protect(0)
+    cluster.restart()
+
+
+def test_a_rank_that_dies_during_the_heal_costs_no_further_step(cluster):
+    training = Training(cluster, "fsdp", steps=20)
+    training.kill(3, "forward", after=3)
+    cluster.run("def die(*_):\n    os.kill(os.getpid(), signal.SIGKILL)\nprotection.restore_state = die", ranks="1")
+    with pytest.raises(Exception, match="rank 1 was killed"):
+        cluster.heal()
+    assert "back at step 3" in str(training.heal())
+    training.check(10)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kills_at_random_moments(cluster, layout):
+    draw = random.Random(SEED)
+    done = 0
+    while done < KILLS:
+        training = Training(cluster, layout, steps=200)
+        while training.at < 150 and done < KILLS:
+            moment = draw.choice([each for each in MOMENTS if each != "between"])
+            training.kill(draw.randrange(RANKS), moment, after=draw.randrange(1, 4))
+            assert "back at step" in str(training.heal())
+            training.cluster.run("arm()")
+            training.check(10)
+            done += 1
+            # The loop has ended by `break`: the next one continues where this one ended.
+            cluster.run("loader.load_state_dict({**loader.state_dict(), 'finished': False})")

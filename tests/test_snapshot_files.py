@@ -1,0 +1,125 @@
+"""Test the files of snapshots: which one counts, and what a rank that dies in between leaves behind."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from rankbook import snapshot_files
+from rankbook.errors import InvalidArgument
+from rankbook.snapshot_files import (
+    SnapshotFile,
+    SnapshotHeader,
+    SnapshotVersion,
+    check_memory,
+    latest_common,
+    offsets_of,
+    read_headers,
+    remove_all,
+    wait_for_peers,
+)
+
+
+def version(number: int, updates: int = 0) -> SnapshotVersion:
+    return SnapshotVersion(number, updates, number)
+
+
+def header(number: int, updates: int = 0) -> SnapshotHeader:
+    return SnapshotHeader(version(number, updates), 0.0, 8, 1)
+
+
+def write(folder: Path, rank: int, generation: int, number: int, updates: int = 0) -> SnapshotFile:
+    file = SnapshotFile(folder, rank, generation)
+    file.allocate(8)[:] = bytes([number]) * 8
+    file.commit(header(number, updates), b"content")
+    return file
+
+
+def test_what_was_committed_is_read_and_another_version_is_not(tmp_path):
+    write(tmp_path, 1, 0, 7)
+    found = SnapshotFile(tmp_path, 1, 0).read(version(7))
+    assert found is not None
+    assert (found[0], found[1][:]) == (b"content", bytes([7]) * 8)
+    assert SnapshotFile(tmp_path, 1, 0).read(version(8)) is None
+
+
+def test_a_generation_that_is_being_written_does_not_count(tmp_path):
+    write(tmp_path, 0, 0, 1)
+    write(tmp_path, 0, 1, 2).invalidate()
+    assert [found.version for found in read_headers(tmp_path, [0])[0]] == [version(1)]
+
+
+def test_a_half_written_header_does_not_count(tmp_path):
+    file = write(tmp_path, 0, 0, 1)
+    file.header.write_bytes(file.header.read_bytes()[:9])
+    assert read_headers(tmp_path, [0]) == {0: []}
+
+
+def test_what_a_reader_has_mapped_does_not_change_with_the_next_snapshot(tmp_path):
+    file = write(tmp_path, 0, 0, 1)
+    found = file.read(version(1))
+    assert found is not None
+    write(tmp_path, 0, 0, 3)
+    assert found[1][:] == bytes([1]) * 8
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ({0: [(4, 0), (3, 0)], 1: [(4, 0), (3, 0)]}, (4, 0)),
+        ({0: [(5, 0), (4, 0)], 1: [(4, 0), (3, 0)]}, (4, 0)),
+        ({0: [(4, 1), (3, 1)], 1: [(4, 0), (3, 1)]}, (3, 1)),  # rank 1 died before its scheduler's step
+        ({0: [(4, 0), (3, 0)], 1: [(3, 0)]}, (3, 0)),  # rank 1 died in its snapshot
+        ({0: [(4, 0)], 1: []}, None),
+        ({0: [(4, 0), (3, 0)], 1: [(2, 0), (1, 0)]}, None),
+        ({}, None),
+    ],
+)
+def test_the_newest_snapshot_that_all_ranks_have_counts(versions, expected):
+    headers = {rank: [header(*found) for found in entries] for rank, entries in versions.items()}
+    assert latest_common(headers) == (None if expected is None else version(*expected))
+
+
+def test_a_rank_waits_for_the_last_snapshot_of_the_others(tmp_path):
+    write(tmp_path, 1, 0, 4, 1)
+    wait_for_peers(tmp_path, [1], version(4, 1), timeout=0)
+    wait_for_peers(tmp_path, [1], version(3, 2), timeout=0)
+    with pytest.raises(InvalidArgument, match="rank 1 has not made the step"):
+        wait_for_peers(tmp_path, [1], version(4, 2), timeout=0)
+
+
+def test_removing_leaves_other_files(tmp_path):
+    write(tmp_path, 0, 0, 1)
+    write(tmp_path, 3, 1, 2)
+    (tmp_path / "segment-1").touch()
+    remove_all(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["segment-1"]
+    remove_all(tmp_path / "absent")
+
+
+def test_buffers_are_aligned():
+    assert offsets_of([1, 64, 65, 0, 8]) == ([0, 64, 128, 256, 256], 320)
+
+
+def test_too_little_memory_is_refused_with_the_arithmetic(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_files, "_free_memory", lambda _: (1 << 30, "/dev/shm"))
+    check_memory(tmp_path, 100 << 20, 4)
+    with pytest.raises(InvalidArgument, match=r"2 copies x 200 MB x 4 ranks = 1\.6 GB .* /dev/shm has 1\.07 GB free"):
+        check_memory(tmp_path, 200_000_000, 4)
+
+
+def test_the_age_is_that_of_the_oldest_part():
+    from rankbook.coordinator.recovery import describe_protection
+
+    now = time.time()
+    parts = {rank: [SnapshotHeader(version(9), now - age, 500, 2)] for rank, age in enumerate((3, 1))}
+    status = describe_protection(parts, now)
+    assert status is not None
+    assert (status.step, status.size, round(status.age)) == (9, 1000, 3)
+    assert "protected every 2 steps: snapshot of step 9, 3" in str(status)
+    assert "2 kB of shared memory" in str(status)
+    assert describe_protection({0: [], 1: []}, now) is None
+    alone = describe_protection({0: parts[0], 1: []}, now)
+    assert "no snapshot that all ranks have" in str(alone)
