@@ -30,18 +30,19 @@ LIMITS = {"pass": 1.0, "heal": 1.3}
 
 
 @contextmanager
-def remote_cluster(folder: Path) -> Iterator[Cluster]:
-    """Return a cluster of two ranks behind an agent."""
+def remote_cluster(folder: Path, *, home: int = 0, slots: int = 2, lost_after: float = 60.0) -> Iterator[Cluster]:
+    """Return a cluster of `home` ranks of this host and `slots` behind an agent."""
     agents: list[subprocess.Popen[bytes]] = []
 
     def report(text: str) -> None:
         if match := re.search(r"--connect (\S+\.json)", text):
-            command = [sys.executable, "-m", "rankbook.agent", "--connect", match[1], "--slots", "2"]
+            command = [sys.executable, "-m", "rankbook.agent", "--connect", match[1], "--slots", str(slots)]
             agents.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
 
     os.environ["RANKBOOK_CONNECT_DIR"] = str(folder)
     cluster_processes._report = report
-    with Cluster(2, hosts=HostOptions(address="127.0.0.1")) as cluster:
+    options = HostOptions(address="127.0.0.1", home=home, lost_after=lost_after)
+    with Cluster(home + slots, hosts=options) as cluster:
         yield cluster
     for agent in agents:
         agent.wait(20)

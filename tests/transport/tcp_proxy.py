@@ -11,9 +11,14 @@ LOOPBACK = "127.0.0.1"
 
 
 class Proxy:
-    """Forward TCP connections to `port`; `cut` closes them and refuses new ones, `freeze` forwards nothing."""
+    """Forward TCP connections to `port`; `cut` closes them and refuses new ones, `freeze` forwards nothing.
 
-    def __init__(self, port: int) -> None:
+    With `record`, `recorded` collects what the clients send.
+    """
+
+    def __init__(self, port: int, *, record: bool = False) -> None:
+        self._record = record
+        self.recorded = b""
         self._target = port
         self._listener = socket.create_server((LOOPBACK, 0))
         self.port = self._listener.getsockname()[1]
@@ -54,6 +59,8 @@ class Proxy:
                 try:
                     data = end.recv(1 << 16)
                     ends[end].sendall(data)
+                    if self._record and any(end is client for client, _ in self._pairs):
+                        self.recorded += data
                 except OSError:
                     data = b""
                 if not data:

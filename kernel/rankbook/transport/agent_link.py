@@ -24,6 +24,7 @@ The descriptors to poll are edge-triggered (https://libzmq.readthedocs.io/en/lat
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import struct
@@ -44,6 +45,9 @@ _ZAP_DOMAIN = b"rankbook"
 _MAX_FRAME = 2 << 20
 _MAX_HELLO = 64 << 10
 _MAX_BAD_PACKETS = 10
+_MAX_BAD_CONNECTIONS = 1000
+_MAX_RECEIVED = 500
+"""Packets that one call of `AgentHub.receive` handles."""
 _PING_INTERVAL = 1.0
 _UNREACHABLE_AFTER = 3.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
@@ -189,11 +193,17 @@ class AgentHub:
                 for peer in self._peers.values():
                     peer.last_received += now - self._last_poll
             self._last_poll = now
-            while _is_readable(self._zap):
+            # No more than some packets: a peer that sends without a pause must not keep the caller here.
+            for _ in range(_MAX_RECEIVED):
+                if not _is_readable(self._zap):
+                    break
                 self._authenticate()
-            while _is_readable(self._socket):
-                connection, *packet = (frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
-                self._take(bytes(connection), packet, now, events)
+            for _ in range(_MAX_RECEIVED):
+                if not _is_readable(self._socket):
+                    break
+                connection, *packet = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                if not self._take(connection.bytes, [frame.buffer for frame in packet], now, events):
+                    self._close_connection(connection)
             self._flush_all(now)
         return events
 
@@ -272,20 +282,40 @@ class AgentHub:
         status = [b"200", b"OK"] if allowed else [b"400", b"unknown key"]
         self._zap.send_multipart([b"1.0", request[1] if len(request) > 1 else b"", *status, b"", b""])
 
-    def _take(self, connection: bytes, packet: Sequence[memoryview], now: float, events: list[HubEvent]) -> None:
+    def _take(self, connection: bytes, packet: Sequence[memoryview], now: float, events: list[HubEvent]) -> bool:
+        """Handle a packet. Return False if too many of its connection were invalid."""
         if self._bad_packets.get(connection, 0) >= _MAX_BAD_PACKETS:
             self.dropped += 1
-            return
+            return False
         try:
             if packet and packet[0] == _HELLO:
                 self._greet(connection, packet, now, events)
-                return
-            agent = self._agents[connection]
-            self._receive(agent, self._peers[agent], packet, now, events)
+            else:
+                agent = self._agents[connection]
+                self._receive(agent, self._peers[agent], packet, now, events)
         # A KeyError for a connection that has not said who it is, or was given up.
         except (ProtocolError, UnicodeDecodeError, ValueError, LookupError):
             self.dropped += 1
-            self._bad_packets[connection] = self._bad_packets.get(connection, 0) + 1
+            count = self._bad_packets.pop(connection, 0) + 1
+            self._bad_packets[connection] = count  # the newest one last
+            if len(self._bad_packets) > _MAX_BAD_CONNECTIONS:
+                del self._bad_packets[next(iter(self._bad_packets))]
+            return count < _MAX_BAD_PACKETS
+        return True
+
+    def _close_connection(self, packet: zmq.Frame) -> None:
+        """Close the connection that a frame came over. An agent connects again, and its session loses nothing.
+
+        ZeroMQ has no call for this, so the TCP connection below is shut down. Its descriptor may have been closed and
+        used again meanwhile, so it must be a connection of this hub's port.
+        """
+        # The connection may have ended already.
+        with (
+            contextlib.suppress(OSError, zmq.ZMQError),
+            socket.socket(fileno=os.dup(int(packet.get(zmq.SRCFD)))) as connection,
+        ):
+            if connection.getsockname()[:2] == (self.address, self.port):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _greet(self, connection: bytes, packet: Sequence[memoryview], now: float, events: list[HubEvent]) -> None:
         if len(packet) != 4 or sum(map(len, packet)) > _MAX_HELLO:
