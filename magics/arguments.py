@@ -71,15 +71,15 @@ class _Parser(argparse.ArgumentParser):
         """Return a question with the options or values that resemble the ones that `message` rejects, or ""."""
         if (unknown := _UNRECOGNIZED.match(message)) is not None:
             options = [option for action in self.actions for option in action.option_strings]
-            known = {option.lstrip("-"): option for option in options}
+            valid = {option.lstrip("-"): option for option in options}
             # In `--rank=0` only the part before the `=` is compared.
             words = [word.partition("=")[0].lstrip("-") for word in unknown[1].split() if word.startswith("-")]
         elif (unknown := _INVALID_CHOICE.search(message)) is not None:
-            known = {str(choice): str(choice) for action in self.actions for choice in action.choices or ()}
+            valid = {str(choice): str(choice) for action in self.actions for choice in action.choices or ()}
             words = [unknown[1]]
         else:
             return ""
-        close = dict.fromkeys(known[match] for word in words for match in get_close_matches(word, known, n=2))
+        close = dict.fromkeys(valid[match] for word in words for match in get_close_matches(word, valid, n=2))
         return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
@@ -266,8 +266,8 @@ def parse_line(line: str) -> argparse.Namespace:
     parser, namespace = _command_parsers[command], argparse.Namespace(command=command)
     if command != "start":
         return parser.parse_args(rest, namespace)
-    own, separator, passed = _partition(rest, "--")
-    parsed, unknown = parser.parse_known_args(own, namespace)
+    own_arguments, separator, passed = _partition(rest, "--")
+    parsed, unknown = parser.parse_known_args(own_arguments, namespace)
     if parsed.launcher is None and (unknown or separator):
         parser.error(f"unrecognized arguments: {' '.join([*unknown, *separator, *passed])}")
     parsed.launcher_args = (*unknown, *separator, *passed)
@@ -329,9 +329,9 @@ def complete(
         unused = [option.option_strings for option in options if not {*option.option_strings} & {*words}]
         # `--ranks` and `-r` are one option. Without a prefix only its first name is listed.
         candidates = [name for names in unused for name in (names if prefix else names[:1])]
-        given = sum(not word.startswith("-") for word in words)
-        if positional and (positional[0].nargs in {"+", "*"} or given < len(positional)):
-            action = positional[min(given, len(positional) - 1)]
+        given_count = sum(not word.startswith("-") for word in words)
+        if positional and (positional[0].nargs in {"+", "*"} or given_count < len(positional)):
+            action = positional[min(given_count, len(positional) - 1)]
     if action is not None and action.dest in {"name", "names"}:
         candidates += notebook_names() if command == "push" else rank_names()
     elif action is not None:

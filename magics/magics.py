@@ -95,7 +95,7 @@ class DistributedMagics(Magics):
             raise InvalidArgument(f"%%distributed: invalid --out {chosen.out!r}: expected a Python identifier")
         number = _cell_number(self._shell)
         measuring = Measuring(chosen, number) if chosen.time or chosen.profile is not None else None
-        cluster, shown = self._cluster(), not chosen.quiet
+        cluster, is_shown = self._cluster(), not chosen.quiet
         sink = sink_for(self._shell, number if chosen.auto else None)
         # Messages of widgets on the ranks belong to the cell that runs now.
         if isinstance(sink, JupyterSink):
@@ -109,11 +109,11 @@ class DistributedMagics(Magics):
         head = "" if chosen.auto or cell.lstrip().startswith("%%") else f"# %%distributed {line}".rstrip() + "\n"
         on_result = self._result_callback(chosen.out)
         ask = ask_for(self._shell)
-        panel = self._panel(sink, number, ranks, chosen.view) if shown else None
+        panel = self._panel(sink, number, ranks, chosen.view) if is_shown else None
         file = self._prepare_debugger(ranks, head + cell)
         # All ranks would show the same text, each when it comes to it.
         code, question = (cell, "") if chosen.background else completion.split_question(cell)
-        has_status_line = shown and not chosen.background and isinstance(sink, JupyterSink)
+        has_status_line = is_shown and not chosen.background and isinstance(sink, JupyterSink)
         # An interrupt between submission and wait would leave a running cell that nothing waits for. It is deferred,
         # and `wait` forwards it to the ranks.
         with deferred_interrupts() as interrupts:
@@ -124,7 +124,7 @@ class DistributedMagics(Magics):
                 head + code,
                 number=number,
                 ranks=ranks,
-                sink=sink if shown else None,
+                sink=sink if is_shown else None,
                 page=panel.page if panel is not None else None,
                 head=status_line_factory(cluster) if has_status_line else None,
                 measure=None if measuring is None else measuring.measure,
@@ -382,10 +382,10 @@ class DistributedMagics(Magics):
             # A name that exists only on the ranks needs no copy; only a name that exists nowhere is an error.
             cluster.pull(f"{name}.__class__.__name__", ranks=ranks)  # is defined where `name` is, and is small
         except InvalidArgument as error:
-            near = suggest(name, self._shell.user_ns)
+            suggestion = suggest(name, self._shell.user_ns)
             raise InvalidArgument(
                 f"%distributed push: variable {name!r} is defined neither in the notebook nor on "
-                f"{name_ranks(ranks)}{near}"
+                f"{name_ranks(ranks)}{suggestion}"
             ) from error
 
     def _command_pull(self, command: argparse.Namespace) -> None:
@@ -464,8 +464,8 @@ def _note_of(status: RankStatus) -> str:
     return status.loss or ""
 
 
-def _queued_message(cell: RunningCell, behind: Sequence[int]) -> str:
-    return f"{cell.label} on {name_ranks(cell.ranks)}: queued, waiting for {name_ranks(behind)}\n"
+def _queued_message(cell: RunningCell, blocking_ranks: Sequence[int]) -> str:
+    return f"{cell.label} on {name_ranks(cell.ranks)}: queued, waiting for {name_ranks(blocking_ranks)}\n"
 
 
 @contextlib.contextmanager

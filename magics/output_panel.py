@@ -250,10 +250,10 @@ def as_message(item: Emit, number: int | None = None) -> tuple[str, dict[str, An
             return "stream", {"name": name, "text": text}
         case RichOutput(data, metadata, display_id, update):
             # RESULT is Rankbook's own mark for the value of a cell's last expression.
-            shown = {key: value for key, value in metadata.items() if key != RESULT} | widget_metadata(data)
+            output_metadata = {key: value for key, value in metadata.items() if key != RESULT} | widget_metadata(data)
             if number is not None and RESULT in metadata and not update:
-                return "execute_result", {"data": data, "metadata": shown, "execution_count": number}
-            content: dict[str, Any] = {"data": data, "metadata": shown, "transient": {}}
+                return "execute_result", {"data": data, "metadata": output_metadata, "execution_count": number}
+            content: dict[str, Any] = {"data": data, "metadata": output_metadata, "transient": {}}
             if display_id is not None:
                 content["transient"] = {"display_id": display_id}
             return ("update_display_data" if update else "display_data"), content

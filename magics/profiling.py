@@ -85,7 +85,7 @@ def _kind(where: str) -> str:
 def profile_table(ops: Ops) -> tuple[dict[str, str], str]:
     """Return the table as a mime bundle, and the explanation to show below it."""
     merged = merge_ops(ops)
-    shown = merged[:_MAX_ROWS]
+    visible = merged[:_MAX_ROWS]
     ranks = sorted(ops)
     on_devices = any(op.where != "cpu" for op in merged)
     wide = len(ranks) > _MAX_COLUMNS
@@ -98,11 +98,11 @@ def profile_table(ops: Ops) -> tuple[dict[str, str], str]:
             *_times(op, ranks, wide=wide),
             _imbalance(op) if len(ranks) > 1 else "",
         )
-        for op in shown
+        for op in visible
     ]
     note = "times exclude the ops that an op calls; imbalance is the longest time divided by the mean"
-    if len(merged) > len(shown):
-        note = f"{len(shown)} of {len(merged)} ops, largest total first; {note}"
+    if len(merged) > len(visible):
+        note = f"{len(visible)} of {len(merged)} ops, largest total first; {note}"
     return table(("op", "device", "calls", *times, "imbalance"), rows), note
 
 
@@ -153,12 +153,12 @@ class Trace:
         if not may_write(file):
             raise FileExistsError(f"{file} exists and is not a trace of Rankbook")
         # A temporary name in the same folder, since a rename is atomic only within a file system.
-        beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+        temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
         try:
-            beside.write_bytes(self.encode())
-            beside.replace(file)
+            temporary.write_bytes(self.encode())
+            temporary.replace(file)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 def may_write(file: Path) -> bool:
@@ -334,8 +334,8 @@ def caused_waits(times: Mapping[int, Times]) -> dict[int, float]:
         for rank, span in spans.items():
             first = next((wait for wait in waits if wait[2] != rank), None)
             if first is not None:
-                began, ended, _ = first
-                caused[rank] += max(0.0, min(span.launched, ended) - began)
+                start, end, _ = first
+                caused[rank] += max(0.0, min(span.launched, end) - start)
     total = sum(rank_times.waited for rank_times in times.values())
     return {rank: min(amount, total - times[rank].waited) for rank, amount in caused.items()}
 

@@ -138,8 +138,8 @@ def _describe_values(values: Mapping[int, str]) -> str:
     groups = group_ranks(values.items())
     if len(groups) == 1:
         return next(iter(groups))
-    shown = [f"[{format_ranks(ranks)}] {value}" for value, ranks in list(groups.items())[:_MAX_VALUES]]
-    return " · ".join([*shown, "…"] if len(groups) > _MAX_VALUES else shown)
+    descriptions = [f"[{format_ranks(ranks)}] {value}" for value, ranks in list(groups.items())[:_MAX_VALUES]]
+    return " · ".join([*descriptions, "…"] if len(groups) > _MAX_VALUES else descriptions)
 
 
 def describe_keeping(cluster: Cluster) -> str:

@@ -104,12 +104,12 @@ class CheckpointsModel(ViewModel):
 
     def load(self) -> None:
         """See `ViewModel`."""
-        came = Event()
+        received = Event()
 
         def arrived(state: object) -> None:
             if isinstance(state, Saves):
                 self._saves = state
-                came.set()
+                received.set()
 
         # The view may never have been open, so this subscription is only for the first report. Saves have no query of
         # their own.
@@ -117,7 +117,7 @@ class CheckpointsModel(ViewModel):
         if self._checkpoint_source is not None:
             self._read_folder()
         # The folder is read while the ranks answer.
-        came.wait(_SAVES_TIMEOUT)
+        received.wait(_SAVES_TIMEOUT)
         end()
 
     def static_json(self) -> str:

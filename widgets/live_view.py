@@ -224,9 +224,9 @@ class LiveView(EarlyMessageWidget):
 
     def replace_by_message(self, message: str) -> None:
         """Close the view because it is shown elsewhere, and leave the line `message` in its place."""
-        self._displayed, shown = False, self._displayed
+        self._displayed, was_displayed = False, self._displayed
         self.close()
-        if shown:
+        if was_displayed:
             show_display({"text/html": f"<p>{escape(message)}</p>", "text/plain": message}, self.still, update=True)
 
     # ------------------------------------------------------------------ visibility

@@ -146,13 +146,13 @@ def grid_rows(places: Iterable[GridPlace]) -> list[int]:
         section.clear()
         used.clear()
 
-    for place in places:
-        if place is None:
+    for grid_position in places:
+        if grid_position is None:
             end_section()
             rows.append(top)
             top += 1
             continue
-        band, first, end = place
+        band, first, end = grid_position
         columns = used.setdefault(band, {})
         row = max(columns.get(column, 0) for column in range(first, end))
         columns.update(dict.fromkeys(range(first, end), row + 1))
@@ -182,13 +182,13 @@ def choice_of(view: str, ranks: Sequence[int]) -> str:
 
 def piece_html(block: OutputBlock, ranks: Sequence[int]) -> str:
     """Return the HTML of one block of output; `ranks` are the ranks of the cell."""
-    place = grid_place(block.ranks, ranks)
-    grid = "--rb-columns:1/-1" if place is None else f"--rb-columns:{place[1]}/{place[2]}"
+    grid_position = grid_place(block.ranks, ranks)
+    grid = "--rb-columns:1/-1" if grid_position is None else f"--rb-columns:{grid_position[1]}/{grid_position[2]}"
     data_place = ""
     # With one band, CSS places the blocks by their columns alone.
     if len(ranks) > _MAX_COLUMNS:
         grid += f";{_NO_ROW}"
-        data_place = f' data-place="{" ".join(map(str, place or ()))}"'
+        data_place = f' data-place="{" ".join(map(str, grid_position or ()))}"'
     colour = f"--rb-colour:{rank_color(block.ranks[0])};" if len(block.ranks) == 1 and len(ranks) > 1 else ""
     label = f'<p class="rb-of">[{format_ranks(block.ranks)}]</p>' if len(ranks) > 1 else ""
     if block.data is not None:

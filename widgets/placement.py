@@ -421,7 +421,7 @@ def _html_row(rank: RankPlacement, scale: int | None, samples: Sequence[Sample])
         if is_on_cpu(rank):
             bars.append(bar(machine_parts(rank.memory), rank.memory.total, width="8em", height="0.2em"))
         bars.append(_html_course([sample.used for sample in samples], scale))
-        cells[3] = "".join(f'<div style="line-height:1">{each}</div>' for each in bars if each) + cells[3]
+        cells[3] = "".join(f'<div style="line-height:1">{markup}</div>' for markup in bars if markup) + cells[3]
     if any(sample.rate for sample in samples):
         cells[7] = f"{_html_course([sample.rate for sample in samples])}<br>{cells[7]}"
     # Inline, because a saved notebook has no style sheet of this view.

@@ -292,8 +292,10 @@ def html(shard_map: ShardMap | None, name: str, search: str = "") -> str:
     markup = f"<p>{escape(summary(shard_map, name))}</p>"
     if shard_map is None or not shard_map.tensors:
         return markup
-    shown, more = _rows(shard_map, search)
-    markup += table(HEADINGS, shown)["text/html"] if shown else f"<p>no tensor name contains {escape(repr(search))}</p>"
+    matches, more = _rows(shard_map, search)
+    markup += (
+        table(HEADINGS, matches)["text/html"] if matches else f"<p>no tensor name contains {escape(repr(search))}</p>"
+    )
     markup += f"<p>… and {more} more</p>" if more else ""
     rows = [[str(rank), format_bytes(amount)] for rank, amount in totals(shard_map).items()]
     return markup + table(("rank", "size"), rows)["text/html"]
@@ -336,16 +338,16 @@ def _grid(tensor: ShardedTensorMap, x: float, y: float, width: float, height: fl
         if (shard.offset, shard.shape) in drawn or not in_plane:
             continue
         drawn.add((shard.offset, shard.shape))
-        left, wide = _extent(tensor, shard.offset, shard.shape, across, width)
+        x_offset, wide = _extent(tensor, shard.offset, shard.shape, across, width)
         top, high = _extent(tensor, shard.offset, shard.shape, down, height)
         colour = rank_color(shard.rank)
         copies = [copy for copy in tensor.shards if (copy.offset, copy.shape) == (shard.offset, shard.shape)]
         title = f"rank {shard.rank}, offset {shard.offset}, shape {format_shape(shard.shape)}"
-        shapes.append(rect(x + left, y + top, wide, high, colour, title=title, extra=f" stroke='{PAPER}'"))
+        shapes.append(rect(x + x_offset, y + top, wide, high, colour, title=title, extra=f" stroke='{PAPER}'"))
         label = f"{shard.rank}{f' ×{len(copies)}' if len(copies) > 1 else ''}"
         # Only where the label fits: about 8 pixels per character.
         if wide > 8 * len(label) and high > 14:
-            shapes.append(text_element(x + left + 4, y + top + 14, label, fill=contrast_color(colour)))
+            shapes.append(text_element(x + x_offset + 4, y + top + 14, label, fill=contrast_color(colour)))
     return shapes
 
 
