@@ -12,8 +12,8 @@ from rankbook.coordinator import events as ev
 from rankbook.coordinator.deadlock import CHECK_AFTER_DONE
 from rankbook.coordinator.reattach import (
     OutputReplay,
-    RankReport,
     ReattachHandshake,
+    ReplayReport,
     recovered_state,
     recovered_tasks,
     select_detached,
@@ -44,8 +44,8 @@ def text(cell: int, words: str) -> Text:
     return Text(cell=cell, stream="stdout", data=words.encode())
 
 
-def account(answer: ReplayStart, *missed: FromRank) -> RankReport:
-    return RankReport(answer, list(missed))
+def account(answer: ReplayStart, *missed: FromRank) -> ReplayReport:
+    return ReplayReport(answer, list(missed))
 
 
 def done(cell: int, error: str | None = None, *, collectives: int = 0) -> Done:

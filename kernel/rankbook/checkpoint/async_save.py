@@ -147,10 +147,10 @@ class SaveHandle:
         if not self._lost_peer:
             return f"{self!r}. Existing checkpoints are unchanged."
         (file, line), progress = self._called_at, self.progress
-        place = f"Cell In[{cells[file]}]" if file in cells else Path(file).name
+        location = f"Cell In[{cells[file]}]" if file in cells else Path(file).name
         return (
             f"the save of {progress.name or self._target or 'a checkpoint'} to {progress.folder}, begun at line {line} "
-            f"of {place}, was lost: {self._lost_peer}. Existing checkpoints are unchanged."
+            f"of {location}, was lost: {self._lost_peer}. Existing checkpoints are unchanged."
         )
 
     def _run(self, work: Callable[[], Saved]) -> None:

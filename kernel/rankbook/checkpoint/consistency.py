@@ -159,8 +159,8 @@ def _failures(results: Sequence[object]) -> dict[int, Failure]:
     return {rank: result for rank, result in enumerate(results) if isinstance(result, Failure)}
 
 
-def check_same_arguments(what: str, check: Callable[[], T], **given: object) -> T:
-    """Return the result of `check()`, after all ranks have passed the same `given` arguments.
+def check_same_arguments(what: str, check: Callable[[], T], **values: object) -> T:
+    """Return the result of `check()`, after all ranks have passed the same `values`.
 
     `what` names the call in messages. A collective; one small all-reduce if all ranks agree. Raises `InvalidArgument`,
     the same on every rank, if the check raised it on a rank or if the arguments differ, and `CheckpointError` for any
@@ -173,7 +173,7 @@ def check_same_arguments(what: str, check: Callable[[], T], **given: object) -> 
     except Exception as raised:  # noqa: BLE001 - raised below, on every rank
         error = raised
     # `repr`, because values are compared as text: they need not be picklable or hashable.
-    arguments = {name: repr(value) for name, value in given.items()}
+    arguments = {name: repr(value) for name, value in values.items()}
     problem = "" if error is None else f"{type(error).__name__}: {error}"
     # The problem is part of the digest: ranks with the same error raise without a second collective.
     if not all_ranks_equal(repr((problem, sorted(arguments.items())))):

@@ -493,7 +493,7 @@ _SCRATCH_BYTES = 2 * PIECE
 """Bytes that a thread verifies at a time: few enough to stay in the CPU cache between read and checksum."""
 
 
-class Refused(ChunkDamage):
+class UnsafePickle(ChunkDamage):
     """Intact bytes that are not unpickled, because they may run code."""
 
 
@@ -668,7 +668,7 @@ class CheckpointRead:
             except Exception as error:
                 # The difference matters for the message: intact bytes that may run code are the user's decision,
                 # damaged ones are not.
-                kind = Refused if self._verify else ChunkDamage  # verified bytes are intact
+                kind = UnsafePickle if self._verify else ChunkDamage  # verified bytes are intact
                 # torch names the first unsafe global; `unsafe_globals` finds all of them
                 if (named := re.search(r"GLOBAL (\S+)", str(error))) is None:
                     short = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))  # omit torch's page of advice
@@ -685,7 +685,7 @@ class CheckpointRead:
             yield
         except ChunkDamage as damage:
             self.damages.append(f"{where}: {damage.what}")
-            self._refused_count += isinstance(damage, Refused)
+            self._refused_count += isinstance(damage, UnsafePickle)
         except OSError as error:
             self.damages.append(f"{where}: {error.strerror or error}")
         except KeyboardInterrupt as error:

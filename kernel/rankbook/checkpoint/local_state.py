@@ -273,8 +273,8 @@ def request_everything(manifest: Manifest) -> dict[str, Any]:
     """Return a sharded state dict that asks for all tensors and objects of a checkpoint, unsharded."""
     state_dict: dict[str, Any] = {}
     for key, tensor in manifest.tensors.items():
-        nothing = (0,) * len(tensor.shape)
-        state_dict[key] = ShardedTensor(key, None, dtype_named(tensor.dtype), tensor.shape, tensor.shape, nothing, None)
+        zeros = (0,) * len(tensor.shape)
+        state_dict[key] = ShardedTensor(key, None, dtype_named(tensor.dtype), tensor.shape, tensor.shape, zeros, None)
     for key in manifest.objects.keys() - manifest.values.keys():
         state_dict[key] = ShardedObject.empty_from_unique_key(key)
     return state_dict

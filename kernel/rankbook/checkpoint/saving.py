@@ -512,7 +512,7 @@ def save(
         retention = RetentionPolicy(keep, keep_every)
         return _metadata(metadata), CheckpointLocation(storage_of(folder), str(folder), number, retention=retention)
 
-    given, location = check_same_arguments(
+    checked_metadata, location = check_same_arguments(
         "save",
         check_arguments,
         folder=folder_key(folder),
@@ -526,7 +526,7 @@ def save(
     return save_contents(
         local_state_of(sharded_state_dict),
         location,
-        metadata=given,
+        metadata=checked_metadata,
         async_=async_,
         on_progress=on_progress,
         fully_parallel=fully_parallel,
@@ -571,7 +571,7 @@ def run_save(
 
     The module docstring describes the order of events. Raises `CheckpointError`, the same on every rank.
     """
-    began = time.monotonic()
+    start = time.monotonic()
     ranks = RankGroup(group)
     writer = Writer(
         ranks.rank, contents, location, progress, _process.history, metadata=metadata, fully_parallel=fully_parallel
@@ -598,16 +598,16 @@ def run_save(
             f"The save to {location.folder} was aborted. Existing checkpoints are unchanged, or the save has completed."
         )
         raise
-    saved = Saved(location.folder, progress.name, progress.step, progress.written, time.monotonic() - began)
+    saved = Saved(location.folder, progress.name, progress.step, progress.written, time.monotonic() - start)
     _process.last = saved
     progress.enter("done")
     progress.check()  # the checkpoint is complete, but an interrupt of the callback must still be raised
     return saved
 
 
-def _metadata(given: dict[str, Any] | None) -> dict[str, Any]:
+def _metadata(metadata: dict[str, Any] | None) -> dict[str, Any]:
     try:
-        check_json(given or {}, "metadata")
-        return msgspec.json.decode(msgspec.json.encode(given or {}), type=dict[str, Any])
+        check_json(metadata or {}, "metadata")
+        return msgspec.json.decode(msgspec.json.encode(metadata or {}), type=dict[str, Any])
     except (CheckpointError, TypeError, msgspec.MsgspecError, ValueError) as error:
         raise InvalidArgument(f"metadata must be JSON-serializable: {error}") from error

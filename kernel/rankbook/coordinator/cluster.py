@@ -156,7 +156,7 @@ class ClusterTasks:
         # A timer on the driver thread that polls: time between two calls in which the cell was paused is added to the
         # deadline.
         driver, paused, was_paused = self._processes.driver, 0.0, False
-        began = before = time.monotonic()
+        start = before = time.monotonic()
 
         def check() -> None:
             nonlocal paused, before, was_paused
@@ -164,7 +164,7 @@ class ClusterTasks:
             if cell.started is not None and (is_paused or was_paused):
                 paused += now - before
             before, was_paused = now, is_paused
-            remaining = began + seconds + paused - now
+            remaining = start + seconds + paused - now
             if cell.result is not None:
                 return
             if remaining > 0:
@@ -226,12 +226,12 @@ class ClusterTasks:
     def take_values(self, cell: RunningCell) -> dict[int, Any]:
         """Return the values sent by the ranks that have answered. A second call returns only newer ones."""
         folder = self._segments.folder
-        taken = {}
+        values = {}
         for rank in sorted(cell.values):
             # Removed before it is unpacked: the file is removed by the reader, so a second attempt could not succeed.
             payload, frames = cell.values.pop(rank)
-            taken[rank] = unpack(payload, frames, unlink=True, folder=folder)
-        return taken
+            values[rank] = unpack(payload, frames, unlink=True, folder=folder)
+        return values
 
     def _check(self, cell: RunningCell, raise_error: RaiseError | None = None) -> CellResult:
         """Return the cell's result. Raises the error of a cell that failed, by `raise_error` if given."""
@@ -274,8 +274,8 @@ class ClusterTasks:
             with driver.changed:
                 key = self._state.new_cell()
             # Ranks with the same task get the same object, which the driver sends them encoded once.
-            made = {make: make(key) for make in {make for make, _ in tasks.values()}}
-            messages = {rank: (made[make], frames) for rank, (make, frames) in tasks.items()}
+            messages_by_factory = {make: make(key) for make in {make for make, _ in tasks.values()}}
+            messages = {rank: (messages_by_factory[make], frames) for rank, (make, frames) in tasks.items()}
             cell = RunningCell(
                 key, number, messages, cluster_key=self.key, sink=sink, label=label, view=view, make_header=make_header
             )
@@ -293,10 +293,10 @@ class ClusterTasks:
         )
         # The ranks that a selection could name instead.
         alive = [rank for rank in self._state.ranks if rank not in self._state.unavailable(self._state.ranks)]
-        them = "it" if len(unavailable) == 1 else "them"
-        rest = f", --ranks {format_ranks(alive)} runs without {them}" if alive else ""
-        empty = f"%distributed restart {format_ranks(unavailable)} starts {them} with an empty namespace"
-        raise RankLostError(f"{reason}{more}; %distributed heal restores {them}, {empty}{rest}", tuple(unavailable))
+        pronoun = "it" if len(unavailable) == 1 else "them"
+        rest = f", --ranks {format_ranks(alive)} runs without {pronoun}" if alive else ""
+        empty = f"%distributed restart {format_ranks(unavailable)} starts {pronoun} with an empty namespace"
+        raise RankLostError(f"{reason}{more}; %distributed heal restores {pronoun}, {empty}{rest}", tuple(unavailable))
 
     def _discard(self, *packed: Packed) -> None:
         for item in packed:
@@ -381,18 +381,22 @@ class ClusterQueries(ClusterTasks):
             report = cluster.sync_check()
             assert report.ok, report
         """
-        chosen, wanted = self.select(ranks), (names,) if isinstance(names, str) else tuple(names)
-        began = time.monotonic()
+        chosen, requested_names = self.select(ranks), (names,) if isinstance(names, str) else tuple(names)
+        start = time.monotonic()
         self._check_available(chosen)
-        replies, unanswered = self._ask_separately(chosen, lambda cell: HashState(cell, wanted), timeout, "sync-check")
-        for name in wanted:
+        replies, unanswered = self._ask_separately(
+            chosen, lambda cell: HashState(cell, requested_names), timeout, "sync-check"
+        )
+        for name in requested_names:
             reasons = [reply.missing[name] for reply in replies.values() if name in reply.missing]
             if replies and len(reasons) == len(replies):
                 raise InvalidArgument(f"sync-check: {reasons[0]}")
         comparison, note = compare_hashes(replies), ""
         differences: list[Difference] = []
         if comparison.pieces:
-            differences, note = self._measure_differences(wanted, comparison, began + timeout - time.monotonic())
+            differences, note = self._measure_differences(
+                requested_names, comparison, start + timeout - time.monotonic()
+            )
         findings = add_differences(comparison, differences)
         steps = max((reply.steps for reply in replies.values() if reply.steps is not None), default=None)
         return SyncReport(
@@ -400,7 +404,7 @@ class ClusterQueries(ClusterTasks):
             self._equal_history.update(comparison, findings, time.time(), steps),
             compared=comparison.compared,
             nbytes=comparison.nbytes,
-            seconds=time.monotonic() - began,
+            seconds=time.monotonic() - start,
             unanswered=unanswered,
             skipped={name: reason for reply in replies.values() for name, reason in reply.skipped.items()},
             note=note,
@@ -896,8 +900,8 @@ class Cluster(ClusterQueries):
         # A rank that is being replaced cannot be the donor.
         hosts = self._processes.hosts
         nearby = () if hosts is None else hosts.ranks_near(chosen)
-        others = [entry for rank, entry in ranks_now.items() if rank not in chosen]
-        donor = None if empty else choose_donor(others, nearby)
+        candidates = [entry for rank, entry in ranks_now.items() if rank not in chosen]
+        donor = None if empty else choose_donor(candidates, nearby)
 
         def is_replaceable(rank: int) -> bool:
             restarted = donor is not None and ranks_now[rank].since > ranks_now[donor].since
@@ -1000,14 +1004,16 @@ class Cluster(ClusterQueries):
             restarted_ranks = {rank: (lambda cell: AdoptState(cell=cell, payload=payload), frames) for rank in ranks}
             # The other ranks take part without a payload: they rebuild the reducers of their DDP models, so that all
             # ranks agree on the buckets.
-            others = {rank: (lambda cell: AdoptState(cell=cell), ()) for rank in self._state.ranks if rank not in ranks}
-            answers = self._collect({**others, **restarted_ranks}, timeout, "heal")
+            adopting = {
+                rank: (lambda cell: AdoptState(cell=cell), ()) for rank in self._state.ranks if rank not in ranks
+            }
+            answers = self._collect({**adopting, **restarted_ranks}, timeout, "heal")
         # The exported buffers have several readers, so none of them removes the files.
         finally:
             for segment in payload.segments:
                 self._segments.discard(segment)
-        lost = [answers[rank]["lost_save"] for rank in others if answers[rank]["lost_save"]]
-        return next((answers[rank] for rank in ranks if answers[rank]["refused"]), answers[ranks[0]]), lost
+        lost_saves = [answers[rank]["lost_save"] for rank in adopting if answers[rank]["lost_save"]]
+        return next((answers[rank] for rank in ranks if answers[rank]["refused"]), answers[ranks[0]]), lost_saves
 
     def protect(self, every: int | None = 1, *, timeout: float = START_TIMEOUT) -> Protection:
         """Keep a snapshot of the training state of all ranks in shared memory, from which `heal` restores dead ranks.

@@ -275,14 +275,14 @@ class ClusterProcesses:
         world_size, threads = len(self.assignment.devices), self.assignment.threads
         if self._hosts is None:
             seat = home_seat(rank, self.assignment.devices, threads)
-            place = place_variables(seat, world_size=world_size, address="127.0.0.1", port=self._port)
-            environment = rank_environment(os.environ, place, threads=threads)
+            variables = place_variables(seat, world_size=world_size, address="127.0.0.1", port=self._port)
+            environment = rank_environment(os.environ, variables, threads=threads)
         else:
             seat = self._hosts.seats[rank]
-            place = place_variables(
+            variables = place_variables(
                 seat, world_size=world_size, address=self._hosts.address_of(0), port=self._hosts.port_of(0, self._port)
             )
-            environment = self._environment_on(self._hosts, seat, place)
+            environment = self._environment_on(self._hosts, seat, variables)
         return ForkRank(
             rank=rank,
             incarnation=incarnation,
@@ -374,8 +374,8 @@ class ClusterProcesses:
         """
         assert self._engine is not None
         replacements = {}
-        lost = {hosts.node_of(rank) for rank in ranks if hosts.is_lost(rank)}
-        for node in sorted(node for node in lost if node is not None):
+        lost_nodes = {hosts.node_of(rank) for rank in ranks if hosts.is_lost(rank)}
+        for node in sorted(node for node in lost_nodes if node is not None):
             replacement = self._ask_engine(node, deadline, interrupted, wait=False)
             while replacement is not None and not hosts.has_node(replacement):
                 self._show_notes()
@@ -416,15 +416,15 @@ class ClusterProcesses:
         interrupted: Callable[[], bool],
     ) -> None:
         """Give the ranks of lost hosts a place on another one; wait for a new host if there is no free slot."""
-        asked = False
+        is_requested = False
         while True:
             with driver.changed:
                 missing = hosts.move_lost(ranks, replacements)
             self._show_notes()
             if not missing:
                 break
-            if not asked:
-                asked = True
+            if not is_requested:
+                is_requested = True
                 self._ask_for_host(hosts, missing, deadline, interrupted)
             if interrupted():
                 raise KeyboardInterrupt
@@ -485,11 +485,11 @@ class ClusterProcesses:
         for text in self.take_notes():
             _report(text)
 
-    def _environment_on(self, hosts: Hosts, seat: RankSeat, place: dict[str, str]) -> dict[str, str]:
+    def _environment_on(self, hosts: Hosts, seat: RankSeat, variables: dict[str, str]) -> dict[str, str]:
         if seat.host != HOME:  # the agent completes it
-            return {**inherited_variables(os.environ, self._host_options.env), **place}
+            return {**inherited_variables(os.environ, self._host_options.env), **variables}
         interface = interface_addresses().get(hosts.hub.address, "")
-        return rank_environment(os.environ, place, threads=seat.threads, interface=interface)
+        return rank_environment(os.environ, variables, threads=seat.threads, interface=interface)
 
     def _note(self, text: str) -> None:
         """Show a line about a host in the cells that run, or keep it for the next one. Driver thread."""
@@ -522,8 +522,8 @@ class ClusterProcesses:
     def _record(self, *, interrupted: str = "") -> None:
         """Write the registry record of a kept cluster, with a note for its next owner."""
         # The start time identifies the forkserver: its PID may be given to another process later.
-        began = process_start_time(self._launcher.pid)
-        if self.keep is None or self._hub is None or self._driver is None or began is None:
+        start_time = process_start_time(self._launcher.pid)
+        if self.keep is None or self._hub is None or self._driver is None or start_time is None:
             return
         rank_processes, ranks, devices = self._driver.rank_processes, self.state.ranks, self.assignment.devices
         record = ClusterRecord(
@@ -532,7 +532,7 @@ class ClusterProcesses:
             seconds=self.keep,
             notebook=os.getpid(),
             forkserver=self._launcher.pid,
-            started=began,
+            started=start_time,
             address=self._address,
             uplink=self._hub.uplink,
             sockets=str(self._folders.sockets),

@@ -116,7 +116,7 @@ def blocked_ranks(
     """
     # The waits of all ranks in one collective have one answer, which is looked up by group and number. So the time of a
     # round is proportional to the number of ranks. Every round adds at least one rank to `ended`, so the search ends.
-    begun = _BegunCollectives(reports)
+    begun_collectives = _BegunCollectives(reports)
     waiting = {
         rank: report
         for rank, report in reports.items()
@@ -125,7 +125,7 @@ def blocked_ranks(
     blocked: dict[int, BlockedRank] = {}
     ended = dict(inactive_ranks)
     while waiting:
-        missing_ranks = _MissingRanks(ended, begun)
+        missing_ranks = _MissingRanks(ended, begun_collectives)
         more = [
             verdict
             for rank, report in waiting.items()
@@ -190,9 +190,9 @@ class _BegunCollectives:
 class _MissingRanks:
     """The ranks among `ended` that other ranks wait for. One answer per collective serves all ranks that wait in it."""
 
-    def __init__(self, ended: Mapping[int, InactiveRank], begun: _BegunCollectives) -> None:
+    def __init__(self, ended: Mapping[int, InactiveRank], begun_collectives: _BegunCollectives) -> None:
         self._ended = ended
-        self._begun = begun
+        self._begun = begun_collectives
         self._worst: dict[tuple[str, int, int], int | None] = {}
 
     def worst(self, rank: int, group: GroupReport, launch: CollectiveLaunch) -> int | None:
@@ -235,8 +235,8 @@ def find_mismatch(
         return None
     launches = {rank: _launches_of(view) for rank, view in sorted(views.items())}
     # In ascending order: the first difference is the cause, and later ones may be its consequences.
-    for number in sorted({number for known in launches.values() for number in known}):
-        sides = {rank: known[number] for rank, known in launches.items() if number in known}
+    for number in sorted({number for numbered in launches.values() for number in numbered}):
+        sides = {rank: numbered[number] for rank, numbered in launches.items() if number in numbered}
         members = next(iter(views.values())).ranks
         if len({side.code for side in sides.values()}) > 1:
             details = _describe_values(sides)
@@ -325,11 +325,11 @@ def _describe_sizes(sides: Mapping[int, CollectiveLaunch], members: tuple[int, .
     for sender, sent in senders.items():
         for receiver, expected in receivers.items():
             size = sent.sends[index[receiver]]
-            wanted = expected.expects[index[sender]]
-            if size != wanted:
+            expected_size = expected.expects[index[sender]]
+            if size != expected_size:
                 whom = "itself, and" if sender == receiver else f"rank {receiver}, which"
                 position = f", at {sent.position}" if sent.position else ""
-                return f"rank {sender} sends {size} elements to {whom} expects {wanted}{position}"
+                return f"rank {sender} sends {size} elements to {whom} expects {expected_size}{position}"
     return ""
 
 
@@ -359,8 +359,8 @@ def find_deadlock(reports: Mapping[int, CollectiveReport], *, patience: float) -
         for rank, report in reports.items()
         if any(launch.seconds >= patience for group in report.report.groups for launch in group.pending)
     }
-    begun = _BegunCollectives(reports)
-    late = _late_ranks(waiting, begun)
+    begun_collectives = _BegunCollectives(reports)
+    late = _late_ranks(waiting, begun_collectives)
     while stuck := [rank for rank in waiting if not _waits_for_any(rank, waiting, late)]:
         for rank in stuck:  # not deadlocked: the rank it waits for is still making progress
             del waiting[rank]
@@ -378,7 +378,7 @@ _Waits = Mapping[int, list[tuple[GroupReport, CollectiveLaunch]]]
 _LateRanks = dict[tuple[str, int, int], set[int]]
 
 
-def _late_ranks(waiting: _Waits, begun: _BegunCollectives) -> _LateRanks:
+def _late_ranks(waiting: _Waits, begun_collectives: _BegunCollectives) -> _LateRanks:
     """Return, for every collective that a rank waits in, the waiting ranks that have not started it."""
     late: _LateRanks = {}
     for waits in waiting.values():
@@ -386,7 +386,7 @@ def _late_ranks(waiting: _Waits, begun: _BegunCollectives) -> _LateRanks:
             key = _wait_key(group, launch)
             if launch.peer is None and launch.number and key not in late:
                 members = [member for member in group.ranks if member in waiting]
-                late[key] = set(begun.missing(members, group.name, launch))
+                late[key] = set(begun_collectives.missing(members, group.name, launch))
     return late
 
 
@@ -475,17 +475,17 @@ class CollectiveMonitor:
 
     def record_groups(self, rank: int, groups: Iterable[GroupReport]) -> None:
         """Store the state of some of a rank's groups; the rank may have finished its cell."""
-        known = self._groups.setdefault(rank, {})
+        groups_of_rank = self._groups.setdefault(rank, {})
         for reported in groups:
             view = self._with_shared_members(reported)
             key = group_key(view)
-            if key not in known:  # the group was formed anew: nothing that is known of it matters any more
-                for old in [old for old in known if old[0] == view.name]:
-                    del known[old]
+            if key not in groups_of_rank:  # the group was formed anew: nothing that is known of it matters any more
+                for old in [old for old in groups_of_rank if old[0] == view.name]:
+                    del groups_of_rank[old]
                     self._broken.discard((rank, old))
                     self._mismatches.pop(old, None)
                     self._failed.discard(old)
-            known[key] = view
+            groups_of_rank[key] = view
 
     # All ranks of a group report the same members. One tuple for all of them takes memory once, and can be compared by
     # its identity.
@@ -538,13 +538,13 @@ class CollectiveMonitor:
         """Return the latest state of every group, by member."""
         views: dict[GroupKey, dict[int, GroupReport]] = {}
         # Looked up by the identity of the members first: the hash of a key takes time for every member.
-        known: dict[tuple[str, int, int], dict[int, GroupReport]] = {}
+        views_by_identity: dict[tuple[str, int, int], dict[int, GroupReport]] = {}
         for rank, groups in sorted(self._groups.items()):
             for key, view in groups.items():
                 identity = (key[0], key[1], id(key[2]))
-                members = known.get(identity)
+                members = views_by_identity.get(identity)
                 if members is None:
-                    members = known[identity] = views.setdefault(key, {})
+                    members = views_by_identity[identity] = views.setdefault(key, {})
                 members[rank] = view
         return views
 
@@ -557,9 +557,9 @@ class CollectiveMonitor:
         if len(current) < len(self._members):
             self._members = {members: members for members in current.values()}
 
-    def waiting_for(self, lost: Collection[int]) -> set[int]:
-        """Return the ranks that wait in a group of which one of `lost` is a member."""
-        affected = {id(ranks) for ranks in self._members if not set(ranks).isdisjoint(lost)}
+    def waiting_for(self, lost_ranks: Collection[int]) -> set[int]:
+        """Return the ranks that wait in a group with one of `lost_ranks`."""
+        affected = {id(ranks) for ranks in self._members if not set(ranks).isdisjoint(lost_ranks)}
         return {
             rank
             for rank, report in self._reports.items()

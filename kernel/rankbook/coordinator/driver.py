@@ -293,8 +293,8 @@ class Driver:
                 causing_ranks, is_loss = (ranks, False) if lost is None else ((lost,), True)
                 live = self.live_ranks()
                 aborted = set(ranks)
-                others = [rank for rank in live if rank not in aborted] if aborted else live
-                for members, shut in ((sorted(aborted.intersection(live)), True), (others, False)):
+                not_aborted = [rank for rank in live if rank not in aborted] if aborted else live
+                for members, shut in ((sorted(aborted.intersection(live)), True), (not_aborted, False)):
                     if members:
                         abort = Abort(groups, cause, shut, causing_ranks, lost=is_loss, mismatch=mismatch)
                         self._hub.send_many(members, abort)

@@ -13,21 +13,21 @@ class GracePeriods:
     """
 
     raised: float = 1.0
-    """From a rank's error until peers that wait for it in a collective are aborted (`RANKBOOK_ABORT_GRACE`)."""
+    """Seconds from a rank's error until peers that wait for it in a collective are aborted (`RANKBOOK_ABORT_GRACE`)."""
     finished: float = 5.0
-    """From a rank's end of a cell until the user is warned that a peer waits for it in a collective."""
+    """Seconds from a rank's end of a cell until the user is warned that a peer waits for it in a collective."""
     death_interrupt: float = 0.15
-    """From a rank's death until the other ranks of its cell are interrupted."""
+    """Seconds from a rank's death until the other ranks of its cell are interrupted."""
     death_abort: float = 0.4
-    """From a rank's death until collectives that still wait are aborted."""
+    """Seconds from a rank's death until collectives that still wait are aborted."""
     death_release: float = 0.8
-    """From a rank's death until the cell ends in the notebook, even if ranks still run it."""
+    """Seconds from a rank's death until the cell ends in the notebook, even if ranks still run it."""
     interrupt_abort: float = 0.5
-    """From an interrupt until the collectives that ranks wait in are aborted."""
+    """Seconds from an interrupt until the collectives that ranks wait in are aborted."""
     interrupt_release: float = 5.0
-    """From an interrupt until the cell ends in the notebook, even if ranks still run it."""
+    """Seconds from an interrupt until the cell ends in the notebook, even if ranks still run it."""
     leave: float = 1.5
-    """From a shutdown request to an idle rank until it is killed."""
+    """Seconds from a shutdown request to an idle rank until it is killed."""
     save: float = 30.0
     """Time for a rank that exits to finish background saves and to call its exit functions."""
     last_save: float = 2.0

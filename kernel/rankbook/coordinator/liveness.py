@@ -158,13 +158,13 @@ class LivenessTracker:
         requested = tuple(ranks)
         if timeout > 0:
             self.ask(requested)
-        began = time.monotonic()
+        start = time.monotonic()
         # Two waits. After the first, short one the processes are inspected: if all ranks that are left are stopped,
         # waiting longer is in vain.
-        self._wait_answers(requested, began + min(timeout, _PROCESS_CHECK_DELAY))
+        self._wait_answers(requested, start + min(timeout, _PROCESS_CHECK_DELAY))
         unresponsive = self.unresponsive(requested)
         if not unresponsive or not all(unresponsive_rank.stopped for unresponsive_rank in unresponsive.values()):
-            self._wait_answers(requested, began + timeout)
+            self._wait_answers(requested, start + timeout)
             unresponsive = self.unresponsive(requested)
         return unresponsive
 
@@ -184,18 +184,18 @@ class LivenessTracker:
             self._ask(rank, token)
         forgotten = dict(self._forgotten)
         ended = set[int]()
-        began = time.monotonic()
+        start = time.monotonic()
         with self._changed:
             # An end of a process is noticed by polling, because the forkserver's report comes later, and it is this
             # delay that the caller wants to bridge.
-            while (unknown := unknown - answers.keys()) and (remaining := began + timeout - time.monotonic()) > 0:
+            while (unknown := unknown - answers.keys()) and (remaining := start + timeout - time.monotonic()) > 0:
                 # A reply ends the wait early.
                 self._changed.wait(min(remaining, _PROCESS_CHECK_INTERVAL))
                 # The exit of a rank that was forgotten meanwhile has been reported.
                 unknown = {rank for rank in unknown if self._forgotten[rank] == forgotten.get(rank, 0)}
                 infos = {rank: self._look(rank) for rank in unknown - answers.keys()}
                 ended |= {rank for rank, process in infos.items() if process is None}
-                late = time.monotonic() - began > _PROCESS_CHECK_DELAY
+                late = time.monotonic() - start > _PROCESS_CHECK_DELAY
                 unknown = {
                     rank for rank, process in infos.items() if process is not None and not (late and process.stopped)
                 }

@@ -182,7 +182,7 @@ class StatusMonitor:
         queries: QueryClient | None = None
         token = 0
         while (subscriptions := self._active_subscriptions()) is not None:
-            began = time.monotonic()
+            start = time.monotonic()
             driver = self._driver
             if driver is not None:
                 # One token for all rounds. A reply that is too late for its round still reaches the aggregator.
@@ -200,7 +200,7 @@ class StatusMonitor:
             with self._changed:
                 self._changed.wait_for(
                     lambda current=subscriptions: any(subscription.ended for subscription in current),  # type: ignore[misc]
-                    max(0.0, began + QUERY_INTERVAL - time.monotonic()),
+                    max(0.0, start + QUERY_INTERVAL - time.monotonic()),
                 )
         if queries is not None:
             queries.close(token)
@@ -557,8 +557,8 @@ class StatusAggregator:
     def placement(self, views: Iterable[RankView], *, now: float, wall: float) -> Placement:
         """Return the state of all ranks, at `now` on the monotonic and `wall` on the wall clock."""
         rows = [self._row(view, now) for view in views]
-        behind = stragglers_of(rows)
-        ranks = tuple(msgspec.structs.replace(row, lags=True) if row.rank in behind else row for row in rows)
+        lagging = stragglers_of(rows)
+        ranks = tuple(msgspec.structs.replace(row, lags=True) if row.rank in lagging else row for row in rows)
         return Placement(ranks, wall, self._name)
 
     def saves(self, views: Iterable[RankView], *, wall: float) -> Saves:
@@ -634,8 +634,8 @@ def _note_steps(history: deque[tuple[float, int]], sample: RankSample) -> None:
 def _rate_of(history: deque[tuple[float, int]]) -> float | None:
     if len(history) < 2:
         return None
-    (began, first), (ended, last) = history[0], history[-1]
-    return (last - first) / (ended - began) if ended > began else None
+    (start, first), (end, last) = history[0], history[-1]
+    return (last - first) / (end - start) if end > start else None
 
 
 def stragglers_of(rows: Iterable[RankPlacement]) -> set[int]:
@@ -654,16 +654,16 @@ def stragglers_of(rows: Iterable[RankPlacement]) -> set[int]:
         if len(late) == 1 and len(group) > 1:
             stragglers.add(late[0].rank)
         for row in group:
-            others = [peer for peer in group if peer is not row]
-            if others and _is_behind(row, others):
+            peers = [peer for peer in group if peer is not row]
+            if peers and _is_behind(row, peers):
                 stragglers.add(row.rank)
     return stragglers
 
 
-def _is_behind(row: RankPlacement, others: list[RankPlacement]) -> bool:
+def _is_behind(row: RankPlacement, peers: list[RankPlacement]) -> bool:
     # The median of the others, so that a single rank that is ahead does not make all others stragglers.
-    steps = statistics.median(other.steps for other in others)
-    rates = [other.rate for other in others if other.rate is not None]
+    steps = statistics.median(other.steps for other in peers)
+    rates = [other.rate for other in peers if other.rate is not None]
     # Two limits, of which the larger counts: some steps, for slow training, and the steps of half a second, for fast
     # training, because the ranks are not sampled at the same moment.
     return steps - row.steps > max(_BEHIND_STEPS, _BEHIND_SECONDS * statistics.median(rates or [0.0]))
@@ -730,11 +730,11 @@ def _shards(
             copies.setdefault((box.offset, box.shape), set()).add(box.replica)
     shards = []
     for box, tensor in regions:
-        taken = copies.setdefault((box.offset, box.shape), set())
+        used_replicas = copies.setdefault((box.offset, box.shape), set())
         replica = box.replica
         if replica < 0:
-            replica = next(index for index in range(len(taken) + 1) if index not in taken)
-            taken.add(replica)
+            replica = next(index for index in range(len(used_replicas) + 1) if index not in used_replicas)
+            used_replicas.add(replica)
         device = tensor.device if box.rank in replies else devices.get(box.rank, "")
         shards.append(Shard(box.rank, box.offset, box.shape, replica, device, math.prod(box.shape) * tensor.itemsize))
     return tuple(shards)

@@ -6,7 +6,7 @@
 2. `replay_handshake` sends `RequestReplay` with a new nonce to every living rank. A rank replies with `ReplayStart` and
    that nonce, then repeats the messages that no notebook has acknowledged, then sends new ones. Messages before that
    `ReplayStart` are dropped, because they are among the repeated ones. `ReattachHandshake` sorts the messages into one
-   `RankReport` per rank: `missed` holds the repeated messages, `later` those sent afterwards.
+   `ReplayReport` per rank: `missed` holds the repeated messages, `later` those sent afterwards.
 3. `recovered_state` derives the initial state of the state machine from the reports: which ranks are dead, which cells
    are still running, and whether the process group must be formed anew.
 4. `OutputReplay` shows the missed output and completes the cells that have ended.
@@ -158,7 +158,7 @@ class ReattachedProcesses(ClusterProcesses):
 
 
 def _later_messages(
-    reports: Mapping[int, RankReport], incarnations: Mapping[int, int]
+    reports: Mapping[int, ReplayReport], incarnations: Mapping[int, int]
 ) -> Iterator[tuple[Sender, FromRank, list[memoryview]]]:
     for rank, report in reports.items():
         for message, frames in report.later:
@@ -166,7 +166,7 @@ def _later_messages(
 
 
 @dataclass
-class RankReport:
+class ReplayReport:
     """Replies of one rank: its last task, the messages that were never acknowledged, and those sent `later`."""
 
     start: ReplayStart
@@ -190,7 +190,7 @@ class ReattachHandshake:
     """Sort the messages of these incarnations of the ranks that arrive after a request with `nonce`."""
 
     def __init__(self, incarnations: Mapping[int, int], nonce: str) -> None:
-        self.reports: dict[int, RankReport] = {}
+        self.reports: dict[int, ReplayReport] = {}
         self._incarnations = dict(incarnations)
         self._nonce = nonce
 
@@ -208,7 +208,7 @@ class ReattachHandshake:
         if isinstance(message, ReplayStart):
             # An answer to the request of an earlier attempt has another nonce.
             if message.nonce == self._nonce:
-                self.reports[sender.rank] = RankReport(message)
+                self.reports[sender.rank] = ReplayReport(message)
         elif report is not None and report.complete:
             report.later.append((message, frames))
         # Before `ReplayStart` there is no report, and the message is dropped: it is repeated later.
@@ -226,7 +226,7 @@ class ReattachHandshake:
 
 def replay_handshake(
     hub: HubLink, pids: Mapping[int, int], incarnations: Mapping[int, int], *, token: str, since: float, timeout: float
-) -> dict[int, RankReport]:
+) -> dict[int, ReplayReport]:
     """Ask the ranks to repeat missed messages; return the complete reports of all ranks.
 
     `token` is the cluster's secret. `since` is the time on the monotonic clock at which the previous owner was lost:
@@ -288,7 +288,7 @@ class RecoveredTask:
         return self.number == _INTERNAL
 
 
-def recovered_tasks(reports: Mapping[int, RankReport]) -> list[RecoveredTask]:
+def recovered_tasks(reports: Mapping[int, ReplayReport]) -> list[RecoveredTask]:
     """Return the tasks that are running or whose end was not seen, oldest first."""
     by_cell = group_ranks(
         (rank, report.start.cell)
@@ -319,7 +319,7 @@ def recovered_state(
     world_size: int,
     incarnations: Mapping[int, int],
     exits: Mapping[int, RankExited],
-    reports: Mapping[int, RankReport],
+    reports: Mapping[int, ReplayReport],
 ) -> RecoveredState:
     """Return the initial state for the state machine."""
     ranks = []
@@ -357,7 +357,7 @@ class OutputReplay:
 
     def __init__(
         self,
-        reports: Mapping[int, RankReport],
+        reports: Mapping[int, ReplayReport],
         *,
         cluster_key: str,
         sink: Sink | None,
@@ -428,7 +428,7 @@ class OutputReplay:
                 self._emit_text(f"rank {rank} {describe_exit(exited)}; its last output:\n{text}", "stderr")
 
     @staticmethod
-    def _open_cell(report: RankReport) -> int | None:
+    def _open_cell(report: ReplayReport) -> int | None:
         return None if report.start.seen and not report.start.running else report.start.cell
 
     def _make_cell(self, task: RecoveredTask) -> RunningCell:

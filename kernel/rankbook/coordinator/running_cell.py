@@ -1,4 +1,4 @@
-"""One cell (or call, push, pull) from submission to result: its tasks, output, input questions and result.
+"""Run a cell (or call, push, pull) from submission to result: its tasks, output, input questions and result.
 
 The state machine decides when a cell starts and ends; `RunningCell` holds everything else. Output is merged and shown
 on the driver thread only. The waiting thread is notified through the queue `RunningCell.inbox`, so that the notebook's

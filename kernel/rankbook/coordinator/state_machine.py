@@ -343,18 +343,20 @@ class ClusterState:
     def _interrupt_after_death(self, cell: CellEntry) -> list[act.Action]:
         """After the death of a rank, abort the ranks that wait for it in a collective and interrupt the others."""
         # An aborted wait raises an error that names the dead rank, which tells the user more than KeyboardInterrupt.
-        lost = self._lost_ranks(cell)
-        waiting = tuple(sorted(cell.running & self._collective_monitor.waiting_for(lost)))
-        others = tuple(sorted(cell.running.difference(waiting)))
-        interrupts: list[act.Action] = [act.SendInterrupt(cell.cell, others)] if others else []
+        lost_ranks = self._lost_ranks(cell)
+        waiting = tuple(sorted(cell.running & self._collective_monitor.waiting_for(lost_ranks)))
+        not_waiting = tuple(sorted(cell.running.difference(waiting)))
+        interrupts: list[act.Action] = [act.SendInterrupt(cell.cell, not_waiting)] if not_waiting else []
         return self._abort(cell, waiting) + interrupts
 
     def _abort(self, cell: CellEntry, ranks: tuple[int, ...]) -> list[act.Action]:
         if not ranks:
             return []
-        lost = min(self._lost_ranks(cell), default=None)
+        lost_rank = min(self._lost_ranks(cell), default=None)
         reason = (
-            "the cell was interrupted" if lost is None else f"rank {lost} {self.ranks[lost].loss or 'was restarted'}"
+            "the cell was interrupted"
+            if lost_rank is None
+            else f"rank {lost_rank} {self.ranks[lost_rank].loss or 'was restarted'}"
         )
         cell.aborted = True
         return [act.SendAbort(ranks, (), reason)]

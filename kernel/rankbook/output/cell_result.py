@@ -126,9 +126,9 @@ class CellResult:
             return
         report = describe_errors(self.outcomes, plain=True)
         # A lost rank comes first, because the errors of others are often its consequence.
-        lost = [outcome.rank for outcome in self.outcomes if outcome.status == "lost"]
-        if lost:
-            raise RankLostError(report, lost)
+        lost_ranks = [outcome.rank for outcome in self.outcomes if outcome.status == "lost"]
+        if lost_ranks:
+            raise RankLostError(report, lost_ranks)
         if self.status == "error":
             raise cell_error(report, self.errors) if self.errors else CellError(report, {})
         raise KeyboardInterrupt(report)
@@ -305,8 +305,10 @@ def describe_errors(outcomes: Sequence[RankOutcome], *, plain: bool = False) -> 
 
 def _format_losses(outcomes: Sequence[RankOutcome], plain: bool) -> Iterator[str]:
     # A rank that still runs was kept from ending by the loss of another one, the cause, which comes first.
-    lost = sorted((outcome for outcome in outcomes if outcome.status == "lost"), key=lambda one: one.still_running)
-    for loss in dict.fromkeys(outcome.loss for outcome in lost):
+    lost_outcomes = sorted(
+        (outcome for outcome in outcomes if outcome.status == "lost"), key=lambda one: one.still_running
+    )
+    for loss in dict.fromkeys(outcome.loss for outcome in lost_outcomes):
         yield _red(loss or "", plain)
 
 
@@ -357,8 +359,8 @@ def _describe_interrupt(outcome: RankOutcome) -> str:
     if outcome.error is None:
         return "interrupted"
     line = "" if outcome.error.line is None else f"line {outcome.error.line}"
-    place = outcome.error.place or line
-    return f"KeyboardInterrupt at {place}" if place else "KeyboardInterrupt"
+    location = outcome.error.place or line
+    return f"KeyboardInterrupt at {location}" if location else "KeyboardInterrupt"
 
 
 def _red(text: str, plain: bool) -> str:

@@ -259,9 +259,9 @@ class RankQueue:
             # The size of a run is subtracted when all of it has been shown.
             item = self.items[0]
             if isinstance(item, TextRun):
-                taken = min(count, len(item.lines) - item.position)
-                item.position += taken
-                count -= taken
+                consumed = min(count, len(item.lines) - item.position)
+                item.position += consumed
+                count -= consumed
                 if item.position < len(item.lines):
                     return
             else:
@@ -320,8 +320,8 @@ def interleave(sources: Sequence[RankQueue], allowed_counts: list[int]) -> Itera
         yield batch
     else:
         yield from _gather(_round_robin(ahead, stops, allowed_counts, positions), ranks)
-    for source, taken in zip(sources, positions, strict=True):
-        source.take(taken)
+    for source, position in zip(sources, positions, strict=True):
+        source.take(position)
 
 
 def _gather(turns: Iterable[Turn], ranks: Sequence[int]) -> Iterator[TextBatch | SingleItem]:
@@ -368,12 +368,12 @@ def _take_distinct_lines(
     count = min(filter(None, limits))
     positions[:] = [min(count, limit) for limit in limits]
     columns = []
-    for index, taken in enumerate(positions):
+    for index, position in enumerate(positions):
         group = (ranks[index],)
-        if taken and kinds == {str}:
-            columns.append([(group, line) for line in cast("Sequence[str]", queues[index][:taken])])
-        elif taken:
-            columns.append([(group, line) for (line,) in cast("Sequence[tuple[str]]", queues[index][:taken])])
+        if position and kinds == {str}:
+            columns.append([(group, line) for line in cast("Sequence[str]", queues[index][:position])])
+        elif position:
+            columns.append([(group, line) for (line,) in cast("Sequence[tuple[str]]", queues[index][:position])])
     return TextBatch("stdout" if kinds == {str} else "stderr", list(chain.from_iterable(zip(*columns, strict=True))))
 
 
@@ -424,15 +424,15 @@ def _round_robin(
         if not allowed:
             return
         ahead = [distance(key, group) for key, group in allowed]
-        ready = [turn for turn, far in zip(allowed, ahead, strict=True) if not far]
+        ready = [turn for turn, steps in zip(allowed, ahead, strict=True) if not steps]
         if not ready:
             # Every head waits for a queue to catch up. Release the items in the way of the nearest equal item; if
             # nothing is left to release, the queues wait for one another, and the farthest one is shown separately.
-            blockers = min(ahead, key=lambda far: min(far.values()))
+            blockers = min(ahead, key=lambda steps: min(steps.values()))
             blocked = {
-                index: positions[index] + far
-                for index, far in blockers.items()
-                if allowed_counts[index] < positions[index] + far
+                index: positions[index] + steps
+                for index, steps in blockers.items()
+                if allowed_counts[index] < positions[index] + steps
             }
             for index, enough in blocked.items():
                 allowed_counts[index] = enough
@@ -452,13 +452,13 @@ def _count_common(runs: Sequence[TextRun]) -> int:
 
     Compares blocks of lines, doubling the block size while they are equal and halving it after the first difference.
     """
-    first, *others = runs
+    first, *other_runs = runs
     shortest = min(len(run.lines) - run.position for run in runs)
     done, step, growing = 0, 1, True
     while step and done < shortest:
         expected = first.lines[first.position + done : first.position + min(done + step, shortest)]
         same = all(
-            run.lines[run.position + done : run.position + min(done + step, shortest)] == expected for run in others
+            run.lines[run.position + done : run.position + min(done + step, shortest)] == expected for run in other_runs
         )
         done += len(expected) if same else 0
         growing = growing and same

@@ -468,10 +468,12 @@ class _MergedView:
             # The header is the first display of the cleared cell.
             self._emits.append(self._header)
         self.live.clear(cleared)
-        lost = history.forgotten - cleared
-        if lost:
+        lost_ranks = history.forgotten - cleared
+        if lost_ranks:
             self._stream = "stderr"
-            note = f"earlier output of {name_ranks(lost)} was cleared together with that of {name_ranks(cleared)}\n"
+            note = (
+                f"earlier output of {name_ranks(lost_ranks)} was cleared together with that of {name_ranks(cleared)}\n"
+            )
             self._texts.append(note)
         for entry in history.entries:
             if entry.display is not None and not cleared.issuperset(entry.ranks):

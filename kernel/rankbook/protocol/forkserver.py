@@ -111,8 +111,8 @@ class JournalTail(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def missing(self, received: int) -> bytes:
         """Return the bytes that were not received, where `received` bytes were."""
-        lost = min(self.total - received, len(self.tail))
-        return self.tail[-lost:] if lost > 0 else b""
+        missing_count = min(self.total - received, len(self.tail))
+        return self.tail[-missing_count:] if missing_count > 0 else b""
 
 
 class RankExited(Message, frozen=True):

@@ -172,7 +172,7 @@ class Executor:
 
         User code runs until `disarm`, also after the task itself: an error's `__str__`, a stream's `flush`.
         """
-        began, launched = perf_counter(), self._group.launched
+        start, launched = perf_counter(), self._group.launched
         packed: Packed | None = None
         error: BaseException | None = None
         report: ErrorReport | None = None
@@ -216,7 +216,7 @@ class Executor:
         done = Done(
             cell=self.cell,
             status=task_status(error),
-            seconds=perf_counter() - began,
+            seconds=perf_counter() - start,
             error=report,
             payload=packed.payload if packed else None,
             collectives=self._group.launched - launched,
@@ -235,14 +235,14 @@ class Executor:
 
     def _lost_device(self) -> str:
         """Return the error of a device that has failed for good, and tell the user once what that means."""
-        lost = self._group.lost_device()
-        if lost and not self._told_lost:
+        failure = self._group.lost_device()
+        if failure and not self._told_lost:
             self._told_lost = True
             self._capture.send_stderr(
-                f"{self._group.device} has failed and executes nothing any more for this process ({lost}).\n"
+                f"{self._group.device} has failed and executes nothing any more for this process ({failure}).\n"
                 f"%distributed heal replaces rank {self._group.rank}; pull still reads its variables on the CPU.\n"
             )
-        return lost
+        return failure
 
     def _translate(self, error: BaseException) -> BaseException:
         """Return the exception to report in place of `error`."""

@@ -356,7 +356,7 @@ def _remove(folders: tuple[str, ...]) -> None:
 
 def main() -> None:
     """Run the forkserver. Entry point of the process."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     # Read first of all. If the notebook dies later, this process gets another parent, which is how its end is noticed.
     notebook = os.getppid()
     # Set before the long imports. The ranks install their own handlers.
@@ -371,7 +371,7 @@ def main() -> None:
 
         rank_main.warm_up_shell()
     stream.send(
-        ForkserverUp(torch=str(torch.__version__), python=sys.version.split()[0], seconds=time.perf_counter() - began)
+        ForkserverUp(torch=str(torch.__version__), python=sys.version.split()[0], seconds=time.perf_counter() - start)
     )
     Forkserver(stream, notebook).serve()
 

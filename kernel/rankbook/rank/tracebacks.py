@@ -128,8 +128,8 @@ def brief_report(
     if failure is not None and failure is not error:
         value = _unprintable(failure, name)
     line = _line_in(traceback_of(error), cells, number)
-    place = _innermost_place(traceback_of(error), cells, number)
-    return as_report(name, value, f"{name}: {value}".removesuffix(": "), line, place)
+    location = _innermost_place(traceback_of(error), cells, number)
+    return as_report(name, value, f"{name}: {value}".removesuffix(": "), line, location)
 
 
 def value_of(error: BaseException) -> str:
@@ -167,8 +167,10 @@ def _shorten_text(text: str, most: int) -> str:
     """Return `text`, reduced to its beginning and end if it has more than `most` characters."""
     if len(text) <= most:
         return text
-    half = most // 2
-    return f"{text[:half]}\n… ({len(text) - 2 * half:,} characters left out here) …\n{text[-half:]}"
+    half_length = most // 2
+    return (
+        f"{text[:half_length]}\n… ({len(text) - 2 * half_length:,} characters left out here) …\n{text[-half_length:]}"
+    )
 
 
 def _shorten(traceback: types.TracebackType | None) -> tuple[types.TracebackType | None, int]:
@@ -193,14 +195,14 @@ def _shorten(traceback: types.TracebackType | None) -> tuple[types.TracebackType
     first = next((i for i, entry in enumerate(entries) if is_users(entry.tb_frame.f_code.co_filename)), 0)
     entries = entries[first:]
     # The innermost frame stays even if it is a library's: it is where the error was raised.
-    kept = [e for i, e in enumerate(entries) if i == len(entries) - 1 or is_users(e.tb_frame.f_code.co_filename)]
-    if len(kept) > _MAX_FRAMES:
-        kept = [*kept[: _MAX_FRAMES // 2], *kept[-_MAX_FRAMES // 2 :]]
+    shortened = [e for i, e in enumerate(entries) if i == len(entries) - 1 or is_users(e.tb_frame.f_code.co_filename)]
+    if len(shortened) > _MAX_FRAMES:
+        shortened = [*shortened[: _MAX_FRAMES // 2], *shortened[-_MAX_FRAMES // 2 :]]
     chain: types.TracebackType | None = None
     # A traceback object is a linked list that cannot be shortened in place, so a new one is built from its end.
-    for entry in reversed(kept):
+    for entry in reversed(shortened):
         chain = types.TracebackType(chain, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return chain, len(entries) - len(kept)
+    return chain, len(entries) - len(shortened)
 
 
 def _cell_line(error: BaseException, cells: dict[str, int], number: int) -> int | None:
@@ -228,15 +230,15 @@ def _innermost_place(traceback: types.TracebackType | None, cells: dict[str, int
 
     It is that of cell `number` as in "line 3", of another cell as in "line 3 of cell 5", or of a file.
     """
-    place = ""
+    location = ""
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
         if file in cells:
-            place = f"line {_line_of_cell(traceback.tb_lineno, cells[file], number)}"
+            location = f"line {_line_of_cell(traceback.tb_lineno, cells[file], number)}"
         elif is_users(file) and Path(file).is_absolute():  # a file of Cython, as of the debugger, is not
-            place = f"line {traceback.tb_lineno} of {Path(file).name}"
+            location = f"line {traceback.tb_lineno} of {Path(file).name}"
         traceback = traceback.tb_next
-    return place
+    return location
 
 
 def _line_of_cell(line: int, cell: int, number: int) -> int | str:
@@ -290,9 +292,9 @@ def main_thread_line(cells: dict[str, int], number: int | None = None) -> int | 
         with pause_gc():
             stack = thread_frames(threading.main_thread().ident)
     # Innermost first, as `thread_frames` returns them.
-    found = [frame for frame in stack if frame.f_code.co_filename in cells]
-    own = [frame for frame in found if cells[frame.f_code.co_filename] == number]
-    for frame in own or found:
+    cell_frames = [frame for frame in stack if frame.f_code.co_filename in cells]
+    current_frames = [frame for frame in cell_frames if cells[frame.f_code.co_filename] == number]
+    for frame in current_frames or cell_frames:
         cell = cells[frame.f_code.co_filename]
         return _line_of_cell(_line(frame), cell, cell if number is None else number)
     return None

@@ -111,11 +111,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
             raise InvalidArgument(f"comm_state_option requires comm_hook='power_sgd', got comm_hook={self.comm_hook!r}")
 
 
-def _check_choice(name: str, given: object, choices: list[str]) -> str:
+def _check_choice(name: str, choice: object, choices: list[str]) -> str:
     # Also a member of Accelerate's enum, and a value in capital letters.
-    value = str(getattr(given, "value", given)).lower()
+    value = str(getattr(choice, "value", choice)).lower()
     if value not in choices:
-        raise InvalidArgument(f"unknown {name} {given!r}; choose from {', '.join(choices)}")
+        raise InvalidArgument(f"unknown {name} {choice!r}; choose from {', '.join(choices)}")
     return value
 
 
@@ -228,9 +228,11 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        given: Any = self.num_steps  # notebook code is not type-checked
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise InvalidArgument(f"the number of gradient accumulation steps must be an integer >= 1, got {given!r}")
+        num_steps: Any = self.num_steps  # notebook code is not type-checked
+        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+            raise InvalidArgument(
+                f"the number of gradient accumulation steps must be an integer >= 1, got {num_steps!r}"
+            )
 
 
 class DynamoBackend(StrEnum):
@@ -323,8 +325,8 @@ class TorchDynamoPlugin(KwargsHandler):
     def compile_kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments of `torch.compile`."""
         chosen = {"mode": self.mode, "dynamic": self.dynamic, "options": self.options}
-        given = {name: value for name, value in chosen.items() if value is not None}
-        return {"backend": self.backend, "fullgraph": bool(self.fullgraph), **given}
+        options = {name: value for name, value in chosen.items() if value is not None}
+        return {"backend": self.backend, "fullgraph": bool(self.fullgraph), **options}
 
 
 def _dynamo_variable(name: str) -> str | None:
@@ -482,7 +484,7 @@ class Handlers:
     profile: ProfileKwargs = field(default_factory=ProfileKwargs)
 
     @classmethod
-    def of(cls, given: Sequence[KwargsHandler] | None) -> Handlers:
+    def of(cls, instances: Sequence[KwargsHandler] | None) -> Handlers:
         """Create the handlers from the argument `kwargs_handlers`.
 
         Raises `InvalidArgument` for two handlers of one class, or a handler of an unknown class.
@@ -495,7 +497,7 @@ class Handlers:
             ProfileKwargs: "profile",
         }
         handlers: dict[str, Any] = {}
-        for handler in given or ():
+        for handler in instances or ():
             # By the exact class. A subclass may be an adapter of another library, whose fields are not applied.
             attribute = attributes.get(type(handler))
             names = ", ".join(kind.__name__ for kind in HANDLERS)
@@ -667,10 +669,10 @@ class ParallelismConfig:
     def place_of(self, rank: int) -> dict[str, int]:
         """Return the rank's coordinate on every mesh axis."""
         # The last axis is the innermost: neighbouring ranks differ in it first, as in `init_device_mesh`.
-        place = {}
+        coordinates = {}
         for name, size in reversed(self.sizes.items()):
-            rank, place[name] = divmod(rank, size)
-        return place
+            rank, coordinates[name] = divmod(rank, size)
+        return coordinates
 
     def check(self, world_size: int) -> None:
         """Raise `InvalidArgument` with the arithmetic unless the sizes multiply to `world_size`."""

@@ -28,7 +28,7 @@ _NOT_PICKLED = {"step", "before_step", "gradient_state", "scaler", "_unscaled", 
 They belong to the process. `step` is among them because torch's schedulers patch it on the instance.
 """
 _optimizers: weakref.WeakSet[AcceleratedOptimizer] = weakref.WeakSet()
-"""All prepared optimizers of the process, for those that share a scaler."""
+"""Prepared optimizers of the process, for those that share a scaler."""
 
 
 after_step: Callable[[AcceleratedOptimizer], None] | None = None

@@ -78,9 +78,9 @@ def prepare_all(
     return tuple(prepared) if prepared else None
 
 
-def placement_length_error(given: int, items: int) -> InvalidArgument:
+def placement_length_error(placements: int, items: int) -> InvalidArgument:
     """Return the error for a `device_placement` whose length is not the number of arguments."""
-    return InvalidArgument(f"device_placement must have one entry per argument ({items}), got {given} entries")
+    return InvalidArgument(f"device_placement must have one entry per argument ({items}), got {placements} entries")
 
 
 # Names for telemetry. All ranks prepare the same objects in the same order and so count alike.

@@ -359,10 +359,10 @@ def check_group_options(function: str, options: Iterable[str], parameters: Itera
     `parameters` are the further parameters of `function`, which the message may suggest.
     """
     if options:
-        known = inspect.signature(dist.init_process_group).parameters
+        parameters_of_torch = inspect.signature(dist.init_process_group).parameters
         for name in options:
-            if name not in known:
-                raise unknown_keyword(function, name, [*parameters, *known])
+            if name not in parameters_of_torch:
+                raise unknown_keyword(function, name, [*parameters, *parameters_of_torch])
 
 
 def _is_attribute(name: str) -> bool:
@@ -503,13 +503,13 @@ def _destroy_group() -> None:
         dist.destroy_process_group()
 
 
-def _check_backend(wanted: str) -> None:
+def _check_backend(requested: str) -> None:
     """Raise `InvalidArgument` for an unavailable backend.
 
     This happens before the rendezvous: the other processes would wait for one that cannot continue.
     """
     # Backends are "gloo", or one per device type: "cpu:gloo,cuda:nccl".
-    for name in (entry.rpartition(":")[2] for entry in str(wanted).lower().split(",")):
+    for name in (entry.rpartition(":")[2] for entry in str(requested).lower().split(",")):
         if name not in dist.Backend.backend_list or not dist.is_backend_available(name):
             available = [backend for backend in dist.Backend.backend_list if dist.is_backend_available(backend)]
             raise InvalidArgument(f"backend {name!r} is not available; choose from {', '.join(available)}")

@@ -74,7 +74,7 @@ class AcceleratorState:
         **options: Any,  # noqa: ANN401 - torch's
     ) -> None:
         # Arguments are checked completely before the first shared state changes.
-        given = {
+        arguments = {
             "dynamo_plugin": dynamo_plugin,
             "fsdp_plugin": fsdp_plugin,
             "torch_tp_plugin": torch_tp_plugin,
@@ -99,14 +99,16 @@ class AcceleratorState:
             _move_to_cpu(process)
         if first:
             AcceleratorState._shared_state.update(
-                {"_mixed_precision": precision or default, "device_mesh": None, **given}
+                {"_mixed_precision": precision or default, "device_mesh": None, **arguments}
             )
         else:
             if precision is not None and precision != self._mixed_precision:
                 # Not an error, unlike in Accelerate: a notebook's user would have to restart for another precision.
                 self._change_precision(precision, process)
             # None means "not given" and keeps what an earlier instance has set.
-            AcceleratorState._shared_state.update({name: value for name, value in given.items() if value is not None})
+            AcceleratorState._shared_state.update(
+                {name: value for name, value in arguments.items() if value is not None}
+            )
 
     def __repr__(self) -> str:
         return f"{PartialState()!r}Mixed precision type: {self.mixed_precision}\n"
@@ -205,14 +207,14 @@ class AcceleratorState:
         """Destroy a process group, see `PartialState.destroy_process_group`."""
         _process("destroy_process_group").destroy_process_group(group)
 
-    def _change_precision(self, wanted: str, process: PartialState) -> None:
-        before, self._mixed_precision = self._mixed_precision, wanted
+    def _change_precision(self, precision: str, process: PartialState) -> None:
+        before, self._mixed_precision = self._mixed_precision, precision
         if process.is_main_process:
             _log.warning(
                 "mixed_precision changed from %r to %r. Objects that are already prepared keep %r until they are "
                 "prepared again.",
                 before,
-                wanted,
+                precision,
                 before,
             )
 

@@ -313,7 +313,7 @@ class WandBTracker(GeneralTracker):
         """Log lists of images. The keyword arguments are those of `wandb.Image`."""
         if self._run is not None:
             image = _package("wandb").Image
-            self._run.log({key: [image(each, **kwargs) for each in value] for key, value in values.items()}, step=step)
+            self._run.log({key: [image(item, **kwargs) for item in value] for key, value in values.items()}, step=step)
 
     def finish(self) -> None:
         """End the run."""

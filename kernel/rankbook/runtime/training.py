@@ -127,8 +127,8 @@ class TrainingMethods(AcceleratorSettings):
         """
         if window.scaler is None:
             return
-        given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else (optimizer or self._optimizers)
-        for target in given:
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else (optimizer or self._optimizers)
+        for target in optimizers:
             wrapper = wrapper_of(target)
             if wrapper is not None and wrapper.scaler is not None:
                 wrapper.unscale()

@@ -33,11 +33,11 @@ def test_each_rank_s_rows_come_out_in_order(what, ranks):
 @given(st.lists(st.tuples(st.integers(0, 300), st.booleans()), max_size=12))
 def test_every_tensor_is_in_one_bucket_of_its_kind_within_the_size_limit(sizes):
     tensors = [torch.empty(size, dtype=torch.uint8) for size, _ in sizes]
-    collectives.MOST_BYTES, before = 200, collectives.MOST_BYTES
+    collectives.MAX_BUCKET_BYTES, before = 200, collectives.MAX_BUCKET_BYTES
     try:
         buckets = make_buckets(tensors, [kind for _, kind in sizes])
     finally:
-        collectives.MOST_BYTES = before
+        collectives.MAX_BUCKET_BYTES = before
     assert sorted(index for bucket in buckets for index in bucket) == list(range(len(sizes)))
     for indexes in buckets:
         assert indexes == sorted(indexes)

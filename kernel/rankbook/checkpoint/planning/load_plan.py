@@ -160,7 +160,7 @@ class ReadPlan:
 
 
 def plan_read(
-    wanted: Sequence[WantedChunk], manifest: Manifest, *, cast: bool = False, dtype_hint: str = CAST_HINT
+    requests: Sequence[WantedChunk], manifest: Manifest, *, cast: bool = False, dtype_hint: str = CAST_HINT
 ) -> ReadPlan:
     """Plan the reads for the chunks that one rank wants.
 
@@ -168,10 +168,10 @@ def plan_read(
     `dtype_hint`, which says what to do.
     """
     # Only wanted tensors are indexed: a rank of a pipeline wants few of a checkpoint's thousands.
-    stored = _StoredTensors(manifest, {request.key for request in wanted})
+    stored = _StoredTensors(manifest, {request.key for request in requests})
     plan = ReadPlan()
     reads_by_chunk: dict[tuple[str, int], list[ReadItem]] = {}
-    for position, request in enumerate(wanted):
+    for position, request in enumerate(requests):
         tensor = stored.tensors.get(request.key)
         if tensor is None:
             plan.unexpected.append(position)
@@ -238,22 +238,22 @@ class _IndexedTensor:
         """Return the strides of one chunk."""
         return tuple(self.strides[at].tolist())
 
-    def mismatch(self, wanted: WantedChunk, dtype_hint: str | None) -> str:
+    def mismatch(self, request: WantedChunk, dtype_hint: str | None) -> str:
         """Return why the stored tensor does not match the wanted chunk, or "".
 
         Another dtype is a mismatch unless `dtype_hint` is None.
         """
         shape = self.stored.shape
-        if len(wanted.global_shape) != len(shape) or (
-            tuple(wanted.global_shape) != shape and not wanted.allow_shape_mismatch
+        if len(request.global_shape) != len(shape) or (
+            tuple(request.global_shape) != shape and not request.allow_shape_mismatch
         ):
-            return f"global shape is {shape} in the checkpoint, but {tuple(wanted.global_shape)} was requested"
-        if wanted.dtype != self.stored.dtype and dtype_hint is not None:
-            return f"dtype is {self.stored.dtype} in the checkpoint, but {wanted.dtype} was requested; {dtype_hint}"
+            return f"global shape is {shape} in the checkpoint, but {tuple(request.global_shape)} was requested"
+        if request.dtype != self.stored.dtype and dtype_hint is not None:
+            return f"dtype is {self.stored.dtype} in the checkpoint, but {request.dtype} was requested; {dtype_hint}"
         # The global shapes are equal here, unless `allow_shape_mismatch` is set; then what is outside becomes zero.
-        past = any(a + n > size for a, n, size in zip(wanted.offset, wanted.shape, shape, strict=True))
-        if past and not wanted.allow_shape_mismatch:
-            return f"the chunk {format_box(wanted.offset, wanted.shape)} is outside the global shape {shape}"
+        past = any(a + n > size for a, n, size in zip(request.offset, request.shape, shape, strict=True))
+        if past and not request.allow_shape_mismatch:
+            return f"the chunk {format_box(request.offset, request.shape)} is outside the global shape {shape}"
         return "" if self.is_covered else self.describe_coverage()
 
     def describe_coverage(self) -> str:
@@ -266,13 +266,13 @@ class _IndexedTensor:
         )
         return f"chunks in the checkpoint do not cover it exactly once: {'; '.join(wrong)}"
 
-    def overlaps(self, position: int, wanted: WantedChunk) -> Iterator[tuple[int, ReadItem]]:
+    def overlaps(self, position: int, request: WantedChunk) -> Iterator[tuple[int, ReadItem]]:
         """Yield the chunks that overlap the wanted one, as (row of the arrays, box to copy)."""
         # Two boxes overlap if on every axis the larger lower bound is below the smaller upper bound. All chunks of the
         # tensor are compared at once; there are usually as many as ranks.
-        start = np.asarray(wanted.offset, np.int64)
+        start = np.asarray(request.offset, np.int64)
         low = np.maximum(self.offset, start)
-        high = np.minimum(self.offset + self.shape, start + np.asarray(wanted.shape, np.int64))
+        high = np.minimum(self.offset + self.shape, start + np.asarray(request.shape, np.int64))
         meets = np.flatnonzero((low < high).all(axis=1))
         low, high = low[meets], high[meets]
         # From here on all columns have one entry per overlapping chunk: the box's offset in the wanted chunk and in the

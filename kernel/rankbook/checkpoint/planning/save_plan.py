@@ -282,7 +282,7 @@ class _Keys:
             for rank, table, at in self._chunks(row)
             if not table.main[at] and (table.shape[at] > 0).all()
         ]
-        others = ChunkBoxes(
+        other_chunks = ChunkBoxes(
             np.asarray([offset for offset, _, _ in rest], np.int64).reshape(len(rest), axes),
             np.asarray([shape for _, shape, _ in rest], np.int64).reshape(len(rest), axes),
             np.asarray([rank for _, _, rank in rest], np.int64),
@@ -290,7 +290,7 @@ class _Keys:
         subject = f"tensor {self.names[row]!r} ({self.dtypes[row]}, global shape {global_shape})"
         if kind == "object":
             subject = f"object {self.names[row]!r} (global shape {global_shape})"
-        return f"{subject}: {'; '.join(coverage_errors(global_shape, main_chunks, others))}"
+        return f"{subject}: {'; '.join(coverage_errors(global_shape, main_chunks, other_chunks))}"
 
 
 def _differing_common(common_parts: Sequence[Mapping[str, str]], digests: Sequence[str]) -> list[Callable[[], str]]:

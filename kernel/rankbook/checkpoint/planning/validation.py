@@ -84,10 +84,10 @@ class ChunkBoxes(NamedTuple):
     ranks: Integers
 
 
-def coverage_errors(global_shape: Sequence[int], main_chunks: ChunkBoxes, others: ChunkBoxes) -> list[str]:
+def coverage_errors(global_shape: Sequence[int], main_chunks: ChunkBoxes, other_chunks: ChunkBoxes) -> list[str]:
     """Describe the coverage errors of one tensor's main chunks, with ranks and offsets; empty if there are none.
 
-    `global_shape` is (axes,); `others` are the replicas that are not main, named if they lie in a hole.
+    `global_shape` is (axes,); `other_chunks` are the replicas that are not main, named if they lie in a hole.
     """
     offset, shape, ranks = main_chunks
     # Faults are described one kind after the other. Boxes of one kind are removed before the next is looked for, so
@@ -106,7 +106,7 @@ def coverage_errors(global_shape: Sequence[int], main_chunks: ChunkBoxes, others
     first[1:] = (offset[1:] != offset[:-1]).any(axis=1) | (shape[1:] != shape[:-1]).any(axis=1)
     offset, shape, ranks = offset[first], shape[first], ranks[first]
     errors += _overlaps(offset, shape, ranks)
-    errors += _holes(global_shape, offset, shape, others)
+    errors += _holes(global_shape, offset, shape, other_chunks)
     return errors
 
 
@@ -145,8 +145,8 @@ def _overlaps(offset: Integers, shape: Integers, ranks: Integers) -> list[str]:
     # Only later boxes that begin before this one's end on the first axis can overlap it.
     for row in range(len(ranks)):
         last = int(np.searchsorted(offset[:, 0], end[row, 0], side="left"))
-        others = slice(row + 1, last)
-        meets = ((offset[others] < end[row]) & (end[others] > offset[row])).all(axis=1)
+        following = slice(row + 1, last)
+        meets = ((offset[following] < end[row]) & (end[following] > offset[row])).all(axis=1)
         errors += [
             f"rank {ranks[row]}'s main chunk {format_box(offset[row], shape[row])} overlaps "
             f"rank {ranks[other]}'s {format_box(offset[other], shape[other])}"
@@ -158,7 +158,7 @@ def _overlaps(offset: Integers, shape: Integers, ranks: Integers) -> list[str]:
     return truncate_list(errors, MAX_LISTED)
 
 
-def _holes(global_shape: Sequence[int], offset: Integers, shape: Integers, others: ChunkBoxes) -> list[str]:
+def _holes(global_shape: Sequence[int], offset: Integers, shape: Integers, other_chunks: ChunkBoxes) -> list[str]:
     """Describe boxes that no chunk covers, found on the grid of all cuts."""
     if 0 in global_shape:
         return []
@@ -173,27 +173,29 @@ def _holes(global_shape: Sequence[int], offset: Integers, shape: Integers, other
         return [f"the main replicas cover {covered} of {total} elements"] if covered < total else []
     # Cut every axis at all chunk boundaries: a chunk then covers whole cells of the grid. Mark them, and grow boxes
     # greedily, last axis first, from the first cell that is not covered.
-    taken = np.zeros(cells, np.bool_)
+    filled = np.zeros(cells, np.bool_)
     lows = [np.searchsorted(edges, offset[:, axis]) for axis, edges in enumerate(cuts)]
     highs = [np.searchsorted(edges, offset[:, axis] + shape[:, axis]) for axis, edges in enumerate(cuts)]
     for row in range(len(offset)):
-        taken[tuple(slice(low[row], high[row]) for low, high in zip(lows, highs, strict=True))] = True
+        filled[tuple(slice(low[row], high[row]) for low, high in zip(lows, highs, strict=True))] = True
     errors: list[str] = []
-    while not taken.all() and len(errors) <= MAX_LISTED:
+    while not filled.all() and len(errors) <= MAX_LISTED:
         # The first free cell in row-major order. The box that grows from it is then marked, so that the next round
         # finds another hole.
-        first = np.unravel_index(int(np.argmin(taken)), cells)
+        first = np.unravel_index(int(np.argmin(filled)), cells)
         hole = [slice(int(at), int(at) + 1) for at in first]
         for axis in reversed(range(len(cells))):
             while hole[axis].stop < cells[axis]:
                 wider = slice(hole[axis].start, hole[axis].stop + 1)
-                if taken[(*hole[:axis], wider, *hole[axis + 1 :])].any():
+                if filled[(*hole[:axis], wider, *hole[axis + 1 :])].any():
                     break
                 hole[axis] = wider
-        taken[tuple(hole)] = True
+        filled[tuple(hole)] = True
         low = np.asarray([edges[part.start] for edges, part in zip(cuts, hole, strict=True)], np.int64)
         high = np.asarray([edges[part.stop] for edges, part in zip(cuts, hole, strict=True)], np.int64)
-        overlapping = ((others.offset < high) & (others.offset + others.shape > low)).all(axis=1)
-        replicas = f"; other replicas are on {abbreviate_ranks(others.ranks[overlapping])}" if overlapping.any() else ""
+        overlapping = ((other_chunks.offset < high) & (other_chunks.offset + other_chunks.shape > low)).all(axis=1)
+        replicas = (
+            f"; other replicas are on {abbreviate_ranks(other_chunks.ranks[overlapping])}" if overlapping.any() else ""
+        )
         errors.append(f"no main replica covers {format_box(low, high - low)}{replicas}")
     return [*errors[:MAX_LISTED], "and more holes"] if len(errors) > MAX_LISTED else errors

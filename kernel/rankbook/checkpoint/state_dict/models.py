@@ -299,8 +299,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], l
     param_groups = []
     for index, (group, stored_group, members) in enumerate(zip(optimizer.param_groups, stored, groups, strict=True)):
         own_names = [name for name, _ in members]
-        if others := sorted({*stored_group.get("params", own_names)} ^ {*own_names}):
-            raise CheckpointError(f"group {index} of the optimizer and the stored group differ in parameters: {others}")
+        if differing := sorted({*stored_group.get("params", own_names)} ^ {*own_names}):
+            raise CheckpointError(
+                f"group {index} of the optimizer and the stored group differ in parameters: {differing}"
+            )
         numbers |= {name: len(numbers) + position for position, name in enumerate(own_names)}
         # The stored settings, such as the learning rate, replace the current ones. Parameters are numbered as in
         # torch's own format.

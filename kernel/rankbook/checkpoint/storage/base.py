@@ -159,7 +159,7 @@ def read_range(storage: Storage, path: str, start: int, length: int) -> bytearra
 
 
 SHARED_FOLDER = "all hosts must see the same folder; use one on a shared file system, or a URL"
-"""What to do when a rank does not see the files of another host."""
+"""Hint for a rank that does not see the files of another host."""
 _VISIBLE_AFTER = 5.0
 """Seconds after which a network file system shows a file that another host has created."""
 

@@ -419,8 +419,8 @@ def remove(folder: str | os.PathLike[str] | Storage, step: int) -> None:
             latest = None
         # `latest` is moved before the step is removed, so that it never names a missing step.
         if latest == step:
-            others = [other for other in finished_steps(storage) if other != step]
-            if next_best := [other for other in others if other < step] or others[:1]:
+            remaining = [other for other in finished_steps(storage) if other != step]
+            if next_best := [other for other in remaining if other < step] or remaining[:1]:
                 # Both lists are ascending: the last element is the highest step below, or the only one of `others[:1]`.
                 write_latest(storage, next_best[-1])
             else:
@@ -452,12 +452,12 @@ def _is_leftover(storage: Storage, name: str, names: Collection[str]) -> bool:
     return step is not None and _find_folder(storage, step, names) != name
 
 
-def _describe_steps(storage: Storage, wanted: int | None = None) -> str:
+def _describe_steps(storage: Storage, requested: int | None = None) -> str:
     steps, leftovers = finished_steps(storage), list_partials(storage)
     # Part of an error message, so that the user can choose a step without listing the folder.
     summary = f"finished steps: {', '.join(map(str, steps)) or 'none'}"
     summary += f"; not finished: {', '.join(leftovers)}" if leftovers else ""
-    if wanted is not None and (name := step_name(wanted)) in leftovers:
+    if requested is not None and (name := step_name(requested)) in leftovers:
         summary += f"; {name}/{MANIFEST} is missing"
     return summary
 

@@ -158,8 +158,8 @@ def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: in
     from rankbook.checkpoint.state_dict.sharded_tensor import ShardedTensor
     from rankbook.checkpoint.storage.steps import CheckpointLocation
 
-    given = os.fspath(source)
-    parent, name = os.path.split(given) if given.endswith(safetensors.SUFFIX) else (given, "")
+    path = os.fspath(source)
+    parent, name = os.path.split(path) if path.endswith(safetensors.SUFFIX) else (path, "")
     tensors = safetensors.read_tensors(storage_of(parent or "."), name)
     local_tensors = [LocalTensor.of(ShardedTensor.from_rank_offsets(key, tensor)) for key, tensor in tensors.items()]
     location, progress = CheckpointLocation(storage_of(folder), str(folder), step), SaveProgress(str(folder))

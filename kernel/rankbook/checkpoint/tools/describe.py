@@ -107,8 +107,8 @@ def _tensor(tensor: StoredTensor) -> tuple[str, str, str, str, str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    known = known_ranks(ranks)
-    return format_ranks(known) if known else ""
+    valid_ranks = known_ranks(ranks)
+    return format_ranks(valid_ranks) if valid_ranks else ""
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -129,12 +129,12 @@ class CompletionHandler:
         if isinstance(question, GetInspection):
             return InspectionReply(question.token, self._inspect(question))
         text = question.text[: question.cursor]
-        prefix, found = self._complete(question, CodeBeforeCursor(text[-_MAX_CODE:]))
+        prefix, types_by_name = self._complete(question, CodeBeforeCursor(text[-_MAX_CODE:]))
         self._completer.namespace = {}  # or it would keep the defaults of a function alive
         # Names with an underscore are shown to those who have typed one.
-        names = [name for name in found if prefix.startswith("_") or not name.startswith("_")]
+        names = [name for name in types_by_name if prefix.startswith("_") or not name.startswith("_")]
         names.sort(key=lambda name: (name.startswith("_"), name.lower()))
-        completions = tuple(Completion(name, found[name]) for name in names[:MAX_COMPLETIONS])
+        completions = tuple(Completion(name, types_by_name[name]) for name in names[:MAX_COMPLETIONS])
         return CompletionsReply(question.token, len(text) - len(prefix), completions)
 
     def _complete(self, question: GetCompletions, code: CodeBeforeCursor) -> tuple[str, dict[str, str]]:
@@ -150,7 +150,7 @@ class CompletionHandler:
         #     model.fc|                 attributes
         #     los|                      names, keywords, and parameters of the function that is called
         if question.variables:
-            known: dict[str, Any] = {name: namespace[name] for name in namespace.keys() - self._main_thread.hidden()}
+            members: dict[str, Any] = {name: namespace[name] for name in namespace.keys() - self._main_thread.hidden()}
         elif code.state == "comment":
             return "", {}
         elif code.state == "string":
@@ -158,15 +158,15 @@ class CompletionHandler:
         elif (statement := _IMPORT.fullmatch(code.text.rsplit("\n", 1)[-1])) is not None:
             return self._complete_import(statement)
         elif code.before_name.endswith("."):
-            known = list_members(resolve_expression(code.expression_before(len(code.before_name) - 1), namespace))
+            members = list_members(resolve_expression(code.expression_before(len(code.before_name) - 1), namespace))
         else:
             # Names that the incomplete cell assigns are completed as well, although they do not exist yet.
             assigned = {first or second for first, second in _ASSIGNED.findall(code.text)}
-            known = {**vars(builtins), **dict.fromkeys(assigned), **namespace}
+            members = {**vars(builtins), **dict.fromkeys(assigned), **namespace}
             other = {**dict.fromkeys(keyword.kwlist, "keyword"), **self._complete_parameter(code, namespace)}
-        found = {name: _completion_type(value) for name, value in known.items()} | other
-        names = [name for name in found if type(name) is str and name.startswith(code.prefix)]
-        return code.prefix, {name: found[name] for name in names}
+        types_by_name = {name: _completion_type(value) for name, value in members.items()} | other
+        names = [name for name in types_by_name if type(name) is str and name.startswith(code.prefix)]
+        return code.prefix, {name: types_by_name[name] for name in names}
 
     def _complete_key(self, code: CodeBeforeCursor, namespace: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
         """Complete `mapping["be|` from the mapping's keys."""
@@ -209,34 +209,36 @@ class CompletionHandler:
         stored = _stored_attributes(sys.modules.get(package))
         path = stored.get("__path__")
         modules = [info.name for info in pkgutil.iter_modules(path)] if is_a(path, list) else []
-        found = {name: _completion_type(value) for name, value in stored.items()} if statement["package"] else {}
-        found |= dict.fromkeys(modules if package else self._top_level_modules, "module")
-        return prefix, {name: kind for name, kind in found.items() if name.startswith(prefix)}
+        types_by_name = (
+            {name: _completion_type(value) for name, value in stored.items()} if statement["package"] else {}
+        )
+        types_by_name |= dict.fromkeys(modules if package else self._top_level_modules, "module")
+        return prefix, {name: kind for name, kind in types_by_name.items() if name.startswith(prefix)}
 
     def _inspect(self, question: GetInspection) -> str:
         """Return the description of the expression at the cursor, or "" if nothing is known of it."""
         expression = expression_at(question.text, question.cursor)
-        found = resolve_expression(expression, self._main_thread.namespace())
-        if expression is None or found is _UNKNOWN:
+        resolved = resolve_expression(expression, self._main_thread.namespace())
+        if expression is None or resolved is _UNKNOWN:
             return ""
-        name, copy = ast.unparse(expression), _copy_for_ipython(found)
+        name, copy = ast.unparse(expression), _copy_for_ipython(resolved)
         info = self._inspector.info(copy, oname=name, detail_level=int(question.source))
         # The order of the sections is that of IPython's `x?`.
-        sections = {"Signature": "", "Type": _type_attribute(found.kind, "__name__")}
-        if found.value is _MISSING:
+        sections = {"Signature": "", "Type": _type_attribute(resolved.kind, "__name__")}
+        if resolved.value is _MISSING:
             sections["Value"] = "unknown until it is computed"
-        elif _is_routine(found.value):
+        elif _is_routine(resolved.value):
             if not is_class(copy) or {"__init__", "__new__"} & vars(copy).keys():
                 sections["Signature"] = info["definition"] or info["init_definition"]
-        elif not is_a(found.value, types.ModuleType):
-            value = format_info(name, found.value, GilYield())
+        elif not is_a(resolved.value, types.ModuleType):
+            value = format_info(name, resolved.value, GilYield())
             sections |= {"Value": value.preview, "Shape": "" if value.shape is None else str(list(value.shape))}
             sections |= {"Dtype": value.dtype, "Device": value.device}
             sections["Size"] = "" if value.bytes is None else f"{value.bytes:,} bytes"
         # A cell has no file that could be opened; IPython would show the name of its temporary one.
         file = copy.__code__.co_filename if isinstance(copy, (types.FunctionType, types.MethodType)) else ""
         sections["File"] = "" if file.startswith("<") or cell_number(file) is not None else info["file"]
-        source = (info["source"] or _class_source_in_cell(found)) if question.source else ""
+        source = (info["source"] or _class_source_in_cell(resolved)) if question.source else ""
         docstring = "" if info["docstring"] == "<no docstring>" else info["docstring"]
         sections |= {"Source": source} if source else {"Docstring": docstring}
         sections["Rank"] = str(self._rank)

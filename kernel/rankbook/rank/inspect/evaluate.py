@@ -156,8 +156,8 @@ def format_error(error: BaseException, names: Mapping[str, object]) -> str:
         value = " ".join(str(error).split())[:500]
     except Exception as failure:  # noqa: BLE001 - a user's __str__ may do anything; its failure is reported
         value = f"<{type(failure).__name__} while formatting this {type(error).__name__}>"
-    near = suggest(error.name, names) if isinstance(error, NameError) and error.name else ""
-    return f"{type(error).__name__}: {value}".removesuffix(": ") + near
+    suggestion = suggest(error.name, names) if isinstance(error, NameError) and error.name else ""
+    return f"{type(error).__name__}: {value}".removesuffix(": ") + suggestion
 
 
 def names_in(code: types.CodeType) -> set[str]:
@@ -182,9 +182,9 @@ def read_locals(names: Iterable[str], ident: int | None = None) -> dict[str, obj
             # Only functions keep their variables in frames of their own. The frame of a cell shares the namespace.
             if has and code.co_flags & inspect.CO_OPTIMIZED and is_users(code.co_filename):
                 variables = frame.f_locals
-                taken = {name: variables[name] for name in has if name in variables}
-                values |= taken
-                remaining -= taken.keys()
+                frame_values = {name: variables[name] for name in has if name in variables}
+                values |= frame_values
+                remaining -= frame_values.keys()
                 _clear_snapshot(frame, variables)
     return values
 

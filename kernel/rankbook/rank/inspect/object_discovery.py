@@ -77,17 +77,17 @@ def _classify(objects: DiscoveredObjects, name: str, value: object) -> None:
 
 
 def _unique(named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    seen: set[int] = set()
+    ids: set[int] = set()
     for name, value in named.items():
-        if id(value) not in seen:
-            seen.add(id(value))
+        if id(value) not in ids:
+            ids.add(id(value))
             yield name, value
 
 
 def _walk(namespace: Mapping[str, object], gil_yield: GilYield) -> Iterator[tuple[str, object]]:
     """Search breadth-first, so that the shortest name of an object comes first."""
     queue = deque((name, value, 0) for name, value in namespace.items())
-    seen: set[int] = set()
+    visited: set[int] = set()
     objects: list[object] = []  # keeps the objects alive, so that no id is reused
     # A bound on the time of a search, however many variables there are.
     remaining = _MAX_OBJECTS
@@ -100,8 +100,8 @@ def _walk(namespace: Mapping[str, object], gil_yield: GilYield) -> Iterator[tupl
         # The search does not look into these. A model's parts are found by its tree.
         if is_a(value, torch.nn.Module) or is_a(value, torch.optim.Optimizer) or is_a(value, DataLoader):
             yield name, value
-        elif depth < _MAX_DEPTH and id(value) not in seen and not issubclass(type(value), _OPAQUE):
-            seen.add(id(value))
+        elif depth < _MAX_DEPTH and id(value) not in visited and not issubclass(type(value), _OPAQUE):
+            visited.add(id(value))
             objects.append(value)
             queue.extend((below, child, depth + 1) for below, child in _children(name, value))
 
@@ -193,9 +193,9 @@ def measure_objects(objects: DiscoveredObjects, device: str, gil_yield: GilYield
 
 
 def _describe_model(
-    name: str, model: torch.nn.Module, held: list[NamedTensor], modules: list[torch.nn.Module]
+    name: str, model: torch.nn.Module, parameters: list[NamedTensor], modules: list[torch.nn.Module]
 ) -> Holding:
-    tensors = [parameter.tensor for parameter in held]
+    tensors = [parameter.tensor for parameter in parameters]
     kinds = {type(module).__name__ for module in modules}
     ddp = tensor_introspection.loaded_class("torch.nn.parallel", "DistributedDataParallel")
     wrapper = ""

@@ -82,12 +82,12 @@ def report_and_free(shell: InteractiveShell, error: BaseException, report: Error
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """Yield the error, its `__cause__` chain, and the members of exception groups."""
     # A list, because errors are compared by identity: a user's class may define `__hash__` and `__eq__`.
-    seen: list[BaseException] = []
+    causes: list[BaseException] = []
     waiting = [error]
     while waiting:
         exception = waiting.pop()
-        if all(exception is not other for other in seen):
-            seen.append(exception)
+        if all(exception is not other for other in causes):
+            causes.append(exception)
             yield exception
             cause = cause_of(exception)
             waiting += [] if cause is None else [cause]

@@ -208,7 +208,7 @@ class StatusHandler:
 
     def _search(self) -> None:
         # CPU time of this thread: what the search costs the cell, without the pauses in which it gives back the GIL.
-        began = time.thread_time()
+        start = time.thread_time()
         gil_yield = GilYield()
         if not self._device_name:
             self._device_name = device_name(self._device)
@@ -223,7 +223,7 @@ class StatusHandler:
         else:
             self._pause = min(max(2 * self._pause, _SEARCH_PAUSES[0]), _SEARCH_PAUSES[1])
         self._measured = measured
-        self._last_search, self._search_cost = time.monotonic(), time.thread_time() - began
+        self._last_search, self._search_cost = time.monotonic(), time.thread_time() - start
         self._due = 0.0  # measure at once, with the new objects
 
     def _measure(self) -> None:
@@ -288,12 +288,12 @@ def compute_statistic(rank: int, tensor: torch.Tensor) -> Statistic:
     if tensor.device.type == "meta":
         raise InvalidArgument("the tensor is on the meta device and has no values")
     # One pass: the mean is computed from the sum and the number of the finite values.
-    began, read = time.monotonic(), 0
+    start, read = time.monotonic(), 0
     low, high, total, finite, nans, infinities = float("inf"), float("-inf"), 0.0, 0, 0, 0
     with torch.no_grad():
         # In pieces, so that the time limit can be checked, and no copy of the whole tensor is made.
         for piece in _pieces(tensor.detach(), _PIECE.get(tensor.device.type, 1 << 20)):
-            if time.monotonic() - began > STATISTIC_TIMEOUT:
+            if time.monotonic() - start > STATISTIC_TIMEOUT:
                 raise InvalidArgument(
                     f"the tensor is too large for statistics: reading {read:,} of its {tensor.numel():,} elements took "
                     f"{STATISTIC_TIMEOUT} s, the limit while the rank works"

@@ -163,7 +163,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 def modules_of(model: torch.nn.Module, gil_yield: GilYield) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the model and all its submodules without duplicates, with the prefixes of their tensors' names."""
-    seen = {id(model)}
+    visited = {id(model)}
     waiting = [("", model)]
     while waiting:
         prefix, module = waiting.pop()
@@ -172,8 +172,8 @@ def modules_of(model: torch.nn.Module, gil_yield: GilYield) -> Iterator[tuple[st
         below = [(f"{prefix}{name}." if name else prefix, child) for name, child in children(module)]
         # A stack, so that the children come off in their order.
         for name, child in reversed(below):
-            if id(child) not in seen:
-                seen.add(id(child))
+            if id(child) not in visited:
+                visited.add(id(child))
                 waiting.append((name, child))
 
 

@@ -115,11 +115,11 @@ class HeldMessages:
         """Hold or deliver a message."""
         # Delivering under the lock keeps the order of the messages of a comm. `deliver` only puts into a queue.
         with self._lock:
-            held = self._held.get(received[0].comm)
-            if held is None:
+            pending = self._held.get(received[0].comm)
+            if pending is None:
                 self._deliver(received)
             else:
-                held.append(received)
+                pending.append(received)
 
     def release(self, names: Iterable[str] | None = None) -> None:
         """Deliver the messages of the comms `names`, by default of all, and hold no more of them."""

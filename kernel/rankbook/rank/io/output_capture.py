@@ -318,11 +318,11 @@ class _Quota:
                 self._sent.append(data)
                 return [Text(cell=self.cell, stream=name, data=data)]
             end = data.rfind(b"\n", 0, self._room) + 1
-            shown, data = data[:end], data[end:]
-            self._sent.append(shown)
+            sent, data = data[:end], data[end:]
+            self._sent.append(sent)
             note = self._open_log()
             return [
-                *([Text(cell=self.cell, stream=name, data=shown)] if shown else []),
+                *([Text(cell=self.cell, stream=name, data=sent)] if sent else []),
                 Text(cell=self.cell, stream="stderr", data=note.encode()),
                 *self.admit(name, data),
             ]
@@ -340,19 +340,19 @@ class _Quota:
         if self._sent is not None or not self._cut_bytes:
             return []
         last: list[Text] = []
-        kept = 0
+        tail_size = 0
         # From the end backwards, until enough bytes are together.
         for name, data in reversed(self._tail):
-            piece = data[-(TAIL_BYTES - kept) :] if kept < TAIL_BYTES else b""
-            kept += len(piece)
+            piece = data[-(TAIL_BYTES - tail_size) :] if tail_size < TAIL_BYTES else b""
+            tail_size += len(piece)
             last.insert(0, Text(cell=self.cell, stream=name, data=piece))
         # The first line is incomplete, and is left out.
-        if self._cut_bytes > kept and last:
+        if self._cut_bytes > tail_size and last:
             first = last[0]
             last[0] = Text(cell=first.cell, stream=first.stream, data=first.data[first.data.find(b"\n") + 1 :])
-        shown = sum(len(text.data) for text in last)
+        sent_size = sum(len(text.data) for text in last)
         lines = self._cut_lines - sum(text.data.count(b"\n") for text in last)
-        cut = TextCut(cell=self.cell, lines=lines, size=self._cut_bytes - shown, log=self._describe_log())
+        cut = TextCut(cell=self.cell, lines=lines, size=self._cut_bytes - sent_size, log=self._describe_log())
         # A thread may print more after this, which then gets a notice of its own.
         self._cut_bytes = self._cut_lines = self._tail_size = 0
         self._tail.clear()

@@ -290,11 +290,11 @@ def apply_carriage_returns(text: str) -> str:
 
 def _line(line: str) -> str:
     # With colours the columns cannot be compared, so the text after a carriage return replaces the line.
-    shown, coloured = "", "\x1b" in line
+    visible, coloured = "", "\x1b" in line
     # Example: "10%\r5%" is shown as "5%%": the later text covers as many columns as it has.
     for part in line.split("\r"):
-        shown = part + ("" if coloured else shown[len(part) :]) if part else shown
-    return shown + ("\r" if line.endswith("\r") else "")
+        visible = part + ("" if coloured else visible[len(part) :]) if part else visible
+    return visible + ("\r" if line.endswith("\r") else "")
 
 
 def _truncate(outputs: list[Output]) -> list[Output]:
@@ -302,7 +302,7 @@ def _truncate(outputs: list[Output]) -> list[Output]:
     over = sum(len(output["text"]) for output in outputs if "text" in output) - MAX_TEXT
     if over <= 0:
         return outputs
-    kept: list[Output] = []
+    truncated: list[Output] = []
     for output in outputs:
         if over > 0 and "text" in output:
             text = output["text"]
@@ -310,10 +310,10 @@ def _truncate(outputs: list[Output]) -> list[Output]:
             if over >= 0:
                 continue
             text, over = text[len(text) + over :], 0
-            kept.append({**output, "text": CUT + text[text.find("\n") + 1 :]})
+            truncated.append({**output, "text": CUT + text[text.find("\n") + 1 :]})
         else:
-            kept.append(output)
-    return kept
+            truncated.append(output)
+    return truncated
 
 
 def size_of(outputs: Iterable[Output]) -> int:

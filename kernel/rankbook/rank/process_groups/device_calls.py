@@ -25,7 +25,7 @@ _SHORT_PAUSE = 0.0005
 Query = Callable[[], bool]
 
 
-class Accelerator(Protocol):
+class DeviceInterface(Protocol):
     """Interface of the device of a rank."""
 
     def bind_thread(self) -> None:
@@ -48,17 +48,17 @@ class Cuda:
         self._device = device
 
     def bind_thread(self) -> None:
-        """See `Accelerator`. Without this, the first CUDA call of a thread creates a context on device 0."""
+        """See `DeviceInterface`. Without this, the first CUDA call of a thread creates a context on device 0."""
         torch.cuda.set_device(self._device)
 
     def record(self) -> Query:
-        """See `Accelerator`."""
+        """See `DeviceInterface`."""
         event = torch.cuda.Event()
         event.record()
         return event.query
 
     def is_capturing(self) -> bool:
-        """See `Accelerator`."""
+        """See `DeviceInterface`."""
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -165,7 +165,7 @@ class DeviceWatcher:
     `error` is the error of a device that has failed for good, upon which `on_lost` is called on the watcher's thread.
     """
 
-    def __init__(self, accelerator: Accelerator, on_lost: Callable[[Exception], None]) -> None:
+    def __init__(self, accelerator: DeviceInterface, on_lost: Callable[[Exception], None]) -> None:
         self.accelerator = accelerator
         self.error: Exception | None = None
         self._on_lost = on_lost

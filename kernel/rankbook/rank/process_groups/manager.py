@@ -44,7 +44,7 @@ from rankbook.rank.process_groups import (
     gloo,
 )
 from rankbook.rank.process_groups.collective_log import CollectiveCall, CollectiveLog, CurrentCell, FutureWork, Op
-from rankbook.rank.process_groups.device_calls import Accelerator, Cuda, DeviceQueue, DeviceWatcher
+from rankbook.rank.process_groups.device_calls import Cuda, DeviceInterface, DeviceQueue, DeviceWatcher
 from rankbook.rank.process_groups.gloo import make_gloo, make_unconnected, track_new_sockets
 from rankbook.rank.process_groups.recoverable_group import ABORT_LIMIT, BackendGroup, RecoverableProcessGroup
 from rankbook.rank.process_groups.store import generation_prefix, open_store
@@ -56,7 +56,7 @@ _FOREVER = timedelta(days=365)
 _NAME = "rankbook"
 _PROTECTION = "rankbook.runtime.protection"
 _MANAGED = {"gloo", "nccl"}
-_ACCELERATORS: dict[str, Callable[[torch.device], Accelerator]] = {"nccl": Cuda}
+_ACCELERATORS: dict[str, Callable[[torch.device], DeviceInterface]] = {"nccl": Cuda}
 """The backends that queue collectives on a device, and how to ask that device."""
 _CHECK_INTERVAL = 0.25
 """Seconds between two looks at `_cancel` while a thread connects backends."""
@@ -242,13 +242,13 @@ class GroupManager:
         source = model_reset.choose_source(reports)
         if source is not None:
             optimizers = [optimizers[index] for index in suspect]
-            sharded = [each for each in optimizers if model_reset.is_sharded(each)]
-            model_reset.restore_stepped([each for each in optimizers if each not in sharded], source)
+            sharded = [optimizer for optimizer in optimizers if model_reset.is_sharded(optimizer)]
+            model_reset.restore_stepped([optimizer for optimizer in optimizers if optimizer not in sharded], source)
             self.untrusted += sharded
             self.restored_from = source if len(sharded) < len(optimizers) else None
         else:
-            own = reports[self.rank]
-            self.untrusted += [optimizers[index] for index in (own["suspect"] if own is not None else ())]
+            own_report = reports[self.rank]
+            self.untrusted += [optimizers[index] for index in (own_report["suspect"] if own_report is not None else ())]
         self._steps.forget()
 
     def _find_destroyed(self) -> set[str]:
@@ -405,7 +405,7 @@ class GroupManager:
         watcher = self._watcher
         if watcher is None:
             return
-        while watcher.error is None and any(each.group.waits_for_device() for each in self._foreground().values()):
+        while watcher.error is None and any(entry.group.waits_for_device() for entry in self._foreground().values()):
             watcher.wait(_CHECK_INTERVAL)
 
     def lost_device(self) -> str:

@@ -148,13 +148,13 @@ _NCCL = re.compile(r"NCCL|nccl[A-Z]")
 _NCCL_BROKEN_LINK = re.compile(
     r"ncclRemoteError|communicator was aborted|onnection (?:closed|reset|refused)|roken pipe"
 )
-"""Those of NCCL, which mentions sockets and transports in other errors as well."""
+"""Error messages of NCCL that mean a broken connection. It mentions sockets and transports in other errors as well."""
 _NCCL_DETAIL = re.compile(r"Last error:\n(.+)")
 _NCCL_HINTS = (
     ("shared memory segment", "/dev/shm is full: enlarge it (docker run --shm-size=1g), or set NCCL_SHM_DISABLE=1"),  # noqa: S108
     ("CUDA calloc", "the device has no memory left for NCCL: free some of it, or use smaller batches"),
 )
-"""What to do about some of NCCL's errors."""
+"""Hints for some errors of NCCL."""
 _EMPTY = re.compile(r"size \(?0\b")
 """torch's error message for an empty tensor in a bucket of gradients, see `_complete_futures`."""
 ABORT_LIMIT = 5.0
@@ -619,9 +619,9 @@ def describe_nccl_error(error: BaseException) -> BaseException:
     torch puts the place in its own source, the version and general words before the reason.
     """
     text = str(error)
-    found = _NCCL_DETAIL.search(text)
+    match = _NCCL_DETAIL.search(text)
     hints = [hint for words, hint in _NCCL_HINTS if words in text]
-    first = ": ".join(filter(None, [found[1].strip() if found else "", *hints]))
+    first = ": ".join(filter(None, [match[1].strip() if match else "", *hints]))
     if not first or text.startswith(first):
         return error
     try:

@@ -7,8 +7,8 @@ Consistency check. Before anything is sent, the ranks compare the structure, sha
 that is not a tensor, all ranks raise an error that shows the arguments of all. This costs one collective of 16 bytes;
 `RANKBOOK_DEBUG=0` disables it.
 
-Packing. Small tensors are sent together: one collective for all leaves of a container of one kind, up to `MOST_BYTES`,
-instead of one per leaf (`make_buckets`, `as_bytes`, `rows_from_bytes`, `split_like`).
+Packing. Small tensors are sent together: one collective for all leaves of a container of one kind, up to
+`MAX_BUCKET_BYTES`, instead of one per leaf (`make_buckets`, `as_bytes`, `rows_from_bytes`, `split_like`).
 
 `trim` removes samples that were repeated to make batches even, for `Accelerator.gather_for_metrics`.
 """
@@ -67,13 +67,13 @@ def gather(tensor: _T) -> _T:
         return _map(lambda leaf: leaf if leaf.ndim else leaf[None], tensor)
     # The order of the leaves is the same on all ranks (checked above), and so are the buckets and the order of
     # collectives.
-    given = [leaf for _, leaf in leaves(tensor)]
-    sent = [_on_supported_device(leaf.detach() if leaf.ndim else leaf.detach()[None]).contiguous() for leaf in given]
+    tensors = [leaf for _, leaf in leaves(tensor)]
+    sent = [_on_supported_device(leaf.detach() if leaf.ndim else leaf.detach()[None]).contiguous() for leaf in tensors]
     gathered: dict[int, torch.Tensor] = {}
-    for parcel in make_buckets(sent, [leaf.device for leaf in sent]):
-        together = [sent[index] for index in parcel]
-        gathered.update(zip(parcel, _gather(state, together), strict=True))
-    results = iter([gathered[index].to(leaf.device) for index, leaf in enumerate(given)])
+    for bucket in make_buckets(sent, [leaf.device for leaf in sent]):
+        together = [sent[index] for index in bucket]
+        gathered.update(zip(bucket, _gather(state, together), strict=True))
+    results = iter([gathered[index].to(leaf.device) for index, leaf in enumerate(tensors)])
     return _map(lambda _: next(results), tensor)
 
 
@@ -105,20 +105,20 @@ def reduce(tensor: _T, reduction: str = "mean", scale: float = 1.0) -> _T:
     # Not raised here: other ranks may have valid arguments, and all of them learn of it in `_prepare`.
     failure = f"unknown reduction {reduction!r}; choose from {', '.join(REDUCTIONS)}" if unknown else None
     _prepare(state, f"reduce({reduction!r})", tensor, describe, failure)
-    given = [leaf for _, leaf in leaves(tensor)]
-    summed = [_as_summed(leaf) for leaf in given]
+    tensors = [leaf for _, leaf in leaves(tensor)]
+    summed = [_as_summed(leaf) for leaf in tensors]
     if state.use_distributed:
-        for parcel in make_buckets(summed, [(leaf.device, leaf.dtype) for leaf in summed]):
-            if len(parcel) == 1:
-                dist.all_reduce(summed[parcel[0]], op=_OPS[reduction])
+        for bucket in make_buckets(summed, [(leaf.device, leaf.dtype) for leaf in summed]):
+            if len(bucket) == 1:
+                dist.all_reduce(summed[bucket[0]], op=_OPS[reduction])
                 continue
             # A reduction needs one dtype, unlike `gather`, so the buckets are per device and dtype.
-            flat = torch.cat([summed[index].view(-1) for index in parcel])
+            flat = torch.cat([summed[index].view(-1) for index in bucket])
             dist.all_reduce(flat, op=_OPS[reduction])
-            together = [summed[index] for index in parcel]
-            for index, piece in zip(parcel, split_like(flat, together), strict=True):
+            together = [summed[index] for index in bucket]
+            for index, piece in zip(bucket, split_like(flat, together), strict=True):
                 summed[index] = piece
-    results = iter([_finish(state, *pair, reduction, scale) for pair in zip(given, summed, strict=True)])
+    results = iter([_finish(state, *pair, reduction, scale) for pair in zip(tensors, summed, strict=True)])
     return _map(lambda _: next(results), tensor)
 
 
@@ -134,15 +134,15 @@ def _as_summed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _finish(
-    state: PartialState, given: torch.Tensor, reduced: torch.Tensor, reduction: str, scale: float
+    state: PartialState, original: torch.Tensor, reduced: torch.Tensor, reduction: str, scale: float
 ) -> torch.Tensor:
     if reduction == "mean":
         reduced = reduced / state.num_processes
     if scale != 1.0:
         reduced = reduced * scale
     # The mean of integers stays a float, and the sum of bools is a count.
-    keeps_type = given.dtype != torch.bool and given.is_floating_point() == reduced.is_floating_point()
-    return reduced.to(given.device, given.dtype if keeps_type else reduced.dtype)
+    keeps_type = original.dtype != torch.bool and original.is_floating_point() == reduced.is_floating_point()
+    return reduced.to(original.device, original.dtype if keeps_type else reduced.dtype)
 
 
 def broadcast(tensor: _T, from_process: int = 0) -> _T:
@@ -329,12 +329,12 @@ def _on_supported_device(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(control_device())
 
 
-MOST_BYTES = 1 << 20
+MAX_BUCKET_BYTES = 1 << 20
 """Maximum bytes per packed collective. Copying a larger tensor costs more than the latency of its own collective."""
 
 
 def make_buckets(tensors: Sequence[torch.Tensor], kinds: Sequence[Hashable]) -> list[list[int]]:
-    """Group tensors of the same kind in order, up to `MOST_BYTES` per group; return the indices of the groups."""
+    """Group tensors of the same kind in order, up to `MAX_BUCKET_BYTES` per group; return the indices of the groups."""
     # Example: float32 tensors of 0.6, 0.3, 2 and 0.2 MB in this order. The buckets are {0, 1}, {2} alone, and {3},
     # which no longer fits into the first one.
     # A new bucket is opened when the current one of the kind is full. Tensors are not sorted by size, because all ranks
@@ -344,11 +344,11 @@ def make_buckets(tensors: Sequence[torch.Tensor], kinds: Sequence[Hashable]) -> 
     for index, (tensor, kind) in enumerate(zip(tensors, kinds, strict=True)):
         size = tensor.nbytes
         # A bucket of its own.
-        if size > MOST_BYTES:
+        if size > MAX_BUCKET_BYTES:
             closed.append([index])
             continue
         indices, filled = open_buckets.get(kind, ([], 0))
-        if filled + size > MOST_BYTES:
+        if filled + size > MAX_BUCKET_BYTES:
             closed.append(indices)
             indices, filled = [], 0
         open_buckets[kind] = ([*indices, index], filled + size)

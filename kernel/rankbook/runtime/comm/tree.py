@@ -264,9 +264,9 @@ def convert_to_fp32(tensor: _T) -> _T:
         convert_to_fp32({"x": torch.ones(2).half()})["x"].dtype  # torch.float32
     """
     # Other dtypes stay: indices must remain integers, and float64 must not lose digits.
-    half = (torch.float16, torch.bfloat16)
+    half_dtypes = (torch.float16, torch.bfloat16)
     result: _T = recursively_apply(
-        lambda leaf: leaf.float(), tensor, test_type=lambda leaf: is_tensor(leaf) and leaf.dtype in half
+        lambda leaf: leaf.float(), tensor, test_type=lambda leaf: is_tensor(leaf) and leaf.dtype in half_dtypes
     )
     return result
 

@@ -243,7 +243,7 @@ class SavingMethods(AcceleratorSettings):
     def _training_parts(self, models: list[Any]) -> TrainingParts:
         from rankbook.runtime.saving import state as checkpoints
 
-        others = {
+        objects_by_kind = {
             "scheduler": self._schedulers,
             # Plain loaders such as `SkipDataLoader` have no position to store.
             "loader": [loader for loader in self._dataloaders if hasattr(loader, "state_dict")],
@@ -252,7 +252,9 @@ class SavingMethods(AcceleratorSettings):
         }
         # Names in the checkpoint are those of the user's own model, without DDP's prefix "module.".
         raw = [self.unwrap_model(model) for model in models]
-        return checkpoints.training_parts(raw, self._optimizers, others, self.process_index, self.num_processes)
+        return checkpoints.training_parts(
+            raw, self._optimizers, objects_by_kind, self.process_index, self.num_processes
+        )
 
     def _output_folder(self, output_dir: str | os.PathLike[str] | None) -> str:
         if output_dir is not None:

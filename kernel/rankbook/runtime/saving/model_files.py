@@ -83,17 +83,17 @@ def without_duplicates(model: nn.Module) -> dict[str, torch.Tensor]:
         for raw_name, tensor in named(remove_duplicate=False)
     }
     state = model.state_dict()
-    if others := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
+    if other_names := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
         raise InvalidArgument(
-            f"save_model() saves only tensors, but the state dict has other values: {', '.join(others)}; "
+            f"save_model() saves only tensors, but the state dict has other values: {', '.join(other_names)}; "
             "save_state() saves all values"
         )
-    seen: set[int] = set()
+    owners_seen: set[int] = set()
     tensors: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         owner = owners.get(name, id(value))
-        if owner not in seen:
-            seen.add(owner)
+        if owner not in owners_seen:
+            owners_seen.add(owner)
             tensors[name] = value
     return tensors
 
@@ -170,16 +170,16 @@ def _commit_files(
     # last.
     for name in names:
         storage.move(name + _DRAFT, name)
-    kept = set(names)
+    current = set(names)
     if len(names) > 1:
-        kept.add(kind.index)
+        current.add(kind.index)
         weight_map = {key: name for name, keys in zip(names, groups, strict=True) for key in keys}
         total = sum(value.numel() * value.element_size() for value in state.values())
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
         storage.write(kind.index + _DRAFT, [text.encode()])
         storage.move(kind.index + _DRAFT, kind.index)
     for name in storage.list():
-        if kind.matches(name.removesuffix(_DRAFT)) and name not in kept:
+        if kind.matches(name.removesuffix(_DRAFT)) and name not in current:
             storage.remove(name)
 
 

@@ -76,19 +76,19 @@ class TrainingParts:
 def training_parts(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
-    others: Mapping[str, Sequence[Any]],
+    objects_by_kind: Mapping[str, Sequence[Any]],
     rank: int,
     world_size: int,
 ) -> TrainingParts:
-    """Name the objects ("model", "model_1" and so on) and return them. `others` are lists by kind."""
-    objects = {name: item for kind, items in others.items() for name, item in _by_name(kind, items).items()}
+    """Name the objects ("model", "model_1" and so on) and return them. `objects_by_kind` has lists."""
+    objects = {name: item for kind, items in objects_by_kind.items() for name, item in _by_name(kind, items).items()}
     return TrainingParts(_by_name("model", models), _by_name("optimizer", optimizers), objects, rank, world_size)
 
 
-def _by_name(kind: str, things: Sequence[Any]) -> dict[str, Any]:
+def _by_name(kind: str, objects: Sequence[Any]) -> dict[str, Any]:
     # The first object of a kind has no number, the next one is "model_1". Names depend on the order of `prepare`, so a
     # loading script has to prepare the objects in the order of the saving one.
-    return {f"{kind}_{number}" if number else kind: item for number, item in enumerate(things)}
+    return {f"{kind}_{number}" if number else kind: item for number, item in enumerate(objects)}
 
 
 @dataclass
@@ -162,10 +162,10 @@ def write_state(
         _RANDOM: ShardedObject(_RANDOM, random, (parts.world_size,), (parts.rank,)),
     }
     above, name = split_folder(folder)
-    place = Folder(storage_of(above), above, name=name, on_commit=on_commit)
+    target = Folder(storage_of(above), above, name=name, on_commit=on_commit)
     # A save hook may have taken a model out of `states`, because it has stored the model in a file of its own.
     names = [part for part in parts.names if part in states or part not in parts.models]
-    return save_contents(local_state_of(state), place, metadata={_KIND: {"parts": names}}, async_=async_)
+    return save_contents(local_state_of(state), target, metadata={_KIND: {"parts": names}}, async_=async_)
 
 
 def read_state(

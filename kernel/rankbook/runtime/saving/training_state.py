@@ -113,7 +113,7 @@ def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
         path for path in folder.glob("checkpoint_*.partial") if checkpoint_number(path.with_suffix("")) is not None
     ]
     claims = [path.with_suffix("") for path in folder.glob(f"checkpoint_*{steps.PARTIAL}{steps.OWNER}")]
-    gone = [
+    outdated = [
         folder / name
         for draft in dict.fromkeys([*drafts, *claims])
         if steps.writer_of(storage, draft.name) is None  # otherwise another process is saving there
@@ -121,9 +121,9 @@ def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
     ]
     # `newest` may have a lower number than others, if the user has set the iteration back; it is kept in any case.
     if project.total_limit is not None:
-        others = [path for path in numbered_folders(project) if path != newest]
-        gone += others[: max(0, len(others) + 1 - project.total_limit)]
-    for path in gone:
+        earlier = [path for path in numbered_folders(project) if path != newest]
+        outdated += earlier[: max(0, len(earlier) + 1 - project.total_limit)]
+    for path in outdated:
         with contextlib.suppress(OSError):
             storage.remove(path.name)
 
