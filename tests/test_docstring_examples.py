@@ -27,11 +27,15 @@ WITHOUT = {
     "load_ipython_extension",
     "unload_ipython_extension",
     # Types of results and states, whose function has the example.
+    "Finding",
+    "GradientState",
+    "GradientTable",
     "Healed",
+    "ParameterGradient",
     "Peeked",
     "RankOutcome",
     "RankStatus",
-    "GradientState",
+    "SyncReport",
     # Made by `prepare`, or by the function that prepares a loader.
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
