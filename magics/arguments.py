@@ -118,6 +118,35 @@ def _make_cell_parser() -> _Parser:
     return parser
 
 
+def _add_host_options(start: argparse.ArgumentParser) -> None:
+    start.add_argument(
+        "--launcher",
+        metavar="NAME",
+        help="start ranks on other hosts; env prints the agents' command. Options of the launcher follow, and behind "
+        "-- those of the program that it runs",
+    )
+    start.add_argument("--nodes", type=int, metavar="N", help="with --launcher: number of hosts")
+    start.add_argument("--address", metavar="A", help="with --launcher: address of this host to listen at")
+    start.add_argument("--port", type=int, default=0, metavar="P", help="with --launcher: port (default: a free one)")
+    start.add_argument("--home", type=int, default=0, metavar="N", help="with --launcher: ranks on this host")
+    start.add_argument(
+        "--lost-after",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="with --launcher: seconds after which a host that cannot be reached is lost (default: 60)",
+    )
+    start.add_argument(
+        "--sync-code",
+        choices=("on", "off"),
+        default="on",
+        help="with --launcher: send modules of the notebook's folder to the hosts that import them (default: on)",
+    )
+    start.add_argument(
+        "--env", action="append", default=[], metavar="NAME", help="with --launcher: variable that the ranks inherit"
+    )
+
+
 def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
     parser = _Parser(prog="%distributed", description="Manage the ranks.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
@@ -137,26 +166,7 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
         help="keep the ranks for S seconds (default: 600) after the kernel ends, for attach",
     )
     start.add_argument("--timeout", type=_seconds, metavar="S", help="seconds until the start is given up")
-    start.add_argument(
-        "--launcher",
-        metavar="NAME",
-        help="start ranks on other hosts; env prints the agents' command. Options of the launcher follow, and behind "
-        "-- those of the program that it runs",
-    )
-    start.add_argument("--nodes", type=int, metavar="N", help="with --launcher: number of hosts")
-    start.add_argument("--address", metavar="A", help="with --launcher: address of this host to listen at")
-    start.add_argument("--port", type=int, default=0, metavar="P", help="with --launcher: port (default: a free one)")
-    start.add_argument("--home", type=int, default=0, metavar="N", help="with --launcher: ranks on this host")
-    start.add_argument(
-        "--lost-after",
-        type=_seconds,
-        default=60.0,
-        metavar="S",
-        help="with --launcher: seconds after which a host that cannot be reached is lost (default: 60)",
-    )
-    start.add_argument(
-        "--env", action="append", default=[], metavar="NAME", help="with --launcher: variable that the ranks inherit"
-    )
+    _add_host_options(start)
     attach = add("attach", "attach to the ranks that an earlier kernel has left (start --keep)")
     attach.add_argument("key", nargs="?", metavar="KEY", help="key of the kept ranks, if there are several sets")
     add("status", "show the state of every rank and the cell that it runs")

@@ -241,6 +241,7 @@ class DistributedMagics(Magics):
             home=command.home,
             lost_after=command.lost_after,
             env=command.env,
+            sync_code=command.sync_code == "on",
         )
 
     def _command_attach(self, command: argparse.Namespace) -> None:

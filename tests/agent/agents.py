@@ -20,8 +20,9 @@ from tests.transport.tcp_proxy import Proxy
 class Agents:
     """Start agents with a connection file, and collect their errors and what the cluster reports."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, run_in: Path | None = None) -> None:
         self.folder = folder
+        self.run_in = run_in
         self.file = Path()
         self.lines: list[str] = []
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -32,6 +33,7 @@ class Agents:
         with (self.folder / f"agent-{len(self.processes)}.log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "rankbook.agent", "--connect", str(file or self.file), *options],
+                cwd=self.run_in,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -65,9 +67,13 @@ def cluster_on_hosts(
     lost_after: float = 30.0,
     timeout: float = 60.0,
     through_proxy: bool = False,
+    agents_in: Path | None = None,
 ) -> Iterator[tuple[Cluster, Agents]]:
-    """Start a cluster whose agents offer `slots`, through a proxy if a test cuts the connection."""
-    agents = Agents(folder)
+    """Start a cluster whose agents offer `slots`, through a proxy if a test cuts the connection.
+
+    `agents_in` is the folder in which the agents run, by default this process's.
+    """
+    agents = Agents(folder, agents_in)
 
     def report(text: str) -> None:
         agents.lines.append(text)

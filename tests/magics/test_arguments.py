@@ -25,8 +25,11 @@ START = {
     "home": 0,
     "lost_after": 60.0,
     "env": [],
+    "sync_code": "on",
 }
-START_OPTIONS = "-n, --backend, --keep, --timeout, --launcher, --nodes, --address, --port, --home, --lost-after, --env"
+START_OPTIONS = (
+    "-n, --backend, --keep, --timeout, --launcher, --nodes, --address, --port, --home, --lost-after, --sync-code, --env"
+)
 
 
 def reported(parse, line: str) -> str:

@@ -21,8 +21,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
-import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -33,6 +31,7 @@ import msgspec
 
 from rankbook.errors import ProtocolError, RankbookError, UnreadableMessage
 from rankbook.formatting import format_bytes
+from rankbook.launch.code_sync import digest
 from rankbook.launch.connection import Connection, interface_addresses
 from rankbook.launch.environment import rank_environment, usable_cores
 from rankbook.launch.local import LocalLauncher
@@ -49,6 +48,8 @@ from rankbook.protocol.agents import (
     HostLeaving,
     HostNote,
     HostReady,
+    ModuleFiles,
+    ModuleRequest,
     ProcessState,
     SegmentFailed,
     SegmentPart,
@@ -63,6 +64,7 @@ from rankbook.protocol.forkserver import ClusterOpened, ForkRank, KillRank, Rank
 from rankbook.protocol.messages import Done, FromForkserver, decode_from_rank, encode, message_segments
 from rankbook.transport import agent_link
 from rankbook.transport.agent_link import AgentLink
+from rankbook.transport.framed_socket import RequestListener, modules_folder
 from rankbook.transport.output_journal import journal_path, read_crash, read_journal
 from rankbook.transport.segment_transfer import AHEAD, SegmentReceiver, SegmentSender
 from rankbook.transport.shared_memory import Bytes, SegmentStore
@@ -80,7 +82,6 @@ _LONGEST_WAIT = 0.5
 """Seconds after which the parent process and the connection are looked at, without any event."""
 _LEAVE_SECONDS = 0.5
 """Seconds in which the last message to the coordinator may leave."""
-_LENGTH = struct.Struct("<I")
 
 
 class HostLost(RankbookError):
@@ -118,7 +119,8 @@ class Agent:
         self._launcher.request_open((self._folders.sockets, self._folders.segments))
         self._hub = ZmqHub(self._folders.sockets)
         self._segments = SegmentStore(self._folders.segments)
-        self._requests = StoreRequests(self._folders.sockets / "store")
+        self._requests = RequestListener(self._folders.sockets / "store")
+        self._modules = ModuleCopies(self._folders.sockets)
         self._ended = ""
         self._unreachable_since: float | None = time.monotonic()
         self._was_accepted = False
@@ -152,6 +154,7 @@ class Agent:
 
     def _step(self) -> None:
         files = {*self._link.filenos(), self._launcher.fileno(), self._signal_read, *self._requests.filenos()}
+        files.update(self._modules.filenos())
         if not self._launcher.alive:
             files.discard(self._launcher.fileno())
         received, ready = self._hub.wait(self._timeout(), files)
@@ -164,6 +167,9 @@ class Agent:
         if not ready.isdisjoint(self._requests.filenos()):
             for connection, request in self._requests.receive():
                 self._send(StoreRequest(connection), request)
+        if not ready.isdisjoint(self._modules.filenos()):
+            for needed in self._modules.receive():
+                self._send(needed)
         for event in self._link.receive():
             self._handle_event(event)
         self._send_parts()
@@ -219,6 +225,7 @@ class Agent:
             stack.callback(self._folders.remove)
             stack.callback(self._hub.close)
             stack.callback(self._requests.close)
+            stack.callback(self._modules.close)
             # The ranks first: they must have ended when the coordinator learns of it.
             stack.callback(self._launcher.terminate)
 
@@ -268,6 +275,8 @@ class Agent:
                 self._launcher.kill(rank, incarnation)
             case StoreReply(connection):
                 self._requests.reply(connection, bytes(frames[1]))
+            case ModuleFiles(connection, names):
+                self._modules.write(connection, dict(zip(names, map(bytes, frames[1:]), strict=True)))
             case CloseHost():
                 self._ended = "the cluster was stopped"
 
@@ -299,6 +308,7 @@ class Agent:
             cwd = str(Path.cwd())
             self._send(HostNote(f"{request.cwd} does not exist on this host: rank {request.rank} starts in {cwd}"))
         known = [entry for entry in request.path if not entry or Path(entry).exists()]
+        self._modules.own_folder = Path(cwd)
         self._pids.pop(request.rank, None)
         self._asked.pop(request.rank, None)
         # What still waits for values is for an earlier process of the rank.
@@ -317,6 +327,7 @@ class Agent:
                     segments=str(self._folders.segments),
                     logs=str(self._folders.logs),
                     store=self._requests.address,
+                    modules=self._modules.address if request.modules else "",
                 )
             )
         except (RankbookError, OSError) as error:
@@ -425,74 +436,63 @@ class Agent:
         self._link.send(MESSAGES, [encode(message), *frames])
 
 
-class StoreRequests:
-    """The socket at which the ranks of this host send their store operations. A request is its length and its bytes."""
+class ModuleCopies:
+    """The modules of the notebook's folder that ranks of this host have imported, in a folder below `folder`.
 
-    def __init__(self, path: Path) -> None:
-        self.address = str(path)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.address)  # the folder is private
-        self._listener.listen(128)
-        self._listener.setblocking(False)
-        self._connections: dict[int, socket.socket] = {}
-        self._pending: dict[int, bytearray] = {}
-        self._next = 1
+    `own_folder` is the working directory of the ranks, which may have the same files.
+    """
 
-    def filenos(self) -> list[int]:
-        """Return the descriptors to poll."""
-        return [self._listener.fileno(), *(connection.fileno() for connection in self._connections.values())]
+    def __init__(self, folder: Path) -> None:
+        self.own_folder = Path.cwd()
+        self._listener = RequestListener(folder / "modules")
+        self.address = self._listener.address
+        self.filenos = self._listener.filenos
+        self.close = self._listener.close
+        self._folder = modules_folder(self.address)
+        self._folder.mkdir(mode=0o700)
 
-    def receive(self) -> list[tuple[int, bytes]]:
-        """Return the requests that have arrived, with the numbers of their connections."""
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                self._connections[self._next], self._pending[self._next] = connection, bytearray()
-                self._next += 1
-        requests = []
-        for number, connection in tuple(self._connections.items()):
-            requests += [(number, request) for request in self._read(number, connection)]
-        return requests
+    def receive(self) -> list[ModuleRequest]:
+        """Return what to ask the notebook for."""
+        return [
+            ModuleRequest(connection, request.decode(errors="replace"), self._digests(request))
+            for connection, request in self._listener.receive()
+        ]
 
-    def reply(self, number: int, result: bytes) -> None:
-        """Send the result to the rank, unless it has disconnected."""
-        connection = self._connections.get(number)
-        if connection is not None:
-            try:
-                # Waits if the rank does not read. Results are small.
-                connection.settimeout(1.0)
-                connection.sendall(_LENGTH.pack(len(result)) + result)
-                connection.setblocking(False)
-            except OSError:
-                self._drop(number)
+    def write(self, connection: int, files: dict[str, bytes]) -> None:
+        """Write files that the notebook has sent, and reply to the rank that has asked for them, if one has."""
+        for name, content in files.items():
+            path = self._folder / name
+            if not path.resolve().is_relative_to(self._folder.resolve()):
+                raise ProtocolError(f"invalid name of a module's file: {name!r}")
+            if name.endswith("/"):
+                path.mkdir(parents=True, exist_ok=True)
+                continue
+            # A change of a file in a folder that this host shares with the notebook's.
+            if not connection and not path.exists() and self._digest(name) == digest(content):
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = path.with_name(f"{path.name}.fresh")
+            fresh.write_bytes(content)
+            fresh.replace(path)
+            # Compiled files are compared by seconds, and a file may change twice in one.
+            for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+                compiled.unlink(missing_ok=True)
+        self._listener.reply(connection, b"1" if files else b"")
 
-    def close(self) -> None:
-        """Close all connections."""
-        for number in tuple(self._connections):
-            self._drop(number)
-        self._listener.close()
+    def _digests(self, request: bytes) -> dict[str, str]:
+        """Return the digests of this host's own files of the module, which are imported if they are the same."""
+        name = request.decode(errors="replace").replace(".", "/")
+        # Modules of a package that was sent are looked for where it lies.
+        if (self._folder / name).parent != self._folder and (self._folder / name).parent.is_dir():
+            return {}
+        digests = {file: self._digest(file) for file in (f"{name}/__init__.py", f"{name}.py")}
+        return {file: value for file, value in digests.items() if value}
 
-    def _read(self, number: int, connection: socket.socket) -> list[bytes]:
-        pending = self._pending[number]
+    def _digest(self, file: str) -> str:
         try:
-            while data := connection.recv(1 << 16):
-                pending += data
-            self._drop(number)
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._drop(number)
-        requests = []
-        while len(pending) >= _LENGTH.size and len(pending) >= (end := _LENGTH.size + _LENGTH.unpack_from(pending)[0]):
-            requests.append(bytes(pending[_LENGTH.size : end]))
-            del pending[:end]
-        return requests
-
-    def _drop(self, number: int) -> None:
-        if (connection := self._connections.pop(number, None)) is not None:
-            connection.close()
-        self._pending.pop(number, None)
+            return digest((self.own_folder / file).read_bytes())
+        except (OSError, ValueError):
+            return ""
 
 
 def _segments_of(data: memoryview) -> tuple[tuple[str, ...], int | None]:

@@ -299,6 +299,7 @@ class ClusterProcesses:
             segments=str(self._folders.segments),
             logs=str(self._folders.logs),
             cluster=self.key,
+            modules="on" if self._hosts is not None and self._hosts.modules is not None and seat.host != HOME else "",
             keep=self._token,
             widgets="ipykernel.kernelapp" in sys.modules,  # imported in the process of every kernel
         )

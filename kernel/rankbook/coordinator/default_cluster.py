@@ -116,6 +116,7 @@ def start(
     home: int = 0,
     lost_after: float = LOST_AFTER,
     env: Sequence[str] = (),
+    sync_code: bool = True,
 ) -> Cluster:
     """Start the notebook's cluster, or return the running one if it has `n` ranks. Raises the errors of `Cluster`.
 
@@ -129,7 +130,8 @@ def start(
     and `port` are where this host listens for them, by default the address of the default route and a free port; `home`
     is the number of ranks on this host. A host that cannot be reached for `lost_after` seconds is lost. `env` names
     environment variables that the ranks there inherit from this process, beside RANKBOOK_*, ACCELERATE_*, OMP_*,
-    NCCL_*, TORCH*, HF_* and WANDB_*.
+    NCCL_*, TORCH*, HF_* and WANDB_*. With `sync_code`, modules of this process's folder are sent to the hosts that
+    import them, and again when they change.
 
     Example::
 
@@ -143,7 +145,9 @@ def start(
         raise InvalidArgument(f"keep must be True, False or a positive number of seconds, got {keep}")
     options = None
     if launcher is not None:
-        options = HostOptions(launcher, address, port, home, lost_after, tuple(env), nodes, tuple(launcher_args))
+        options = HostOptions(
+            launcher, address, port, home, lost_after, tuple(env), nodes, tuple(launcher_args), sync_code
+        )
     prestarted = _wait_prestarted()
     # The cluster that was started in the background has run no cell, so it can be replaced silently if the request does
     # not fit.

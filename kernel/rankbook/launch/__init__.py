@@ -5,4 +5,8 @@ local.py         ranks on this machine, through a forkserver; reattaching to a d
 registry.py      records of detached clusters
 environment.py   environment variables, devices, backend and threads of a rank
 paths.py         folders for sockets, shared memory and logs
+hosts.py         ranks on other hosts: the coordinator's side of the agents
+placement.py     which rank runs on which host and device
+connection.py    the file with which an agent connects
+code_sync.py     modules of the notebook's folder for other hosts
 """

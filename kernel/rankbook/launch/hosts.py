@@ -38,6 +38,7 @@ from pathlib import Path
 from rankbook.engines.engine import Engine, check_engine_name
 from rankbook.errors import InvalidArgument, ProtocolError, StartError, TransferError
 from rankbook.formatting import format_bytes, plural
+from rankbook.launch.code_sync import ModuleFolder, SentModules
 from rankbook.launch.connection import Connection, choose_address, write_connection
 from rankbook.launch.local import LocalLauncher
 from rankbook.launch.placement import HOME, HostSlots, RankSeat, free_seat
@@ -53,6 +54,8 @@ from rankbook.protocol.agents import (
     HostLeaving,
     HostNote,
     HostReady,
+    ModuleFiles,
+    ModuleRequest,
     ProcessState,
     SegmentFailed,
     SegmentPart,
@@ -97,6 +100,7 @@ class Host:
     bad_messages: int = 0
     segments: set[str] = field(default_factory=set)
     """Segments of the notebook's host that this host has or is getting."""
+    code: SentModules = field(default_factory=SentModules, repr=False)
     sender: SegmentSender = field(kw_only=True, repr=False)
     receiver: SegmentReceiver = field(kw_only=True, repr=False)
 
@@ -152,6 +156,7 @@ class Hosts:
         segments.drop = self.drop_segment
         self._keys = keys
         self._lost_after = lost_after
+        self.modules: ModuleFolder | None = None
         self._hosts: dict[str, Host] = {}
         self._processes: dict[int, _Process] = {}
         # Messages that wait for segments of their host.
@@ -407,6 +412,9 @@ class Hosts:
                 self._process_of(host, rank, incarnation).state = (time.monotonic(), info)
             case StoreRequest(connection):
                 self._send(host.id, StoreReply(connection), perform(self._keys, bytes(frames[1])))
+            case ModuleRequest(connection, name, known):
+                files = {} if self.modules is None else self.modules.find(name, host.code, known, host=host.name)
+                self._send_modules(host, connection, files)
             case HostReady(slots, devices, cores, port):
                 self._ready(host, slots, devices, cores, port)
             case HostFailed(reason):
@@ -496,10 +504,17 @@ class Hosts:
         """Send a message to ranks of one host. Return False if the host is lost."""
         needs = message_segments(message)
         with self._lock:
+            target = self._hosts.get(host)
+            if self.modules is not None and isinstance(message, Task) and target is not None and target.code.versions:
+                self._send_modules(target, 0, self.modules.changed(target.code, host=target.name))
             for name in needs:
                 self._send_segment(host, name)
             stay = message.cell if isinstance(message, ExportState) and message.stays else None
             return self._send(host, ToRanks(ranks, needs, isinstance(message, Task), stay), encode(message), *frames)
+
+    def _send_modules(self, host: Host, connection: int, files: dict[str, bytes]) -> None:
+        if files or connection:
+            self._send(host.id, ModuleFiles(connection, tuple(files)), *files.values())
 
     def drop_segment(self, name: str) -> None:
         """Remove the copies of a segment on other hosts."""
@@ -567,7 +582,7 @@ class HostOptions:
     and `port` are where this host listens for agents, by default the address of the default route and a free port.
     `home` is the number of ranks on this host. `lost_after`: seconds after which a host that cannot be reached is lost.
     `env` names variables that the ranks inherit from the notebook's process, beside those with a prefix of
-    `placement.INHERITED_PREFIXES`.
+    `placement.INHERITED_PREFIXES`. `sync_code`: send modules of the notebook's folder to the hosts that import them.
     """
 
     launcher: str | Engine = "env"
@@ -578,6 +593,7 @@ class HostOptions:
     env: tuple[str, ...] = ()
     nodes: int | None = None
     arguments: tuple[str, ...] = ()
+    sync_code: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.launcher, str):
@@ -606,7 +622,11 @@ def listen(options: HostOptions, cluster: str, segments: Path, *, report: Callab
         hub.close()
         raise
     store = KeyFolder(segments / "store")
-    return Hosts(hub, MirroredSegments(segments), store, lost_after=options.lost_after, report=report), file
+    hosts = Hosts(hub, MirroredSegments(segments), store, lost_after=options.lost_after, report=report)
+    if options.sync_code:
+        # `report` is replaced when the cluster has started.
+        hosts.modules = ModuleFolder(Path.cwd(), lambda text: hosts.report(text))  # noqa: PLW0108
+    return hosts, file
 
 
 class HostsLink:

@@ -56,6 +56,16 @@ class CloseHost(Message, frozen=True):
     """Kill all ranks, remove all folders, and exit."""
 
 
+class ModuleFiles(Message, frozen=True):
+    """Write files of modules, whose contents are the next frames, and answer a `ModuleRequest`.
+
+    `connection` is 0 for files that have changed. See `launch.code_sync`.
+    """
+
+    connection: int
+    names: tuple[str, ...]
+
+
 class StoreReply(Message, frozen=True):
     """Answer a `StoreRequest`: the next frame is the encoded result."""
 
@@ -144,6 +154,14 @@ class StoreRequest(Message, frozen=True):
     connection: int
 
 
+class ModuleRequest(Message, frozen=True):
+    """Ask for the module `name` of the notebook's folder. `known` maps files of this host to their digests."""
+
+    connection: int
+    name: str
+    known: dict[str, str]
+
+
 class HostNote(Message, frozen=True):
     """Show `text` to the user."""
 
@@ -157,13 +175,14 @@ class HostLeaving(Message, frozen=True):
 
 
 _Segments = SegmentPart | SegmentFailed | SegmentRefused
-ToAgent = ToRanks | DropSegments | CloseHost | StoreReply | _Segments | ForkRank | KillRank
+ToAgent = ToRanks | DropSegments | CloseHost | StoreReply | ModuleFiles | _Segments | ForkRank | KillRank
 FromAgent = (
     HostReady
     | HostFailed
     | FromRanks
     | ProcessState
     | StoreRequest
+    | ModuleRequest
     | HostNote
     | HostLeaving
     | _Segments

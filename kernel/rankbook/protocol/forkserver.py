@@ -37,7 +37,8 @@ class ForkRank(Message, frozen=True):
     process can claim the cluster. `widgets`: the notebook process is a Jupyter kernel, whose front end can show
     widgets. `store` is the socket of this host's agent, which relays requests to the rendezvous store; it is empty on
     the notebook's host. On another host the agent fills in the addresses and folders, and completes `env`, `cwd` and
-    `path` with its own.
+    `path` with its own. `modules` is the agent's socket at which the rank asks for modules of the notebook's folder;
+    from the notebook it is not empty if ranks may ask.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class ForkRank(Message, frozen=True):
     keep: str = ""
     widgets: bool = False
     store: str = ""
+    modules: str = ""
 
 
 class KillRank(Message, frozen=True):

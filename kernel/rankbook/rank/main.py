@@ -31,6 +31,7 @@ from rankbook.rank.process_groups.manager import GroupManager
 from rankbook.rank.replay_buffer import OFFER_SECONDS, DetachableLink
 from rankbook.rank.shell import RankShell, make_shell
 from rankbook.snapshot_files import SnapshotPlace
+from rankbook.transport.framed_socket import modules_folder
 from rankbook.transport.link import RankLink, Sender
 from rankbook.transport.output_journal import crash_path, journal_path
 from rankbook.transport.shared_memory import MOST_IN_FRAMES, SegmentStore
@@ -210,6 +211,10 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
         )
     )
     originals.record_originals()
+    if request.modules:
+        from rankbook.rank.module_sync import ModuleSync
+
+        ModuleSync(modules_folder(request.modules), request.modules, Path.cwd()).install()
     _run_tasks(control, executor)
     # After the control thread has ended: exit functions and saves are user code, whose output `capture.end` sends.
     _shut_down(link, group, control.patience)

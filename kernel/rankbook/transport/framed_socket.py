@@ -1,15 +1,19 @@
-"""Length-prefixed messages over a connected stream socket, between the notebook process and the forkserver.
+"""Length-prefixed messages over a connected stream socket, and requests of ranks to their agent.
 
-Reading never blocks, so one poll can serve the socket. Sending blocks only until there is room to write. A message is
-its length, as a 32-bit little-endian integer, and its encoded bytes.
+`MessageStream` connects the notebook process and the forkserver. Reading never blocks, so one poll can serve the
+socket. Sending blocks only until there is room to write. A message is its length, as a 32-bit little-endian integer,
+and its encoded bytes. `RequestListener` has such a stream for every process that asks it, and `request` is the other
+end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from rankbook.protocol.messages import Message, encode
@@ -41,7 +45,10 @@ class MessageStream(Generic[_T]):
 
         The launcher reports the exit of a peer by other means.
         """
-        data = encode(message)
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send an encoded message, as `send` does."""
         try:
             # The length and the message in one call: a message that fits into the socket's buffer is then one write.
             # `sendall` waits if the peer does not read.
@@ -77,3 +84,84 @@ class MessageStream(Generic[_T]):
         """Close this end."""
         self.closed = True
         self._connection.close()
+
+
+_SEND_TIMEOUT = struct.pack("ll", 1, 0)
+"""One second, as `struct timeval`: replies are small, so that a peer that does not read them has stopped."""
+
+
+class RequestListener:
+    """A Unix socket at `path`, in a private folder, to which processes of this host connect and send requests.
+
+    A request and its reply are bytes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.address = str(path)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self.address)
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+        self._streams: dict[int, MessageStream[bytes]] = {}
+        self._next = 1
+
+    def filenos(self) -> list[int]:
+        """Return the descriptors to poll."""
+        return [self._listener.fileno(), *(stream.fileno() for stream in self._streams.values())]
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """Return the requests that have arrived, with the numbers of their connections."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(True)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+                self._streams[self._next] = MessageStream(connection, bytes)
+                self._next += 1
+        requests = []
+        for number, stream in tuple(self._streams.items()):
+            requests += [(number, request) for request in stream.read()]
+            if stream.closed:
+                self._drop(number)
+        return requests
+
+    def reply(self, number: int, result: bytes) -> None:
+        """Send the result to the process that has asked, unless it has disconnected."""
+        if (stream := self._streams.get(number)) is not None:
+            try:
+                stream.send_bytes(result)
+            except OSError:  # it does not read
+                stream.closed = True
+            if stream.closed:
+                self._drop(number)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for number in tuple(self._streams):
+            self._drop(number)
+        self._listener.close()
+
+    def _drop(self, number: int) -> None:
+        self._streams.pop(number).close()
+
+
+def request(address: str, data: bytes, *, timeout: float) -> bytes:
+    """Send one request to the `RequestListener` at `address` and return the reply, over a connection of its own.
+
+    Raises `OSError`, also after `timeout` seconds without progress.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout)
+        connection.connect(address)
+        connection.sendall(_HEADER.pack(len(data)) + data)
+        received = bytearray()
+        while len(received) < _HEADER.size or len(received) < _HEADER.size + _HEADER.unpack_from(received)[0]:
+            if not (part := connection.recv(1 << 16)):
+                raise ConnectionResetError("the agent of this host has ended")
+            received += part
+        return bytes(received[_HEADER.size :])
+
+
+def modules_folder(address: str) -> Path:
+    """Return the folder of the modules for which processes ask at the socket `address`."""
+    return Path(f"{address}.d")

@@ -1,0 +1,127 @@
+"""Modules of the notebook's folder for the ranks of other hosts, which cannot see it.
+
+A rank that imports a module asks for it by name (`rank.module_sync`), through its agent. `ModuleFolder` finds the file
+in the notebook's folder, and nothing outside of it. What was sent is remembered per host, with the version of the file,
+so that it is sent once, and again before the next cell if it has changed.
+
+A file is named by its path relative to the folder, with slashes. A name that ends with a slash is a folder without
+`__init__.py`, that is a namespace package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rankbook.formatting import format_bytes
+
+MOST_FILE = 1 << 20
+"""Bytes of one module that is sent."""
+MOST_HOST = 32 << 20
+"""Bytes of all modules that are sent to one host."""
+
+Version = tuple[int, int]
+"""Modification time and size of a file: another one means that it has changed."""
+
+
+@dataclass
+class SentModules:
+    """The files that a host has, with their versions, and the bytes that were sent.
+
+    `same` are those that it had before, in a folder that it may share with the notebook's host.
+    """
+
+    versions: dict[str, Version] = field(default_factory=dict)
+    same: set[str] = field(default_factory=set)
+    size: int = 0
+
+
+class ModuleFolder:
+    """The modules in `folder`. `report` shows a line to the user, once per version of a file.
+
+    Example::
+
+        ModuleFolder(Path.cwd(), print).find("model.layers", SentModules(), {})  # {'model/layers.py': b'...'}
+    """
+
+    def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
+        self._folder = folder.resolve()
+        self._report = report
+        self._reported: set[tuple[str, Version]] = set()
+
+    def find(self, module: str, sent: SentModules, known: Mapping[str, str], *, host: str = "") -> dict[str, bytes]:
+        """Return the files that `host` needs to import `module`, with their contents; nothing for what it has already.
+
+        `known` maps files that the host has in its own folder to their digests.
+        """
+        parts = module.split(".")
+        if not all(part.isidentifier() for part in parts):
+            return {}
+        path = "/".join(parts)
+        # As Python's own search: a package before a module of the same name.
+        for name in (f"{path}/__init__.py", f"{path}.py", f"{path}/"):
+            if (version := self._version(name)) is not None:
+                return {} if sent.versions.get(name) == version else self._read(name, version, sent, known, host)
+        return {}
+
+    def changed(self, sent: SentModules, *, host: str = "") -> dict[str, bytes]:
+        """Return the files that have changed since they were sent."""
+        files: dict[str, bytes] = {}
+        for name, before in tuple(sent.versions.items()):
+            version = self._version(name)
+            if version is not None and version != before:
+                files |= self._read(name, version, sent, {}, host)
+        return files
+
+    def _version(self, name: str) -> Version | None:
+        path = self._folder / name
+        try:
+            # Links may lead out of the folder.
+            if not path.resolve().is_relative_to(self._folder):
+                return None
+            status = path.stat()
+        except OSError:
+            return None
+        if name.endswith("/"):
+            return (0, 0) if path.is_dir() else None
+        return (status.st_mtime_ns, status.st_size) if path.is_file() else None
+
+    def _read(
+        self, name: str, version: Version, sent: SentModules, known: Mapping[str, str], host: str
+    ) -> dict[str, bytes]:
+        if name.endswith("/"):
+            sent.versions[name] = version
+            return {name: b""}
+        size = version[1]
+        if size > MOST_FILE or sent.size + size > MOST_HOST:
+            limit = f"{format_bytes(MOST_FILE)} is the limit" if size > MOST_FILE else f"{host} has the most it may get"
+            self._say(name, version, f"{name} ({format_bytes(size)}) was not sent: {limit}; install it on the hosts")
+            return {}
+        try:
+            content = (self._folder / name).read_bytes()
+        except OSError as error:
+            self._say(name, version, f"{name} was not sent: {error.strerror or error}")
+            return {}
+        # The version of before the read: a change meanwhile is seen the next time.
+        sent.versions[name] = version
+        if known.get(name) == digest(content):
+            sent.same.add(name)
+            return {}
+        sent.size += len(content)
+        # The host decides whether it shares the folder, and then has the change already.
+        if name in sent.same:
+            return {name: content}
+        self._say(name, version, f"sent {name} ({format_bytes(len(content))}) to {host} and other hosts that import it")
+        return {name: content}
+
+    def _say(self, name: str, version: Version, text: str) -> None:
+        if (name, version) not in self._reported:
+            self._reported.add((name, version))
+            self._report(text)
+
+
+def digest(content: bytes) -> str:
+    """Return the digest by which two copies of a file are compared."""
+    return hashlib.sha256(content).hexdigest()

@@ -1,0 +1,143 @@
+"""Test modules of the notebook's folder on ranks of hosts that do not see it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from rankbook import CellError, Cluster
+from rankbook.launch.code_sync import MOST_FILE, ModuleFolder, SentModules, digest
+from rankbook.launch.hosts import Hosts
+from tests.agent.agents import cluster_on_hosts
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def folder(tmp_path: Path, lines: list[str]) -> ModuleFolder:
+    (tmp_path / "book" / "model" / "parts").mkdir(parents=True)
+    (tmp_path / "book" / "model" / "__init__.py").write_text("import model.layers")
+    (tmp_path / "book" / "model" / "layers.py").write_text("size = 1")
+    (tmp_path / "book" / "helper.py").write_text("x = 1")
+    (tmp_path / "outside.py").write_text("secret = 1")
+    (tmp_path / "book" / "linked.py").symlink_to(tmp_path / "outside.py")
+    return ModuleFolder(tmp_path / "book", lines.append)
+
+
+def test_a_module_is_sent_once_and_again_when_it_has_changed(folder, lines, tmp_path):
+    sent = SentModules()
+    assert folder.find("helper", sent, {}, host="node1") == {"helper.py": b"x = 1"}
+    assert folder.find("helper", sent, {}) == {} and folder.changed(sent) == {}
+    (tmp_path / "book" / "helper.py").write_text("x = 22")
+    assert folder.changed(sent, host="node1") == {"helper.py": b"x = 22"}
+    assert folder.changed(sent) == {}
+    assert lines == [
+        "sent helper.py (5 B) to node1 and other hosts that import it",
+        "sent helper.py (6 B) to node1 and other hosts that import it",
+    ]
+    assert folder.find("helper", SentModules(), {}, host="node2") == {"helper.py": b"x = 22"}
+    assert len(lines) == 2, "one line, however many hosts there are"
+
+
+def test_a_package_is_sent_module_by_module(folder):
+    sent = SentModules()
+    assert list(folder.find("model", sent, {})) == ["model/__init__.py"]
+    assert list(folder.find("model.layers", sent, {})) == ["model/layers.py"]
+    assert folder.find("model.parts", sent, {}) == {"model/parts/": b""}, "a namespace package"
+    assert folder.find("model.missing", sent, {}) == {}
+
+
+def test_what_the_host_has_already_is_not_sent(folder, lines, tmp_path):
+    sent = SentModules()
+    assert folder.find("helper", sent, {"helper.py": digest(b"x = 1")}) == {}
+    (tmp_path / "book" / "helper.py").write_text("x = 22")
+    assert folder.changed(sent) == {"helper.py": b"x = 22"}, "the host decides whether it sees the same folder"
+    assert lines == []
+    assert folder.find("helper", SentModules(), {"helper.py": digest(b"x = 0")}) == {"helper.py": b"x = 22"}
+
+
+@pytest.mark.parametrize("name", ["linked", "..outside", "../outside", "model/layers", "", ".", "helper\0", "a b"])
+def test_nothing_outside_the_folder_is_sent(folder, name):
+    assert folder.find(name, SentModules(), {}) == {}
+
+
+def test_a_file_that_is_too_large_is_named_once_and_not_sent(folder, lines, tmp_path):
+    (tmp_path / "book" / "large.py").write_bytes(b"#" * (MOST_FILE + 1))
+    assert folder.find("large", SentModules(), {}, host="a") == {} == folder.find("large", SentModules(), {}, host="b")
+    assert lines == ["large.py (1.05 MB) was not sent: 1.05 MB is the limit; install it on the hosts"]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Path]]:
+    """Return two ranks of another host, and the notebook's folder, which that host does not see."""
+    folder, book, other = (tmp_path_factory.mktemp(name) for name in ("hosts", "book", "other"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(book)
+        # On this machine the folder exists for the agent too.
+        fork = Hosts.fork
+        patch.setattr(Hosts, "fork", lambda self, request: fork(self, replace(request, cwd="/nonexistent")))
+        with cluster_on_hosts(folder, patch, 2, [2], agents_in=other) as (cluster, _):
+            yield cluster, book
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_ranks_import_modules_of_the_notebooks_folder_and_see_changes(shared):
+    cluster, book = shared
+    (book / "wares.py").write_text("def price(x):\n    return 2 * x\n")
+    (book / "shop").mkdir()
+    (book / "shop" / "__init__.py").write_text("from shop.till import total\n")
+    (book / "shop" / "till.py").write_text("def total(values):\n    return sum(values)\n")
+    cluster.run("%load_ext autoreload\n%autoreload 2")
+    result = cluster.run("import os, wares, shop\n(wares.price(rank), shop.total([1, 2]), os.path.exists('wares.py'))")
+    assert [result.text(rank) for rank in (0, 1)] == ["(0, 3, False)", "(2, 3, False)"]
+    (book / "wares.py").write_text("def price(x):\n    return 100 + x\n")
+    (book / "shop" / "till.py").write_text("def total(values):\n    return max(values)\n")
+    result = cluster.run("wares.price(rank), shop.till.total([1, 2])")
+    assert [result.text(rank) for rank in (0, 1)] == ["(100, 2)", "(101, 2)"]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_a_module_that_the_notebook_does_not_have_either_is_the_usual_error(shared):
+    cluster, book = shared
+    with pytest.raises(CellError, match="No module named 'no_such_module'"):
+        cluster.run("import no_such_module")
+    (book / "no_such_module.py").write_text("value = 3\n")
+    assert cluster.run("import no_such_module; no_such_module.value").text(1) == "3", "it was written meanwhile"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_workers_of_a_rank_import_what_it_has_imported(shared):
+    cluster, book = shared
+    (book / "rows.py").write_text(
+        "import torch\nclass Rows(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 4\n    def __getitem__(self, i): return i\n"
+    )
+    code = (
+        "import rows\nloader = torch.utils.data.DataLoader(rows.Rows(), num_workers=1, multiprocessing_context={!r})\n"
+        "[int(row) for row in loader]"
+    )
+    for method in ("fork", "spawn"):
+        assert cluster.run(code.format(method), ranks=[1], timeout=120).text(1) == "[0, 1, 2, 3]"
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_a_healed_rank_imports_them_too(shared):
+    cluster, book = shared
+    (book / "late.py").write_text("value = 5\n")
+    pid = cluster.status()[1].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert cluster.heal() is not None
+    assert cluster.run("import late; late.value").text(1) == "5"
