@@ -209,7 +209,8 @@ def dynamic_data(placement: Placement | None) -> dict[str, Any]:
     if placement is None:
         return {}
     # Lists instead of objects: this is sent up to ten times a second, and names would be repeated for every rank.
-    return {"at": round(placement.at, 1), "ranks": [_state_rank(rank) for rank in placement.ranks]}
+    ranks = [_state_rank(rank) for rank in placement.ranks]
+    return {"at": round(placement.at, 1), "ranks": ranks, "protection": placement.protection}
 
 
 def _state_rank(rank: RankPlacement) -> list[Any]:
@@ -391,6 +392,8 @@ def text(placement: Placement | None) -> str:
     if placement is None:
         return f"placement: {NOTHING_YET}"
     lines = [f"{summary(placement)}, {format_time(placement.at)}"]
+    if placement.protection:
+        lines.append(placement.protection)
     # The ranks of a host are neighbours in the list.
     for host, ranks in groupby(placement.ranks, key=lambda rank: rank.host):
         lines += ["", host, table(HEADINGS, [_row(rank) for rank in ranks])["text/plain"]]
@@ -408,8 +411,9 @@ def html(placement: Placement | None, history: History | None = None) -> str:
         rows.append(f'<tr><th scope="rowgroup" colspan="{len(HEADINGS)}" style="{CELL}">{escape(host)}</th></tr>')
         rows += [_html_row(rank, scales.get(rank.rank), (history or {}).get(rank.rank, ())) for rank in ranks]
     head = "".join(f'<th scope="col" style="text-align:left">{heading}</th>' for heading in HEADINGS)
+    protection = f"<p>{escape(placement.protection)}</p>" if placement.protection else ""
     return (
-        f"<p>{escape(summary(placement))}, {format_time(placement.at)}</p>"
+        f"<p>{escape(summary(placement))}, {format_time(placement.at)}</p>{protection}"
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{_legend(placement)}"
     )
 

@@ -17,11 +17,15 @@ LAYOUTS = {
     "fsdp_tp": "Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, tp_size=2, "
     "tp_handler=TorchTensorParallelConfig(plan={'up': 'colwise', 'down': 'rowwise'})))",
 }
-MOMENTS = ("forward", "backward", "optimizer", "copy", "commit", "scheduler", "between")
-"""Where the victim dies. `copy` and `commit` are in the middle of the snapshot, `between` is between two cells."""
+MOMENTS = ("forward", "backward", "optimizer", "copy", "commit", "scheduler", "any", "between")
+"""Where the victim dies.
+
+`copy` and `commit` are in the middle of the snapshot, `any` is some milliseconds after the forward pass has begun, and
+`between` is between two cells.
+"""
 
 SETUP = """
-import os, signal
+import os, signal, threading
 from rankbook.runtime import (
     Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, TorchTensorParallelConfig, optimizer as optimizers,
     protection, set_seed,
@@ -36,6 +40,8 @@ class Net(torch.nn.Module):
         self.last = torch.nn.Linear(16, 16)
 
     def forward(self, x):
+        if victim.is_due("any"):
+            threading.Timer(victim.delay, victim.die).start()
         x = self.norm(self.down(self.up(x).relu()))
         if victim.is_due("forward"):
             victim.die()
@@ -45,7 +51,7 @@ class Net(torch.nn.Module):
         return x
 
 class Victim:
-    rank, moment, step = -1, "", 0
+    rank, moment, step, delay = -1, "", 0, 0.0
     def is_due(self, moment):
         return (rank, moment, optimizer.steps) == (self.rank, self.moment, self.step)
     def die(self):
@@ -78,8 +84,7 @@ def arm():
         return wrapped
     optimizer.optimizer.register_step_post_hook(lambda *_: victim.die() if victim.is_due("optimizer") else None)
     area, file = protection._Area, protection.SnapshotFile
-    area.write = before(getattr(area.write, "original", area.write), "copy")
-    file.commit = before(getattr(file.commit, "original", file.commit), "commit")
+    area.write, file.commit = before(area.write, "copy"), before(file.commit, "commit")
 """
 MODEL = """
 set_seed(3)
@@ -107,29 +112,33 @@ class Training:
         cluster.run(f"accelerator.protect({every})\narm()")
         self.at = 0
 
-    def kill(self, rank: int, moment: str, *, after: int) -> None:
-        """Train, and kill `rank` at this moment of the step after `after` more steps."""
+    def kill(self, rank: int, moment: str, *, after: int, delay: float = 0.0) -> None:
+        """Train, and kill `rank` at this moment of the step after `after` more; "any" is after `delay` seconds."""
         if moment == "between":
-            self.cluster.run(f"losses = train({after})")
+            self.cluster.run(f"losses = train({after})\nloader.load_state_dict(loader.state_dict())")
             os.kill(next(status.pid for status in self.cluster.status() if status.rank == rank) or 0, signal.SIGKILL)
             return
         step = self.at + after + (moment in ("scheduler", "copy", "commit"))
-        self.cluster.run(f"victim.rank, victim.moment, victim.step = {rank}, {moment!r}, {step}")
+        self.cluster.run(f"victim.rank, victim.moment, victim.step, victim.delay = {rank, moment, step, delay}")
         with contextlib.suppress(CellError, RankLostError):
             self.cluster.run("losses = train(1000)")
 
     def heal(self) -> Any:
         """Heal, and return the result."""
         healed = self.cluster.heal()
-        self.cluster.run("victim.rank = -1\nsteps = optimizer.steps")
+        self.cluster.run("victim.rank = -1\narm()\nsteps = optimizer.steps")
         steps = self.cluster.pull("steps")
         assert len(set(steps)) == 1, steps
         self.at = steps[0]
         return healed
 
     def check(self, count: int) -> None:
-        """Train `count` steps and compare their losses with those of the undisturbed run, bit by bit."""
+        """Train `count` steps and compare their losses with those of the undisturbed run, bit by bit.
+
+        The next loop continues the epoch, which the loop of these steps leaves by `break`.
+        """
         self.cluster.run(f"losses = train({count})")
         expected = [losses[self.at : self.at + count] for losses in self.expected]
         assert self.cluster.pull("losses") == expected
         self.at += count
+        self.cluster.run("loader.load_state_dict(loader.state_dict())")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
+import signal
+import statistics
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from rankbook import Cluster, InvalidArgument
+from rankbook import Cluster, InvalidArgument, RankbookError
 from rankbook.launch import local
 from rankbook.snapshot_files import read_headers
 from tests.conftest import cluster_folders
@@ -86,6 +91,7 @@ def test_the_status_names_the_step_and_the_memory_is_given_back(cluster):
     status = cluster.protection()
     assert (status.every, status.step) == (2, 4)
     assert "protected every 2 steps: snapshot of step 4" in str(status)
+    assert "snapshot of step 4" in cluster.placement().protection
     folder = cluster._segments.folder
     used = sum(path.stat().st_size for path in folder.glob("snapshot-*"))
     assert used < 2.1 * status.size + RANKS * 100_000  # what is pickled does not grow with the model
@@ -132,16 +138,42 @@ def test_a_rank_that_dies_during_the_heal_costs_no_further_step(cluster):
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kills_at_random_moments(cluster, layout):
-    draw = random.Random(SEED)
-    done = 0
+    draw = random.Random(f"{SEED} {layout}")
+    done, seconds = 0, []
     while done < KILLS:
-        training = Training(cluster, layout, steps=200)
-        while training.at < 150 and done < KILLS:
-            moment = draw.choice([each for each in MOMENTS if each != "between"])
-            training.kill(draw.randrange(RANKS), moment, after=draw.randrange(1, 4))
+        training = Training(cluster, layout, steps=100)
+        while training.at < 80 and done < KILLS:
+            rank, moment, after = draw.randrange(RANKS), draw.choice(MOMENTS), draw.randrange(1, 4)
+            print(f"{layout}: step {training.at}, rank {rank}, {moment}, after {after}")  # shown if the test fails
+            training.kill(rank, moment, after=after, delay=draw.uniform(0, 0.05))
+            began = time.monotonic()
             assert "back at step" in str(training.heal())
-            training.cluster.run("arm()")
+            seconds.append(time.monotonic() - began)
             training.check(10)
             done += 1
-            # The loop has ended by `break`: the next one continues where this one ended.
-            cluster.run("loader.load_state_dict({**loader.state_dict(), 'finished': False})")
+    print(f"{layout}: {done} kills, heal took {statistics.median(seconds):.2f} s, at most {max(seconds):.2f} s")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kills_during_heal(cluster, layout):
+    draw = random.Random(f"{SEED} {layout} heal")
+    done = 0
+    while done < KILLS // 4:
+        training = Training(cluster, layout, steps=100)
+        while training.at < 80 and done < KILLS // 4:
+            first, second = draw.sample(range(RANKS), 2)
+            delay = draw.uniform(0, 0.6)
+            print(f"{layout}: step {training.at}, rank {first}, and rank {second} after {delay:.3f} s")
+            training.kill(first, "backward", after=draw.randrange(1, 4))
+            pid = cluster.status()[second].pid
+            assert pid is not None
+            timer = threading.Timer(delay, os.kill, (pid, signal.SIGKILL))
+            timer.start()
+            with contextlib.suppress(RankbookError):  # if the second one dies in the middle
+                cluster.heal()
+            timer.join()
+            # It may also have died after the heal, or have been replaced by it.
+            assert "back at step" in str(training.heal() or "back at step")
+            training.check(10)
+            done += 1

@@ -266,3 +266,12 @@ def test_a_terminals_colours_can_be_read_in_dark_and_light(ink, paper):
 def test_text_on_a_ranks_colour_can_be_read():
     for colour in drawing.RANK_COLOURS:
         assert contrast(colour, drawing.contrast_color(colour)) >= 4.5, colour
+
+
+def test_the_placement_says_how_the_training_is_protected():
+    protection = "protected every step: snapshot of step 811, 2 s old"
+    protected = Placement((), 0.0, "", protection)
+    assert protection in placement_picture.text(protected)
+    assert protection in placement_picture.html(protected)
+    assert placement_picture.dynamic_data(protected)["protection"] == protection
+    assert "<p></p>" not in placement_picture.html(Placement((), 0.0, ""))

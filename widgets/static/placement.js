@@ -11,6 +11,7 @@ const CPU_SCALE = "The bars of CPU ranks are scaled to the largest rank; the thi
 function drawPlacement(channel, root) {
   const title = make("h2", {});
   const late = make("p", {role: "status"});
+  const protection = make("p", {});
   const legend = make("p", {class: "rb-line rb-faint"}, "memory:", ...MEMORY.map((part) =>
     make("span", {}, make("span", {class: `rb-swatch rb-${part}`, "aria-hidden": "true"}),
       part === "other" ? "activations and other" : part)), make("span", {},
@@ -18,7 +19,7 @@ function drawPlacement(channel, root) {
   const scaled = make("p", {class: "rb-faint", hidden: ""}, CPU_SCALE);
   const grid = make("div", {class: "rb-ranks", role: "grid", "aria-label": "ranks", "aria-readonly": "true"});
   const near = nearPanel(channel, () => focusRow(current));
-  root.append(title, late, grid, legend, scaled, near.element);
+  root.append(title, late, protection, grid, legend, scaled, near.element);
   const rows = new Map();
   const courses = new Map();  // of each rank: [time, used bytes, steps per second], oldest first
   let sampled = -Infinity;
@@ -126,6 +127,8 @@ function drawPlacement(channel, root) {
         Object.entries(counts).map(([name, count]) => `${count} ${name}`).join(", ") : "no rank has replied yet");
       setText(late, !lagging.length ? "" : lagging.length === 1 ? `▲ rank ${lagging[0]} lags its peers` :
         `▲ ranks ${lagging.join(", ")} lag their peers`);
+      setText(protection, state.protection || "");
+      protection.hidden = !state.protection;
       near.state(states);
     },
     close: () => near.close(),

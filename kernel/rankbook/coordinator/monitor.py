@@ -23,6 +23,7 @@ import msgspec
 from rankbook.coordinator.cluster_processes import ClusterProcesses
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.queries import QueryClient
+from rankbook.coordinator.recovery import describe_protection
 from rankbook.coordinator.states import RankState
 from rankbook.errors import InvalidArgument, RankbookError, RankLostError
 from rankbook.formatting import strip_ansi
@@ -57,6 +58,7 @@ from rankbook.protocol.telemetry import (
     Variable,
 )
 from rankbook.ranks import format_ranks, group_ranks, name_ranks
+from rankbook.snapshot_files import read_headers
 
 QUERY_INTERVAL = 0.1
 """Seconds between two rounds of queries."""
@@ -265,7 +267,9 @@ class StatusMonitor:
     def _publish_states(self, aggregator: StatusAggregator, subscriptions: list[Subscription]) -> None:
         with self._changed:
             views = self._views()
-            placement = aggregator.placement(views, now=time.monotonic(), wall=time.time())
+            placement = aggregator.placement(
+                views, now=time.monotonic(), wall=time.time(), protection=_protection_of(self._processes)
+            )
             saves = aggregator.saves(views, wall=time.time())
         for subscription in subscriptions:
             subscription.publish(saves if subscription.kind == "saves" else placement)
@@ -292,7 +296,9 @@ class StatusMonitor:
             finally:
                 queries.close(token)
         with self._changed:
-            return aggregator.placement(self._views(), now=time.monotonic(), wall=time.time())
+            return aggregator.placement(
+                self._views(), now=time.monotonic(), wall=time.time(), protection=_protection_of(self._processes)
+            )
 
     def detail(self, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> RankDetail:
         """Return stack, output and variables of the rank; only the output if it is dead.
@@ -452,6 +458,16 @@ def _name_of(processes: ClusterProcesses) -> str:
     return "" if processes.keep is None else processes.key
 
 
+def _protection_of(processes: ClusterProcesses) -> str:
+    """Describe the snapshots of the training state; "" without protection."""
+    folder, ranks = processes.segments.folder, tuple(processes.state.ranks)
+    # The frequent case, for which two files are looked for, whatever the number of ranks.
+    if not any(read_headers(folder, ranks[:1]).values()):
+        return ""
+    status = describe_protection(read_headers(folder, ranks), time.time())
+    return "" if status is None else str(status)
+
+
 def _number_of(driver: Driver, rank: int) -> int | None:
     """Return the execution count of the rank's cell: 0 for a call, None if idle or for an internal task."""
     cell = driver.cell_of(rank)
@@ -554,12 +570,12 @@ class StatusAggregator:
         """Return True if one of the ranks queried last has not replied yet."""
         return any(self._records[rank].requested_at is not None for rank in self._queried)
 
-    def placement(self, views: Iterable[RankView], *, now: float, wall: float) -> Placement:
+    def placement(self, views: Iterable[RankView], *, now: float, wall: float, protection: str = "") -> Placement:
         """Return the state of all ranks, at `now` on the monotonic and `wall` on the wall clock."""
         rows = [self._row(view, now) for view in views]
         lagging = stragglers_of(rows)
         ranks = tuple(msgspec.structs.replace(row, lags=True) if row.rank in lagging else row for row in rows)
-        return Placement(ranks, wall, self._name)
+        return Placement(ranks, wall, self._name, protection)
 
     def saves(self, views: Iterable[RankView], *, wall: float) -> Saves:
         """Return the checkpoint saves of all ranks."""

@@ -219,12 +219,14 @@ class RankPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State of all ranks of a cluster.
 
-    `cluster` is "" if there is only one. `at` is in seconds since the Unix epoch.
+    `cluster` is "" if there is only one. `at` is in seconds since the Unix epoch. `protection` describes the snapshots
+    of the training state, "" without protection.
     """
 
     ranks: tuple[RankPlacement, ...]
     at: float
     cluster: str
+    protection: str = ""
 
 
 # `bytes` is None where the size is unknown, as for most objects that are not tensors or arrays.
