@@ -610,6 +610,9 @@ class Cluster(ClusterQueries):
         self.stop()
 
     def __repr__(self) -> str:
+        # A traceback of a failed start can show the local variables of the constructor.
+        if "_processes" not in vars(self):
+            return "<Cluster: not started>"
         if self.stopped:
             return "<Cluster: stopped>"
         states = ", ".join(f"{rank}: {self._state_of(rank)}" for rank in self._state.ranks)

@@ -582,6 +582,9 @@ class ClusterProcesses:
             if self._stopped.is_set():
                 return
             self._stopped.set()
+            # The keys first: a kernel that takes too long to exit is killed.
+            if self._connection_file is not None:
+                self._connection_file.unlink(missing_ok=True)
             if self._driver is not None:
                 if patience is not None:
                     self._driver.shutdown_manager.patience = patience
@@ -598,8 +601,6 @@ class ClusterProcesses:
                 _report(problem)
             if self._hub is not None:
                 self._hub.close()
-            if self._connection_file is not None:
-                self._connection_file.unlink(missing_ok=True)
             self._folders.remove()
 
     def _wait_stopped(self, driver: Driver, *, timeout: float) -> None:

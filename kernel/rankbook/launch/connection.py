@@ -18,7 +18,7 @@ import platformdirs
 import psutil
 
 from rankbook.errors import InvalidArgument, StartError
-from rankbook.transport.agent_link import LinkKeys, source_address
+from rankbook.transport.agent_link import LinkKeys, SecretKey, source_address
 from rankbook.transport.shared_memory import ensure_private_folder
 
 CONNECT = "RANKBOOK_CONNECT"
@@ -66,7 +66,8 @@ def decode_connection(text: str, source: str) -> Connection:
     # The error's text may quote the content, so it is left out.
     except (msgspec.MsgspecError, ValueError):
         raise InvalidArgument(f"{source} is not a connection file of this version of Rankbook") from None
-    keys = LinkKeys(content.server_public.encode(), content.client_public.encode(), content.client_secret.encode())
+    secret = SecretKey(content.client_secret.encode())
+    keys = LinkKeys(content.server_public.encode(), content.client_public.encode(), secret)
     return Connection(content.cluster, content.address, content.port, content.lost_after, keys)
 
 

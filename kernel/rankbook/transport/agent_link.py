@@ -55,19 +55,29 @@ _WITHOUT_COPY = 64 << 10
 """Bytes from which a frame is handed to libzmq without a copy; below, copying is faster."""
 
 
+class SecretKey(bytes):
+    """A secret key, which no `repr` shows: tracebacks can include the local variables of their frames."""
+
+    def __repr__(self) -> str:
+        return "SecretKey(...)"
+
+    __str__ = __repr__
+
+
 @dataclass(frozen=True)
 class LinkKeys:
     """Keys of an agent, in Z85 (https://rfc.zeromq.org/spec/32/): the server's public key and the client's pair."""
 
     server_public: bytes
     client_public: bytes
-    client_secret: bytes = field(repr=False)
+    client_secret: SecretKey = field(repr=False)
 
 
-def make_keys() -> tuple[LinkKeys, bytes]:
+def make_keys() -> tuple[LinkKeys, SecretKey]:
     """Make the keys of a new cluster: those of its agents, and the server's secret key."""
     server_public, server_secret = zmq.curve_keypair()
-    return LinkKeys(server_public, *zmq.curve_keypair()), server_secret
+    client_public, client_secret = zmq.curve_keypair()
+    return LinkKeys(server_public, client_public, SecretKey(client_secret)), SecretKey(server_secret)
 
 
 # Events -------------------------------------------------------------------------------------------------------------
@@ -142,7 +152,7 @@ class AgentHub:
     Raises `StartError` if it cannot listen there.
     """
 
-    def __init__(self, address: str, port: int, keys: LinkKeys, server_secret: bytes) -> None:
+    def __init__(self, address: str, port: int, keys: LinkKeys, server_secret: SecretKey) -> None:
         if address in ("", "*", "0.0.0.0", "::"):  # noqa: S104 - refused
             raise InvalidArgument(f"invalid address {address!r}: expected the address of one interface")
         self.address = address
