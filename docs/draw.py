@@ -69,10 +69,10 @@ def states() -> str:
         ("A cell", tables.CellEntry, tables.CellStep, tables.CELL_TABLE),
     ]
     for title, holder, steps, rows in machines:
-        start = next(each.default for each in dataclasses.fields(holder) if each.name == "state")
+        start = next(field.default for field in dataclasses.fields(holder) if field.name == "state")
         parts += [f"## {title}", _docstring(type(start)), _diagram(start, rows), _transitions(list(steps), rows)]
     for title, module in (("Events: input", events), ("Actions: output", actions)):
-        rows = [[f"`{_signature(each)}`", _docstring(each)] for each in _own_classes(module, object)]
+        rows = [[f"`{_signature(event)}`", _docstring(event)] for event in _own_classes(module, object)]
         parts += [f"## {title}", _table(["", ""], rows)]
     return "\n\n".join(parts) + "\n"
 
@@ -82,8 +82,8 @@ def _is_message(struct: type) -> bool:
 
 
 def _own_classes(module: object, base: type) -> list[type]:
-    classes = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, base)]
-    return [each for each in classes if each.__module__ == module.__name__]
+    classes = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, base)]
+    return [value for value in classes if value.__module__ == module.__name__]
 
 
 def _docstring(thing: type) -> str:
@@ -93,7 +93,9 @@ def _docstring(thing: type) -> str:
 def _struct(struct: type[msgspec.Struct]) -> str:
     heading = f"### {struct.__name__}\n\n{_docstring(struct)}"
     annotations = {
-        name: each for base in reversed(struct.__mro__) for name, each in vars(base).get("__annotations__", {}).items()
+        name: annotation
+        for base in reversed(struct.__mro__)
+        for name, annotation in vars(base).get("__annotations__", {}).items()
     }
     rows = []
     for field in msgspec.structs.fields(struct):
@@ -103,7 +105,7 @@ def _struct(struct: type[msgspec.Struct]) -> str:
 
 
 def _signature(event: type) -> str:
-    fields = (f"{each.name}: {each.type}" for each in dataclasses.fields(event))
+    fields = (f"{member.name}: {member.type}" for member in dataclasses.fields(event))
     return f"{event.__name__}({', '.join(fields)})"
 
 

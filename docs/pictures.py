@@ -126,10 +126,10 @@ def opened(cells: list[str], theme: str, *, width: int = 1280, height: int = 100
             nbformat.write(notebook, folder / "pictures.ipynb")
             with open_page(browser, folder) as page:
                 page.set_viewport_size({"width": width, "height": height})
-                shown = Notebook(page, server, "pictures.ipynb")
+                opened_notebook = Notebook(page, server, "pictures.ipynb")
                 page.keyboard.press("Control+b")  # without the list of files
-                yield shown
-                shown.shut_down()
+                yield opened_notebook
+                opened_notebook.shut_down()
         finally:
             browser.close()
             server.close()
@@ -176,17 +176,17 @@ def take_export(notebook: Notebook, folder: Path, places: dict[str, int]) -> Non
     page.goto(file.with_suffix(".html").as_uri())
     cells = page.locator(".jp-CodeCell")
     for name in ("placement", "shards", "checkpoints", "panel"):
-        place = places[name]
-        write(picture(cells.nth(place).locator(".jp-Cell-outputWrapper")), folder / f"{name}-static.png")
+        index = places[name]
+        write(picture(cells.nth(index).locator(".jp-Cell-outputWrapper")), folder / f"{name}-static.png")
     page.close()
 
 
-def picture(place: Locator) -> bytes:
+def picture(output: Locator) -> bytes:
     """Return the picture of a part of a page, without the pointer."""
-    place.scroll_into_view_if_needed()
-    place.page.mouse.move(2, 2)
-    place.page.wait_for_timeout(300)
-    return place.screenshot()
+    output.scroll_into_view_if_needed()
+    output.page.mouse.move(2, 2)
+    output.page.wait_for_timeout(300)
+    return output.screenshot()
 
 
 def write(png: bytes, file: Path) -> None:
@@ -238,11 +238,14 @@ class Recorder:
 
     def write(self, file: Path) -> None:
         """Write the frames as a GIF. Waiting is cut to 0.8 s, except for the frames that are to be read."""
-        shown = [self._read.get(number, min(max(40, each), 800)) for number, each in enumerate(self.milliseconds)]
+        durations = [
+            self._read.get(number, min(max(40, milliseconds), 800))
+            for number, milliseconds in enumerate(self.milliseconds)
+        ]
         palette = self.frames[len(self.frames) // 2].quantize(64)
         frames = [frame.quantize(64, palette=palette, dither=Image.Dither.NONE) for frame in self.frames]
-        frames[0].save(file, save_all=True, append_images=frames[1:], duration=shown, loop=0, optimize=True)
-        print(f"{file.name}: {len(frames)} frames, {sum(shown) / 1000:.1f} s, {file.stat().st_size / 1000:.0f} kB")
+        frames[0].save(file, save_all=True, append_images=frames[1:], duration=durations, loop=0, optimize=True)
+        print(f"{file.name}: {len(frames)} frames, {sum(durations) / 1000:.1f} s, {file.stat().st_size / 1000:.0f} kB")
 
 
 def take_quickstart(file: Path) -> None:

@@ -39,16 +39,16 @@ def write(folder: Path, rank: int, generation: int, number: int, updates: int = 
 
 def test_what_was_committed_is_read_and_another_version_is_not(tmp_path):
     write(tmp_path, 1, 0, 7)
-    found = SnapshotFile(tmp_path, 1, 0).read(version(7))
-    assert found is not None
-    assert (found[0], found[1][:]) == (b"content", bytes([7]) * 8)
+    snapshot = SnapshotFile(tmp_path, 1, 0).read(version(7))
+    assert snapshot is not None
+    assert (snapshot[0], snapshot[1][:]) == (b"content", bytes([7]) * 8)
     assert SnapshotFile(tmp_path, 1, 0).read(version(8)) is None
 
 
 def test_a_generation_that_is_being_written_does_not_count(tmp_path):
     write(tmp_path, 0, 0, 1)
     write(tmp_path, 0, 1, 2).invalidate()
-    assert [found.version for found in read_headers(tmp_path, [0])[0]] == [version(1)]
+    assert [latest.version for latest in read_headers(tmp_path, [0])[0]] == [version(1)]
 
 
 def test_a_half_written_header_does_not_count(tmp_path):
@@ -59,10 +59,10 @@ def test_a_half_written_header_does_not_count(tmp_path):
 
 def test_what_a_reader_has_mapped_does_not_change_with_the_next_snapshot(tmp_path):
     file = write(tmp_path, 0, 0, 1)
-    found = file.read(version(1))
-    assert found is not None
+    snapshot = file.read(version(1))
+    assert snapshot is not None
     write(tmp_path, 0, 0, 3)
-    assert found[1][:] == bytes([1]) * 8
+    assert snapshot[1][:] == bytes([1]) * 8
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_a_reader_has_mapped_does_not_change_with_the_next_snapshot(tmp_pat
     ],
 )
 def test_the_newest_snapshot_that_all_ranks_have_counts(versions, expected):
-    headers = {rank: [header(*found) for found in entries] for rank, entries in versions.items()}
+    headers = {rank: [header(*fields) for fields in entries] for rank, entries in versions.items()}
     assert latest_common(headers) == (None if expected is None else version(*expected))
 
 

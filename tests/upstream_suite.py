@@ -425,7 +425,7 @@ def junit_name(node: str) -> str:
 def compare(source: Path, scratch: Path, only: str) -> float:
     """Run the tests with Accelerate and with Rankbook, print the result, and return the part that passes."""
     verdicts, with_accelerate = run_tests(source, scratch, only, replace=False)
-    _, here = run_tests(source, scratch, only, replace=True)
+    _, with_rankbook = run_tests(source, scratch, only, replace=True)
     print(f"\n{len(verdicts)} tests in the files with tests that count")
     for reason in (MISSING, COMMAND, UNRELATED):
         print(f"{list(verdicts.values()).count(reason):6} {reason}")
@@ -433,7 +433,7 @@ def compare(source: Path, scratch: Path, only: str) -> float:
     for verdict in (PRIVATE, COUNTED):
         names = [name for name, item in verdicts.items() if item == verdict and name in with_accelerate]
         passed = [name for name in names if with_accelerate[name] == ""]
-        failed = {name: here.get(name, "not collected") for name in passed if here.get(name) != ""}
+        failed = {name: with_rankbook.get(name, "not collected") for name in passed if with_rankbook.get(name) != ""}
         both = len(passed) - len(failed)
         print(f"{len(names):6} {verdict}: {len(passed)} pass with Accelerate, {both} of these with Rankbook")
         for name, error in failed.items():

@@ -109,12 +109,12 @@ class Rankbook(Adapter):
         return f"%distributed pull {name} --ranks 0\n{name} = {name}[0]"
 
     def lines(self, cell: Cell) -> Lines:
-        found: Lines = defaultdict(list)
+        lines_by_rank: Lines = defaultdict(list)
         for line in "".join(shown_text(cell)).splitlines():
             if match := re.match(r"\[([\d,-]+)\] (.*)", line):
                 for rank in _selection(match[1]):
-                    found[rank].append(match[2])
-        return found
+                    lines_by_rank[rank].append(match[2])
+        return lines_by_rank
 
 
 class IPyParallel(Adapter):
@@ -143,11 +143,11 @@ class IPyParallel(Adapter):
         return f"{name} = client[0].pull({name!r}, block=True)"
 
     def lines(self, cell: Cell) -> Lines:
-        found: Lines = defaultdict(list)
+        lines_by_rank: Lines = defaultdict(list)
         for text in shown_text(cell):
             if match := re.match(r"\[stdout:(\d+)\] ", text):
-                found[int(match[1])].extend(text[match.end() :].splitlines())
-        return found
+                lines_by_rank[int(match[1])].extend(text[match.end() :].splitlines())
+        return lines_by_rank
 
 
 class JupyterDistributed(Adapter):
@@ -177,12 +177,14 @@ class JupyterDistributed(Adapter):
         return f"%%rank 0\n{code}"
 
     def lines(self, cell: Cell) -> Lines:
-        found: Lines = defaultdict(list)
+        lines_by_rank: Lines = defaultdict(list)
         for content in _displays(cell):
             for rank in content["data"].get(self._rank_type, {}).get("ranks", ()):
                 texts = (o["content"]["text"] for o in rank["outputs"] if o["type"] == "stream")
-                found[rank["rank"]] = "".join(t if isinstance(t, str) else "".join(t) for t in texts).splitlines()
-        return found
+                lines_by_rank[rank["rank"]] = "".join(
+                    t if isinstance(t, str) else "".join(t) for t in texts
+                ).splitlines()
+        return lines_by_rank
 
 
 class NBDistributed(Adapter):

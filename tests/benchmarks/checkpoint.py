@@ -80,7 +80,7 @@ def measure(folder, rounds, seed, megabytes):  # noqa: C901 - every job in one p
 
     def beside(number):
         handle = save(state(tensors), root / "async", step=number, keep=2, async_=True)
-        blocked.append(time.perf_counter() - began)
+        blocked.append(time.perf_counter() - start)
         handle.wait()
 
     def saved_by_torch(number):
@@ -107,12 +107,12 @@ def measure(folder, rounds, seed, megabytes):  # noqa: C901 - every job in one p
                 if rank == 0:
                     os.sync()
                 dist.barrier()
-                began = time.perf_counter()
+                start = time.perf_counter()
                 jobs[name](number)
-                taken = torch.tensor(time.perf_counter() - began)
-                dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+                elapsed = torch.tensor(time.perf_counter() - start)
+                dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
                 if number:
-                    seconds.setdefault(name, []).append(taken.item())
+                    seconds.setdefault(name, []).append(elapsed.item())
                 if name == "async":
                     stalled = torch.tensor(blocked.pop())
                     dist.all_reduce(stalled, op=dist.ReduceOp.MAX)

@@ -50,17 +50,17 @@ def main() -> int:
                     time.sleep(1)  # it has begun; nothing tells
                 try:
                     for _ in range(options.cells):
-                        began = time.perf_counter()
+                        start = time.perf_counter()
                         cluster.run("pass")
-                        times.setdefault(name, []).append(time.perf_counter() - began)
+                        times.setdefault(name, []).append(time.perf_counter() - start)
                 finally:
                     if attack is not None:
                         attack.kill()
                         attack.wait()
-        kept = cluster.pull("kept") == [0, 1]
+        all_kept = cluster.pull("kept") == [0, 1]
         hub = cluster._processes.hosts.hub  # type: ignore[union-attr]
-        print(f"refused connections: {hub.refusals}; dropped packets: {hub.dropped}; ranks kept: {kept}")
-    broken = not kept
+        print(f"refused connections: {hub.refusals}; dropped packets: {hub.dropped}; ranks kept: {all_kept}")
+    broken = not all_kept
     peace = statistics.median(times["peace"])
     for name, samples in sorted(times.items()):
         ratio = statistics.median(samples) / peace

@@ -70,9 +70,9 @@ def test_the_reader_switches_while_the_cell_runs_and_after(opened, tmp_path, fro
     panel.get_by_text("merged", exact=True).click()
     assert shows(panel, "last 0", "last 1", "of 0", "of 1", "same", in_order=False)
     panel.get_by_text("grid", exact=True).click()
-    left, right = (panel.locator(f"pre:has-text('of {rank}')").bounding_box() for rank in (0, 1))
-    assert left["x"] < right["x"]
-    assert abs(left["y"] - right["y"]) < 4
+    first, second = (panel.locator(f"pre:has-text('of {rank}')").bounding_box() for rank in (0, 1))
+    assert first["x"] < second["x"]
+    assert abs(first["y"] - second["y"]) < 4
 
 
 @pytest.mark.full

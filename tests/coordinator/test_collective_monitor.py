@@ -259,8 +259,8 @@ def test_running_cell_causes_requests_to_live_ranks_and_the_next_check():
 
 
 def test_checks_are_more_frequent_once_some_ranks_have_ended():
-    (soon,) = of(act.ScheduleCheck, Simulation(0, finished=(1,)).check())
-    assert soon.seconds < CHECK_INTERVAL
+    (next_check,) = of(act.ScheduleCheck, Simulation(0, finished=(1,)).check())
+    assert next_check.seconds < CHECK_INTERVAL
 
 
 @pytest.mark.parametrize("what", ["no cell", "an internal one", "one that waits"])

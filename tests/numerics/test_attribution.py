@@ -39,14 +39,14 @@ def test_rank_that_saw_it_after_a_bad_collective_has_received_it():
         RankReport(0, 5, event("forward", "head", launched=118), launches()),
         RankReport(1, 5, event("forward", "embed", launched=117), launches(bad_inputs=(118,))),
     ]
-    found = attribute(reports)
-    assert (found.ranks, found.module, found.received) == ((1,), "embed", (0,))
+    finding = attribute(reports)
+    assert (finding.ranks, finding.module, finding.received) == ((1,), "embed", (0,))
 
 
 def test_all_ranks_with_the_same_event_are_named():
     reports = [RankReport(r, 2, event("forward", "head"), launches(bad_inputs=(118,))) for r in range(3)]
-    found = attribute(reports)
-    assert (found.ranks, found.received) == ((0, 1, 2), ())
+    finding = attribute(reports)
+    assert (finding.ranks, finding.received) == ((0, 1, 2), ())
 
 
 def test_weight_gradient_is_known_from_the_input_of_the_collective():
@@ -54,8 +54,8 @@ def test_weight_gradient_is_known_from_the_input_of_the_collective():
     reports = [
         RankReport(r, 2, None, launches(bad_inputs=(118,) if r == 1 else ()), names, "float32") for r in range(2)
     ]
-    found = attribute(reports)
-    assert (found.phase, found.module, found.ranks, found.received) == ("backward", "head", (1,), (0,))
+    finding = attribute(reports)
+    assert (finding.phase, finding.module, finding.ranks, finding.received) == ("backward", "head", (1,), (0,))
 
 
 def test_collective_with_another_data_type_is_at_fault_itself():
@@ -67,9 +67,9 @@ def test_collective_with_another_data_type_is_at_fault_itself():
 
 def test_result_of_a_collective_with_finite_inputs_is_its_fault():
     reports = [RankReport(r, 2, None, launches(bad_outputs=(118,)), ("head.bias",), "float32", "inf") for r in range(2)]
-    found = attribute(reports)
-    assert found.phase == "collective"
-    assert "all_reduce #118" in found.detail
+    finding = attribute(reports)
+    assert finding.phase == "collective"
+    assert "all_reduce #118" in finding.detail
 
 
 def test_gradient_that_every_collective_left_finite_was_changed_later():

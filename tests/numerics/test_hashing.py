@@ -67,9 +67,9 @@ def test_only_the_blocks_that_changed_have_other_hashes():
 
 def test_difference_has_largest_gap_and_number_of_elements():
     reference = torch.zeros(100, dtype=torch.bfloat16)
-    mine = reference.clone()
-    mine[3], mine[4], mine[5], mine[6] = 0.5, -2.0, math.nan, -0.0
-    assert compare_block(mine.view(torch.uint8), reference.view(torch.uint8), mine.dtype) == (2.0, 3, 100, 1)
+    changed = reference.clone()
+    changed[3], changed[4], changed[5], changed[6] = 0.5, -2.0, math.nan, -0.0
+    assert compare_block(changed.view(torch.uint8), reference.view(torch.uint8), changed.dtype) == (2.0, 3, 100, 1)
     same = torch.tensor([math.nan, math.inf, 1.0])
     assert compare_block(same.view(torch.uint8), same.view(torch.uint8), same.dtype) == (0.0, 0, 3, 0)
     flags = torch.tensor([True, False]), torch.tensor([True, True])

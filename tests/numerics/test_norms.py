@@ -16,9 +16,12 @@ def merged(*ranks, **options):
 
 
 def test_replicas_count_once_and_shards_add_up():
-    whole = GradientEntry("a.w", "", 3.0, 1.0, 10)
+    replicated = GradientEntry("a.w", "", 3.0, 1.0, 10)
     table = merged(
-        *([whole, GradientEntry("b.w", f"S(0) dp {rank // 2}", 2.0 * (1 + rank // 2), 1.0, 5)] for rank in range(4))
+        *(
+            [replicated, GradientEntry("b.w", f"S(0) dp {rank // 2}", 2.0 * (1 + rank // 2), 1.0, 5)]
+            for rank in range(4)
+        )
     )
     assert table.norm == pytest.approx(math.sqrt(9 + 4 + 16))
     assert table["b"] == table["b.w"] == pytest.approx(math.sqrt(20))

@@ -84,12 +84,12 @@ clipped = {name: float(p.grad.norm()) for name, p in single.named_parameters()}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    found = rankbook.start(4)
+    started = rankbook.start(4)
     try:
-        found.run(SETUP).raise_for_status()
-        yield found
+        started.run(SETUP).raise_for_status()
+        yield started
     finally:
-        found.stop()
+        started.stop()
         local.shutdown_prestarted()
 
 
@@ -189,8 +189,10 @@ def test_planted_bug_is_found(cluster, bug):
     assert cluster.sync_check().ok
     run(cluster, code)
     report = cluster.sync_check()
-    found = [f for f in report.findings if (f.name, f.kind, f.ranks) == (name, kind, ranks) and difference in f.problem]
-    assert len(found) == 1 and not report.ok, report
+    matches = [
+        f for f in report.findings if (f.name, f.kind, f.ranks) == (name, kind, ranks) and difference in f.problem
+    ]
+    assert len(matches) == 1 and not report.ok, report
     assert name in str(report) and name in report.bundle()["text/html"]
 
 

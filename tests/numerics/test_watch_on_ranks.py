@@ -308,11 +308,11 @@ def test_watch_that_is_off_leaves_no_hook(cluster):
     assert cluster.watched_numbers == "nan, norm > 5"
     cluster.watch_numbers("off")
     assert cluster.watched_numbers == "off"
-    left = (
+    hook_counts = (
         "(len(torch.nn.modules.module._global_forward_hooks), len(optimizer_hooks._global_optimizer_pre_hooks),"
         " len(optimizer_hooks._global_optimizer_post_hooks), torch.Tensor.backward.__module__)"
     )
-    assert evaluate(cluster, left) == [(0, 0, 0, "torch._tensor")] * 3
+    assert evaluate(cluster, hook_counts) == [(0, 0, 0, "torch._tensor")] * 3
     cluster.run("train(change('blocks.1.gate', spoil(1)), 2)")
 
 

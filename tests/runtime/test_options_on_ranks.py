@@ -77,10 +77,10 @@ def shards():
             for name, value in options.items()
         }
         model = train(Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**plugin_options)), raw, twin, tolerance)
-        unsharded = [name for name, each in model.named_parameters() if not isinstance(each, DTensor)]
+        unsharded = [name for name, child in model.named_parameters() if not isinstance(child, DTensor)]
         assert len(raw.first.ran) == 2 + ran, options
         kinds = {str(kind).removeprefix("torch.") for kind in raw.first.ran}
-        return [name for name, each in model.named_modules() if isinstance(each, FSDPModule)], unsharded, kinds
+        return [name for name, child in model.named_modules() if isinstance(child, FSDPModule)], unsharded, kinds
 
     blocks = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
     results = {

@@ -56,7 +56,7 @@ def train(strategy: str, accumulate: int = 1, clip: float | None = None, precisi
     samples = [accelerator.gather(samples_of_batch) for samples_of_batch in batches]
     parameters = accelerator.get_state_dict(model)
     return (
-        {name: each.detach().numpy() for name, each in parameters.items()},
+        {name: parameter.detach().numpy() for name, parameter in parameters.items()},
         torch.stack(samples).numpy(),
         scheduler.get_last_lr(),
     )

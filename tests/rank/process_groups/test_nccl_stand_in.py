@@ -583,9 +583,9 @@ def test_gradients_and_an_optimizer_step_are_queued(device):
 
 
 def test_wrong_arguments_are_refused_by_the_operation_itself(device):
-    left, right = torch.ones(2), torch.ones(3)
+    first, second = torch.ones(2), torch.ones(3)
     with pytest.raises(RuntimeError, match="must match the size"):
-        released(device, lambda: left + right)
+        released(device, lambda: first + second)
 
 
 def test_collectives_are_in_order_with_the_operations_around_them(ranks):

@@ -61,7 +61,7 @@ def one() -> torch.Tensor:
 
 
 def devices(data) -> set[str]:
-    return {each.device.type for _, each in leaves(data) if isinstance(each, torch.Tensor)}
+    return {leaf.device.type for _, leaf in leaves(data) if isinstance(leaf, torch.Tensor)}
 
 
 CONTAINERS = [

@@ -142,7 +142,9 @@ def test_prepared_loader_is_not_distributed_twice():
     for n in (9, 10, 11, 12):
         samplers = [DistributedSampler(range(n), 3, rank, shuffle=False) for rank in range(3)]
         loaders = [DataLoader(Numbers(n), 2, sampler=sampler) for sampler in samplers]
-        dealt = [prepare_data_loader(each, num_processes=3, process_index=rank) for rank, each in enumerate(loaders)]
+        dealt = [
+            prepare_data_loader(source, num_processes=3, process_index=rank) for rank, source in enumerate(loaders)
+        ]
         assert [batches(current) for current in dealt] == [batches(current) for current in loaders]
         assert [len(current) for current in dealt] == [len(current) for current in loaders]
         assert sorted(metrics(dealt)) == list(range(n))
