@@ -1,4 +1,4 @@
-"""What protection costs: `python tests/benchmarks/protect.py`.
+"""Measure the cost of protection: `python tests/benchmarks/protect.py`.
 
 Owns: the model, the shuffled order of blocks of steps, the ratios and the verdict. Two ranks train a model with 100 MB
 of weights and optimizer state each. A block of steps is taken unprotected, with a snapshot after every step, with one

@@ -18,7 +18,7 @@ LAYOUTS = {
     "tp_handler=TorchTensorParallelConfig(plan={'up': 'colwise', 'down': 'rowwise'})))",
 }
 MOMENTS = ("forward", "backward", "optimizer", "copy", "commit", "scheduler", "any", "between")
-"""Where the victim dies.
+"""Moments at which the victim dies.
 
 `copy` and `commit` are in the middle of the snapshot, `any` is some milliseconds after the forward pass has begun, and
 `between` is between two cells.

@@ -55,7 +55,7 @@ class _Suite(KernelTests):
 
 
 class TestOnTheRanks(_Suite):
-    """As the kernel starts."""
+    """Run the suite with the kernel in its initial state."""
 
     code_execute_result: ClassVar[list[dict[str, str]]] = [
         {"code": "1+2+3", "result": "[0-1] 6"},

@@ -49,7 +49,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank has seen in the step that is being checked.
+    """Observations of one rank in the step that is being checked.
 
     `gradients` are the names of parameters whose gradients are not finite, in the order of the model, and `dtype` is
     the data type of the first one. `norm` is the total gradient norm, if it is above the limit. `has_inputs`: this rank
@@ -71,8 +71,8 @@ class RankReport:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """Where a value turned non-finite, and how it spread. `ranks` are the ranks on which it was born."""
+class NonFiniteOrigin:
+    """Origin and spread of a non-finite value. `ranks` are the ranks that computed it first."""
 
     kind: str
     phase: str
@@ -120,7 +120,7 @@ def _place(phase: str, module: str) -> str:
     return f"in {name} {phase}"
 
 
-def attribute(reports: Sequence[RankReport]) -> Finding:
+def attribute(reports: Sequence[RankReport]) -> NonFiniteOrigin:
     """Return where the value was born, from the reports of all ranks of the step, in rank order."""
     step = max(report.step for report in reports)
     spread = _spread(reports)
@@ -135,7 +135,9 @@ def attribute(reports: Sequence[RankReport]) -> Finding:
             for report in born
             if report.event is not None and (report.event.phase, report.event.module) == (event.phase, event.module)
         )
-        finding = Finding(event.kind, event.phase, event.module, step, alike, line=event.line, detail=event.detail)
+        finding = NonFiniteOrigin(
+            event.kind, event.phase, event.module, step, alike, line=event.line, detail=event.detail
+        )
         return _add_receivers(finding, reports, spread)
     if spread:
         return _from_collective_input(reports, spread, step)
@@ -143,7 +145,7 @@ def attribute(reports: Sequence[RankReport]) -> Finding:
     if affected:
         return _from_gradients(reports, affected, step)
     above = next(report for report in reports if report.norm is not None)
-    return Finding(
+    return NonFiniteOrigin(
         "norm", NORM, above.norm_module, step, (), len(reports), line=above.line, norm=above.norm, limit=above.limit
     )
 
@@ -172,8 +174,8 @@ def _received(report: RankReport, spread: Mapping[tuple[str, int], Sequence[int]
 
 
 def _add_receivers(
-    finding: Finding, reports: Sequence[RankReport], spread: Mapping[tuple[str, int], Sequence[int]]
-) -> Finding:
+    finding: NonFiniteOrigin, reports: Sequence[RankReport], spread: Mapping[tuple[str, int], Sequence[int]]
+) -> NonFiniteOrigin:
     """Add the ranks that got the value, and the first collective in which they did."""
     affected = {report.rank for report in reports if report.event is not None or report.gradients}
     for key, senders in spread.items():
@@ -188,7 +190,7 @@ def _add_receivers(
 
 def _from_collective_input(
     reports: Sequence[RankReport], spread: Mapping[tuple[str, int], Sequence[int]], step: int
-) -> Finding:
+) -> NonFiniteOrigin:
     """Attribute a value that no module's output or input gradient has shown: the first sign is a collective's input.
 
     It is the gradient of a weight, which no other module uses; or the collective's input is a compressed copy.
@@ -204,11 +206,11 @@ def _from_collective_input(
     if compressed:
         detail = f"{launch.label} carries {launch.dtype}, the gradients are {sender.dtype}"
     module = name.rpartition(".")[0] or name
-    finding = Finding(sender.kind, phase, module, step, tuple(senders), line=sender.line, detail=detail)
+    finding = NonFiniteOrigin(sender.kind, phase, module, step, tuple(senders), line=sender.line, detail=detail)
     return _add_receivers(finding, reports, spread)
 
 
-def _from_gradients(reports: Sequence[RankReport], affected: Sequence[RankReport], step: int) -> Finding:
+def _from_gradients(reports: Sequence[RankReport], affected: Sequence[RankReport], step: int) -> NonFiniteOrigin:
     """Attribute non-finite gradients that no collective's input has shown."""
     first = affected[0]
     name = first.gradients[-1]
@@ -218,7 +220,7 @@ def _from_gradients(reports: Sequence[RankReport], affected: Sequence[RankReport
     if produced:
         earliest = min(produced, key=lambda launch: (launch.number, launch.group))
         detail = f"{earliest.label}: its inputs are finite on all ranks, and its result is not"
-        return Finding(first.kind, COLLECTIVE, module, step, ranks, len(reports), first.line, detail)
+        return NonFiniteOrigin(first.kind, COLLECTIVE, module, step, ranks, len(reports), first.line, detail)
     reduced = any(report.launches for report in reports)
     phase = GRADIENT if reduced else BACKWARD
-    return Finding(first.kind, phase, module, step, ranks, len(reports), first.line, f"gradient of {name}")
+    return NonFiniteOrigin(first.kind, phase, module, step, ranks, len(reports), first.line, f"gradient of {name}")

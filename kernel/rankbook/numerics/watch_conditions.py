@@ -13,7 +13,7 @@ _USAGE = 'expected nan, inf, "norm > X" or off'
 
 @dataclass(frozen=True)
 class Conditions:
-    """What ends a step: NaN, infinities in the output of a module, or a gradient norm above `norm`."""
+    """Conditions that end a step: NaN, infinities in the output of a module, or a gradient norm above `norm`."""
 
     nan: bool = False
     inf: bool = False

@@ -63,7 +63,7 @@ class StateItem:
 
 @dataclass
 class Inventory:
-    """What the names lead to on this rank. See `protocol.numbers.StateHashes`."""
+    """State that the names refer to on this rank. See `protocol.numbers.StateHashes`."""
 
     items: list[StateItem] = field(default_factory=list)
     steps: int | None = None

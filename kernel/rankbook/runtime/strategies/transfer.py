@@ -74,7 +74,7 @@ class ParameterLayout:
 
 @dataclass
 class _Sharding:
-    """How the model was sharded. `mesh` becomes the new rank's own mesh when it is unpickled."""
+    """Sharding of the model. `mesh` becomes the new rank's own mesh when it is unpickled."""
 
     strategy: type[Strategy]
     setup: Any
