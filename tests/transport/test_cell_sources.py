@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import linecache
 import pickle
+import types
 
+import cloudpickle
 import pytest
 
 from rankbook.transport import serialization
@@ -39,10 +41,24 @@ def test_cell_source_is_sent_once_and_registered_by_the_receiver(cell, tmp_path)
         inner()
 
 
+@pytest.mark.parametrize("modified", [None, 1.0], ids=["cell", "file"])
+def test_code_keeps_its_file_if_the_pickler_omits_it(cell, tmp_path, monkeypatch, modified):
+    def reduce_without_file(code):
+        make, args = plain(code)
+        return make, tuple("<dynamic-code>" if value == code.co_filename else value for value in args)
+
+    outer, _ = cell
+    linecache.cache["<cell>"] = (len(CELL), modified, CELL.splitlines(keepends=True), "<cell>")
+    plain = cloudpickle.Pickler.dispatch_table[types.CodeType]
+    monkeypatch.setitem(cloudpickle.Pickler._dispatch_table, types.CodeType, reduce_without_file)
+    packed = pack(outer, store=None)
+    received = unpack(packed.payload, packed.frames, unlink=False, folder=tmp_path)
+    assert (received.__code__.co_filename, received().__code__.co_filename) == ("<cell>", "<cell>")
+
+
 def test_code_of_a_file_is_sent_without_source(cell):
     outer, _ = cell
     linecache.cache["<cell>"] = (len(CELL), 1.0, CELL.splitlines(keepends=True), "<cell>")
     packed = pack(outer, store=None)
     assert b"raise ValueError" not in b"".join(packed.frames)
-    assert b"rebuild" not in b"".join(packed.frames)
     assert pickle.loads(packed.frames[0])()

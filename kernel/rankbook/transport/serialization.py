@@ -476,9 +476,13 @@ class CellSources:
         self._sources: dict[str, str] = {}
 
     def reduce(self, code: types.CodeType, plain: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the reduction `plain` of `code`, extended by the source of its cell if it comes from one."""
+        """Return the reduction `plain` of `code`, extended by the source of its cell if it comes from one.
+
+        Also add the file's name if `plain` lacks it: cloudpickle omits it since version 3.1.3, and a traceback would
+        show no line of the function.
+        """
         source = self._source_of(code.co_filename)
-        if not source:
+        if not source and code.co_filename in plain[1]:
             return plain
         return restore_code, (code.co_filename, source, cell_number(code.co_filename) or 0, *plain)
 
@@ -495,9 +499,11 @@ class CellSources:
 
 
 def restore_code(file: str, source: str, number: int, make: Callable[..., Any], args: tuple[Any, ...]) -> object:
-    """Return `make(*args)` and register the source of its cell for tracebacks."""
+    """Return the code object `make(*args)` of `file`, and register the source of its cell for tracebacks."""
     # Without a modification time, so that `linecache.checkcache` does not drop the entry for want of a file.
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    if source:
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     if number and _cell_numbers is not None:
         _cell_numbers[file] = number
-    return make(*args)
+    code: types.CodeType = make(*args)
+    return code if code.co_filename == file else code.replace(co_filename=file)
