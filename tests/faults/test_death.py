@@ -272,9 +272,13 @@ def new_rank(notebook: Notebook, earlier: dict[int, str]) -> int:
 
 
 def test_a_death_while_a_rank_is_restarted_is_a_clear_error_and_another_restart_works(four):
-    earlier = four.processes()
-    message = four.send("%distributed restart 1")
-    os.kill(new_rank(four, earlier), signal.SIGKILL)
+    waiting, earlier = pids(four)[2], four.processes()
+    stop_process(waiting)  # the restart cannot end before the new process was killed
+    try:
+        message = four.send("%distributed restart 1")
+        os.kill(new_rank(four, earlier), signal.SIGKILL)
+    finally:
+        os.kill(waiting, signal.SIGCONT)
     failed = four.finish(message, timeout=20)
     assert "rank 1 was killed by SIGKILL" in full_text(failed)
     assert "dead" in status(four)[1]
