@@ -32,7 +32,10 @@ VIEWS = {
         "offset [0, 0]",
     ),
     "checkpoints": (
-        "from rankbook.widgets.checkpoints import CheckpointsView; view = CheckpointsView(feed, FakeShelf()); view",
+        (
+            "from rankbook.widgets.checkpoints import CheckpointsView\n"
+            "view = CheckpointsView(feed, FakeCheckpoints()); view"
+        ),
         "step-30",
     ),
 }

@@ -103,7 +103,7 @@ BEYOND = """(view) => {
 LONG = "/lustre/projects/a-team-with-a-long-name/checkpoints/" + "run_" * 30
 
 
-class Shelf(fakes.FakeShelf):
+class LongPathCheckpoints(fakes.FakeCheckpoints):
     """The same three checkpoints in a folder with a very long name."""
 
     def list_checkpoints(self) -> CheckpointFolder:
@@ -126,7 +126,7 @@ def views():
     views_by_name = {
         "placement": PlacementView(feed),
         "shards": ShardsView(feed, "model"),
-        "checkpoints": CheckpointsView(feed, Shelf()),
+        "checkpoints": CheckpointsView(feed, LongPathCheckpoints()),
     }
     yield views_by_name
     for view in views_by_name.values():

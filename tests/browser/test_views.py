@@ -23,12 +23,12 @@ SHARDS = (
     "from rankbook.widgets.shards import ShardsView\nfeed = FakeFeed({ranks}, {parameters})\nShardsView(feed, 'model')"
 )
 CHECKPOINTS = (
-    "from rankbook.widgets.checkpoints import CheckpointsView\nfeed, shelf = FakeFeed(4), FakeShelf()\n"
-    "CheckpointsView(feed, shelf)"
+    "from rankbook.widgets.checkpoints import CheckpointsView\nfeed, checkpoints = FakeFeed(4), FakeCheckpoints()\n"
+    "CheckpointsView(feed, checkpoints)"
 )
 DASHBOARD = (
-    "from rankbook.widgets.dashboard import Dashboard\nfeed, shelf = FakeFeed(4), FakeShelf()\n"
-    "feed.last['saves'] = saves(0.5)\nDashboard.reopen(feed, shelf, variable='model')"
+    "from rankbook.widgets.dashboard import Dashboard\nfeed, checkpoints = FakeFeed(4), FakeCheckpoints()\n"
+    "feed.last['saves'] = saves(0.5)\nDashboard.reopen(feed, checkpoints, variable='model')"
 )
 
 
@@ -163,7 +163,7 @@ def test_shards_are_searched_and_walked_while_a_cell_blocks(opened, tmp_path):
 
 def test_checkpoints_are_followed_and_deleted_while_a_cell_blocks(opened, tmp_path):
     gate = Gate(tmp_path / "gate")
-    notebook = opened(CHECKPOINTS, block(gate, "feed.tick(kinds=('saves',))"), "feed.stop(); shelf.done")
+    notebook = opened(CHECKPOINTS, block(gate, "feed.tick(kinds=('saves',))"), "feed.stop(); checkpoints.done")
     page = notebook.page
     notebook.run(1)
     view = page.locator(".rankbook-part-checkpoints")
@@ -201,7 +201,7 @@ def test_the_dashboard_is_one_and_asks_only_for_the_tab_that_is_seen(opened):
     first, last = (
         WATCHED.format(wanted=counts) for counts in ({"placement": 1, "saves": 0}, {"placement": 0, "saves": 1})
     )
-    again = "Dashboard.reopen(feed, shelf, variable='model')"
+    again = "Dashboard.reopen(feed, checkpoints, variable='model')"
     notebook = opened(DASHBOARD, first, last, again, first)
     page = notebook.page
     notebook.run(1)

@@ -303,7 +303,7 @@ def deserted(folder):
 
 
 def test_death_of_a_rank_ends_wait_on_all_ranks(tmp_path):
-    for seconds, done, notes in run_ranks(deserted, 1, str(tmp_path / "crew"), group=False)[0]:
+    for seconds, done, notes in run_ranks(deserted, 1, str(tmp_path / "ranks"), group=False)[0]:
         assert done
         assert seconds < 10
         assert "Existing checkpoints are unchanged" in notes[0]

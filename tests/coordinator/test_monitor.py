@@ -128,7 +128,7 @@ def counted(cluster):
         hub.send = questions._send = send
 
 
-def lookouts():
+def monitor_threads():
     return [item.name for item in threading.enumerate() if item.name.startswith(("rankbook-monitor", "rankbook-place"))]
 
 
@@ -273,7 +273,7 @@ def test_watch_updates_at_most_ten_times_a_second_and_ends_with_the_last_state(c
     end()
     assert any(element.ranks[0].state == "running" for _, element in updates)
     assert len(updates) <= 10 * (updates[-1][0] - start) + 2  # one that is late may come right before the next
-    wait_until(lambda: not lookouts(), timeout=10, what="the threads' end")
+    wait_until(lambda: not monitor_threads(), timeout=10, what="the threads' end")
 
 
 def test_unwatched_cluster_sends_and_imports_nothing(cluster):
@@ -287,7 +287,7 @@ def test_unwatched_cluster_sends_and_imports_nothing(cluster):
         wait_until(lambda: len(questions(sent)) >= 12, timeout=10, what="three rounds")
         assert {(type(look), look.holdings) for look in questions(sent)} == {(GetStatus, False)}
         end()
-        wait_until(lambda: not lookouts(), timeout=10, what="the threads' end")
+        wait_until(lambda: not monitor_threads(), timeout=10, what="the threads' end")
         sent.clear()
         cluster.run("time.sleep(0.4)")
         assert questions(sent) == []
@@ -306,7 +306,7 @@ def test_views_get_states_again_after_an_unexpected_error(cluster, monkeypatch):
     wait_until(lambda: updates, timeout=10, what="a state for the first view")
     first()
     second()
-    wait_until(lambda: not lookouts(), timeout=10, what="the threads' end")
+    wait_until(lambda: not monitor_threads(), timeout=10, what="the threads' end")
 
 
 def test_watcher_that_raises_or_blocks_does_not_affect_other_watchers(cluster, monkeypatch):
@@ -429,5 +429,5 @@ def test_dead_healed_and_restarted_ranks_and_a_cluster_that_ends():
         )
         assert [holding.name for holding in updates[-1].ranks[0].holdings] == ["model"]
     wait_until(lambda: {rank.state for rank in updates[-1].ranks} == {"stopped"}, timeout=10, what="the last picture")
-    wait_until(lambda: not lookouts(), timeout=10, what="the threads' end")
+    wait_until(lambda: not monitor_threads(), timeout=10, what="the threads' end")
     end()

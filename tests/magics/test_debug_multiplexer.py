@@ -105,7 +105,7 @@ class FakeRanks:
 
 
 def run_scenario(play, *, count=2, client="jupyterlab"):
-    """Run `play(desk, ranks, stock, ask)` with a desk that has started."""
+    """Run `play(multiplexer, ranks, stock, ask)` with an initialized multiplexer."""
 
     async def run():
         stock, ranks = FakeStock(), FakeRanks(count)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from rankbook.protocol.messages import FromRank, Message, ToRank, decode_to_rank, encode, encode_from_rank
 from rankbook.transport.link import Frames, Sender, read_from_rank
 
-_Parcel = tuple[bytes, list[memoryview]]
+_Item = tuple[bytes, list[memoryview]]
 
 
 class MemoryHub:
@@ -16,8 +16,8 @@ class MemoryHub:
 
     def __init__(self) -> None:
         self.uplink = "memory:up"
-        self._up: deque[tuple[Sender, _Parcel]] = deque()
-        self._down: dict[int, tuple[str, deque[_Parcel]]] = {}
+        self._up: deque[tuple[Sender, _Item]] = deque()
+        self._down: dict[int, tuple[str, deque[_Item]]] = {}
 
     def open_downlink(self, rank: int, incarnation: int) -> str:
         """See `HubLink`."""
@@ -68,7 +68,7 @@ class MemoryHub:
 class MemoryRank:
     """A rank's end."""
 
-    def __init__(self, sender: Sender, up: deque[tuple[Sender, _Parcel]], down: deque[_Parcel]) -> None:
+    def __init__(self, sender: Sender, up: deque[tuple[Sender, _Item]], down: deque[_Item]) -> None:
         self._sender = sender
         self._up = up
         self._down = down

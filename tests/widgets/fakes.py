@@ -185,7 +185,7 @@ class FakeFeed:
         self._stop.set()
 
 
-class FakeShelf:
+class FakeCheckpoints:
     """Three checkpoints, one of them broken off; `done` is what was clicked."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from rankbook.widgets.dashboard import Dashboard
 from rankbook.widgets.placement import PlacementView
 from rankbook.widgets.shards import ShardsView
 from tests.conftest import wait_until
-from tests.widgets.fakes import FakeFeed, FakeShelf, placement
+from tests.widgets.fakes import FakeCheckpoints, FakeFeed, placement
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -43,8 +43,8 @@ def look(view, op="look", **more):
     [
         PlacementView,
         lambda feed: ShardsView(feed, "model", search="norm"),
-        lambda feed: CheckpointsView(feed, FakeShelf()),
-        lambda feed: Dashboard(feed, FakeShelf(), variable="model"),
+        lambda feed: CheckpointsView(feed, FakeCheckpoints()),
+        lambda feed: Dashboard(feed, FakeCheckpoints(), variable="model"),
     ],
     ids=["placement", "shards", "checkpoints", "dashboard"],
 )
@@ -65,8 +65,8 @@ def test_every_view_has_its_state_in_the_bundle_and_as_a_picture(feed, make, tmp
     [
         (PlacementView, "4 ranks of main"),
         (lambda feed: ShardsView(feed, "model"), "6 tensors"),
-        (lambda feed: CheckpointsView(feed, FakeShelf()), "3 checkpoints"),
-        (lambda feed: Dashboard(feed, FakeShelf()), "4 ranks of main"),
+        (lambda feed: CheckpointsView(feed, FakeCheckpoints()), "3 checkpoints"),
+        (lambda feed: Dashboard(feed, FakeCheckpoints()), "4 ranks of main"),
     ],
     ids=["placement", "shards", "checkpoints", "dashboard"],
 )

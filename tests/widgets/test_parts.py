@@ -14,7 +14,7 @@ from rankbook.widgets.checkpoints import CheckpointsModel
 from rankbook.widgets.placement import PlacementModel
 from rankbook.widgets.shards import MAX_DRAWN, ShardsModel, chunks_of, tensor_of
 from tests.conftest import wait_until
-from tests.widgets.fakes import FakeFeed, FakeShelf, placement, saves, shard_map, sharded_tensor
+from tests.widgets.fakes import FakeCheckpoints, FakeFeed, placement, saves, shard_map, sharded_tensor
 
 
 def ignore_change() -> None:
@@ -135,7 +135,7 @@ def test_two_thousand_parameters_on_64_ranks_make_a_small_first_message():
 
 
 def test_folder_is_read_after_a_save_and_never_while_the_view_is_hidden():
-    feed, checkpoint_browser = FakeFeed(), FakeShelf()
+    feed, checkpoint_browser = FakeFeed(), FakeCheckpoints()
     part = CheckpointsModel(feed, checkpoint_browser)
     changed = threading.Event()
     part.open(changed.set)
@@ -150,7 +150,7 @@ def test_folder_is_read_after_a_save_and_never_while_the_view_is_hidden():
 
 
 def test_action_on_a_checkpoint_updates_the_list_at_once():
-    checkpoint_browser = FakeShelf()
+    checkpoint_browser = FakeCheckpoints()
     part = CheckpointsModel(FakeFeed(), checkpoint_browser)
     assert "every byte" in part.answer("verify", {"name": "step-30"})
     assert "✓ verified" in part.text()
@@ -166,7 +166,7 @@ def test_action_on_a_checkpoint_updates_the_list_at_once():
 
 
 def test_a_checkpoint_is_not_deleted_while_it_is_read():
-    class Slow(FakeShelf):
+    class Slow(FakeCheckpoints):
         gate = threading.Event()
 
         def verify(self, name: str) -> str:
@@ -190,7 +190,7 @@ def test_a_checkpoint_is_not_deleted_while_it_is_read():
 
 
 def test_unreadable_folder_is_reported_with_the_reason():
-    class Broken(FakeShelf):
+    class Broken(FakeCheckpoints):
         def list_checkpoints(self) -> CheckpointFolder:
             raise InvalidArgument("no such folder")
 

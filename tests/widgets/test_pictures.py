@@ -15,9 +15,9 @@ from rankbook.widgets import checkpoints, output_panel
 from rankbook.widgets import placement as placement_picture
 from rankbook.widgets import rendering as drawing
 from rankbook.widgets import shards as shards_picture
-from tests.widgets.fakes import GB, FakeShelf, placement, rank_placement, saves, shard_map
+from tests.widgets.fakes import GB, FakeCheckpoints, placement, rank_placement, saves, shard_map
 
-FOLDER = FakeShelf().list_checkpoints()
+FOLDER = FakeCheckpoints().list_checkpoints()
 STATIC = Path(__file__).resolve().parent.parent.parent / "widgets" / "static"
 PICTURES = {
     "placement": [getattr(placement_picture, kind)(placement(4)) for kind in ("html", "text", "svg")],
