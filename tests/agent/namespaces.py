@@ -70,6 +70,10 @@ class Network:
             *("bash", "-c", _SETUP, f"host-{host}", names, *command),
         ]
 
+    def namespace(self, host: str) -> str:
+        """Return the name of a host's network namespace."""
+        return self._prefix + host
+
     def cut(self, host: str) -> None:
         """Unplug a host."""
         self._in_switch("ip", "link", "set", f"port-{host}", "down")

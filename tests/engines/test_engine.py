@@ -92,11 +92,18 @@ def test_invalid_options_are_rejected(options):
         HostOptions(**options)
 
 
-def test_reports_of_ends_are_found_among_other_output():
-    text = (
-        "hello\nrankbook-host 12 ended: it was killed by SIGKILL\nrankbook-host x ended: no\nrankbook-host 0 ended: a\n"
-    )
-    assert supervisor.read_reports(text) == [(12, "it was killed by SIGKILL"), (0, "a")]
+@pytest.mark.parametrize(
+    ("line", "report"),
+    [
+        ("rankbook-host 12 ended: it was killed by SIGKILL\n", (12, "ended", "it was killed by SIGKILL")),
+        ("rankbook-host 0 started: node1", (0, "started", "node1")),
+        ("rankbook-host x ended: no", None),
+        ("I print rankbook-host 0 ended: no", None),
+        ("hello", None),
+    ],
+)
+def test_reports_are_told_from_other_output(line, report):
+    assert supervisor.read_report(line) == report
 
 
 @pytest.mark.parametrize(

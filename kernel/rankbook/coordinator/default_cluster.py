@@ -123,8 +123,8 @@ def start(
     `keep`: the ranks survive this process, for ten minutes or the given number of seconds, and `attach` finds them
     again. Raises `InvalidArgument` if a cluster of another size, backend or `keep` is running.
 
-    `launcher` starts ranks on other hosts: "env" prints the command that starts an agent on each of them, and other
-    engines (names or `rankbook.engines.Engine` objects) start the agents themselves. The call waits up to `timeout`
+    `launcher` starts ranks on other hosts: "ssh", "slurm" and "mpirun" start an agent on each of them, "env" prints the
+    command that does, and so may another package or a `rankbook.engines.Engine` object. The call waits up to `timeout`
     seconds until they offer enough slots. `nodes` is the number of hosts, by default the launcher's choice, and
     `launcher_args` are options of the launcher; what follows `"--"` is passed to the program that it runs. `address`
     and `port` are where this host listens for them, by default the address of the default route and a free port; `home`

@@ -24,6 +24,9 @@ GROUP = "rankbook.engines"
 """Entry point group of engines."""
 _BUILT_IN = {
     "env": "rankbook.engines.env:EnvEngine",
+    "mpirun": "rankbook.engines.mpirun:MpirunEngine",
+    "slurm": "rankbook.engines.slurm:SlurmEngine",
+    "ssh": "rankbook.engines.ssh:SshEngine",
 }
 
 

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from typing import NoReturn
 import psutil
 
 from rankbook.engines import supervisor
-from rankbook.engines.engine import AgentConnection, EngineEvent, HostEnded, HostOutput, Limits
+from rankbook.engines.engine import AgentConnection, EngineEvent, HostEnded, HostOutput, HostStarted, Limits
 from rankbook.errors import InvalidArgument, StartError
 
 _MAX_READ = 1 << 16
@@ -99,7 +100,8 @@ class Job:
     def describe_end(self) -> str:
         """Describe how the program has ended, with the last lines that it has written."""
         code = self._process.poll() or 0
-        text = supervisor.describe_code(128 - code if code > 128 else code)
+        # As in a shell, the supervisor exits with 128 and the number of the signal; ssh has 255 for its own errors.
+        text = supervisor.describe_code(128 - code if 128 < code <= 128 + signal.NSIG else code)
         return f"{text}: {self.last_output}" if self.last_output else text
 
     def end(self) -> None:
@@ -161,6 +163,11 @@ class ProcessEngine:
         """See `Engine`."""
         return Limits()
 
+    def start_job(self, host: int | None, command: Sequence[str]) -> None:
+        """Run a program that passes its standard input to the agents."""
+        assert self.connection is not None
+        self.jobs[host] = Job(command, self.connection.text)
+
     def stop(self) -> None:
         """See `Engine`. Raises `StartError` if a program does not end."""
         for job in self.jobs.values():
@@ -170,3 +177,58 @@ class ProcessEngine:
         self.jobs.clear()
         if left:
             raise StartError(f"{self.name} did not end within {_STOP_SECONDS:.0f} s")
+
+
+class StepEngine(ProcessEngine):
+    """Engine of programs that start one process on each of several hosts: srun and mpirun.
+
+    The processes are supervisors of the agents, whose reports are part of the program's output. `hosts_of` has the
+    hosts of every job.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hosts_of: dict[int | None, set[int]] = {}
+        self.names: dict[int, str] = {}
+        self._unfinished: dict[int | None, str] = {}
+
+    def supervised(self, number: str, host: int | None, slots: int, python: str) -> list[str]:
+        """Return the command that runs and reports the agent; `number` is the host's number, or its variable."""
+        assert self.connection is not None
+        reporter = [python, "-m", supervisor.__name__, "--report", number]
+        return [*reporter, *self.connection.command(host, slots, python=python)]
+
+    def events(self) -> Iterable[EngineEvent]:
+        """See `Engine`."""
+        events: list[EngineEvent] = []
+        for event in super().events():
+            match event:
+                case HostEnded(job, reason) if job in self.hosts_of or job is None:
+                    hosts = self.hosts_of.pop(job, set())
+                    # Before the first host has started, the end of the program is that of the start.
+                    events += [HostEnded(host, reason) for host in sorted(hosts)] if hosts else [event]
+                case _:
+                    events.append(event)
+        return events
+
+    def read_output(self, host: int | None, text: str) -> list[EngineEvent]:
+        """Return the starts and ends that a job reports, and its other output."""
+        *lines, rest = (self._unfinished.pop(host, "") + text).split("\n")
+        self._unfinished[host] = rest[-_MAX_READ:]
+        events: list[EngineEvent] = []
+        for line in lines:
+            match supervisor.read_report(line):
+                case (number, "started", name):
+                    self.names[number] = name
+                    self.hosts_of.setdefault(host, set()).add(number)
+                    events.append(HostStarted(number, name))
+                case (number, "ended", reason):
+                    self.hosts_of.get(host, set()).discard(number)
+                    events.append(HostEnded(number, f"{self.name}: {reason}"))
+                case _:
+                    events += self.read_line(host, line)
+        return events
+
+    def read_line(self, host: int | None, line: str) -> list[EngineEvent]:
+        """Return the events that a line of other output stands for."""
+        return [HostOutput(host, f"{line}\n")]

@@ -7,9 +7,9 @@ With `--alive`, the command runs in a session of its own and is ended, by SIGTER
 when the pipe FD is closed at its other end or the process that has started this one ends. That is what a killed kernel
 leaves behind: neither a handler nor an exit function runs there.
 
-With `--report`, a line on standard output says how the command has ended (`read_reports`), and the exit status is 0:
-MPI ends all processes when one has failed, and Slurm says only of some ends which task it was. The variable NAME has
-the number of the host.
+With `--report`, lines on standard output say that the command has started and how it has ended (`read_report`), and
+the exit status is 0: MPI ends all processes when one has failed, and Slurm says only of some ends which task it was.
+NAME is the variable that has the number of the host, or the number itself.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 _GRACE = 5.0
 _POLL = 0.2
-_REPORT = re.compile(r"^rankbook-host (\d+) ended: (.*)$", re.MULTILINE)
+_REPORT = re.compile(r"rankbook-host (\d+) (started|ended): (.*)")
 
 
-def read_reports(text: str) -> list[tuple[int, str]]:
-    """Return the hosts whose ends are reported in `text`, and why.
+def read_report(line: str) -> tuple[int, str, str] | None:
+    """Return what a line of `--report` says: the host, "started" or "ended", and its name or the reason of its end.
 
     Example::
 
-        read_reports("rankbook-host 1 ended: it was killed by SIGKILL")  # [(1, 'it was killed by SIGKILL')]
+        read_report("rankbook-host 1 ended: it was killed by SIGKILL")  # (1, 'ended', 'it was killed by SIGKILL')
     """
-    return [(int(number), reason) for number, reason in _REPORT.findall(text)]
+    match = _REPORT.fullmatch(line.strip())
+    return None if match is None else (int(match[1]), match[2], match[3])
 
 
 def describe_code(code: int) -> str:
@@ -89,9 +91,13 @@ def _report(variable: str, command: list[str]) -> int:
             child.send_signal(number)
 
     child: subprocess.Popen[bytes] | None = None
+    host = variable if variable.isdecimal() else os.environ.get(variable, "0")
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, forward)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # In one write, so that lines of several hosts are not mixed.
+    os.write(1, f"rankbook-host {host} started: {name}\n".encode())
     try:
         child = subprocess.Popen(command)
         if ended:
@@ -99,8 +105,9 @@ def _report(variable: str, command: list[str]) -> int:
         reason = describe_code(child.wait())
     except OSError as error:
         reason = f"{command[0]} cannot be run: {error.strerror}"
-    # In one write, so that lines of several hosts are not mixed.
-    os.write(1, f"rankbook-host {os.environ.get(variable, '0')} ended: {reason}\n".encode())
+    # The launcher may have gone.
+    with contextlib.suppress(OSError):
+        os.write(1, f"rankbook-host {host} ended: {reason}\n".encode())
     return 0
 
 

@@ -1,0 +1,199 @@
+"""Engine `slurm`: one agent per node of an allocation, or of a job that srun asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from rankbook.engines.engine import (
+    AgentConnection,
+    EngineEvent,
+    HostEnded,
+    HostOutput,
+    HostQueued,
+    Limits,
+    slots_per_host,
+    split_arguments,
+)
+from rankbook.engines.processes import OptionParser, StepEngine
+from rankbook.errors import InvalidArgument, StartError
+
+_TIMEOUT = 10.0
+"""Seconds for squeue, scontrol and scancel."""
+_QUEUE_SECONDS = 5.0
+"""Seconds between two looks at the queue."""
+# One node's end leaves the others: do not wait for the rest of the step, and do not end it for a bad exit. PMI is not
+# used. The agent takes all CPUs of its node.
+_STEP = ("--wait=0", "--kill-on-bad-exit=0", "--mpi=none", "--ntasks-per-node=1", "--cpu-bind=none", "--unbuffered")
+_NODE_FAILURE = re.compile(r"error: Node failure on (\S+)")
+
+
+@dataclass(frozen=True)
+class QueueEntry:
+    """One line of `squeue`: the job's state, the reason why it waits, and its expected start or its end (Unix time)."""
+
+    job: str
+    state: str
+    reason: str
+    starts_at: float | None
+    ends_at: float | None
+
+
+QUEUE_FORMAT = "%i|%T|%r|%S|%e|%l"
+
+
+def read_queue(line: str) -> QueueEntry | None:
+    """Return the entry of a line in `QUEUE_FORMAT`; None if it has another form.
+
+    Example::
+
+        read_queue("7|PENDING|Resources|2026-01-02T10:00:00|N/A|1:00:00").reason  # 'Resources'
+    """
+    parts = line.strip().split("|")
+    if len(parts) != 6:
+        return None
+    job, state, reason, start, end, limit = parts
+    # An unlimited job has an end in a year.
+    return QueueEntry(job, state, reason, _time(start), None if limit == "UNLIMITED" else _time(end))
+
+
+def _time(text: str) -> float | None:
+    with contextlib.suppress(ValueError):  # N/A, Unknown, NONE
+        return datetime.fromisoformat(text).timestamp()  # of this host's time zone, as Slurm's tools print it
+    return None
+
+
+class SlurmEngine(StepEngine):
+    """`--launcher slurm`: a step over the nodes of this allocation, or a job of its own.
+
+    The connection goes over the standard input of srun, which copies it to all tasks. If srun ends, also by SIGKILL,
+    its step ends, and its job if it has made one.
+    """
+
+    name = "slurm"
+
+    def __init__(self, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        own, self._passed = split_arguments(arguments)
+        parser = OptionParser(self.name)
+        parser.add_argument("--python", default=sys.executable)
+        self._python: str = parser.parse_args(own).python
+        self._environment = os.environ if environment is None else environment
+        self._job: str | None = self._environment.get("SLURM_JOB_ID")
+        self._is_own_job = self._job is None
+        self._job_name = f"rankbook-{secrets.token_hex(4)}"
+        self._nodes: list[str] = []
+        self._slots = 0
+        self._next = 0
+        self._waiting: set[int | None] = set()
+        self._look_at = 0.0
+
+    def start(self, hosts: int | None, slots: int, connection: AgentConnection) -> None:
+        """See `Engine`."""
+        self.connection = connection
+        if self._is_own_job:
+            count = hosts or 1
+            where = [f"--job-name={self._job_name}", "--exclusive"]
+        else:
+            self._nodes = self._allocated_nodes()
+            count = hosts or len(self._nodes)
+            if count > len(self._nodes):
+                raise InvalidArgument(f"{count} nodes, but the allocation has {len(self._nodes)}: {self._nodes}")
+            # The notebook may run in a step of the same allocation.
+            where = ["--overlap", f"--nodelist={','.join(self._nodes[:count])}"]
+        self._slots, self._next = slots_per_host(slots, count), count
+        self._run_step(None, count, where, "SLURM_NODEID")
+
+    def events(self) -> Iterable[EngineEvent]:
+        """See `Engine`."""
+        events = list(super().events())
+        self._waiting -= {job for job in self._waiting if self.hosts_of.get(job) or job not in self.jobs}
+        if self._waiting and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _QUEUE_SECONDS
+            events += [
+                HostQueued(f"job {entry.job}, {entry.reason}", entry.starts_at)
+                for entry in self._queue()
+                if entry.state == "PENDING"
+            ]
+        return events
+
+    def replace(self, host: int, *, wait: bool) -> int | None:
+        """See `Engine`. A node of the allocation that is not used, or the same one; with `wait`, a further job."""
+        number = self._next
+        free = [node for node in self._nodes if node not in self.names.values()]
+        node = next(iter(free), self.names.get(host))
+        if not wait and self._job is not None and node is not None:
+            # If the node itself has failed, srun ends and says so.
+            where = [f"--jobid={self._job}", "--overlap", "--immediate=20", f"--nodelist={node}"]
+            self.names[number] = node
+        elif wait and self._is_own_job:
+            where = [f"--job-name={self._job_name}", "--exclusive"]
+        else:
+            return None
+        self._next += 1
+        self._run_step(number, 1, where, str(number))
+        return number
+
+    def limits(self) -> Limits:
+        """See `Engine`."""
+        running = [entry for entry in self._queue() if entry.state != "PENDING"]
+        if self._job is None and running:
+            self._job = running[0].job
+        return Limits(min((entry.ends_at for entry in running if entry.ends_at is not None), default=None))
+
+    def stop(self) -> None:
+        """See `Engine`. A job that is still queued is cancelled."""
+        running = bool(self.jobs)
+        try:
+            super().stop()
+        finally:
+            if running and self._is_own_job:
+                _run("scancel", f"--name={self._job_name}")
+
+    def read_line(self, host: int | None, line: str) -> list[EngineEvent]:
+        """Return the end of a node that srun reports, or the line."""
+        events: list[EngineEvent] = [HostOutput(host, f"{line}\n")]
+        if failure := _NODE_FAILURE.search(line):
+            for number, name in self.names.items():
+                if name == failure[1] and number in self.hosts_of.get(host, ()):
+                    self.hosts_of[host].discard(number)
+                    events.append(HostEnded(number, f"the node {name} has failed"))
+        return events
+
+    def _run_step(self, job: int | None, count: int, where: Sequence[str], number: str) -> None:
+        host = int(number) if number.isdecimal() else None
+        size = [f"--nodes={count}", f"--ntasks={count}"]
+        agent = self.supervised(number, host, self._slots, self._python)
+        self._waiting.add(job)
+        self.start_job(job, ["srun", *size, *_STEP, *where, *self._passed, *agent])
+
+    def _queue(self) -> list[QueueEntry]:
+        which = f"--name={self._job_name}" if self._is_own_job else f"--jobs={self._job}"
+        lines = _run("squeue", "--noheader", which, f"--format={QUEUE_FORMAT}").splitlines()
+        return [entry for line in lines if (entry := read_queue(line)) is not None]
+
+    def _allocated_nodes(self) -> list[str]:
+        names = self._environment.get("SLURM_JOB_NODELIST", "")
+        nodes = _run("scontrol", "show", "hostnames", names).split()
+        if not nodes:
+            raise StartError(f"scontrol does not know the nodes of this allocation: SLURM_JOB_NODELIST={names!r}")
+        return nodes
+
+
+def _run(*command: str) -> str:
+    """Return the output of a Slurm command; empty if it fails, as when the controller does not answer."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_TIMEOUT, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

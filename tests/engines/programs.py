@@ -1,0 +1,221 @@
+"""Servers of the engines' tests: an ssh server, Slurm with two nodes, MPI over two namespaces, Ray with two nodes.
+
+Each is a context with its own configuration, keys and ports in a temporary folder, on the loopback interface or in
+namespaces of its own. It skips the test with the reason where the program is not installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.agent.namespaces import Network, three_hosts
+from tests.conftest import wait_until
+
+
+def need(*programs: str) -> list[str]:
+    """Return the paths of programs, or skip the test."""
+    paths = [shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") for program in programs]
+    missing = [program for program, path in zip(programs, paths, strict=True) if path is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    return [path for path in paths if path is not None]
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running(log: Path, *command: str, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a server, and end it with all that it has started."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, **(env or {})}
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below = psutil.Process(process.pid).children(recursive=True)
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            for child in below:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            process.kill()
+        process.wait(10)
+
+
+# ssh ----------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ssh_server(folder: Path) -> Iterator[list[str]]:
+    """Run an ssh server on the loopback interface. Returns the options of ssh that reach it."""
+    sshd, keygen, _ = need("sshd", "ssh-keygen", "ssh")
+    if os.geteuid() != 0:
+        pytest.skip("an ssh server needs root for its privilege separation folder")
+    folder.chmod(0o700)
+    for name in ("host", "user"):
+        subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True, timeout=30)
+    Path("/run/sshd").mkdir(exist_ok=True)  # compiled into Debian's sshd
+    port = free_port()
+    settings = {
+        "Port": port,
+        "ListenAddress": "127.0.0.1",
+        "HostKey": folder / "host",
+        "AuthorizedKeysFile": folder / "user.pub",
+        "PidFile": folder / "pid",
+        "StrictModes": "no",  # pytest's folders belong to others in part
+        "UsePAM": "no",
+        "PasswordAuthentication": "no",
+        "MaxStartups": "100",
+    }
+    (folder / "sshd_config").write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
+    with running(folder / "sshd.log", sshd, "-D", "-e", "-f", str(folder / "sshd_config")) as server:
+
+        def listens() -> bool:
+            assert server.poll() is None, (folder / "sshd.log").read_text()
+            with socket.socket() as client:
+                return client.connect_ex(("127.0.0.1", port)) == 0
+
+        wait_until(listens, timeout=30, what="the ssh server listens")
+        yield [
+            *("-F", "/dev/null", "-p", str(port), "-i", str(folder / "user"), "-o", "IdentitiesOnly=yes"),
+            *("-o", "StrictHostKeyChecking=no", "-o", f"UserKnownHostsFile={folder / 'known'}", "-o", "LogLevel=ERROR"),
+        ]
+
+
+# Slurm --------------------------------------------------------------------------------------------------------------
+
+_SLURM = """
+ClusterName=rankbook
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CryptoType=crypto/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+KillWait=2
+SlurmctldTimeout=10
+SlurmdTimeout=10
+MailProg=/bin/true
+SlurmctldPort={ports[0]}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/ctld.pid
+SlurmdPidFile={folder}/d-%n.pid
+SlurmctldLogFile={folder}/ctld.log
+SlurmdLogFile={folder}/d-%n.log
+NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 State=UNKNOWN
+NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 State=UNKNOWN
+PartitionName=all Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@contextlib.contextmanager
+def slurm_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run Slurm with the nodes `node1` and `node2` on this machine, for the commands of this process."""
+    munged, slurmctld, slurmd, _, sinfo = need("munged", "slurmctld", "slurmd", "srun", "sinfo")
+    if os.geteuid() != 0:
+        pytest.skip("Slurm's daemons need root")
+    host = socket.gethostname().split(".")[0]
+    ports = [free_port() for _ in range(3)]
+    config = folder / "slurm.conf"
+    config.write_text(_SLURM.format(folder=folder, host=host, ports=ports))
+    (folder / "state").mkdir()
+    user = pwd.getpwnam("munge")
+    (folder / "munge").mkdir(mode=0o700)
+    key = folder / "munge" / "key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    for path in (folder / "munge", key):
+        os.chown(path, user.pw_uid, user.pw_gid)
+    os.chown(folder, user.pw_uid, user.pw_gid)
+    folder.chmod(0o755)
+    monkeypatch.setenv("SLURM_CONF", str(config))
+    for name in [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]:
+        monkeypatch.delenv(name)
+    base = folder / "munge"
+    authentication = [
+        *("setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"),
+        *(munged, "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket"),
+        *(f"--pid-file={base}/pid", f"--log-file={base}/log", f"--seed-file={base}/seed"),
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(running(folder / "munged.out", *authentication))
+        wait_until((folder / "munge.socket").exists, timeout=30, what="munged listens")
+        stack.enter_context(running(folder / "ctld.out", slurmctld, "-D"))
+        for node in ("node1", "node2"):
+            stack.enter_context(running(folder / f"{node}.out", slurmd, "-D", "-N", node))
+
+        def idle() -> bool:
+            done = subprocess.run([sinfo, "-h", "-o", "%T %D"], capture_output=True, text=True, check=False, timeout=30)
+            return done.stdout.strip() == "idle 2"
+
+        wait_until(idle, timeout=60, what="both nodes are idle")
+        yield
+
+
+# Open MPI -----------------------------------------------------------------------------------------------------------
+
+_REMOTE_SHELL = """#!/bin/bash
+# The remote shell of mpirun: an address is a namespace.
+while [[ $1 == -* ]]; do shift; done
+case $1 in {cases} esac
+shift
+exec ip netns exec "$name" bash -c "$*"
+"""
+
+
+@contextlib.contextmanager
+def mpi_hosts(folder: Path) -> Iterator[tuple[Network, list[str]]]:
+    """Make hosts between which mpirun can start processes. Returns its options too; run it on host `a`."""
+    need("mpirun")
+    with three_hosts() as network:
+        for name in network.addresses:
+            command = ["ip", "-n", network.namespace(name), "link", "set", "lo", "up"]
+            subprocess.run(command, check=True, capture_output=True, timeout=30)
+        shell = folder / "rsh"
+        cases = " ".join(f"{address}) name={network.namespace(name)} ;;" for name, address in network.addresses.items())
+        shell.write_text(_REMOTE_SHELL.format(cases=cases))
+        shell.chmod(0o755)
+        net = f"{network.addresses['a'].rpartition('.')[0]}.0/24"
+        (folder / "hosts").write_text("".join(f"{network.addresses[name]} slots=1\n" for name in "bc"))
+        yield (
+            network,
+            [
+                *(
+                    "--hostfile",
+                    str(folder / "hosts"),
+                    "--",
+                    "--allow-run-as-root",
+                    "--mca",
+                    "plm_rsh_agent",
+                    str(shell),
+                ),
+                *("--mca", "oob_tcp_if_include", net, "--mca", "btl_tcp_if_include", net),
+            ],
+        )

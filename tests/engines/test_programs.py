@@ -1,0 +1,200 @@
+"""Test the engines with the real programs: the suite for engines, and a session that trains, loses and heals.
+
+They run in `.ci/full`, which installs the programs, and are skipped where one is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rankbook.engines import AgentConnection, HostQueued
+from rankbook.engines.slurm import SlurmEngine
+from rankbook.engines.ssh import SshEngine
+from rankbook.testing import check_engine
+from tests.conftest import wait_until
+from tests.engines import programs
+
+pytestmark = [pytest.mark.full, pytest.mark.engines, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[2]
+SESSION = (sys.executable, "-m", "tests.engines.session")
+
+
+class Place:
+    """Where a session runs: its launcher with arguments, the address to listen at, and the prefix of its command."""
+
+    def __init__(
+        self, launcher: str, arguments: Sequence[str] = (), *, address: str = "127.0.0.1", prefix: Sequence[str] = ()
+    ) -> None:
+        self.launcher = launcher
+        self.arguments = list(arguments)
+        self.address = address
+        self.prefix = list(prefix)
+
+    def command(self, *options: str) -> list[str]:
+        return [*self.prefix, *SESSION, *options, self.launcher, self.address, *self.arguments]
+
+
+@contextlib.contextmanager
+def place_of(launcher: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """Run the servers that a launcher needs."""
+    monkeypatch.setenv("RANKBOOK_CONNECT_DIR", str(folder / "connect"))
+    if launcher == "ssh":
+        with programs.ssh_server(folder) as options:
+            yield Place("ssh", ["--hosts", "127.0.0.1,localhost", "--folder", str(ROOT), "--", *options])
+    elif launcher == "slurm":
+        with programs.slurm_nodes(folder, monkeypatch):
+            yield Place("slurm")
+    elif launcher == "mpirun":
+        with programs.mpi_hosts(folder) as (network, options):
+            prefix = ["ip", "netns", "exec", network.namespace("a")]
+            yield Place("mpirun", options, address=network.addresses["a"], prefix=prefix)
+    else:
+        yield Place(launcher)
+
+
+def run_session(place: Place) -> dict[str, Any]:
+    """Run a session, and return what it tells."""
+    done = subprocess.run(place.command(), cwd=ROOT, capture_output=True, text=True, check=False, timeout=350)
+    steps: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            steps |= json.loads(line)
+    assert done.returncode == 0, (steps, done.stdout[-3000:], done.stderr[-3000:])
+    return steps
+
+
+@functools.cache
+def local_session() -> dict[str, Any]:
+    return run_session(Place("local"))
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "slurm", "mpirun"])
+def test_a_session_trains_as_locally_loses_heals_and_leaves_nothing(launcher, tmp_path, monkeypatch, short_path):
+    with place_of(launcher, short_path, monkeypatch) as place:
+        steps = run_session(place)
+    print(launcher, steps)
+    assert steps["losses"] == local_session()["losses"]
+    assert steps["accuracy"] == local_session()["accuracy"]
+    assert [ranks for _, ranks in steps["hosts"]] == [[0, 1], [2, 3]]
+    assert "rank 3 was healed" in steps["healed"]
+    assert 0 <= steps["reported"] < 20  # on an idle machine within 2 s
+    assert "the agent on" in steps["loss"] and steps["failed"] and steps["kept"] == [0, 1]
+    if launcher == "mpirun":
+        assert "the launcher mpirun has no other host" in steps["not replaced"]
+    else:
+        assert float(steps["sum"].strip("'")) == 4.0
+    assert 0 <= steps["stopped"] < 30
+    assert steps["file"] is False
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "slurm", "mpirun"])
+def test_nothing_is_left_after_the_notebook_was_killed(launcher, monkeypatch, short_path):
+    with place_of(launcher, short_path, monkeypatch) as place:
+        with subprocess.Popen(place.command("--wait"), cwd=ROOT, stdout=subprocess.PIPE, text=True) as notebook:
+            assert notebook.stdout is not None
+            steps: dict[str, Any] = {}
+            while "processes" not in steps:
+                line = notebook.stdout.readline()
+                assert line, "the session has ended"
+                steps |= json.loads(line) if line.startswith("{") else {}
+            notebook.kill()
+        began = time.monotonic()
+        wait_until(lambda: not any(map(_runs, steps["processes"])), timeout=60, what="all processes end")
+        print(launcher, "gone", round(time.monotonic() - began, 1))
+        if launcher == "slurm":
+            wait_until(lambda: not _jobs(), timeout=60, what="the job ends")
+
+
+def test_ssh_passes_the_suite(short_path):
+    with programs.ssh_server(short_path) as options:
+        check_engine(lambda: SshEngine(["--hosts", "127.0.0.1,localhost", "--folder", str(ROOT), "--", *options]))
+
+
+def test_slurm_passes_the_suite_and_leaves_no_job(short_path, monkeypatch):
+    with programs.slurm_nodes(short_path, monkeypatch):
+        check_engine(lambda: SlurmEngine([]))
+        wait_until(lambda: not _jobs(), timeout=30, what="no job is left")
+
+
+def test_slurm_shows_its_queue_and_its_time_and_a_stop_cancels_the_job(short_path, monkeypatch):
+    with programs.slurm_nodes(short_path, monkeypatch):
+        connection = AgentConnection("text", short_path / "none", "127.0.0.1")
+        with programs.running(short_path / "occupied", "srun", "-N2", "--exclusive", "-t", "5", "sleep", "300"):
+            wait_until(lambda: "RUNNING" in "".join(_jobs()), timeout=30, what="the nodes are occupied")
+            engine, events = SlurmEngine(["--", "-t", "5"]), []
+            engine.start(2, 2, connection)
+            wait_until(
+                lambda: events.extend(engine.events()) or any(isinstance(event, HostQueued) for event in events),
+                timeout=60,
+                what="the queue is reported",
+            )
+            assert "PENDING" in "".join(_jobs())
+            engine.stop()
+            wait_until(lambda: "PENDING" not in "".join(_jobs()), timeout=30, what="the job is cancelled")
+        wait_until(lambda: not _jobs(), timeout=30, what="the nodes are free")
+
+
+_NOTEBOOK = {
+    "cells": [
+        {"cell_type": "code", "execution_count": None, "id": str(number), "metadata": {}, "outputs": [], "source": code}
+        for number, code in enumerate(
+            (
+                "%load_ext rankbook",
+                "%distributed start --launcher slurm -n 4 --address 127.0.0.1",
+                "%distributed status",
+                "%%distributed\nt = torch.ones(1); dist.all_reduce(t)\nprint('sum', t.item(), 'of', world_size)",
+            )
+        )
+    ],
+    "metadata": {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}},
+    "nbformat": 4,
+    "nbformat_minor": 5,
+}
+
+
+def test_a_notebook_runs_headless_on_the_nodes_of_a_batch_job(short_path, monkeypatch):
+    with programs.slurm_nodes(short_path, monkeypatch):
+        notebook, script = short_path / "notebook.ipynb", short_path / "job.sh"
+        notebook.write_text(json.dumps(_NOTEBOOK))
+        rankbook = Path(sys.executable).with_name("rankbook")
+        script.write_text(f"#!/bin/bash\n#SBATCH -N2 -t 30 -o {short_path}/job.out\n{rankbook} run {notebook}\n")
+        subprocess.run(["sbatch", "--wait", str(script)], check=False, timeout=300, cwd=short_path)
+        output = (short_path / "job.out").read_text()
+        assert "sum 4.0 of 4" in output, output
+        assert "the hosts end at" in output, output
+        wait_until(lambda: not _jobs(), timeout=60, what="the job ends")
+
+
+def test_mpirun_passes_the_suite(short_path):
+    with programs.mpi_hosts(short_path) as (network, options):
+        code = (
+            "from rankbook.testing import check_engine\nfrom rankbook.engines.mpirun import MpirunEngine\n"
+            f"check_engine(lambda: MpirunEngine({options!r}), address={network.addresses['a']!r})"
+        )
+        command = ["ip", "netns", "exec", network.namespace("a"), sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+        assert done.returncode == 0, done.stderr
+
+
+def _jobs() -> list[str]:
+    done = subprocess.run(["squeue", "-h", "-o", "%i %T"], capture_output=True, text=True, check=False, timeout=30)
+    return done.stdout.splitlines()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

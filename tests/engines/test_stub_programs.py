@@ -1,0 +1,160 @@
+"""Test the engines of command line programs with stand-ins for these: command lines, events, the suite for engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from rankbook.engines import AgentConnection, HostEnded, HostOutput, HostQueued, HostStarted, Limits
+from rankbook.engines.mpirun import MpirunEngine
+from rankbook.engines.slurm import SlurmEngine, read_queue
+from rankbook.engines.ssh import SshEngine
+from rankbook.errors import InvalidArgument
+from rankbook.testing import check_engine
+from tests.conftest import wait_until
+
+STUB = Path(__file__).parent / "stubs" / "launch.py"
+TIME = "2026-01-02T10:00:00"
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch) -> Path:
+    """Put stand-ins on the PATH. Returns their folder."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("ssh", "srun", "mpirun"):
+        (folder / name).write_text(f"#!{sys.executable}\n{STUB.read_text()}")
+        (folder / name).chmod(0o755)
+    for name in ("squeue", "scontrol", "scancel"):
+        (folder / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {folder}/asked\ncat {folder}/{name}.txt\n')
+        (folder / name).chmod(0o755)
+        (folder / f"{name}.txt").touch()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("STUB_LOG", str(folder / "log"))
+    return folder
+
+
+def commands(programs: Path) -> list[list[str]]:
+    return [json.loads(line) for line in (programs / "log").read_text().splitlines()]
+
+
+@pytest.mark.processes
+def test_ssh_passes_the_suite(programs):
+    check_engine(lambda: SshEngine(["--hosts", "me@a,b", "--folder", "/", "--", "-p", "2222"]))
+    first, second, again, *_ = commands(programs)
+    assert first[:3] == second[:3] == ["ssh", "-p", "2222"]
+    assert {first[-2], second[-2]} == {"me@a", "b"} and again[-2] == "me@a"
+    assert "BatchMode=yes" in first
+    assert first[-1].startswith(f"cd / && exec {sys.executable} -m rankbook.testing --connect - --slots 1 --node ")
+
+
+@pytest.mark.processes
+def test_slurm_passes_the_suite(programs):
+    check_engine(lambda: SlurmEngine(["--", "--partition=gpu"], environment={}))
+    first = commands(programs)[0]
+    for option in ("--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--wait=0", "--kill-on-bad-exit=0", "--mpi=none"):
+        assert option in first
+    assert "--exclusive" in first and "--partition=gpu" in first
+    assert first.index("--partition=gpu") < first.index(sys.executable)
+    assert "scancel --name=rankbook-" in (programs / "asked").read_text()
+
+
+@pytest.mark.processes
+def test_slurm_uses_the_nodes_of_its_allocation_and_replaces_one_by_a_free_one(programs):
+    (programs / "scontrol.txt").write_text("node1\nnode2\nnode3\n")
+    (programs / "squeue.txt").write_text(f"7|RUNNING|None|{TIME}|2096-01-02T11:00:00|1:00:00\n")
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-3]"}
+    check_engine(lambda: SlurmEngine([], environment=environment))
+    first, again, *_ = commands(programs)
+    assert "--nodelist=node1,node2" in first and "--overlap" in first and "--exclusive" not in first
+    assert "--nodelist=node3" in again and "--jobid=7" in again and "--node" in again
+    assert "scontrol show hostnames node[1-3]" in (programs / "asked").read_text()
+    assert "squeue --noheader --jobs=7" in (programs / "asked").read_text()
+    assert "scancel" not in (programs / "asked").read_text()
+
+
+@pytest.mark.processes
+def test_mpirun_passes_the_suite(programs, tmp_path):
+    (tmp_path / "hosts").write_text("# nodes\na slots=8\nb slots=8\na\n")
+    check_engine(lambda: MpirunEngine(["--hostfile", str(tmp_path / "hosts"), "--", "--mca", "x", "1"]))
+    first = commands(programs)[0]
+    assert first[first.index("-np") + 1] == "2" and first[first.index("--map-by") + 1] == "ppr:1:node"
+    assert first[first.index("--stdin") + 1] == "all" and first[first.index("x") + 1] == "1"
+
+
+@pytest.mark.processes
+def test_a_queued_job_is_reported_and_a_failed_one_too(programs, monkeypatch):
+    (programs / "squeue.txt").write_text(f"9|PENDING|Priority|{TIME}|N/A|1:00:00\n")
+    engine = SlurmEngine([], environment={})
+    connection = AgentConnection("text", Path("/f"), "127.0.0.1")
+    monkeypatch.setenv("STUB_FAILURE", "Unable to allocate resources: Invalid account")
+    engine.start(1, 2, connection)
+    events = []
+    try:
+        wait_until(
+            lambda: events.extend(engine.events()) or any(isinstance(event, HostEnded) for event in events),
+            timeout=30,
+            what="the end is reported",
+        )
+    finally:
+        engine.stop()
+    assert HostQueued("job 9, Priority", datetime.fromisoformat(TIME).timestamp()) in events
+    (end,) = [event for event in events if isinstance(event, HostEnded)]
+    assert end.host is None
+    assert end.reason == "slurm: it exited with code 1: srun: error: Unable to allocate resources: Invalid account"
+
+
+def test_lines_of_the_queue_are_read():
+    entry = read_queue(f"7|RUNNING|None|{TIME}|2026-01-02T11:00:00|1:00:00\n")
+    assert entry is not None
+    assert entry.ends_at == datetime(2026, 1, 2, 11).astimezone().timestamp()
+    unlimited = read_queue(f"7|RUNNING|None|{TIME}|2027-01-02T11:00:00|UNLIMITED")
+    assert unlimited is not None and unlimited.ends_at is None
+    pending = read_queue("7|PENDING|Resources|N/A|N/A|1:00:00")
+    assert pending is not None and (pending.reason, pending.starts_at) == ("Resources", None)
+    assert read_queue("slurm_load_jobs error: Unable to contact slurm controller") is None
+
+
+def test_lines_that_arrive_in_pieces_are_put_together_and_a_failed_node_is_found():
+    engine = SlurmEngine([], environment={})
+    assert engine.read_output(None, "rankbook-host 1 sta") == []
+    assert engine.read_output(None, "rted: node2\nhel") == [HostStarted(1, "node2")]
+    assert engine.read_output(None, "lo\n") == [HostOutput(None, "hello\n")]
+    text = "srun: error: Node failure on node2"
+    assert engine.read_output(None, f"{text}\n") == [
+        HostOutput(None, f"{text}\n"),
+        HostEnded(1, "the node node2 has failed"),
+    ]
+    assert engine.read_output(None, f"{text}\n") == [HostOutput(None, f"{text}\n")]
+
+
+def test_limits_of_a_job_without_a_controller_are_unknown(monkeypatch):
+    monkeypatch.setattr("rankbook.engines.slurm._run", lambda *_: "")
+    assert SlurmEngine([], environment={"SLURM_JOB_ID": "7"}).limits() == Limits()
+    line = f"7|RUNNING|None|{TIME}|2096-01-02T11:00:00|1:00:00"
+    monkeypatch.setattr("rankbook.engines.slurm._run", lambda *_: line)
+    ends_at = SlurmEngine([], environment={"SLURM_JOB_ID": "7"}).limits().ends_at
+    assert ends_at is not None and ends_at > time.time()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: SshEngine([]), r"--launcher ssh: the following arguments are required: --hosts"),
+        (lambda: SshEngine(["--hosts", "a,-oProxyCommand=x"]), r"invalid --hosts"),
+        (lambda: SshEngine(["--hosts", ","]), r"invalid --hosts"),
+        (lambda: SlurmEngine(["--partition", "gpu"]), r"--launcher slurm: unrecognized arguments.*options of this"),
+        (lambda: MpirunEngine([]).start(None, 2, None), r"needs --hostfile FILE, or --nodes N"),  # type: ignore[arg-type]
+        (lambda: MpirunEngine(["--hostfile", "/no/such"]).start(None, 2, None), r"cannot read --hostfile"),  # type: ignore[arg-type]
+        (lambda: SshEngine(["--hosts", "a"]).start(2, 2, None), r"2 nodes need as many machines"),  # type: ignore[arg-type]
+    ],
+)
+def test_invalid_options_are_rejected(make, text):
+    with pytest.raises(InvalidArgument, match=text):
+        make()
