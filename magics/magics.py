@@ -269,16 +269,21 @@ class DistributedMagics(Magics):
         for note in running.take_notes():
             self._print(note)
         hosts = running.hosts()
+        statuses = running.status()
+        # The ranks of a host together, the hosts in the order of their first ranks.
+        first = {status.host: status.rank for status in reversed(statuses)}
         rows = [
             (
                 *(str(status.rank), status.state, status.device, *([status.host or "this host"] if hosts else [])),
                 *(str(status.pid or ""), status.cell or "", _note_of(status)),
             )
-            for status in running.status()
+            for status in sorted(statuses, key=lambda status: (first[status.host], status.rank))
         ]
         self._show(table(("rank", "state", "device", *(["host"] if hosts else []), "pid", "cell", "note"), rows))
         for host in hosts:
             self._print(reports.describe_host(host))
+        if refusals := running.describe_refusals():
+            self._print(f"link to the hosts: {refusals}")
         if launcher := running.describe_launcher():
             self._print(launcher)
         if (protection := running.protection()) is not None:

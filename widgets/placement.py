@@ -7,9 +7,8 @@ static/placement.js; `text`, `html` and `svg` draw the static versions.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import traitlets
@@ -183,7 +182,19 @@ def static_data(placement: Placement | None) -> dict[str, Any]:
     """Return the JSON data that rarely changes: the ranks, their devices and the objects on them."""
     if placement is None:
         return {}
-    return {"cluster": placement.cluster, "ranks": [_fixed_rank(rank) for rank in placement.ranks]}
+    ranks = [_fixed_rank(rank) for _, ranks in by_host(placement.ranks) for rank in ranks]
+    return {"cluster": placement.cluster, "ranks": ranks}
+
+
+def by_host(ranks: Iterable[RankPlacement]) -> list[tuple[str, list[RankPlacement]]]:
+    """Return the ranks of every host, in the order of the hosts' first ranks.
+
+    A rank that was replaced on another host is not the neighbour of the other ranks there.
+    """
+    hosts: dict[str, list[RankPlacement]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank.host, []).append(rank)
+    return list(hosts.items())
 
 
 def _fixed_rank(rank: RankPlacement) -> dict[str, Any]:
@@ -394,8 +405,7 @@ def text(placement: Placement | None) -> str:
     lines = [f"{summary(placement)}, {format_time(placement.at)}"]
     if placement.protection:
         lines.append(placement.protection)
-    # The ranks of a host are neighbours in the list.
-    for host, ranks in groupby(placement.ranks, key=lambda rank: rank.host):
+    for host, ranks in by_host(placement.ranks):
         lines += ["", host, table(HEADINGS, [_row(rank) for rank in ranks])["text/plain"]]
     return "\n".join(lines)
 
@@ -406,7 +416,7 @@ def html(placement: Placement | None, history: History | None = None) -> str:
         return f"<p>placement: {NOTHING_YET}</p>"
     rows = []
     scales = bar_scales(placement.ranks) if len(placement.ranks) <= MAX_BARS else {}
-    for host, ranks in groupby(placement.ranks, key=lambda rank: rank.host):
+    for host, ranks in by_host(placement.ranks):
         # One row with the host above the rows of its ranks.
         rows.append(f'<tr><th scope="rowgroup" colspan="{len(HEADINGS)}" style="{CELL}">{escape(host)}</th></tr>')
         rows += [_html_row(rank, scales.get(rank.rank), (history or {}).get(rank.rank, ())) for rank in ranks]
@@ -463,7 +473,7 @@ def svg(placement: Placement | None, history: History | None = None) -> str:
     shapes = [text_element(12, 24, f"{summary(placement)}, {format_time(placement.at)}", size=14)]
     y = 40.0
     scales = bar_scales(placement.ranks)
-    for host, ranks in groupby(placement.ranks, key=lambda rank: rank.host):
+    for host, ranks in by_host(placement.ranks):
         shapes.append(text_element(12, y + 14, host, fill=FAINT))
         y += 22
         for rank in ranks:

@@ -159,13 +159,14 @@ class ProcessInfo:
     """State of a living process at one moment.
 
     `status` is psutil's status (running, sleeping, disk-sleep), `cpu_seconds` the CPU time of all its threads so far.
-    `stopped`: by a signal such as SIGSTOP or Ctrl-Z; `traced`: by a debugger.
+    `stopped`: by a signal such as SIGSTOP or Ctrl-Z; `traced`: by a debugger. `host` names another host.
     """
 
     status: str
     cpu_seconds: float
     stopped: bool = False
     traced: bool = False
+    host: str = ""
 
 
 def process_info(pid: int | None) -> ProcessInfo | None:
@@ -192,8 +193,9 @@ def describe_process(info: ProcessInfo | None, pid: int | None) -> str:
     """Return a description of the process `pid`, such as `process sleeping, 3.1 s of CPU time`."""
     if info is None:
         return "process ending"
+    on_host = f" on {info.host}" if info.host else ""
     if info.stopped:
-        return f"process stopped; kill -CONT {pid} resumes it"
+        return f"process stopped{on_host}; kill -CONT {pid} resumes it"
     if info.traced:
-        return f"process stopped by a debugger or tracer (pid {pid})"
-    return f"process {info.status}, {info.cpu_seconds:.1f} s of CPU time"
+        return f"process stopped by a debugger or tracer (pid {pid}{on_host})"
+    return f"process{on_host} {info.status}, {info.cpu_seconds:.1f} s of CPU time"

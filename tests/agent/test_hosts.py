@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,7 @@ from rankbook import (
 from rankbook.coordinator import cluster_processes
 from rankbook.launch import connection, hosts
 from rankbook.launch.hosts import HostOptions
+from rankbook.transport.agent_link import AgentLink, make_keys
 from tests.agent.agents import Agents, cluster_on_hosts
 from tests.conftest import wait_until
 
@@ -137,7 +139,9 @@ def test_a_rank_that_does_not_answer_is_looked_at_by_its_own_host(three):
     pid = pid_of(three, 2)
     os.kill(pid, signal.SIGSTOP)
     try:
-        wait_until(lambda: "stopped" in three.status()[2].state, timeout=30, what="the status says that it is stopped")
+        host = three.status()[2].host
+        text = f"process stopped on {host}; kill -CONT {pid} resumes it"
+        wait_until(lambda: text in three.status()[2].state, timeout=30, what="the status says that it is stopped")
     finally:
         os.kill(pid, signal.SIGCONT)
     wait_until(lambda: three.status()[2].state == "idle", timeout=30, what="it answers again")
@@ -148,6 +152,25 @@ def test_every_host_has_a_line_in_the_status(three):
     assert (first.ranks, second.ranks) == ((1,), (2,))
     wait_until(lambda: three.hosts()[0].round_trip is not None, timeout=20, what="a round trip is measured")
     assert first.dropped == 0 and first.unreachable is None
+
+
+def test_the_placement_has_the_names_of_the_hosts(three):
+    placed = three.placement(timeout=20)
+    assert [rank.host for rank in placed.ranks][1:] == [status.host for status in three.status()][1:]
+    assert len({rank.host for rank in placed.ranks[1:]}) == 2, "although both have the host name of this machine"
+
+
+def test_a_connection_without_the_key_is_refused_and_counted(three, shared):
+    assert three.describe_refusals() == ""
+    right = connection.decode_connection(shared[1].file.read_text(), "file")
+    fresh, _ = make_keys()
+    wrong = replace(right.keys, client_public=fresh.client_public, client_secret=fresh.client_secret)
+    link = AgentLink(right.address, right.port, wrong, "stranger", b"")
+    try:
+        wait_until(lambda: "without the key refused" in three.describe_refusals(), timeout=20, what="it is counted")
+    finally:
+        link.close(0)
+    assert three.run(REDUCE).text(0) == "[6.0, 6.0]"
 
 
 @pytest.mark.slow

@@ -9,12 +9,20 @@ import pytest
 from msgspec import Struct
 
 from rankbook.errors import InvalidArgument
-from rankbook.protocol.telemetry import CheckpointFolder
+from rankbook.protocol.telemetry import CheckpointFolder, Placement
 from rankbook.widgets.checkpoints import CheckpointsModel
-from rankbook.widgets.placement import PlacementModel
+from rankbook.widgets.placement import PlacementModel, html, static_data, svg, text
 from rankbook.widgets.shards import MAX_DRAWN, ShardsModel, chunks_of, tensor_of
 from tests.conftest import wait_until
-from tests.widgets.fakes import FakeCheckpoints, FakeFeed, placement, saves, shard_map, sharded_tensor
+from tests.widgets.fakes import (
+    FakeCheckpoints,
+    FakeFeed,
+    placement,
+    rank_placement,
+    saves,
+    shard_map,
+    sharded_tensor,
+)
 
 
 def ignore_change() -> None:
@@ -197,3 +205,12 @@ def test_unreadable_folder_is_reported_with_the_reason():
     part = CheckpointsModel(FakeFeed(), Broken())
     part.answer("look", {})
     assert "no such folder" in part.summary()
+
+
+def test_a_host_appears_once_after_a_rank_has_moved_to_it():
+    ranks = tuple(rank_placement(rank, host=host) for rank, host in enumerate(("node-0", "node-1", "node-0", "node-1")))
+    shown = Placement(ranks, 1_790_000_000.0, "main")
+    for rendered in (text(shown), html(shown), svg(shown)):
+        assert rendered.count("node-0") == rendered.count("node-1") == 1
+    order = [entry["rank"] for entry in static_data(shown)["ranks"]]
+    assert order == [0, 2, 1, 3], "the browser draws a host wherever it changes"

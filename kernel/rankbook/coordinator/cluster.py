@@ -1074,6 +1074,15 @@ class Cluster(ClusterQueries):
         """Return what the other hosts and their launcher have reported while no cell was running, once."""
         return self._processes.take_notes()
 
+    def describe_refusals(self) -> str:
+        """Describe the connections and packets that the link to other hosts has refused; empty without one."""
+        hosts = self._processes.hosts
+        if hosts is None:
+            return ""
+        refused, dropped = hosts.hub.refusals, hosts.hub.dropped
+        parts = [f"{plural(refused, 'connection')} without the key refused"] if refused else []
+        return ", ".join([*parts, f"{plural(dropped, 'packet')} dropped"] if dropped else parts)
+
     def describe_group(self) -> str:
         """Describe whether all ranks are in one process group, for the user."""
         if self._state.grouped:

@@ -448,6 +448,7 @@ def rank_views(processes: ClusterProcesses, driver: Driver | None) -> list[RankV
             task=entry.cell,
             restarting=entry.refork and driver is not None,
             last_received=0.0 if driver is None else driver.liveness.last_received(rank),
+            host="" if processes.hosts is None else processes.hosts.name_of(rank),
         )
         for rank, entry in processes.state.ranks.items()
     ]
@@ -490,7 +491,8 @@ class RankView:
     """A rank as the cluster's state knows it.
 
     `cell` is the notebook's execution count, `task` the cluster's own number of the task. `restarting`: the rank is
-    being restarted. `last_received` is the time of its last message of any kind, on the monotonic clock.
+    being restarted. `last_received` is the time of its last message of any kind, on the monotonic clock. `host` names
+    the host of a rank that an agent runs.
     """
 
     rank: int
@@ -502,6 +504,7 @@ class RankView:
     task: int | None = None
     restarting: bool = False
     last_received: float = 0.0
+    host: str = ""
 
 
 @dataclass
@@ -603,7 +606,7 @@ class StatusAggregator:
         fresh = sample if sample is not None and sample.cell == view.task else None
         return RankPlacement(
             rank=view.rank,
-            host=record.host,
+            host=view.host or record.host,
             pid=view.pid,
             device=view.device,
             device_name=record.device_name,

@@ -408,7 +408,7 @@ class Hosts:
                 self._held = [held for held in self._held if held[2] != Sender(rank, incarnation)]
                 self.reports.append(message)
             case ProcessState(rank, incarnation, status, cpu_seconds, stopped, traced):
-                info = ProcessInfo(status, cpu_seconds, stopped, traced) if status else None
+                info = ProcessInfo(status, cpu_seconds, stopped, traced, host.name) if status else None
                 self._process_of(host, rank, incarnation).state = (time.monotonic(), info)
             case StoreRequest(connection):
                 self._send(host.id, StoreReply(connection), perform(self._keys, bytes(frames[1])))
@@ -534,7 +534,7 @@ class Hosts:
             return None
         # Without a recent report, the process counts as alive: its agent would have reported its end.
         if process.state is None or time.monotonic() - process.state[0] > _STATE_AGE:
-            return ProcessInfo("running", 0.0)
+            return ProcessInfo("running", 0.0, host=self.name_of(rank))
         return process.state[1]
 
     def close(self) -> None:
