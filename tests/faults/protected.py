@@ -101,7 +101,7 @@ model, optimizer, scheduler, loader = accelerator.prepare(net, optimizer, schedu
 class Training:
     """A training of one layout on the ranks of `cluster`, with the losses of all its steps."""
 
-    def __init__(self, cluster: Cluster, layout: str, *, steps: int, every: int = 1) -> None:
+    def __init__(self, cluster: Cluster, layout: str, *, steps: int, every: int = 1, protect: bool = True) -> None:
         self.cluster = cluster
         self.steps = steps
         cluster.run(SETUP)
@@ -109,13 +109,13 @@ class Training:
         cluster.run(f"losses = train({steps})")
         self.expected: list[list[float]] = cluster.pull("losses")
         cluster.run(MODEL.format(accelerator=LAYOUTS[layout]))
-        cluster.run(f"accelerator.protect({every})\narm()")
+        cluster.run(f"accelerator.protect({every if protect else False})\narm()")
         self.at = 0
 
     def kill(self, rank: int, moment: str, *, after: int, delay: float = 0.0) -> None:
         """Train, and kill `rank` at this moment of the step after `after` more; "any" is after `delay` seconds."""
         if moment == "between":
-            self.cluster.run(f"losses = train({after})\nloader.load_state_dict(loader.state_dict())")
+            self.cluster.run(f"losses = train({after})")
             os.kill(next(status.pid for status in self.cluster.status() if status.rank == rank) or 0, signal.SIGKILL)
             return
         step = self.at + after + (moment in ("scheduler", "copy", "commit"))

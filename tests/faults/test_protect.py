@@ -135,7 +135,37 @@ def test_a_rank_that_dies_during_the_heal_costs_no_further_step(cluster):
     training.check(10)
 
 
+NO_DROPOUT = "torch.nn.functional.dropout = lambda x, p: x"
+
+
+@pytest.mark.parametrize(("moment", "rank"), [("forward", 3), ("optimizer", 0)])
+def test_replicas_of_hybrid_sharding_restore_a_rank_without_protection(cluster, moment, rank):
+    cluster.run(NO_DROPOUT)  # random states are not restored
+    training = Training(cluster, "hsdp", steps=20, protect=False)
+    training.kill(rank, moment, after=3)
+    healed = training.heal()
+    assert re.search(rf"back at step {training.at}: (1 step|2 steps) to repeat", str(healed))
+    assert training.at in (3, 4)
+    # The position of the loader is not restored either.
+    cluster.run(
+        f"{NO_DROPOUT}\nloader.set_epoch(0)\nbatches = iter(loader)\nfor _ in range({training.at}):\n    next(batches)"
+    )
+    cluster.run("whole, loader = loader, batches\nlosses = train(10)\nloader = whole")
+    assert cluster.pull("losses") == [losses[training.at : training.at + 10] for losses in training.expected]
+
+
+def test_without_a_whole_replica_the_shards_are_lost(cluster):
+    training = Training(cluster, "hsdp", steps=5, protect=False)
+    cluster.run("train(1)")
+    for rank in (1, 2):  # one of each replica
+        os.kill(cluster.status()[rank].pid or 0, signal.SIGKILL)
+    healed = str(cluster.heal())
+    assert "net: it is sharded over the ranks: the shard of the dead rank is lost" in healed
+    assert training.expected
+
+
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kills_at_random_moments(cluster, layout):
     draw = random.Random(f"{SEED} {layout}")
@@ -155,6 +185,7 @@ def test_kills_at_random_moments(cluster, layout):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kills_during_heal(cluster, layout):
     draw = random.Random(f"{SEED} {layout} heal")

@@ -44,7 +44,7 @@ def test_every_message_belongs_to_a_direction():
     assert directed == kinds | {*QueryRequest.__subclasses__(), *QueryReply.__subclasses__()}
 
 
-WIRE = (4, "671266ae87334ea9")
+WIRE = (4, "af8e386c76ae45fe")
 """The protocol's version, and a digest of the messages and their fields that it stands for."""
 
 

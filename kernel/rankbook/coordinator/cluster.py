@@ -66,6 +66,7 @@ from rankbook.protocol.messages import (
     ListState,
     Message,
     Protect,
+    RestoreReplicas,
     RestoreSnapshot,
     RunCell,
     Stack,
@@ -74,7 +75,7 @@ from rankbook.protocol.numbers import Difference, HashState, MeasureDifferences,
 from rankbook.protocol.queries import Completion
 from rankbook.protocol.telemetry import Measure, Placement, RankDetail, ShardMap, Statistic, Variable
 from rankbook.ranks import format_ranks, name_ranks, parse_ranks
-from rankbook.snapshot_files import SnapshotHeader, SnapshotVersion, read_headers, remove_all
+from rankbook.snapshot_files import SnapshotHeader, read_headers, remove_all
 from rankbook.transport.serialization import Packed, pack, unpack
 
 _WHILE_PAUSED = 1.0
@@ -934,21 +935,29 @@ class Cluster(ClusterQueries):
     def _restore(
         self, donor: int, ranks: tuple[int, ...], headers: dict[int, list[SnapshotHeader]], timeout: float
     ) -> Healed:
-        healed = self._copy_state(donor, ranks, headers, timeout)
+        healed = self._copy_state(donor, ranks, headers, ranks, timeout)
         if healed.was_refused:
             # The new ranks have sharded models without their shards. Begin again, without these models.
             self._processes.discard(ranks, "could not be restored from its snapshot")
             self._processes.launch(ranks, timeout=timeout)
-            healed = replace(self._copy_state(donor, ranks, {}, timeout), restored=healed.restored)
+            healed = replace(self._copy_state(donor, ranks, {}, self._all_ranks, timeout), restored=healed.restored)
         return healed
 
     def _copy_state(
-        self, donor: int, ranks: tuple[int, ...], headers: dict[int, list[SnapshotHeader]], timeout: float
+        self,
+        donor: int,
+        ranks: tuple[int, ...],
+        headers: dict[int, list[SnapshotHeader]],
+        replaced: tuple[int, ...],
+        timeout: float,
     ) -> Healed:
-        """Copy the variables of `donor` to the new `ranks`, and return all ranks to the last common snapshot."""
+        """Copy the variables of `donor` to the new `ranks`, and return all ranks to the last common snapshot.
+
+        Without a snapshot, shards come from replicas without any of the `replaced` ranks, if there are some.
+        """
         deadline = time.monotonic() + timeout
         version, every = choose_snapshot(headers)
-        make_list = lambda cell: ListState(cell=cell, snapshot=version)  # noqa: E731 - used once
+        make_list = lambda cell: ListState(cell=cell, snapshot=version, replaced=replaced)  # noqa: E731 - used once
         listed = self._collect({donor: (make_list, ())}, timeout, "heal")[donor]
         adopted: dict[str, Any] = {}
         lost_saves: list[str] = []
@@ -957,14 +966,20 @@ class Cluster(ClusterQueries):
             nonlocal adopted
             # A dead rank's background save is reported once by every survivor, in whichever attempt comes first, so the
             # messages of all attempts are collected.
-            adopted, lost = self._try_restore(donor, ranks, tuple(names), version, deadline - time.monotonic())
+            make_export = lambda cell, stays: ExportState(cell, tuple(names), stays, version, replaced)  # noqa: E731
+            adopted, lost = self._try_restore(donor, ranks, make_export, deadline - time.monotonic())
             lost_saves.extend(lost)
             return str(adopted["refused"])
 
         refused = copy_variables(listed["names"], attempt)
         outcome = "" if not any(headers.values()) else NO_COMMON_SNAPSHOT
-        if version is not None:
-            make_restore = lambda cell: RestoreSnapshot(cell=cell, version=version, every=every)  # noqa: E731
+        if version is not None or listed["replicas"]:
+
+            def make_restore(cell: int) -> Message:
+                if version is None:
+                    return RestoreReplicas(cell=cell, replaced=ranks)
+                return RestoreSnapshot(cell=cell, version=version, every=every)
+
             tasks = dict.fromkeys(self._all_ranks, (make_restore, ()))
             outcome, refused_snapshot = summarize_restore(
                 self._collect(tasks, deadline - time.monotonic(), "heal"), ranks
@@ -983,11 +998,10 @@ class Cluster(ClusterQueries):
         self,
         donor: int,
         ranks: tuple[int, ...],
-        names: tuple[str, ...],
-        snapshot: SnapshotVersion | None,
+        make_export: Callable[[int, bool], ExportState],
         timeout: float,
     ) -> tuple[Any, list[str]]:
-        """Export the variables `names` from `donor` and adopt them on the new `ranks`.
+        """Export variables from `donor` by the message that `make_export` returns, and adopt them on the new `ranks`.
 
         Return one of the replies (`rank.recovery.AdoptedState`), and the other ranks' messages about a lost save.
         """
@@ -995,8 +1009,8 @@ class Cluster(ClusterQueries):
         with deferred_interrupts():
             hosts = self._processes.hosts
             stays = hosts is not None and hosts.on_one_agent((donor, *ranks))
-            make_export = lambda cell: ExportState(cell, names, stays, snapshot)  # noqa: E731 - used once
-            export = self._submit({donor: (make_export, ())}, number=0, sink=None, label="heal")
+            make = lambda cell: make_export(cell, stays)  # noqa: E731 - used once
+            export = self._submit({donor: (make, ())}, number=0, sink=None, label="heal")
             self.wait(export, timeout=timeout)
         try:
             self._check(export)

@@ -151,22 +151,25 @@ class ListState(Message, frozen=True):
     """Answer with the names of the variables that `ExportState` can send, and why it cannot send the others.
 
     All ranks will return to `snapshot`, if there is one, so that the sharded models in it can be sent without shards.
+    Otherwise this holds for the models of which there is a replica without the `replaced` ranks.
     """
 
     cell: int
     snapshot: SnapshotVersion | None = None
+    replaced: tuple[int, ...] = ()
 
 
 class ExportState(Message, frozen=True):
     """Answer with the state for the replacement of a dead rank: the variables `names`, imports and `sys.path`.
 
-    `stays`: all ranks that will load the state run on this rank's host. `snapshot` as in `ListState`.
+    `stays`: all ranks that will load the state run on this rank's host. `snapshot` and `replaced` as in `ListState`.
     """
 
     cell: int
     names: tuple[str, ...]
     stays: bool = False
     snapshot: SnapshotVersion | None = None
+    replaced: tuple[int, ...] = ()
 
 
 class AdoptState(Message, frozen=True):
@@ -195,6 +198,13 @@ class RestoreSnapshot(Message, frozen=True):
     cell: int
     version: SnapshotVersion
     every: int
+
+
+class RestoreReplicas(Message, frozen=True):
+    """Take over the state of a replica without the `replaced` ranks, and answer with `RestoredSnapshot`."""
+
+    cell: int
+    replaced: tuple[int, ...]
 
 
 class Regroup(Message, frozen=True):
@@ -405,7 +415,7 @@ class Stack(Message, frozen=True):
 
 
 _Check = HashState | MeasureDifferences | MeasureGradients
-_Protection = Protect | RestoreSnapshot
+_Protection = Protect | RestoreSnapshot | RestoreReplicas
 Task = (
     RunCell | CallFunction | Assign | FetchValue | ListState | ExportState | AdoptState | Regroup | _Check | _Protection
 )

@@ -50,6 +50,7 @@ from rankbook.protocol.messages import (
     Payload,
     Protect,
     Regroup,
+    RestoreReplicas,
     RestoreSnapshot,
     RunCell,
     Stack,
@@ -307,12 +308,15 @@ class Executor:
                 self._shell.user_ns.update(self._unpack(message.payload, frames))
             case FetchValue():
                 return pack(self._fetch(message.name), store=self._segments)
-            case ListState(snapshot=snapshot):
+            case ListState(snapshot=snapshot, replaced=replaced):
                 namespace, hidden = self._shell.user_ns, self._shell.user_ns_hidden
-                return pack(recovery.list_state(namespace, hidden, snapshot=snapshot), store=None)
-            case ExportState(names=names, snapshot=snapshot):
+                shards = recovery.Shards(snapshot, replaced)
+                return pack(recovery.list_state(namespace, hidden, shards=shards), store=None)
+            case ExportState(names=names, snapshot=snapshot, replaced=replaced):
                 namespace, hidden = self._shell.user_ns, self._shell.user_ns_hidden
-                return recovery.export_state(namespace, hidden, names, self._segments, snapshot=snapshot)
+                return recovery.export_state(
+                    namespace, hidden, names, self._segments, shards=recovery.Shards(snapshot, replaced)
+                )
             case AdoptState(payload=payload):
                 open_state = None if payload is None else partial(self._unpack, payload, frames)
                 adopted = recovery.adopt_state(self._shell.user_ns, open_state)
@@ -320,7 +324,7 @@ class Executor:
                 return pack(adopted, store=None)
             case HashState() | MeasureDifferences() | MeasureGradients():
                 return pack(self._check_numbers(message), store=self._segments)
-            case Protect() | RestoreSnapshot():
+            case Protect() | RestoreSnapshot() | RestoreReplicas():
                 return pack(self._protect(message), store=None)
             case Regroup():
                 try:
@@ -346,9 +350,13 @@ class Executor:
             return hash_state(self.namespace(), message.names)
         return measure_differences(self.namespace(), message.names, message.pieces)
 
-    def _protect(self, message: Protect | RestoreSnapshot) -> object:
+    def _protect(self, message: Protect | RestoreSnapshot | RestoreReplicas) -> object:
         from rankbook.runtime import protection
 
+        if isinstance(message, RestoreReplicas):
+            from rankbook.runtime import replicas
+
+            return replicas.restore(message.replaced)
         if isinstance(message, RestoreSnapshot):
             return protection.restore(message.version, message.every)
         if message.every is not None:

@@ -24,7 +24,7 @@ import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -47,10 +47,24 @@ _namespace: dict[str, Any] = {}
 
 
 class Exportable(TypedDict):
-    """The names of the variables that a rank can export, and the reason for every one that it cannot."""
+    """The names of the variables that a rank can export, and the reason for every one that it cannot.
+
+    `replicas`: the shards of some models will be restored from replicas.
+    """
 
     names: list[str]
     missing: dict[str, str]
+    replicas: bool
+
+
+class Shards(NamedTuple):
+    """Where shards of the new ranks will come from: a snapshot, or else replicas without the `replaced` ranks."""
+
+    snapshot: SnapshotVersion | None = None
+    replaced: tuple[int, ...] = ()
+
+
+_NO_SHARDS = Shards()
 
 
 class ExportedState(TypedDict):
@@ -77,11 +91,11 @@ class AdoptedState(TypedDict):
     lost_save: str
 
 
-def list_state(namespace: dict[str, Any], hidden: Mapping[str, Any], *, snapshot: SnapshotVersion | None) -> Exportable:
+def list_state(namespace: dict[str, Any], hidden: Mapping[str, Any], *, shards: Shards = _NO_SHARDS) -> Exportable:
     """Check which variables of `namespace` can be pickled.
 
-    Skips modules, private names, and the names in `hidden`, which are defined on every rank. All ranks will
-    return to `snapshot`, so that the models in it can be sent without their shards.
+    Skips modules, private names, and the names in `hidden`, which are defined on every rank. The models
+    whose shards will come from `shards` can be sent without them.
     """
     missing: dict[str, str] = {}
     values: dict[str, Any] = {}
@@ -92,8 +106,10 @@ def list_state(namespace: dict[str, Any], hidden: Mapping[str, Any], *, snapshot
             missing[name] = "the exporting rank is not a member of this group; create the group again on all ranks"
         else:
             values[name] = value
-    missing |= check_pickling(values, _Reducer(namespace, with_data=False, snapshot=snapshot))
-    return Exportable(names=[name for name in values if name not in missing], missing=missing)
+    reducer = _Reducer(namespace, with_data=False, shards=shards)
+    missing |= check_pickling(values, reducer)
+    names = [name for name in values if name not in missing]
+    return Exportable(names=names, missing=missing, replicas=shards.snapshot is None and reducer.restores)
 
 
 def export_state(
@@ -102,11 +118,11 @@ def export_state(
     names: Collection[str],
     store: SegmentStore,
     *,
-    snapshot: SnapshotVersion | None,
+    shards: Shards = _NO_SHARDS,
 ) -> Packed:
     """Pickle the variables `names`, with the imports, `sys.path` and the current folder. Raises `TransferError`.
 
-    `snapshot` as in `list_state`.
+    `shards` as in `list_state`.
     """
     imports = {
         name: value.__name__
@@ -115,7 +131,7 @@ def export_state(
     }
     variables = {name: namespace[name] for name in names if name in namespace}
     state = ExportedState(variables=variables, imports=imports, path=list(sys.path), folder=str(Path.cwd()))
-    return pack(state, store=store, reduce=_Reducer(namespace, snapshot=snapshot))
+    return pack(state, store=store, reduce=_Reducer(namespace, shards=shards))
 
 
 def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedState] | None) -> AdoptedState:
@@ -181,20 +197,29 @@ def set_cell_namespace(namespace: dict[str, Any]) -> None:
 class _Reducer:
     """Pickle reducer for cell functions, process groups, meshes, and tensors.
 
-    The sharded models in `snapshot` are sent without their shards. For any other sharded DTensor it raises
-    `TransferError`. Without `with_data`, plain tensors are left out: that suffices to find out which values can be
-    pickled, and needs no CUDA.
+    The sharded models that `shards` has are sent without their shards (`restores`). For any other sharded DTensor it
+    raises `TransferError`. Without `with_data`, plain tensors are left out: that suffices to find out which values can
+    be pickled, and needs no CUDA.
     """
 
-    def __init__(self, namespace: dict[str, Any], *, snapshot: SnapshotVersion | None, with_data: bool = True) -> None:
+    def __init__(self, namespace: dict[str, Any], *, shards: Shards = _NO_SHARDS, with_data: bool = True) -> None:
         self._namespace = namespace
         self._with_data = with_data
         self._models = None
-        if snapshot is not None:
+        covered: set[int] = set()
+        if shards.snapshot is not None:
             from rankbook.runtime import protection
+
+            covered = protection.models_in(shards.snapshot)
+        elif "rankbook.runtime.accelerator" in sys.modules:  # otherwise no model is prepared
+            from rankbook.runtime import replicas
+
+            covered = replicas.replicated_models(shards.replaced)
+        self.restores = bool(covered)
+        if covered:
             from rankbook.runtime.strategies.transfer import ModelPickling
 
-            self._models = ModelPickling(protection.models_in(snapshot))
+            self._models = ModelPickling(covered)
 
     def __call__(self, value: object) -> Any:  # noqa: ANN401 - pickle's own contract
         # A function of a cell. cloudpickle would pickle a copy of the globals that it uses, which the copy would not

@@ -209,7 +209,7 @@ class Protection:
     def begin(self) -> None:
         """Take a snapshot outside of a step, if there is anything to protect. A collective."""
         # A rank may have been restarted since the others were protected.
-        self.number = max(_gather(self.number)) + 1
+        self.number = max(gather(self.number)) + 1
         self._updates = 0
         if prepared.registered("optimizer") or prepared.registered("model"):
             self.take()
@@ -225,7 +225,7 @@ class Protection:
             gc.collect()
             self._serial = serial
         content, tensors, main = _flatten(collect())
-        version = SnapshotVersion(self.number, self._updates, _steps())
+        version = SnapshotVersion(self.number, self._updates, steps_made())
         if not only_update:
             if self.latest is not None:
                 snapshot_files.wait_for_peers(
@@ -255,7 +255,7 @@ class Protection:
         lost = max(0, self.number - version.number) + (_progress() != self._progress)
         state = self.read(version)
         problem = "its snapshot does not exist any more" if state is None else find_difference(state)
-        answers = _gather((problem, state["buckets"] if state is not None else {}))
+        answers = gather((problem, state["buckets"] if state is not None else {}))
         refused = next((f"rank {rank}: {answer[0]}" for rank, answer in enumerate(answers) if answer[0]), "")
         if refused or state is None:
             return RestoredSnapshot(step=0, lost=0, refused=refused)
@@ -281,7 +281,8 @@ class Protection:
         return None if found is None else _unflatten(*found)
 
 
-def _gather(value: Any) -> list[Any]:  # noqa: ANN401 - any plain value
+def gather(value: Any) -> list[Any]:  # noqa: ANN401 - any plain value
+    """Return the values of all ranks. A collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -340,7 +341,7 @@ def _bytes_of(shape: torch.Size, dtype: torch.dtype) -> int:
 
 
 def _views_of(
-    memory: mmap.mmap, layout: list[tuple[torch.Size, torch.dtype]], offsets: list[int]
+    memory: mmap.mmap | bytearray, layout: list[tuple[torch.Size, torch.dtype]], offsets: list[int]
 ) -> list[torch.Tensor]:
     raw = torch.frombuffer(memory, dtype=torch.uint8)
     return [
@@ -473,7 +474,7 @@ def _flatten(state: dict[str, Any]) -> tuple[bytes, list[torch.Tensor], int]:
     return pickle.dumps((layout, file.getvalue())), pickler.tensors, main
 
 
-def _unflatten(content: bytes, data: mmap.mmap) -> dict[str, Any]:
+def _unflatten(content: bytes, data: mmap.mmap | bytearray) -> dict[str, Any]:
     layout, pickled = pickle.loads(content)
     offsets, _ = snapshot_files.offsets_of([_bytes_of(*entry) for entry in layout])
     unpickler = _Unpickler(io.BytesIO(pickled), _views_of(data, layout, offsets))
@@ -519,12 +520,41 @@ def restore_state(state: dict[str, Any]) -> None:
         if serial in state["others"]:
             # A copy: the stored one lies in memory that a later snapshot overwrites.
             item.load_state_dict(_cloned(state["others"][serial]))
-    # Gradients of a step that has not ended. `abort` begins a new window, on all ranks alike.
-    window.drop_gradients()
     window.batches = state["batches"]
-    window.abort(GradientState())
+    end_step()
     # At last, so that nothing of the above draws from it.
-    _restore_random_state(state["random"])
+    if state["random"]:
+        _restore_random_state(state["random"])
+
+
+def end_step() -> None:
+    """Drop the gradients of a step that has not ended, and begin a new window, on all ranks alike."""
+    window.drop_gradients()
+    window.abort(GradientState())
+
+
+def pack_state() -> tuple[bytes, bytes]:
+    """Return the content of a snapshot as bytes, without the random state and the positions of loaders.
+
+    A loader may have delivered batches since the step, and nobody knows how many of them belong to the next one.
+    """
+    state = {**collect(), "random": b""}
+    for serial in prepared.registered("loader"):
+        state["others"].pop(serial, None)
+    content, tensors, _ = _flatten(state)
+    layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    offsets, size = snapshot_files.offsets_of([_bytes_of(*entry) for entry in layout])
+    memory = mmap.mmap(-1, max(size, 1))
+    views = _views_of(memory, layout, offsets)
+    if views:
+        torch._foreach_copy_(views, tensors)
+    return content, memory[:]
+
+
+def restore_packed(packed: tuple[bytes, bytes]) -> None:
+    """Write the state that `pack_state` has returned on another rank into the prepared objects of this one."""
+    content, data = packed
+    restore_state(_unflatten(content, bytearray(data)))
 
 
 def _restore_optimizer(stored: dict[str, Any], wrapper: AcceleratedOptimizer) -> None:
@@ -573,7 +603,7 @@ def _cloned(value: Any) -> Any:  # noqa: ANN401 - any state
     return torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, value)
 
 
-def _steps() -> int:
+def steps_made() -> int:
     """Return the number of optimizer steps to show: of several optimizers, that of the one with the fewest."""
     return min((wrapper.steps for wrapper in prepared.registered("optimizer").values() if wrapper.steps), default=0)
 
