@@ -703,8 +703,9 @@ class Cluster(ClusterQueries):
 
         Example::
 
-            cluster.watch_numbers("nan", "norm > 100")
-            cluster.run("train()")  # raises NumericalError at the first NaN
+            with Cluster(2) as cluster:
+                cluster.watch_numbers("nan", "norm > 100")
+                cluster.watched_numbers  # 'nan, norm > 100'
         """
         __tracebackhide__ = True
         parse_conditions(*conditions)

@@ -8,6 +8,11 @@
     watch_conditions.py  conditions of `watch_numbers`
     watch.py             number watch of a rank: hooks on modules, gradients, collectives and optimizers
     attribution.py       on which rank, in which module and phase a non-finite value was born (pure code)
+    comparison.py        `compare`: where a step in two layouts parts first
+    step_layout.py       names of layouts
+    layouts.py           copies of a model and its optimizer in a layout
+    recording.py         record of a step: summaries of its tensors, as whole ones
+    relations.py         relation of two tensors: a factor, a missing rank, another mask, a precision (pure functions)
     naming.py            names of modules and parameters, lines of cells
 
 The modules that import torch are loaded by the ranks when a check is used. Nothing here imports `rank` or

@@ -49,7 +49,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class RankReport:
-    """Observations of one rank in the step that is being checked.
+    """What one rank has seen in the step that is being checked.
 
     `gradients` are the names of parameters whose gradients are not finite, in the order of the model, and `dtype` is
     the data type of the first one. `norm` is the total gradient norm, if it is above the limit. `has_inputs`: this rank
@@ -135,10 +135,10 @@ def attribute(reports: Sequence[RankReport]) -> NonFiniteOrigin:
             for report in born
             if report.event is not None and (report.event.phase, report.event.module) == (event.phase, event.module)
         )
-        finding = NonFiniteOrigin(
+        origin = NonFiniteOrigin(
             event.kind, event.phase, event.module, step, alike, line=event.line, detail=event.detail
         )
-        return _add_receivers(finding, reports, spread)
+        return _add_receivers(origin, reports, spread)
     if spread:
         return _from_collective_input(reports, spread, step)
     affected = [report for report in reports if report.gradients]
@@ -174,18 +174,18 @@ def _received(report: RankReport, spread: Mapping[tuple[str, int], Sequence[int]
 
 
 def _add_receivers(
-    finding: NonFiniteOrigin, reports: Sequence[RankReport], spread: Mapping[tuple[str, int], Sequence[int]]
+    origin: NonFiniteOrigin, reports: Sequence[RankReport], spread: Mapping[tuple[str, int], Sequence[int]]
 ) -> NonFiniteOrigin:
     """Add the ranks that got the value, and the first collective in which they did."""
     affected = {report.rank for report in reports if report.event is not None or report.gradients}
     for key, senders in spread.items():
         members = [report for report in reports if any((e.group, e.number) == key for e in report.launches)]
-        received = [report.rank for report in members if report.rank not in (*finding.ranks, *senders)]
-        if received and set(senders) & set(finding.ranks):
+        received = [report.rank for report in members if report.rank not in (*origin.ranks, *senders)]
+        if received and set(senders) & set(origin.ranks):
             label = next(e.label for report in members for e in report.launches if (e.group, e.number) == key)
-            return replace(finding, received=tuple(received), through=label, world_size=len(reports))
-    others = tuple(sorted(affected - set(finding.ranks)))
-    return replace(finding, received=others, world_size=len(reports))
+            return replace(origin, received=tuple(received), through=label, world_size=len(reports))
+    others = tuple(sorted(affected - set(origin.ranks)))
+    return replace(origin, received=others, world_size=len(reports))
 
 
 def _from_collective_input(
@@ -206,8 +206,8 @@ def _from_collective_input(
     if compressed:
         detail = f"{launch.label} carries {launch.dtype}, the gradients are {sender.dtype}"
     module = name.rpartition(".")[0] or name
-    finding = NonFiniteOrigin(sender.kind, phase, module, step, tuple(senders), line=sender.line, detail=detail)
-    return _add_receivers(finding, reports, spread)
+    origin = NonFiniteOrigin(sender.kind, phase, module, step, tuple(senders), line=sender.line, detail=detail)
+    return _add_receivers(origin, reports, spread)
 
 
 def _from_gradients(reports: Sequence[RankReport], affected: Sequence[RankReport], step: int) -> NonFiniteOrigin:

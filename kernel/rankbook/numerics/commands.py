@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
 from rankbook.numerics.watch_conditions import parse_conditions
+
+if TYPE_CHECKING:
+    from rankbook.numerics.comparison import Comparison
+    from rankbook.numerics.step_layout import Layout
 
 
 def watch_numbers(*conditions: str) -> None:
@@ -24,11 +31,63 @@ def watch_numbers(*conditions: str) -> None:
 
     Example::
 
-        rankbook.watch_numbers("nan", "norm > 100")
-        train()
-        rankbook.watch_numbers("off")
+        watch_numbers("nan", "norm > 100")
+        optimizer.step()  # raises NumericalError if a gradient is NaN
+        watch_numbers("off")
     """
     chosen = parse_conditions(*conditions)
     from rankbook.numerics import watch
 
     watch.set_conditions(chosen)
+
+
+def compare(
+    step: Callable[[Any, Any, Any], object],
+    model: Any,  # noqa: ANN401 - an nn.Module, or DDP; torch is not imported here
+    optimizer: Any = None,  # noqa: ANN401
+    batch: Any = None,  # noqa: ANN401
+    *,
+    layouts: Sequence[str | Layout] = ("one rank", "current"),
+    also: Mapping[str, Any] | None = None,
+) -> Comparison:
+    """Run one training step in two layouts, and find the first tensor in which they part.
+
+    Args:
+        step: the step, called as `step(model, optimizer, batch)`. It computes the loss and calls `backward()`, and
+            may clip gradients and step the optimizer.
+        model: the model, prepared or not.
+        optimizer: its optimizer, prepared or not; None for a step without one.
+        batch: the batch of this rank: tensors, or containers of tensors.
+        layouts: the reference and the layout to compare with it: `"one rank"`, `"current"` (the model as it is),
+            `"ddp"`, `"fsdp2"` or `"tp"`, also with a precision as in `"ddp bf16"`, or `Layout` objects.
+        also: further modules that the step changes, by name, such as an average of the weights.
+
+    Returns a `Comparison`, the same one on all ranks. All ranks call it, in a cell.
+
+    Both layouts start from the same weights (for other layouts than "current": those of rank 0), the same random
+    numbers and the same global batch. What is compared, in this order: weights, buffers and optimizer state before the
+    step; the outputs of all modules; the loss; gradients; gradients when the optimizer gets them; optimizer state,
+    parameters and buffers after the step. Sharded tensors are compared as whole ones. "one rank" is computed on all
+    ranks: each has its part of the batch, the whole model, and a process group of its own, and the gradients are
+    averaged in float64. While it runs, the variables `rank` and `world_size` of the cell are 0 and 1.
+
+    The step runs on copies; the user's own model and optimizer are restored after "current", and so are gradients and
+    random states. Every rank needs memory for a second model.
+
+    Raises `InvalidArgument` for an unknown layout, or a batch that cannot be divided.
+
+    Example::
+
+        def step(model, optimizer, batch):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+        batch = torch.randn(4, 8)
+        compare(step, model, optimizer, batch, layouts=("one rank", "ddp")).equal  # True
+        compare(step, model, optimizer, batch, layouts=("ddp", "fsdp2"))
+    """
+    from rankbook.numerics.comparison import compare_layouts
+
+    return compare_layouts(step, model, optimizer, batch, layouts, also or {})

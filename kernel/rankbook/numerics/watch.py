@@ -398,11 +398,11 @@ class NumberWatch:
         finally:
             self._busy = False
             self._reset()
-        finding = at.attribute(reports)
-        text = str(finding)
-        if any(other.rank in finding.ranks and other.has_inputs for other in reports):
+        origin = at.attribute(reports)
+        text = str(origin)
+        if any(other.rank in origin.ranks and other.has_inputs for other in reports):
             text += f"; the inputs of the module are in {INPUTS_NAME} there"
-            if report.rank in finding.ranks and inputs is not None:
+            if report.rank in origin.ranks and inputs is not None:
                 namespace()[INPUTS_NAME] = inputs
         raise NumericalError(text)
 

@@ -133,6 +133,8 @@ class SingleDevice(Strategy):
 
 
 # `unshard_module` uses private names of torch, which has no public way to undo `fully_shard`.
+FSDP_STATE_KEYS = (contract.__globals__["STATE_KEY"], contract.__globals__["REGISTRY_KEY"])
+"""Attributes of a module in which torch keeps the state of `fully_shard`."""
 FSDP_ATTRIBUTES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
@@ -229,7 +231,7 @@ def _remove_fsdp_state(module: nn.Module) -> None:
     # torch finds the state of a module in this mapping and in two attributes. If one of them were left, `fully_shard`
     # would refuse the module in a later `prepare`.
     _module_state_mapping.pop(module, None)
-    for attribute in (contract.__globals__["STATE_KEY"], contract.__globals__["REGISTRY_KEY"], *FSDP_ATTRIBUTES):
+    for attribute in (*FSDP_STATE_KEYS, *FSDP_ATTRIBUTES):
         module.__dict__.pop(attribute, None)
     # `fully_shard` has replaced the class by a subclass of FSDPModule and the user's class. Return to the user's.
     module.__class__ = plain_class(module)

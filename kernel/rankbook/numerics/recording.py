@@ -1,0 +1,412 @@
+"""Record of a training step: the outputs of modules, gradients, optimizer state and parameters, as logical tensors.
+
+`record` runs one step of the user's function in a layout. The first pass keeps a summary of every tensor, which does
+not depend on how it is sharded: its norm, and its product with a fixed pseudo-random vector, which also changes when
+elements change places. The second pass keeps one tensor itself.
+
+The layout "one rank" is computed by all ranks together, each with its own part of the batch: the step runs with the
+whole model, in a process group that has only this rank, so that no collective of the user's takes part; after every
+backward pass the gradients are averaged over all ranks here, in float64. So the random numbers and the batch statistics
+of every rank are those of the layout that it is compared with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from rankbook.numerics.layouts import Built, raw_optimizer
+from rankbook.runtime.strategies.base import full_tensor, reshard
+
+START, FORWARD, LOSS, GRADIENT = "start", "forward", "loss", "gradient"
+CLIPPED, STATE, PARAMETER, BUFFER = "clipped gradient", "optimizer state", "parameter", "buffer"
+PHASES = (START, FORWARD, LOSS, GRADIENT, CLIPPED, STATE, PARAMETER, BUFFER)
+AFTER = (STATE, PARAMETER, BUFFER)
+Key = tuple[str, str]
+"""Phase and name of a tensor."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the first pass keeps of a tensor. `change` is the norm of its change in the step, 0.0 if it has none."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    norm: float
+    projection: float
+    digest: str
+    note: str = ""
+    change: float = 0.0
+
+
+@dataclass
+class Record:
+    """One step of one rank. `tensors` has the tensor that was asked for, `parts` this rank's share of a gradient."""
+
+    summaries: dict[Key, Summary] = field(default_factory=dict)
+    tensors: dict[Key, torch.Tensor] = field(default_factory=dict)
+    parts: dict[Key, torch.Tensor] = field(default_factory=dict)
+    dtypes: dict[Key, torch.dtype] = field(default_factory=dict)
+
+
+_WAVES: dict[int, torch.Tensor] = {}
+
+
+def summarize(tensor: torch.Tensor, note: str = "", change: float = 0.0) -> Summary:
+    """Return the summary of a whole tensor. Two of them are compared by `difference`."""
+    values = tensor.detach()
+    # Booleans and integers are numbers, too.
+    flat = values.reshape(-1).to(torch.float64) if not values.is_complex() else torch.view_as_real(values).reshape(-1)
+    size = flat.numel()
+    wave = _WAVES.get(size)
+    if wave is None or wave.device != flat.device:
+        if len(_WAVES) > 64:
+            _WAVES.clear()
+        wave = _WAVES[size] = torch.cos(torch.arange(size, dtype=torch.float64, device=flat.device) * 1.61803398875 + 1)
+    contents = values.contiguous().cpu()
+    raw = contents.reshape(-1).view(torch.uint8).numpy().tobytes() if size else b""
+    return Summary(
+        tuple(values.shape),
+        str(values.dtype).removeprefix("torch."),
+        float(flat.norm()),
+        float(flat @ wave),
+        hashlib.blake2b(raw, digest_size=8).hexdigest(),
+        note,
+        change,
+    )
+
+
+def difference(a: Summary, b: Summary) -> float:
+    """Return an estimate of the norm of the difference of two tensors from their summaries; inf for other shapes."""
+    if a.shape != b.shape:
+        return math.inf
+    if a.digest == b.digest and a.dtype == b.dtype:
+        return 0.0
+    worst = max(abs(a.norm - b.norm), abs(a.projection - b.projection))
+    return worst if math.isfinite(worst) else math.inf
+
+
+class Recorder:
+    """Collects the summaries of one step; with `wanted`, also that tensor."""
+
+    def __init__(self, built: Built, also: Mapping[str, nn.Module], wanted: Key | None, *, reference: bool) -> None:
+        self.built, self.also, self.wanted, self.reference = built, also, wanted, reference
+        self.record = Record()
+        self._calls: Counter[str] = Counter()
+        self._starts: dict[str, torch.Tensor] = {}
+        self._names = dict(built.inner.named_parameters())
+        self._steps = 0
+
+    def keep(self, key: Key, tensor: torch.Tensor, note: str = "", change: float = 0.0) -> None:
+        """Keep a tensor's summary. A collective for a sharded tensor."""
+        whole = full_tensor(tensor.detach())
+        self.record.summaries[key] = summarize(whole, note, change)
+        wanted = self.wanted
+        # With a value after the step also the one before it.
+        if wanted is not None and (key == wanted or (key == (START, wanted[1]) and wanted[0] in AFTER)):
+            self.record.tensors[key] = whole.detach().clone().cpu()
+            self.record.dtypes[key] = whole.dtype
+
+    def start(self) -> None:
+        """Record the weights, buffers and optimizer state before the step."""
+        optimizer = raw_optimizer(self.built.optimizer)
+        options: dict[int, str] = {}
+        if optimizer is not None:
+            for group in optimizer.param_groups:
+                listed = {k: v for k, v in group.items() if k != "params" and isinstance(v, (int, float, bool, tuple))}
+                options.update({id(p): f"optimizer {listed}" for p in group["params"]})
+        for name, parameter in self._names.items():
+            note = f"requires_grad {parameter.requires_grad}"
+            if optimizer is not None:
+                note += f", {options.get(id(parameter), 'in no optimizer')}"
+            self.keep((START, name), parameter, note)
+            self._starts[name] = full_tensor(parameter.detach()).clone()
+        for name, buffer in self.built.inner.named_buffers():
+            self.keep((START, name), buffer)
+        self._keep_states(START)
+        for prefix, module in self.also.items():
+            self._keep_all(START, module, prefix)
+
+    def end(self) -> None:
+        """Record them after the step."""
+        self._keep_states(STATE)
+        for name, parameter in self._names.items():
+            whole = full_tensor(parameter.detach())
+            moved = float((whole.double() - self._starts[name].double()).norm())
+            self.keep((PARAMETER, name), whole, change=moved)
+        for name, buffer in self.built.inner.named_buffers():
+            self.keep((BUFFER, name), buffer)
+        for prefix, module in self.also.items():
+            self._keep_all(PARAMETER, module, prefix)
+
+    def _keep_all(self, phase: str, module: nn.Module, prefix: str) -> None:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            self.keep((phase, f"{prefix}.{name}"), tensor)
+
+    def _keep_states(self, phase: str) -> None:
+        optimizer = raw_optimizer(self.built.optimizer)
+        if optimizer is None:
+            return
+        for name, parameter in self._names.items():
+            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, torch.Tensor):
+                    self.keep((phase, f"{name}: {key}"), value)
+
+    # Hooks
+
+    def after_forward(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:  # noqa: ANN401 - torch's
+        """Record the output of a module."""
+        for index, tensor in enumerate(_tensors(output)):
+            label = name or "the model"
+            call = self._calls[f"{name}/{index}"]
+            self._calls[f"{name}/{index}"] += 1
+            suffix = (f" output {index}" if index else "") + (f" call {call + 1}" if call else "")
+            # A DTensor is divided over ranks of a tensor-parallel group, which all run this hook.
+            self.keep((FORWARD, label + suffix), tensor)
+
+    def before_backward(self, loss: torch.Tensor) -> None:
+        """Record the loss, and put the gradients so far aside in the reference."""
+        if self.reference:
+            self._aside = {name: parameter.grad for name, parameter in self._names.items()}
+            for parameter in self._names.values():
+                parameter.grad = None
+        call = self._calls["loss"]
+        self._calls["loss"] += 1
+        self.keep((LOSS, f"call {call + 1}" if call else "loss"), loss)
+
+    def after_backward(self) -> None:
+        """Average the gradients of the reference over all ranks, and record them."""
+        for name, parameter in self._names.items():
+            key = (GRADIENT, name)
+            if self.reference:
+                own = parameter.grad
+                if self.wanted is not None and self.wanted in (key, (CLIPPED, name)):
+                    part = torch.zeros_like(parameter) if own is None else own.detach().clone()
+                    self.record.parts[self.wanted] = part.cpu()
+                parameter.grad = _averaged(own, parameter)
+                aside = self._aside[name]
+                if aside is not None:
+                    parameter.grad = aside if parameter.grad is None else parameter.grad + aside
+            if self.built.reduces and parameter.grad is not None:
+                self.keep(key, parameter.grad)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the gradients that the optimizer gets."""
+        if optimizer is not raw_optimizer(self.built.optimizer):
+            return
+        suffix = f" step {self._steps + 1}" if self._steps else ""
+        self._steps += 1
+        for name, parameter in self._names.items():
+            if parameter.grad is not None:
+                self.keep((CLIPPED, name + suffix), parameter.grad)
+
+
+def _averaged(own: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the mean of a gradient over all ranks of the real process group; None if no rank has one."""
+    world = _Solo.real
+    if world is None:
+        return own
+    total = torch.zeros_like(parameter, dtype=torch.float64) if own is None else own.detach().double()
+    present = torch.tensor([0.0 if own is None else 1.0], dtype=torch.float64, device=total.device)
+    dist.all_reduce(total, group=world)
+    dist.all_reduce(present, group=world)
+    if not present.item():
+        return None
+    total /= world.size()
+    return total.to(parameter.dtype)
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+# Running a step -------------------------------------------------------------------------------------------------------
+
+
+def record(
+    step: Callable[[nn.Module, Any, Any], object],
+    built: Built,
+    batch: Any,  # noqa: ANN401 - the user's
+    *,
+    also: Mapping[str, nn.Module],
+    wanted: Key | None,
+    reference: bool,
+) -> Record:
+    """Run `step(model, optimizer, batch)` once in a layout and return what happened on this rank. A collective."""
+    recorder = Recorder(built, also, wanted, reference=reference)
+    recorder.start()
+    handles: list[Any] = [
+        module.register_forward_hook(functools.partial(recorder.after_forward, name))
+        for name, module in built.inner.named_modules()
+    ]
+    handles.append(register_optimizer_step_pre_hook(lambda optimizer, *_: recorder.before_step(optimizer)))
+    original = torch.Tensor.backward
+
+    @functools.wraps(original)
+    def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
+        recorder.before_backward(loss)
+        original(loss, *args, **kwargs)  # type: ignore[no-untyped-call]
+        recorder.after_backward()
+
+    torch.Tensor.backward = backward  # type: ignore[method-assign, assignment]
+    try:
+        with _solo_group(step) if reference else contextlib.nullcontext():
+            step(built.model, built.optimizer, batch)
+    finally:
+        torch.Tensor.backward = original  # type: ignore[method-assign]
+        for handle in handles:
+            handle.remove()
+    reshard(built.inner)
+    recorder.end()
+    return recorder.record
+
+
+class _Solo:
+    """The process group of this rank alone, and the real default group while it takes its place."""
+
+    group: Any = None
+    of: Any = None
+    real: Any = None
+
+
+def prepare_solo_group() -> None:
+    """Create the group of this rank alone. A collective, once per default group."""
+    if dist.is_initialized() and dist.get_world_size() > 1 and _Solo.of is not dist.group.WORLD:
+        _Solo.group, _ = dist.new_subgroups(group_size=1)
+        _Solo.of = dist.group.WORLD
+
+
+@contextlib.contextmanager
+def _solo_group(step: Callable[..., object]) -> Iterator[None]:
+    """Make this rank the only one of the default process group, for code that asks torch or the cell's variables."""
+    if _Solo.group is None or not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    world = distributed_c10d._world
+    _Solo.real, before = dist.group.WORLD, world.default_pg
+    variables = getattr(step, "__globals__", {})
+    # A cell's `rank` and `world_size`.
+    changed = {
+        name: variables[name]
+        for name, value in (("rank", dist.get_rank()), ("world_size", dist.get_world_size()))
+        if variables.get(name) == value and type(variables.get(name)) is int
+    }
+    world.default_pg = _Solo.group
+    try:
+        variables.update({name: {"rank": 0, "world_size": 1}[name] for name in changed})
+        yield
+    finally:
+        world.default_pg = before
+        variables.update(changed)
+        _Solo.real = None
+
+
+# State of the user's objects ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def preserved(models: list[nn.Module], optimizer: Any) -> Iterator[Callable[[], None]]:  # noqa: ANN401 - an optimizer
+    """Restore weights, buffers, gradients, optimizer and random states at the end, and when the result is called."""
+    saved = _save(models, optimizer)
+
+    def restore() -> None:
+        _restore(saved, models, optimizer)
+
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+def _save(models: list[nn.Module], optimizer: Any) -> dict[str, Any]:  # noqa: ANN401
+    raw = raw_optimizer(optimizer)
+    tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    return {
+        "tensors": [(tensor, tensor.detach().clone()) for tensor in tensors],
+        "grads": [(tensor, None if tensor.grad is None else tensor.grad.detach().clone()) for tensor in tensors],
+        "grad objects": [tensor.grad for tensor in tensors],
+        "training": [(module, module.training) for model in models for module in model.modules()],
+        "state": {p: {k: (v, _copied(v)) for k, v in state.items()} for p, state in raw.state.items()} if raw else {},
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in raw.param_groups] if raw else [],
+        "wrapper": {k: v for k, v in vars(optimizer).items() if k in ("steps", "_was_skipped")} if raw else {},
+        "scaler": scaler.state_dict() if (scaler := getattr(optimizer, "scaler", None)) is not None else None,
+        "rng": random_states(),
+    }
+
+
+def _copied(value: Any) -> Any:  # noqa: ANN401
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+@torch.no_grad()
+def _restore(saved: dict[str, Any], models: list[nn.Module], optimizer: Any) -> None:  # noqa: ANN401
+    raw = raw_optimizer(optimizer)
+    for model in models:
+        reshard(model)
+    for tensor, value in saved["tensors"]:
+        tensor.detach().copy_(value)
+    for (tensor, value), gradient in zip(saved["grads"], saved["grad objects"], strict=True):
+        tensor.grad = gradient
+        if gradient is not None:
+            gradient.detach().copy_(value)
+    for module, training in saved["training"]:
+        module.training = training
+    if raw is not None:
+        for parameter in [p for p in raw.state if p not in saved["state"]]:
+            del raw.state[parameter]
+        for parameter, state in saved["state"].items():
+            current = raw.state[parameter]
+            current.clear()
+            for key, (value, copied) in state.items():
+                current[key] = value
+                if isinstance(value, torch.Tensor):
+                    value.copy_(copied)
+        for group, options in zip(raw.param_groups, saved["groups"], strict=True):
+            group.update(options)
+        vars(optimizer).update(saved["wrapper"])
+        if saved["scaler"] is not None:
+            optimizer.scaler.load_state_dict(saved["scaler"])
+    set_random_states(saved["rng"])
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of torch's, numpy's and Python's global generators."""
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": numpy.random.get_state(),  # noqa: NPY002 - the global state that user code may use
+        "random": random.getstate(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_states(state: dict[str, Any]) -> None:
+    """Set the random states of this process to those of `random_states`."""
+    torch.set_rng_state(state["torch"])
+    numpy.random.set_state(state["numpy"])  # noqa: NPY002
+    random.setstate(state["random"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
