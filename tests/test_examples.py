@@ -48,6 +48,7 @@ def test_every_example_has_a_test() -> None:
     assert [notebook.name for notebook in NOTEBOOKS] == [
         "accelerator.ipynb",
         "checkpoints.ipynb",
+        "numbers.ipynb",
         "quickstart.ipynb",
         "trackers.ipynb",
     ]
@@ -206,3 +207,25 @@ def test_the_script_runs_on_the_ranks_of_a_notebook() -> None:
     assert returned is not None, printed
     assert returned[1] == returned[2]
     assert f"{float(returned[1]):.1%}" == f"{accuracy}%"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_planted_bugs_are_found(tmp_path: Path) -> None:
+    run(EXAMPLES / "numbers.ipynb", tmp_path / "out.ipynb", "-n", "2")
+    notebook = nbformat.read(tmp_path / "out.ipynb", as_version=4)
+    text = "\n".join(
+        str(output.get("text") or output.get("data", {}).get("text/plain"))
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+    )
+    for found in (
+        "1 entry will be equal again",
+        "model.mean  buffer  1",
+        "tied to model.embed.weight on rank 0; not tied on rank 1",
+        "optimizer.state.fc.weight.exp_avg",
+        "is in the optimizer on rank 1 only",
+        "32 samples lost",
+        "gradient norm 1 over 3 parameters",
+    ):
+        assert found in text, found

@@ -109,6 +109,8 @@ def test_history_says_since_when():
     layout = Finding("w", "parameter", (1,), (0,), "dtype")
     value, other = history.update(comparison, [*comparison.findings, layout], 160.0, 9)
     assert value.since == "after step 5, equal 1 min 0 s ago" and not other.since
+    (value,) = history.update(comparison, comparison.findings, 170.0, 2)  # another training
+    assert not value.since
     (value,) = history.update(comparison, comparison.findings, 101.0, None)
     assert value.since == "equal at step 5, 1.0 s ago"
 

@@ -370,10 +370,15 @@ class EqualHistory:
             self._last[key] = LastEqual(now, steps)
         return [
             replace(finding, since=_describe_since(self._last[finding.name, finding.place], now, steps))
-            if finding.is_value and (finding.name, finding.place) in self._last
+            if finding.is_value and self._is_earlier(finding, steps)
             else finding
             for finding in findings
         ]
+
+    def _is_earlier(self, finding: Finding, steps: int | None) -> bool:
+        last = self._last.get((finding.name, finding.place))
+        # With fewer steps than then, this is another training under the same names.
+        return last is not None and (last.steps is None or steps is None or steps >= last.steps)
 
 
 def _describe_since(last: LastEqual, now: float, steps: int | None) -> str:

@@ -78,6 +78,7 @@ if TYPE_CHECKING:
         SeedableRandomSampler,
         SkipBatchSampler,
     )
+    from rankbook.runtime.data.seen import SeenSamples
     from rankbook.runtime.gradient_state import GradientState
     from rankbook.runtime.logging import get_logger, tqdm
     from rankbook.runtime.memory import clear_device_cache, find_executable_batch_size, release_memory
@@ -123,6 +124,7 @@ __all__ = [
     "ProfileKwargs",
     "ProjectConfiguration",
     "SeedableRandomSampler",
+    "SeenSamples",
     "SkipBatchSampler",
     "SkipDataLoader",
     "TensorBoardTracker",
@@ -194,6 +196,7 @@ __getattr__, __dir__ = lazy_imports(
             "SeedableRandomSampler",
             "SkipBatchSampler",
         ),
+        "rankbook.runtime.data.seen": ("SeenSamples",),
         "rankbook.runtime.data.rng": (
             "set_seed",
             "synchronize_rng_states",

@@ -27,6 +27,7 @@ from rankbook.runtime.data.samplers import (
     SeedableRandomSampler,
     set_epoch_recursive,
 )
+from rankbook.runtime.data.seen import SampleLog
 from rankbook.runtime.data.stateful import is_stateful
 
 _GENERATOR_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -162,6 +163,7 @@ class MapBatchSampler:
         # harmless.
         self._samplers_epoch: int | None = None
         self._samples: list[int] = []
+        self.logs: dict[int, SampleLog] = {}
         self.batch_size = shard.batch_size
         self.drop_last = shard.drop_last
 
@@ -194,6 +196,8 @@ class MapBatchSampler:
         # Samples of the epoch before every round, for `samples_before`. Filled while the requests are made, which
         # torch's workers run ahead of.
         self._samples = []
+        # What every rank is asked to read, for `PreparedLoader.seen`.
+        logs = self.logs = {rank: SampleLog() for rank in ((numbering[1],) if numbering else ranks)}
         for round_ in self.shuffle.draw(shard.rounds(current.skip, current.earlier), current):
             if not self._samples:
                 self._samples.append(round_.samples.start * (numbering or (1,))[0])
@@ -207,6 +211,9 @@ class MapBatchSampler:
                 if numbering:
                     assert items is not None  # samples were distributed already: exactly one rank reads here
                     share = distributed_sampler_padding(shard.sampler, len(items)) if last else None
+                if items is not None:
+                    part = numbering[1] if numbering else rank
+                    logs[part].add(items, share, part)
                 number = round_.number * world_size + rank + offset
                 yield BatchRequest(run, seed, epoch, round_.number, rank, number, items, share, last)
 
@@ -245,6 +252,7 @@ class MapBatchSampler:
 
     def move_to(self, rank: int) -> None:
         """Continue as `rank`, on the process that replaces a dead rank."""
+        self.logs = {}
         if self._numbering is None:
             self.shard.process_index = rank
             # More than one rank: this process reads for all (the dispatcher), so it keeps all requests.

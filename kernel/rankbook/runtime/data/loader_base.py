@@ -23,6 +23,7 @@ from rankbook.control_collectives import control_device
 from rankbook.protocol import telemetry
 from rankbook.runtime.comm.tree import send_to_device
 from rankbook.runtime.config import require_stateful_dataloader
+from rankbook.runtime.data import splits
 from rankbook.runtime.data import stateful as reader_state
 from rankbook.runtime.data.batch_reader import FetchedBatch, IterableReader, MapReader, WorkerInit, identity
 from rankbook.runtime.data.batch_requests import (
@@ -41,6 +42,7 @@ from rankbook.runtime.data.samplers import (
     IterableDatasetShard,
     RoundPadding,
 )
+from rankbook.runtime.data.seen import SeenSamples, gather_seen, parts_of
 from rankbook.runtime.data.stateful import ReadPosition, StatefulIterable, StatefulReader, is_stateful
 from rankbook.runtime.gradient_state import GradientState
 from rankbook.runtime.process_state import PartialState
@@ -60,6 +62,7 @@ class LoaderParts:
     and keeps a state of the dataset.
     `synchronized` is True if the ranks of the default group read together. `deal` is the `process_index` of every rank
     of that group, for a process that replaces a dead rank and takes over its part; None if the caller chose the index.
+    `split_reported`: the user was warned that the data were split before.
     """
 
     source: Any
@@ -79,6 +82,7 @@ class LoaderParts:
     non_blocking: bool = False
     data_seed: int | None = None
     rng_types: list[str] = field(default_factory=list)
+    split_reported: bool = False
     generator: torch.Generator | None = None
 
     @property
@@ -253,6 +257,22 @@ class PreparedLoader(DataLoader[Any]):
         if callable(tell := getattr(dataset, "set_epoch", None)):
             tell(epoch)
 
+    def seen(self) -> SeenSamples:
+        """Return which ranks have read which samples in the current epoch, or in the last one. A collective.
+
+        The result counts the samples of every rank, names samples that were read more than once, and after the end of
+        an epoch those that no rank has read. Samples that are repeated to fill up the last round are counted apart. For
+        a `Subset`, samples are numbered as in the dataset below it. For an iterable dataset, the numbers are positions
+        in the stream.
+
+        Example::
+
+            for batch in loader:
+                ...
+            loader.seen()  # shown as a table by the last line of a cell
+        """
+        return gather_seen(parts_of(self))
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position (seed, epoch, batches delivered) and other state that a resumed run continues from."""
         samples = self.parts.tickets.samples_before(self.position.delivered)
@@ -354,7 +374,7 @@ class PreparedLoader(DataLoader[Any]):
         # Ranks may have loaded different checkpoints, or have drawn different seeds. From here on all of them use rank
         # 0's values, so that their shares fit together.
         if parts.synchronized:
-            seed, epoch, skip, earlier = _broadcast_from_first(seed, epoch, skip, earlier)
+            seed, epoch, skip, earlier = _broadcast_from_first(seed, epoch, skip, earlier, self._fingerprints())
             others = [name for name in parts.rng_types if name != "generator"]
             if others or generator is not None:
                 synchronize_rng_states([*others, *(["generator"] if generator is not None else [])], generator)
@@ -370,6 +390,13 @@ class PreparedLoader(DataLoader[Any]):
         # none. A generator of its own keeps the global one unchanged by loaders. The seed itself has no effect on the
         # batches.
         parts.inner.generator = torch.Generator() if parts.source.generator is None else parts.source.generator
+
+    def _fingerprints(self) -> tuple[int, int]:
+        """Return fingerprints of dataset and sampler for the first pass; later, and for a rank's own part, 0."""
+        parts = self.parts
+        if self.position.run or parts.split_reported or len(parts.tickets.ranks) > 1 or parts.deal is None:
+            return 0, 0
+        return splits.fingerprint_dataset(parts.source.dataset), splits.fingerprint_sampler(parts.source)
 
     def _arrivals(self) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
         raise NotImplementedError
@@ -391,14 +418,19 @@ def _new_loader(kind: type[PreparedLoader]) -> PreparedLoader:
 
 
 def _broadcast_from_first(
-    seed: int, epoch: int, skip: int, earlier: tuple[EarlierDeal, ...]
+    seed: int, epoch: int, skip: int, earlier: tuple[EarlierDeal, ...], fingerprints: tuple[int, int]
 ) -> tuple[int, int, int, tuple[EarlierDeal, ...]]:
-    """Return rank 0's values. A collective."""
+    """Return rank 0's values. A collective. Warns if this rank's fingerprints are not those of rank 0."""
     # The earlier deals have no fixed length, so their sums are sent. These are all that the next pass needs.
     own = [sum(deal.batches for deal in earlier), sum(deal.samples for deal in earlier)]
-    values = torch.tensor([seed >> 32, seed & _LOW, epoch, skip, *own], dtype=torch.int64, device=control_device())
+    numbers = [seed >> 32, seed & _LOW, epoch, skip, *own, *fingerprints]
+    values = torch.tensor(numbers, dtype=torch.int64, device=control_device())
     dist.broadcast(values, src=0)
-    high, low, epoch, skip, batches, samples = values.tolist()
+    high, low, epoch, skip, batches, samples, *first_fingerprints = values.tolist()
+    for what, mine, first in zip(("dataset", "sampler"), fingerprints, first_fingerprints, strict=True):
+        if mine and first and mine != first:
+            warnings.warn(splits.difference_warning(what, dist.get_rank()), stacklevel=4)
+            break
     if [batches, samples] != own:  # this rank has loaded another state
         earlier = (EarlierDeal(1, 0, batches, samples),) if batches else ()
     return high << 32 | low, epoch, skip, earlier

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -31,6 +32,7 @@ from rankbook.runtime.data.loader_base import (
 )
 from rankbook.runtime.data.rng import check_rng_types
 from rankbook.runtime.data.samplers import RoundPadding, SkipBatchSampler
+from rankbook.runtime.data.splits import describe_split, split_warning
 from rankbook.runtime.process_state import PartialState
 
 
@@ -131,6 +133,9 @@ def prepare_data_loader(
         )
     # The user's DistributedSampler has distributed the samples. Distributing them again would leave out most of them.
     dealt = ranks > 1 and isinstance(_sampler_below(dataloader), DistributedSampler)
+    reason = describe_split(dataloader, ranks, rank, dealt=dealt) if ranks > 1 else ""
+    if reason:
+        warnings.warn(split_warning(reason), stacklevel=2)
     dispatches = dispatch_batches and world_size > 1 and not dealt
     parts = build_loader_parts(
         dataloader,
@@ -144,7 +149,7 @@ def prepare_data_loader(
         seedable=use_seedable_sampler,
         data_seed=data_seed,
     )
-    parts.synchronized, parts.deal = synchronized, deal
+    parts.synchronized, parts.deal, parts.split_reported = synchronized, deal, bool(reason)
     parts.device = (state.device if device is None else device) if put_on_device else None
     parts.non_blocking, parts.rng_types = non_blocking, check_rng_types(rng_types)
     if dispatches:

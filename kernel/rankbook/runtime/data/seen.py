@@ -1,0 +1,333 @@
+"""Record of the samples that a prepared loader has read, and the report of all ranks: who saw which sample.
+
+`SampleLog` is filled while a pass makes its requests: 4 bytes per sample. `gather_seen` collects the logs of all ranks
+and looks for samples that several ranks have read, and for samples that nobody has.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data.sampler import SubsetRandomSampler
+
+from rankbook.control_collectives import gather_objects, this_rank
+from rankbook.formatting import plural, truncate_list
+from rankbook.numerics.tables import TableResult
+from rankbook.ranks import format_ranks
+from rankbook.runtime.data.samplers import WHOLE, RoundPadding, SeedableRandomSampler
+from rankbook.runtime.data.splits import fingerprint_dataset
+
+MAX_SAMPLES = 100_000_000
+"""Samples of a pass that are recorded on one rank, which take 400 MB. Later ones are not."""
+_NAMED = 8
+"""Samples that the report names."""
+
+
+class SampleLog:
+    """Indices that one rank has requested in a pass.
+
+    `indices` are those of all batches, and `ends[k]` is the number of them up to the end of batch k. `repeated` maps
+    the batches that contain repeated samples, at their ends, to the numbers of these. `incomplete` is the reason why
+    nothing more is recorded; empty in the usual case.
+    """
+
+    __slots__ = ("ends", "incomplete", "indices", "repeated")
+
+    def __init__(self) -> None:
+        self.indices = array("i")
+        self.ends = array("q")
+        self.repeated: dict[int, int] = {}
+        self.incomplete = ""
+
+    def add(self, items: Sequence[Any], share: RoundPadding | None, rank: int) -> None:
+        """Record a batch. Called once per batch, so it does as little as possible."""
+        if self.incomplete:
+            return
+        # `fromlist` takes 10 ns per sample, a third of `extend`, and leaves the array unchanged if it raises.
+        if type(items) is not list:
+            items = list(items)
+        try:
+            self.indices.fromlist(items)
+        except OverflowError:
+            self.indices = array("q", [*self.indices, *items])
+        except TypeError:
+            self.incomplete = "the sampler's indices are no integers"
+            return
+        if share is not None and (real := share.real[rank]) != WHOLE and real < len(items):
+            self.repeated[len(self.ends)] = len(items) - real
+        self.ends.append(len(self.indices))
+        if len(self.indices) > MAX_SAMPLES:
+            self.incomplete = f"only the first {MAX_SAMPLES:,} samples were recorded"
+
+
+@dataclass
+class RankSamples:
+    """What one part of the data, which a rank or a tensor-parallel group reads, has had in a pass.
+
+    `ids` are the samples' indices in the dataset below all `Subset`s, without repetitions that only fill up a round.
+    `repeated` is the number of these. `universe` are the ids that this part's rank is meant to deal out, None for all
+    of `length`. `stream`: the ids are positions in a stream.
+    """
+
+    ids: Any
+    batches: int
+    repeated: int
+    epoch: int
+    finished: bool
+    first_batch: int
+    length: int
+    exhaustive: bool
+    drop_last: bool
+    universe: Any = None
+    fingerprint: int = 0
+    stream: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class SeenSamples(TableResult):
+    """Samples that the ranks have read in an epoch, which show themselves as a table.
+
+    `counts` maps ranks, or the indices of data-parallel groups, to numbers of samples; `repeated` maps them to the
+    numbers of samples that were repeated to fill up the last round. `duplicates` maps samples that were read more than
+    once to the ranks that have read them. `lost` are samples that no rank has read, None while the epoch runs and where
+    the sampler does not go over all samples. The indices are those of the dataset below all `Subset`s.
+    """
+
+    HEADINGS = ("rank", "samples", "batches", "repeated to fill up", "also read by others", "first", "last")
+
+    epoch: int
+    finished: bool
+    counts: dict[int, int]
+    batches: dict[int, int]
+    repeated: dict[int, int]
+    duplicates: dict[int, tuple[int, ...]]
+    lost: Sequence[int] | None
+    size: int
+    notes: tuple[str, ...] = ()
+    parts: Mapping[int, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Return True if no sample was read twice or lost."""
+        return not self.duplicates and not self.lost and not any("differ" in note for note in self.notes)
+
+    def summary(self) -> str:
+        """Return the numbers of all ranks, and the duplicates and losses by name."""
+        total = sum(self.counts.values())
+        state = "" if self.finished else " so far"
+        lines = [f"epoch {self.epoch}: {plural(total, 'sample')} of {self.size:,} read by {_ranks(self.counts)}{state}"]
+        if self.duplicates:
+            named = [f"{sample} on {_ranks(ranks)}" for sample, ranks in list(self.duplicates.items())[:_NAMED]]
+            more = [f"and {len(self.duplicates) - _NAMED:,} more"] if len(self.duplicates) > _NAMED else []
+            lines.append(f"{plural(len(self.duplicates), 'sample')} read more than once: {', '.join([*named, *more])}")
+        if self.lost is not None and len(self.lost):
+            named = truncate_list([str(sample) for sample in self.lost[: _NAMED + 1]], _NAMED)
+            more = [f"and {len(self.lost) - _NAMED:,} more"] if len(self.lost) > _NAMED else []
+            lines.append(f"{plural(len(self.lost), 'sample')} lost: {', '.join([*named[:_NAMED], *more])}")
+        elif self.lost is not None and not self.duplicates:
+            lines.append("every sample once")
+        return "\n".join([*lines, *self.notes])
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the rows of the table, one per rank."""
+        shared: dict[int, int] = {}
+        for ranks in self.duplicates.values():
+            for rank in set(ranks):
+                shared[rank] = shared.get(rank, 0) + 1
+        return [
+            (
+                *(str(rank), f"{self.counts[rank]:,}", f"{self.batches[rank]:,}"),
+                *(
+                    f"{self.repeated[rank]:,}" if self.repeated[rank] else "",
+                    f"{shared[rank]:,}" if rank in shared else "",
+                ),
+                *((str(ids[0]), str(ids[-1])) if len(ids := self.parts.get(rank, ())) else ("", "")),
+            )
+            for rank in self.counts
+        ]
+
+
+def _ranks(ranks: Any) -> str:  # noqa: ANN401 - an iterable of ranks
+    unique = sorted(set(ranks))
+    text = format_ranks(unique)
+    if len(tuple(ranks)) > len(unique):  # read twice by one rank
+        return f"rank {text}, {len(tuple(ranks))} times" if len(unique) == 1 else f"ranks {text}"
+    return f"rank{'' if len(unique) == 1 else 's'} {text}"
+
+
+def gather_seen(own: Mapping[int, RankSamples]) -> SeenSamples:
+    """Return the report of all ranks. A collective. `own` maps parts of the data to what this rank knows of them."""
+    parts: dict[int, RankSamples] = {}
+    for of_rank in gather_objects(dict(own)):
+        for index, samples in of_rank.items():
+            parts.setdefault(index, samples)
+    return merge_seen(dict(sorted(parts.items())))
+
+
+def merge_seen(parts: Mapping[int, RankSamples]) -> SeenSamples:
+    """Return the report of all parts of the data."""
+    first = next(iter(parts.values()))
+    notes = list(dict.fromkeys(note for samples in parts.values() for note in samples.notes))
+    differ = len({samples.fingerprint for samples in parts.values() if samples.fingerprint}) > 1
+    subsets = any(samples.universe is not None for samples in parts.values())
+    finished = all(samples.finished for samples in parts.values())
+    counts = {index: len(samples.ids) for index, samples in parts.items()}
+    duplicates: dict[int, tuple[int, ...]] = {}
+    lost: Any = None
+    size = first.length
+    if first.stream:
+        size = int(max((samples.ids.max() + 1 for samples in parts.values() if len(samples.ids)), default=0))
+        notes.append("the numbers are positions in the stream of the dataset")
+    elif differ and not subsets:
+        # Index 3 is not the same sample on all ranks, so that only numbers can be compared.
+        size = sum(samples.length for samples in parts.values())
+        unread = size - sum(counts.values())
+        notes.append(
+            f"the datasets of the ranks differ, so that their indices cannot be compared; {plural(unread, 'sample')} "
+            f"of {size:,} {'were' if finished else 'are'} not read: were the samples split by rank before prepare()?"
+        )
+    else:
+        ids = numpy.concatenate([samples.ids for samples in parts.values()])
+        readers = numpy.concatenate([numpy.full(len(samples.ids), index) for index, samples in parts.items()])
+        duplicates = _duplicates(ids, readers)
+        universe = _universe(parts)
+        size = len(universe) if subsets else first.length
+        if finished and all(samples.exhaustive and not samples.first_batch for samples in parts.values()):
+            lost = numpy.setdiff1d(universe, ids, assume_unique=False).tolist()
+            if lost and first.drop_last:
+                notes.append("drop_last=True leaves out the samples of the last, incomplete batches")
+        elif finished and not first.exhaustive:
+            notes.append("the sampler does not go over all samples once, so that repetitions may be meant")
+    if any(samples.first_batch for samples in parts.values()):
+        notes.append(f"the pass began at batch {first.first_batch} of the epoch; what was read before is not recorded")
+    return SeenSamples(
+        epoch=first.epoch,
+        finished=finished,
+        counts=counts,
+        batches={index: samples.batches for index, samples in parts.items()},
+        repeated={index: samples.repeated for index, samples in parts.items()},
+        duplicates=duplicates,
+        lost=lost,
+        size=size,
+        notes=tuple(notes),
+        parts={index: samples.ids for index, samples in parts.items()},
+    )
+
+
+def _duplicates(ids: Any, readers: Any) -> dict[int, tuple[int, ...]]:  # noqa: ANN401 - NumPy arrays
+    order = numpy.argsort(ids, kind="stable")
+    ids, readers = ids[order], readers[order]
+    same = ids[1:] == ids[:-1]
+    repeated = numpy.unique(ids[1:][same])
+    starts, ends = numpy.searchsorted(ids, repeated, "left"), numpy.searchsorted(ids, repeated, "right")
+    return {
+        int(sample): tuple(readers[start:end].tolist())
+        for sample, start, end in zip(repeated, starts, ends, strict=True)
+    }
+
+
+def _universe(parts: Mapping[int, RankSamples]) -> Any:  # noqa: ANN401 - a NumPy array
+    known = [
+        numpy.arange(samples.length) if samples.universe is None else samples.universe for samples in parts.values()
+    ]
+    return numpy.unique(numpy.concatenate(known))
+
+
+def parts_of(loader: Any) -> dict[int, RankSamples]:  # noqa: ANN401 - a prepared loader
+    """Return what this rank knows of the samples that the parts of the data have had, by part."""
+    parts, tickets = loader.parts, loader.parts.tickets
+    if isinstance(parts.source.dataset, IterableDataset):
+        known = tickets.ranks if len(tickets.ranks) == 1 or parts.deal is None or not this_rank() else ()
+        return {index: _stream_samples(loader, index) for index in known}
+    fingerprint = fingerprint_dataset(parts.source.dataset)
+    if len(tickets.ranks) > 1:  # the dispatcher: rank 0 reads for all
+        logs = tickets.logs or dict.fromkeys(tickets.ranks if not this_rank() else (), SampleLog())
+    else:
+        logs = tickets.logs or {parts.process_index: SampleLog()}
+    return {index: _map_samples(log, loader, fingerprint) for index, log in logs.items()}
+
+
+def _stream_samples(loader: Any, index: int) -> RankSamples:  # noqa: ANN401 - a prepared loader
+    """Return the positions in a stream that the part `index` has had, which follow from the number of batches."""
+    position, tickets = loader.position, loader.parts.tickets
+    rows, count, skip = tickets.shard.rows, tickets.shard.num_processes, tickets.current.skip
+    rounds = numpy.arange(skip, max(skip, position.delivered))
+    ids = ((rounds[:, None] * count + index) * rows + numpy.arange(rows)[None, :]).reshape(-1)
+    repeated = 0
+    share = loader.share if position.finished else None
+    if share is not None and len(rounds) and share.real[index] != WHOLE:
+        repeated = (share.rows if index in share.ranks else 0) - share.real[index]
+        ids = ids[: len(ids) - rows + share.real[index]]
+    return RankSamples(
+        ids=ids,
+        batches=len(rounds),
+        repeated=max(0, repeated),
+        epoch=position.epoch,
+        finished=position.finished,
+        first_batch=skip + tickets.current.first_batch,
+        length=0,
+        exhaustive=False,
+        drop_last=tickets.drop_last,
+        stream=True,
+    )
+
+
+def _map_samples(log: SampleLog, loader: Any, fingerprint: int) -> RankSamples:  # noqa: ANN401 - a prepared loader
+    """Return what a part of the data has had in the current pass of `loader`, according to its log."""
+    source, position, current = loader.parts.source, loader.position, loader.parts.tickets.current
+    # Workers run ahead: only batches that were delivered count.
+    batches = min(max(0, position.delivered - current.skip), len(log.ends))
+    end = log.ends[batches - 1] if batches else 0
+    ids = numpy.array(log.indices[:end], dtype=numpy.int64)
+    keep = numpy.ones(end, dtype=bool)
+    repeated = 0
+    for batch, count in log.repeated.items():
+        if batch < batches:
+            keep[log.ends[batch] - count : log.ends[batch]] = False
+            repeated += count
+    sampler = getattr(source.batch_sampler, "sampler", None) or source.sampler
+    exhaustive, universe = _scope(sampler, len(source.dataset))
+    ids = ids[keep]
+    ids, universe, length = _below_subsets(source.dataset, ids, universe)
+    notes = [log.incomplete] if log.incomplete else []
+    if loader.parts.custom_iter:
+        notes.append("the loader has an __iter__ of its own, which may leave out or repeat batches")
+    return RankSamples(
+        ids=ids,
+        batches=batches,
+        repeated=repeated,
+        epoch=position.epoch,
+        finished=position.finished,
+        first_batch=current.skip + current.first_batch,
+        length=length,
+        exhaustive=exhaustive and not log.incomplete,
+        drop_last=bool(getattr(source, "drop_last", False)) or bool(getattr(sampler, "drop_last", False)),
+        universe=universe,
+        fingerprint=fingerprint,
+        notes=tuple(notes),
+    )
+
+
+def _scope(sampler: Any, length: int) -> tuple[bool, Any]:  # noqa: ANN401 - any sampler
+    """Return whether a sampler goes over its samples once, and which these are, None for all."""
+    if isinstance(sampler, SubsetRandomSampler):
+        return True, numpy.asarray(list(sampler.indices), dtype=numpy.int64)
+    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != length):
+        return False, None
+    return isinstance(sampler, SequentialSampler | RandomSampler | SeedableRandomSampler | DistributedSampler), None
+
+
+def _below_subsets(dataset: Any, ids: Any, universe: Any) -> tuple[Any, Any, int]:  # noqa: ANN401 - NumPy arrays
+    """Return the ids, the universe and the length of the dataset below all `Subset`s."""
+    while type(dataset) is Subset:
+        indices = numpy.asarray(list(dataset.indices), dtype=numpy.int64)
+        ids, universe = indices[ids], indices if universe is None else indices[universe]
+        dataset = dataset.dataset
+    return ids, universe, len(dataset)

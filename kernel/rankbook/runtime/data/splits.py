@@ -1,0 +1,191 @@
+"""Detection of datasets and samplers that were split by rank before `prepare`, which would split them again.
+
+`describe_split` looks at one rank's loader when it is prepared. `fingerprint_dataset` and `fingerprint_sampler` are
+compared between the ranks when the first pass begins. Both read attributes and a few samples in memory, and run none of
+the user's code except `__len__`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
+
+_RANK_NAMES = {"get_rank", "get_world_size", "process_index", "num_processes", "get_node_local_rank"}
+_RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+_COUNTS = ("num_replicas", "world_size", "num_processes", "num_shards")
+_MAX_DEPTH = 4
+_PREFIX = 1024
+"""Bytes of a row that a fingerprint reads."""
+
+
+def describe_split(loader: Any, ranks: int, rank: int, *, dealt: bool = False) -> str:  # noqa: ANN401 - a DataLoader
+    """Return how the dataset or the sampler of `loader` was split by rank; empty if it shows no sign of that.
+
+    `ranks` and `rank` are the number of parts that `prepare` is going to make, and the part of this rank. `dealt`: the
+    samples of a DistributedSampler are not split again.
+    """
+    for sampler in _chain(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler):
+        if dealt and isinstance(sampler, DistributedSampler):
+            if (sampler.num_replicas, sampler.rank) != (ranks, rank):
+                return (
+                    f"its DistributedSampler has rank {sampler.rank} of {sampler.num_replicas}, but this is rank "
+                    f"{rank} of {ranks}"
+                )
+        elif (count := _parts_of(sampler)) > 1:
+            return f"its {type(sampler).__name__} deals the samples to {count} ranks"
+    dataset = loader.dataset
+    for below in _datasets(dataset):
+        if isinstance(below, Subset) and ranks > 1 and _is_stride(below.indices, ranks, rank):
+            return f"its Subset takes one of {ranks} samples, from sample {rank} on"
+        distributed = getattr(below, "_distributed", None)  # of datasets.IterableDataset, by `split_dataset_by_node`
+        if distributed is not None and getattr(distributed, "world_size", 1) > 1:
+            return f"split_dataset_by_node() has split it for {distributed.world_size} ranks"
+        if (count := _parts_of(below)) > 1:
+            return f"its {type(below).__name__} has the attribute of a part: {count} ranks"
+        if isinstance(below, IterableDataset) and (name := _rank_name(type(below).__iter__)):
+            return f"the __iter__ of its {type(below).__name__} uses {name}"
+    return ""
+
+
+def difference_warning(what: str, rank: int) -> str:
+    """Return the warning for a rank whose dataset or sampler (`what`) is not that of rank 0."""
+    return (
+        f"the {what} of rank {rank} is not that of rank 0. prepare() deals the samples of one {what} to all ranks: if "
+        "every rank has a part of the samples, they are split twice, and most are lost. Pass the whole dataset on "
+        "every rank, or keep your own split with rankbook.DataLoaderShard(dataset, batch_size=...)"
+    )
+
+
+def split_warning(reason: str) -> str:
+    """Return the warning for a loader that was split by rank before."""
+    return (
+        f"the loader seems to be split by rank already: {reason}. prepare() splits it again, so that most samples are "
+        "lost. Pass the whole dataset with a plain sampler, or keep your own split with "
+        "rankbook.DataLoaderShard(dataset, batch_size=...)"
+    )
+
+
+def _chain(sampler: Any) -> Iterator[Any]:  # noqa: ANN401 - any sampler
+    """Yield a sampler and those that it wraps."""
+    for _ in range(_MAX_DEPTH):
+        if sampler is None:
+            return
+        yield sampler
+        below = vars(sampler) if hasattr(sampler, "__dict__") else {}
+        sampler = next((below[name] for name in ("batch_sampler", "sampler", "base_sampler") if name in below), None)
+
+
+def _datasets(dataset: Any, depth: int = 0) -> Iterator[Any]:  # noqa: ANN401 - any dataset
+    yield dataset
+    if depth < _MAX_DEPTH:
+        inner = getattr(dataset, "__dict__", {}).get("dataset")
+        for below in [inner] if inner is not None else getattr(dataset, "datasets", ()):
+            yield from _datasets(below, depth + 1)
+
+
+def _parts_of(value: Any) -> int:  # noqa: ANN401 - a sampler or a dataset
+    """Return the number of ranks that a sampler or dataset is split for, according to its attributes; 1 if for none."""
+    has = getattr(value, "__dict__", {})
+    if not any(name in has for name in ("rank", "process_index", "shard_id")):
+        return 1
+    return max((has[name] for name in _COUNTS if type(has.get(name)) is int), default=1)
+
+
+def _is_stride(indices: Any, ranks: int, rank: int) -> bool:  # noqa: ANN401 - a sequence of indices
+    if len(indices) < 2 * ranks:
+        return False
+    if isinstance(indices, range):
+        return (indices.start, indices.step) == (rank, ranks)
+    array = numpy.asarray(indices)
+    return array.ndim == 1 and int(array[0]) == rank and bool((numpy.diff(array) == ranks).all())
+
+
+def _rank_name(function: Any) -> str:  # noqa: ANN401 - a function
+    """Return the name by which a function asks for its rank; empty if it does not."""
+    code = getattr(function, "__code__", None)
+    codes = [code] if code is not None else []
+    while codes:
+        code = codes.pop()
+        if names := _RANK_NAMES.intersection(code.co_names):
+            return min(names)
+        if variables := _RANK_VARIABLES.intersection(item for item in code.co_consts if isinstance(item, str)):
+            return f"the variable {min(variables)}"
+        codes += [item for item in code.co_consts if isinstance(item, types.CodeType)]
+    return ""
+
+
+# Fingerprints ------------------------------------------------------------------------------------------------------
+
+
+def fingerprint_dataset(dataset: Any) -> int:  # noqa: ANN401 - any dataset
+    """Return a positive number that is equal on all ranks for the same dataset, from its length and a few samples."""
+    return _number([*_describe(dataset, 0)])
+
+
+def fingerprint_sampler(loader: Any) -> int:  # noqa: ANN401 - a DataLoader
+    """Return a positive number that is equal on all ranks for the same samplers; 0 if a rank's own part is meant."""
+    described: list[str] = []
+    for sampler in _chain(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler):
+        if isinstance(sampler, DistributedSampler):
+            return 0
+        described.append(type(sampler).__name__)
+        for name, value in sorted(getattr(sampler, "__dict__", {}).items()):
+            if name == "data_source":
+                continue  # the dataset, which has a fingerprint of its own
+            if type(value) in {int, float, bool, str}:
+                described.append(f"{name}={value!r}")
+            elif isinstance(value, list | tuple | range | numpy.ndarray | torch.Tensor):
+                described += [name, *_describe(value, _MAX_DEPTH)]
+    return _number(described)
+
+
+def _number(described: list[str]) -> int:
+    return int.from_bytes(blake2b("\n".join(described).encode(), digest_size=7).digest(), "little") | 1
+
+
+def _describe(value: Any, depth: int) -> Iterator[str]:  # noqa: ANN401 - a dataset or a part of one
+    yield type(value).__name__
+    if isinstance(value, torch.Tensor):
+        yield f"{list(value.shape)} {value.dtype}"
+        if value.dim() and len(value) and value.device.type == "cpu" and value.layout is torch.strided:
+            yield from (_bytes_of(value[index]) for index in (0, -1))
+    elif isinstance(value, numpy.ndarray):
+        yield f"{value.shape} {value.dtype}"
+        if value.ndim and len(value) and value.dtype.kind in "biufcSU":
+            yield from (_digest(numpy.ascontiguousarray(value[index]).tobytes()[:_PREFIX]) for index in (0, -1))
+    elif isinstance(value, list | tuple | range):
+        yield str(len(value))
+        for item in (value[0], value[-1]) if len(value) else ():
+            yield from _describe_item(item, depth)
+    elif isinstance(value, TensorDataset):
+        for tensor in value.tensors:
+            yield from _describe(tensor, depth + 1)
+    elif isinstance(value, Dataset) and depth <= _MAX_DEPTH:
+        if isinstance(value, Subset | ConcatDataset) and hasattr(value, "__len__"):
+            yield str(len(value))
+        for name, item in sorted(getattr(value, "__dict__", {}).items()):
+            if isinstance(item, list | tuple | range | numpy.ndarray | torch.Tensor | Dataset):
+                yield name
+                yield from _describe(item, depth + 1)
+
+
+def _describe_item(item: Any, depth: int) -> Iterator[str]:  # noqa: ANN401 - an item of a list
+    if type(item) in {int, float, str, bytes, bool}:
+        yield _digest(repr(item).encode()[:_PREFIX])
+    elif depth <= _MAX_DEPTH and isinstance(item, torch.Tensor | numpy.ndarray | tuple | list):
+        yield from _describe(item, depth + 1)
+
+
+def _bytes_of(row: torch.Tensor) -> str:
+    values = row.detach().reshape(-1)[: _PREFIX // max(1, row.element_size())].contiguous()
+    return _digest(values.view(torch.uint8).numpy().tobytes())
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=7).hexdigest()
