@@ -41,6 +41,11 @@ from tests.suite import (  # noqa: F401 - pytest finds its hooks and fixtures he
 
 MARK = "RANKBOOK_TEST_MARK"
 IPYTHON_7 = IPython.version_info < (8,)
+ASSIGNS_COMMANDS = not IPYTHON_7 or sys.version_info < (3, 12)
+"""Whether IPython knows `x = !command`; see docs/howto/kaggle-and-colab.md."""
+needs_assigned_commands = pytest.mark.skipif(
+    not ASSIGNS_COMMANDS, reason="IPython 7 raises a SyntaxError for x = !command on Python 3.12 and newer"
+)
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 # A shell's background job, or one below nohup, ignores these, and so would every process that the tests start.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook.magics.auto_mode import run_locally, runs_locally
-from tests.conftest import ANSI, shows_frame
+from tests.conftest import ANSI, needs_assigned_commands, shows_frame
 
 pytestmark = pytest.mark.processes
 
@@ -118,12 +118,16 @@ def test_await_and_commands_and_magics_for_code_run_on_the_ranks(auto):
 def test_assignments_to_names_of_magics_are_assignments(auto):
     assert auto.ok("cd = 5\ncd").text == auto.ok("cd").text == "[0-1] 5\n", "a variable, and not the magic"
     assert auto.ok("cd = 7").text == "" and auto.ok("cd").text == "[0-1] 7\n"
-    auto.ok("words = !echo one two")
-    assert auto.ok("words[0]").text == "[0-1] 'one two'\n"
     auto.ok("where = %pwd")
     assert auto.ok("isinstance(where, str)").text == "[0-1] True\n"
     assert "SyntaxError" in auto.run("x = = 1").traceback
     auto.ok("del cd")
+
+
+@needs_assigned_commands
+def test_the_output_of_a_command_can_be_assigned_in_auto_mode(auto):
+    auto.ok("words = !echo one two")
+    assert auto.ok("words[0]").text == "[0-1] 'one two'\n"
 
 
 def test_local_keeps_a_cell_in_the_notebook(auto):

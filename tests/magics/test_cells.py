@@ -6,7 +6,7 @@ import base64
 
 import pytest
 
-from tests.conftest import Gate
+from tests.conftest import Gate, needs_assigned_commands
 
 pytestmark = pytest.mark.processes
 
@@ -322,6 +322,7 @@ def test_output_of_a_commands_children_is_shown(notebook):
     assert outcome.stderr == "[1] its error\n"
 
 
+@needs_assigned_commands
 def test_a_commands_output_can_be_assigned(notebook):
     outcome = notebook.ok("%%distributed\nlines = !printf 'a\\nb\\n'; exit 4\nprint(lines, lines.n, _exit_code)")
     assert outcome.stdout == "[0-1] ['a', 'b'] a\n[0-1] b 4\n"

@@ -9,7 +9,7 @@ import pytest
 
 import rankbook
 from rankbook.magics.launchers import debug_launcher, notebook_launcher
-from tests.conftest import wait_until
+from tests.conftest import shows_frame, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -104,7 +104,7 @@ def test_an_error_looks_like_that_of_a_cell(ranks):
     failed = ranks.run("notebook_launcher(fails)")
     lines = re.sub(r"\x1b\[[0-9;]*m", "", failed.traceback).splitlines()
     assert lines[0] == "ranks 0-1: ZeroDivisionError: division by zero"
-    assert f"Cell In[{defined.count}], line 3, in fails()" in lines
+    assert shows_frame("\n".join(lines), defined.count, 3, "fails()")
     assert not [line for line in lines if "rankbook/" in line or "hidden" in line or "notebook_launcher" in line]
     pressed = []
 
