@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from rankbook import CellError, Cluster, TransferError
 from rankbook.launch.hosts import Hosts
+from rankbook.protocol.telemetry import Measure
 from rankbook.transport import shared_memory
 from tests.agent.agents import Agents, cluster_on_hosts
 from tests.conftest import wait_until
@@ -110,9 +113,13 @@ def test_a_value_without_room_in_another_hosts_memory_costs_only_its_cell(tmp_pa
         "if 'rankbook.agent' in ' '.join(sys.orig_argv):\n"
         "    from rankbook.transport import shared_memory\n"
         "    shared_memory._free_bytes = lambda _: 10_000\n"
+        "    import time\n"
+        "    now, monotonic = time.time, time.monotonic\n"
+        "    time.time, time.monotonic = lambda: now() + 300, lambda: monotonic() - 70\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"))
     with cluster_on_hosts(tmp_path, monkeypatch, 3, [2], home=1) as (cluster, _):
+        check_clocks(cluster)
         cluster.run("kept = rank")
         with pytest.raises(CellError, match=f"ranks? 1.*TransferError: a value of {NO_ROOM}"):
             cluster.push({"value": bytes(5_000_000)}, timeout=60)
@@ -122,6 +129,27 @@ def test_a_value_without_room_in_another_hosts_memory_costs_only_its_cell(tmp_pa
         # The forkserver is another process. Its ranks have all of the memory, and what they answer is read here.
         cluster.run("value = bytes(5_000_000)")
         assert cluster.pull("value", ranks=[2], timeout=60) == [bytes(5_000_000)]
+
+
+def check_clocks(cluster: Cluster) -> None:
+    """Check that times of the ranks get the axis of this host, by the clocks of their agent."""
+    hosts = hosts_of(cluster)
+    wait_until(lambda: hosts.clock_offset(1).wall != 0, timeout=20, what="a round trip is measured")
+    assert hosts.clock_offset(1).wall == pytest.approx(300, abs=5)
+    assert hosts.clock_offset(1).monotonic == pytest.approx(-70, abs=5)
+    epoch = time.time_ns()
+    cell = cluster.submit_code(
+        "t = torch.ones(2); dist.all_reduce(t)", number=1, ranks=None, sink=None, measure=Measure(True, epoch)
+    )
+    cluster.wait(cell, timeout=60)
+    starts = {}
+    for rank, measured in cluster.take_values(cell).items():
+        (span,) = measured.times.spans
+        events = json.loads(b"[%s]" % measured.profile.events)
+        starts[rank] = (span.launched - time.monotonic(), 1e-6 * min(event["ts"] for event in events if "ts" in event))
+    # The clocks of the ranks themselves are right in this test, so that they seem to be as wrong as the agent's is.
+    for rank, shift in ((0, (0, 0)), (1, (70, -300)), (2, (70, -300))):
+        assert starts[rank] == pytest.approx(shift, abs=30)
 
 
 def segments() -> list[str]:

@@ -44,7 +44,7 @@ def test_every_message_belongs_to_a_direction():
     assert directed == kinds | {*QueryRequest.__subclasses__(), *QueryReply.__subclasses__()}
 
 
-WIRE = (4, "af8e386c76ae45fe")
+WIRE = (4, "6f216a7d5c0c0bc7")
 """The protocol's version, and a digest of the messages and their fields that it stands for."""
 
 

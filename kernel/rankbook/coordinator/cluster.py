@@ -791,9 +791,21 @@ class Cluster(ClusterQueries):
         which a debugger knows the cell. `session`: the ranks keep the cell in `In` and its value in `Out`.
         """
         chosen = self.select(ranks)
-        make = lambda cell: RunCell(cell, code, number, measure, file, session)  # noqa: E731 - used once
-        tasks = dict.fromkeys(chosen, (make, ()))
+        # Ranks of one host get the same object, which is encoded once.
+        makers: dict[Measure | None, Callable[[int], Message]] = {}
+        tasks: dict[int, tuple[Callable[[int], Message], Any]] = {}
+        for rank in chosen:
+            of_rank = None if measure is None else self._measure_on(rank, measure)
+            make = lambda cell, m=of_rank: RunCell(cell, code, number, m, file, session)  # noqa: E731
+            tasks[rank] = (makers.setdefault(of_rank, make), ())
         return self._submit(tasks, number=number, sink=sink, label="", view=page, make_header=head)
+
+    def _measure_on(self, rank: int, measure: Measure) -> Measure:
+        """Return `measure` by the clocks of the rank's host, so that the times of all hosts have one axis."""
+        if (hosts := self._processes.hosts) is None:
+            return measure
+        offset = hosts.clock_offset(rank)
+        return Measure(measure.profile, measure.epoch + round(1e9 * offset.wall), offset.monotonic)
 
     def interrupt_cell(self, cell: RunningCell) -> None:
         """Interrupt one cell on its ranks; remove it if it is still queued."""

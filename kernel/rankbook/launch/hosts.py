@@ -70,7 +70,7 @@ from rankbook.protocol.base import PROTOCOL_VERSION, Message
 from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
 from rankbook.protocol.messages import ExportState, FromForkserver, FromRank, Task, encode, message_segments
 from rankbook.transport import agent_link
-from rankbook.transport.agent_link import AgentHub, make_keys
+from rankbook.transport.agent_link import AgentHub, ClockOffset, make_keys
 from rankbook.transport.link import Frames, Sender, read_from_rank
 from rankbook.transport.segment_transfer import AHEAD, SegmentReceiver, SegmentSender
 from rankbook.transport.shared_memory import MOST_IN_FRAMES, Bytes, SegmentStore
@@ -218,6 +218,11 @@ class Hosts:
                 )
             )
         return sorted(statuses, key=lambda host: (host.ranks[:1] or (1 << 30,), host.name))
+
+    def clock_offset(self, rank: int) -> ClockOffset:
+        """Return the seconds by which the clocks of a rank's host are ahead of this host's."""
+        host = self.seats[rank].host
+        return ClockOffset() if host == HOME else self.hub.clock_offset(host)
 
     def describe_transfers(self) -> str:
         """Return how far the values are that have been on the way for a second; empty without one.

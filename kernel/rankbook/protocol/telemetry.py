@@ -425,17 +425,19 @@ class Measure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Request that a cell's times are measured.
 
     `profile`: also trace ops with the torch profiler. `epoch` is the zero of the trace's time axis, in nanoseconds
-    since the Unix epoch.
+    since the Unix epoch, by the clock of the rank's host. `ahead` is the number of seconds by which its monotonic clock
+    is ahead of the notebook's.
     """
 
     profile: bool
     epoch: int
+    ahead: float = 0.0
 
 
 # `array_like`: encoded as a list without field names, because a cell can have thousands of spans. The late rank of a
 # collective is the one that launched it last, while the others were waiting (`magics.profiling.caused_waits`).
 class CollectiveSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Times of one collective on one rank, in seconds on the host's monotonic clock, which all its ranks share.
+    """Times of one collective on one rank, in seconds on the monotonic clock of the notebook's host.
 
     `launched` is when the rank launched it; from `waits` to `ends` the rank waited for it (both 0.0 if it did not).
     """

@@ -34,6 +34,7 @@ class Measurement:
         self._clock = WaitClock(self._main_cpu)
         self._spans = SpanRecorder()
         self._launched = launched
+        self._ahead = request.ahead
         self._profiling: Profiling | None = None
         self._start_times = (time.perf_counter(), time.process_time(), time.thread_time())
         self._times: Times | None = None
@@ -67,7 +68,7 @@ class Measurement:
             main_cpu=time.thread_time() - main_cpu,
             waited=self._clock.stop(),
             collectives=launched - self._launched,
-            spans=self._spans.stop(),
+            spans=shift_spans(self._spans.stop(), -self._ahead),
         )
         # Before the profiler stops, so that no span begins in a stopped profiler.
         interruptible_work.active_observer.value = None
@@ -231,3 +232,19 @@ def cpu_clock_of(thread: int) -> Clock:
         return lambda: 0.0
     clock = time.pthread_getcpuclockid(thread)
     return lambda: time.clock_gettime(clock)
+
+
+def shift_spans(spans: tuple[CollectiveSpan, ...], seconds: float) -> tuple[CollectiveSpan, ...]:
+    """Return the spans with `seconds` added to their times. 0.0 stands for a time that there is not."""
+    if not seconds:
+        return spans
+    return tuple(
+        CollectiveSpan(
+            span.group,
+            span.number,
+            span.launched + seconds,
+            span.waits and span.waits + seconds,
+            span.ends and span.ends + seconds,
+        )
+        for span in spans
+    )

@@ -15,7 +15,8 @@ old one has ended.
 
 Loss of a connection. An agent judges by the connection: libzmq's heartbeats, which its own thread sends and answers, so
 that a coordinator that is busy for a minute is not taken for dead. It connects again with a new socket, after 0.1 to 2
-seconds. The hub judges by messages: an agent is never busy for long, and answers a `RBPING` at once.
+seconds. The hub judges by messages: an agent is never busy for long, and answers a `RBPING` at once, with the time of
+its clocks.
 
 The descriptors to poll are edge-triggered (https://libzmq.readthedocs.io/en/latest/zmq_getsockopt.html, ZMQ_FD): call
 `has_message` before a wait, and `receive` after it. Any thread may send; one thread polls.
@@ -24,14 +25,17 @@ The descriptors to poll are edge-triggered (https://libzmq.readthedocs.io/en/lat
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import zmq
 from zmq.utils import z85
@@ -51,6 +55,9 @@ _MAX_RECEIVED = 500
 _PING_INTERVAL = 1.0
 _UNREACHABLE_AFTER = 3.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+_OFFSETS = 16
+"""Round trips of which the shortest tells the offset of an agent's clocks."""
+_CLOCKS = struct.Struct("<dd")
 _WITHOUT_COPY = 64 << 10
 """Bytes from which a frame is handed to libzmq without a copy; below, copying is faster."""
 
@@ -133,6 +140,14 @@ LinkEvent = Accepted | Refused | Message | Unreachable | Reachable
 # The coordinator's end ----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class ClockOffset:
+    """Seconds by which the clocks of an agent's host are ahead of this host's."""
+
+    wall: float = 0.0
+    monotonic: float = 0.0
+
+
 @dataclass
 class _Peer:
     """An agent, as the hub knows it. `connection` is libzmq's id of its newest connection."""
@@ -144,6 +159,8 @@ class _Peer:
     last_received: float = 0.0
     next_ping: float = 0.0
     round_trip: float | None = None
+    # The last round trips, with the offset that each of them tells.
+    offsets: deque[tuple[float, ClockOffset]] = field(default_factory=lambda: deque(maxlen=_OFFSETS))
 
 
 class AgentHub:
@@ -255,6 +272,15 @@ class AgentHub:
         peer = self._peers.get(agent)
         return None if peer is None else peer.round_trip
 
+    def clock_offset(self, agent: str) -> ClockOffset:
+        """Return the offset of the clocks of an agent's host, zero before the first round trip.
+
+        As in NTP (RFC 5905), of the last round trips the shortest one counts. The error is at most half of it.
+        """
+        with self._lock:
+            peer = self._peers.get(agent)
+            return ClockOffset() if peer is None or not peer.offsets else min(peer.offsets, key=itemgetter(0))[1]
+
     def deadline(self) -> float | None:
         """Return the time of the next timer."""
         with self._lock:
@@ -353,10 +379,16 @@ class AgentHub:
     def _receive(
         self, agent: str, peer: _Peer, packet: Sequence[memoryview], now: float, events: list[HubEvent]
     ) -> None:
-        if packet[0] == _PONG and len(packet) == 2:
+        if packet[0] == _PONG and len(packet) == 3:
             seconds = now - float(bytes(packet[1]))
-            if not 0 <= seconds < 3600:
+            if not 0 <= seconds < 3600 or len(packet[2]) != _CLOCKS.size:
                 raise ProtocolError("invalid answer to a ping")
+            wall, monotonic = _CLOCKS.unpack(packet[2])
+            if not (math.isfinite(wall) and math.isfinite(monotonic)):
+                raise ProtocolError("invalid clocks in an answer to a ping")
+            # The agent has read its clocks in the middle between the question and the answer, about.
+            half = seconds / 2
+            peer.offsets.append((seconds, ClockOffset(wall - (time.time() - half), monotonic - (now - half))))
             peer.round_trip = seconds if peer.round_trip is None else 0.8 * peer.round_trip + 0.2 * seconds
         else:
             if not peer.accepted:
@@ -498,7 +530,7 @@ class AgentLink:
     def _receive(self, packet: list[memoryview], now: float, events: list[LinkEvent]) -> None:
         kind = packet[0]
         if kind == _PING:
-            self._send([_PONG, *packet[1:2]])
+            self._send([_PONG, *packet[1:2], _CLOCKS.pack(time.time(), time.monotonic())])
         elif kind == _ACCEPT:
             self._pause = _FIRST_PAUSE
             first, self._accepted, self._connected = not self._accepted, True, True
