@@ -313,6 +313,49 @@ def test_the_launcher_starts_ranks_on_other_nodes_and_uses_them_again(tmp_path, 
 
 
 @pytest.mark.slow
+def test_the_key_may_come_by_standard_input_or_by_the_environment_and_an_agent_ends_with_its_parent(
+    tmp_path, monkeypatch
+):
+    agents = Agents(tmp_path)
+    command = [sys.executable, "-m", "rankbook.agent", "--slots", "1"]
+
+    def start(command: list[str], text: str, **options: object) -> None:
+        with (tmp_path / "agents.log").open("ab") as log:
+            agent = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=log, **options)
+        assert agent.stdin is not None
+        agent.stdin.write(text.encode())
+        agent.stdin.close()
+        agents.processes.append(agent)
+
+    def report(text: str) -> None:
+        if match := re.search(r"--connect (\S+\.json)", text):
+            agents.file = Path(match[1])
+            key = agents.file.read_text()
+            start([*command, "--connect", "-"], key)
+            start(command, "", env={**os.environ, connection.CONNECT: key})
+        elif text == "waiting for 1 more slot":
+            # It waits for its child, so that the agent is not the command of this process.
+            parent = f"import subprocess, sys; subprocess.run({[*command, '--connect', '-']!r}, stdin=sys.stdin)"
+            start([sys.executable, "-c", parent], agents.file.read_text())
+
+    monkeypatch.setenv("RANKBOOK_CONNECT_DIR", str(tmp_path / "connect"))
+    monkeypatch.setattr(cluster_processes, "_report", report)
+    try:
+        with Cluster(3, hosts=HostOptions(address="127.0.0.1"), timeout=90) as cluster:
+            assert cluster.run(REDUCE).text(0) == "[6.0, 6.0]"
+            cluster.run("import os; names = sorted(os.environ)")
+            assert not any(connection.CONNECT in names for names in cluster.pull("names"))
+            below = pids_below(agents.processes[2].pid)
+            (rank,) = [rank for rank in range(3) if pid_of(cluster, rank) in below]
+            agents.processes[2].kill()
+            wait_until(lambda: cluster.status()[rank].state == "dead", timeout=30, what="the host is lost")
+            assert "its parent process has ended" in (cluster.status()[rank].loss or "")
+            wait_until(lambda: not any(map(psutil.pid_exists, below)), timeout=20, what="its processes end")
+    finally:
+        agents.end()
+
+
+@pytest.mark.slow
 def test_agents_end_when_the_notebook_is_killed(tmp_path, monkeypatch):
     code = (
         f"import sys; sys.path[:0] = [{str(Path(__file__).parents[2])!r}]\n"

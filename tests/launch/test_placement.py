@@ -130,3 +130,17 @@ def test_the_variables_are_those_of_torchrun():
         "MASTER_PORT": "5",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
+
+
+def test_hosts_may_have_different_numbers_of_devices():
+    hosts = [
+        HostSlots("a", "node1", slots=4, devices=4, cores=16, node=0),
+        HostSlots("b", "node2", slots=2, devices=2, cores=16, node=1),
+        HostSlots("c", "node3", slots=1, devices=0, cores=4, node=2),
+    ]
+    seats = place_ranks(7, hosts)
+    assert [seat.device for seat in seats] == [f"cuda:{n}" for n in (0, 1, 2, 3, 0, 1)] + ["cpu"]
+    assert [seat.local_world_size for seat in seats] == [4, 4, 4, 4, 2, 2, 1]
+    assert [seat.threads for seat in seats] == [4, 4, 4, 4, 8, 8, 4]
+    assert choose_backend(seats, None) == "gloo", "a rank has no device"
+    assert choose_backend(seats[:6], None) == "cpu:gloo,cuda:nccl"

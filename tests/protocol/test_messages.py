@@ -55,3 +55,17 @@ def test_a_changed_message_has_a_new_protocol_version():
         component.pop("description", None)
     digest = hashlib.sha256(msgspec.json.encode(components, order="deterministic")).hexdigest()[:16]
     assert (PROTOCOL_VERSION, digest) == WIRE, "increase PROTOCOL_VERSION once per release, then record both here"
+
+
+def test_the_first_message_of_an_agent_keeps_its_format():
+    """Every version must be able to refuse every other one, so that these bytes stay what they are."""
+    recorded = {"name": "node1", "rankbook": "0.1", "protocol": "4", "torch": "2.9", "python": "3.12", "pid": "7"}
+    data = msgspec.msgpack.encode({**recorded, "of a later version": "ignored"})
+    description = agents.decode_description(data)
+    assert {name: getattr(description, name) for name in recorded} == recorded
+    assert description.address == description.node == description.rank == "", "an earlier version does not have them"
+    again = msgspec.msgpack.decode(agents.encode_description(description))
+    assert recorded.items() <= again.items() and all(isinstance(value, str) for value in again.values())
+    for invalid in (b"", b"\xc1", msgspec.msgpack.encode(["name"]), msgspec.msgpack.encode({"name": 1})):
+        with pytest.raises(ProtocolError):
+            agents.decode_description(invalid)

@@ -351,7 +351,11 @@ class ClusterProcesses:
         connection = AgentConnection(file.read_text(encoding="utf-8"), file, hosts.hub.address)
         engine.start(self._host_options.nodes, n - home.slots, connection)
         deadline = time.monotonic() + timeout
+        missing_before = n - home.slots
         while (missing := n - home.slots - sum(host.slots for host in hosts.slots)) > 0:
+            if missing < missing_before:
+                hosts.report(f"waiting for {plural(missing, 'more slot')}")
+            missing_before = missing
             self._show_notes()
             if interrupted():
                 raise KeyboardInterrupt
