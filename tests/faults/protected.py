@@ -126,6 +126,7 @@ class Training:
     def heal(self) -> Any:
         """Heal, and return the result."""
         healed = self.cluster.heal()
+        print(healed)  # shown if the test fails
         self.cluster.run("victim.rank = -1\narm()\nsteps = optimizer.steps")
         steps = self.cluster.pull("steps")
         assert len(set(steps)) == 1, steps

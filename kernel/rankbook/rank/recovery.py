@@ -304,8 +304,8 @@ def _complete_mesh(mesh: DeviceMesh, sent: tuple[dict[str, Any], list[str] | Non
         index = tuple(slice(None) if other == dim else place for other, place in enumerate(at))
         ranks = mesh.mesh[index].tolist()
         groups = _groups_of_ranks(ranks)
-        while len(ranks) == 1 and ordinal >= len(groups):
-            groups.append(manager.create_single_group())
+        while ordinal >= len(groups) and (renewed := manager.create_lost_group(ranks, len(groups))) is not None:
+            groups.append(renewed)
         if ordinal >= len(groups):
             raise TransferError(f"this rank has no process group for the dimension {dim} of {mesh}")
         mesh._dim_group_names[dim] = c10d.GroupName(groups[ordinal])

@@ -107,6 +107,8 @@ class GroupManager:
         self.device = device
         self._generation = 0
         self._members: dict[str, _Member] = {}
+        # The ranks whose processes were new at the last join.
+        self._fresh: set[int] = set()
         # Groups that were destroyed in the last cell that used groups, see `report_used`.
         self._destroyed: set[str] = set()
         self._launched_in_forgotten = 0
@@ -220,6 +222,7 @@ class GroupManager:
                     groups.setdefault(name, group)
         if protection is not None:
             protection.continue_numbers(max(report["snapshot"] for report in reports))
+        self._fresh = {rank for rank, report in enumerate(reports) if report["fresh"]}
         steps = [None if report["fresh"] else report["steps"] for report in reports]
         return groups, max(report["count"] for report in reports), steps
 
@@ -284,14 +287,18 @@ class GroupManager:
         )
         c10d._world.pg_group_ranks[process_group] = {rank: index for index, rank in enumerate(ranks)}
 
-    def create_single_group(self) -> str:
-        """Create a group of this rank alone and return its name.
+    def create_lost_group(self, ranks: list[int], ordinal: int) -> str | None:
+        """Create a group of new ranks only, and return its name; None if one of `ranks` is not new.
 
-        The dead rank's groups of this kind are known to no peer. A mesh has them along every axis of size 1.
+        Their predecessors had the group, and no living rank knows it. A mesh has such groups along an axis on which all
+        ranks were lost, as along every axis of size 1. All of `ranks` call this, in the same order. `ordinal` is the
+        number of the group among those of the same ranks.
         """
-        name = f"single-{self.rank}-{len(self._members)}"
+        if not self._fresh.issuperset(ranks):
+            return None
+        name = f"renewed-{self._generation}-{'-'.join(map(str, ranks))}-{ordinal}"
         default = self._members[next(iter(self._members))]
-        self._create_known_group(name, {**default.describe(), "ranks": (self.rank,)})
+        self._create_known_group(name, {**default.describe(), "ranks": tuple(ranks)})
         # The log of all ranks' creations, which is the same on all of them.
         self._creation_log.restart()
         return name
@@ -650,9 +657,9 @@ def _manager() -> GroupManager:
     return _installed
 
 
-def create_single_group() -> str:
-    """See `GroupManager.create_single_group`."""
-    return _manager().create_single_group()
+def create_lost_group(ranks: list[int], ordinal: int) -> str | None:
+    """See `GroupManager.create_lost_group`."""
+    return _manager().create_lost_group(ranks, ordinal)
 
 
 def _create_backend(options: object, backend_options: object) -> RecoverableProcessGroup:
