@@ -27,8 +27,8 @@ MOMENTS = ("forward", "backward", "optimizer", "copy", "commit", "scheduler", "a
 SETUP = """
 import os, signal, threading
 from rankbook.runtime import (
-    Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, TorchTensorParallelConfig, optimizer as optimizers,
-    protection, set_seed,
+    Accelerator, AcceleratorState, FullyShardedDataParallelPlugin, ParallelismConfig, TorchTensorParallelConfig,
+    optimizer as optimizers, protection, set_seed,
 )
 
 class Net(torch.nn.Module):
@@ -87,6 +87,7 @@ def arm():
     area.write, file.commit = before(area.write, "copy"), before(file.commit, "commit")
 """
 MODEL = """
+AcceleratorState._reset_state()  # otherwise a plain Accelerator() keeps the layout before
 set_seed(3)
 accelerator = {accelerator}
 net = Net()
