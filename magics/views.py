@@ -15,7 +15,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NoReturn, cast
 
-from IPython.core.getipython import get_ipython
 from IPython.display import display
 
 from rankbook.checkpoint.format.dcp_metadata import read_manifest
@@ -119,13 +118,13 @@ def gradients(model: Any = "model") -> GradientTable:  # noqa: ANN401 - a name o
     Example::
 
         table = rankbook.gradients("model")  # shown as a table by the last line of a cell
-        table.norm, table["blocks.0"]
+        table.norm, table["weight"]  # of all gradients, and of one parameter or module
     """
     if telemetry.this_rank is not None:
         from rankbook.numerics.gradients import gradients_of_ranks
+        from rankbook.numerics.naming import namespace
 
-        shell = get_ipython()
-        return gradients_of_ranks(shell.user_ns.get(model) if isinstance(model, str) and shell is not None else model)
+        return gradients_of_ranks(namespace().get(model) if isinstance(model, str) else model)
     if not isinstance(model, str):
         raise InvalidArgument(
             f"expected the name of a variable on the ranks, such as 'model', got a {type(model).__name__}"

@@ -35,6 +35,7 @@ WITHOUT = {
     "Peeked",
     "RankOutcome",
     "RankStatus",
+    "SeenSamples",
     "SyncReport",
     # Made by `prepare`, or by the function that prepares a loader.
     "AcceleratedOptimizer",

@@ -70,7 +70,7 @@ class SampleLog:
 class RankSamples:
     """What one part of the data, which a rank or a tensor-parallel group reads, has had in a pass.
 
-    `ids` are the samples' indices in the dataset below all `Subset`s, without repetitions that only fill up a round.
+    `ids` are the samples' indices in the dataset below every `Subset`, without repetitions that only fill up a round.
     `repeated` is the number of these. `universe` are the ids that this part's rank is meant to deal out, None for all
     of `length`. `stream`: the ids are positions in a stream.
     """
@@ -97,7 +97,7 @@ class SeenSamples(TableResult):
     `counts` maps ranks, or the indices of data-parallel groups, to numbers of samples; `repeated` maps them to the
     numbers of samples that were repeated to fill up the last round. `duplicates` maps samples that were read more than
     once to the ranks that have read them. `lost` are samples that no rank has read, None while the epoch runs and where
-    the sampler does not go over all samples. The indices are those of the dataset below all `Subset`s.
+    the sampler does not go over all samples. The indices are those of the dataset below every `Subset`.
     """
 
     HEADINGS = ("rank", "samples", "batches", "repeated to fill up", "also read by others", "first", "last")
@@ -325,7 +325,7 @@ def _scope(sampler: Any, length: int) -> tuple[bool, Any]:  # noqa: ANN401 - any
 
 
 def _below_subsets(dataset: Any, ids: Any, universe: Any) -> tuple[Any, Any, int]:  # noqa: ANN401 - NumPy arrays
-    """Return the ids, the universe and the length of the dataset below all `Subset`s."""
+    """Return the ids, the universe and the length of the dataset below every `Subset`."""
     while type(dataset) is Subset:
         indices = numpy.asarray(list(dataset.indices), dtype=numpy.int64)
         ids, universe = indices[ids], indices if universe is None else indices[universe]
