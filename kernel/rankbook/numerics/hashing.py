@@ -7,7 +7,7 @@ A block has 1 MiB and a 64-bit hash. Its bytes are read as 64-bit integers x, an
 over the block, with an odd pseudo-random weight w per position. An odd weight is invertible, so that the change of a
 single element changes the hash; several changes cancel with a probability of about 2^-30. Without the shift, changes of
 the highest bit alone would cancel in pairs, whatever the weights: two times 2^63 is 0, so that the negative of a tensor
-would have its hash. On the CPU this takes less time than a CRC-32, and a GPU gives the same hash.
+would have its hash. On the CPU this takes about the time of a fast CRC-32, and a GPU gives the same hash.
 """
 
 from __future__ import annotations
