@@ -252,6 +252,21 @@ def clean_layouts():
         result = compare(plain_step, model, optimizer, batch)
         results[f"current, step {_}"] = (result.equal, repr(result))
         plain_step(model, optimizer, batch)
+    # Models that are prepared already, and stay so.
+    from rankbook import Accelerator, AcceleratorState, FullyShardedDataParallelPlugin
+
+    parallelism = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    for options in ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, {"parallelism_config": parallelism}):
+        AcceleratorState._reset_state()
+        torch.manual_seed(rank // 2)  # ranks of a tensor-parallel group draw the same
+        net, optimizer, _ = model_and_data(0)
+        model, optimizer = Accelerator(**options).prepare(net, optimizer)
+        torch.manual_seed(rank // 2)
+        batch = (torch.randn(4, 8), torch.randn(4, 4))
+        for layouts in (("one rank", "current"), ("current", "fsdp2")):
+            result = compare(clipped, model, optimizer, batch, layouts=layouts)
+            results[f"prepared {list(options)}, {layouts}"] = (result.equal, repr(result))
+        plain_step(model, optimizer, batch)
     return results
 
 
