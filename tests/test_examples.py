@@ -49,6 +49,7 @@ def test_every_example_has_a_test() -> None:
         "accelerator.ipynb",
         "checkpoints.ipynb",
         "numbers.ipynb",
+        "protection.ipynb",
         "quickstart.ipynb",
         "trackers.ipynb",
     ]
@@ -153,6 +154,19 @@ def test_a_checkpoint_outlives_a_killed_rank_and_three_go_on(tmp_path: Path) -> 
     assert len(pictures(executed)) == 1
     errors = [cell.id for cell in executed.cells for item in cell.get("outputs", []) if item.output_type == "error"]
     assert errors == ["interrupted"], "the one that loses its rank"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_protected_training_has_the_losses_of_one_without_a_death(tmp_path: Path) -> None:
+    printed = run(EXAMPLES / "protection.ipynb", tmp_path / "out.ipynb", "-n", "2")
+    assert len(re.findall(r"^back at step [24]0: 1 step to repeat$", printed, re.MULTILINE)) == 2, printed
+    assert "60 steps, bitwise equal: True" in printed
+    executed = nbformat.read(tmp_path / "out.ipynb", as_version=4)
+    nbformat.validate(executed)
+    assert len(pictures(executed)) == 1
+    errors = [cell.id for cell in executed.cells for item in cell.get("outputs", []) if item.output_type == "error"]
+    assert errors == ["protect-10", "protect-14"], "the two that lose a rank"
 
 
 @pytest.mark.slow
