@@ -64,6 +64,7 @@ class Record:
 
 
 _WAVES: dict[int, torch.Tensor] = {}
+"""Pseudo-random vectors of the sizes of recent tensors, while a comparison runs."""
 
 
 def summarize(tensor: torch.Tensor, note: str = "", change: float = 0.0) -> Summary:
@@ -337,6 +338,7 @@ def preserved(models: list[nn.Module], optimizer: Any) -> Iterator[Callable[[], 
     try:
         yield restore
     finally:
+        _WAVES.clear()  # as large as the parameters
         restore()
 
 
