@@ -122,8 +122,8 @@ def _add_host_options(start: argparse.ArgumentParser) -> None:
     start.add_argument(
         "--launcher",
         metavar="NAME",
-        help="start ranks on other hosts with ssh, slurm or mpirun; env prints the agents' command. Options of the "
-        "launcher follow, and behind -- those of the program that it runs",
+        help="start ranks on other hosts with ssh, slurm, mpirun or ray; env prints the agents' command. Options of "
+        "the launcher follow, and behind -- those of the program that it runs",
     )
     start.add_argument("--nodes", type=int, metavar="N", help="with --launcher: number of hosts")
     start.add_argument("--address", metavar="A", help="with --launcher: address of this host to listen at")

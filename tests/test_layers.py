@@ -57,7 +57,7 @@ DISTRIBUTION_OF = {
     "traitlets": "ipython",
     "zmq": "pyzmq",
 }
-INSTALLED_BY_THE_USER = {"torchdata"}  # an option asks for it, and its error says how to install it
+INSTALLED_BY_THE_USER = {"ray", "torchdata"}  # an option asks for it, and its error says how to install it
 
 FOLDERS = {"rankbook": "kernel/rankbook", "rankbook.magics": "magics", "rankbook.widgets": "widgets"}
 

@@ -7,11 +7,13 @@ namespaces of its own. It skips the test with the reason where the program is no
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import pwd
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -219,3 +221,33 @@ def mpi_hosts(folder: Path) -> Iterator[tuple[Network, list[str]]]:
                 *("--mca", "oob_tcp_if_include", net, "--mca", "btl_tcp_if_include", net),
             ],
         )
+
+
+# Ray ----------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ray_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run Ray with two nodes of two CPUs on this machine, for the drivers of this process and its children."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("not installed: ray")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    command = (sys.executable, str(Path(__file__).with_name("ray_nodes.py")))
+    with (
+        (folder / "ray.log").open("w") as log,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True) as server,
+    ):
+        assert server.stdin is not None and server.stdout is not None
+        for line in server.stdout:
+            if line.startswith("address "):
+                monkeypatch.setenv("RAY_ADDRESS", line.split()[1])
+                break
+        else:
+            raise AssertionError((folder / "ray.log").read_text())
+        try:
+            yield
+        finally:
+            server.stdin.close()
+            server.wait(60)

@@ -60,6 +60,9 @@ def place_of(launcher: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> It
         with programs.mpi_hosts(folder) as (network, options):
             prefix = ["ip", "netns", "exec", network.namespace("a")]
             yield Place("mpirun", options, address=network.addresses["a"], prefix=prefix)
+    elif launcher == "ray":
+        with programs.ray_nodes(folder, monkeypatch):
+            yield Place("ray")
     else:
         yield Place(launcher)
 
@@ -80,7 +83,7 @@ def local_session() -> dict[str, Any]:
     return run_session(Place("local"))
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "slurm", "mpirun"])
+@pytest.mark.parametrize("launcher", ["ssh", "slurm", "mpirun", "ray"])
 def test_a_session_trains_as_locally_loses_heals_and_leaves_nothing(launcher, tmp_path, monkeypatch, short_path):
     with place_of(launcher, short_path, monkeypatch) as place:
         steps = run_session(place)
@@ -99,7 +102,7 @@ def test_a_session_trains_as_locally_loses_heals_and_leaves_nothing(launcher, tm
     assert steps["file"] is False
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "slurm", "mpirun"])
+@pytest.mark.parametrize("launcher", ["ssh", "slurm", "mpirun", "ray"])
 def test_nothing_is_left_after_the_notebook_was_killed(launcher, monkeypatch, short_path):
     with place_of(launcher, short_path, monkeypatch) as place:
         with subprocess.Popen(place.command("--wait"), cwd=ROOT, stdout=subprocess.PIPE, text=True) as notebook:
@@ -184,6 +187,18 @@ def test_mpirun_passes_the_suite(short_path):
             f"check_engine(lambda: MpirunEngine({options!r}), address={network.addresses['a']!r})"
         )
         command = ["ip", "netns", "exec", network.namespace("a"), sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+        assert done.returncode == 0, done.stderr
+
+
+def test_ray_passes_the_suite(short_path, monkeypatch):
+    with programs.ray_nodes(short_path, monkeypatch):
+        # In a process of its own: Ray's driver leaves threads, and warnings of other packages.
+        code = (
+            "from rankbook.testing import check_engine\nfrom rankbook.engines.ray import RayEngine\n"
+            "check_engine(lambda: RayEngine([]))"
+        )
+        command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
         assert done.returncode == 0, done.stderr
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from rankbook.engines import AgentConnection, HostEnded, HostOutput, HostQueued, HostStarted, Limits
+from rankbook.engines.engine import make_engine
 from rankbook.engines.mpirun import MpirunEngine
 from rankbook.engines.slurm import SlurmEngine, read_queue
 from rankbook.engines.ssh import SshEngine
-from rankbook.errors import InvalidArgument
+from rankbook.errors import InvalidArgument, StartError
 from rankbook.testing import check_engine
 from tests.conftest import wait_until
 
@@ -158,3 +159,13 @@ def test_limits_of_a_job_without_a_controller_are_unknown(monkeypatch):
 def test_invalid_options_are_rejected(make, text):
     with pytest.raises(InvalidArgument, match=text):
         make()
+
+
+def test_ray_that_is_not_installed_is_named_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(StartError, match=r"Ray is not installed: pip install 'rankbook\[ray\]'"):
+        make_engine("ray", [])
+    with pytest.raises(InvalidArgument, match=r"--launcher ray runs no program that could take -v"):
+        make_engine("ray", ["--", "-v"])
+    with pytest.raises(InvalidArgument, match=r"--strategy: invalid choice: 'scatter'"):
+        make_engine("ray", ["--strategy", "scatter"])

@@ -123,15 +123,15 @@ def start(
     `keep`: the ranks survive this process, for ten minutes or the given number of seconds, and `attach` finds them
     again. Raises `InvalidArgument` if a cluster of another size, backend or `keep` is running.
 
-    `launcher` starts ranks on other hosts: "ssh", "slurm" and "mpirun" start an agent on each of them, "env" prints the
-    command that does, and so may another package or a `rankbook.engines.Engine` object. The call waits up to `timeout`
-    seconds until they offer enough slots. `nodes` is the number of hosts, by default the launcher's choice, and
-    `launcher_args` are options of the launcher; what follows `"--"` is passed to the program that it runs. `address`
-    and `port` are where this host listens for them, by default the address of the default route and a free port; `home`
-    is the number of ranks on this host. A host that cannot be reached for `lost_after` seconds is lost. `env` names
-    environment variables that the ranks there inherit from this process, beside RANKBOOK_*, ACCELERATE_*, OMP_*,
-    NCCL_*, TORCH*, HF_* and WANDB_*. With `sync_code`, modules of this process's folder are sent to the hosts that
-    import them, and again when they change.
+    `launcher` starts ranks on other hosts: "ssh", "slurm", "mpirun" and "ray" start an agent on each of them, "env"
+    prints the command, and another package or a `rankbook.engines.Engine` object may start them too. The call waits up
+    to `timeout` seconds until they offer enough slots. `nodes` is the number of hosts, by default the launcher's
+    choice, and `launcher_args` are options of the launcher; what follows `"--"` is passed to the program that it runs.
+    `address` and `port` are where this host listens for them, by default the address of the default route and a free
+    port; `home` is the number of ranks on this host. A host that cannot be reached for `lost_after` seconds is lost.
+    `env` names environment variables that the ranks there inherit from this process, beside RANKBOOK_*, ACCELERATE_*,
+    OMP_*, NCCL_*, TORCH*, HF_* and WANDB_*. With `sync_code`, modules of this process's folder are sent to the hosts
+    that import them, and again when they change.
 
     Example::
 

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias, cast
 
-from rankbook.errors import InvalidArgument
+from rankbook.errors import InvalidArgument, RankbookError
 
 GROUP = "rankbook.engines"
 """Entry point group of engines."""
 _BUILT_IN = {
     "env": "rankbook.engines.env:EnvEngine",
     "mpirun": "rankbook.engines.mpirun:MpirunEngine",
+    "ray": "rankbook.engines.ray:RayEngine",
     "slurm": "rankbook.engines.slurm:SlurmEngine",
     "ssh": "rankbook.engines.ssh:SshEngine",
 }
@@ -190,7 +191,7 @@ def make_engine(name: str, arguments: Sequence[str]) -> Engine:
             (entry, *_) = importlib.metadata.entry_points(group=GROUP, name=name)
             factory = entry.load()
         return cast("Callable[[Sequence[str]], Engine]", factory)(arguments)
-    except InvalidArgument:
+    except RankbookError:
         raise
     # Code of a third party, or a package that is not installed. The cause stays in the traceback.
     except Exception as error:
