@@ -120,7 +120,7 @@ def test_clean_layout_raises_no_alarm_and_has_the_norms_of_one_process(cluster, 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "hybrid", "tp", "mesh"])
 def test_clean_training_raises_no_alarm(cluster, layout, precision, steps):
-    run(cluster, f"build({layout!r}, {precision!r}, steps={steps}, dropout=0.1)\ntrain(batches=3)")
+    run(cluster, f"build({layout!r}, {precision!r}, steps={steps}, dropout=0.1)\ntrain(batches=4)")
     report = cluster.sync_check()
     assert report.ok, report
     names = cluster.sync_check(["model", "optimizer", "scheduler"])
