@@ -97,8 +97,8 @@ def protect(every: int) -> None:
         )
     if place.local_ranks < place.world_size:
         raise InvalidArgument(
-            f"protection requires all ranks on one host, but {place.local_ranks} of {place.world_size} ranks are on "
-            "this one; use save_state()"
+            f"protection requires all {place.world_size} ranks on the notebook's host; with other hosts use "
+            "save_state()"
         )
     protection = Protection(place, every)
     protection.remove()  # what a process before this one has left
