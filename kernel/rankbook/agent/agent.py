@@ -80,6 +80,8 @@ _LARGEST = 512 << 20
 """Bytes of one message of a rank that the link carries. Large values are segments, see `MOST_IN_FRAMES`."""
 _LONGEST_WAIT = 0.5
 """Seconds after which the parent process and the connection are looked at, without any event."""
+_FIRST_CONNECTION = 30.0
+"""Seconds at least for the first connection: the notebook may be busy with its start, and there is nothing to lose."""
 _LEAVE_SECONDS = 0.5
 """Seconds in which the last message to the coordinator may leave."""
 
@@ -191,7 +193,8 @@ class Agent:
             self._ended = "its parent process has ended"
         if self._unreachable_since is not None:
             seconds = time.monotonic() - self._unreachable_since
-            if seconds > self._connection.lost_after:
+            lost_after = self._connection.lost_after
+            if seconds > (lost_after if self._was_accepted else max(lost_after, _FIRST_CONNECTION)):
                 self._ended = f"the notebook was not reached for {seconds:.0f} s"
         if not self._launcher.alive and not self._ended:
             self._send(HostFailed("the forkserver has exited"))
