@@ -29,6 +29,7 @@ from rankbook.coordinator.state_machine import ClusterState
 from rankbook.protocol.forkserver import ForkRank, RankExited
 from rankbook.protocol.messages import Collectives, Done, Message, RankReady, RunCell, Text, encode
 from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
+from tests.coordinator.fork_requests import request
 from tests.transport.memory_link import MemoryHub
 
 US, MS, KB = 1e6, 1e3, 1e-3
@@ -99,25 +100,6 @@ class DiscardingSink:
         self.characters += sum(len(getattr(item, "text", "")) for item in items)
 
 
-def fork_request(rank: int, incarnation: int, downlink: str) -> ForkRank:
-    return ForkRank(
-        rank=rank,
-        incarnation=incarnation,
-        world_size=1,
-        backend="gloo",
-        device="cpu",
-        threads=1,
-        env={},
-        cwd="/",
-        path=(),
-        uplink="memory:up",
-        downlink=downlink,
-        segments="",
-        logs="",
-        cluster="scale",
-    )
-
-
 class SimulatedCluster:
     """A driver without its thread, and `world_size` ranks that say what they are told to. `spent`: CPU seconds."""
 
@@ -126,7 +108,7 @@ class SimulatedCluster:
         self.hub = MemoryHub()
         self.launcher = QuietLauncher()
         self.state = ClusterState(world_size)
-        self.driver = Driver(self.state, self.hub, self.launcher, fork_request)
+        self.driver = Driver(self.state, self.hub, self.launcher, request)
         self.sink = DiscardingSink()
         self.spent = 0.0
 

@@ -48,6 +48,7 @@ from rankbook.protocol.messages import (
 from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
 from rankbook.transport.link import Sender
 from tests.conftest import wait_until
+from tests.coordinator.fork_requests import request
 from tests.transport.memory_link import MemoryHub, MemoryRank
 
 SOON = 20.0
@@ -127,26 +128,6 @@ class Keeper:
 
     def emit(self, items) -> None:
         self.text += "".join(item.text for item in items if isinstance(item, Stream))
-
-
-def request(rank: int, incarnation: int, downlink: str) -> ForkRank:
-    return ForkRank(
-        rank=rank,
-        incarnation=incarnation,
-        world_size=2,
-        local_rank=rank,
-        backend="gloo",
-        device="cpu",
-        threads=1,
-        env={},
-        cwd="/",
-        path=(),
-        uplink="memory:up",
-        downlink=downlink,
-        segments="",
-        logs="",
-        cluster="test",
-    )
 
 
 def exited(rank: int, code: int, *, incarnation: int = 1, stdout: bytes = b"", memory_kills: int = 0) -> RankExited:
