@@ -360,7 +360,8 @@ class Hosts:
         host = self._hosts.get(agent)
         if host is None or host.lost or host.unreachable_since is not None:
             return
-        host.unreachable_since = time.monotonic()
+        # From its last message on, which was some seconds ago.
+        host.unreachable_since = time.monotonic() - self.hub.silence(agent)
         ranks = [rank for rank, seat in self.seats.items() if seat.host == agent]
         if ranks:
             self.report(f"{host.name} cannot be reached; its ranks are lost after {self._lost_after:.0f} s")

@@ -281,6 +281,11 @@ class AgentHub:
             peer = self._peers.get(agent)
             return ClockOffset() if peer is None or not peer.offsets else min(peer.offsets, key=itemgetter(0))[1]
 
+    def silence(self, agent: str) -> float:
+        """Return the seconds since the last packet of an agent; 0.0 for an unknown one."""
+        peer = self._peers.get(agent)
+        return 0.0 if peer is None else time.monotonic() - peer.last_received
+
     def deadline(self) -> float | None:
         """Return the time of the next timer."""
         with self._lock:
