@@ -143,7 +143,9 @@ def test_the_keys_are_nowhere_but_in_the_connection_file(tmp_path):
             ranks = [process for agent in agents for process in psutil.Process(agent.pid).children(recursive=True)]
             assert len(ranks) >= 4  # a forkserver and a rank each
             places = {
-                "ps": "\n".join(" ".join(process.cmdline()) for process in psutil.process_iter() if process.pid > 2),
+                "ps": "\n".join(
+                    " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+                ),
                 "environments": "\n".join(
                     str(process.environ()) for process in processes if process.pid != agents[0].pid
                 ),
