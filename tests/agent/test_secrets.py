@@ -147,7 +147,7 @@ def test_the_keys_are_nowhere_but_in_the_connection_file(tmp_path):
                     " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
                 ),
                 "environments": "\n".join(
-                    str(process.environ()) for process in processes if process.pid != agents[0].pid
+                    environment_of(process) for process in processes if process.pid != agents[0].pid
                 ),
                 "files in shared memory and sockets": read_all(Path("/dev/shm"), Path("/tmp") / "rankbook-0"),
             }
@@ -186,6 +186,14 @@ def secrets(text: str) -> list[str]:
         repr(raw)[2:40],
         repr(bytes(key))[2:20],
     ]
+
+
+def environment_of(process: psutil.Process) -> str:
+    """Return the environment of a process; "" if it ends meanwhile, which none does that has keys."""
+    try:
+        return str(process.environ())
+    except psutil.Error:
+        return ""
 
 
 def read_all(*folders: Path) -> str:
