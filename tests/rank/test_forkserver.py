@@ -30,6 +30,8 @@ from rankbook.protocol.forkserver import (
     RankForked,
 )
 from rankbook.protocol.messages import Done, RankReady, RunCell, Shutdown, Text, decode_from_forkserver
+from rankbook.rank import os_utils
+from rankbook.rank.forkserver import Child, Forkserver, RecentKills
 from rankbook.transport.framed_socket import MessageStream
 from rankbook.transport.zmq_link import ZmqHub
 from tests.conftest import wait_until
@@ -412,3 +414,37 @@ def test_when_the_notebook_is_gone_during_an_import_the_forkserver_does_not_end_
     wait_until(lambda: home.process.poll() is not None, timeout=10, what="the forkserver's end")
     assert not sockets.exists()
     home.end()
+
+
+class Owner:
+    """The owner of a forkserver that only collects messages."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def is_owned(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("is_rank", [True, False], ids=["a new rank", "a leftover"])
+def test_the_exit_of_a_rank_kills_its_leftovers_and_no_new_rank(home, monkeypatch, is_rank):
+    monkeypatch.setattr(os_utils, "kill_session", lambda _: None)
+    pipes = [os_utils.output_pipe(), os_utils.output_pipe()]
+    reads = (pipes[0][0], pipes[1][0])
+    # A rank that was forked a moment ago holds the pipes of the others, until it has closed its copies.
+    holder = subprocess.Popen(["sleep", "60"], pass_fds=reads)
+    try:
+        server = object.__new__(Forkserver)
+        server._owner, server._oom_kills, server._exits = Owner(), RecentKills(None), {}
+        server._children = {holder.pid: Child(home.request(1), holder.pid, reads, "1")} if is_rank else {}
+        server._report_exit(Child(home.request(0), 0, reads, "0"), -9)
+        assert [type(message) for message in server._owner.sent] == [RankExited]
+        assert (holder.poll() is None) == is_rank
+    finally:
+        holder.kill()
+        holder.wait()
+        for _, write in pipes:
+            os.close(write)

@@ -287,7 +287,8 @@ class Forkserver:
     # owner, with its output only if there is no owner now.
     def _report_exit(self, child: Child, code: int) -> None:
         os_utils.kill_session(child.pid)
-        os_utils.kill_leftovers(child.started)
+        # A rank that was forked a moment ago may not have closed its copies of this rank's pipes yet.
+        os_utils.kill_leftovers(lambda process: process.pid not in self._children and child.started(process))
         texts = [os_utils.read_available(descriptor, most=4 << 20) for descriptor in child.outputs]
         for descriptor in child.outputs:
             os.close(descriptor)
