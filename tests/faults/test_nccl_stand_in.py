@@ -1,7 +1,7 @@
 """Ranks on the stand-in for NCCL: a fault ends the waits for the device, tells why, and costs nothing else.
 
-The names in parentheses are those of the places where NCCL differs from gloo, in the list of issue 19. Not shown here,
-because a CPU has nothing like it: contexts on other devices (B3), the variables of the real watchdog (B5), graphs (B9).
+Not shown here, because a CPU has nothing like it: contexts on other devices, the variables of the real watchdog, and
+graphs.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ print(round(model.module.weight.sum().item(), 4))"""
 
 
 def test_groups_are_connected_when_they_are_formed(stand_in):
-    """Otherwise a rank waits in the first collective where neither an abort nor an interrupt reaches it (A1)."""
+    """Otherwise a rank waits in the first collective where neither an abort nor an interrupt reaches it."""
     outcome = stand_in.ok(
         """%%distributed
 sub = dist.new_group([0, 1])
@@ -97,7 +97,6 @@ print([group._get_backend(torch.device('cpu')).is_connected for group in (dist.g
 
 
 def test_a_wait_in_the_first_collective_of_a_group_is_broken_off(stand_in):
-    """(A1)."""
     code = "group = dist.new_group([0])\nt = torch.ones(2)\ndist.all_reduce(t)\nt.tolist()"
     outcome = raise_on_rank_1(stand_in, code)
     assert "CollectiveAborted" in outcome.traceback
@@ -105,7 +104,6 @@ def test_a_wait_in_the_first_collective_of_a_group_is_broken_off(stand_in):
 
 
 def test_messages_of_a_batch_may_be_larger_than_the_buffers(stand_in):
-    """(A2)."""
     outcome = stand_in.ok(
         """%%distributed
 from tests.nccl_stand_in import BUFFER_BYTES
@@ -120,7 +118,6 @@ print(received.unique().tolist() == [1.0 - rank], len(batch))""",
 
 
 def test_a_batch_whose_peer_raised_is_broken_off(stand_in):
-    """(A2)."""
     batch = "t = torch.zeros(2)\nbatch = [dist.P2POp(dist.irecv, t, 1)]\n"
     code = f"{batch}for work in dist.batch_isend_irecv(batch):\n    work.wait()\nt.tolist()"
     outcome = raise_on_rank_1(stand_in, code)
@@ -151,14 +148,13 @@ def test_a_wait_for_a_rank_that_raised_is_broken_off(stand_in, wait):
 
 
 def test_a_cell_does_not_end_before_its_collectives(stand_in):
-    """The cell of a rank that only launches fails as well: what it has launched will never have a result (B1)."""
+    """The cell of a rank that only launches fails as well: what it has launched will never have a result."""
     outcome = raise_on_rank_1(stand_in, "dist.all_reduce(torch.ones(2))")
     assert "went on" in outcome.stdout
     assert "CollectiveAborted: rank 1 raised ValueError" in outcome.traceback
 
 
 def test_a_cell_can_catch_the_error_of_an_abort(stand_in):
-    """(B2)."""
     code = """try:
     t = torch.ones(2)
     dist.all_reduce(t)
@@ -182,7 +178,6 @@ except rankbook.CollectiveAborted as error:
     ids=["operations", "shapes"],
 )
 def test_mismatched_collectives_are_reported(stand_in, one, words):
-    """(B1)."""
     code = "\n    ".join(one.splitlines())
     outcome = stand_in.run(
         f"%%distributed\nt = torch.ones(2)\nif rank == 1:\n    {code}\nelse:\n    dist.all_reduce(t)\n    t.tolist()",
@@ -208,7 +203,7 @@ def test_an_interrupt_ends_a_wait_for_the_device(stand_in):
 
 
 def test_a_rank_answers_while_its_device_does_not(stand_in):
-    """The control thread asks no device (B3)."""
+    """The control thread asks no device."""
     stand_in.ok("%%distributed\nstand_in.held = stand_in.queries_hang = True")
     message = stand_in.send(
         f"%%distributed --background\nimport time\n{REDUCE}while stand_in.held: time.sleep(0.05)\nprint(t.tolist())"
@@ -227,7 +222,7 @@ def test_a_rank_answers_while_its_device_does_not(stand_in):
 
 
 def test_a_step_on_a_broken_off_gradient_is_taken_back(stand_in):
-    """The weights are those of a rank that has not taken the step, on all ranks (B2)."""
+    """The weights are those of a rank that has not taken the step, on all ranks."""
     stand_in.ok(f"%%distributed\n{DDP}\nbefore = [each.tolist() for each in ddp.parameters()]")
     outcome = raise_on_rank_1(stand_in, "step()\nddp.module.weight.sum().item()")
     assert "CollectiveAborted" in outcome.traceback
@@ -238,7 +233,6 @@ def test_a_step_on_a_broken_off_gradient_is_taken_back(stand_in):
 
 
 def test_weights_that_no_rank_has_right_are_named(stand_in):
-    """(B2)."""
     stand_in.ok(f"%%distributed\n{DDP}")
     message = stand_in.send(
         "%%distributed\nif rank == 1: stand_in.held = True\nstep()\nprint('now')\nddp.module.weight.sum().item()"
@@ -281,7 +275,6 @@ def test_a_killed_rank_is_healed_and_training_goes_on(stand_in):
 
 
 def test_lost_device_is_reported_and_its_rank_can_be_healed(stand_in):
-    """(B6)."""
     stand_in.ok(f"%%distributed\n{DDP}\nkept = rank + 5")
     outcome = stand_in.run(f"%%distributed\nif rank == 0: stand_in.poison()\n{REDUCE}t.tolist()", timeout=20)
     assert outcome.status == "error"
@@ -300,13 +293,11 @@ def test_lost_device_is_reported_and_its_rank_can_be_healed(stand_in):
 
 
 def test_a_restart_of_an_idle_rank_waits_for_nobody(stand_in):
-    """(B8)."""
     stand_in.ok("%distributed restart 1", timeout=20)
     stand_in.ok("%%distributed\nfrom tests.nccl_stand_in import current_device\nstand_in = current_device()")
 
 
 def test_nccl_error_text_is_shown_to_the_user(stand_in):
-    """(C1)."""
     outcome = stand_in.run(
         """%%distributed
 if rank == 0:
