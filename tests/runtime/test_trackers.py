@@ -57,6 +57,7 @@ class Writer:
 @pytest.fixture
 def writer(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setattr(trackers, "_is_installed", lambda _: True)
     Writer.made.clear()
     return Writer.made
 
