@@ -52,7 +52,7 @@ class SnapshotHeader(msgspec.Struct, frozen=True):
 
 
 class SnapshotPlace(msgspec.Struct, frozen=True):
-    """Where a rank stores snapshots: the cluster's shared memory, and the number of this rank.
+    """Location of a rank's snapshots: the cluster's shared memory, and the number of this rank.
 
     `local_ranks` is the number of ranks on the notebook's host, 0 for a rank on another one.
     """

@@ -65,24 +65,13 @@ from rankbook.transport.agent_link import AgentHub, AgentLink, make_keys, wait_r
 from rankbook.transport.agent_link import Message as LinkMessage
 from rankbook.transport.store_keys import KeyFolder
 from rankbook.transport.zmq_link import ZmqHub
-from tests.benchmarks.scale import DiscardingSink, QuietLauncher
+from tests.benchmarks.scale import DiscardingSink, Measure, QuietLauncher
 from tests.coordinator.fork_requests import request
 
 RANKS_PER_AGENT = 8
 PROCESSES = 4
 TIMEOUT = 120.0
 US, MS = 1e6, 1e3
-
-
-@dataclass(frozen=True)
-class Measure:
-    """Row of the table. `limit` applies to the largest cluster; `growth` to its ratio to the smallest."""
-
-    name: str
-    unit: str
-    scale: float
-    limit: float | None = None
-    growth: float | None = None
 
 
 MEASURES = {

@@ -78,7 +78,7 @@ Action: TypeAlias = Show | LoseHost | SaveAndStop
 
 @dataclass
 class EngineState:
-    """What is known of the hosts of the engine `name`. The ranks are stopped `grace` seconds before the hosts end."""
+    """State of the hosts of the engine `name`. The ranks are stopped `grace` seconds before the hosts end."""
 
     name: str
     grace: float

@@ -33,7 +33,7 @@ _BUILT_IN = {
 
 @dataclass(frozen=True)
 class AgentConnection:
-    """What an agent needs to reach the notebook. Whoever has it can become one of its hosts.
+    """Address and key with which an agent reaches the notebook. A process that has them can become one of its hosts.
 
     `text` is the key. Write it to the standard input of `command()`, and never into an argument or an environment. On
     hosts that see the notebook's files, `command(..., source=str(connection.file))` reads the key from `file`, which

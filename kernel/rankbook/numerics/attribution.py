@@ -49,7 +49,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank has seen in the step that is being checked.
+    """Non-finite values that one rank has seen in the step that is being checked.
 
     `gradients` are the names of parameters whose gradients are not finite, in the order of the model, and `dtype` is
     the data type of the first one. `norm` is the total gradient norm, if it is above the limit. `has_inputs`: this rank

@@ -42,7 +42,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Summary:
-    """What the first pass keeps of a tensor. `change` is the norm of its change in the step, 0.0 if it has none."""
+    """Summary of a tensor in the first pass. `change` is the norm of its change in the step, 0.0 if it has none."""
 
     shape: tuple[int, ...]
     dtype: str

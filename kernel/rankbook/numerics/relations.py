@@ -18,7 +18,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Relation:
-    """How a tensor differs from the reference. `kind` is a keyword for programs, `text` the explanation."""
+    """Difference between a tensor and the reference. `kind` is a keyword for programs, `text` the explanation."""
 
     kind: str
     text: str

@@ -16,7 +16,7 @@ KINDS = ("one rank", "current", "ddp", "fsdp2", "tp")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is spread over the ranks in a comparison.
+    """Layout of a model over the ranks in a comparison.
 
     Args:
         kind: `"one rank"`, `"current"` (the model as it is), `"ddp"`, `"fsdp2"`, or `"tp"`.

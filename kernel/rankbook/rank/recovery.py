@@ -58,7 +58,7 @@ class Exportable(TypedDict):
 
 
 class Shards(NamedTuple):
-    """Where shards of the new ranks will come from: a snapshot, or else replicas without the `replaced` ranks."""
+    """Source of the shards of new ranks: a snapshot, or else replicas without the `replaced` ranks."""
 
     snapshot: SnapshotVersion | None = None
     replaced: tuple[int, ...] = ()

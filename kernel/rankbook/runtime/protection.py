@@ -391,8 +391,7 @@ def _named_tensors(raw: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return prepared.local_tensor(tensor.detach())
 
 
 def _optimizer_state(wrapper: AcceleratedOptimizer) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class SampleLog:
 
 @dataclass
 class RankSamples:
-    """What one part of the data, which a rank or a tensor-parallel group reads, has had in a pass.
+    """Samples of a pass in one part of the data, which a rank or a tensor-parallel group reads.
 
     `ids` are the samples' indices in the dataset below every `Subset`, without repetitions that only fill up a round.
     `repeated` is the number of these. `universe` are the ids that this part's rank is meant to deal out, None for all
