@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from rankbook.checkpoint.state_dict.state_dicts import local_part
 from rankbook.control_collectives import gather_objects
 from rankbook.errors import InvalidArgument
 from rankbook.numerics.hashing import place_of
@@ -19,7 +20,6 @@ from rankbook.numerics.norms import GradientTable, merge_gradients
 from rankbook.protocol.numbers import GradientEntry, LocalGradients
 from rankbook.runtime.gradient_state import GradientState
 from rankbook.runtime.prepare import prepared_optimizers
-from rankbook.runtime.prepared import local_tensor
 from rankbook.runtime.strategies.base import reshard
 
 _PIECE = 1 << 22
@@ -68,7 +68,7 @@ def _without_wrappers(module: torch.nn.Module, path: list[str]) -> Iterator[str]
 def _measure(key: str, parameter: torch.Tensor, scale: float) -> GradientEntry:
     gradient = parameter.grad
     place = _place(parameter)
-    weights = local_tensor(parameter)
+    weights = local_part(parameter)
     if gradient is None:
         return GradientEntry(key, place, None, _norm(weights), weights.numel())
     if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
@@ -76,7 +76,7 @@ def _measure(key: str, parameter: torch.Tensor, scale: float) -> GradientEntry:
         whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
         gradient = gradient.redistribute(placements=whole)
     place = _place(gradient) if isinstance(gradient, DTensor) else place
-    local = local_tensor(gradient)
+    local = local_part(gradient)
     norm = _norm(local)
     nonfinite = 0 if math.isfinite(norm) else int((~local.isfinite()).sum())
     return GradientEntry(key, place, norm / scale, _norm(weights), weights.numel(), nonfinite)

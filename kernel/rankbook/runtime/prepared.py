@@ -227,7 +227,7 @@ def report_model(name: str, model: nn.Module, context: PrepareContext, *, wrappe
             trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             # Bytes of this rank; the numbers of parameters are those of the whole model, as DTensors report global
             # sizes.
-            bytes=sum(local_tensor(parameter).nbytes for parameter in parameters),
+            bytes=sum(_local_tensor(parameter).nbytes for parameter in parameters),
             dtypes=_dtypes(parameters),
             device=str(context.setup.device),
             precision=context.precision,
@@ -251,7 +251,7 @@ def report_optimizer(optimizer: torch.optim.Optimizer) -> None:
             class_name=type(optimizer).__name__,
             parameters=sum(parameter.numel() for parameter in parameters),
             trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            bytes=sum(local_tensor(tensor).nbytes for tensor in state),
+            bytes=sum(_local_tensor(tensor).nbytes for tensor in state),
             dtypes=_dtypes(parameters),
             device=str(parameters[0].device) if parameters else "",
             layout=_layout(parameters),
@@ -272,8 +272,7 @@ def report_loader(name: str, loader: object) -> None:
     )
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor; other tensors as they are."""
+def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -36,6 +36,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rankbook import snapshot_files
+from rankbook.checkpoint.state_dict.state_dicts import local_part
 from rankbook.errors import InvalidArgument
 from rankbook.runtime import optimizer as optimizers
 from rankbook.runtime import prepared
@@ -361,7 +362,7 @@ def collect() -> dict[str, Any]:
     models = {}
     for serial, (strategy, raw) in prepared.current_models().items():
         strategy.restore_parameters(raw)
-        models[serial] = {name: _local(tensor) for name, tensor in _named_tensors(raw)}
+        models[serial] = {name: local_part(tensor) for name, tensor in _named_tensors(raw)}
     return {
         "models": models,
         "optimizers": {serial: _optimizer_state(item) for serial, item in prepared.registered("optimizer").items()},
@@ -390,15 +391,11 @@ def _named_tensors(raw: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from raw.named_buffers()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return prepared.local_tensor(tensor.detach())
-
-
 def _optimizer_state(wrapper: AcceleratedOptimizer) -> dict[str, Any]:
     values = [
         [
             {
-                name: (_SHARDED, _local(value)) if isinstance(value, DTensor) else value
+                name: (_SHARDED, local_part(value)) if isinstance(value, DTensor) else value
                 for name, value in wrapper.state.get(parameter, {}).items()
             }
             for parameter in group["params"]
@@ -441,7 +438,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def persistent_id(self, value: object) -> int | None:
         if not isinstance(value, torch.Tensor):
             return None
-        self.tensors.append(_local(value))
+        self.tensors.append(local_part(value))
         return len(self.tensors) - 1
 
 
@@ -489,9 +486,9 @@ def find_difference(state: dict[str, Any]) -> str:
     for serial, (_, raw) in prepared.current_models().items():
         stored = state["models"].get(serial)
         for name, tensor in _named_tensors(raw) if stored is not None else ():
-            if name not in stored or stored[name].shape != _local(tensor).shape:
+            if name not in stored or stored[name].shape != local_part(tensor).shape:
                 shape = tuple(stored[name].shape) if name in stored else "no tensor of this name"
-                return f"{name} has the shape {tuple(_local(tensor).shape)}, but the snapshot has {shape}"
+                return f"{name} has the shape {tuple(local_part(tensor).shape)}, but the snapshot has {shape}"
     for serial, wrapper in prepared.registered("optimizer").items():
         stored = state["optimizers"].get(serial)
         sizes = [len(group["params"]) for group in wrapper.param_groups]
@@ -509,7 +506,7 @@ def restore_state(state: dict[str, Any]) -> None:
         for serial, (_, raw) in prepared.current_models().items():
             if (stored := state["models"].get(serial)) is not None:
                 for name, tensor in _named_tensors(raw):
-                    _local(tensor).copy_(stored[name])
+                    local_part(tensor).copy_(stored[name])
         for serial, wrapper in prepared.registered("optimizer").items():
             if (stored := state["optimizers"].get(serial)) is not None:
                 _restore_optimizer(stored, wrapper)
@@ -580,8 +577,8 @@ def _restored(live: Any, stored: Any, parameter: torch.Tensor) -> Any:  # noqa: 
     tensor = stored[1] if is_shard else stored
     if not isinstance(tensor, torch.Tensor):
         return stored
-    if isinstance(live, torch.Tensor) and _local(live).shape == tensor.shape and live.dtype == tensor.dtype:
-        _local(live).copy_(tensor)
+    if isinstance(live, torch.Tensor) and local_part(live).shape == tensor.shape and live.dtype == tensor.dtype:
+        local_part(live).copy_(tensor)
         return live
     # A counter of steps stays on the CPU, see torch's `_get_value`.
     device = parameter.device if tensor.dim() else tensor.device
