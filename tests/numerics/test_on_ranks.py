@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -253,16 +254,83 @@ def test_variables_are_compared_by_name(cluster):
         cluster.sync_check("nothing")
 
 
-def test_busy_rank_is_named_after_the_limit(cluster, tmp_path):
-    gate = Gate(tmp_path / "gate")
-    cell = cluster.submit_code(gate.wait, number=7, ranks=[3], sink=None)
+LOOP = """
+from os.path import exists
+def is_open(path):
+    flag = torch.tensor(exists(path))
+    dist.broadcast(flag, 0)
+    return bool(flag)
+"""
+BARE = """
+net = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+def train(batches):
+    net(torch.ones(2, 4)).sum().backward()
+    sgd.step()
+    sgd.zero_grad()
+"""
+
+
+@contextmanager
+def training(cluster: Cluster, gate: Gate) -> Iterator[None]:
+    """Train in a cell until the end of the block, which fails if the cell has failed."""
+    run(cluster, LOOP)
+    cell = cluster.submit_code(f"while not is_open({str(gate.path)!r}): train(1)", number=8, ranks=None, sink=None)
     try:
         wait_until(lambda: cell.started is not None, timeout=20, what="the cell runs")
-        report = cluster.sync_check(timeout=0.5)
+        yield
     finally:
         gate.open()
         cluster.wait(cell)
-    assert report.ranks == (0, 1, 2) and not report.ok
-    assert report.unanswered == {3: "it is running cell [7] (asked for 0.5 s)"}
+    cell.result.raise_for_status()
+
+
+def test_a_training_loop_is_compared_at_the_end_of_one_step(cluster, tmp_path):
+    run(cluster, "build('ddp')\ntrain()\nif rank == 2:\n    model.module.norm.bias.data += 0.5")
+    with training(cluster, Gate(tmp_path / "gate")):
+        for _ in range(3):
+            report = cluster.sync_check(timeout=60)
+            assert report.ranks == (0, 1, 2, 3) and not report.unanswered, report
+            assert {finding.name for finding in report.findings} == {"model.norm.bias"}, report
+            (finding,) = report.findings
+            assert finding.ranks == (2,) and finding.largest == pytest.approx(0.5, rel=0.01)
+            assert "at the end of optimizer step" in report.summary()
+        table = cluster.gradients("model", timeout=60)
+        assert table.norm > 0 and {gradient.note for gradient in table.parameters.values()} == {""}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["fsdp", "hybrid", "tp", "mesh", "bare"])
+def test_a_training_loop_of_any_layout_is_compared_at_one_step(cluster, tmp_path, layout):
+    run(cluster, BARE if layout == "bare" else f"build({layout!r})")
+    with training(cluster, Gate(tmp_path / "gate")):
+        for _ in range(3):
+            report = cluster.sync_check("net" if layout == "bare" else (), timeout=60)
+            assert report.ok and "at the end of" in report.summary(), report
+    run(cluster, SETUP)
+
+
+def test_a_training_loop_that_ends_meanwhile_is_compared_after_it(cluster, tmp_path):
+    run(cluster, "build('ddp')")
+    gate = Gate(tmp_path / "gate")
+    with training(cluster, gate):
+        gate.open()
+        report = cluster.sync_check(timeout=60)
+    assert report.ok, report
+
+
+def test_busy_rank_is_named_after_the_limit(cluster, tmp_path):
+    gate = Gate(tmp_path / "gate")
+    running = Gate(tmp_path / "running")
+    code = f"open({str(running.path)!r}, 'w').close()\n{gate.wait}"
+    cell = cluster.submit_code(code, number=7, ranks=[3], sink=None)
+    try:
+        wait_until(lambda: running.is_open, timeout=20, what="the cell runs")
+        report = cluster.sync_check(timeout=2.0)
+    finally:
+        gate.open()
+        cluster.wait(cell)
+    assert report.ranks == (0, 1, 2) and not report.ok, report
+    assert report.unanswered == {3: "it is running cell [7], and has reached no end of an optimizer step within 2 s"}
     assert "rank 3 did not answer: it is running cell [7]" in str(report)
     assert cluster.sync_check("DATA").ok

@@ -44,7 +44,7 @@ def test_every_message_belongs_to_a_direction():
     assert directed == kinds | {*QueryRequest.__subclasses__(), *QueryReply.__subclasses__()}
 
 
-WIRE = (4, "6f216a7d5c0c0bc7")
+WIRE = (4, "82804a237f849d73")
 """The protocol's version, and a digest of the messages and their fields that it stands for."""
 
 

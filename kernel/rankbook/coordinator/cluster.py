@@ -39,6 +39,7 @@ from rankbook.coordinator.recovery import (
 )
 from rankbook.coordinator.running_cell import RunningCell, Sink, StatusHeader
 from rankbook.coordinator.states import RankState, choose_donor
+from rankbook.coordinator.step_hold import StepHold
 from rankbook.coordinator.sync_check import (
     Comparison,
     EqualHistory,
@@ -71,7 +72,13 @@ from rankbook.protocol.messages import (
     RunCell,
     Stack,
 )
-from rankbook.protocol.numbers import Difference, HashState, MeasureDifferences, MeasureGradients
+from rankbook.protocol.numbers import (
+    Difference,
+    HashState,
+    MeasureDifferences,
+    MeasureGradients,
+    StateHashes,
+)
 from rankbook.protocol.queries import Completion
 from rankbook.protocol.telemetry import Measure, Placement, RankDetail, ShardMap, Statistic, Variable
 from rankbook.ranks import format_ranks, name_ranks, parse_ranks
@@ -371,10 +378,12 @@ class ClusterQueries(ClusterTasks):
                 is compared: models under DDP and FSDP2 and with DTensors, their optimizers and schedulers, loss
                 scalers, seeds of loaders, and the random states of tensor-parallel ranks that drop activations.
             ranks: the ranks to compare.
-            timeout: seconds within which a busy rank has to end its cell. Ranks that do not are named in the report.
+            timeout: seconds within which a busy rank has to reach the end of an optimizer step, or of its cell. Ranks
+                that do not are named in the report.
 
-        Every rank hashes its tensors between two cells. Only blocks of 1 MiB with different hashes are sent to other
-        ranks, to measure the difference; for that, all ranks have to be in the process group and idle. Shards are
+        Every rank hashes its tensors between two cells. While a cell runs, all ranks pause at the end of the same
+        optimizer step, and continue when they have been compared. Only blocks of 1 MiB with different hashes are sent
+        to other ranks, to measure the difference; for that, all ranks have to be in the process group. Shards are
         compared with their replicas. Raises `InvalidArgument` for a name that no rank knows.
 
         Example::
@@ -385,19 +394,44 @@ class ClusterQueries(ClusterTasks):
         chosen, requested_names = self.select(ranks), (names,) if isinstance(names, str) else tuple(names)
         start = time.monotonic()
         self._check_available(chosen)
+        if self._any_busy(chosen):
+            with StepHold(self._processes.driver, chosen, timeout) as hold:
+                replies, unanswered = self._hash_held(requested_names, hold)
+                return self._compare_state(requested_names, start, timeout, hold, replies, unanswered)
         replies, unanswered = self._ask_separately(
             chosen, lambda cell: HashState(cell, requested_names), timeout, "sync-check"
         )
-        for name in requested_names:
+        return self._compare_state(requested_names, start, timeout, None, replies, unanswered)
+
+    def _any_busy(self, ranks: Sequence[int]) -> bool:
+        return any(self._processes.driver.cell_of(rank) is not None for rank in ranks)
+
+    @staticmethod
+    def _hash_held(names: tuple[str, ...], hold: StepHold) -> tuple[dict[int, StateHashes], dict[int, str]]:
+        """Return the hashes of the ranks that pause at a step, and why others have not answered."""
+        replies, reasons = hold.check(HashState(0, names), SYNC_TIMEOUT)
+        hashes = {rank: reply.hashes for rank, reply in replies.items() if reply.hashes is not None}
+        return hashes, {**hold.unanswered, **reasons}
+
+    def _compare_state(
+        self,
+        names: tuple[str, ...],
+        start: float,
+        timeout: float,
+        hold: StepHold | None,
+        replies: Mapping[int, StateHashes],
+        unanswered: Mapping[int, str],
+    ) -> SyncReport:
+        """Compare the ranks' answers to `HashState`, and measure the differences while nothing changes."""
+        for name in names:
             reasons = [reply.missing[name] for reply in replies.values() if name in reply.missing]
             if replies and len(reasons) == len(replies):
                 raise InvalidArgument(f"sync-check: {reasons[0]}")
         comparison, note = compare_hashes(replies), ""
         differences: list[Difference] = []
         if comparison.pieces:
-            differences, note = self._measure_differences(
-                requested_names, comparison, start + timeout - time.monotonic()
-            )
+            remaining = max(1.0, start + timeout - time.monotonic())
+            differences, note = self._measure_differences(names, comparison, remaining, hold)
         findings = add_differences(comparison, differences)
         steps = max((reply.steps for reply in replies.values() if reply.steps is not None), default=None)
         return SyncReport(
@@ -409,36 +443,58 @@ class ClusterQueries(ClusterTasks):
             unanswered=unanswered,
             skipped={name: reason for reply in replies.values() for name, reason in reply.skipped.items()},
             note=note,
+            place=hold.place if hold is not None else "",
         )
 
     def gradients(self, name: str = "model", *, timeout: float = SYNC_TIMEOUT) -> GradientTable:
         """Return the norms of the gradients of the model `name`, by module and over all ranks.
 
         Replicas count once, and shards are added up: the norms are those of a run on one device, under DDP, FSDP2,
-        tensor parallelism and meshes of these. All ranks have to end their cells within `timeout` seconds. Raises
-        `InvalidArgument` if the variable is not a model, `CellTimeout`, `RankLostError`.
+        tensor parallelism and meshes of these. While a cell runs, they are those of the end of one optimizer step. All
+        ranks have to reach it, or the end of their cells, within `timeout` seconds. Raises `InvalidArgument` if the
+        variable is not a model, `CellTimeout`, `RankLostError`.
 
         Example::
 
             table = cluster.gradients("model")
             table.norm, table["blocks.0"], table.parameters["blocks.0.fc.weight"].norm
         """
+        if self._any_busy(self._all_ranks):
+            return self._gradients_at_step(name, timeout)
         make = lambda cell: MeasureGradients(cell, name)  # noqa: E731 - used once
         return merge_gradients(self._collect(dict.fromkeys(self._all_ranks, (make, ())), timeout, "gradients"))
 
+    def _gradients_at_step(self, name: str, timeout: float) -> GradientTable:
+        with StepHold(self._processes.driver, self._all_ranks, timeout) as hold:
+            if hold.unanswered:
+                raise CellTimeout(f"gradients: {'; '.join(f'rank {r}: {t}' for r, t in hold.unanswered.items())}")
+            replies, reasons = hold.check(MeasureGradients(0, name), timeout)
+        if reasons:
+            raise InvalidArgument(f"gradients: {next(iter(reasons.values()))}")
+        return merge_gradients(
+            {rank: reply.gradients for rank, reply in replies.items() if reply.gradients is not None}
+        )
+
     def _measure_differences(
-        self, names: tuple[str, ...], comparison: Comparison, timeout: float
+        self, names: tuple[str, ...], comparison: Comparison, timeout: float, hold: StepHold | None
     ) -> tuple[list[Difference], str]:
         """Return the measured differences, or the reason why they could not be measured."""
         if not self._state.grouped:
             return [], "the differences were not measured: not all ranks are in the process group"
+        if hold is not None:
+            if set(hold.held) != set(self._all_ranks):
+                return [], "the differences were not measured: not all ranks have reached the same step"
+            replies, reasons = hold.check(MeasureDifferences(0, names, tuple(comparison.pieces)), timeout)
+            if reasons:
+                return [], f"the differences were not measured: {next(iter(reasons.values()))}"
+            return [found for reply in replies.values() for found in reply.differences], ""
         if any(cell.started is not None for cell in self._processes.driver.active_cells()):
             return [], "the differences were not measured: a cell is running"
         pieces = tuple(comparison.pieces)
         make = lambda cell: MeasureDifferences(cell, names, pieces)  # noqa: E731 - used once
         try:
             tasks = dict.fromkeys(self._all_ranks, (make, ()))
-            measured = self._collect(tasks, max(1.0, timeout), "sync-check")
+            measured = self._collect(tasks, timeout, "sync-check")
         except (CellError, CellTimeout) as error:
             return [], f"the differences were not measured: {error}"
         return [found for of_rank in measured.values() for found in of_rank or ()], ""

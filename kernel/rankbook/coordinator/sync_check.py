@@ -64,8 +64,8 @@ class SyncReport(TableResult):
 
     `findings` are the differences, and `expected` those that the layout removes by itself. `compared` is the number of
     tensors and values that were compared, and `nbytes` the bytes of a rank's tensors. `unanswered` maps ranks that did
-    not answer to the reasons, `skipped` the objects that are not meant to be equal. `ok` is True if all ranks have
-    answered and nothing differs.
+    not answer to the reasons, `skipped` the objects that are not meant to be equal. `place` says at the end of which
+    step the ranks were asked, if they ran a cell. `ok` is True if all ranks have answered and nothing differs.
     """
 
     HEADINGS = ("name", "kind", "ranks", "difference", "largest", "elements", "since")
@@ -81,6 +81,7 @@ class SyncReport(TableResult):
         unanswered: Mapping[int, str] | None = None,
         skipped: Mapping[str, str] | None = None,
         note: str = "",
+        place: str = "",
     ) -> None:
         self.ranks = ranks
         self.findings = tuple(finding for finding in findings if not finding.due)
@@ -91,6 +92,7 @@ class SyncReport(TableResult):
         self.unanswered = dict(unanswered or {})
         self.skipped = dict(skipped or {})
         self.note = note
+        self.place = place
 
     @property
     def ok(self) -> bool:
@@ -101,6 +103,8 @@ class SyncReport(TableResult):
         """Return the result in a sentence, then what was left out."""
         what = f"{plural(self.compared, 'entry', 'entries')} ({format_bytes(self.nbytes)} per rank)"
         took = f"in {format_duration(self.seconds)}"
+        if self.place:
+            took = f"{self.place}, {took}"
         if not self.ranks:
             lines = ["no rank has answered"]
         elif not self.compared and not self.findings:

@@ -3,6 +3,7 @@
     hashing.py           hashes of tensors and their differences between ranks
     norms.py             norms of gradients over all ranks, by parameter and module (pure code)
     gradients.py         norms of the gradients of this rank
+    step_ends.py         ends of optimizer steps, for views and checks that must not read in the middle of a step
     tables.py            results that are shown as a table, as text and HTML
     commands.py          public functions that the ranks run
     watch_conditions.py  conditions of `watch_numbers`

@@ -48,6 +48,7 @@ from torch.utils.weak import TensorWeakRef
 from rankbook import control_collectives
 from rankbook.errors import NumericalError
 from rankbook.numerics import attribution as at
+from rankbook.numerics import step_ends
 from rankbook.numerics.naming import ModuleNames, cell_line, namespace
 from rankbook.numerics.watch_conditions import Conditions
 from rankbook.protocol import telemetry
@@ -117,6 +118,7 @@ class NumberWatch:
 
     def install(self) -> None:
         """Register the hooks."""
+        step_ends.install()  # before those below, which run long
         handles: list[Any] = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),

@@ -9,6 +9,14 @@ from __future__ import annotations
 import msgspec
 
 from rankbook.protocol.base import Message
+from rankbook.protocol.numbers import (
+    Difference,
+    HashState,
+    LocalGradients,
+    MeasureDifferences,
+    MeasureGradients,
+    StateHashes,
+)
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Statistic
 
 
@@ -162,6 +170,27 @@ class GetValue(QueryRequest, frozen=True):
     seconds: float
 
 
+# Asked again and again until all ranks pause at the same step. The rank answers at once, so that no reply is awaited
+# while it trains. It continues by itself after `seconds`: the notebook may have gone.
+class HoldAtStep(QueryRequest, frozen=True):
+    """Request a `HoldReply`, and pause the main thread at an end of an optimizer step, or between two cells.
+
+    It pauses at the first end of a step at which `clock` has reached `position`, for at most `seconds` from now; 0.0
+    lets it continue. `clock` is "steps", "collectives" (those of the default group) or "any" (the next step); "" only
+    reports the position.
+    """
+
+    clock: str
+    position: int
+    seconds: float
+
+
+class CheckNumbers(QueryRequest, frozen=True):
+    """Request a `NumbersReply` with the result of `check`, from the main thread of a rank that pauses at a step."""
+
+    check: HashState | MeasureDifferences | MeasureGradients
+
+
 # Replies ------------------------------------------------------------------------------------------------------------
 
 
@@ -230,18 +259,43 @@ class ValueReply(QueryReply, frozen=True):
     cell: int | None
 
 
+class HoldReply(QueryReply, frozen=True):
+    """Position of the main thread, as requested by `HoldAtStep`.
+
+    `holds`: it pauses. `idle`: it does so between two cells. `steps` and `collectives` are those at the last end of a
+    step since the first request, None if none has ended. `steps` is also None for an optimizer that does not count
+    them, and `collectives` if there were none since the end before. `ends` is the number of these ends.
+    """
+
+    holds: bool
+    idle: bool
+    steps: int | None
+    collectives: int | None
+    ends: int
+
+
+class NumbersReply(QueryReply, frozen=True):
+    """Result of a `CheckNumbers`; `differences` answers `MeasureDifferences`. The others are None."""
+
+    hashes: StateHashes | None = None
+    differences: tuple[Difference, ...] = ()
+    gradients: LocalGradients | None = None
+
+
 class QueryFailed(QueryReply, frozen=True):
     """Report that the rank cannot answer the query, and why."""
 
     trouble: str
 
 
-# Three kinds, because the rank answers them on different threads: a slow look at the namespace must not delay
-# completion, and an expression may take any time.
+# Four kinds, because the rank answers them on different threads: a slow look at the namespace must not delay
+# completion, an expression may take any time, and a check of numbers waits for the main thread.
 Hint = GetCompletions | GetInspection
 """Queries that an editor sends while the user types, which have to be answered at once."""
 Look = GetStatus | GetDetail | GetShards | GetStatistic
-Question = Look | Hint | GetValue
+Hold = HoldAtStep | CheckNumbers
+"""Queries that pause the main thread at the end of an optimizer step."""
+Question = Look | Hint | GetValue | Hold
 Answer = (
     StatusReply
     | DetailReply
@@ -250,5 +304,7 @@ Answer = (
     | CompletionsReply
     | InspectionReply
     | ValueReply
+    | HoldReply
+    | NumbersReply
     | QueryFailed
 )

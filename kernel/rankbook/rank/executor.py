@@ -57,7 +57,17 @@ from rankbook.protocol.messages import (
     ToRank,
 )
 from rankbook.protocol.numbers import HashState, MeasureDifferences, MeasureGradients
-from rankbook.protocol.queries import GetCompletions, GetInspection, GetValue, Hint, Look, Question
+from rankbook.protocol.queries import (
+    CheckNumbers,
+    GetCompletions,
+    GetInspection,
+    GetValue,
+    Hint,
+    Hold,
+    HoldAtStep,
+    Look,
+    Question,
+)
 from rankbook.protocol.telemetry import Measure
 from rankbook.rank import (
     originals,
@@ -86,6 +96,7 @@ if TYPE_CHECKING:
 
     from rankbook.rank.inspect.evaluate import Evaluator
     from rankbook.rank.inspect.query_handlers import StatusHandler
+    from rankbook.rank.inspect.step_hold import HoldHandler
     from rankbook.rank.measurement import Measurement
 
 
@@ -131,6 +142,7 @@ class Executor:
         self._pid = getpid()
         self._status_queries = QueryThreads[Look](link.send, self._make_status_handler)
         self._completion_queries = QueryThreads[Hint](link.send, self._make_completion_handler)
+        self._hold_queries = QueryThreads[Hold](link.send, self._make_hold_handler)
         self._evaluator: Evaluator | None = None
         self._measurement: Measurement | None = None
         self._debuggee = Debuggee(link.send, group.suspend_timeouts)
@@ -323,7 +335,7 @@ class Executor:
                 adopted["lost_save"] = shutdown.lost_saves(self._cell_files())
                 return pack(adopted, store=None)
             case HashState() | MeasureDifferences() | MeasureGradients():
-                return pack(self._check_numbers(message), store=self._segments)
+                return pack(self.check_numbers(message), store=self._segments)
             case Protect() | RestoreSnapshot() | RestoreReplicas():
                 return pack(self._protect(message), store=None)
             case Regroup():
@@ -337,7 +349,8 @@ class Executor:
                 raise InvalidArgument(f"expected a task, got the message {type(message).__name__}")
         return None
 
-    def _check_numbers(self, message: HashState | MeasureDifferences | MeasureGradients) -> object:
+    def check_numbers(self, message: HashState | MeasureDifferences | MeasureGradients) -> object:
+        """Return the result of a check of numbers. Main thread, between cells or at the end of an optimizer step."""
         # Imported here: a rank whose numbers nobody checks loads nothing.
         if isinstance(message, MeasureGradients):
             from rankbook.numerics.gradients import local_gradients
@@ -524,6 +537,8 @@ class Executor:
             answer_in_thread(self._link.send, self._make_evaluator, question)
         elif isinstance(question, (GetCompletions, GetInspection)):  # a thread of its own: a status query may take long
             self._completion_queries.put(question)
+        elif isinstance(question, (HoldAtStep, CheckNumbers)):
+            self._hold_queries.put(question)
         else:
             self._status_queries.put(question)
 
@@ -533,6 +548,11 @@ class Executor:
 
     def _make_completion_handler(self) -> CompletionHandler:
         return CompletionHandler(self, self._group.rank)
+
+    def _make_hold_handler(self) -> HoldHandler:
+        from rankbook.rank.inspect.step_hold import HoldHandler
+
+        return HoldHandler(self)
 
     def _make_status_handler(self) -> StatusHandler:
         from rankbook.rank.inspect.query_handlers import StatusHandler

@@ -20,9 +20,10 @@ from typing import Any, Protocol
 
 import psutil
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from rankbook.errors import InvalidArgument, RankbookError
+from rankbook.numerics import step_ends
 from rankbook.package_folders import is_users
 from rankbook.protocol import telemetry
 from rankbook.protocol.messages import Frame
@@ -378,7 +379,8 @@ class GradientCounter:
     `optimizer.step()`, at the end of that step and for the parameters of that optimizer, and by the main thread between
     two cells for the rest, except for parameters that an optimizer on another thread steps.
 
-    Without a view this costs nothing: the first request registers the hook, which counts once per request.
+    Without a view this costs nothing: the first request begins to listen to the ends of steps, and counts once per
+    request.
     """
 
     def __init__(self, run_when_idle: Callable[[Callable[[], None]], None]) -> None:
@@ -390,7 +392,7 @@ class GradientCounter:
         self._other_threads: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         self._counted = threading.Event()
         self._waits_for_idle = False
-        self._hook: object = None
+        self._listens = False
 
     @property
     def bytes(self) -> int:
@@ -399,7 +401,9 @@ class GradientCounter:
 
     def request(self, parameters: Iterable[weakref.ref[torch.Tensor]], *, timeout: float) -> None:
         """Request a count of the gradients of `parameters`, and wait up to `timeout` seconds for it."""
-        self._hook = self._hook or register_optimizer_step_post_hook(self._after_step)
+        if not self._listens:
+            self._listens = True
+            step_ends.listen(self._after_step)
         # By identity, because tensors compare by their elements. The weak references let parameters be freed meanwhile.
         pending = {id(tensor): parameter for parameter in parameters if (tensor := parameter()) is not None}
         self._bytes = {key: size for key, size in self._bytes.items() if key in pending}
@@ -412,10 +416,7 @@ class GradientCounter:
         if pending:
             self._counted.wait(timeout)
 
-    def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-        # Inside a compiled step, this hook would be traced.
-        if torch.compiler.is_compiling():
-            return
+    def _after_step(self, optimizer: Optimizer) -> None:
         if (thread := threading.get_ident()) != self._main:
             self._other_threads[id(optimizer)] = weakref.ref(optimizer), thread
         else:

@@ -1,7 +1,8 @@
 """Background threads that answer queries while the main thread runs a cell.
 
-`QueryThreads` is the thread for repeated queries (one for status, one for completion), started by the first query; an
-expression to evaluate gets a thread of its own (`answer_in_thread`). What answers is imported by the first query.
+`QueryThreads` is the thread for repeated queries (one for status, one for completion, one for pauses at a step),
+started by the first query; an expression to evaluate gets a thread of its own (`answer_in_thread`). What answers is
+imported by the first query.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from rankbook.errors import ProtocolError
-from rankbook.protocol.queries import Answer, GetValue, Hint, Look, QueryFailed
+from rankbook.protocol.queries import Answer, GetValue, Hint, Hold, Look, QueryFailed
 from rankbook.rank.tracebacks import name_of
 
-_Q = TypeVar("_Q", bound=Look | Hint | GetValue)
-_Q_contra = TypeVar("_Q_contra", bound=Look | Hint | GetValue, contravariant=True)
+_Q = TypeVar("_Q", bound=Look | Hint | GetValue | Hold)
+_Q_contra = TypeVar("_Q_contra", bound=Look | Hint | GetValue | Hold, contravariant=True)
 
 
 class QueryHandler(Protocol[_Q_contra]):
@@ -107,7 +108,7 @@ def answer_in_thread(
     _thread.start_new_thread(run, ())
 
 
-def _send(send: Callable[[Answer], None], kind: str, question: Look | Hint | GetValue, answer: Answer) -> None:
+def _send(send: Callable[[Answer], None], kind: str, question: Look | Hint | GetValue | Hold, answer: Answer) -> None:
     """Send an answer, or the reason why it cannot be encoded: user code may have given an object odd names."""
     try:
         send(answer)
@@ -115,7 +116,7 @@ def _send(send: Callable[[Answer], None], kind: str, question: Look | Hint | Get
         send(_failed(kind, question, error))
 
 
-def _failed(kind: str, question: Look | Hint | GetValue, error: BaseException) -> Answer:
+def _failed(kind: str, question: Look | Hint | GetValue | Hold, error: BaseException) -> Answer:
     """Return the answer that reports `error`. Called in the `except` block of `error`."""
     try:
         message = f"{error}\n{traceback.format_exc()}"

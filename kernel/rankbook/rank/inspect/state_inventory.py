@@ -2,7 +2,7 @@
 
 The coordinator compares the hashes of all ranks (`coordinator/sync_check.py`). A key names a tensor on all ranks, and
 the place of a shard says which ranks hold a replica of it: the coordinates along the axes of its mesh that shard it.
-All of this runs on the main thread, between cells.
+All of this runs on the main thread, between cells or at the end of an optimizer step (`step_hold.py`).
 """
 
 from __future__ import annotations

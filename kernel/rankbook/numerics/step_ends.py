@@ -1,0 +1,60 @@
+"""Ends of optimizer steps: moments in a cell at which gradients, parameters and state are of one step.
+
+A view or a check on another thread must not read tensors that the training is writing. It calls `listen`, and its
+function runs on the thread that has stepped, at the end of `step()`, before the next batch.
+
+All listeners share one hook of torch, which is registered by the first one and stays. torch iterates over its hooks
+while they run. To add one from another thread meanwhile would raise in the user's `optimizer.step()`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+Listener = Callable[[Optimizer], None]
+
+_listeners: tuple[Listener, ...] = ()
+"""Replaced and never changed, because another thread may be calling them."""
+_hook: object = None
+_lock = threading.Lock()
+
+
+def listen(listener: Listener) -> None:
+    """Call `listener(optimizer)` at the end of every step of every optimizer, on the thread that has stepped."""
+    global _listeners
+    install()
+    with _lock:
+        _listeners = (*_listeners, listener)
+
+
+def install() -> None:
+    """Register the hook of torch. Who adds hooks of their own, that may run long, calls this before."""
+    global _hook
+    with _lock:
+        _hook = _hook or register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    # Inside a compiled step, this hook would be traced.
+    if torch.compiler.is_compiling():
+        return
+    for listener in _listeners:
+        listener(optimizer)
+
+
+def step_of(optimizer: Optimizer) -> int | None:
+    """Return the number of the step that has just ended, the first is 1; None for an optimizer that does not count.
+
+    A prepared optimizer counts its steps, and most of torch's optimizers count them in their state.
+    """
+    prepare = sys.modules.get("rankbook.runtime.prepare")
+    wrapper = prepare.wrapper_of(optimizer) if prepare is not None else None
+    if wrapper is not None:  # counts a step when it has ended
+        return int(wrapper.steps) + 1
+    steps = next((state.get("step") for state in optimizer.state.values()), None)
+    return None if steps is None else int(steps)
