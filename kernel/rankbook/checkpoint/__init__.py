@@ -34,7 +34,6 @@ format/, the files of a checkpoint:
     tensor_io.py        read stored chunks into tensors and verify them
     torch_zip.py        the zip format of `torch.save`
     dcp_metadata.py     checkpoints of torch.distributed.checkpoint
-    pickle_opcodes.py   scan a pickle before it is unpickled
     safetensors.py      the safetensors format
 
 storage/, the place where files are stored:

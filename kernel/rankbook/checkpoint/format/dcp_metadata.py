@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
-from rankbook.checkpoint.format import pickle_opcodes
+from rankbook.checkpoint.format import torch_zip
 from rankbook.checkpoint.format.manifest import (
     ITEM_BYTES,
     MANIFEST,
@@ -89,7 +89,7 @@ def read_metadata(data: bytes, where: str) -> DcpMetadata:
     Raises `CheckpointError` if they are damaged, or name a class that DCP does not write there.
     """
     try:
-        pickle_opcodes.check_opcodes(data)
+        torch_zip.check_opcodes(data)
         return _plain(_MetadataUnpickler(io.BytesIO(data)).load())
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
