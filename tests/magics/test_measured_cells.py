@@ -336,6 +336,6 @@ def test_profiler_in_the_cell_disables_the_profile_of_the_magic(notebook):
 def test_without_a_profile_the_profiling_is_not_even_imported(fresh_notebook):
     fresh_notebook.ok("%distributed start -n 1\n")
     fresh_notebook.ok("%%distributed --time\nx = 1")
-    names = "'rankbook.rank.profiler', 'rankbook.rank.measurement'"
+    names = "'rankbook.rank.measurement', 'rankbook.rank.measurement'"
     reported = f"import sys\nprint(*(name in sys.modules for name in ({names})))"
     assert "False True" in fresh_notebook.ok(f"%%distributed\n{reported}").stdout

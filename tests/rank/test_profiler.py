@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rankbook.protocol.telemetry import OpTime
-from rankbook.rank.profiler import Profiling, RankTrace, sum_op_times
+from rankbook.rank.measurement import Profiling, RankTrace, sum_op_times
 
 
 def span(name, ts, dur, *, pid=50, tid=50, cat="cpu_op"):
