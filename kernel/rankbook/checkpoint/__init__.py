@@ -16,7 +16,6 @@ state_dict/, from models to shards:
     sharded_tensor.py   `ShardedTensor`, `ShardedObject`, factories
     state_dicts.py      take sharded state dicts apart and assemble them; DTensors
     models.py           sharded state dicts of models and optimizers
-    replicas.py         choose which replica of an entry is stored
     layout.py           position of a shard in its global tensor, and of its bytes in a file
 
 planning/, pure data:

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankbook.checkpoint.state_dict import replicas
-from rankbook.checkpoint.state_dict.replicas import ReplicatedEntry, assign_replica_ids
+from rankbook.checkpoint.state_dict import state_dicts
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedTensor
+from rankbook.checkpoint.state_dict.state_dicts import ReplicatedEntry, assign_replica_ids
 from rankbook.errors import CheckpointError
 
 
@@ -45,8 +45,8 @@ def settled(ranks, errors=None):
         return {item.entry.key: item.entry.replica_id for item in ranks[rank]}
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(world) as pool:
-        patch.setattr(replicas, "world_size", lambda: world)
-        patch.setattr(replicas, "this_rank", lambda: local.rank)
+        patch.setattr(state_dicts, "world_size", lambda: world)
+        patch.setattr(state_dicts, "this_rank", lambda: local.rank)
         return list(pool.map(work, range(world))), len(exchanges)
 
 

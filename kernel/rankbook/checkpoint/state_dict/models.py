@@ -16,9 +16,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from rankbook.checkpoint.state_dict.replicas import Gather, ReplicatedEntry, assign_replica_ids
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
-from rankbook.checkpoint.state_dict.state_dicts import Expecting, Stored, as_dtensor, as_sharded, local_part
+from rankbook.checkpoint.state_dict.state_dicts import (
+    Expecting,
+    Gather,
+    ReplicatedEntry,
+    Stored,
+    as_dtensor,
+    as_sharded,
+    assign_replica_ids,
+    local_part,
+)
 from rankbook.control_collectives import gather_objects, this_rank
 from rankbook.errors import CheckpointError
 
