@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from comm.base_comm import BaseComm
 
 from rankbook.coordinator.cluster import Cluster
-from rankbook.protocol.comm import CommFromRank, CommToRank
+from rankbook.protocol.messages import CommFromRank, CommToRank
 
 _WIDGET = "jupyter.widget"
 _CONTROL = "jupyter.widget.control"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from rankbook.coordinator.channels import DapChannels
-from rankbook.protocol.comm import DapFromRank, DapToRank
+from rankbook.protocol.messages import DapFromRank, DapToRank
 
 
 def test_dap_messages_reach_the_listener_and_a_lost_rank_is_not_paused():

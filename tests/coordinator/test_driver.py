@@ -22,11 +22,11 @@ from rankbook.coordinator.state_machine import ClusterState, RankState
 from rankbook.errors import StartError
 from rankbook.output.merger import OutputMerger, Stream
 from rankbook.process_identity import ProcessInfo, process_info
-from rankbook.protocol.comm import CommFromRank
 from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
 from rankbook.protocol.messages import (
     MAX_CELL_OUTPUT,
     Abort,
+    CommFromRank,
     Done,
     ErrorReport,
     Frame,

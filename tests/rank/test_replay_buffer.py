@@ -6,11 +6,12 @@ from collections.abc import Collection
 
 import pytest
 
-from rankbook.protocol.comm import CommToRank, DapToRank
 from rankbook.protocol.messages import (
     Abort,
     Assign,
     CallFunction,
+    CommToRank,
+    DapToRank,
     Display,
     Done,
     FetchValue,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 
-from rankbook.protocol.comm import CommFromRank, CommToRank, DapFromRank, DapToRank
+from rankbook.protocol.messages import CommFromRank, CommToRank, DapFromRank, DapToRank
 
 CommListener = Callable[[int, CommFromRank, Sequence[memoryview]], None]
 

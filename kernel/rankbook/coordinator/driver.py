@@ -69,12 +69,13 @@ from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import RankEntry, RankState
 from rankbook.errors import ProtocolError, RankbookError, UnreadableMessage
 from rankbook.launch.launcher import Launcher
-from rankbook.protocol.comm import CommFromRank, DapFromRank
 from rankbook.protocol.forkserver import ForkRank, RankExited, RankForked
 from rankbook.protocol.messages import (
     Abort,
     Clear,
     Collectives,
+    CommFromRank,
+    DapFromRank,
     Display,
     Done,
     FromForkserver,

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from rankbook.coordinator.channels import CommChannels, DapChannels
 from rankbook.coordinator.queries import QueryClient
 from rankbook.process_identity import ProcessInfo, describe_process, process_info
-from rankbook.protocol.comm import CommFromRank, DapFromRank
-from rankbook.protocol.messages import GetStack, Stack
+from rankbook.protocol.messages import CommFromRank, DapFromRank, GetStack, Stack
 from rankbook.protocol.queries import Answer
 
 _PROCESS_CHECK_DELAY = 0.3

@@ -14,7 +14,6 @@ import msgspec
 
 from rankbook.errors import ProtocolError
 from rankbook.protocol.base import Message as Message  # noqa: PLC0414 - re-exported with the messages
-from rankbook.protocol.comm import CommFromRank, CommToRank, DapFromRank, DapToRank
 from rankbook.protocol.forkserver import (
     CloseCluster,
     ClusterClosed,
@@ -39,6 +38,48 @@ from rankbook.protocol.reattach import (
 )
 from rankbook.protocol.telemetry import GroupReport, Measure
 from rankbook.snapshot_files import SnapshotVersion
+
+
+# `content` and `metadata` are text, because both ends have JSON already: the widget on the rank and the front end.
+class CommFromRank(Message, frozen=True):
+    """Open, use or close a comm from the rank's side.
+
+    `comm` is the comm's id. `target` is the target name in the front end, set when `kind` is "open".
+    """
+
+    kind: Literal["open", "msg", "close"]
+    comm: str
+    target: str
+    content: str
+    metadata: str
+
+
+class CommToRank(Message, frozen=True):
+    """Forward a message from the front end to a comm on the rank, or report that the front end closed the comm."""
+
+    kind: Literal["msg", "close"]
+    comm: str
+    content: str
+    metadata: str
+
+
+class DapToRank(Message, frozen=True):
+    """Send a DAP request, as JSON, to the rank's debugger.
+
+    The first request starts the debugger, and `disconnect` stops it.
+    """
+
+    content: str
+
+
+class DapFromRank(Message, frozen=True):
+    """Forward a DAP response or event, as JSON, from the rank's debugger.
+
+    An empty string means that the debugger ended without a request to disconnect.
+    """
+
+    content: str
+
 
 _T = TypeVar("_T")
 

@@ -30,10 +30,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from rankbook.protocol.comm import CommToRank, DapToRank
 from rankbook.protocol.messages import (
     Abort,
     Collectives,
+    CommToRank,
+    DapToRank,
     GetCollectives,
     GetStack,
     InputReply,

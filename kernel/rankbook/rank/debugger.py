@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rankbook.package_folders import PACKAGE_FOLDERS
-from rankbook.protocol.comm import DapFromRank, DapToRank
+from rankbook.protocol.messages import DapFromRank, DapToRank
 
 _TIMEOUT = 10.0
 """Time limit for the engine to connect, and to end."""

@@ -28,7 +28,6 @@ from rankbook.errors import CollectiveAborted, InvalidArgument, RankbookError, S
 from rankbook.formatting import suggest
 from rankbook.ipython_compat import asyncio_loop, cell_numbers
 from rankbook.protocol.base import WIDGET_VIEW
-from rankbook.protocol.comm import DapToRank
 from rankbook.protocol.messages import (
     Abort,
     AdoptState,
@@ -36,6 +35,7 @@ from rankbook.protocol.messages import (
     CallFunction,
     Clear,
     Collectives,
+    DapToRank,
     Display,
     Done,
     ErrorReport,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from rankbook.protocol.comm import CommToRank
+from rankbook.protocol.messages import CommToRank
 from rankbook.rank.io.comms import HeldMessages
 
 

@@ -28,7 +28,7 @@ import comm
 from comm.base_comm import BaseComm, CommManager
 
 from rankbook.ipython_compat import replace_ipykernel_comm
-from rankbook.protocol.comm import CommFromRank, CommToRank
+from rankbook.protocol.messages import CommFromRank, CommToRank
 from rankbook.rank.tracebacks import text_of
 from rankbook.transport.link import RankLink
 
