@@ -14,7 +14,7 @@ Saving and loading (collectives):
 state_dict/, from models to shards:
 
     sharded_tensor.py   `ShardedTensor`, `ShardedObject`, factories
-    state_dicts.py      take sharded state dicts apart and assemble them; DTensors
+    state_dicts.py      take sharded state dicts apart and assemble them; DTensors; choice of replicas
     models.py           sharded state dicts of models and optimizers
     layout.py           position of a shard in its global tensor, and of its bytes in a file
 
@@ -31,7 +31,7 @@ format/, the files of a checkpoint:
     structure.py        validation of a manifest: indices, extents, strides
     checksums.py        CRC-32 of a chunk in pieces
     tensor_io.py        read stored chunks into tensors and verify them
-    torch_zip.py        the zip format of `torch.save`
+    torch_zip.py        the zip format of `torch.save`; the check of a pickle before it is read
     dcp_metadata.py     checkpoints of torch.distributed.checkpoint
     safetensors.py      the safetensors format
 

@@ -4,6 +4,11 @@ A message of an unknown type, or with an unknown field, raises `ProtocolError` a
 
 Messages hold no large values. A message with a pickled value carries a `Payload` that locates the value's buffers, in
 frames of the same multipart message or in a shared memory segment.
+
+Messages of comms (Jupyter widgets) and debuggers connect the ranks to the front end, and are forwarded without being
+interpreted. Those of comms follow "Custom Messages" in the Jupyter messaging specification: `content` and `metadata`
+are JSON, and the buffers are further frames of the same multipart message. Those of debuggers carry the Debug Adapter
+Protocol (DAP) as JSON.
 """
 
 from __future__ import annotations

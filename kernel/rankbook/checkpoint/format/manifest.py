@@ -17,10 +17,8 @@ from typing import Any
 
 import msgspec
 
-from rankbook.checkpoint.format import checksums
 from rankbook.errors import CheckpointError
 
-PIECE = checksums.PIECE
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 COMMON = "common.pt"
