@@ -308,7 +308,7 @@ MUTANTS = (
         "checkpoint/planning/test_save_plan.py",
     ),
     Mutant(
-        "kernel/rankbook/checkpoint/format/checksums.py",
+        "kernel/rankbook/checkpoint/format/manifest.py",
         "length = min(remaining, piece)",
         "length = piece",
         "checkpoint/format/test_checksums.py",

@@ -9,8 +9,16 @@ from pathlib import Path
 
 import torch
 
-from rankbook.checkpoint.format.checksums import pieces
-from rankbook.checkpoint.format.manifest import Chunk, Manifest, StoredFile, StoredObject, StoredTensor, encode, now
+from rankbook.checkpoint.format.manifest import (
+    Chunk,
+    Manifest,
+    StoredFile,
+    StoredObject,
+    StoredTensor,
+    encode,
+    now,
+    pieces,
+)
 from rankbook.checkpoint.format.torch_zip import locate_tensor
 from rankbook.checkpoint.storage import steps
 from rankbook.checkpoint.storage.base import Storage

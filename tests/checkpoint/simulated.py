@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rankbook.checkpoint.consistency import RankGroup
-from rankbook.checkpoint.format.checksums import as_bytes
+from rankbook.checkpoint.format.manifest import as_bytes
 from rankbook.checkpoint.loading import Loader, StrictHandling, find_checkpoint
 from rankbook.checkpoint.local_state import LoadRequest, local_state_of
 from rankbook.checkpoint.progress import SaveProgress

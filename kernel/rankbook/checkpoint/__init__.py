@@ -29,7 +29,6 @@ format/, the files of a checkpoint:
 
     manifest.py         `manifest.json`: chunks with their positions and checksums
     structure.py        validation of a manifest: indices, extents, strides
-    checksums.py        CRC-32 of a chunk in pieces
     tensor_io.py        read stored chunks into tensors and verify them
     torch_zip.py        the zip format of `torch.save`; the check of a pickle before it is read
     dcp_metadata.py     checkpoints of torch.distributed.checkpoint

@@ -41,8 +41,7 @@ import torch.distributed as dist
 
 from rankbook.checkpoint.consistency import RankGroup, RanksFailed, check_same_arguments, folder_key
 from rankbook.checkpoint.format import dcp_metadata, torch_blobs
-from rankbook.checkpoint.format.checksums import crc32
-from rankbook.checkpoint.format.manifest import COMMON, MANIFEST, PIECE, Manifest, StoredObject
+from rankbook.checkpoint.format.manifest import COMMON, MANIFEST, PIECE, Manifest, StoredObject, crc32
 from rankbook.checkpoint.format.structure import decode, sizes_match
 from rankbook.checkpoint.format.tensor_io import ChunkDamage, data_matches, envelope_matches, read_into, verify_chunk
 from rankbook.checkpoint.format.torch_zip import is_plain, zip_is_intact

@@ -100,7 +100,6 @@ from rankbook.checkpoint import async_save
 from rankbook.checkpoint.async_save import SaveHandle
 from rankbook.checkpoint.consistency import RankGroup, RanksFailed, check_same_arguments, folder_key
 from rankbook.checkpoint.format import torch_blobs
-from rankbook.checkpoint.format.checksums import combine_pieces, crc32
 from rankbook.checkpoint.format.manifest import (
     COMMON,
     MANIFEST,
@@ -112,6 +111,8 @@ from rankbook.checkpoint.format.manifest import (
     StoredObject,
     StoredTensor,
     check_json,
+    combine_pieces,
+    crc32,
     encode,
     now,
 )

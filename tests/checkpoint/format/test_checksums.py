@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankbook.checkpoint.format.checksums import PIECE, combine_checksums, combine_pieces, pieces
+from rankbook.checkpoint.format.manifest import PIECE, combine_checksums, combine_pieces, pieces
 
 
 @settings(max_examples=60)

@@ -9,8 +9,7 @@ import zlib
 import pytest
 import torch
 
-from rankbook.checkpoint.format.checksums import combine_pieces, pieces
-from rankbook.checkpoint.format.manifest import ITEM_BYTES
+from rankbook.checkpoint.format.manifest import ITEM_BYTES, combine_pieces, pieces
 from rankbook.checkpoint.format.tensor_io import dtype_named
 from rankbook.checkpoint.format.torch_blobs import make_envelope, object_blob, raw_bytes
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from rankbook.checkpoint.format.checksums import PIECE, pieces
-from rankbook.checkpoint.format.manifest import Chunk, decode, encode
+from rankbook.checkpoint.format.manifest import PIECE, Chunk, decode, encode, pieces
 from rankbook.checkpoint.storage.local import LocalStorage, storage_of
 from rankbook.checkpoint.tools import verify as module
 from rankbook.checkpoint.tools.verify import check_pieces, damaged_pieces, verify

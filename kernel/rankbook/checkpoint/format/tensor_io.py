@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from rankbook.checkpoint.format.checksums import crc32
-from rankbook.checkpoint.format.manifest import PIECE, Chunk, piece_bytes
+from rankbook.checkpoint.format.manifest import PIECE, Chunk, crc32, piece_bytes
 from rankbook.checkpoint.planning.load_plan import ChunkRead, ReadItem
 
 SLAB_BYTES = 16 * 1024 * 1024

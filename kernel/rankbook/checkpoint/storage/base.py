@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Any, Protocol
 
-from rankbook.checkpoint.format.checksums import Buffer
+from rankbook.checkpoint.format.manifest import Buffer
 
 CHECKPOINT_FILES = ("manifest.json", ".metadata")
 """Files that make a folder a checkpoint. When a folder cannot be moved or removed in one operation, these files are

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rankbook.checkpoint.format.checksums import Buffer, as_bytes
+from rankbook.checkpoint.format.manifest import Buffer, as_bytes
 from rankbook.checkpoint.storage.base import ASIDE, CHECKPOINT_FILES, add_filename, check_path
 
 

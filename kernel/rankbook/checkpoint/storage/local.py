@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from rankbook.checkpoint.format.checksums import Buffer, as_bytes
+from rankbook.checkpoint.format.manifest import Buffer, as_bytes
 from rankbook.checkpoint.storage.base import ASIDE, CHECKPOINT_FILES, Storage, add_filename, check_path
 
 _MAX_PARTS, _MAX_BYTES = 512, 1024 * 1024  # per writev, except for a single larger part; IOV_MAX is 1024

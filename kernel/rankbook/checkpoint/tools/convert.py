@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from rankbook.checkpoint.format import safetensors
-from rankbook.checkpoint.format.checksums import Buffer
 from rankbook.checkpoint.format.dcp_metadata import read_manifest
-from rankbook.checkpoint.format.manifest import COMMON, ITEM_BYTES, Chunk, Manifest, piece_bytes
+from rankbook.checkpoint.format.manifest import COMMON, ITEM_BYTES, Buffer, Chunk, Manifest, piece_bytes
 from rankbook.checkpoint.format.structure import MAX_LISTED, sizes_match
 from rankbook.checkpoint.planning.load_plan import find_coverage_errors
 from rankbook.checkpoint.storage import steps

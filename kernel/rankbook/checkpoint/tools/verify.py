@@ -20,15 +20,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 
-from rankbook.checkpoint.format.checksums import Buffer, as_bytes, crc32
 from rankbook.checkpoint.format.dcp_metadata import manifest_from_dcp, rank_of
 from rankbook.checkpoint.format.manifest import (
     COMMON,
     MANIFEST,
     METADATA,
+    Buffer,
     Chunk,
     Manifest,
     StoredObject,
+    as_bytes,
+    crc32,
     decode,
     known_ranks,
     piece_bytes,
