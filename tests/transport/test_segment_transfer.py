@@ -9,8 +9,7 @@ import pytest
 from rankbook.errors import ProtocolError, TransferError
 from rankbook.protocol.agents import SegmentFailed, SegmentPart, SegmentRefused
 from rankbook.transport import shared_memory
-from rankbook.transport.segment_transfer import PART_SIZE, SegmentReceiver, SegmentSender
-from rankbook.transport.shared_memory import SegmentStore
+from rankbook.transport.shared_memory import PART_SIZE, SegmentReceiver, SegmentSender, SegmentStore
 
 NAME = "segment-1-0123456789abcdef"
 

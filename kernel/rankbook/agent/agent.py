@@ -66,8 +66,7 @@ from rankbook.transport import agent_link
 from rankbook.transport.agent_link import AgentLink
 from rankbook.transport.framed_socket import RequestListener, modules_folder
 from rankbook.transport.output_journal import journal_path, read_crash, read_journal
-from rankbook.transport.segment_transfer import AHEAD, SegmentReceiver, SegmentSender
-from rankbook.transport.shared_memory import Bytes, SegmentStore
+from rankbook.transport.shared_memory import AHEAD, Bytes, SegmentReceiver, SegmentSender, SegmentStore
 from rankbook.transport.zmq_link import ZmqHub
 
 _EXIT_DELAY = 0.02

@@ -72,8 +72,7 @@ from rankbook.protocol.messages import ExportState, FromForkserver, FromRank, Ta
 from rankbook.transport import agent_link
 from rankbook.transport.agent_link import AgentHub, ClockOffset, make_keys
 from rankbook.transport.link import Frames, Sender, read_from_rank
-from rankbook.transport.segment_transfer import AHEAD, SegmentReceiver, SegmentSender
-from rankbook.transport.shared_memory import MOST_IN_FRAMES, Bytes, SegmentStore
+from rankbook.transport.shared_memory import AHEAD, MOST_IN_FRAMES, Bytes, SegmentReceiver, SegmentSender, SegmentStore
 from rankbook.transport.store_keys import KeyFolder, perform
 from rankbook.transport.zmq_link import ZmqHub
 

@@ -8,6 +8,5 @@ framed_socket.py    length-prefixed messages over a socket pair, for the forkser
 serialization.py    values to buffers and back, with the sources of cells; errors for values that cannot be pickled
 tensors.py          torch tensors out of band
 shared_memory.py    shared memory files, and the private folder of a cluster
-segment_transfer.py shared memory files on the way to another host, in parts
 output_journal.py   crash-safe copy of a rank's latest output, in files that outlive the process
 """
