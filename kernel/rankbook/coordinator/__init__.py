@@ -17,7 +17,6 @@ Imports neither torch nor IPython. The theory of operation is in driver.py.
     deferred_interrupts.py  SIGINT, deferred while Rankbook waits
     exit_status.py          description of a rank's exit or failure, recovery of its last output
     liveness.py             stack requests and unresponsive ranks
-    queries.py              queries to running ranks, and matching of the replies
     monitor.py              status monitoring for views, maps of shards
     evaluate.py             evaluation, completion and inspection on running ranks
     channels.py             comms of widgets and debugger messages, to and from ranks

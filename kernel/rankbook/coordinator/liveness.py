@@ -15,8 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rankbook.coordinator.channels import CommChannels, DapChannels
-from rankbook.coordinator.queries import QueryClient
+from rankbook.coordinator.channels import CommChannels, DapChannels, QueryClient
 from rankbook.process_identity import ProcessInfo, describe_process, process_info
 from rankbook.protocol.messages import CommFromRank, DapFromRank, GetStack, Stack
 from rankbook.protocol.queries import Answer

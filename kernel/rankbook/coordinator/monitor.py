@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from rankbook.coordinator.channels import QueryClient
 from rankbook.coordinator.cluster_processes import ClusterProcesses
 from rankbook.coordinator.driver import Driver
-from rankbook.coordinator.queries import QueryClient
 from rankbook.coordinator.recovery import describe_protection
 from rankbook.coordinator.states import RankState
 from rankbook.errors import InvalidArgument, RankbookError, RankLostError
