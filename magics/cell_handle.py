@@ -21,7 +21,7 @@ from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import RichOutput, Stream
 from rankbook.protocol.telemetry import RankPlacement
 from rankbook.ranks import group_ranks, name_ranks
-from rankbook.widgets.status_line import STALE_AFTER, HandleView, line
+from rankbook.widgets.rendering import STALE_AFTER, HandleView, line
 
 
 class CellHandle:

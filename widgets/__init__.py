@@ -11,5 +11,4 @@ shards.py        shards of a variable's tensors
 checkpoints.py   running saves and the checkpoints in a folder
 dashboard.py     placement, shards and checkpoints as tabs
 output_panel.py  a cell's output by rank
-status_line.py   the state of a cell in one line
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankbook.widgets.status_line import line
+from rankbook.widgets.rendering import line
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from rankbook.magics.cell_handle import StatusLine, describe_running
 from rankbook.magics.debugger import describe_pause
 from rankbook.protocol.telemetry import RankPlacement
-from rankbook.widgets.status_line import line
+from rankbook.widgets.rendering import line
 
 
 def row(rank, state="running", **more):
