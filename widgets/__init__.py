@@ -3,7 +3,6 @@
 The views draw plain data and do not know the cluster: they get it through the protocols in view_model.py. The
 JavaScript and CSS of the widgets are in static/.
 
-view_model.py    base class of views' models; protocols of their data sources
 live_view.py     base widget of live views; early delivery of messages, throttling, display helpers
 rendering.py     palette, SVG elements, bars, tables, ANSI colours as HTML
 placement.py     hosts, devices and ranks

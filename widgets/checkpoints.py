@@ -19,7 +19,17 @@ import traitlets
 from rankbook.errors import InvalidArgument, RankbookError
 from rankbook.formatting import format_bytes, format_duration, format_time, plural
 from rankbook.protocol.telemetry import CheckpointFolder, RankSave, Saves, StoredCheckpoint
-from rankbook.widgets.live_view import LiveView, call_if_set, script, start_thread
+from rankbook.widgets.live_view import (
+    CheckpointSource,
+    ClusterSource,
+    LiveView,
+    Message,
+    ViewModel,
+    call_if_set,
+    script,
+    start_thread,
+    to_json,
+)
 from rankbook.widgets.rendering import (
     BLUE,
     FAINT,
@@ -32,7 +42,6 @@ from rankbook.widgets.rendering import (
     table,
     text_element,
 )
-from rankbook.widgets.view_model import CheckpointSource, ClusterSource, Message, ViewModel, to_json
 
 READ_INTERVAL = 3.0  # seconds: other processes may save to the folder and delete from it
 END_PHASES = {"done", "failed"}

@@ -7,10 +7,9 @@ from typing import ClassVar
 import traitlets
 
 from rankbook.widgets.checkpoints import CheckpointsModel
-from rankbook.widgets.live_view import LiveView, script
+from rankbook.widgets.live_view import CheckpointSource, ClusterSource, LiveView, script
 from rankbook.widgets.placement import PlacementModel
 from rankbook.widgets.shards import ShardsModel
-from rankbook.widgets.view_model import CheckpointSource, ClusterSource
 
 
 class Dashboard(LiveView):

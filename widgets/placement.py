@@ -17,7 +17,7 @@ from rankbook.errors import InvalidArgument
 from rankbook.formatting import format_3g, format_bytes, format_count, format_shape, format_time, plural
 from rankbook.protocol.telemetry import Holding, MemoryUse, Placement, RankDetail, RankPlacement, Variable
 from rankbook.ranks import name_ranks
-from rankbook.widgets.live_view import LiveView, call_if_set, script
+from rankbook.widgets.live_view import ClusterSource, LiveView, Message, ViewModel, call_if_set, script, to_json
 from rankbook.widgets.rendering import (
     CELL,
     FAINT,
@@ -34,7 +34,6 @@ from rankbook.widgets.rendering import (
     table,
     text_element,
 )
-from rankbook.widgets.view_model import ClusterSource, Message, ViewModel, to_json
 
 # Course -------------------------------------------------------------------------------------------------------------
 

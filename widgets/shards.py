@@ -18,7 +18,7 @@ from rankbook.errors import InvalidArgument, RankbookError
 from rankbook.formatting import format_bytes, format_shape, plural
 from rankbook.protocol.telemetry import Shard, ShardedTensorMap, ShardMap, Statistic
 from rankbook.ranks import name_ranks
-from rankbook.widgets.live_view import LiveView, script, start_thread
+from rankbook.widgets.live_view import ClusterSource, LiveView, Message, ViewModel, script, start_thread, to_json
 from rankbook.widgets.rendering import (
     BLUE,
     FAINT,
@@ -30,7 +30,6 @@ from rankbook.widgets.rendering import (
     table,
     text_element,
 )
-from rankbook.widgets.view_model import ClusterSource, Message, ViewModel, to_json
 
 MAX_DRAWN = 4096  # chunks of one tensor; more are indistinguishable and slow to draw
 

@@ -9,10 +9,10 @@ import pytest
 
 from rankbook.protocol.telemetry import Holding
 from rankbook.widgets.dashboard import Dashboard
+from rankbook.widgets.live_view import to_json
 from rankbook.widgets.placement import dynamic_data, static_data
 from rankbook.widgets.shards import static_data as shards_of
 from rankbook.widgets.shards import tensor_of
-from rankbook.widgets.view_model import to_json
 from tests.widgets import fakes
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect

@@ -8,11 +8,10 @@ import pytest
 from rankbook.output.by_rank import BlockAdded, OutputBlock
 from rankbook.protocol.telemetry import CheckpointFolder, Placement, RankSave, Saves
 from rankbook.widgets.checkpoints import CheckpointsView, folder_data, saves_data
-from rankbook.widgets.live_view import STATIC
+from rankbook.widgets.live_view import STATIC, to_json
 from rankbook.widgets.output_panel import CellPanel
 from rankbook.widgets.placement import PlacementView, dynamic_data, static_data
 from rankbook.widgets.shards import ShardsView
-from rankbook.widgets.view_model import to_json
 from tests.browser.test_vscode import OPEN, PAGE
 from tests.widgets import fakes
 

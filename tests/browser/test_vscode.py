@@ -8,10 +8,9 @@ import msgspec
 import pytest
 
 from rankbook.output.by_rank import OutputBlock
-from rankbook.widgets.live_view import STATIC
+from rankbook.widgets.live_view import STATIC, to_json
 from rankbook.widgets.output_panel import piece_html, skeleton
 from rankbook.widgets.placement import PlacementView, dynamic_data
-from rankbook.widgets.view_model import to_json
 from tests.browser.test_looks import GRAVE
 from tests.widgets import fakes
 
