@@ -7,7 +7,6 @@ arguments.py          parsers, help and completion of their arguments
 auto_mode.py          plain cells that run on the ranks
 cell_handle.py        the handle of a background cell, and the status line of a running one
 output_panel.py       a cell's output by rank, and the sinks that publish output to Jupyter or a terminal
-errors.py             exceptions and tracebacks of failed cells
 reports.py            text and tables that the commands show
 profiling.py          `--time` and `--profile`: measurement, table and Chrome trace of all ranks
 completion.py         Tab, Shift-Tab and `x?` in cells for the ranks

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import HOSTS_TIMEOUT, Cluster
 from rankbook.errors import CellError, InvalidArgument, RankLostError
-from rankbook.magics.errors import raise_cell_error, without_frames
+from rankbook.magics.cell_handle import raise_cell_error, without_frames
 from rankbook.magics.output_panel import ask_for, sink_for
 from rankbook.runtime.launched_function import PRECISION, USE_CPU, run_launched
 

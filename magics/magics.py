@@ -23,9 +23,8 @@ from rankbook.errors import InvalidArgument, RankbookError
 from rankbook.formatting import PACKAGE_MAGICS, PACKAGE_NOTE, plural, suggest
 from rankbook.ipython_compat import MAGIC_WRAPPER_FRAMES, cell_numbers
 from rankbook.magics import arguments, auto_mode, completion, debugger, reports
-from rankbook.magics.cell_handle import CellHandle, status_line_factory
+from rankbook.magics.cell_handle import CellHandle, raise_cell_error, status_line_factory, without_frames
 from rankbook.magics.comm_bridge import CommBridge
-from rankbook.magics.errors import raise_cell_error, without_frames
 from rankbook.magics.output_panel import JupyterSink, ask_for, sink_for
 from rankbook.magics.profiling import Measuring
 from rankbook.numerics.watch_conditions import parse_conditions
