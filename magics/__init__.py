@@ -5,7 +5,7 @@ This package connects the coordinator, the cells' results and the front end.
 magics.py             the magics and commands themselves
 arguments.py          parsers, help and completion of their arguments
 auto_mode.py          plain cells that run on the ranks
-cell_handle.py        the handle of a background cell, and the status line of a running one
+cell_handle.py        the handle of a background cell, the status line of a running one, errors of failed cells
 output_panel.py       a cell's output by rank, and the sinks that publish output to Jupyter or a terminal
 reports.py            text and tables that the commands show
 profiling.py          `--time` and `--profile`: measurement, table and Chrome trace of all ranks

@@ -1,6 +1,9 @@
-"""Handle of a background cell (`%%distributed --background`), and the status line above a running cell.
+"""Handle of a background cell (`%%distributed --background`), status line of a running cell, and errors of failed ones.
 
 The status line shows which ranks run the cell, for how long, and the line that every rank is executing.
+
+`raise_cell_error` raises the exception of a failed cell, with the tracebacks of the ranks instead of the notebook's own
+frames. It also names the variables that exist only in the notebook, and the `%distributed push` that copies them.
 """
 
 from __future__ import annotations

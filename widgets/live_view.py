@@ -3,6 +3,9 @@
 Parts:
 
 EarlyMessageWidget  a widget that handles the browser's messages at once, also while a cell runs
+ViewModel           one view's state, independent of Jupyter, comms and threads
+ClusterSource       protocol by which a view reads data of the ranks and performs what a user clicks
+CheckpointSource    the same for the checkpoints in a folder
 LiveView            the view: opens its models while it is visible, sends their state, answers requests
 Throttle            at most ten updates a second, and always the last one
 start_thread        threads that may end with the interpreter

@@ -1,4 +1,4 @@
-"""Palette, SVG elements, bars, tables and ANSI colours: shared rendering of the views.
+"""Palette, SVG elements, bars, tables, ANSI colours and the line of a cell's state: shared rendering of the views.
 
 The palette is Okabe and Ito's, which people with colour vision deficiencies can tell apart
 (https://jfly.uni-koeln.de/color/). static/common.js has the same palette; a test compares them.

@@ -27,7 +27,7 @@ planning/, pure data:
 
 format/, the files of a checkpoint:
 
-    manifest.py         `manifest.json`: chunks with their positions and checksums
+    manifest.py         `manifest.json`: chunks with their positions and checksums; CRC-32
     structure.py        validation of a manifest: indices, extents, strides
     tensor_io.py        read stored chunks into tensors and verify them
     torch_zip.py        the zip format of `torch.save`; the check of a pickle before it is read

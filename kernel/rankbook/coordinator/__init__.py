@@ -19,7 +19,7 @@ Imports neither torch nor IPython. The theory of operation is in driver.py.
     liveness.py             stack requests and unresponsive ranks
     monitor.py              status monitoring for views, maps of shards
     evaluate.py             evaluation, completion and inspection on running ranks
-    channels.py             comms of widgets and debugger messages, to and from ranks
+    channels.py             queries, comms of widgets and debugger messages, to and from ranks
     recovery.py             heal: hand over variables to the replacement of a dead rank
     reattach.py             attach to a detached cluster: handshake, replay, takeover
     recovered_state.py      state machine and driver of an attached cluster

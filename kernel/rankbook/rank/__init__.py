@@ -10,7 +10,7 @@ shell.py          the IPython shell of the cells, and its display
 tracebacks.py     error reports with short tracebacks
 originals.py      restores builtins that a cell has replaced
 debugger.py       debugpy's engine, connected to the notebook
-measurement.py    times of a cell, and time waiting for other ranks
+measurement.py    times of a cell, time waiting for other ranks, and a profile
 module_sync.py    imports modules of the notebook's folder on another host
 recovery.py       transfers variables to the rank that replaces a dead one
 model_reset.py    resets DDP and FSDP2 models after a failed step
