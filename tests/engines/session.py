@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from rankbook import Cluster, RankLostError, StartError
-from rankbook.launch.hosts import HostOptions
+from rankbook.launch.hosts import LOST_AFTER, HostOptions
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 RANKS = 4
@@ -57,11 +57,11 @@ def wait_for(condition: Any, seconds: float) -> float:
     return round(time.monotonic() - began, 2)
 
 
-def agent_pids(cluster: Cluster) -> dict[int, int]:
-    """Return the process of every agent, by the number of its host."""
+def agent_pids(cluster: Cluster) -> dict[str, int]:
+    """Return the process of every agent, by the id of its host."""
     hosts = cluster._processes.hosts
     assert hosts is not None
-    return {int(host.description.node): int(host.description.pid) for host in hosts._hosts.values() if not host.lost}
+    return {host.id: int(host.description.pid) for host in hosts._hosts.values() if not host.lost}
 
 
 def processes_of(pids: list[int]) -> list[int]:
@@ -85,10 +85,10 @@ def lose_agent(cluster: Cluster) -> None:
     cluster.run("kept = rank")
     hosts = cluster._processes.hosts
     assert hosts is not None
-    node = hosts.node_of(3)
+    agent = agent_pids(cluster)[hosts.seats[3].host]
     cell = cluster.submit_code("import time\nfor _ in range(10_000): time.sleep(0.01)", number=1, ranks=None, sink=None)
     wait_for(lambda: cell.started is not None, 30)
-    os.kill(agent_pids(cluster)[node], signal.SIGKILL)
+    os.kill(agent, signal.SIGKILL)
     tell("reported", wait_for(lambda: cell.result is not None, 60))
     try:
         cluster.wait(cell)
@@ -116,7 +116,9 @@ def main(arguments: list[str]) -> None:
     options = None
     if launcher != "local":
         nodes = None if "--hosts" in own or "--hostfile" in own else 2
-        options = HostOptions(launcher, address, nodes=nodes, arguments=tuple(own))
+        # Nobody reports the end of an agent that was started by hand.
+        lost_after = 6.0 if launcher == "env" else LOST_AFTER
+        options = HostOptions(launcher, address, nodes=nodes, arguments=tuple(own), lost_after=lost_after)
     with Cluster(RANKS, hosts=options, timeout=150) as cluster:
         cluster.run("pass")
         tell("start", round(time.monotonic() - began, 2))
