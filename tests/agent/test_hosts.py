@@ -356,22 +356,29 @@ def test_the_key_may_come_by_standard_input_or_by_the_environment_and_an_agent_e
 
 
 @pytest.mark.slow
-def test_agents_end_when_the_notebook_is_killed(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("lost_after", "reason"), [(2.0, "the notebook was not reached"), (300.0, "the notebook's process has ended")]
+)
+def test_agents_end_when_the_notebook_is_killed(tmp_path, monkeypatch, lost_after, reason):
+    monkeypatch.setenv("RANKBOOK_CONNECT_DIR", str(tmp_path / "connect"))
     code = (
-        f"import sys; sys.path[:0] = [{str(Path(__file__).parents[2])!r}]\n"
-        "from pathlib import Path\nimport pytest, time\nfrom tests.agent.agents import cluster_on_hosts\n"
-        "with pytest.MonkeyPatch.context() as patch:\n"
-        f"    with cluster_on_hosts(Path({str(tmp_path)!r}), patch, 1, [1], lost_after=2.0) as (cluster, agents):\n"
-        "        print(agents.processes[0].pid, flush=True)\n        time.sleep(600)"
+        "import rankbook, time\n"
+        f"rankbook.start(1, launcher='env', address='127.0.0.1', lost_after={lost_after})\n"
+        "print('ready', flush=True)\ntime.sleep(600)"
     )
-    # In a session of its own: the agent is to end for the loss of the notebook, not for that of its parent.
+    agents = Agents(tmp_path)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as notebook:
+        wait_until(lambda: bool([*tmp_path.glob("connect/*.json")]), timeout=60, what="the connection file")
+        # A child of this process: the agent is to end for the loss of the notebook, not for that of its parent.
+        agent = agents.start("--slots", "1", file=next(tmp_path.glob("connect/*.json")))
         assert notebook.stdout is not None
-        agent = psutil.Process(int(notebook.stdout.readline()))
+        assert any(line == "ready\n" for line in notebook.stdout)
         below = pids_below(agent.pid)
         notebook.kill()
-    psutil.wait_procs([agent], timeout=20)
+    assert agent.wait(40) == 1
+    assert f"ends because {reason}" in agents.log(0)
     wait_until(lambda: not any(map(psutil.pid_exists, below)), timeout=20, what="agent and ranks end")
+    wait_until(lambda: not [*tmp_path.glob("connect/*.json")], timeout=20, what="the connection file is removed")
 
 
 @pytest.mark.slow

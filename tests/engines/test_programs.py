@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,22 +117,27 @@ def test_a_session_trains_as_locally_loses_heals_and_leaves_nothing(launcher, tm
     assert steps["file"] is False
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "slurm", "mpirun", "ray"])
-def test_nothing_is_left_after_the_notebook_was_killed(launcher, monkeypatch, short_path):
+@pytest.mark.parametrize("launcher", ["fake", "env", "ssh", "slurm", "mpirun", "ray"])
+def test_nothing_is_left_after_a_stop_a_restart_and_the_death_of_a_kernel(launcher, monkeypatch, short_path):
     with place_of(launcher, short_path, monkeypatch) as place:
-        with subprocess.Popen(place.command("--wait"), cwd=ROOT, stdout=subprocess.PIPE, text=True) as notebook:
-            assert notebook.stdout is not None
-            steps: dict[str, Any] = {}
-            while "processes" not in steps:
-                line = notebook.stdout.readline()
-                assert line, "the session has ended"
-                steps |= json.loads(line) if line.startswith("{") else {}
-            notebook.kill()
-        began = time.monotonic()
-        wait_until(lambda: not any(map(_runs, steps["processes"])), timeout=60, what="all processes end")
-        print(launcher, "gone", round(time.monotonic() - began, 1))
-        if launcher == "slurm":
-            wait_until(lambda: not _jobs(), timeout=60, what="the job ends")
+        command = [*place.prefix, sys.executable, "-m", "tests.engines.kernel_ends"]
+        done = subprocess.run(
+            [*command, launcher, place.address, *place.arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=380,
+        )
+        steps: dict[str, Any] = {}
+        for line in done.stdout.splitlines():
+            steps |= json.loads(line) if line.startswith("{") else {}
+        print(launcher, steps)
+        assert done.returncode == 0, (done.stdout[-3000:], done.stderr[-3000:])
+        assert steps.keys() == {"stop", "restart", "kill"}
+        assert not any(step["left"] for step in steps.values())
+        for step in ("stop", "restart"):
+            assert steps[step]["seconds"] < 20  # on an idle machine within 10 s
 
 
 def test_ssh_passes_the_suite(short_path):

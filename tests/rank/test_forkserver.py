@@ -408,11 +408,13 @@ def test_when_the_notebook_is_gone_during_an_import_the_forkserver_does_not_end_
     home = Home(environment={"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])})
     sockets = tmp_path / "sockets"
     sockets.mkdir()
-    home.stream.send(OpenCluster(folders=(str(sockets),)))
+    connection = tmp_path / "connection.json"
+    connection.touch()
+    home.stream.send(OpenCluster(folders=(str(sockets),), files=(str(connection),)))
     wait_until(import_started.exists, timeout=30, what="the import")
     home.stream.close()
     wait_until(lambda: home.process.poll() is not None, timeout=10, what="the forkserver's end")
-    assert not sockets.exists()
+    assert not sockets.exists() and not connection.exists()
     home.end()
 
 

@@ -23,6 +23,7 @@ from rankbook.transport.agent_link import (
     LinkKeys,
     Message,
     Reachable,
+    RefusalProbe,
     Refused,
     Unreachable,
     make_keys,
@@ -304,3 +305,18 @@ def raw_member(context: zmq.Context, port: int) -> zmq.Socket:
     raw_socket.sndhwm = 0
     raw_socket.connect(f"tcp://{LOOPBACK}:{port}")
     return raw_socket
+
+
+def test_a_port_at_which_nobody_listens_any_more_is_told_from_one_that_is_only_slow():
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        probe = RefusalProbe(LOOPBACK, listener.getsockname()[1])
+        assert [probe.look(now) for now in (0.0, 0.5, 1.5, 3.0)] == [0.0] * 4
+    refused = [probe.look(now) for now in (10.0, 11.0, 12.0, 15.0)]
+    assert refused[0] == 0.0 and 4.0 <= refused[-1] <= 6.0
+    probe.reset()
+    assert probe.look(16.0) == 0.0
+    probe.reset()
+    # An address for documentation (RFC 5737), where nobody answers.
+    silent = RefusalProbe("192.0.2.1", 9)
+    assert [silent.look(now) for now in (0.0, 1.0, 9.0)] == [0.0] * 3
+    silent.reset()

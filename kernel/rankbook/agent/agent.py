@@ -12,8 +12,8 @@ Four things are done here because they need this host:
 - A rank that owes a reply is looked at, as the notebook does with its own ranks.
 
 The agent exits, after it has killed its ranks and removed its folders, when the coordinator tells it to or was not
-reached for `lost_after` seconds, when its parent process has ended, and on SIGTERM, SIGHUP and SIGINT. If it is killed
-itself, the forkserver does the same.
+reached for `lost_after` seconds, when nobody listens at the coordinator's address any more, when its parent process has
+ended, and on SIGTERM, SIGHUP, SIGINT and SIGUSR2. If it is killed itself, the forkserver does the same.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ _LONGEST_WAIT = 0.5
 """Seconds after which the parent process and the connection are looked at, without any event."""
 _FIRST_CONNECTION = 30.0
 """Seconds at least for the first connection: the notebook may be busy with its start, and there is nothing to lose."""
+_REFUSED_SECONDS = 5.0
+"""Seconds for which the coordinator's host refuses connections until its process counts as ended."""
 _LEAVE_SECONDS = 0.5
 """Seconds in which the last message to the coordinator may leave."""
 
@@ -124,6 +126,7 @@ class Agent:
         self._modules = ModuleCopies(self._folders.sockets)
         self._ended = ""
         self._unreachable_since: float | None = time.monotonic()
+        self._refusals = agent_link.RefusalProbe(connection.address, connection.port)
         self._was_accepted = False
         self._pids: dict[int, tuple[int, int]] = {}
         # Ranks that owe a reply, with the time at which their process is looked at.
@@ -190,8 +193,14 @@ class Agent:
     def _check_end(self) -> None:
         if os.getppid() != self._parent:
             self._ended = "its parent process has ended"
-        if self._unreachable_since is not None:
-            seconds = time.monotonic() - self._unreachable_since
+        if self._unreachable_since is None:
+            self._refusals.reset()
+        else:
+            now = time.monotonic()
+            seconds = now - self._unreachable_since
+            # No network answers like this: the coordinator listens for as long as its process runs.
+            if self._was_accepted and self._refusals.look(now) > _REFUSED_SECONDS:
+                self._ended = "the notebook's process has ended"
             lost_after = self._connection.lost_after
             if seconds > (lost_after if self._was_accepted else max(lost_after, _FIRST_CONNECTION)):
                 self._ended = f"the notebook was not reached for {seconds:.0f} s"
@@ -205,8 +214,11 @@ class Agent:
         def end(number: int, _frame: object) -> None:
             self._ended = self._ended or f"it received {signal.Signals(number).name}"
 
-        ends = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+        # SIGUSR2 is what srun passes on when the engine `slurm` ends it.
+        ends = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR2)
         before = {number: signal.signal(number, end) for number in ends}
+        # Users ask Slurm to send this one before the end of a job; the coordinator knows of that end.
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: None)
         before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         wakeup = signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
         try:
@@ -222,6 +234,7 @@ class Agent:
             stack.callback(os.close, self._signal_write)
             stack.callback(os.close, self._signal_read)
             stack.callback(self._link.close, _LEAVE_SECONDS)
+            stack.callback(self._refusals.reset)
             if self._was_accepted and self._unreachable_since is None:
                 stack.callback(self._send, HostLeaving(self._ended or "of an error"))
             stack.callback(self._folders.remove)

@@ -37,7 +37,7 @@ from rankbook.engines.engine import AgentConnection, make_engine
 from rankbook.errors import ClusterStopped, InvalidArgument, RankbookError, StartError
 from rankbook.formatting import plural
 from rankbook.launch import local
-from rankbook.launch.connection import interface_addresses
+from rankbook.launch.connection import connection_path, interface_addresses
 from rankbook.launch.environment import DeviceAssignment, abort_grace, assign_devices, rank_environment, usable_cores
 from rankbook.launch.hosts import HostOptions, Hosts, HostsLauncher, HostsLink, listen
 from rankbook.launch.paths import ClusterPaths, make_folders
@@ -120,8 +120,9 @@ class ClusterProcesses:
             # From here on `stop` can undo every step, in whichever state the constructor is.
             register_for_exit(self)
             try:
-                # First of all, because from here on the forkserver removes the folders if this process dies.
-                forkserver.request_open((self._folders.sockets, self._folders.segments))
+                # First of all, because from here on the forkserver removes the folders and files if this process dies.
+                files = () if hosts is None else (connection_path(self.key),)
+                forkserver.request_open((self._folders.sockets, self._folders.segments), files)
                 self._hub = ZmqHub(self._folders.sockets)
                 if hosts is not None:
                     self._listen(hosts, forkserver, self._hub)

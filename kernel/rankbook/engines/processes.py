@@ -26,8 +26,8 @@ from rankbook.errors import InvalidArgument, StartError
 _MAX_READ = 1 << 16
 _LAST_OUTPUT = 600
 """Characters of a job's last output that its end quotes."""
-_STOP_SECONDS = 12.0
-"""Seconds for a job to end; its supervisor needs ten at most."""
+_STOP_SECONDS = 14.0
+"""Seconds for a job to end; its supervisor needs twelve at most."""
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -45,17 +45,25 @@ class OptionParser(argparse.ArgumentParser):
 class Job:
     """A program that reads `text` from its standard input, and that ends when this process does.
 
-    Raises `StartError` if it cannot be run.
+    `end_signal` is the first signal that it gets then, before SIGTERM and SIGKILL. Raises `StartError` if it cannot be
+    run.
     """
 
-    def __init__(self, command: Sequence[str], text: str = "", *, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        text: str = "",
+        *,
+        env: Mapping[str, str] | None = None,
+        end_signal: signal.Signals = signal.SIGTERM,
+    ) -> None:
         if shutil.which(command[0]) is None:
             raise StartError(f"{command[0]} is not installed on this host, or not on the PATH")
         read, self._alive = os.pipe()
         os.set_inheritable(read, True)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", supervisor.__file__, "--alive", str(read), *command],
+                [sys.executable, "-I", "-S", supervisor.__file__, "--alive", f"{read},{end_signal:d}", *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -105,7 +113,7 @@ class Job:
         return f"{text}: {self.last_output}" if self.last_output else text
 
     def end(self) -> None:
-        """Begin to end the program: SIGTERM, and SIGKILL after five seconds."""
+        """Begin to end the program."""
         if self._alive >= 0:
             os.close(self._alive)
             self._alive = -1
@@ -131,6 +139,7 @@ class ProcessEngine:
     """Engine of command line programs: `jobs` has one per host, or one for all hosts (None)."""
 
     name = ""
+    _end_signal = signal.SIGTERM
 
     def __init__(self) -> None:
         self.jobs: dict[int | None, Job] = {}
@@ -166,7 +175,7 @@ class ProcessEngine:
     def start_job(self, host: int | None, command: Sequence[str]) -> None:
         """Run a program that passes its standard input to the agents."""
         assert self.connection is not None
-        self.jobs[host] = Job(command, self.connection.text)
+        self.jobs[host] = Job(command, self.connection.text, end_signal=self._end_signal)
 
     def stop(self) -> None:
         """See `Engine`. Raises `StartError` if a program does not end."""

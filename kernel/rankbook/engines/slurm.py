@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -79,6 +80,9 @@ class SlurmEngine(StepEngine):
     """
 
     name = "slurm"
+    # After SIGTERM, srun kills its tasks with SIGKILL, and nobody removes the folders of the agents. This signal it
+    # passes on to all processes of the tasks' groups. While srun waits in the queue, it ends with either.
+    _end_signal = signal.SIGUSR2
 
     def __init__(self, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
         super().__init__()

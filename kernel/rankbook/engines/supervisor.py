@@ -1,11 +1,11 @@
 """Run a command until it ends or the notebook does. Run as a script, with the standard library only.
 
-    python supervisor.py --alive FD COMMAND...     on the notebook's host
-    python supervisor.py --report NAME COMMAND...  on another host
+    python supervisor.py --alive FD,SIGNAL COMMAND...  on the notebook's host
+    python supervisor.py --report NAME COMMAND...      on another host
 
-With `--alive`, the command runs in a session of its own and is ended, by SIGTERM and five seconds later by SIGKILL,
-when the pipe FD is closed at its other end or the process that has started this one ends. That is what a killed kernel
-leaves behind: neither a handler nor an exit function runs there.
+With `--alive`, the command runs in a session of its own and is ended when the pipe FD is closed at its other end or the
+process that has started this one ends. That is what a killed kernel leaves behind: neither a handler nor an exit
+function runs there. First comes the number SIGNAL, then SIGTERM and SIGKILL, with some seconds between.
 
 With `--report`, lines on standard output say that the command has started and how it has ended (`read_report`), and
 the exit status is 0: MPI ends all processes when one has failed, and Slurm says only of some ends which task it was.
@@ -24,7 +24,8 @@ import subprocess
 import sys
 import time
 
-_GRACE = 5.0
+_GRACE = 4.0
+"""Seconds between two signals that end a command."""
 _POLL = 0.2
 _REPORT = re.compile(r"rankbook-host (\d+) (started|ended): (.*)")
 
@@ -48,7 +49,7 @@ def describe_code(code: int) -> str:
     return f"it exited with code {code}"
 
 
-def _supervise(alive: int, command: list[str]) -> int:
+def _supervise(alive: int, first_signal: int, command: list[str]) -> int:
     parent = os.getppid()
     terminated: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: terminated.append(number))
@@ -63,15 +64,15 @@ def _supervise(alive: int, command: list[str]) -> int:
     while child.poll() is None:
         readable, _, _ = select.select([alive], [], [], _POLL)
         if readable or terminated or os.getppid() != parent:
-            _end(child)
+            _end(child, first_signal)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    for number, seconds in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, _GRACE)):
+def _end(child: subprocess.Popen[bytes], first_signal: int) -> None:
+    for number in dict.fromkeys((first_signal, signal.SIGTERM, signal.SIGKILL)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, number)
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + _GRACE
         while child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         if child.poll() is not None:
@@ -93,8 +94,10 @@ def _report(variable: str, command: list[str]) -> int:
     child: subprocess.Popen[bytes] | None = None
     host = variable if variable.isdecimal() else os.environ.get(variable, "0")
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, forward)
+    # Users ask Slurm to send this one before the end of a job, to save. The agent learns of the end from the notebook.
+    signal.signal(signal.SIGUSR1, lambda *_: None)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # In one write, so that lines of several hosts are not mixed.
     os.write(1, f"rankbook-host {host} started: {name}\n".encode())
@@ -114,7 +117,10 @@ def _report(variable: str, command: list[str]) -> int:
 def main(arguments: list[str]) -> int:
     """Run the command that the arguments name, and return the exit code."""
     mode, value, *command = arguments
-    return _supervise(int(value), command) if mode == "--alive" else _report(value, command)
+    if mode == "--report":
+        return _report(value, command)
+    alive, first_signal = value.split(",")
+    return _supervise(int(alive), int(first_signal), command)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Connection file of a cluster: where its agents connect to, and with which keys.
 
-The file has mode 0600, in a folder of mode 0700, and is removed when the cluster stops. Its content must not appear
-anywhere else: not as an argument of a process, nor in an environment that the ranks inherit.
+The file has mode 0600, in a folder of mode 0700, and is removed when the cluster stops, by the forkserver if the
+notebook's process is killed. Its content must not appear anywhere else: not as an argument of a process, nor in an
+environment that the ranks inherit.
 """
 
 from __future__ import annotations
@@ -71,20 +72,25 @@ def decode_connection(text: str, source: str) -> Connection:
     return Connection(content.cluster, content.address, content.port, content.lost_after, keys)
 
 
+def connection_path(cluster: str) -> Path:
+    """Return the path of the connection file of a cluster."""
+    folder = Path(os.environ.get("RANKBOOK_CONNECT_DIR") or platformdirs.user_data_path("rankbook") / "connections")
+    return folder / f"{socket.gethostname()}-{cluster}.json"
+
+
 def write_connection(connection: Connection) -> Path:
     """Write the connection file and return its path. Raises `StartError`."""
-    folder = Path(os.environ.get("RANKBOOK_CONNECT_DIR") or platformdirs.user_data_path("rankbook") / "connections")
+    path = connection_path(connection.cluster)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        ensure_private_folder(folder)
-        path = folder / f"{socket.gethostname()}-{connection.cluster}.json"
+        path.parent.parent.mkdir(parents=True, exist_ok=True)
+        ensure_private_folder(path.parent)
         path.unlink(missing_ok=True)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(file, "w") as stream:
             stream.write(connection.encode())
     except OSError as error:
         raise StartError(
-            f"cannot write the connection file in {folder}: {error.strerror or error};"
+            f"cannot write the connection file in {path.parent}: {error.strerror or error};"
             " set RANKBOOK_CONNECT_DIR to a folder that all hosts see"
         ) from error
     return path

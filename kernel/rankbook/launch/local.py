@@ -111,9 +111,9 @@ class LocalLauncher:
         """See `Launcher`."""
         return self._stream.fileno()
 
-    def request_open(self, folders: tuple[Path, ...]) -> None:
-        """Request that the forkserver opens a cluster, which removes `folders` however this process ends."""
-        self._stream.send(OpenCluster(folders=tuple(str(folder) for folder in folders)))
+    def request_open(self, folders: tuple[Path, ...], files: tuple[Path, ...] = ()) -> None:
+        """Request that the forkserver opens a cluster, and removes `folders` and `files` however this process ends."""
+        self._stream.send(OpenCluster(folders=tuple(map(str, folders)), files=tuple(map(str, files))))
 
     def wait_opened(
         self, *, timeout: float = _IMPORT_TIMEOUT, interrupted: Callable[[], bool] = lambda: False

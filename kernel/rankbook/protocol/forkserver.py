@@ -21,9 +21,10 @@ from rankbook.protocol.base import Message
 #
 # The connection also tells each side that the other one has ended: it closes with the process.
 class OpenCluster(Message, frozen=True):
-    """Prepare a cluster: choose its MASTER_PORT, and remove `folders` if the notebook process dies."""
+    """Prepare a cluster: choose its MASTER_PORT, and remove `folders` and `files` if the notebook process dies."""
 
     folders: tuple[str, ...]
+    files: tuple[str, ...] = ()
 
 
 # `incarnation` counts the processes of a rank, from 1. A message about an earlier incarnation is recognized as such.

@@ -112,7 +112,7 @@ class Forkserver:
         self._exits: dict[int, RankExited] = {}
         self._children: dict[int, Child] = {}
         self._token = secrets.token_hex(8)
-        self._folders: tuple[str, ...] = ()
+        self._opened = OpenCluster(folders=())
         self._locks: list[int] = []
         self._not_imported = deque(PRELOAD_WHEN_IDLE)
         self._oom_kills = RecentKills(find_counter())
@@ -159,11 +159,11 @@ class Forkserver:
         return bool(readable)
 
     def _is_protected(self) -> bool:
-        return any(any(Path(folder).glob("snapshot-*.header")) for folder in self._folders)
+        return any(any(Path(folder).glob("snapshot-*.header")) for folder in self._opened.folders)
 
     def _preload_next(self) -> None:
         name = self._not_imported.popleft()
-        with _exit_with_notebook(self._owner.stream, self._notebook, self._folders):
+        with _exit_with_notebook(self._owner.stream, self._notebook, self._opened):
             try:
                 exists = importlib.util.find_spec(name) is not None
             except ModuleNotFoundError:
@@ -197,7 +197,7 @@ class Forkserver:
     def _open(self, message: OpenCluster) -> None:
         # From here on this process removes the folders, whichever way the notebook ends. Its locks keep other notebooks
         # from sweeping them, also after the notebook has gone.
-        self._folders = message.folders
+        self._opened = message
         self._locks = [lock for folder in message.folders if (lock := hold_folder(Path(folder))) is not None]
         self._owner.send(ClusterOpened(master_port=_free_port(), devices=self._count_devices()))
 
@@ -330,8 +330,8 @@ class Forkserver:
             select.select([self._signal_read], [], [], 0.05)
         # After the ranks have ended: now everything that carries the mark has lost its rank.
         os_utils.kill_leftovers(self._is_leftover)
-        _remove(self._folders)
-        self._folders = ()
+        _remove(self._opened)
+        self._opened = OpenCluster(folders=())
         # The locks last, so that no other process sweeps folders that are just being removed.
         while self._locks:
             os.close(self._locks.pop())
@@ -350,9 +350,12 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _remove(folders: tuple[str, ...]) -> None:
-    for folder in folders:
+def _remove(opened: OpenCluster) -> None:
+    for folder in opened.folders:
         shutil.rmtree(folder, ignore_errors=True)
+    for file in opened.files:
+        with contextlib.suppress(OSError):  # as with the folders: the rest has to be removed
+            Path(file).unlink(missing_ok=True)
 
 
 def main() -> None:
@@ -364,7 +367,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os_utils.adopt_orphans()
     stream: MessageStream[ToForkserver] = MessageStream(socket.socket(fileno=int(sys.argv[1])), decode_to_forkserver)
-    with _exit_with_notebook(stream, notebook, ()):
+    with _exit_with_notebook(stream, notebook, OpenCluster(folders=())):
         import torch
         import torch.distributed
 
@@ -378,18 +381,18 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _exit_with_notebook(stream: MessageStream[ToForkserver], notebook: int, folders: tuple[str, ...]) -> Iterator[None]:
+def _exit_with_notebook(stream: MessageStream[ToForkserver], notebook: int, opened: OpenCluster) -> Iterator[None]:
     """Exit soon after the notebook does, inside a context in which nothing reads the stream (long imports).
 
-    A timer signal checks every 0.2 s. Also removes the folders, and those of an unread OpenCluster.
+    A timer signal checks every 0.2 s. Also removes what `opened` names, and an unread OpenCluster.
     """
 
     def check(_number: int, _frame: object) -> None:
         if os.getppid() != notebook or os_utils.is_hung_up(stream.fileno()):
-            _remove(folders)
+            _remove(opened)
             for message in stream.read():
                 if isinstance(message, OpenCluster):
-                    _remove(message.folders)
+                    _remove(message)
             os._exit(1)
 
     # A thread would be the other way, but a process with threads must not fork.

@@ -25,6 +25,7 @@ The descriptors to poll are edge-triggered (https://libzmq.readthedocs.io/en/lat
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import select
@@ -53,6 +54,7 @@ _MAX_BAD_CONNECTIONS = 1000
 _MAX_RECEIVED = 500
 """Packets that one call of `AgentHub.receive` handles."""
 _PING_INTERVAL = 1.0
+_PROBE_INTERVAL = 1.0
 _UNREACHABLE_AFTER = 3.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _OFFSETS = 16
@@ -559,6 +561,49 @@ class AgentLink:
         # one.
         with contextlib.suppress(zmq.Again):
             _send_frames(self._socket, frames)
+
+
+class RefusalProbe:
+    """Tell for how long the host at `address` has refused connections to `port`: no process listens there any more.
+
+    A broken network, a busy process and a host that is switched off do not answer at all. ZeroMQ does not tell the one
+    from the others, so this connects a plain socket, without waiting for it.
+    """
+
+    def __init__(self, address: str, port: int) -> None:
+        self._endpoint = (address, port)
+        self._socket: socket.socket | None = None
+        self._error = 0
+        self._next = 0.0
+        self._since: float | None = None
+
+    def look(self, now: float) -> float:
+        """Return for how many seconds all connections were refused. Call it repeatedly; it tries once a second."""
+        if now >= self._next:
+            self._next = now + _PROBE_INTERVAL
+            self._finish(now)
+            self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            self._socket.setblocking(False)
+            self._error = self._socket.connect_ex(self._endpoint)
+        return 0.0 if self._since is None else now - self._since
+
+    def reset(self) -> None:
+        """Forget what was seen, because the host is reached."""
+        self._since, self._next = None, 0.0
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _finish(self, now: float) -> None:
+        """Take over the result of the last connection, which was begun a second ago."""
+        if self._socket is None:
+            return
+        error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or self._error
+        self._socket.close()
+        if error != errno.ECONNREFUSED:
+            self._since = None
+        elif self._since is None:
+            self._since = now - _PROBE_INTERVAL
 
 
 _MONITOR_EVENT = struct.Struct("=Hi")  # zmq_socket_monitor(3): the event and its value
