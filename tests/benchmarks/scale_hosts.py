@@ -48,6 +48,7 @@ from rankbook.protocol.agents import (
 )
 from rankbook.protocol.forkserver import ForkRank, RankExited, RankForked
 from rankbook.protocol.messages import (
+    Abort,
     Collectives,
     Done,
     GetCollectives,
@@ -81,6 +82,7 @@ MEASURES = {
     "own": Measure("one different line each, CPU time per rank", "µs", US, None, 1.5),
     "interrupt": Measure("a cell that is interrupted, CPU time per rank", "µs", US, None, 1.5),
     "deaths": Measure("10 % of the ranks die, CPU time in all", "ms", MS, 100),
+    "end": Measure("the same, until their cell has ended", "ms", MS),
     "elapsed": Measure("`pass`, elapsed", "ms", MS),
     "memory": Measure("memory of the coordinator per rank", "kB", 1e-3, 100),
 }
@@ -140,7 +142,7 @@ class LightAgent:
                 return [*text, Done(cell, "ok", 0.1)]
             case Regroup(cell):
                 return [Done(cell, "ok", 0.1)]
-            case Interrupt():
+            case Interrupt() | Abort(shut=True):
                 return [Done(self.running.pop(rank), "interrupted", 0.1)] if rank in self.running else []
             case GetCollectives(token):
                 return [Collectives(token, self.running.get(rank), 3, (self._group(),))]
@@ -312,15 +314,16 @@ def measure(world_size: int, rounds: int) -> dict[str, float]:
                 take(source, lambda source=source: cluster.run(source))
             take("interrupt", cluster.interrupt)
         take("deaths", lambda: die(cluster), 1)
+        take("end", lambda: cluster.wait(lambda: not cluster.driver.active_cells()), 1)
+        samples["end"][0] += samples["deaths"][0]
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
 def die(cluster: ScaledCluster) -> None:
     """Let every tenth rank exit, and wait until all are known to be dead."""
-    cell = cluster.submit("die")
+    cluster.submit("die")
     dying = set(cluster.ranks[::10])
     cluster.wait(lambda: not dying & set(cluster.state.live_ranks()))
-    del cell
 
 
 def main() -> int:

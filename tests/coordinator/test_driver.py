@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 
+import msgspec
 import pytest
 
 from rankbook.coordinator import driver
@@ -25,7 +26,6 @@ from rankbook.process_identity import ProcessInfo, process_info
 from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
 from rankbook.protocol.messages import (
     MAX_CELL_OUTPUT,
-    Abort,
     CommFromRank,
     Done,
     ErrorReport,
@@ -39,6 +39,7 @@ from rankbook.protocol.messages import (
     LimitOutput,
     Message,
     RankReady,
+    RanksLost,
     Regroup,
     RunCell,
     Shutdown,
@@ -149,7 +150,7 @@ class DriverHarness:
         self.hub = WaitingHub()
         self.launcher = RecordingLauncher()
         self.tasks: dict[int, list[Message]] = {}
-        self.aborts: list[tuple[int, Abort]] = []
+        self.losses: list[tuple[int, RanksLost]] = []
         self.asked = 0
         self.state = ClusterState(world_size, grace=grace)
         self.driver = Driver(self.state, self.hub, self.launcher, request)
@@ -177,8 +178,8 @@ class DriverHarness:
 
     def nothing_for(self, rank: int) -> bool:
         while (received := self.ends[rank].receive()) is not None:
-            if isinstance(received[0], Abort):
-                self.aborts.append((rank, received[0]))
+            if isinstance(received[0], RanksLost):
+                self.losses.append((rank, received[0]))
             elif isinstance(received[0], GetCollectives):
                 self.asked += 1
             else:
@@ -228,6 +229,13 @@ class DriverHarness:
         self.driver.close()
         self.hub.close()
         self.launcher.close()
+
+
+@pytest.fixture
+def four_ranks():
+    harness = DriverHarness(world_size=4)
+    yield harness
+    harness.close()
 
 
 @pytest.fixture
@@ -451,6 +459,32 @@ def test_a_cell_whose_collectives_did_not_match_fails_on_its_ranks(harness):
         harness.say(rank, Done(cell=cell.cell, status="ok", seconds=0.1, collectives=1, groups=(group,)))
     harness.wait_end(cell)
     assert "RuntimeError: all_reduce #1: rank 0 gave float32[0], rank 1 float32[1]" in error_of(cell)
+
+
+def test_exits_that_are_received_together_are_told_to_the_other_ranks_in_one_message(four_ranks):
+    four_ranks.launch()
+    cell = four_ranks.submit(0, 1, 2, 3)
+    four_ranks.next_task(0)
+    four_ranks.launcher.tell(*(msgspec.structs.replace(exited(rank, -11), ordered=True) for rank in (1, 2, 3)))
+    assert four_ranks.next_task(0) == Interrupt(cell=cell.cell)
+    ((told, losses),) = four_ranks.losses
+    assert told == 0
+    assert losses.causes == tuple(
+        (rank, f"rank {rank} was killed by SIGSEGV (segmentation fault)") for rank in (1, 2, 3)
+    )
+    assert four_ranks.asked >= 1
+    four_ranks.done(0, cell.cell)
+    four_ranks.wait_end(cell)
+
+
+def test_a_loss_that_another_thread_reports_is_told_to_the_other_ranks(harness):
+    harness.launch()
+    harness.driver.post(ev.RankGone(1, 1, "was discarded"))
+    wait_until(
+        lambda: (harness.nothing_for(0), harness.losses)[1] == [(0, RanksLost(((1, "rank 1 was discarded"),)))],
+        timeout=SOON,
+        what="the loss",
+    )
 
 
 def test_the_others_of_a_cell_that_lost_a_rank_are_interrupted_and_the_notebook_is_released(harness):

@@ -551,12 +551,41 @@ def test_death_is_reported_to_live_ranks_and_requests_their_collectives():
     state = started(3)
     cell, _ = submit(state, 0, 1, 2)
     actions = state.handle(ev.RankGone(2, 1, "was killed by SIGKILL"))
-    assert act.SendAbort((), (), "rank 2 was killed by SIGKILL", lost=2) in actions
-    assert act.RequestCollectives((0, 1)) in actions
+    assert only(actions, act.ScheduleLossReport)
+    assert state.handle(ev.LossReportDue(1.0)) == [
+        act.SendLosses((0, 1), ((2, "rank 2 was killed by SIGKILL"),)),
+        act.RequestCollectives((0, 1)),
+    ]
     assert [(item.cell, item.step) for item in only(actions, act.StartTimer)] == [
         (cell, "interrupt"),
         (cell, "abort"),
         (cell, "release"),
+    ]
+
+
+def test_deaths_that_were_received_together_are_reported_together():
+    state = started(5)
+    submit(state, 0, 1, 2, 3, 4)
+    state.handle(ev.RankGone(2, 1, "was killed by SIGKILL"))
+    state.handle(ev.RankGone(4, 1, "exited with code 1"))
+    causes = ((2, "rank 2 was killed by SIGKILL"), (4, "rank 4 exited with code 1"))
+    assert only(state.handle(ev.LossReportDue(1.0)), act.SendLosses) == [act.SendLosses((0, 1, 3), causes)]
+    assert state.handle(ev.LossReportDue(1.01)) == []
+
+
+def test_the_reports_of_collectives_that_follow_from_deaths_are_not_requested_without_a_pause():
+    state = started(4)
+    submit(state, 0, 1, 2, 3)
+    state.handle(ev.RankGone(2, 1, "died"))
+    assert only(state.handle(ev.LossReportDue(1.0)), act.RequestCollectives) == [act.RequestCollectives((0, 1, 3))]
+    state.handle(ev.RankGone(3, 1, "died"))
+    actions = state.handle(ev.LossReportDue(1.01))
+    assert only(actions, act.SendLosses) == [act.SendLosses((0, 1), ((3, "rank 3 died"),))]
+    assert only(actions, act.RequestCollectives) == []
+    (check,) = only(actions, act.ScheduleCheck)
+    assert 0 < check.seconds < state.grace.death_interrupt / 2
+    assert only(state.handle(ev.CheckCollectives(1.01 + check.seconds)), act.RequestCollectives) == [
+        act.RequestCollectives((0, 1))
     ]
 
 

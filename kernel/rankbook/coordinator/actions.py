@@ -77,14 +77,26 @@ class RequestCollectives:
 class SendAbort:
     """Abort these ranks' collectives in `groups` (all groups, if none is named); send all ranks the `cause`.
 
-    `lost`: a dead rank; only groups that have it as a member are affected. `mismatch`: the cause names the collective.
+    `mismatch`: the cause names the collective.
     """
 
     ranks: tuple[int, ...]
     groups: tuple[str, ...]
     cause: str
-    lost: int | None = None
     mismatch: bool = False
+
+
+@dataclass(frozen=True)
+class ScheduleLossReport:
+    """Post `LossReportDue` when all exits that have been received are handled."""
+
+
+@dataclass(frozen=True)
+class SendLosses:
+    """Tell `ranks` which ranks have exited; `causes` has a sentence per lost rank."""
+
+    ranks: tuple[int, ...]
+    causes: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True)
@@ -137,6 +149,8 @@ Action = (
     | ScheduleCheck
     | RequestCollectives
     | SendAbort
+    | ScheduleLossReport
+    | SendLosses
     | NotifyUser
     | NotifyQueued
     | NotifyRankLost

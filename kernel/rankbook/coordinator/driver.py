@@ -41,16 +41,17 @@ A cell, from submission to end:
 Failures. After an interrupt (`InterruptCell`), grace periods (`StartTimer`) determine when the cell's collectives are
 aborted and when the cell ends without its stragglers. The end of a process is handled 20 ms after the forkserver has
 reported it, because the rank's last messages may still be on the link; `RankGone` then settles everything that waited
-for the rank. While a cell runs, the event `CheckCollectives` compares the ranks' reports of their collectives and finds
-ranks that wait for a peer that will never join. If a message cannot be handled, only its sender is affected
-(`MessageReceiver`). Any other exception on the driver thread ends all cells (`Driver._fail`), so that no thread waits
-forever.
+for the rank. When all exits that have been received are handled, one message tells the other ranks of them. While a
+cell runs, the event `CheckCollectives` compares the ranks' reports of their collectives and finds ranks that wait for a
+peer that will never join. If a message cannot be handled, only its sender is affected (`MessageReceiver`). Any other
+exception on the driver thread ends all cells (`Driver._fail`), so that no thread waits forever.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import sys
 import threading
 import time
@@ -87,6 +88,7 @@ from rankbook.protocol.messages import (
     LimitOutput,
     OutputBarrier,
     RankReady,
+    RanksLost,
     Regroup,
     Shutdown,
     ShutdownDelayed,
@@ -101,6 +103,8 @@ from rankbook.transport.link import HubLink, Sender
 
 _EXIT_DELAY = 0.02
 """Seconds after a rank's exit during which its last messages may still be on the link."""
+_LOSS_REPORT_INTERVAL = 0.01
+"""Seconds between two messages that tell the ranks which others have exited: a thousand exits do not arrive at once."""
 _RECENT_CELLS = 64
 """Number of ended cells that still receive the output of their background threads."""
 
@@ -147,6 +151,8 @@ class Driver:
         # Actions that show output, deferred to the driver thread, in the order in which they were decided. The order
         # matters: a rank's loss must be shown before the end of the cell that it causes.
         self._ending: deque[act.EndCell | _RankLoss] = deque()
+        self._next_loss_report: float | None = None
+        self._last_loss_report = -math.inf
         self._timers = TimerQueue()
         self.shutdown_manager = ShutdownManager(hub, launcher, self.after, state.grace)
         self._receiver = MessageReceiver(hub, state.ranks, self._receive, self.cell_of, launcher.kill)
@@ -263,7 +269,14 @@ class Driver:
                     self._flusher.add(number)
             case act.SendInterrupt(number, ranks):
                 self._hub.send_many(ranks, Interrupt(cell=number))
-            case act.StartTimer() | act.ScheduleCheck() | act.RequestCollectives() | act.SendAbort():
+            case (
+                act.StartTimer()
+                | act.ScheduleCheck()
+                | act.RequestCollectives()
+                | act.SendAbort()
+                | act.ScheduleLossReport()
+                | act.SendLosses()
+            ):
                 self._perform_monitoring(action)
             # Only the driver thread may show output, and this thread may be another one.
             case act.NotifyUser(noted, text):
@@ -277,7 +290,13 @@ class Driver:
                 self._ending.append(action)
 
     def _perform_monitoring(
-        self, action: act.StartTimer | act.ScheduleCheck | act.RequestCollectives | act.SendAbort
+        self,
+        action: act.StartTimer
+        | act.ScheduleCheck
+        | act.RequestCollectives
+        | act.SendAbort
+        | act.ScheduleLossReport
+        | act.SendLosses,
     ) -> None:
         match action:
             case act.StartTimer(ending, seconds, step):
@@ -288,17 +307,19 @@ class Driver:
                 self._next_check = before if now <= before <= now + seconds else now + seconds
             case act.RequestCollectives(ranks):
                 self._hub.send_many(ranks, GetCollectives(token=0))
-            case act.SendAbort(ranks, groups, cause, lost, mismatch):
-                # All ranks learn the cause; only `ranks` abort their collectives (`shut`). After a death, the message
-                # names the dead rank, and waits in its groups that break by themselves report the cause.
-                causing_ranks, is_loss = (ranks, False) if lost is None else ((lost,), True)
+            case act.SendAbort(ranks, groups, cause, mismatch):
+                # All ranks learn the cause; only `ranks` abort their collectives (`shut`).
                 live = self.live_ranks()
                 aborted = set(ranks)
-                not_aborted = [rank for rank in live if rank not in aborted] if aborted else live
+                not_aborted = [rank for rank in live if rank not in aborted]
                 for members, shut in ((sorted(aborted.intersection(live)), True), (not_aborted, False)):
                     if members:
-                        abort = Abort(groups, cause, shut, causing_ranks, lost=is_loss, mismatch=mismatch)
-                        self._hub.send_many(members, abort)
+                        self._hub.send_many(members, Abort(groups, cause, shut, ranks, mismatch=mismatch))
+            case act.ScheduleLossReport():
+                # At once after a quiet moment, at the end of this round.
+                self._next_loss_report = self._last_loss_report + _LOSS_REPORT_INTERVAL
+            case act.SendLosses(ranks, causes):
+                self._hub.send_many(ranks, RanksLost(causes))
 
     def _record_rank_lost(self, rank: int, reason: str, number: int | None) -> None:
         if (cell := self._cells.get(number or 0)) is not None:
@@ -346,7 +367,10 @@ class Driver:
                 self._watched_files = ()
                 self._lose_launcher()
         self._timers.run_due()
-        # Reset before posting: the check itself schedules the next one.
+        # Both are reset before posting: a check itself schedules the next one, and another thread may report a loss.
+        if self._next_loss_report is not None and (now := time.monotonic()) >= self._next_loss_report:
+            self._next_loss_report, self._last_loss_report = None, now
+            self.post(ev.LossReportDue(now))
         if self._next_check is not None and (now := time.monotonic()) >= self._next_check:
             self._next_check = None
             self.post(ev.CheckCollectives(now))
@@ -358,7 +382,7 @@ class Driver:
         # Another thread may have added an end after `_end_cells` has run. It must not wait for the next message.
         if self._ending:
             return 0.0
-        due = [self._timers.next, self._flusher.deadline]
+        due = [self._timers.next, self._flusher.deadline, self._next_loss_report]
         # Without a cell there is nothing to check, and an idle notebook should not wake up.
         if self.state.cells:
             due.append(self._next_check)

@@ -34,6 +34,13 @@ class RankGone:
 
 
 @dataclass(frozen=True)
+class LossReportDue:
+    """All exits that have been received are handled. `now` is in seconds, on any monotonic clock."""
+
+    now: float
+
+
+@dataclass(frozen=True)
 class Submit:
     """A cell is submitted for `ranks`. `defines_variables`: it may define variables there (cell, call or push)."""
 
@@ -104,5 +111,5 @@ class Stop:
     """The cluster should stop."""
 
 
-_OfRanks = LaunchRanks | RankConnected | RankGone | StateRestored
+_OfRanks = LaunchRanks | RankConnected | RankGone | LossReportDue | StateRestored
 Event = _OfRanks | Submit | CellDone | CollectivesReceived | CheckCollectives | InterruptCell | TimerFired | Stop

@@ -12,6 +12,7 @@ that may have left the ranks at different collectives.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -32,6 +33,8 @@ from rankbook.coordinator.states import (
 )
 from rankbook.errors import IllegalTransition
 
+_REQUEST_INTERVAL = 0.05
+"""Seconds between two requests for reports that follow from exits; less than half of `GracePeriods.death_interrupt`."""
 _REGROUPED = "the process group is re-formed, and models and optimizers continue to use it\n"
 
 
@@ -51,6 +54,9 @@ class ClusterState:
         self.grouped = False
         self.generation = 0
         self._stale = False
+        # Why ranks have exited, of which their peers were not told yet.
+        self._unreported_losses: dict[int, str] = {}
+        self._next_request = -math.inf
         self._collective_monitor = CollectiveMonitor(self.grace)
         self._queue: list[int] = []
         self._last_cell = 0
@@ -177,10 +183,8 @@ class ClusterState:
         self._collective_monitor.forget(rank.rank)
         live = self.live_ranks()
         if not rank.refork and live:
-            # The peers learn the cause at once: a wait that then breaks by itself reports it. The reports that are
-            # requested here tell `_interrupt_after_death` later which ranks wait for the dead one.
-            cause = f"rank {rank.rank} {event.reason}"
-            actions += [act.SendAbort((), (), cause, lost=rank.rank), act.RequestCollectives(live)]
+            self._unreported_losses[rank.rank] = f"rank {rank.rank} {event.reason}"
+            actions.append(act.ScheduleLossReport())
         # Queued cells wait for a rank that is being restarted. They fail if it is gone for good.
         waiting = () if rank.refork else tuple(self._queue)
         for number in (cell, *waiting):
@@ -190,6 +194,24 @@ class ClusterState:
             # After the running cell has lost the rank, so that it does not count the new process among its ranks.
             actions += self._fork(rank)
         return actions + self._dispatch()
+
+    # Many ranks may exit at once, and every message that follows from an exit goes to all others. One report of all
+    # exits that have been received makes the costs of many exits linear in the number of ranks.
+    def _report_losses(self, event: ev.LossReportDue) -> list[act.Action]:
+        causes, self._unreported_losses = tuple(self._unreported_losses.items()), {}
+        live = self.live_ranks()
+        if not causes or not live:
+            return []
+        # The peers learn the causes at once: a wait that then breaks by itself reports them.
+        actions: list[act.Action] = [act.SendLosses(live, causes)]
+        # The reports tell `_interrupt_after_death` later which ranks wait for the dead ones. Those of a moment ago say
+        # the same, unless a rank has begun its wait since; the next check requests newer ones.
+        if event.now >= self._next_request:
+            self._next_request = event.now + _REQUEST_INTERVAL
+            actions.append(act.RequestCollectives(live))
+        else:
+            actions.append(act.ScheduleCheck(self._next_request - event.now))
+        return actions
 
     # Cells
     #
@@ -463,6 +485,7 @@ _HANDLERS: dict[type, Callable[[ClusterState, Any], list[act.Action]]] = {
     ev.LaunchRanks: ClusterState._launch,
     ev.RankConnected: ClusterState._rank_connected,
     ev.RankGone: ClusterState._rank_exited,
+    ev.LossReportDue: ClusterState._report_losses,
     ev.StateRestored: ClusterState._state_restored,
     ev.Submit: ClusterState._submit,
     ev.CellDone: ClusterState._cell_done,

@@ -305,16 +305,24 @@ class Abort(Message, frozen=True):
     """Report that collectives of `groups` (of all groups if empty) cannot complete; `cause` explains why.
 
     Only groups with a member in `ranks`, the failed ranks, are concerned. `shut`: abort the pending collectives.
-    Otherwise the cause is only kept for the error of a wait that fails by itself. `lost`: the processes of `ranks` have
-    exited. `mismatch`: `cause` says which collective does not match, so that an error needs no further description.
+    Otherwise the cause is only kept for the error of a wait that fails by itself. `mismatch`: `cause` says which
+    collective does not match, so that an error needs no further description.
     """
 
     groups: tuple[str, ...]
     cause: str
     shut: bool
     ranks: tuple[int, ...]
-    lost: bool = False
     mismatch: bool = False
+
+
+class RanksLost(Message, frozen=True):
+    """Report that processes of ranks have exited; `causes` has a sentence per rank.
+
+    A cause is kept for the error of a wait that fails by itself, in every group that the lost rank is a member of.
+    """
+
+    causes: tuple[tuple[int, str], ...]
 
 
 class Shutdown(Message, frozen=True):
@@ -472,6 +480,7 @@ _Control = (
     | GetStack
     | GetCollectives
     | Abort
+    | RanksLost
     | Shutdown
     | Acknowledge
     | RequestReplay

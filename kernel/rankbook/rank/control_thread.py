@@ -40,6 +40,7 @@ from rankbook.protocol.messages import (
     InputReply,
     Interrupt,
     LimitOutput,
+    RanksLost,
     Shutdown,
     Stack,
     ToRank,
@@ -96,6 +97,9 @@ class MainThreadControl(Protocol):
 
     def abort(self, message: Abort) -> None:
         """Abort the collectives that wait for ranks which will not join."""
+
+    def record_losses(self, message: RanksLost) -> None:
+        """Record why ranks have exited."""
 
 
 class Interrupts:
@@ -539,6 +543,8 @@ class ControlThread(threading.Thread):
                 self._link.send(self._main_thread.collectives(message.token))
             case Abort():
                 self._main_thread.abort(message)
+            case RanksLost():
+                self._main_thread.record_losses(message)
             case CommToRank():
                 comms.receive_comm(message, frames)
             case DapToRank():

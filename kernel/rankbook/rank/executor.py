@@ -49,6 +49,7 @@ from rankbook.protocol.messages import (
     OutputBarrier,
     Payload,
     Protect,
+    RanksLost,
     Regroup,
     RestoreReplicas,
     RestoreSnapshot,
@@ -568,6 +569,10 @@ class Executor:
     def abort(self, message: Abort) -> None:
         """Abort the collectives that wait for ranks which will not join. Any thread."""
         self._group.abort(message)
+
+    def record_losses(self, message: RanksLost) -> None:
+        """Record why ranks have exited. Any thread."""
+        self._group.record_losses(message)
 
 
 def plain_module(name: str, model: torch.nn.Module) -> torch.nn.Module:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from rankbook.errors import CollectiveAborted
-from rankbook.protocol.messages import Abort
+from rankbook.protocol.messages import Abort, RanksLost
 from rankbook.rank.process_groups.collective_log import CollectiveLog
 from rankbook.rank.process_groups.manager import GroupManager
 
@@ -22,7 +22,7 @@ class FakeGroup:
     def __init__(self, name, ranks, background=False):
         self.log, self.background, self.told = CollectiveLog(name, ranks), background, []
 
-    def set_cause(self, cause, *, mismatch):
+    def set_cause(self, cause, *, mismatch=False):
         self.told.append(("cause", cause, mismatch))
 
     def abort_with_cause(self, cause, *, mismatch):
@@ -67,13 +67,24 @@ def test_a_failure_in_a_group_of_other_ranks_does_not_keep_this_rank_from_creati
         ((PAIR,), (0, 1), {"shut": True}, {WORLD: [], PAIR: ["abort"], BACKGROUND: []}),
         ((PAIR,), (1,), {"mismatch": True}, {WORLD: [], PAIR: ["cause"], BACKGROUND: []}),
         ((), (2,), {}, {WORLD: ["cause"], PAIR: [], BACKGROUND: []}),
-        ((), (1,), {"lost": True}, {WORLD: ["cause"], PAIR: ["cause"], BACKGROUND: ["cause"]}),
         (("",), (2,), {}, {WORLD: [], PAIR: [], BACKGROUND: []}),
     ],
-    ids=["own group", "own group, told only", "all groups", "lost", "creation"],
+    ids=["own group", "own group, told only", "all groups", "creation"],
 )
 def test_a_failure_that_concerns_this_rank_keeps_it_from_creating_groups(manager, groups, ranks, options, reported):
     assert abort(manager, groups, ranks, **options) == reported
+    with pytest.raises(CollectiveAborted, match="rank 2 failed, so this rank cannot begin new_group"):
+        create(manager)
+
+
+def test_the_exits_of_ranks_are_recorded_in_all_of_their_groups_each_with_its_own_reason(manager):
+    manager.record_losses(RanksLost(((2, "rank 2 failed"), (1, "rank 1 was killed"))))
+    told = {name: member.group.told for name, member in manager._members.items()}
+    assert told == {
+        WORLD: [("cause", "rank 2 failed", False)],
+        PAIR: [("cause", "rank 1 was killed", False)],
+        BACKGROUND: [("cause", "rank 1 was killed", False)],
+    }
     with pytest.raises(CollectiveAborted, match="rank 2 failed, so this rank cannot begin new_group"):
         create(manager)
 

@@ -37,7 +37,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 from torch.optim.optimizer import Optimizer
 
 from rankbook.errors import CollectiveAborted
-from rankbook.protocol.messages import Abort
+from rankbook.protocol.messages import Abort, RanksLost
 from rankbook.protocol.telemetry import GroupReport
 from rankbook.rank import model_reset
 from rankbook.rank.process_groups import (
@@ -316,21 +316,17 @@ class GroupManager:
     def abort(self, message: Abort) -> None:
         """Abort the groups that `message` names, or only record the reason for a failure. Any thread.
 
-        Without `lost`, groups in the background are left alone. With it, the processes of `message.ranks` are gone, and
-        all groups with one of them as a member are concerned. With `shut`, the wait for other ranks while a group is
-        being created ends as well. This rank creates no more groups, unless the message concerns only groups of other
-        ranks.
+        Groups in the background are left alone. With `shut`, the wait for other ranks while a group is being created
+        ends as well. This rank creates no more groups, unless the message concerns only groups of other ranks.
         """
-        # A copy, because the main thread may be creating a group.
-        members = self._members.copy() if message.lost else self._foreground()
         groups = [
             member.group
-            for name, member in members.items()
+            for name, member in self._foreground().items()
             if (not message.groups or name in message.groups)
             and not set(message.ranks).isdisjoint(member.group.log.ranks)
         ]
         ends_creation = not message.groups or self._creation_log.name in message.groups
-        if groups or ends_creation or message.lost:
+        if groups or ends_creation:
             # The first reason stays: later ones are mostly consequences.
             self._cause = self._cause or message.cause
         for group in groups:
@@ -341,6 +337,19 @@ class GroupManager:
         if message.shut and self._creating is not None and ends_creation:
             # Ends the waits for keys in the store and gloo's attempts to connect.
             self._cancel.set()
+
+    def record_losses(self, message: RanksLost) -> None:
+        """Record why ranks have exited, in all groups with one of them as a member. Any thread.
+
+        This rank creates no more groups.
+        """
+        self._cause = self._cause or message.causes[0][1]
+        # A copy, because the main thread may be creating a group. Groups in the background too: they break as well.
+        for member in self._members.copy().values():
+            ranks = set(member.group.log.ranks)
+            cause = next((cause for rank, cause in message.causes if rank in ranks), None)
+            if cause is not None:
+                member.group.set_cause(cause)
 
     def rescue(self, thread: str) -> bool:
         """Handle a C++ thread that called std::terminate(). Return True if the process can continue without the thread.

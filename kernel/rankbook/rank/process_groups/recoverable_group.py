@@ -35,6 +35,7 @@ Messages (`protocol/messages.py`)
                                  sends its logs unasked when a connection breaks and it does not know why.
     Abort(shut=False)            Gives the reason why a collective may fail soon: `set_cause`.
     Abort(shut=True)             Ends the collectives of the named groups: `abort_with_cause`.
+    RanksLost                    Gives the reasons why collectives of some ranks' groups may fail soon: `set_cause`.
     Interrupt                    Raises KeyboardInterrupt in the main thread.
     Done                         Reports the end of a cell, and the logs of the groups that it has used.
     Regroup(generation)          A task for the main thread: join this generation.
@@ -45,8 +46,8 @@ From the event to the abort
     Error. The rank that raised sends Done. The notebook's `CollectiveMonitor` compares the logs. When a rank has waited
         for `GracePeriods.raised` in a collective that the failed rank will not launch, the waiting ranks get
         Abort(shut=True) for that group, and the others get the reason.
-    Death. The notebook at once sends Abort(shut=False, lost=True) with the reason. The kernel closes the dead process'
-        sockets, so gloo mostly fails by itself. `GracePeriods.death_interrupt` later the ranks that wait for the dead
+    Death. The notebook at once sends RanksLost with the reason. The kernel closes the dead process' sockets, so gloo
+        mostly fails by itself. `GracePeriods.death_interrupt` later the ranks that wait for the dead
         one get Abort(shut=True) and the others an Interrupt; after `death_abort` every remaining rank is aborted.
     Mismatch. The ranks gave different operations or tensors to the same collective, which `CollectiveMonitor` sees in
         the logs. The ranks that wait in this group get Abort(shut=True), with the collective and the values of all
