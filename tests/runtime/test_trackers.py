@@ -23,6 +23,7 @@ from rankbook.runtime.trackers import (
     filter_trackers,
     make_tracker,
 )
+from tests.conftest import wait_until
 
 
 class RecordingTracker(GeneralTracker):
@@ -235,7 +236,8 @@ def test_mlflow_gets_numbers_by_name_and_parameters_in_requests_of_100(hosted):
     tracker.finish()
     experiment, run, *parameters, metrics, end = hosted.calls
     assert experiment == ("set_experiment", "experiment")
-    assert run == ("start_run", {"experiment_id": "id of experiment", "run_name": "first"})
+    expected = {"experiment_id": "id of experiment", "nested": False, "tags": None, "run_name": "first"}
+    assert run == ("start_run", expected)
     assert [(name, len(values)) for name, values, _ in parameters] == [("log_params", 100), ("log_params", 50)]
     assert metrics == ("log_metrics", {"loss/train": 0.5, "loss/test": 1}, {"step": 3})
     assert end == ("end_run",)
@@ -249,6 +251,32 @@ def test_a_run_of_mlflow_that_a_failed_cell_left_open_is_ended_by_the_next_one(h
     hosted.active = types.SimpleNamespace(info=types.SimpleNamespace(run_id="of the user"))
     with pytest.raises(AssertionError, match="already active"):
         make_tracker("mlflow", "experiment").start()
+
+
+def test_environment_variables_of_mlflow_take_precedence_over_arguments(hosted, monkeypatch):
+    PartialState(cpu=True)
+    assert MLflowTracker("run", nested_run=True, tags='{"a": 1}').tags == {"a": 1}
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of the environment")
+    monkeypatch.setenv("MLFLOW_NESTED_RUN", "False")
+    monkeypatch.setenv("MLFLOW_TAGS", '{"team": "vision"}')
+    MLflowTracker("run", nested_run=True, tags={"a": 1}).start()
+    experiment, run = hosted.calls
+    assert experiment == ("set_experiment", "of the environment")
+    assert run[1] == {"experiment_id": "id of of the environment", "nested": False, "tags": {"team": "vision"}}
+
+
+def test_a_nested_run_of_mlflow_leaves_its_parent_open(hosted):
+    PartialState(cpu=True)
+    MLflowTracker("run").start()
+    with pytest.raises(AssertionError, match="already active"):  # the stand-in knows no nested runs
+        MLflowTracker("run", nested_run=True).start()
+    assert "end_run" not in [call[0] for call in hosted.calls]
+
+
+@pytest.mark.parametrize("tags", ["{", "[1]", ["a"]])
+def test_invalid_tags_of_mlflow_are_refused(tags):
+    with pytest.raises(InvalidArgument, match="invalid tags"):
+        MLflowTracker("run", tags=tags)
 
 
 @pytest.mark.parametrize("kind", [WandBTracker, MLflowTracker])
@@ -289,7 +317,8 @@ def test_wandb_itself_writes_a_run_without_a_network(tmp_path, monkeypatch):
     assert tracker.tracker.config["lr"] == 0.1
     tracker.finish()
     (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    assert b"loss" in written.read_bytes()
+    # The process of wandb writes the file, and may still do so when `finish` returns.
+    wait_until(lambda: b"loss" in written.read_bytes(), timeout=60, what="wandb to write the run")
 
 
 @pytest.mark.slow

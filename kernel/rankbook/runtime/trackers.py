@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol, TypeGuard, cast, runtime_checkable
 import torch
 
 from rankbook.errors import InvalidArgument
+from rankbook.runtime.launch_environment import read_flag, read_text
 from rankbook.runtime.process_state import PartialState
 
 
@@ -331,9 +332,15 @@ class MLflowTracker(GeneralTracker):
     Args:
         experiment_name: name of the experiment. It is created if it does not exist.
         main_process_only: False starts a run on every rank.
-        kwargs: keyword arguments of `mlflow.start_run`, such as `run_name`, `run_id` and `tags`.
+        nested_run: start the run inside the active run, if there is one.
+        tags: tags of the run, as a dict or as JSON text.
+        kwargs: other keyword arguments of `mlflow.start_run`, such as `run_name` and `run_id`.
 
-    `start` raises `InvalidArgument` if the package is not installed.
+    The environment variables `MLFLOW_EXPERIMENT_NAME`, `MLFLOW_NESTED_RUN` (1 or 0) and `MLFLOW_TAGS` (JSON) take
+    precedence over these arguments, as they do with Accelerate.
+
+    Raises `InvalidArgument` if the tags are not a dict, or `MLFLOW_NESTED_RUN` is not a boolean. `start` raises it if
+    the package is not installed.
 
     Example::
 
@@ -346,10 +353,20 @@ class MLflowTracker(GeneralTracker):
     _started: ClassVar[set[str]] = set()
     """Ids of the runs that trackers of this process have started and not ended."""
 
-    def __init__(self, experiment_name: str, *, main_process_only: bool = True, **kwargs: Any) -> None:  # noqa: ANN401 - mlflow.start_run's
+    def __init__(
+        self,
+        experiment_name: str,
+        *,
+        main_process_only: bool = True,
+        nested_run: bool = False,
+        tags: dict[str, Any] | str | None = None,
+        **kwargs: Any,  # noqa: ANN401 - mlflow.start_run's
+    ) -> None:
         super().__init__()
-        self.experiment_name = experiment_name
+        self.experiment_name = read_text("MLFLOW_EXPERIMENT_NAME") or experiment_name
         self.main_process_only = main_process_only
+        self.nested_run = read_flag("MLFLOW_NESTED_RUN") if "MLFLOW_NESTED_RUN" in os.environ else nested_run
+        self.tags = _read_tags(read_text("MLFLOW_TAGS") or tags)
         self._kwargs = kwargs
         self._run: Any = None
 
@@ -364,12 +381,14 @@ class MLflowTracker(GeneralTracker):
             return
         mlflow = _package("mlflow")
         active = mlflow.active_run()
-        # Only a run of ours. One that the user has started is reported by MLflow's own error.
-        if active is not None and active.info.run_id in self._started:
+        # Only a run of ours, and not the parent of this one. MLflow itself reports a run that the user has started.
+        if active is not None and active.info.run_id in self._started and not self.nested_run:
             self._started.remove(active.info.run_id)
             mlflow.end_run()
         experiment = mlflow.set_experiment(self.experiment_name)
-        self._run = mlflow.start_run(experiment_id=experiment.experiment_id, **self._kwargs)
+        self._run = mlflow.start_run(
+            experiment_id=experiment.experiment_id, nested=self.nested_run, tags=self.tags, **self._kwargs
+        )
         self._started.add(self._run.info.run_id)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -394,6 +413,18 @@ class MLflowTracker(GeneralTracker):
             self._started.discard(self._run.info.run_id)
             self._run = None
             _package("mlflow").end_run()
+
+
+def _read_tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """Return the tags of a run, which may be given as JSON text."""
+    if isinstance(tags, str):
+        try:
+            tags = json.loads(tags)
+        except ValueError as error:
+            raise InvalidArgument(f"invalid tags {tags!r}: expected the JSON text of an object: {error}") from None
+    if tags is not None and not isinstance(tags, dict):
+        raise InvalidArgument(f"invalid tags {tags!r}: expected a dict")
+    return tags
 
 
 _MLFLOW_PARAMETERS = 100
