@@ -16,8 +16,7 @@ from rankbook.protocol import telemetry
 from rankbook.protocol.queries import GetStatistic, GetStatus, QueryFailed
 from rankbook.rank.inspect import object_discovery, shard_map, tensor_introspection
 from rankbook.rank.inspect.query_handlers import GradientCounter, StatusHandler, Utilisation, compute_statistic
-from rankbook.rank.inspect.tensor_introspection import GilYield
-from rankbook.rank.inspect.variables import list_variables
+from rankbook.rank.inspect.tensor_introspection import GilYield, list_variables
 
 
 def inventory(namespace):

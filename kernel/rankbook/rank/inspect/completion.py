@@ -45,8 +45,15 @@ from rankbook.protocol.queries import (
     Hint,
     InspectionReply,
 )
-from rankbook.rank.inspect.tensor_introspection import GilYield, instance_dict, is_a, items, loaded_class
-from rankbook.rank.inspect.variables import format_info, preview_value
+from rankbook.rank.inspect.tensor_introspection import (
+    GilYield,
+    format_info,
+    instance_dict,
+    is_a,
+    items,
+    loaded_class,
+    preview_value,
+)
 from rankbook.transport.serialization import cell_number
 
 MAX_COMPLETIONS = 2000

@@ -43,8 +43,7 @@ from rankbook.protocol.queries import (
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Statistic, Struct
 from rankbook.rank.inspect import object_discovery, tensor_introspection
 from rankbook.rank.inspect.object_discovery import MeasuredObjects
-from rankbook.rank.inspect.tensor_introspection import GilYield
-from rankbook.rank.inspect.variables import list_variables
+from rankbook.rank.inspect.tensor_introspection import GilYield, list_variables
 
 _MAX_LOAD = {True: 1 / 200, False: 1 / 50}
 """Maximum share of a processor for the search for objects, while a cell runs (True) and while none does (False)."""
