@@ -259,7 +259,7 @@ MUTANTS = (
         "runtime/test_accelerator.py",
     ),
     Mutant(
-        "kernel/rankbook/runtime/precision.py",
+        "kernel/rankbook/runtime/settings.py",
         "if installed.replaced is not None:",
         "if installed.replaced is None:",
         "runtime/test_precision.py",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rankbook.runtime.config import AutocastKwargs
-from rankbook.runtime.precision import MixedForward, in_fp32, install_forward, remove_forward
+from rankbook.runtime.settings import MixedForward, in_fp32, install_forward, remove_forward
 
 CPU = torch.device("cpu")
 

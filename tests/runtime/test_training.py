@@ -19,7 +19,6 @@ from rankbook.runtime import (
     GradScalerKwargs,
     ParallelismConfig,
     TorchDynamoPlugin,
-    precision,
     settings,
 )
 from rankbook.runtime.gradient_state import window
@@ -416,7 +415,7 @@ def test_a_precision_that_the_device_cannot_do_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     device = torch.device("cuda", 0)
     with pytest.raises(InvalidArgument, match="'bf16' is not supported on cuda:0"):
-        precision.check_precision("bf16", device)
-    precision.check_precision("fp16", device)
+        settings.check_precision("bf16", device)
+    settings.check_precision("fp16", device)
     with pytest.raises(InvalidArgument, match="the device of this rank is cpu; use 'bf16' or 'no'"):
-        precision.check_precision("fp16", torch.device("cpu"))
+        settings.check_precision("fp16", torch.device("cpu"))

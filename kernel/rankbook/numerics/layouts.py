@@ -26,7 +26,7 @@ from rankbook.runtime.config import (
     ParallelismConfig,
 )
 from rankbook.runtime.optimizer import AcceleratedOptimizer
-from rankbook.runtime.precision import MixedForward, check_precision, install_forward
+from rankbook.runtime.settings import MixedForward, check_precision, install_forward
 from rankbook.runtime.strategies.base import FSDP_STATE_KEYS, Strategy, StrategySetup, full_tensor, plain_class
 from rankbook.runtime.strategies.ddp import DataParallel
 from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel

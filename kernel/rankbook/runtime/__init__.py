@@ -14,7 +14,6 @@ Public names are imported when they are first used.
     launch_environment.py  environment variables of torchrun, MPI and Slurm
     launched_function.py   run a function with fresh shared state, as notebook_launcher does
     config.py              plugins, handlers, loader and parallelism configuration
-    precision.py           mixed precision: autocast, gradient scaler, forward of a prepared model
     optimizer.py           AcceleratedOptimizer and AcceleratedScheduler
     memory.py              release memory; find a batch size that fits
     logging.py             get_logger and tqdm

@@ -26,8 +26,8 @@ from rankbook.errors import InvalidArgument
 from rankbook.runtime import prepared as registry
 from rankbook.runtime.data.loaders import prepare_data_loader
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from rankbook.runtime.precision import install_forward, remove_forward
 from rankbook.runtime.prepared import PrepareContext, PreparedModel, report_loader, report_model, report_optimizer
+from rankbook.runtime.settings import install_forward, remove_forward
 from rankbook.runtime.strategies.base import full_tensor, mesh_for
 
 KINDS: list[tuple[str, tuple[type, ...]]] = [

@@ -21,10 +21,9 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from rankbook.runtime.comm.collectives import reduce
 from rankbook.runtime.config import AutocastKwargs, ProfileKwargs
 from rankbook.runtime.gradient_state import AccumulateContext, window
-from rankbook.runtime.precision import autocast
 from rankbook.runtime.prepare import wrapper_of
 from rankbook.runtime.prepared import strategy_of
-from rankbook.runtime.settings import AcceleratorSettings
+from rankbook.runtime.settings import AcceleratorSettings, autocast
 from rankbook.runtime.strategies.base import full_tensor
 
 
