@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from rankbook.runtime import GradientState, prepare_data_loader
-from rankbook.runtime.data import channel, rng
+from rankbook.runtime.data import dispatcher, rng
 from rankbook.runtime.data.dispatcher import DataLoaderDispatcher
 from rankbook.runtime.gradient_state import AccumulationWindow
 
@@ -193,12 +193,12 @@ def wire(monkeypatch):
 
     def send(message, rank, _group):
         tensors = list(message)
-        content = channel.unpack(lambda into: into.copy_(tensors.pop(0)))
+        content = dispatcher.unpack(lambda into: into.copy_(tensors.pop(0)))
         if content is not None:
             current[-1].sent[rank] = content
         return []
 
-    monkeypatch.setattr(channel, "send", send)
+    monkeypatch.setattr(dispatcher, "send", send)
     read = Ranks.read
     monkeypatch.setattr(Ranks, "read", lambda self, stop=None: current.append(self) or read(self, stop))
 

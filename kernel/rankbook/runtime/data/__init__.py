@@ -8,5 +8,4 @@ batch_reader.py    datasets that read a whole batch per request
 stateful.py        loader position, and dataset state for checkpoints
 rng.py             seeds and random states
 dispatcher.py      `DataLoaderDispatcher`: rank 0 reads for all ranks
-channel.py         point-to-point messages of dispatched batches
 """
