@@ -26,7 +26,7 @@ pytestmark = [
 
 PLACE = """
 from rankbook.coordinator import cluster_processes as _processes
-from rankbook.launch.environment import DeviceAssignment as _Assignment
+from rankbook.launch.placement import DeviceAssignment as _Assignment
 _processes.assign_devices = lambda n, *_, **__: _Assignment(('cuda:0',) * (n or 2), 'cpu:gloo,cuda:nccl', 1)
 _environment = _processes.rank_environment
 def _of_rank(base, place, **options):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook.errors import InvalidArgument
-from rankbook.launch.environment import abort_grace, assign_devices, changed_variables, rank_environment
+from rankbook.launch.placement import abort_grace, assign_devices, changed_variables, rank_environment
 
 
 def test_one_rank_per_cuda_device_with_nccl_beside_gloo(monkeypatch):

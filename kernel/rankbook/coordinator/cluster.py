@@ -50,8 +50,8 @@ from rankbook.coordinator.sync_check import (
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for_cell
 from rankbook.errors import CellError, CellTimeout, ClusterStopped, InvalidArgument, RankbookError, RankLostError
 from rankbook.formatting import plural
-from rankbook.launch.environment import changed_variables
 from rankbook.launch.hosts import HostOptions, HostStatus
+from rankbook.launch.placement import changed_variables
 from rankbook.launch.registry import ClusterRecord
 from rankbook.numerics.commands import watch_numbers
 from rankbook.numerics.norms import GradientTable, merge_gradients

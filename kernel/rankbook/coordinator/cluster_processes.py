@@ -38,18 +38,22 @@ from rankbook.errors import ClusterStopped, InvalidArgument, RankbookError, Star
 from rankbook.formatting import plural
 from rankbook.launch import local
 from rankbook.launch.connection import connection_path, interface_addresses
-from rankbook.launch.environment import DeviceAssignment, abort_grace, assign_devices, rank_environment, usable_cores
 from rankbook.launch.hosts import HostOptions, Hosts, HostsLauncher, HostsLink, listen
 from rankbook.launch.paths import ClusterPaths, make_folders
 from rankbook.launch.placement import (
     HOME,
+    DeviceAssignment,
     HostSlots,
     RankSeat,
+    abort_grace,
+    assign_devices,
     choose_backend,
     home_seat,
     inherited_variables,
     place_ranks,
     place_variables,
+    rank_environment,
+    usable_cores,
 )
 from rankbook.launch.registry import ClusterRecord, DetachedRank, process_start_time, session_id, write_record
 from rankbook.protocol.forkserver import ForkRank

@@ -37,9 +37,9 @@ from rankbook.coordinator.recovered_state import (
 from rankbook.coordinator.running_cell import RunningCell, Sink
 from rankbook.errors import InvalidArgument, NoClusterError, StartError, UnreadableMessage
 from rankbook.formatting import plural
-from rankbook.launch.environment import DeviceAssignment
 from rankbook.launch.local import ReattachedLauncher
 from rankbook.launch.paths import ClusterPaths
+from rankbook.launch.placement import DeviceAssignment
 from rankbook.launch.registry import ClusterRecord, DetachedCluster, session_id
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import Stream

@@ -3,7 +3,6 @@
 launcher.py      the Protocol of a launcher
 local.py         ranks on this machine, through a forkserver; reattaching to a detached cluster
 registry.py      records of detached clusters
-environment.py   environment variables, devices, backend and threads of a rank
 paths.py         folders for sockets, shared memory and logs
 hosts.py         ranks on other hosts: the coordinator's side of the agents
 placement.py     which rank runs on which host and device

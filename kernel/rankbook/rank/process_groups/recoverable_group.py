@@ -90,7 +90,7 @@ NCCL. The above describes gloo, whose collectives wait on the host. NCCL's are q
    without one, the next cell names the models.
 5. A communicator is connected when its group is formed, and not in the first collective: there, neither an abort nor an
    interrupt would reach the wait for a rank that comes late. NCCL's watchdog neither ends the process nor writes dumps
-   (`launch/environment.py`); after `TORCH_NCCL_ASYNC_ERROR_HANDLING=2` it only aborts a communicator.
+   (`launch/placement.py`); after `TORCH_NCCL_ASYNC_ERROR_HANDLING=2` it only aborts a communicator.
 6. A device that has reported an error such as a failed assertion executes nothing any more in this process
    (`DeviceWatcher.error`). The rank reports it in Done, its log counts as broken, and `heal` replaces it.
 
