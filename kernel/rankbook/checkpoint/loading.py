@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from rankbook.checkpoint.consistency import RankGroup, RanksFailed, check_same_arguments, folder_key
-from rankbook.checkpoint.format import dcp_metadata, torch_blobs
+from rankbook.checkpoint.format import dcp_metadata, tensor_io
 from rankbook.checkpoint.format.manifest import COMMON, MANIFEST, PIECE, Manifest, StoredObject, crc32
 from rankbook.checkpoint.format.structure import decode, sizes_match
 from rankbook.checkpoint.format.tensor_io import ChunkDamage, data_matches, envelope_matches, read_into, verify_chunk
@@ -672,7 +672,7 @@ class CheckpointRead:
                 if (named := re.search(r"GLOBAL (\S+)", str(error))) is None:
                     short = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))  # omit torch's page of advice
                     raise kind(f"cannot be read: {short[1] if short else error}") from error
-                names = torch_blobs.unsafe_globals(data) or [named[1]]
+                names = tensor_io.unsafe_globals(data) or [named[1]]
                 raise kind(
                     f"contains {', '.join(names)}, which may execute code when loaded; if you trust the checkpoint, "
                     f"pass allow={names}"

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from rankbook.checkpoint.format.manifest import Manifest
-from rankbook.checkpoint.format.tensor_io import dtype_named
-from rankbook.checkpoint.format.torch_blobs import object_blob
+from rankbook.checkpoint.format.tensor_io import dtype_named, object_blob
 from rankbook.checkpoint.planning.load_plan import WantedChunk
 from rankbook.checkpoint.planning.local_plan import LocalPlan, LocalShard
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor, is_main_replica

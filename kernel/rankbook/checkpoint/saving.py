@@ -99,7 +99,7 @@ from torch.distributed.checkpoint.metadata import (
 from rankbook.checkpoint import async_save
 from rankbook.checkpoint.async_save import SaveHandle
 from rankbook.checkpoint.consistency import RankGroup, RanksFailed, check_same_arguments, folder_key
-from rankbook.checkpoint.format import torch_blobs
+from rankbook.checkpoint.format import tensor_io
 from rankbook.checkpoint.format.manifest import (
     COMMON,
     MANIFEST,
@@ -289,9 +289,9 @@ class Writer:
         at = 0
         for number in assignment.tensors:
             tensor = self._contents.tensors[number]
-            envelope = torch_blobs.make_envelope(tensor.data.dtype, tensor.local_shape)
+            envelope = tensor_io.make_envelope(tensor.data.dtype, tensor.local_shape)
             yield envelope.before
-            data = torch_blobs.raw_bytes(tensor.data)
+            data = tensor_io.raw_bytes(tensor.data)
             pieces = []
             for begin in range(0, len(data), PIECE):
                 piece = data[begin : begin + PIECE]
@@ -397,10 +397,10 @@ def _warn_unsafe(what: str, blob: bytes) -> None:
     """
     if len(blob) > MAX_SCANNED_BYTES or what in _warned_unsafe:
         return
-    if names := torch_blobs.unsafe_globals(blob):
+    if names := tensor_io.unsafe_globals(blob):
         _warned_unsafe.add(what)
         advice = f"load() requires allow={names} for it"
-        if never := torch_blobs.NEVER.intersection(names):
+        if never := tensor_io.NEVER.intersection(names):
             advice = (
                 f"torch cannot load {' and '.join(sorted(never))}, even with allow=: convert it to a list or a dict"
             )

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from rankbook.checkpoint.format.manifest import ITEM_BYTES, combine_pieces, pieces
-from rankbook.checkpoint.format.tensor_io import dtype_named
-from rankbook.checkpoint.format.torch_blobs import make_envelope, object_blob, raw_bytes
+from rankbook.checkpoint.format.tensor_io import dtype_named, make_envelope, object_blob, raw_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # torch says so at its first use
 

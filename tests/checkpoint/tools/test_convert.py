@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import rankbook.checkpoint as rc
-from rankbook.checkpoint.format import safetensors, torch_blobs
+from rankbook.checkpoint.format import safetensors, tensor_io
 from rankbook.checkpoint.format.manifest import StoredTensor
 from rankbook.checkpoint.storage import local, steps
 from rankbook.checkpoint.storage.local import storage_of
@@ -143,7 +143,7 @@ def test_types_that_the_format_lacks_are_named(tmp_path):
 
 def test_a_failed_import_leaves_no_step(tmp_path, monkeypatch):
     to_safetensors(dcp_saved(tmp_path / "dcp", MODEL), tmp_path / "hf")
-    monkeypatch.setattr(torch_blobs, "raw_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(tensor_io, "raw_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(OSError, match="No space left"):
         from_safetensors(tmp_path / "hf", tmp_path / "run", step=1)
     assert list((tmp_path / "run").iterdir()) == []

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from rankbook.checkpoint.format import safetensors
-from rankbook.checkpoint.format.torch_blobs import raw_bytes
+from rankbook.checkpoint.format.tensor_io import raw_bytes
 from rankbook.checkpoint.storage.base import Storage
 from rankbook.errors import InvalidArgument
 from rankbook.runtime.strategies.base import full_tensor
