@@ -24,8 +24,18 @@ from rankbook.errors import InvalidArgument, NoClusterError
 from rankbook.launch.registry import ClusterRecord, DetachedCluster, DetachedRank
 from rankbook.output.merger import Emit, Stream
 from rankbook.protocol.forkserver import RankExited
-from rankbook.protocol.messages import Done, ErrorReport, FromRank, InputReply, InputRequest, Interrupt, RunCell, Text
-from rankbook.protocol.reattach import Acknowledge, ReplayStart
+from rankbook.protocol.messages import (
+    Acknowledge,
+    Done,
+    ErrorReport,
+    FromRank,
+    InputReply,
+    InputRequest,
+    Interrupt,
+    ReplayStart,
+    RunCell,
+    Text,
+)
 from rankbook.transport.link import Sender
 from tests.coordinator.test_driver import DriverHarness, Keeper, request
 from tests.coordinator.test_state_machine import waits

@@ -14,8 +14,16 @@ from pathlib import Path
 import pytest
 
 from rankbook.protocol.forkserver import CloseCluster
-from rankbook.protocol.messages import FromForkserver, Message, decode_from_forkserver, decode_to_forkserver
-from rankbook.protocol.reattach import ClaimAccepted, ClaimCluster, ClaimRejected, DetachCluster
+from rankbook.protocol.messages import (
+    ClaimAccepted,
+    ClaimCluster,
+    ClaimRejected,
+    DetachCluster,
+    FromForkserver,
+    Message,
+    decode_from_forkserver,
+    decode_to_forkserver,
+)
 from rankbook.rank import os_utils
 from rankbook.rank.forkserver import Ownership
 from rankbook.transport.framed_socket import MessageStream

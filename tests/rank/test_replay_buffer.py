@@ -8,6 +8,7 @@ import pytest
 
 from rankbook.protocol.messages import (
     Abort,
+    Acknowledge,
     Assign,
     CallFunction,
     CommToRank,
@@ -24,13 +25,14 @@ from rankbook.protocol.messages import (
     Payload,
     RankReady,
     Regroup,
+    ReplayStart,
+    RequestReplay,
     RunCell,
     Shutdown,
     Text,
     ToRank,
 )
 from rankbook.protocol.queries import GetCompletions, GetInspection, GetStatus, GetValue
-from rankbook.protocol.reattach import Acknowledge, ReplayStart, RequestReplay
 from rankbook.rank.replay_buffer import DetachableLink, ReplayBuffer
 from rankbook.transport.link import Frames
 

@@ -90,6 +90,7 @@ from rankbook.protocol.messages import (
     RankReady,
     RanksLost,
     Regroup,
+    ReplayStart,
     Shutdown,
     ShutdownDelayed,
     Stack,
@@ -98,7 +99,6 @@ from rankbook.protocol.messages import (
     TextCut,
 )
 from rankbook.protocol.queries import QueryReply
-from rankbook.protocol.reattach import ReplayStart
 from rankbook.transport.link import HubLink, Sender
 
 _EXIT_DELAY = 0.02

@@ -44,8 +44,17 @@ from rankbook.launch.registry import ClusterRecord, DetachedCluster, session_id
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import Stream
 from rankbook.protocol.forkserver import RankExited
-from rankbook.protocol.messages import Clear, Display, Done, FromRank, InputRequest, Text, TextCut
-from rankbook.protocol.reattach import ReplayStart, RequestReplay
+from rankbook.protocol.messages import (
+    Clear,
+    Display,
+    Done,
+    FromRank,
+    InputRequest,
+    ReplayStart,
+    RequestReplay,
+    Text,
+    TextCut,
+)
 from rankbook.ranks import group_ranks, name_ranks
 from rankbook.transport.link import HubLink, Sender
 from rankbook.transport.shared_memory import SegmentStore

@@ -21,8 +21,7 @@ from rankbook.coordinator.states import CellStep, RankStep
 from rankbook.launch.launcher import Launcher
 from rankbook.launch.placement import abort_grace
 from rankbook.protocol.forkserver import ForkRank
-from rankbook.protocol.messages import Done, FromRank
-from rankbook.protocol.reattach import Acknowledge
+from rankbook.protocol.messages import Acknowledge, Done, FromRank
 from rankbook.transport.link import HubLink, Sender
 
 

@@ -39,8 +39,14 @@ from rankbook.protocol.forkserver import (
     RankExited,
     RankForked,
 )
-from rankbook.protocol.messages import FromForkserver, decode_from_forkserver
-from rankbook.protocol.reattach import ClaimAccepted, ClaimCluster, ClaimRejected, DetachCluster
+from rankbook.protocol.messages import (
+    ClaimAccepted,
+    ClaimCluster,
+    ClaimRejected,
+    DetachCluster,
+    FromForkserver,
+    decode_from_forkserver,
+)
 from rankbook.transport.framed_socket import MessageStream
 
 _T = TypeVar("_T")

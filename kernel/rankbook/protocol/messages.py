@@ -32,17 +32,89 @@ from rankbook.protocol.forkserver import (
 )
 from rankbook.protocol.numbers import HashState, MeasureDifferences, MeasureGradients
 from rankbook.protocol.queries import Answer, Question
-from rankbook.protocol.reattach import (
-    Acknowledge,
-    ClaimAccepted,
-    ClaimCluster,
-    ClaimRejected,
-    DetachCluster,
-    ReplayStart,
-    RequestReplay,
-)
 from rankbook.protocol.telemetry import GroupReport, Measure
 from rankbook.snapshot_files import SnapshotVersion
+
+# Notebook to rank ---------------------------------------------------------------------------------------------------
+
+
+class Acknowledge(Message, frozen=True):
+    """Report that all output of `cell` was shown or handed over, so that the rank can drop its copy."""
+
+    cell: int
+
+
+# The nonce is repeated in `ReplayStart`. It tells the answer to this request from one to an earlier notebook's.
+class RequestReplay(Message, frozen=True):
+    """Request a `ReplayStart` and the messages to replay.
+
+    Repeated are all unacknowledged messages, and acknowledged ones that were sent after `since`, in seconds of the
+    machine's monotonic clock. `token` is the cluster's secret; a rank ignores requests with another one.
+    """
+
+    token: str
+    nonce: str
+    since: float
+
+
+# Rank to notebook ---------------------------------------------------------------------------------------------------
+
+
+class ReplayStart(Message, frozen=True):
+    """Describe the rank's last task; `entries` replayed messages follow.
+
+    `cell` is 0 if there was no task. `seen`: its output was acknowledged. `generation` is that of the rank's process
+    group, 0 if it is in none. `dropped` counts the messages that did not fit into the replay buffer.
+    """
+
+    nonce: str
+    cell: int
+    number: int
+    label: str
+    running: bool
+    seen: bool
+    generation: int
+    entries: int
+    dropped: int
+
+
+# Notebook to forkserver, and back -----------------------------------------------------------------------------------
+
+
+class DetachCluster(Message, frozen=True):
+    """Keep the cluster alive for `seconds` without an owner.
+
+    A process that knows `token` can claim it through the socket `address`.
+    """
+
+    address: str
+    token: str
+    seconds: float
+
+
+# The token is in a file that only the user can read (`launch.registry`), so no other user can claim the cluster.
+class ClaimCluster(Message, frozen=True):
+    """Request ownership of the cluster for the process `pid`. The first message on a new connection."""
+
+    token: str
+    pid: int
+
+
+class ClaimAccepted(Message, frozen=True):
+    """Grant ownership of the cluster.
+
+    `ranks` messages about its ranks follow. `lost` is when the previous owner disappeared, in seconds of the monotonic
+    clock.
+    """
+
+    ranks: int
+    lost: float
+
+
+class ClaimRejected(Message, frozen=True):
+    """Refuse ownership of the cluster: process `owner` holds it, or the token is wrong (`owner` is 0)."""
+
+    owner: int
 
 
 # `content` and `metadata` are text, because both ends have JSON already: the widget on the rank and the front end.

@@ -47,8 +47,15 @@ from rankbook.protocol.forkserver import (
     RankExited,
     RankForked,
 )
-from rankbook.protocol.messages import Message, ToForkserver, decode_to_forkserver
-from rankbook.protocol.reattach import ClaimAccepted, ClaimCluster, ClaimRejected, DetachCluster
+from rankbook.protocol.messages import (
+    ClaimAccepted,
+    ClaimCluster,
+    ClaimRejected,
+    DetachCluster,
+    Message,
+    ToForkserver,
+    decode_to_forkserver,
+)
 from rankbook.rank import os_utils
 from rankbook.transport.framed_socket import MessageStream
 

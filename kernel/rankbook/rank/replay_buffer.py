@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from rankbook.protocol.messages import (
+    Acknowledge,
     Assign,
     Clear,
     Display,
@@ -28,6 +29,8 @@ from rankbook.protocol.messages import (
     Interrupt,
     Message,
     Regroup,
+    ReplayStart,
+    RequestReplay,
     RunCell,
     Task,
     Text,
@@ -35,7 +38,6 @@ from rankbook.protocol.messages import (
     ToRank,
     encode_from_rank,
 )
-from rankbook.protocol.reattach import Acknowledge, ReplayStart, RequestReplay
 from rankbook.transport.link import Frames, RankLink
 
 MAX_BYTES = 16 << 20
