@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster
+from rankbook.formatting import PACKAGE_FOLDERS
 from rankbook.ipython_compat import cell_numbers
 from rankbook.magics import auto_mode
 from rankbook.magics.debug_multiplexer import DebugMultiplexer, Message
-from rankbook.package_folders import PACKAGE_FOLDERS
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -10,10 +10,9 @@ from itertools import groupby
 from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.evaluate import Peeked
 from rankbook.errors import InvalidArgument
-from rankbook.formatting import format_bytes, plural, suggest
+from rankbook.formatting import format_bytes, is_users, plural, shorten_library_path, suggest
 from rankbook.launch.hosts import HostStatus
 from rankbook.launch.registry import find_detached
-from rankbook.package_folders import is_users, shorten_library_path
 from rankbook.protocol.messages import Frame, Stack
 from rankbook.protocol.telemetry import Variable
 from rankbook.ranks import format_ranks, group_ranks, name_ranks

@@ -9,8 +9,8 @@ import numpy
 import pytest
 
 import rankbook
+from rankbook.formatting import is_users, shorten_library_path
 from rankbook.magics.reports import describe_stacks
-from rankbook.package_folders import is_users, shorten_library_path
 from rankbook.protocol.messages import Frame, Stack
 
 NUMPY = str(Path(numpy.__file__).with_name("core.py"))

@@ -50,7 +50,7 @@ from rankbook.checkpoint.local_state import FailedStaging, LocalState, LocalTens
 from rankbook.checkpoint.progress import SaveProgress
 from rankbook.control_collectives import all_min, gather_objects
 from rankbook.errors import CheckpointError, CollectiveAborted
-from rankbook.package_folders import PACKAGE_FOLDERS
+from rankbook.formatting import PACKAGE_FOLDERS
 
 if TYPE_CHECKING:
     from rankbook.checkpoint.saving import Saved

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankbook.package_folders import is_users
+from rankbook.formatting import is_users
 
 _MAX_FRAMES = 100
 

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from rankbook.package_folders import PACKAGE_FOLDERS
+from rankbook.formatting import PACKAGE_FOLDERS
 from rankbook.protocol.messages import DapFromRank, DapToRank
 
 _TIMEOUT = 10.0

@@ -17,9 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankbook.formatting import strip_ansi
+from rankbook.formatting import PACKAGE_FOLDERS, is_users, strip_ansi
 from rankbook.ipython_compat import name_cells
-from rankbook.package_folders import PACKAGE_FOLDERS, is_users
 from rankbook.protocol.messages import ErrorReport, Frame
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from typing import Any, Protocol
 import torch
 from IPython.lib.pretty import pretty
 
-from rankbook.formatting import suggest
-from rankbook.package_folders import is_users
+from rankbook.formatting import is_users, suggest
 from rankbook.protocol.queries import GetValue, ValueReply
 from rankbook.rank.process_groups import interruptible_work
 from rankbook.rank.tracebacks import pause_gc, thread_frames

@@ -25,8 +25,7 @@ import torch
 from IPython.core.interactiveshell import InteractiveShell
 
 from rankbook.errors import CollectiveAborted
-from rankbook.formatting import format_bytes
-from rankbook.package_folders import is_users
+from rankbook.formatting import format_bytes, is_users
 from rankbook.protocol.messages import ErrorReport
 from rankbook.rank.inspect.tensor_introspection import instance_dict, items
 from rankbook.rank.tracebacks import cause_of, context_of, members_of, traceback_of, value_of

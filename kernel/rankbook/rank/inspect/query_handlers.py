@@ -23,8 +23,8 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from rankbook.errors import InvalidArgument, RankbookError
+from rankbook.formatting import is_users
 from rankbook.numerics import step_ends
-from rankbook.package_folders import is_users
 from rankbook.protocol import telemetry
 from rankbook.protocol.messages import Frame
 from rankbook.protocol.queries import (
