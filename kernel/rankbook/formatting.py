@@ -1,4 +1,7 @@
-"""Format numbers, names and terminal text for display, and texts that both notebook and ranks show."""
+"""Format numbers, names and terminal text for display, and texts that both notebook and ranks show.
+
+Also tells the user's files from those of libraries and of this package, for tracebacks, stacks and debuggers.
+"""
 
 from __future__ import annotations
 

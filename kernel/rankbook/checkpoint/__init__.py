@@ -29,7 +29,7 @@ format/, the files of a checkpoint:
 
     manifest.py         `manifest.json`: chunks with their positions and checksums; CRC-32
     structure.py        validation of a manifest: indices, extents, strides
-    tensor_io.py        read stored chunks into tensors and verify them
+    tensor_io.py        write tensors as `torch.save` does; read stored chunks into tensors and verify them
     torch_zip.py        the zip format of `torch.save`; the check of a pickle before it is read
     dcp_metadata.py     checkpoints of torch.distributed.checkpoint
     safetensors.py      the safetensors format

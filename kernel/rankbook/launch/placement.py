@@ -1,4 +1,4 @@
-"""Placement of ranks on hosts: who runs where, on which device, and with which environment.
+"""Placement of ranks on hosts: who runs where, on which device, and with which environment variables and threads.
 
 Pure functions. A host offers slots; `place_ranks` fills them host by host, and `free_seat` finds a place for the
 replacement of a lost rank.

@@ -9,6 +9,18 @@ Messages of comms (Jupyter widgets) and debuggers connect the ranks to the front
 interpreted. Those of comms follow "Custom Messages" in the Jupyter messaging specification: `content` and `metadata`
 are JSON, and the buffers are further frames of the same multipart message. Those of debuggers carry the Debug Adapter
 Protocol (DAP) as JSON.
+
+A cluster may outlive its notebook process and be claimed by another one. Ranks of such a cluster retain every message
+that they send until the notebook has sent `Acknowledge` for its cell. The handshake of a new owner is:
+
+1. It sends `ClaimCluster` to the forkserver, which answers with `ClaimAccepted` (or `ClaimRejected`), followed by one
+`RankForked` or `RankExited` per rank.
+
+2. It sends `RequestReplay` to every live rank, which answers with `ReplayStart` and repeats the messages that were not
+acknowledged.
+
+Messages that arrive before `ReplayStart` were in flight when the previous owner exited. They are discarded, because the
+replay contains them.
 """
 
 from __future__ import annotations

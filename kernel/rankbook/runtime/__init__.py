@@ -4,7 +4,7 @@ The runtime does not depend on notebooks: the same code runs in a Rankbook rank,
 Public names are imported when they are first used.
 
     accelerator.py         Accelerator: prepare and release objects, trackers
-    settings.py            the Accelerator's constructor and readable settings
+    settings.py            the Accelerator's constructor and readable settings; mixed precision
     training.py            the Accelerator's training methods: backward, accumulation, clipping, autocast, profiling
     prepare.py             preparation of models, optimizers, loaders and schedulers
     prepared.py            registry of prepared models and of replaced parameters

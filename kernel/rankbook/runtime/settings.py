@@ -2,6 +2,9 @@
 
 The constructor validates all arguments before it changes shared state. It also selects the strategy (DDP, FSDP2, tensor
 parallelism) that fits the setup.
+
+Mixed precision is a setting: autocast, the gradient scaler of fp16, and the forward of a prepared model. The dtypes of
+parameters are not changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read the zip files of `torch.save`: locate the data of a stored tensor. `torch_blobs` writes them.
+"""Read the zip files of `torch.save`: locate the data of a stored tensor. tensor_io.py writes them.
 
 `open_zip` and `locate_tensor` find the members of a zip within a larger file, their positions and checksums, and parse
 the pickle that describes the tensor. No object that the pickle names is created, and the tensor's data is not read.

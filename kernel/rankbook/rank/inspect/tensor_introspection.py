@@ -1,4 +1,4 @@
-"""Metadata of the tensors in a model or an optimizer: names, local shards, shapes and sizes.
+"""Metadata of tensors and variables: names, local shards, shapes and sizes, without running user code.
 
 No user code runs (hooks, properties, reprs). The main thread may change everything meanwhile, and must not be delayed:
 see `GilYield`.

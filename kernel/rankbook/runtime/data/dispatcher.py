@@ -3,10 +3,16 @@
 Every rank receives the batches that it would have read itself with a `DataLoaderShard`. An error while rank 0 reads,
 packs or cuts a batch is raised on all ranks.
 
-Protocol. Rank 0 reads a round (one batch per rank) and sends every other rank one message (channel.py): its
+Protocol. Rank 0 reads a round (one batch per rank) and sends every other rank one message: its
 `FetchedBatch`, or a `_Failure`, or None at the end of the pass. While a round travels, rank 0 reads and packs the next
 one. It yields its own batch of a round only after all sends of the round have completed. So nothing is under way while
 a batch is in use, and a loop that is left with `break` on all ranks leaves no message behind.
+
+Layout of a message: a pickled object, with large tensors and arrays beside the pickle. A receiver must know the length
+of a tensor before it arrives. So the first tensor of a message always has `FIRST_BYTES` bytes, and a small batch is
+this one tensor. It is the beginning of the frame: header, sizes of the large buffers (uint64), pickle. The remainder
+of a longer frame follows in a second tensor, and then every large buffer in its own one, without a copy. Buffers below
+`LARGE` bytes are copied into the pickle, which takes less time than one more tensor.
 """
 
 from __future__ import annotations
