@@ -3,8 +3,8 @@
 `make_envelope` returns the bytes before and after a tensor's data in a zip file that `torch.load` reads, so that the
 data is written from where it lies; `object_blob` returns an object as a whole blob.
 
-Reading decides which bytes of a chunk are read for a box of it, and copies them into the tensor; uses a few tens of megabytes
-of memory at most.
+Reading decides which bytes of a chunk are read for a box of it, and copies them into the tensor; uses a few tens of
+megabytes of memory at most.
 
 A contiguous part of a chunk is read straight into the tensor's memory. Any other box is read in slabs (the bytes from a
 slab's first to its last element) and copied from there. The manifest has a checksum per piece, so verification reads
