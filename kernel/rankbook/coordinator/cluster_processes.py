@@ -73,7 +73,7 @@ _numbers = itertools.count(1)
 
 
 class ClusterProcesses:
-    """Start `n` ranks (see `launch.environment.assign_devices`) and wait until they form one process group.
+    """Start `n` ranks (see `launch.placement.assign_devices`) and wait until they form one process group.
 
     `keep`: the seconds that the ranks survive this process, for another one to attach to them (reattach.py).
     `environment` is that of this process at the start, or at the attachment. Raises `StartError`, `InvalidArgument`;

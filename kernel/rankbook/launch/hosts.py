@@ -10,7 +10,7 @@ There is no thread of its own. The driver thread polls the descriptors of the ag
 driver, the thread that starts the cluster polls.
 
 Large values. A value lies in a segment of shared memory, of which a message has only the name. The segments that a
-message to another host names are sent there, once per host and in parts (`transport.segment_transfer`), and the agent
+message to another host names are sent there, once per host and in parts (`transport.shared_memory`), and the agent
 delivers the message when they are complete. A segment that comes from another host is written into this host's folder
 under the same name.
 
