@@ -6,6 +6,7 @@ static/placement.js; `text`, `html` and `svg` draw the static versions.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
@@ -15,7 +16,15 @@ import traitlets
 
 from rankbook.errors import InvalidArgument
 from rankbook.formatting import format_3g, format_bytes, format_count, format_shape, format_time, plural
-from rankbook.protocol.telemetry import Holding, MemoryUse, Placement, RankDetail, RankPlacement, Variable
+from rankbook.protocol.telemetry import (
+    GradientNorms,
+    Holding,
+    MemoryUse,
+    Placement,
+    RankDetail,
+    RankPlacement,
+    Variable,
+)
 from rankbook.ranks import name_ranks
 from rankbook.widgets.live_view import ClusterSource, LiveView, Message, ViewModel, call_if_set, script, to_json
 from rankbook.widgets.rendering import (
@@ -54,15 +63,28 @@ History = Mapping[int, Sequence[Sample]]
 """The samples of every rank, oldest first."""
 
 
+Norms = Mapping[str, Sequence[tuple[int | None, float]]]
+"""Step and gradient norm of every model, oldest first."""
+
+
 class PlacementHistory:
-    """The course of every rank's memory and speed over the last minutes."""
+    """The course of every rank's memory and speed over the last minutes, and that of the gradient norms."""
 
     def __init__(self) -> None:
         self._samples: dict[int, tuple[Sample, ...]] = {}
+        self._norms: dict[str, tuple[tuple[int | None, float], ...]] = {}
         self._last = float("-inf")
 
     def add(self, placement: Placement) -> None:
-        """Take a sample of every rank if the last one is older than `SAMPLE_INTERVAL`."""
+        """Take new gradient norms, and a sample of every rank if the last one is older than `SAMPLE_INTERVAL`."""
+        norms = {}
+        for model in placement.gradients:
+            known = self._norms.get(model.model, ())
+            if known and model.step is not None and (known[-1][0] or 0) > model.step:
+                known = ()  # another training
+            new = (model.step, model.norm)
+            norms[model.model] = known if known and known[-1] == new else (*known, new)[-MAX_SAMPLES:]
+        self._norms = norms
         if placement.at - self._last < SAMPLE_INTERVAL:
             return
         self._last = placement.at
@@ -77,6 +99,10 @@ class PlacementHistory:
     def samples(self) -> History:
         """Return the samples of the ranks of the last state."""
         return self._samples
+
+    def norms(self) -> Norms:
+        """Return the gradient norms of the models of the last state."""
+        return self._norms
 
 
 # Live view ----------------------------------------------------------------------------------------------------------
@@ -156,11 +182,11 @@ class PlacementModel(ViewModel):
 
     def html(self) -> str:
         """See `ViewModel`."""
-        return html(self._last, self._history.samples())
+        return html(self._last, self._history.samples(), self._history.norms())
 
     def svg(self) -> str:
         """See `ViewModel`."""
-        return svg(self._last, self._history.samples())
+        return svg(self._last, self._history.samples(), self._history.norms())
 
 
 class PlacementView(LiveView):
@@ -220,7 +246,23 @@ def dynamic_data(placement: Placement | None) -> dict[str, Any]:
         return {}
     # Lists instead of objects: this is sent up to ten times a second, and names would be repeated for every rank.
     ranks = [_state_rank(rank) for rank in placement.ranks]
-    return {"at": round(placement.at, 1), "ranks": ranks, "protection": placement.protection}
+    return {
+        "at": round(placement.at, 1),
+        "ranks": ranks,
+        "protection": placement.protection,
+        "gradients": [_gradients(norms) for norms in placement.gradients],
+    }
+
+
+def _gradients(norms: GradientNorms) -> list[Any]:
+    """Return model, step, norm in words and as a number, note, rows of the largest modules, and how many are left out.
+
+    A row has the module, its norm in words, and the share of all gradients in percent.
+    """
+    rows = module_rows(norms)
+    # JSON has no NaN.
+    number = norms.norm if math.isfinite(norms.norm) else None
+    return [norms.model, norms.step, format_norm(norms.norm), number, norms.note, rows, len(norms.modules) - len(rows)]
 
 
 def _state_rank(rank: RankPlacement) -> list[Any]:
@@ -285,9 +327,55 @@ __all__ = ["holding_text", "html", "state_text", "summary", "svg", "text"]
 
 MAX_BLOCKS = 12  # of a course in the HTML
 CPU_SCALE = "The bars of CPU ranks are scaled to the largest rank; the thin bars show the part of the machine's memory."
+MAX_MODULES = 20
+"""Modules whose gradients are shown."""
 MAX_BARS = 32  # ranks with a bar in the HTML: JupyterLab inspects every element, which may take 50 ms at most
 NOTHING_YET = "no rank has replied yet"
 HEADINGS = ("rank", "state", "device", "memory", "memory use", "busy", "steps", "rate", "objects")
+
+
+def format_norm(norm: float | None) -> str:
+    """Return a norm in four digits; "none" for a module without gradients."""
+    return "none" if norm is None else f"{norm:.4g}"
+
+
+def module_rows(norms: GradientNorms) -> list[tuple[str, str, str]]:
+    """Return module, norm and share of the square of the whole norm, of the modules with the largest gradients.
+
+    They are in the order of the model. A NaN comes before all numbers.
+    """
+    largest = sorted(norms.modules, key=lambda entry: _size_of(entry[1]), reverse=True)[:MAX_MODULES]
+    chosen = set(largest)
+    return [
+        (module or "(root)", format_norm(norm), _share(norm, norms.norm))
+        for module, norm in norms.modules
+        if (module, norm) in chosen
+    ]
+
+
+def _size_of(norm: float | None) -> float:
+    return -1.0 if norm is None else math.inf if math.isnan(norm) else norm
+
+
+def _share(norm: float | None, whole: float) -> str:
+    known = norm is not None and whole and math.isfinite(whole) and math.isfinite(norm)
+    return f"{format_3g(100 * (norm / whole) ** 2)} %" if known and norm is not None else ""
+
+
+def norms_text(norms: GradientNorms) -> str:
+    """Describe the norms of a model in a line: "gradients of model at step 120: norm 0.534"."""
+    step = f" at step {norms.step}" if norms.step is not None else ""
+    note = f"; {norms.note}" if norms.note else ""
+    return f"gradients of {norms.model}{step}: norm {format_norm(norms.norm)}{note}"
+
+
+def _norms_table(norms: GradientNorms) -> dict[str, str]:
+    rows = module_rows(norms)
+    bundle = table(("module", "gradient", "of all"), rows)
+    if more := len(norms.modules) - len(rows):
+        text = f"and {plural(more, 'module')} with smaller gradients"
+        return {"text/plain": f"{bundle['text/plain']}\n{text}", "text/html": f"{bundle['text/html']}<p>{text}</p>"}
+    return bundle
 
 
 def state_text(rank: RankPlacement) -> str:
@@ -406,11 +494,16 @@ def text(placement: Placement | None) -> str:
         lines.append(placement.protection)
     for host, ranks in by_host(placement.ranks):
         lines += ["", host, table(HEADINGS, [_row(rank) for rank in ranks])["text/plain"]]
+    for norms in placement.gradients:
+        lines += ["", norms_text(norms), _norms_table(norms)["text/plain"]]
     return "\n".join(lines)
 
 
-def html(placement: Placement | None, history: History | None = None) -> str:
-    """Return a table of the ranks with their memory bars, and their course if there is a history, as HTML."""
+def html(placement: Placement | None, history: History | None = None, norms: Norms | None = None) -> str:
+    """Return a table of the ranks with their memory bars, and their course if there is a history, as HTML.
+
+    Then the gradient norms of the models, by module.
+    """
     if placement is None:
         return f"<p>placement: {NOTHING_YET}</p>"
     rows = []
@@ -424,7 +517,14 @@ def html(placement: Placement | None, history: History | None = None) -> str:
     return (
         f"<p>{escape(summary(placement))}, {format_time(placement.at)}</p>{protection}"
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>{_legend(placement)}"
+        f"{''.join(_html_norms(model, (norms or {}).get(model.model, ())) for model in placement.gradients)}"
     )
+
+
+def _html_norms(norms: GradientNorms, samples: Sequence[tuple[int | None, float]]) -> str:
+    course = _html_course([norm for _, norm in samples if math.isfinite(norm)])
+    title = f"{escape(norms_text(norms))} {course}".rstrip()
+    return f"<details open><summary>{title}</summary>{_norms_table(norms)['text/html']}</details>"
 
 
 def _html_row(rank: RankPlacement, scale: int | None, samples: Sequence[Sample]) -> str:
@@ -463,8 +563,11 @@ def _legend(placement: Placement) -> str:
     return f"<p>{parts}{scale}</p>"
 
 
-def svg(placement: Placement | None, history: History | None = None) -> str:
-    """Return the ranks with their memory bars, and their course if there is a history, as an SVG document."""
+def svg(placement: Placement | None, history: History | None = None, norms: Norms | None = None) -> str:
+    """Return the ranks with their memory bars, and their course if there is a history, as an SVG document.
+
+    Then a line of every model's gradient norm.
+    """
     # In pixels, also the numbers below: 12 is the left margin.
     width, row = 960, 26
     if placement is None:
@@ -485,6 +588,12 @@ def svg(placement: Placement | None, history: History | None = None) -> str:
     if any(map(is_on_cpu, placement.ranks)):
         y += 20
         shapes.append(text_element(12, y + 20, CPU_SCALE, fill=FAINT))
+    for model in placement.gradients:
+        y += row
+        shapes.append(text_element(12, y + 20, norms_text(model)))
+        course = [norm for _, norm in (norms or {}).get(model.model, ()) if math.isfinite(norm)]
+        if len(course) > 1:
+            shapes.append(polyline(course, 806, y + 5, 142, 18, title=f"gradient norm of {model.model}"))
     return svg_document(width, y + 34, f"placement: {summary(placement)}", shapes)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
 from rankbook.output.by_rank import BlockAdded, OutputBlock
-from rankbook.protocol.telemetry import CheckpointFolder, Placement, RankSave, Saves
+from rankbook.protocol.telemetry import CheckpointFolder, GradientNorms, Placement, RankSave, Saves
 from rankbook.widgets.checkpoints import CheckpointsView, folder_data, saves_data
 from rankbook.widgets.live_view import STATIC, to_json
 from rankbook.widgets.output_panel import CellPanel
@@ -226,5 +228,30 @@ def test_parameters_of_cpu_ranks_can_be_seen_and_the_course_is_drawn(page):
     assert line.get_attribute("points") is None, "one point is no line"
     page.evaluate("state => change('placement_state', state)", to_json(dynamic_data(placement(103.0))))
     expect(line).to_have_attribute("points", "43.2,1.3 48.0,1.0")
+    view.close()
+    feed.stop()
+
+
+def test_gradient_norms_are_shown_by_module_with_their_course(page):
+    norms = GradientNorms("model", 1, 5.0, (("embed", 3.0), ("blocks.0", 4.0)), "blocks.0: differs")
+
+    def state(step: int, norm: float) -> str:
+        changed = msgspec.structs.replace(norms, step=step, norm=norm)
+        return to_json(dynamic_data(msgspec.structs.replace(fakes.placement(2), gradients=(changed,))))
+
+    feed = fakes.FakeFeed(2)
+    view = PlacementView(feed)
+    show(page, view)
+    panel = page.get_by_role("region", name="gradient norms")
+    expect(panel).to_be_hidden()
+    for step, norm in ((1, 4.0), (2, 5.0)):
+        page.evaluate("state => change('placement_state', state)", state(step, norm))
+    expect(panel.locator("summary")).to_contain_text("gradients of model at step 2: norm 5")
+    expect(panel.locator("summary")).to_contain_text("▲ blocks.0: differs")
+    expect(panel.locator("polyline")).to_have_attribute("points", re.compile(r"^0\.0,.* 48\.0,"))
+    panel.locator("summary").click()
+    expect(panel.get_by_role("row", name="blocks.0 4 64 %")).to_be_visible()
+    page.evaluate("state => change('placement_state', state)", to_json(dynamic_data(fakes.placement(2))))
+    expect(panel).to_be_hidden()
     view.close()
     feed.stop()

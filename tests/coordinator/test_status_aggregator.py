@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from rankbook.coordinator.monitor import RankView, StatusAggregator, stragglers_of
+import msgspec
+
+from rankbook.coordinator.monitor import NormsMerger, RankView, StatusAggregator, stragglers_of
 from rankbook.coordinator.states import RankState
-from rankbook.protocol.queries import RankSample, StatusReply
+from rankbook.protocol.numbers import GradientEntry, LocalGradients
+from rankbook.protocol.queries import ModelGradients, RankSample, StatusReply
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankPlacement
 
 HOLDING = Holding("model", "model", "Net", parameters=3, bytes=12)
@@ -172,3 +175,50 @@ def test_saves_are_reported_by_rank():
     aggregator, views = StatusAggregator("key"), [view(0), view(1)]
     handle_replies(aggregator, views, {1: status_reply(saves=(save,))})
     assert [(item.rank, item.save) for item in aggregator.saves(views, wall=1.0).saves] == [(1, save)]
+
+
+def local_norms(step, norm, place="", module="fc", missing=()):
+    entries = (
+        GradientEntry(module, place, norm, 0.0, 4),
+        *(GradientEntry(name, place, None, 0.0, 4) for name in missing),
+    )
+    return ModelGradients("model", step, LocalGradients(entries))
+
+
+def test_gradients_of_one_step_are_merged_when_all_ranks_have_sent_them():
+    merger, owners = NormsMerger(), {"model": [0, 1]}
+    merger.add(0, [local_norms(8, 3.0, "Shard(0) 0")], owners)
+    merger.add(1, [local_norms(4, 9.0, "Shard(0) 1")], owners)
+    assert merger.norms(owners) == ()
+    merger.add(1, [local_norms(8, 4.0, "Shard(0) 1", missing=["head"])], owners)
+    (norms,) = merger.norms(owners)
+    assert (norms.step, norms.norm, norms.note) == (8, 5.0, "")
+    assert norms.modules == (("fc", 5.0), ("head", None))
+    assert merger.norms({"other": [0]}) == ()
+
+
+def test_replicas_count_once_and_a_difference_is_noted():
+    merger, owners = NormsMerger(), {"model": [0, 1]}
+    merger.add(0, [local_norms(2, 3.0)], owners)
+    merger.add(1, [local_norms(2, 3.5)], owners)
+    (norms,) = merger.norms(owners)
+    assert norms.norm == 3.0 and norms.note.startswith("fc: differs between replicas: 3 on rank 0, 3.5 on rank 1")
+
+
+def test_the_norms_of_a_model_that_is_replaced_are_forgotten():
+    merger, owners = NormsMerger(), {"model": [0]}
+    merger.add(0, [local_norms(2, 3.0)], owners)
+    assert merger.norms(owners)
+    merger.add(0, [], owners)
+    assert merger.norms(owners) == ()
+
+
+def test_gradients_are_measured_at_a_power_of_two_of_steps_that_takes_some_seconds():
+    aggregator, views = StatusAggregator("key"), [view(0)]
+    handle_replies(aggregator, views, {0: status_reply(steps=0, at=0.0)})
+    assert aggregator.norms_to_request(0) == (1, 0)
+    handle_replies(aggregator, views, {0: status_reply(steps=50, at=1.0)})
+    assert aggregator.norms_to_request(0) == (128, 0)  # 50 steps per second, and two seconds
+    slow = msgspec.structs.replace(status_reply(steps=100, at=2.0), norms=(), norms_version=7, norms_seconds=0.1)
+    handle_replies(aggregator, views, {0: slow})
+    assert aggregator.norms_to_request(0) == (512, 7)  # a measurement takes 1 % of the time at most

@@ -10,6 +10,7 @@ import pytest
 import rankbook
 from rankbook import Cluster, InvalidArgument
 from rankbook.launch import local
+from rankbook.widgets.placement import text as view_of
 from tests.conftest import Gate, wait_until
 
 pytestmark = pytest.mark.processes
@@ -83,6 +84,9 @@ clipped = {name: float(p.grad.norm()) for name, p in single.named_parameters()}
 """
 
 
+LAYOUT_NAMES = ("ddp", "fsdp", "hybrid", "tp", "mesh")
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     started = rankbook.start(4)
@@ -98,7 +102,7 @@ def run(cluster: Cluster, code: str, **options: object) -> None:
     cluster.run(code, **options).raise_for_status()
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hybrid", "tp", "mesh"])
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
 def test_clean_layout_raises_no_alarm_and_has_the_norms_of_one_process(cluster, layout):
     run(cluster, f"build({layout!r}, dropout=0.1)\ntrain()")
     report = cluster.sync_check()
@@ -119,7 +123,7 @@ def test_clean_layout_raises_no_alarm_and_has_the_norms_of_one_process(cluster, 
 @pytest.mark.full
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp", "hybrid", "tp", "mesh"])
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
 def test_clean_training_raises_no_alarm(cluster, layout, precision, steps):
     run(cluster, f"build({layout!r}, {precision!r}, steps={steps}, dropout=0.1)\ntrain(batches=4)")
     report = cluster.sync_check()
@@ -317,6 +321,49 @@ def test_a_training_loop_that_ends_meanwhile_is_compared_after_it(cluster, tmp_p
         gate.open()
         report = cluster.sync_check(timeout=60)
     assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name == "mesh" else pytest.mark.full) for name in LAYOUT_NAMES]
+)
+def test_the_placement_shows_the_gradient_norms_of_one_process(cluster, layout):
+    run(cluster, f"build({layout!r})\nbackward()")
+    expected, total = (cluster.pull(name)[0] for name in ("expected", "expected_total"))
+    placement = cluster.placement(timeout=30)
+    (norms,) = (norms for norms in placement.gradients if norms.model == "model")
+    assert norms.norm == pytest.approx(total, rel=1e-4) and norms.note == "" and norms.step is None
+    up = (expected["up.weight"] ** 2 + expected["up.bias"] ** 2) ** 0.5
+    assert dict(norms.modules)["up"] == pytest.approx(up, rel=1e-3)
+    assert f"gradients of model: norm {total:.4g}"[:-1] in view_of(placement)
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.full) for name in LAYOUT_NAMES]
+)
+def test_the_view_shows_the_norms_of_one_step_while_a_loop_runs(cluster, tmp_path, layout):
+    record = "norms = {}\ntotal = None\n"
+    # The norms of a step are those after clipping, with which the optimizer has stepped.
+    code = (
+        "def train(batches):\n"
+        "    global total\n"
+        "    total = min(float(backward(0.05)), 0.05)\n"
+        "    optimizer.step(); norms[optimizer.steps] = total; optimizer.zero_grad()\n"
+    )
+    run(cluster, f"build({layout!r})\n{record}{code}")
+    seen: dict[int, float] = {}
+
+    def arrived(placement):
+        seen.update({norms.step: norms.norm for norms in placement.gradients if norms.model == "model" and norms.step})
+
+    end = cluster.watch("placement", arrived)
+    try:
+        with training(cluster, Gate(tmp_path / "gate")):
+            wait_until(lambda: len(seen) >= 2, timeout=60, what="the norms of two steps")
+    finally:
+        end()
+    of_steps = cluster.pull("norms")[0]
+    assert {step: of_steps[step] for step in seen} == pytest.approx(seen, rel=1e-3)
+    run(cluster, SETUP)
 
 
 def test_busy_rank_is_named_after_the_limit(cluster, tmp_path):

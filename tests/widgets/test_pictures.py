@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,12 +10,21 @@ from xml.etree import ElementTree as ET
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from rankbook.protocol.telemetry import CheckpointFolder, MemoryUse, Placement, ShardedTensorMap, ShardMap
+from rankbook.protocol.telemetry import (
+    CheckpointFolder,
+    GradientNorms,
+    MemoryUse,
+    Placement,
+    ShardedTensorMap,
+    ShardMap,
+)
 from rankbook.widgets import checkpoints, output_panel
 from rankbook.widgets import placement as placement_picture
 from rankbook.widgets import rendering as drawing
 from rankbook.widgets import shards as shards_picture
+from rankbook.widgets.view_model import to_json
 from tests.widgets.fakes import GB, FakeCheckpoints, placement, rank_placement, saves, shard_map
 
 FOLDER = FakeCheckpoints().list_checkpoints()
@@ -275,3 +285,41 @@ def test_the_placement_says_how_the_training_is_protected():
     assert protection in placement_picture.html(protected)
     assert placement_picture.dynamic_data(protected)["protection"] == protection
     assert "<p></p>" not in placement_picture.html(Placement((), 0.0, ""))
+
+
+GRADIENTS = GradientNorms("model", 120, 5.0, (("embed", 3.0), ("blocks.0", 4.0), ("", None)), "blocks.0: <differs>")
+
+
+def test_the_placement_shows_the_gradient_norms_by_module():
+    current = replace(placement(2), gradients=(GRADIENTS,))
+    text = placement_picture.text(current)
+    assert "gradients of model at step 120: norm 5; blocks.0: <differs>" in text
+    assert "embed     3         36 %" in text and "blocks.0  4         64 %" in text and "(root)    none" in text
+    html, svg = placement_picture.html(current), placement_picture.svg(current)
+    assert "norm 5; blocks.0: &lt;differs&gt;" in html and "<td" in html.partition("64 %")[0]
+    assert "norm 5; blocks.0: &lt;differs&gt;" in svg
+    (gradients,) = placement_picture.dynamic_data(current)["gradients"]
+    assert gradients[:5] == ["model", 120, "5", 5.0, "blocks.0: <differs>"]
+    assert gradients[5] == [("embed", "3", "36 %"), ("blocks.0", "4", "64 %"), ("(root)", "none", "")]
+
+
+def test_gradients_that_are_nan_and_many_modules_are_shown():
+    modules = tuple((f"layers.{number}", float(number)) for number in range(40))
+    norms = GradientNorms("model", None, float("nan"), (*modules, ("head", float("nan"))))
+    current = replace(placement(1), gradients=(norms,))
+    text = placement_picture.text(current)
+    assert "gradients of model: norm nan" in text and "and 21 modules with smaller gradients" in text
+    assert "head       nan" in text and "layers.39" in text and "layers.20" not in text
+    assert json.loads(to_json(placement_picture.dynamic_data(current)))["gradients"][0][3] is None
+
+
+def test_the_course_of_the_gradient_norm_is_drawn():
+    history = placement_picture.PlacementHistory()
+    for step, norm in ((1, 4.0), (2, 2.0), (2, 2.0), (3, 1.0)):
+        history.add(replace(placement(1), gradients=(replace(GRADIENTS, step=step, norm=norm),)))
+    assert history.norms() == {"model": ((1, 4.0), (2, 2.0), (3, 1.0))}
+    current = replace(placement(1), gradients=(GRADIENTS,))
+    assert "█▅▃" in placement_picture.html(current, None, history.norms())
+    assert "gradient norm of model" in placement_picture.svg(current, None, history.norms())
+    history.add(replace(placement(1), gradients=(replace(GRADIENTS, step=1, norm=9.0),)))
+    assert history.norms() == {"model": ((1, 9.0),)}

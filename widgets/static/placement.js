@@ -19,7 +19,8 @@ function drawPlacement(channel, root) {
   const scaled = make("p", {class: "rb-faint", hidden: ""}, CPU_SCALE);
   const grid = make("div", {class: "rb-ranks", role: "grid", "aria-label": "ranks", "aria-readonly": "true"});
   const near = nearPanel(channel, () => focusRow(current));
-  root.append(title, late, protection, grid, legend, scaled, near.element);
+  const gradients = gradientsPanel();
+  root.append(title, late, protection, grid, legend, scaled, gradients.element, near.element);
   const rows = new Map();
   const courses = new Map();  // of each rank: [time, used bytes, steps per second], oldest first
   let sampled = -Infinity;
@@ -129,10 +130,61 @@ function drawPlacement(channel, root) {
         `▲ ranks ${lagging.join(", ")} lag their peers`);
       setText(protection, state.protection || "");
       protection.hidden = !state.protection;
+      gradients.state(state.gradients || []);
       near.state(states);
     },
     close: () => near.close(),
   };
+}
+
+/** The gradient norms of the models: a line for each, with its course, and below it a table of the modules. */
+function gradientsPanel() {
+  const element = make("section", {"aria-label": "gradient norms", hidden: ""});
+  const panels = new Map();
+
+  function panel(model) {
+    const words = make("span", {}), note = make("span", {}), rest = make("p", {class: "rb-faint"});
+    const body = make("tbody", {}), line = course(`gradient norm of ${model}`), samples = [];
+    const table = make("table", {}, make("thead", {}, make("tr", {},
+      ...["module", "gradient", "of all"].map((name) => make("th", {scope: "col"}, name)))), body);
+    const details = make("details", {}, make("summary", {},
+      make("span", {class: "rb-course", style: "display: inline-flex"}, words, line.element, note)),
+      make("div", {class: "rb-scroll", tabindex: "0", role: "region", "aria-label": `gradients of ${model}`}, table), rest);
+    let last = "";
+    return {element: details, update([, step, norm, number, trouble, rows, more]) {
+      setText(words, `gradients of ${model}${step === null ? "" : ` at step ${step}`}: norm ${norm} `);
+      setText(note, trouble ? `▲ ${trouble}` : "");
+      setText(rest, more ? `and ${many(more, "module")} with smaller gradients` : "");
+      const at = step === null ? samples.length : step;
+      if (number !== null && !(samples.length && samples[samples.length - 1][0] === at)) {
+        if (samples.length && samples[samples.length - 1][0] > at) samples.length = 0;  // another training
+        samples.push([at, number]);
+        if (samples.length > MAX_SAMPLES) samples.shift();
+        line.draw(samples, digits, "steps");
+      }
+      const text = JSON.stringify(rows);
+      if (text === last) return;
+      last = text;
+      body.replaceChildren(...rows.map((row) =>
+        make("tr", {}, ...row.map((value, index) => make(index ? "td" : "th", index ? {} : {scope: "row"}, value)))));
+    }};
+  }
+
+  return {element, state(models) {
+    element.hidden = !models.length;
+    for (const [name, shown] of panels) {
+      if (models.some(([model]) => model === name)) continue;
+      shown.element.remove();
+      panels.delete(name);
+    }
+    for (const model of models) {
+      if (!panels.has(model[0])) {
+        panels.set(model[0], panel(model[0]));
+        element.append(panels.get(model[0]).element);
+      }
+      panels.get(model[0]).update(model);
+    }
+  }};
 }
 
 /** One rank's row; the cells that never change are written once. */
@@ -183,21 +235,22 @@ function rankRow(rank) {
   }};
 }
 
-/** The course of a number over the last minutes as a small line, from 0 to its largest value. */
+/** The course of a number over the last minutes, or steps, as a small line, from 0 to its largest value. */
 function course(what) {
   const line = makeSvg("polyline", {});
   const element = makeSvg("svg", {viewBox: `0 0 ${COURSE.width} ${COURSE.height}`, preserveAspectRatio: "none", "aria-hidden": "true"});
   element.append(line);
-  return {element, draw(samples, words) {
+  return {element, draw(samples, words, unit = "seconds") {
     element.style.visibility = samples.length > 1 ? "" : "hidden";
     if (samples.length < 2) return;
     const values = samples.map(([, value]) => value), most = Math.max(...values) || 1;
-    const end = samples[samples.length - 1][0], seconds = Math.max(SHORTEST, end - samples[0][0]);
+    const end = samples[samples.length - 1][0], seconds = Math.max(unit === "seconds" ? SHORTEST : 1, end - samples[0][0]);
     setAttribute(line, "points", samples.map(([at, value]) => {
       const x = COURSE.width * Math.max(0, 1 - (end - at) / seconds), y = 1 + (COURSE.height - 2) * (1 - value / most);
       return `${x.toFixed(1)},${y.toFixed(1)}`;
     }).join(" "));
-    const told = `${what}, last ${duration(end - samples[0][0])}: ${words(Math.min(...values))} to ${words(most)}`;
+    const span = end - samples[0][0], past = unit === "seconds" ? duration(span) : `${span} ${unit}`;
+    const told = `${what}, last ${past}: ${words(Math.min(...values))} to ${words(most)}`;
     if (element.rbTold === told) return;
     element.rbTold = told;
     element.replaceChildren(makeSvg("title", {}, told), line);

@@ -26,7 +26,9 @@ from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.recovery import describe_protection
 from rankbook.coordinator.states import RankState
 from rankbook.errors import InvalidArgument, RankbookError, RankLostError
-from rankbook.formatting import strip_ansi
+from rankbook.formatting import strip_ansi, truncate_list
+from rankbook.numerics.norms import merge_gradients
+from rankbook.protocol.numbers import LocalGradients
 from rankbook.protocol.queries import (
     Answer,
     Box,
@@ -35,6 +37,7 @@ from rankbook.protocol.queries import (
     GetShards,
     GetStatistic,
     GetStatus,
+    ModelGradients,
     QueryFailed,
     Question,
     RankSample,
@@ -44,6 +47,7 @@ from rankbook.protocol.queries import (
     StatusReply,
 )
 from rankbook.protocol.telemetry import (
+    GradientNorms,
     Holding,
     Placement,
     RankDetail,
@@ -257,7 +261,8 @@ class StatusMonitor:
             with self._changed:
                 # Before the query is sent, because the reply may arrive before the next statement.
                 aggregator.mark_requested(rank, time.monotonic())
-            question = GetStatus(token, "placement" in kinds, version, fresh, "saves" in kinds)
+                every, known = aggregator.norms_to_request(rank) if "placement" in kinds else (0, 0)
+            question = GetStatus(token, "placement" in kinds, version, fresh, "saves" in kinds, every, known)
             if not queries.ask(rank, question):
                 with self._changed:
                     aggregator.mark_failed(rank)
@@ -479,6 +484,12 @@ UNRESPONSIVE_AFTER = 1.5
 """Seconds without a reply or other message after which a rank counts as unresponsive."""
 WAITING_AFTER = 0.25
 """Seconds in a collective after which a rank counts as waiting: in training, ranks are always in some collective."""
+NORMS_INTERVAL = 2.0
+"""Minimum seconds between two measurements of the gradients."""
+_NORMS_COST = 100
+"""Ratio of this time to that of a measurement, at least."""
+_NORMS_STEPS = 8
+"""Steps whose measurements are kept, until all ranks have sent theirs."""
 _RATE_WINDOW = 5.0
 """Seconds over which the rate of steps is averaged."""
 _BEHIND_STEPS = 2
@@ -519,6 +530,47 @@ class _RankRecord:
     host: str = ""
     device_name: str = ""
     steps: deque[tuple[float, int]] = field(default_factory=deque)
+    norms_version: int = 0
+    norms_seconds: float = 0.0
+
+
+class NormsMerger:
+    """Merge the ranks' gradients of the same step into norms over all ranks, by model."""
+
+    def __init__(self) -> None:
+        # Of every model: by step, what the ranks have sent.
+        self._parts: dict[str, dict[int | None, dict[int, LocalGradients]]] = {}
+        self._merged: dict[str, GradientNorms] = {}
+
+    def add(self, rank: int, models: Iterable[ModelGradients], owners: Mapping[str, Collection[int]]) -> None:
+        """Take all that a rank has measured. `owners` are the ranks that have a model, by its name."""
+        models = tuple(models)
+        for name in self._merged.keys() - {measured.model for measured in models}:
+            if rank in owners.get(name, ()):  # the rank has another model under this name
+                del self._merged[name], self._parts[name]
+        for measured in models:
+            steps = self._parts.setdefault(measured.model, {})
+            parts = steps.setdefault(measured.step, {})
+            parts[rank] = measured.gradients
+            if parts.keys() >= set(owners.get(measured.model, (rank,))):
+                self._merged[measured.model] = _merge_norms(measured.model, measured.step, parts)
+            while len(steps) > _NORMS_STEPS:
+                del steps[next(iter(steps))]
+
+    def norms(self, owners: Mapping[str, Collection[int]]) -> tuple[GradientNorms, ...]:
+        """Return the last complete norms of the models that exist."""
+        return tuple(norms for name, norms in self._merged.items() if name in owners)
+
+
+def _merge_norms(model: str, step: int | None, parts: Mapping[int, LocalGradients]) -> GradientNorms:
+    table = merge_gradients(dict(sorted(parts.items())))
+    notes = dict.fromkeys(
+        f"{module or '(root)'}: {gradient.note}" for module, gradient in table.parameters.items() if gradient.note
+    )
+    if not table.reduced:
+        notes["the ranks have not reduced all gradients yet"] = None
+    modules = tuple((module, gradient.norm) for module, gradient in table.parameters.items())
+    return GradientNorms(model, step, table.norm, modules, "; ".join(truncate_list(list(notes), 3)))
 
 
 class StatusAggregator:
@@ -531,6 +583,7 @@ class StatusAggregator:
         self._name = name
         self._records: dict[int, _RankRecord] = {}
         self._queried: tuple[int, ...] = ()
+        self._norms = NormsMerger()
 
     def ranks_to_query(self, views: Iterable[RankView]) -> dict[int, int]:
         """Return the ranks that can reply and owe no reply, with the known version of their holdings."""
@@ -543,6 +596,23 @@ class StatusAggregator:
                 versions[view.rank] = record.version
         self._queried = tuple(versions)
         return versions
+
+    def norms_to_request(self, rank: int) -> tuple[int, int]:
+        """Return between how many steps the rank shall measure its gradients, and the version that is known."""
+        rates = [rate for record in self._records.values() if (rate := _rate_of(record.steps)) is not None]
+        slowest = max((record.norms_seconds for record in self._records.values()), default=0.0)
+        steps = max(rates, default=0.0) * max(NORMS_INTERVAL, _NORMS_COST * slowest)
+        # Powers of two, so that ranks which hear of a new number at different steps still have steps in common.
+        return 1 << max(0, math.ceil(math.log2(max(1.0, steps)))), self._records[rank].norms_version
+
+    def _owners(self) -> dict[str, list[int]]:
+        """Return the ranks that have a model, by its name."""
+        owners: dict[str, list[int]] = {}
+        for rank, record in self._records.items():
+            for holding in record.holdings:
+                if holding.kind == "model":
+                    owners.setdefault(holding.name, []).append(rank)
+        return owners
 
     def mark_requested(self, rank: int, now: float) -> None:
         """Record that the rank was sent a query."""
@@ -558,6 +628,10 @@ class StatusAggregator:
         # None if they are unchanged since `version`, which the query has named.
         if reply.holdings is not None:
             record.holdings, record.version = reply.holdings, reply.version
+        if reply.norms is not None:
+            record.norms_version = reply.norms_version
+            self._norms.add(rank, reply.norms, self._owners())
+        record.norms_seconds = reply.norms_seconds
         record.host = reply.sample.host or record.host
         record.device_name = reply.sample.device_name or record.device_name
         _note_steps(record.steps, reply.sample)
@@ -578,7 +652,7 @@ class StatusAggregator:
         rows = [self._row(view, now) for view in views]
         lagging = stragglers_of(rows)
         ranks = tuple(msgspec.structs.replace(row, lags=True) if row.rank in lagging else row for row in rows)
-        return Placement(ranks, wall, self._name, protection)
+        return Placement(ranks, wall, self._name, protection, self._norms.norms(self._owners()))
 
     def saves(self, views: Iterable[RankView], *, wall: float) -> Saves:
         """Return the checkpoint saves of all ranks."""

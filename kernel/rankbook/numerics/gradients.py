@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -43,7 +43,7 @@ def local_gradients(model: object, name: str) -> LocalGradients:
     reshard(model)  # the gradients of FSDP2 belong to the shards
     reduced = not GradientState._shared_state or GradientState().sync_gradients
     parameters = dict(_named_parameters(model))
-    scale = _loss_scale(list(parameters.values()))
+    scale = loss_scale(list(parameters.values()))
     with torch.no_grad():
         entries = tuple(_measure(key, parameter, scale) for key, parameter in parameters.items())
     return LocalGradients(entries, reduced, scale)
@@ -96,7 +96,7 @@ def _place(tensor: torch.Tensor) -> str:
     return place_of(tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ""
 
 
-def _loss_scale(parameters: list[torch.nn.Parameter]) -> float:
+def loss_scale(parameters: Sequence[torch.Tensor]) -> float:
     """Return the fp16 loss scale that the gradients of `parameters` have; 1 if they have none, or none any more."""
     chosen = set(map(id, parameters))
     for optimizer in prepared_optimizers():

@@ -88,6 +88,17 @@ class RankTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grid: int
 
 
+class ModelGradients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Gradients of a model on one rank, by module: the keys of the entries are modules.
+
+    They are those of the optimizer step `step`; None between two cells, and for an optimizer that does not count.
+    """
+
+    model: str
+    step: int | None
+    gradients: LocalGradients
+
+
 # Queries ------------------------------------------------------------------------------------------------------------
 
 
@@ -98,13 +109,17 @@ class GetStatus(QueryRequest, frozen=True):
     """Request a `StatusReply`.
 
     `holdings`: include the rank's models, optimizers and loaders, unless they still are version `known`. `fresh`: take
-    a new sample rather than the last one. `saves`: include checkpoint saves.
+    a new sample rather than the last one. `saves`: include checkpoint saves. `norms_every`: measure the norms of
+    gradients at the ends of steps whose number is a multiple of it, 0 for never; `norms_known` is the version that the
+    client has.
     """
 
     holdings: bool
     known: int
     fresh: bool
     saves: bool
+    norms_every: int = 0
+    norms_known: int = 0
 
 
 class GetDetail(QueryRequest, frozen=True):
@@ -198,13 +213,17 @@ class StatusReply(QueryReply, frozen=True):
     """State of the rank, as requested by `GetStatus`.
 
     `holdings` is None if they were not requested, or are unchanged since the version that the request named. `version`
-    is the current one.
+    is the current one. `norms` and `norms_version` are the same for the norms of gradients, and `norms_seconds` is the
+    time of the last measurement.
     """
 
     sample: RankSample
     version: int
     holdings: tuple[Holding, ...] | None
     saves: tuple[CheckpointSave, ...]
+    norms: tuple[ModelGradients, ...] | None = None
+    norms_version: int = 0
+    norms_seconds: float = 0.0
 
 
 class DetailReply(QueryReply, frozen=True):

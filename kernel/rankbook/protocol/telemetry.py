@@ -216,17 +216,33 @@ class RankPlacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     holdings: tuple[Holding, ...] = ()
 
 
+class GradientNorms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Norms of the gradients of the model `model` over all ranks, at the end of the optimizer step `step`.
+
+    `step` is None between two cells, and for an optimizer that does not count its steps. `norm` is the 2-norm of all
+    gradients, and `modules` are those of the modules with parameters of their own, in the order of the model, None for
+    a module without gradients. `note` says what is wrong with them, "" if nothing.
+    """
+
+    model: str
+    step: int | None
+    norm: float
+    modules: tuple[tuple[str, float | None], ...]
+    note: str = ""
+
+
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State of all ranks of a cluster.
 
     `cluster` is "" if there is only one. `at` is in seconds since the Unix epoch. `protection` describes the snapshots
-    of the training state, "" without protection.
+    of the training state, "" without protection. `gradients` are the norms of the models' last known gradients.
     """
 
     ranks: tuple[RankPlacement, ...]
     at: float
     cluster: str
     protection: str = ""
+    gradients: tuple[GradientNorms, ...] = ()
 
 
 # `bytes` is None where the size is unknown, as for most objects that are not tensors or arrays.

@@ -142,13 +142,15 @@ def _prepared() -> Iterator[tuple[str, object]]:
 class MeasuredObjects:
     """Sizes and descriptions of the discovered objects, in bytes.
 
-    `trainable` are the parameters that may have gradients, and `counters` the optimizers, as weak references.
+    `trainable` are the parameters that may have gradients, `models` those of every model by name, and `counters` the
+    optimizers, as weak references.
     """
 
     holdings: tuple[Holding, ...]
     parameters: int
     optimizer: int
     trainable: tuple[weakref.ref[torch.Tensor], ...]
+    models: dict[str, tuple[tuple[str, weakref.ref[torch.Tensor]], ...]]
     counters: tuple[weakref.ref[torch.optim.Optimizer], ...]
 
 
@@ -165,6 +167,7 @@ def measure_objects(objects: DiscoveredObjects, device: str, gil_yield: GilYield
             sizes[kind] += tensor_introspection.nbytes(tensor)
 
     holdings = []
+    models = {}
     for name, model in objects.models.items():
         tree = objects.trees[name]
         parameters = [
@@ -173,6 +176,7 @@ def measure_objects(objects: DiscoveredObjects, device: str, gil_yield: GilYield
         for entry in parameters:
             gil_yield()
             count("parameters", entry.tensor)
+        models[name] = tuple((entry.name, weakref.ref(entry.tensor)) for entry in parameters)
         holdings.append(_describe_model(name, model, parameters, [module for _, module in tree]))
     # Weak references, because a view must not keep a model alive.
     trainable = tuple(weakref.ref(tensor) for tensor in tensors.values() if tensor.requires_grad)
@@ -188,6 +192,7 @@ def measure_objects(objects: DiscoveredObjects, device: str, gil_yield: GilYield
         sizes["parameters"],
         sizes["optimizer"],
         trainable,
+        models,
         tuple(weakref.ref(counter) for counter in objects.optimizers.values()),
     )
 

@@ -42,6 +42,7 @@ from rankbook.protocol.queries import (
 )
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Statistic, Struct
 from rankbook.rank.inspect import object_discovery, tensor_introspection
+from rankbook.rank.inspect.gradient_norms import GradientNorms
 from rankbook.rank.inspect.object_discovery import MeasuredObjects
 from rankbook.rank.inspect.tensor_introspection import GilYield, list_variables
 
@@ -53,6 +54,8 @@ _SEARCH_PAUSES = 1.0, 4.0
 """Minimum and maximum seconds between two searches while a cell runs; the pause doubles while nothing changes."""
 _COUNT_TIMEOUT = 0.02
 """Seconds that a search waits for the count of gradients; a later count appears in the next answer."""
+_NORMS_TIMEOUT = 0.1
+"""Seconds that a single query waits for the norms of gradients."""
 # Completed saves that are remembered until a view asks for them.
 _LAST_SAVES = 16
 
@@ -60,6 +63,7 @@ _LAST_SAVES = 16
 class MainThreadStatus(Protocol):
     """Interface of the main thread's work, seen from other threads."""
 
+    cell: int
     running: int | None
 
     def line(self) -> int | str | None:
@@ -96,6 +100,7 @@ class StatusHandler:
         self._measured: MeasuredObjects | None = None
         self._memory: MemoryUse | None = None
         self._gradients = GradientCounter(main_thread.run_when_idle)
+        self._norms = GradientNorms(main_thread.run_when_idle, lambda: main_thread.cell)
         # All 0.0, so that the first query measures at once.
         self._due = self._last_search = self._search_cost = 0.0
         self._pause = _SEARCH_PAUSES[0]
@@ -134,6 +139,8 @@ class StatusHandler:
         if not isinstance(question, GetStatus) or question.fresh:
             return None
         now = time.monotonic()
+        if question.norms_every:
+            self._norms.request(question.norms_every)
         if question.holdings and (now >= self._due or self._search_is_due(now)):
             return None
         return self._status_reply(question)
@@ -147,6 +154,10 @@ class StatusHandler:
                 self._search()
             if question.fresh or now >= self._due:
                 self._measure()
+            if question.norms_every:
+                self._norms.request(question.norms_every)
+                if question.fresh:
+                    self._norms.wait(_NORMS_TIMEOUT)
         return self._status_reply(question)
 
     def _search_is_due(self, now: float) -> bool:
@@ -164,6 +175,8 @@ class StatusHandler:
         if question.saves:
             self._listen()
         changed = question.holdings and question.known != self._version
+        version, latest = self._norms.version, self._norms.latest
+        new_norms = question.norms_every > 0 and question.norms_known != version
         return StatusReply(
             question.token,
             # Counters and the current line are cheap and always fresh. Memory is at most `_MIN_INTERVAL` old.
@@ -171,6 +184,9 @@ class StatusHandler:
             self._version,
             self._holdings if changed else None,
             self._saves() if question.saves else (),
+            latest if new_norms else None,
+            version,
+            self._norms.seconds,
         )
 
     def _saves(self) -> tuple[CheckpointSave, ...]:
@@ -222,6 +238,7 @@ class StatusHandler:
             self._pause = _SEARCH_PAUSES[0]
         else:
             self._pause = min(max(2 * self._pause, _SEARCH_PAUSES[0]), _SEARCH_PAUSES[1])
+        self._norms.set_models(measured.models)
         self._measured = measured
         self._last_search, self._search_cost = time.monotonic(), time.thread_time() - start
         self._due = 0.0  # measure at once, with the new objects
