@@ -24,7 +24,7 @@ from rankbook.widgets import checkpoints, output_panel
 from rankbook.widgets import placement as placement_picture
 from rankbook.widgets import rendering as drawing
 from rankbook.widgets import shards as shards_picture
-from rankbook.widgets.view_model import to_json
+from rankbook.widgets.live_view import to_json
 from tests.widgets.fakes import GB, FakeCheckpoints, placement, rank_placement, saves, shard_map
 
 FOLDER = FakeCheckpoints().list_checkpoints()
