@@ -15,7 +15,7 @@ from torch import nn
 
 from rankbook.errors import InvalidArgument
 from rankbook.runtime import prepare, prepared, recovery
-from rankbook.runtime.comm.methods import CollectiveMethods
+from rankbook.runtime.comm.collectives import CollectiveMethods
 from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.memory import clear_device_cache, release_memory
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler

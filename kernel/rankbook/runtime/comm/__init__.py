@@ -1,6 +1,5 @@
 """Communicate between ranks: collectives over nested containers, and metrics.
 
 collectives.py  gather, broadcast, reduce, pad, and object collectives
-methods.py      communication methods of the `Accelerator`
 tree.py         operations on nested containers of tensors
 """
