@@ -1,6 +1,6 @@
 """Prepare and release models, optimizers, loaders and schedulers: the `Accelerator` class.
 
-The class is composed of mix-ins: settings (settings.py), training (training.py), collectives (comm/methods.py), saving
+The class is composed of mix-ins: settings (settings.py), training (training.py), collectives (comm/collectives.py), saving
 (saving/methods.py), and experiment tracking, which this module defines.
 """
 

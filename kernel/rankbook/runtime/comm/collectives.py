@@ -13,7 +13,7 @@ Packing. Small tensors are sent together: one collective for all leaves of a con
 `trim` removes samples that were repeated to make batches even, for `Accelerator.gather_for_metrics`.
 
 `CollectiveMethods` has the communication methods of the `Accelerator`: collectives, metrics over uneven batches, code
-for selected ranks. `gather_for_metrics` removes repeated samples.
+for selected ranks.
 """
 
 from __future__ import annotations
