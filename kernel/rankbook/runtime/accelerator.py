@@ -1,7 +1,7 @@
 """Prepare and release models, optimizers, loaders and schedulers: the `Accelerator` class.
 
-The class is composed of mix-ins: settings (settings.py), training (training.py), collectives (comm/collectives.py), saving
-(saving/methods.py), and experiment tracking, which this module defines.
+The class is composed of mix-ins: settings (settings.py), training (training.py), collectives (comm/collectives.py),
+saving (saving/methods.py), and experiment tracking, which this module defines.
 """
 
 from __future__ import annotations
