@@ -305,6 +305,10 @@ class DistributedMagics(Magics):
         healed = cluster.heal(command.ranks, empty=command.empty, timeout=command.timeout or START_TIMEOUT)
         self._print(str(healed) if healed is not None else "no rank is dead, and none is empty since a restart")
 
+    def _command_resize(self, command: argparse.Namespace) -> None:
+        resized = default_cluster.current().resize(command.n, timeout=command.timeout or START_TIMEOUT)
+        self._print(str(resized))
+
     def _command_protect(self, command: argparse.Namespace) -> None:
         if command.every < 1:
             raise InvalidArgument(f"%distributed protect: expected --every to be 1 or more, got {command.every}")

@@ -104,7 +104,7 @@ def test_buffers_are_aligned():
 
 
 def test_too_little_memory_is_refused_with_the_arithmetic(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot_files, "_free_memory", lambda _: (1 << 30, "/dev/shm"))
+    monkeypatch.setattr(snapshot_files, "free_memory", lambda _: (1 << 30, "/dev/shm"))
     check_memory(tmp_path, 100 << 20, 4)
     with pytest.raises(InvalidArgument, match=r"2 copies x 200 MB x 4 ranks = 1\.6 GB .* /dev/shm has 1\.07 GB free"):
         check_memory(tmp_path, 200_000_000, 4)

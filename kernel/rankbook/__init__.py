@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rankbook.coordinator.default_cluster import attach, current, start, stop
     from rankbook.coordinator.evaluate import Peeked
     from rankbook.coordinator.recovery import Healed
+    from rankbook.coordinator.resize import Resized
     from rankbook.coordinator.sync_check import Finding, SyncReport
     from rankbook.errors import (
         BadRequest,
@@ -95,6 +96,7 @@ __all__ = [
     "RankOutcome",
     "RankStatus",
     "RankbookError",
+    "Resized",
     "StartError",
     "SyncReport",
     "TransferError",
@@ -122,6 +124,7 @@ __getattr__, __dir__ = lazy_imports(
     {
         "rankbook.coordinator.cluster": ("Cluster", "RankStatus"),
         "rankbook.coordinator.recovery": ("Healed",),
+        "rankbook.coordinator.resize": ("Resized",),
         "rankbook.coordinator.sync_check": ("Finding", "SyncReport"),
         "rankbook.numerics.norms": ("GradientTable", "ParameterGradient"),
         "rankbook.coordinator.evaluate": ("Peeked",),

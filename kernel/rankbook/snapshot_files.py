@@ -214,7 +214,7 @@ def wait_for_peers(folder: Path, ranks: Sequence[int], version: SnapshotVersion,
 def check_memory(folder: Path, size: int, ranks: int) -> None:
     """Raise `InvalidArgument` if two snapshots of `size` bytes of every rank do not fit into shared memory."""
     needed = len(GENERATIONS) * size * ranks
-    free, place = _free_memory(folder)
+    free, place = free_memory(folder)
     if needed > free - _RESERVE:
         raise InvalidArgument(
             f"protection needs {len(GENERATIONS)} copies x {format_bytes(size)} x {plural(ranks, 'rank')} = "
@@ -223,7 +223,8 @@ def check_memory(folder: Path, size: int, ranks: int) -> None:
         )
 
 
-def _free_memory(folder: Path) -> tuple[int, str]:
+def free_memory(folder: Path) -> tuple[int, str]:
+    """Return the free bytes of the shared memory of `folder`, and the place that limits them, for a message."""
     status = os.statvfs(folder)
     free, place = status.f_bavail * status.f_frsize, str(folder.parent)
     with contextlib.suppress(OSError, ValueError, StopIteration):

@@ -103,14 +103,14 @@ def test_the_status_names_the_step_and_the_memory_is_given_back(cluster):
 def test_too_little_memory_is_refused_with_the_arithmetic_on_all_ranks(cluster):
     cluster.run(SETUP)
     cluster.run(MODEL.format(accelerator=LAYOUTS["ddp"]))
-    cluster.run("from rankbook import snapshot_files\nfree = snapshot_files._free_memory")
-    cluster.run("snapshot_files._free_memory = lambda folder: (1000, '/dev/shm')")
+    cluster.run("from rankbook import snapshot_files\nfree = snapshot_files.free_memory")
+    cluster.run("snapshot_files.free_memory = lambda folder: (1000, '/dev/shm')")
     with pytest.raises(InvalidArgument, match=r"2 copies x .* x 4 ranks = .* but /dev/shm has 1.* free"):
         cluster.protect()
     with pytest.raises(InvalidArgument, match="2 copies x"):
         cluster.run("accelerator.protect()")
     assert read_headers(cluster._segments.folder, range(RANKS)) == {rank: [] for rank in range(RANKS)}
-    cluster.run("snapshot_files._free_memory = free")
+    cluster.run("snapshot_files.free_memory = free")
 
 
 def test_a_lost_snapshot_is_named_and_the_rank_comes_back_without(cluster):

@@ -559,6 +559,15 @@ def save_contents(
     return async_save.start_save(contents, progress, run, target=location.display_name, copy_replicas=fully_parallel)
 
 
+def save_aside(contents: LocalState, location: CheckpointLocation) -> None:
+    """Save as `save_contents` does, but not as a checkpoint of the user: `last_save` stays as it is."""
+    last = _process.last
+    try:
+        save_contents(contents, location, metadata={})
+    finally:
+        _process.last = last
+
+
 def run_save(
     contents: LocalState,
     location: CheckpointLocation,

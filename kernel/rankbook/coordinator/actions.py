@@ -28,10 +28,19 @@ class Kill:
 
 @dataclass(frozen=True)
 class FormGroup:
-    """Make `cell` the task that puts all ranks into generation `generation` of the process group."""
+    """Make `cell` the task that puts all ranks into generation `generation` of the process group.
+
+    `anew`: the number of ranks has changed, and with it all groups.
+    """
 
     cell: int
     generation: int
+    anew: bool = False
+
+
+@dataclass(frozen=True)
+class ReplaceRanks:
+    """Use the table of ranks that the state has now."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +152,7 @@ Action = (
     Fork
     | Kill
     | FormGroup
+    | ReplaceRanks
     | SendTask
     | SendInterrupt
     | StartTimer

@@ -9,8 +9,10 @@ driver.py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import keyword
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +39,15 @@ from rankbook.coordinator.recovery import (
     summarize_recovery,
     summarize_restore,
 )
+from rankbook.coordinator.resize import (
+    PendingResize,
+    Resized,
+    check_room,
+    describe_failure,
+    handover_folder,
+    plan_resize,
+    with_folder,
+)
 from rankbook.coordinator.running_cell import RunningCell, Sink, StatusHeader
 from rankbook.coordinator.states import RankState, choose_donor
 from rankbook.coordinator.step_hold import StepHold
@@ -48,7 +59,15 @@ from rankbook.coordinator.sync_check import (
     compare_hashes,
 )
 from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for_cell
-from rankbook.errors import CellError, CellTimeout, ClusterStopped, InvalidArgument, RankbookError, RankLostError
+from rankbook.errors import (
+    CellError,
+    CellTimeout,
+    ClusterStopped,
+    InvalidArgument,
+    RankbookError,
+    RankLostError,
+    StartError,
+)
 from rankbook.formatting import plural
 from rankbook.launch.hosts import HostOptions, HostStatus
 from rankbook.launch.placement import changed_variables
@@ -62,8 +81,10 @@ from rankbook.protocol.messages import (
     AdoptState,
     Assign,
     CallFunction,
+    CheckResize,
     ExportState,
     FetchValue,
+    HandOver,
     ListState,
     Message,
     Protect,
@@ -71,6 +92,7 @@ from rankbook.protocol.messages import (
     RestoreSnapshot,
     RunCell,
     Stack,
+    TakeOver,
 )
 from rankbook.protocol.numbers import (
     Difference,
@@ -95,22 +117,24 @@ class ClusterTasks:
     """Submit tasks to the ranks and collect their results. A subclass calls `_set_processes` first."""
 
     key: str
+    _pending: PendingResize | None = None
+    """A resize that has begun to change the ranks."""
+    _resizing = False
 
     def _set_processes(self, processes: ClusterProcesses) -> None:
         self._processes = processes
         self._state = self._processes.state
         self._segments = self._processes.segments
-        self._assignment = self._processes.assignment
         self._monitor = StatusMonitor(processes)
         self._completion = CompletionClient(processes)
         self._equal_history = EqualHistory()
-        self._all_ranks = tuple(range(len(self._assignment.devices)))
+        self._all_ranks = tuple(self._state.ranks)
         self.key = self._processes.key
 
     @property
     def world_size(self) -> int:
         """Return the number of ranks."""
-        return len(self._assignment.devices)
+        return len(self._all_ranks)
 
     @property
     def stopped(self) -> bool:
@@ -291,6 +315,12 @@ class ClusterTasks:
             return cell
 
     def _check_available(self, ranks: tuple[int, ...]) -> None:
+        if self._pending is not None and not self._resizing:
+            raise RankLostError(
+                f"the resize to {plural(self._pending.world_size, 'rank')} has not ended; "
+                "%distributed heal completes it",
+                (),
+            )
         unavailable = self._state.unavailable(ranks)
         if not unavailable:
             return
@@ -604,6 +634,9 @@ class ClusterQueries(ClusterTasks):
 
 
 START_TIMEOUT = 180.0
+_RESIZE_ATTEMPTS = 4
+"""Attempts to complete a resize during which ranks die."""
+_resizes = itertools.count(1)
 HOSTS_TIMEOUT = 600.0
 """Seconds that a start waits for the agents of other hosts by default: a user or a job scheduler starts them."""
 _ANSWER_TIMEOUT = 1.0
@@ -673,14 +706,13 @@ class Cluster(ClusterQueries):
         if self.stopped:
             return "<Cluster: stopped>"
         states = ", ".join(f"{rank}: {self._state_of(rank)}" for rank in self._state.ranks)
-        return (
-            f"<Cluster of {self.world_size} on {self._assignment.devices[0].split(':')[0]}, {self.backend}; {states}>"
-        )
+        device = self._processes.assignment.devices[0].split(":")[0]
+        return f"<Cluster of {self.world_size} on {device}, {self.backend}; {states}>"
 
     @property
     def backend(self) -> str:
         """Return the process group's backend."""
-        return self._assignment.backend
+        return self._processes.assignment.backend
 
     @property
     def keep(self) -> float | None:
@@ -913,7 +945,7 @@ class Cluster(ClusterQueries):
                 state = f"{self._state_of(rank)}, {hosts.name_of(rank)} not reachable for {seconds:.0f} s"
             if entry.lost_device and rank not in unresponsive:
                 state += ", device lost"
-            device = self._assignment.devices[rank]
+            device = self._processes.assignment.devices[rank]
             statuses.append(
                 RankStatus(
                     rank,
@@ -947,9 +979,125 @@ class Cluster(ClusterQueries):
         self._renew_number_watch(chosen)
         return chosen
 
+    def resize(self, n: int, *, timeout: float = START_TIMEOUT) -> Resized:
+        """Change the number of ranks to `n`, in place; return what has become of the state.
+
+        Ranks below `n` keep their processes and variables, ranks from `n` on end, and new ranks get the variables of
+        another rank as in `heal`. Prepared models, optimizers and schedulers continue at the same step, and prepared
+        loaders with the samples that no rank has had in this epoch. Shards move through shared memory, by the plan with
+        which a checkpoint is loaded on another number of ranks. Gradients that have not been applied are dropped.
+
+        Everything is checked before anything changes. Raises `InvalidArgument`, with the arithmetic, if a device mesh,
+        a loader or the devices do not fit `n` ranks, if shared memory has no room for the shards, and for ranks on
+        other hosts; `RankLostError` if a rank is dead. A rank that dies later on is replaced. If that fails too, `heal`
+        completes the resize.
+
+        Example::
+
+            cluster.resize(3)
+            cluster.world_size  # 3
+        """
+        if self._processes.hosts is not None:
+            raise InvalidArgument(
+                "resize requires all ranks on the notebook's host; with other hosts save a checkpoint and start again"
+            )
+        if self._pending is not None:
+            return self._complete_resize(self._pending, timeout)
+        self._processes.assign(n)  # raises
+        if n == self.world_size:
+            return Resized(n, n)
+        self._processes.wait_exits()
+        self._check_available(self._all_ranks)
+        make = lambda cell: CheckResize(cell=cell, world_size=n)  # noqa: E731 - used once
+        pending = plan_resize(self._collect(dict.fromkeys(self._all_ranks, (make, ())), timeout, "resize"), n)
+        folder = handover_folder(self._segments.folder, next(_resizes))
+        try:
+            if pending.meshes and pending.size:
+                check_room(folder.parent, pending.size)
+                folder.mkdir(mode=0o700)
+                pending = with_folder(pending, folder)
+                give = lambda cell: HandOver(cell=cell, folder=str(folder))  # noqa: E731 - used once
+                self._collect(dict.fromkeys(self._all_ranks, (give, ())), timeout, "resize")
+            self._pending = pending
+            return self._complete_resize(pending, timeout)
+        finally:
+            if self._pending is None:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _complete_resize(self, pending: PendingResize, timeout: float) -> Resized:
+        """Change the ranks, and repeat that if a rank dies meanwhile."""
+        self._resizing = True
+        resized: Resized | None = None
+        try:
+            for attempt in range(_RESIZE_ATTEMPTS):
+                try:
+                    resized = self._change_ranks(pending, timeout)
+                except (CellError, RankLostError, StartError, CellTimeout) as error:
+                    if attempt + 1 == _RESIZE_ATTEMPTS or not self._processes.state.live_ranks():
+                        raise RankLostError(describe_failure(pending, error), ()) from error
+                else:
+                    break
+            assert resized is not None
+            self._pending = None
+            if pending.folder:
+                shutil.rmtree(pending.folder, ignore_errors=True)
+            remove_all(self._segments.folder)
+            if pending.every:
+                self.protect(pending.every, timeout=timeout)
+            if resized.healed is not None:
+                self._renew_number_watch(resized.healed.ranks)
+            return resized
+        finally:
+            self._resizing = False
+
+    def _change_ranks(self, pending: PendingResize, timeout: float) -> Resized:
+        deadline = time.monotonic() + timeout
+        self._processes.wait_exits()
+        new: tuple[int, ...] = ()
+        try:
+            assignment = self._processes.assign(pending.world_size)
+            try:
+                new = self._processes.resize(assignment, timeout=timeout)
+            finally:
+                self._all_ranks = tuple(self._state.ranks)
+            entering = {
+                rank: (pending.make_enter(rank, assignment.threads, is_new=rank in new), ()) for rank in self._all_ranks
+            }
+            self._collect(entering, deadline - time.monotonic(), "resize")
+            healed = None
+            if new:
+                donor = self._choose_donor(new)
+                healed = self._copy_state(donor, new, {}, (), deadline - time.monotonic(), handed_over=True)
+            else:
+                adopting = (lambda cell: AdoptState(cell=cell), ())
+                self._collect(dict.fromkeys(self._all_ranks, adopting), deadline - time.monotonic(), "resize")
+            if pending.folder:
+                take = lambda cell: TakeOver(cell=cell, folder=pending.folder)  # noqa: E731 - used once
+                self._collect(dict.fromkeys(self._all_ranks, (take, ())), deadline - time.monotonic(), "resize")
+        except BaseException:
+            # A rank with a part of the state would look healthy.
+            self._processes.discard(new, "was not completed because the resize failed or was interrupted")
+            raise
+        self._equal_history = EqualHistory()
+        return Resized(
+            pending.former,
+            pending.world_size,
+            step=pending.step,
+            healed=healed,
+            differing=pending.differing,
+            groups=pending.groups,
+            replaced=tuple(rank for rank in new if rank < pending.former),
+        )
+
+    def _choose_donor(self, new: tuple[int, ...]) -> int:
+        donor = choose_donor([entry for rank, entry in self._state.ranks.items() if rank not in new])
+        if donor is None:
+            raise RankLostError("no rank with variables to copy is left", new)
+        return donor
+
     def heal(
         self, ranks: RankSelection = None, *, empty: bool = False, timeout: float = START_TIMEOUT
-    ) -> Healed | None:
+    ) -> Healed | Resized | None:
         """Replace dead ranks by new ones with the variables of a healthy rank. None if there is nothing to replace.
 
         A rank whose device has failed for good counts as dead, although its process lives.
@@ -961,6 +1109,8 @@ class Cluster(ClusterQueries):
         Raises `StartError`; `RankLostError` if there is no healthy rank left; `InvalidArgument` for a rank that is
         alive and was not restarted alone.
         """
+        if self._pending is not None:
+            return self._complete_resize(self._pending, timeout)
         # The forkserver reports an exit with a delay. Without this, a rank that the user has just killed would count as
         # healthy, or even as the donor.
         self._processes.wait_exits()
@@ -1019,14 +1169,17 @@ class Cluster(ClusterQueries):
         headers: dict[int, list[SnapshotHeader]],
         replaced: tuple[int, ...],
         timeout: float,
+        *,
+        handed_over: bool = False,
     ) -> Healed:
         """Copy the variables of `donor` to the new `ranks`, and return all ranks to the last common snapshot.
 
-        Without a snapshot, shards come from replicas without any of the `replaced` ranks, if there are some.
+        Without a snapshot, shards come from replicas without any of the `replaced` ranks, if there are some. With
+        `handed_over`, the caller restores them.
         """
         deadline = time.monotonic() + timeout
         version, every = choose_snapshot(headers)
-        make_list = lambda cell: ListState(cell=cell, snapshot=version, replaced=replaced)  # noqa: E731 - used once
+        make_list = lambda cell: ListState(cell, version, replaced, handed_over)  # noqa: E731 - used once
         listed = self._collect({donor: (make_list, ())}, timeout, "heal")[donor]
         adopted: dict[str, Any] = {}
         lost_saves: list[str] = []
@@ -1035,7 +1188,9 @@ class Cluster(ClusterQueries):
             nonlocal adopted
             # A dead rank's background save is reported once by every survivor, in whichever attempt comes first, so the
             # messages of all attempts are collected.
-            make_export = lambda cell, stays: ExportState(cell, tuple(names), stays, version, replaced)  # noqa: E731
+            make_export = lambda cell, stays: ExportState(  # noqa: E731 - used once
+                cell, tuple(names), stays, version, replaced, handed_over
+            )
             adopted, lost = self._try_restore(donor, ranks, make_export, deadline - time.monotonic())
             lost_saves.extend(lost)
             return str(adopted["refused"])
@@ -1136,10 +1291,10 @@ class Cluster(ClusterQueries):
 
     def describe(self) -> str:
         """Describe devices, backend and threads, for the user."""
-        devices = sorted(set(self._assignment.devices))
+        devices = sorted(set(self._processes.assignment.devices))
         alone = self._processes.hosts is None
         shared = " (shared)" if alone and len(devices) < self.world_size and devices[0] != "cpu" else ""
-        threads = plural(self._assignment.threads, "thread")
+        threads = plural(self._processes.assignment.threads, "thread")
         hosts = self.hosts()
         where = f" on {plural(len(hosts), 'host')}" if hosts else ""
         return f"{', '.join(devices)}{shared}{where}, {self.backend}, {threads} per rank"

@@ -90,6 +90,7 @@ class ClusterProcesses:
     _driver: Driver | None
     _hub: ZmqHub | HostsLink | None
     _hosts: Hosts | None
+    _cuda_devices: int
     _connection_file: Path | None = None
     _engine: EngineMonitor | None = None
 
@@ -131,7 +132,7 @@ class ClusterProcesses:
                 if hosts is not None:
                     self._listen(hosts, forkserver, self._hub)
                 opened = forkserver.wait_opened(timeout=timeout, interrupted=interrupts.take)
-                self._port = opened.master_port
+                self._port, self._cuda_devices = opened.master_port, opened.devices
                 if hosts is None:
                     self.assignment = assign_devices(n, opened.devices, backend=backend, cores=usable_cores())
                 else:
@@ -183,10 +184,11 @@ class ClusterProcesses:
 
     # Start
 
-    def launch(self, ranks: tuple[int, ...], *, timeout: float) -> None:
+    def launch(self, ranks: tuple[int, ...], *, timeout: float, world_size: int | None = None) -> None:
         """Start new processes for `ranks`; wait until they are ready and the process group is formed.
 
-        Raises `StartError`, and KeyboardInterrupt if SIGINT arrives meanwhile.
+        With `world_size`, that many ranks form it, and leave all groups that they have. Raises `StartError`, and
+        KeyboardInterrupt if SIGINT arrives meanwhile.
         """
         driver = self.driver
         if not self._launcher.alive:
@@ -209,6 +211,8 @@ class ClusterProcesses:
             if self._hosts is not None:
                 replacements = self._replace_hosts(self._hosts, ranks, deadline, interrupts.take)
                 self._move_lost(self._hosts, driver, ranks, replacements, deadline, interrupts.take)
+            if world_size is not None:
+                driver.post(ev.ResizeWorld(world_size))
             driver.post(ev.LaunchRanks(ranks))
             with driver.changed:
                 while not self._launched(driver, ranks):
@@ -228,6 +232,41 @@ class ClusterProcesses:
         if failures or errors:  # errors of live ranks are consequences of the deaths
             raise StartError("\n".join(failures or dict.fromkeys(errors.values())))
         self._record()
+
+    def assign(self, world_size: int) -> DeviceAssignment:
+        """Return the devices of another number of ranks. Raises `InvalidArgument` if they do not suffice."""
+        return assign_devices(world_size, self._cuda_devices, backend=self.assignment.backend, cores=usable_cores())
+
+    def resize(self, assignment: DeviceAssignment, *, timeout: float) -> tuple[int, ...]:
+        """Let the ranks beyond those of `assignment` exit, and start those that are missing; return the latter.
+
+        All ranks leave their process groups and form new ones. Raises as `launch`.
+        """
+        driver, world_size = self.driver, len(assignment.devices)
+        leaving = tuple(rank for rank in self.state.ranks if rank >= world_size)
+        with driver.changed:
+            driver.post(ev.RemoveRanks(leaving))
+            ended = (RankState.ABSENT, RankState.DEAD)
+            deadline = time.monotonic() + timeout
+            while any(self.state.ranks[rank].state not in ended for rank in leaving):
+                if time.monotonic() > max(deadline, driver.shutdown_manager.deadline + 1.0):
+                    raise StartError(f"{name_ranks(leaving)} did not exit within {timeout:.0f} s")
+                driver.changed.wait(0.05)
+            missing = tuple(
+                rank
+                for rank in range(world_size)
+                if rank not in self.state.ranks or self.state.ranks[rank].state in ended
+            )
+            # The devices of a former rank may be asked for until it is gone.
+            if world_size >= len(self.assignment.devices):
+                self.assignment = assignment
+        try:
+            self.launch(missing, timeout=timeout, world_size=world_size)
+        finally:
+            if len(self.state.ranks) == world_size:
+                self.assignment = assignment
+        self._record()
+        return missing
 
     def discard(self, ranks: tuple[int, ...], reason: str) -> None:
         """Kill those of `ranks` that live, and treat them as dead at once. `reason` says why."""

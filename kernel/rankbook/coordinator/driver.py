@@ -250,11 +250,8 @@ class Driver:
                 self._fork(rank, incarnation)
             case act.Kill(rank, incarnation, idle):
                 self.shutdown_manager.shut_down(rank, incarnation, graceful=idle)
-            case act.FormGroup(number, generation):
-                tasks = dict.fromkeys(self.state.ranks, (Regroup(cell=number, generation=generation), ()))
-                self._cells[number] = RunningCell(
-                    number, -1, tasks, cluster_key="", sink=None, label="forming the group"
-                )
+            case act.FormGroup() | act.ReplaceRanks():
+                self._perform_grouping(action)
             case act.SendTask(number, ranks):
                 cell = self._cells[number]
                 for rank in ranks:
@@ -288,6 +285,19 @@ class Driver:
                 self._record_rank_lost(rank, reason, number)
             case act.EndCell():
                 self._ending.append(action)
+
+    def _perform_grouping(self, action: act.FormGroup | act.ReplaceRanks) -> None:
+        if isinstance(action, act.FormGroup):
+            number, ranks = action.cell, self.state.ranks
+            regroup = Regroup(number, action.generation, world_size=len(ranks), anew=action.anew)
+            self._cells[number] = RunningCell(
+                number, -1, dict.fromkeys(ranks, (regroup, ())), cluster_key="", sink=None, label="forming the group"
+            )
+            return
+        # The processes of former ranks have ended, and nobody looks for them.
+        for rank in self.state.ranks:
+            self.rank_processes.setdefault(rank, RankProcess())
+        self._receiver.ranks = self.state.ranks
 
     def _perform_monitoring(
         self,
@@ -495,11 +505,11 @@ class Driver:
     def _handle_rank_exit(self, message: RankExited) -> None:
         # Order: show the output that did not arrive, then post the event, which may end the cell, and at last wake the
         # threads that wait for replies of this rank. The files are removed also for an earlier incarnation.
-        rank = self.state.ranks[message.rank]
+        rank = self.state.ranks.get(message.rank)
         # Read and remove the files even if the process belongs to an earlier incarnation, and even if no cell wants the
         # text.
         sent = read_remains(message, self.rank_processes[message.rank].segments)
-        if message.incarnation != rank.incarnation:
+        if rank is None or message.incarnation != rank.incarnation:
             return
         # An idle rank may die too, for example by a background thread. Its last output belongs to the last cell.
         number = rank.cell if rank.cell is not None else self.rank_processes[message.rank].last_cell
@@ -605,7 +615,7 @@ class MessageReceiver:
         kill: Callable[[int, int], None],
     ) -> None:
         self._hub = hub
-        self._ranks = ranks
+        self.ranks = ranks
         self._handle = handle
         self._cell_of = cell_of
         self._kill = kill
@@ -628,7 +638,7 @@ class MessageReceiver:
         """Handle one message, unless it is from an earlier process of its rank."""
         # Messages of a killed process are ordinary: they were on the way. Only a rank that never existed is an error.
         if not self._is_current(sender):
-            if sender.rank not in self._ranks:
+            if sender.rank not in self.ranks:
                 self._report(None, ProtocolError(f"received a message from rank {sender.rank}, which does not exist"))
             return
         try:
@@ -641,11 +651,11 @@ class MessageReceiver:
         return self._reasons.get(Sender(rank, incarnation))
 
     def _is_current(self, sender: Sender) -> bool:
-        rank = self._ranks.get(sender.rank)
+        rank = self.ranks.get(sender.rank)
         return rank is not None and rank.incarnation == sender.incarnation and sender not in self._reasons
 
     def _reject(self, sender: Sender | None, error: UnreadableMessage) -> None:
-        if sender is None or sender.rank not in self._ranks:
+        if sender is None or sender.rank not in self.ranks:
             self._report(None, error)
         elif self._is_current(sender):
             self._kill_sender(sender, f"was killed because it sent a message that cannot be decoded ({_brief(error)})")

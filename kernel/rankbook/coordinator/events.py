@@ -76,6 +76,20 @@ class StateRestored:
 
 
 @dataclass(frozen=True)
+class RemoveRanks:
+    """Request that the processes of these ranks end."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ResizeWorld:
+    """The cluster has `world_size` ranks from now on. Those beyond have ended; new ones are launched later."""
+
+    world_size: int
+
+
+@dataclass(frozen=True)
 class CollectivesReceived:
     """A rank has replied to `RequestCollectives`."""
 
@@ -111,5 +125,5 @@ class Stop:
     """The cluster should stop."""
 
 
-_OfRanks = LaunchRanks | RankConnected | RankGone | LossReportDue | StateRestored
+_OfRanks = LaunchRanks | RankConnected | RankGone | LossReportDue | StateRestored | RemoveRanks | ResizeWorld
 Event = _OfRanks | Submit | CellDone | CollectivesReceived | CheckCollectives | InterruptCell | TimerFired | Stop

@@ -40,13 +40,7 @@ class Healed:
         subject = f"{name_ranks(self.ranks)} {verb} healed"
         if self.donor is None:
             return f"{subject} with an empty namespace"
-        counted = [
-            (self.variables, "variable", "variables"),
-            (self.functions, "function or class", "functions and classes"),
-            (self.imports, "import", "imports"),
-        ]
-        state = ", ".join(plural(*item) for item in counted if item[0])
-        lines = [f"{subject} with the state of rank {self.donor}: {state or 'nothing to copy'}"]
+        lines = [f"{subject} with the state of rank {self.donor}: {self.describe_copied()}"]
         if self.restored:
             lines.append(self.restored)
         if self.missing:
@@ -55,6 +49,15 @@ class Healed:
         if self.lost_save:
             lines.append(self.lost_save)
         return "\n".join(lines)
+
+    def describe_copied(self) -> str:
+        """Return what the new ranks have received, for the user."""
+        counted = [
+            (self.variables, "variable", "variables"),
+            (self.functions, "function or class", "functions and classes"),
+            (self.imports, "import", "imports"),
+        ]
+        return ", ".join(plural(*item) for item in counted if item[0]) or "nothing to copy"
 
 
 def summarize_recovery(

@@ -61,6 +61,10 @@ class ClusterState:
         self._queue: list[int] = []
         self._last_cell = 0
         self._launches = 0
+        # True from a change of the number of ranks until all ranks have left the groups of the number before.
+        self._anew = False
+        # The last incarnations of ranks that do not exist any more: their numbers must not be used again.
+        self._former_incarnations: dict[int, int] = {}
         self._journal = Journal()
 
     def new_cell(self) -> int:
@@ -165,7 +169,26 @@ class ClusterState:
         self.cells[cell.cell] = cell
         # Ahead of the queued cells, which need the group. All ranks take part, so no other cell runs at the same time.
         self._queue.insert(0, cell.cell)
-        return [act.FormGroup(cell.cell, self.generation)]
+        return [act.FormGroup(cell.cell, self.generation, self._anew)]
+
+    def _remove_ranks(self, event: ev.RemoveRanks) -> list[act.Action]:
+        return [action for number in event.ranks for action in self._remove(self.ranks[number])]
+
+    # A new table instead of a changed one: other threads may iterate over it.
+    def _resize_world(self, event: ev.ResizeWorld) -> list[act.Action]:
+        for number, rank in self.ranks.items():
+            if number >= event.world_size:
+                if rank.state not in (RankState.ABSENT, RankState.DEAD):
+                    raise IllegalTransition(f"rank {number} is {rank.state.name}\n{self._journal.recent_events()}")
+                self._state_counts[rank.state] -= 1
+                self._former_incarnations[number] = rank.incarnation
+        new = range(len(self.ranks), event.world_size)
+        self._state_counts[RankState.ABSENT] += len(new)
+        added = {number: RankEntry(number, incarnation=self._former_incarnations.get(number, 0)) for number in new}
+        self.ranks = {number: rank for number, rank in self.ranks.items() if number < event.world_size} | added
+        self.grouped, self._anew = False, True
+        self._unreported_losses.clear()  # nobody is in a group with these ranks any more
+        return [act.ReplaceRanks(), *self._regroup_if_complete(), *self._dispatch()]
 
     # A process has ended: the rank leaves its cell and the group, its peers are told, and the cells that need it fail
     # or, if the rank is being restarted, wait.
@@ -410,6 +433,8 @@ class ClusterState:
     def _end(self, cell: CellEntry) -> list[act.Action]:
         # First: from now on an answer for this cell is late, and events for it are ignored.
         del self.cells[cell.cell]
+        if cell.internal and not cell.failed and len(cell.answers) == len(cell.ranks):
+            self._anew = False
         mismatch, notices = self._compare_collectives(cell)
         # If not all ranks have answered successfully, they may have started different numbers of collectives. A later
         # collective would then hang or pair up wrongly, so the group is formed anew.
@@ -487,6 +512,8 @@ _HANDLERS: dict[type, Callable[[ClusterState, Any], list[act.Action]]] = {
     ev.RankGone: ClusterState._rank_exited,
     ev.LossReportDue: ClusterState._report_losses,
     ev.StateRestored: ClusterState._state_restored,
+    ev.RemoveRanks: ClusterState._remove_ranks,
+    ev.ResizeWorld: ClusterState._resize_world,
     ev.Submit: ClusterState._submit,
     ev.CellDone: ClusterState._cell_done,
     ev.CollectivesReceived: ClusterState._collectives_received,

@@ -281,18 +281,20 @@ class ListState(Message, frozen=True):
     """Answer with the names of the variables that `ExportState` can send, and why it cannot send the others.
 
     All ranks will return to `snapshot`, if there is one, so that the sharded models in it can be sent without shards.
-    Otherwise this holds for the models of which there is a replica without the `replaced` ranks.
+    Otherwise this holds for the models of which there is a replica without the `replaced` ranks, and with
+    `handed_over` for all models.
     """
 
     cell: int
     snapshot: SnapshotVersion | None = None
     replaced: tuple[int, ...] = ()
+    handed_over: bool = False
 
 
 class ExportState(Message, frozen=True):
     """Answer with the state for the replacement of a dead rank: the variables `names`, imports and `sys.path`.
 
-    `stays`: all ranks that will load the state run on this rank's host. `snapshot` and `replaced` as in `ListState`.
+    `stays`: all ranks that will load the state run on this rank's host. The other fields are as in `ListState`.
     """
 
     cell: int
@@ -300,6 +302,7 @@ class ExportState(Message, frozen=True):
     stays: bool = False
     snapshot: SnapshotVersion | None = None
     replaced: tuple[int, ...] = ()
+    handed_over: bool = False
 
 
 class AdoptState(Message, frozen=True):
@@ -337,11 +340,53 @@ class RestoreReplicas(Message, frozen=True):
     replaced: tuple[int, ...]
 
 
+class CheckResize(Message, frozen=True):
+    """Answer with a `ResizeCheck`: whether this rank's state fits `world_size` ranks. Changes nothing."""
+
+    cell: int
+    world_size: int
+
+
+class HandOver(Message, frozen=True):
+    """Write this rank's shards of models and optimizers into `folder`, for another number of ranks."""
+
+    cell: int
+    folder: str
+
+
+class EnterWorld(Message, frozen=True):
+    """Adapt this rank to the number of ranks that its process group has now.
+
+    `threads` is the number of threads per rank, and `meshes` are the device meshes that all ranks create, in this
+    order: the type of the devices, and the names and sizes of the axes. A new rank continues with the random numbers of
+    the state `random`, or if `seeded` is not None with others, which are the same for the same `seeded`.
+    """
+
+    cell: int
+    world_size: int
+    threads: int
+    meshes: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
+    random: bytes = b""
+    seeded: int | None = None
+
+
+class TakeOver(Message, frozen=True):
+    """Read this rank's shards from `folder`, into which the ranks before the resize have written theirs."""
+
+    cell: int
+    folder: str
+
+
 class Regroup(Message, frozen=True):
-    """Leave the current process group, if any, and join generation `generation` of it."""
+    """Leave the current process group, if any, and join generation `generation` of it.
+
+    `anew`: destroy all groups first, because the number of ranks is `world_size` now.
+    """
 
     cell: int
     generation: int
+    world_size: int = 0
+    anew: bool = False
 
 
 class Interrupt(Message, frozen=True):
@@ -554,9 +599,9 @@ class Stack(Message, frozen=True):
 
 _Check = HashState | MeasureDifferences | MeasureGradients
 _Protection = Protect | RestoreSnapshot | RestoreReplicas
-Task = (
-    RunCell | CallFunction | Assign | FetchValue | ListState | ExportState | AdoptState | Regroup | _Check | _Protection
-)
+_Resize = CheckResize | HandOver | EnterWorld | TakeOver
+_Copy = ListState | ExportState | AdoptState
+Task = RunCell | CallFunction | Assign | FetchValue | _Copy | Regroup | _Check | _Protection | _Resize
 """Tasks of a rank's main thread, executed one at a time; it answers every task with `Done`."""
 # The control thread handles these at once, beside a running task.
 _Control = (

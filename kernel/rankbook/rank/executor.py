@@ -33,15 +33,18 @@ from rankbook.protocol.messages import (
     AdoptState,
     Assign,
     CallFunction,
+    CheckResize,
     Clear,
     Collectives,
     DapToRank,
     Display,
     Done,
+    EnterWorld,
     ErrorReport,
     ExportState,
     FetchValue,
     Frame,
+    HandOver,
     InputReply,
     InputRequest,
     ListState,
@@ -55,6 +58,7 @@ from rankbook.protocol.messages import (
     RestoreSnapshot,
     RunCell,
     Stack,
+    TakeOver,
     ToRank,
 )
 from rankbook.protocol.numbers import HashState, MeasureDifferences, MeasureGradients
@@ -103,6 +107,8 @@ if TYPE_CHECKING:
 
 # A text search and not a parser, because every cell is searched. A false match, in a string for example, creates an
 # object that is not used.
+_Protection = Protect | RestoreSnapshot | RestoreReplicas
+_Resize = CheckResize | HandOver | EnterWorld | TakeOver
 _USES_ACCELERATOR = re.compile(r"(?<![\w.])accelerator\b")
 _ASSIGNS_ACCELERATOR = re.compile(
     r"(?<![\w.])accelerator\s*(?::[^=\n]*)?=[^=]|\bas accelerator\b|\bimport accelerator\b"
@@ -321,15 +327,12 @@ class Executor:
                 self._shell.user_ns.update(self._unpack(message.payload, frames))
             case FetchValue():
                 return pack(self._fetch(message.name), store=self._segments)
-            case ListState(snapshot=snapshot, replaced=replaced):
+            case ListState() | ExportState():
                 namespace, hidden = self._shell.user_ns, self._shell.user_ns_hidden
-                shards = recovery.Shards(snapshot, replaced)
-                return pack(recovery.list_state(namespace, hidden, shards=shards), store=None)
-            case ExportState(names=names, snapshot=snapshot, replaced=replaced):
-                namespace, hidden = self._shell.user_ns, self._shell.user_ns_hidden
-                return recovery.export_state(
-                    namespace, hidden, names, self._segments, shards=recovery.Shards(snapshot, replaced)
-                )
+                shards = recovery.Shards(message.snapshot, message.replaced, message.handed_over)
+                if isinstance(message, ListState):
+                    return pack(recovery.list_state(namespace, hidden, shards=shards), store=None)
+                return recovery.export_state(namespace, hidden, message.names, self._segments, shards=shards)
             case AdoptState(payload=payload):
                 open_state = None if payload is None else partial(self._unpack, payload, frames)
                 adopted = recovery.adopt_state(self._shell.user_ns, open_state)
@@ -337,11 +340,19 @@ class Executor:
                 return pack(adopted, store=None)
             case HashState() | MeasureDifferences() | MeasureGradients():
                 return pack(self.check_numbers(message), store=self._segments)
-            case Protect() | RestoreSnapshot() | RestoreReplicas():
-                return pack(self._protect(message), store=None)
+            case (
+                Protect()
+                | RestoreSnapshot()
+                | RestoreReplicas()
+                | CheckResize()
+                | HandOver()
+                | EnterWorld()
+                | TakeOver()
+            ):
+                return pack(self._move_state(message), store=None)
             case Regroup():
                 try:
-                    self._group.join(message.generation)
+                    self._group.join(message.generation, message.world_size, anew=message.anew)
                 except (RuntimeError, OSError) as error:
                     raise StartError(f"cannot form the process group: {error}") from error
                 # The old group's threads left free memory in the allocator's arenas.
@@ -364,7 +375,7 @@ class Executor:
             return hash_state(self.namespace(), message.names)
         return measure_differences(self.namespace(), message.names, message.pieces)
 
-    def _protect(self, message: Protect | RestoreSnapshot | RestoreReplicas) -> object:
+    def _protect(self, message: _Protection) -> object:
         from rankbook.runtime import protection
 
         if isinstance(message, RestoreReplicas):
@@ -376,6 +387,23 @@ class Executor:
         if message.every is not None:
             protection.protect(message.every)
         return protection.report(self._shell.user_ns, self._shell.user_ns_hidden)
+
+    def _move_state(self, message: _Protection | _Resize) -> object:
+        if isinstance(message, (Protect, RestoreSnapshot, RestoreReplicas)):
+            return self._protect(message)
+        from rankbook.rank import resize
+
+        namespace, hidden = self._shell.user_ns, self._shell.user_ns_hidden
+        match message:
+            case CheckResize():
+                return resize.check(namespace, hidden, message.world_size)
+            case HandOver():
+                resize.hand_over(message.folder)
+            case EnterWorld():
+                resize.enter_world(namespace, hidden, message)
+            case TakeOver():
+                resize.take_over(message.folder)
+        return None
 
     def _run_measured(self, message: RunCell, request: Measure) -> None:
         with self._interrupts.shield():

@@ -142,7 +142,7 @@ def names_of(optimizers: Collection[Optimizer], namespace: dict[str, Any]) -> li
 
 def reset_after_abort() -> None:
     """Reset all models after an aborted step: drop pending buckets and all-gathers, free gathered parameters."""
-    for model in _with_reducers():
+    for model in models_with_reducers():
         model.reducer._reset_state()
     _reset_sharded()
     # Not imported, because a rank need not use the runtime.
@@ -156,7 +156,7 @@ def restart_step() -> None:
 
     Needed when one of the ranks is a new process.
     """
-    for model in _with_reducers():
+    for model in models_with_reducers():
         # What DDP's constructor does after it has checked the model. The new process's reducer is as fresh as these are
         # now.
         parameters, sparse = model._build_params_for_reducer()
@@ -166,7 +166,7 @@ def restart_step() -> None:
             model.reducer._set_static_graph()
 
 
-def _with_reducers() -> list[DistributedDataParallel]:
+def models_with_reducers() -> list[DistributedDataParallel]:
     """Return the DDP models in use.
 
     A model that was prepared again has passed its reducer to the later wrapper.

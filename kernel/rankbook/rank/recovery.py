@@ -58,10 +58,14 @@ class Exportable(TypedDict):
 
 
 class Shards(NamedTuple):
-    """Source of the shards of new ranks: a snapshot, or else replicas without the `replaced` ranks."""
+    """Source of the shards of new ranks: a snapshot, or else replicas without the `replaced` ranks.
+
+    `handed_over`: the shards of all models will be read from the folder of a resize.
+    """
 
     snapshot: SnapshotVersion | None = None
     replaced: tuple[int, ...] = ()
+    handed_over: bool = False
 
 
 _NO_SHARDS = Shards()
@@ -109,7 +113,8 @@ def list_state(namespace: dict[str, Any], hidden: Mapping[str, Any], *, shards: 
     reducer = _Reducer(namespace, with_data=False, shards=shards)
     missing |= check_pickling(values, reducer)
     names = [name for name in values if name not in missing]
-    return Exportable(names=names, missing=missing, replicas=shards.snapshot is None and reducer.restores)
+    uses_replicas = shards.snapshot is None and not shards.handed_over
+    return Exportable(names=names, missing=missing, replicas=uses_replicas and reducer.restores)
 
 
 def export_state(
@@ -207,7 +212,11 @@ class _Reducer:
         self._with_data = with_data
         self._models = None
         covered: set[int] = set()
-        if shards.snapshot is not None:
+        if shards.handed_over:
+            from rankbook.runtime import resize
+
+            covered = set(resize.sharded_models())
+        elif shards.snapshot is not None:
             from rankbook.runtime import protection
 
             covered = protection.models_in(shards.snapshot)

@@ -5,6 +5,8 @@ They validate their fields and are applied by other modules. torch's distributed
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import timedelta
@@ -673,6 +675,30 @@ class ParallelismConfig:
         for name, size in reversed(self.sizes.items()):
             rank, coordinates[name] = divmod(rank, size)
         return coordinates
+
+    def fitted_to(self, world_size: int) -> ParallelismConfig:
+        """Return the mesh for another number of ranks: the number of replicas changes, or without any that of shards.
+
+        Raises `InvalidArgument` with the arithmetic if `world_size` is not a multiple of the other sizes.
+        """
+        # The mesh that the user has asked for, so that the way back leads to it.
+        requested: ParallelismConfig = vars(self).get("_requested", self)
+        if requested.total_size == world_size:
+            return requested
+        sizes = requested.sizes
+        changing = "dp_replicate" if requested.dp_replicate_enabled else "dp_shard"
+        fixed = {name: size for name, size in sizes.items() if name != changing}
+        product = math.prod(fixed.values())
+        if world_size % product:
+            factors = " * ".join(f"{name}({size})" for name, size in fixed.items())
+            mesh = " * ".join(f"{name}({size})" for name, size in sizes.items())
+            raise InvalidArgument(
+                f"{world_size} ranks do not fit the mesh {mesh}: {factors} = {product}, and "
+                f"{world_size} % {product} = {world_size % product}, expected 0"
+            )
+        fitted = copy.copy(requested)
+        vars(fitted).update({f"{changing}_size": world_size // product, "_requested": requested})
+        return fitted
 
     def check(self, world_size: int) -> None:
         """Raise `InvalidArgument` with the arithmetic unless the sizes multiply to `world_size`."""

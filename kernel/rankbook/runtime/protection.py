@@ -133,6 +133,11 @@ def continue_numbers(number: int) -> None:
         _active.number = number
 
 
+def interval() -> int:
+    """Return the number of steps from one snapshot to the next; 0 without protection."""
+    return _active.every if _active is not None else 0
+
+
 def models_in(version: SnapshotVersion) -> set[int]:
     """Return the serial numbers of the models in this rank's snapshot `version`."""
     state = _active.read(version) if _active is not None else None
@@ -617,16 +622,17 @@ _NO_STATE = (types.ModuleType, types.FunctionType, type, AcceleratorSettings)
 
 def find_unprotected(namespace: Mapping[str, Any], hidden: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables that no snapshot contains, with the reasons. `hidden` are defined on every rank."""
-    covered = _covered()
+    is_covered = covered()
     found = {}
     for name, value in namespace.items():
-        if name.startswith("_") or name in hidden or isinstance(value, _NO_STATE) or id(value) in covered:
+        if name.startswith("_") or name in hidden or isinstance(value, _NO_STATE) or id(value) in is_covered:
             continue
         found[name] = _reason(value)
     return found
 
 
-def _covered() -> set[int]:
+def covered() -> set[int]:
+    """Return the identities of the objects that a snapshot contains."""
     objects: list[Any] = []
     for _, raw in prepared.current_models().values():
         objects += raw.modules()

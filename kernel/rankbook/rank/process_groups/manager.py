@@ -107,7 +107,8 @@ class GroupManager:
         self.device = device
         self._generation = 0
         self._members: dict[str, _Member] = {}
-        # The ranks whose processes were new at the last join.
+        # The ranks whose processes were new at a join of this rank. Not only at the last one: the groups may be formed
+        # once more before a new rank has got its meshes.
         self._fresh: set[int] = set()
         # Groups that were destroyed in the last cell that used groups, see `report_used`.
         self._destroyed: set[str] = set()
@@ -134,11 +135,14 @@ class GroupManager:
 
     # Joining a generation
 
-    def join(self, generation: int) -> None:
+    def join(self, generation: int, world_size: int = 0, *, anew: bool = False) -> None:
         """Join a generation: create the default group the first time, later give every group fresh connections.
 
-        Raises torch's errors when other ranks do not come, and `CollectiveAborted`.
+        With `anew`, destroy all groups first: there are `world_size` ranks from now on. Raises torch's errors when
+        other ranks do not come, and `CollectiveAborted`.
         """
+        if anew:
+            self._enter_world(world_size)
         # The reason of the last abort is over: every rank that joins has left its cell.
         self._cause = None
         self._cancel.clear()
@@ -222,7 +226,7 @@ class GroupManager:
                     groups.setdefault(name, group)
         if protection is not None:
             protection.continue_numbers(max(report["snapshot"] for report in reports))
-        self._fresh = {rank for rank, report in enumerate(reports) if report["fresh"]}
+        self._fresh |= {rank for rank, report in enumerate(reports) if report["fresh"]}
         steps = [None if report["fresh"] else report["steps"] for report in reports]
         return groups, max(report["count"] for report in reports), steps
 
@@ -302,6 +306,16 @@ class GroupManager:
         # The log of all ranks' creations, which is the same on all of them.
         self._creation_log.restart()
         return name
+
+    def _enter_world(self, world_size: int) -> None:
+        """Destroy all groups, which are those of another number of ranks."""
+        self._launched_in_forgotten += self._creation_log.total
+        self._launched_in_forgotten += sum(member.group.log.total for member in self._foreground().values())
+        self.leave()
+        self._world_size = world_size
+        self._destroyed.clear()
+        self._fresh.clear()
+        self._creation_log = CollectiveLog("", tuple(range(world_size)))
 
     def leave(self) -> None:
         """Destroy all process groups."""

@@ -62,7 +62,8 @@ class LoaderParts:
     and keeps a state of the dataset.
     `synchronized` is True if the ranks of the default group read together. `deal` is the `process_index` of every rank
     of that group, for a process that replaces a dead rank and takes over its part; None if the caller chose the index.
-    `split_reported`: the user was warned that the data were split before.
+    `split_reported`: the user was warned that the data were split before. `options` are the arguments with which
+    `prepare_data_loader` makes the loader again for another number of ranks; None if the caller chose the ranks.
     """
 
     source: Any
@@ -84,6 +85,7 @@ class LoaderParts:
     rng_types: list[str] = field(default_factory=list)
     split_reported: bool = False
     generator: torch.Generator | None = None
+    options: dict[str, Any] | None = None
 
     @property
     def rank_and_count(self) -> tuple[int, int]:

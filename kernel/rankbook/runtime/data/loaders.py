@@ -114,6 +114,21 @@ def prepare_data_loader(
     if not isinstance(dataloader, DataLoader):
         raise InvalidArgument(f"prepare_data_loader takes a torch DataLoader, not a {type(dataloader).__name__}")
     state = PartialState()
+    options = None
+    if num_processes is None and process_index is None:
+        options = {
+            "split_batches": split_batches,
+            "put_on_device": put_on_device,
+            "device": None if device == state.device else device,
+            "rng_types": rng_types,
+            "dispatch_batches": dispatch_batches,
+            "even_batches": even_batches,
+            "slice_fn_for_dispatch": slice_fn_for_dispatch,
+            "use_seedable_sampler": use_seedable_sampler,
+            "data_seed": data_seed,
+            "non_blocking": non_blocking,
+            "use_stateful_dataloader": use_stateful_dataloader,
+        }
     ranks = state.num_processes if num_processes is None else num_processes
     rank = state.process_index if process_index is None else process_index
     synchronized = is_default_group(ranks)
@@ -152,9 +167,33 @@ def prepare_data_loader(
     parts.synchronized, parts.deal, parts.split_reported = synchronized, deal, bool(reason)
     parts.device = (state.device if device is None else device) if put_on_device else None
     parts.non_blocking, parts.rng_types = non_blocking, check_rng_types(rng_types)
+    parts.options = options
     if dispatches:
         return DataLoaderDispatcher.of(parts, slice_fn_for_dispatch)
     return DataLoaderShard.of(parts)
+
+
+def prepare_again(loader: PreparedLoader, mesh: Any) -> None:  # noqa: ANN401 - a DeviceMesh or None
+    """Make a prepared loader one for the number of ranks that there are now, in place.
+
+    `mesh` is as in `prepare_data_loader`. The loader continues with the samples of the epoch that no rank has had, see
+    `PreparedLoader.load_state_dict`. A loader whose ranks the caller has chosen stays as it is.
+    """
+    options, source = loader.parts.options, loader.parts.source
+    if options is None:
+        return
+    state = loader.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the user has seen the warnings about the data
+        made = prepare_data_loader(source, torch_device_mesh=mesh, **options)
+    # In place: loaders that `skip_first_batches` has returned share the parts and the position.
+    loader.__class__ = made.__class__
+    vars(loader.parts).update(vars(made.parts))
+    for name in ("slice_fn", "_group"):  # of a dispatcher
+        if name in vars(made):
+            vars(loader)[name] = vars(made)[name]
+    loader.end_of_dataloader, loader.share, loader.remainder = False, None, -1
+    loader.load_state_dict(state)
 
 
 def data_parallel_rank(mesh: Any, world_size: int) -> tuple[int, int]:  # noqa: ANN401 - a DeviceMesh

@@ -183,7 +183,7 @@ def read_state(
     objects = load(_objects(parts, manifest), folder, allow=allow)
     requested = sharded_state_dicts(parts.models, parts.optimizers)
     with raise_on_all("load_state"):
-        requested = _select_stored(requested, manifest, folder, strict=strict)
+        requested = select_stored(requested, manifest, folder, strict=strict)
     prepared = prepare_load(
         requested, folder, allow=allow, dtype_hint="load_state() does not convert: prepare it with the stored dtype"
     )
@@ -296,7 +296,7 @@ def _objects(parts: TrainingParts, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _select_stored(requested: dict[str, Any], manifest: Manifest, folder: str, *, strict: bool) -> dict[str, Any]:
+def select_stored(requested: dict[str, Any], manifest: Manifest, folder: str, *, strict: bool) -> dict[str, Any]:
     """Return `requested` without the entries that are not stored.
 
     Entries may be missing for models if not `strict`, and for optimizers that had not made a step when they were saved.

@@ -158,8 +158,6 @@ def unshard_module(model: nn.Module) -> None:
     reshard(model)
     # Full parameters by their shards, for parameters that several modules share: one collective, and one result.
     full_parameters: dict[nn.Parameter, nn.Parameter] = {}
-    # Modules that were sharded in one call share a state.
-    states = {id(state): state for submodule in model.modules() if (state := _state_of(submodule)) is not None}
     gathered = [
         (module, name, _full_parameter(parameter, full_parameters))
         for module in model.modules()
@@ -167,6 +165,16 @@ def unshard_module(model: nn.Module) -> None:
         if isinstance(parameter, DTensor)
     ]
     # Nothing has been changed up to here: if a collective is aborted, the model is still sharded and complete.
+    remove_hooks(model)
+    for module, name, parameter in gathered:
+        module._parameters[name] = parameter
+    remove_states(model)
+
+
+def remove_hooks(model: nn.Module) -> None:
+    """Remove the hooks of `fully_shard` from all modules of `model`."""
+    # Modules that were sharded in one call share a state.
+    states = {id(state): state for submodule in model.modules() if (state := _state_of(submodule)) is not None}
     for state in states.values():
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
@@ -180,8 +188,10 @@ def unshard_module(model: nn.Module) -> None:
         # This hook is registered on the module that owns the parameter.
         for shard in _parameters_of(state):
             shard._post_load_hook_handle.remove()
-    for module, name, parameter in gathered:
-        module._parameters[name] = parameter
+
+
+def remove_states(model: nn.Module) -> None:
+    """Remove the states and classes of `fully_shard` from all modules of `model`."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _remove_fsdp_state(module)

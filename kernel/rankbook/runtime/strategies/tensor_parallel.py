@@ -48,22 +48,30 @@ class TensorParallel(FullyShardedDataParallel):
 
         The hooks added to its layers are recorded, for `release` to remove them.
         """
-        assert self.setup.parallelism is not None
-        handler = self.setup.parallelism.tp_handler
-        plan = read_plan(model, handler.plan if handler is not None else None)
+        self._plan_for(model)  # raises before anything changes
         mesh = mesh_for(self.setup.device.type, self.axes)
         # `parallelize_module` scatters the weights of the first rank of every `tp` group, and does not touch parameters
         # outside the plan. So all ranks must have the same weights before it.
         copy_from_first(model)
+        self.divide_layers(model, mesh)
+        # Tensor parallelism first, then sharding: `fully_shard` accepts parameters that are DTensors on the `tp` axis
+        # and shards them on the other axes of the same mesh.
+        self.shard_layout(model, mesh)
+        return model
+
+    def divide_layers(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Divide the layers of the plan over the `tp` axis. No collective for parameters that are divided already."""
+        plan = self._plan_for(model)
         # `parallelize_module` adds forward hooks that redistribute inputs and outputs, and returns no handles for them.
         # They are found by comparing the hook tables before and after.
         hooks = _hooks_of(model)
         parallelize_module(model, mesh["tp"], plan)
         model.__dict__["_rankbook_tp_hooks"] = _new_hooks(model, hooks)
-        # Tensor parallelism first, then sharding: `fully_shard` accepts parameters that are DTensors on the `tp` axis
-        # and shards them on the other axes of the same mesh.
-        self.shard_layout(model, mesh)
-        return model
+
+    def _plan_for(self, model: nn.Module) -> dict[str, ParallelStyle]:
+        assert self.setup.parallelism is not None
+        handler = self.setup.parallelism.tp_handler
+        return read_plan(model, handler.plan if handler is not None else None)
 
     def shard_layout(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """See `FullyShardedDataParallel`."""
@@ -73,8 +81,15 @@ class TensorParallel(FullyShardedDataParallel):
     def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:
         """Gather all parameters on every rank, and remove the hooks. A collective."""
         super().release(model, wrapped)
-        for hooks, key in model.__dict__.pop("_rankbook_tp_hooks", ()):
-            hooks.pop(key, None)
+        remove_layer_hooks(model)
+
+
+def remove_layer_hooks(model: nn.Module) -> None:
+    """Remove the hooks that `TensorParallel.divide_layers` has added."""
+    for hooks, key in model.__dict__.pop("_rankbook_tp_hooks", ()):
+        hooks.pop(key, None)
+    for module in model.modules():
+        module.__dict__.pop("_distribute_module_applied", None)  # torch divides a module once
 
 
 def read_plan(model: nn.Module, plan_option: dict[str, Any] | None) -> dict[str, ParallelStyle]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,9 +29,17 @@ from torch.distributed.tensor import empty as empty_dtensor
 from rankbook.runtime import prepared
 from rankbook.runtime.optimizer import AcceleratedOptimizer
 from rankbook.runtime.process_state import PartialState
-from rankbook.runtime.strategies.base import FSDP_ATTRIBUTES, Strategy, mesh_for, plain_class, remember_mesh
+from rankbook.runtime.strategies.base import (
+    FSDP_ATTRIBUTES,
+    Strategy,
+    mesh_for,
+    plain_class,
+    remember_mesh,
+    remove_hooks,
+    remove_states,
+)
 from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel
-from rankbook.runtime.strategies.tensor_parallel import TensorParallel
+from rankbook.runtime.strategies.tensor_parallel import TensorParallel, remove_layer_hooks
 
 _TORCH_HOOKS = ("torch.distributed.fsdp.", "torch.distributed._composable")
 """Modules whose hooks are made anew by sharding. Those of a tensor-parallel plan are sent."""
@@ -162,6 +170,46 @@ def _layout_of(parameter: DTensor) -> ParameterLayout:
     return ParameterLayout(parameter.shape, parameter.dtype, parameter.requires_grad, tp)
 
 
+def shard_again(model: nn.Module, strategy: FullyShardedDataParallel) -> None:
+    """Shard a sharded model for the setup that `strategy` has now, in place and without its data.
+
+    No collective, if the mesh exists. Called again after an error, it begins again.
+    """
+    strategy.restore_parameters(model)
+    slots: list[tuple[nn.Module, str, Any]] = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if isinstance(cast("object", parameter), (DTensor, ParameterLayout))  # mypy: no Parameter is a DTensor
+    ]
+    layouts = {
+        id(parameter): parameter if isinstance(parameter, ParameterLayout) else _layout_of(parameter)
+        for _, _, parameter in slots
+    }
+    remove_hooks(model)
+    remove_states(model)
+    remove_layer_hooks(model)
+    for module, name, parameter in slots:
+        module._parameters[name] = layouts[id(parameter)]  # type: ignore[assignment]
+    del slots, parameter  # their memory
+    mesh = mesh_for(strategy.setup.device.type, strategy.axes)
+    if isinstance(strategy, TensorParallel):
+        _make_parameters(model, mesh["tp"])
+        strategy.divide_layers(model, mesh)
+    else:
+        _make_parameters(model, None)
+    strategy.shard_layout(model, mesh)
+    _materialize(model, strategy.setup.device)
+
+
+def _make_parameters(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
+    """Replace layouts by parameters without data."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, ParameterLayout):
+                module._parameters[name] = parameter.make(tp_mesh)
+
+
 def _is_of_torch(hook: object) -> bool:
     function = getattr(hook, "hook", hook)  # torch wraps the hooks of `load_state_dict`
     return str(getattr(function, "__module__", "")).startswith(_TORCH_HOOKS)
@@ -184,10 +232,7 @@ def _complete_model(model: nn.Module, sent: tuple[dict[str, Any], _Sharding]) ->
     strategy: Any = sharding.strategy(setup)
     remember_mesh(process.device.type, strategy.axes, sharding.mesh)
     tp_mesh = sharding.mesh["tp"] if isinstance(strategy, TensorParallel) else None
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if isinstance(parameter, ParameterLayout):
-                module._parameters[name] = parameter.make(tp_mesh)
+    _make_parameters(model, tp_mesh)
     modules = dict(model.named_modules())
     if sharding.tp_hooks:
         hooks = [(vars(modules[path])[name], key) for path, name, key in sharding.tp_hooks]

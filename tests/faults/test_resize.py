@@ -1,0 +1,221 @@
+"""Test that the number of ranks changes in place: weights, optimizer, samples and variables go on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from rankbook import Cluster, InvalidArgument
+from rankbook.launch import local
+from tests.conftest import cluster_folders
+from tests.faults.protected import LAYOUTS
+
+pytestmark = pytest.mark.processes
+
+SAMPLES = 360
+
+MODEL = """
+import os, signal
+from rankbook.runtime import (
+    Accelerator, AcceleratorState, FullyShardedDataParallelPlugin, ParallelismConfig, TorchTensorParallelConfig,
+    set_seed,
+)
+from torch.distributed.tensor import DTensor
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(8, 24)
+        self.down = torch.nn.Linear(24, 8)
+        self.last = torch.nn.Linear(8, 7)
+
+    def forward(self, x):
+        return self.last(torch.nn.functional.dropout(self.down(self.up(x).relu()), 0.1))
+
+def train(count):
+    for batch in loader:
+        seen.extend(batch.tolist())
+        x = torch.sin(batch[:, None] * torch.arange(1.0, 9.0))
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        count -= 1
+        if count == 0:
+            return
+
+def local(tensor):
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+def local_state():
+    parameters = list(net.parameters())
+    return (
+        [local(parameter) for parameter in parameters],
+        [{name: local(value) for name, value in optimizer.state[parameter].items()} for parameter in parameters],
+    )
+
+def progress():
+    return optimizer.steps, scheduler.get_last_lr(), loader.state_dict()
+
+def is_equal(one, other):
+    pairs = zip(*map(torch.utils._pytree.tree_leaves, (one, other)), strict=True)
+    return all(torch.equal(*pair) for pair in pairs)
+
+AcceleratorState._reset_state()
+set_seed(3)
+accelerator = ACCELERATOR
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+loader = torch.utils.data.DataLoader(torch.arange(SAMPLES), batch_size=4, shuffle=True)
+model, optimizer, scheduler, loader = accelerator.prepare(net, optimizer, scheduler, loader)
+seen, mine, same = [], rank * 10, "a"
+identities = [id(item) for item in (model, net, optimizer, scheduler, loader)]
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded() -> Iterator[None]:
+    # Once in the forkserver, instead of on every new rank.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANKBOOK_PRELOAD", "start")
+        local.shutdown_prestarted()
+        yield
+    assert not cluster_folders(os.getpid())
+
+
+@pytest.fixture
+def cluster(request) -> Iterator[Cluster]:
+    with Cluster(request.param) as cluster:
+        yield cluster
+
+
+def prepare(cluster: Cluster, layout: str) -> None:
+    cluster.run(MODEL.replace("ACCELERATOR", LAYOUTS[layout]).replace("SAMPLES", str(SAMPLES)))
+
+
+class Epoch:
+    """One epoch of training during which the number of ranks changes, with the samples that the ranks have seen."""
+
+    def __init__(self, cluster: Cluster, layout: str, folder) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        self.seen: list[int] = []
+        self.sharing = 2 if layout == "fsdp_tp" else 1
+        prepare(cluster, layout)
+        self.identities = cluster.pull("identities")
+
+    def train(self, count: int) -> None:
+        """Train `count` batches, or to the end of the epoch."""
+        self.cluster.run(f"seen = []\ntrain({count})")
+        # Ranks of one tensor-parallel group read the same batches.
+        self.seen += [sample for seen in self.cluster.pull("seen")[:: self.sharing] for sample in seen]
+
+    def resize(self, n: int, *, stays: int = 0) -> str:
+        """Resize, and compare the state with that of a checkpoint that is loaded on the same ranks."""
+        self.cluster.push({"folder": str(self.folder / f"before-{n}-{len(self.seen)}")})
+        self.cluster.run("accelerator.save_state(folder)\nsteps = optimizer.steps")
+        steps = self.cluster.pull("steps")[0]
+        resized = self.cluster.resize(n)
+        self.check(n, steps, stays)
+        return str(resized)
+
+    def check(self, n: int, steps: int, stays: int) -> None:
+        """Check that the state on `n` ranks is that of the last checkpoint, and that rank `stays` has its objects."""
+        cluster = self.cluster
+        assert cluster.world_size == n
+        cluster.run(
+            "numbers = [world_size, dist.get_world_size(), accelerator.num_processes, int(os.environ['WORLD_SIZE'])]"
+        )
+        assert cluster.pull("numbers") == [[n] * 4] * n
+        cluster.run("moved, at = local_state(), progress()\naccelerator.load_state(folder)")
+        cluster.run("equal = is_equal(moved, local_state()) and str(at) == str(progress())")
+        assert cluster.pull("equal") == [True] * n
+        assert [at[0] for at in cluster.pull("at")] == [steps] * n
+        cluster.run("identities = [id(item) for item in (model, net, optimizer, scheduler, loader)]")
+        assert cluster.pull("identities")[stays] == self.identities[stays]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "layout", "sizes"),
+    [
+        (2, "ddp", (3, 2)),
+        (3, "fsdp", (2, 3)),
+        *(
+            pytest.param(4, layout, sizes, marks=pytest.mark.full)
+            for layout, sizes in {
+                "ddp": (3, 4, 2, 4, 1, 2),
+                "fsdp": (3, 4, 2, 4, 1, 3),
+                "hsdp": (2, 4, 6),
+                "fsdp_tp": (2, 4, 6),
+            }.items()
+        ),
+    ],
+    indirect=["cluster"],
+)
+def test_training_goes_on_with_another_number_of_ranks(cluster, layout, sizes, tmp_path):
+    epoch = Epoch(cluster, layout, tmp_path)
+    for n in sizes:
+        epoch.train(4)
+        report = epoch.resize(n)
+        assert f" to {n} rank" in report
+    epoch.train(1000)
+    assert sorted(epoch.seen) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_variables_that_differ_by_rank_are_listed(cluster):
+    cluster.run("import math\nmine, same, also = rank, 'a', torch.full((3,), rank)\ngroup = dist.new_group([0, 1])")
+    cluster.run("def double(x):\n    return 2 * x * world_size")
+    report = str(cluster.resize(3))
+    assert "from 2 to 3 ranks" in report
+    assert "rank 2 is new, with the state of rank 0: " in report
+    assert "  mine: kept on ranks 0-1, as on rank 0 on rank 2" in report
+    assert "  also: kept on ranks 0-1, as on rank 0 on rank 2" in report
+    assert "same" not in report
+    assert "of 2 ranks, to be made again: group" in report
+    cluster.run("value = double(mine)\ntotal = torch.ones(1)\ndist.all_reduce(total)\ntotal = int(total)")
+    assert cluster.pull("value") == [0, 6, 0]
+    assert cluster.pull("total") == [3, 3, 3]
+    report = str(cluster.resize(1))
+    assert "ranks 1-2 have left" in report
+    assert "  mine: kept on rank 0, gone with ranks 1-2" in report
+    cluster.run("value = double(mine + 1)")
+    assert cluster.pull("value") == [2]
+
+
+@pytest.mark.parametrize("cluster", [4], indirect=True)
+def test_a_layout_that_does_not_fit_changes_nothing(cluster):
+    prepare(cluster, "hsdp")
+    pids = [status.pid for status in cluster.status()]
+    with pytest.raises(InvalidArgument, match=r"dp_shard\(2\) \* tp\(1\) = 2, and 3 % 2 = 1, expected 0; nothing has"):
+        cluster.resize(3)
+    assert [status.pid for status in cluster.status()] == pids
+    cluster.run("train(1)\nsteps = optimizer.steps")
+    assert cluster.pull("steps") == [1] * 4
+    cluster.run(
+        "accelerator = Accelerator(split_batches=True)\n"
+        "loader = accelerator.prepare(torch.utils.data.DataLoader(range(64), batch_size=8))"
+    )
+    with pytest.raises(InvalidArgument, match=r"batch size \(8\) % ranks \(6\) = 2, expected 0"):
+        cluster.resize(6)
+    with pytest.raises(InvalidArgument, match="expected 1 to"):
+        cluster.resize(0)
+
+
+@pytest.mark.parametrize(("cluster", "n", "victim"), [(3, 2, 0), (2, 3, 1)], indirect=["cluster"])
+def test_a_rank_that_dies_during_a_resize_is_replaced(cluster, n, victim, tmp_path):
+    epoch = Epoch(cluster, "fsdp", tmp_path)
+    epoch.train(4)
+    # In the middle: the shards have been handed over, and the rank makes its new, empty ones.
+    cluster.run(
+        "from rankbook.runtime import resize\n"
+        f"if rank == {victim}:\n"
+        "    resize._shard_again = lambda: os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    report = epoch.resize(n, stays=1 - victim)
+    assert f"rank {victim} died meanwhile and was replaced" in report
+    epoch.train(1000)
+    assert sorted(epoch.seen) == list(range(SAMPLES))
