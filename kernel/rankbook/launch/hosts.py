@@ -80,6 +80,7 @@ LOST_AFTER = 60.0
 """Default seconds after which an unreachable host is lost."""
 _MAX_BAD_MESSAGES = 10
 _CLOSE_SECONDS = 2.0
+# Most values cross in less; a line about them would only flicker.
 _PROGRESS_AFTER = 1.0
 _STATE_AGE = 5.0
 """Seconds for which the last report of a process's state is used."""
@@ -315,6 +316,7 @@ class Hosts:
         with self._lock:
             for event in [*self.hub.receive(), *self.hub.run_timers(time.monotonic())]:
                 match event:
+                    # The link has authenticated the agent. Whether it can be used is decided here.
                     case agent_link.Hello(agent, hello):
                         self._greet(agent, hello)
                     case agent_link.Unreachable(agent):
@@ -327,6 +329,8 @@ class Hosts:
                         self._receive(agent, frames)
                     case _:
                         pass
+            # After the events, which may have made room in the link for further parts, or have shown that a host is
+            # there.
             now = time.monotonic()
             for host in list(self._hosts.values()):
                 if not host.lost:
@@ -337,6 +341,7 @@ class Hosts:
 
     def _greet(self, agent: str, hello: bytes) -> None:
         try:
+            # Its format never changes, so that an agent of any version can be told why it is refused.
             description = decode_description(hello)
         except ProtocolError as error:
             self.hub.refuse(agent, str(error))
@@ -366,11 +371,13 @@ class Hosts:
             self.report(f"{host.name} cannot be reached; its ranks are lost after {self._lost_after:.0f} s")
 
     def _lose(self, host: Host, reason: str) -> None:
+        # First of all: nothing below may send to this host any more.
         host.lost = reason
         host.slots = None
         self.hub.forget(host.id)
         host.receiver.close()
         self._held = [held for held in self._held if held[0] is not host]
+        # The driver handles these like reports of a forkserver. It need not know that a host is behind them.
         for rank, process in self._processes.items():
             if process.host == host.id:
                 self.reports.append(_lost_rank(rank, process, reason))
@@ -393,15 +400,18 @@ class Hosts:
     def _handle(self, host: Host, frames: Sequence[Bytes]) -> None:
         message = decode_from_agent(bytes(frames[0]))
         match message:
+            # A message of the ranks of this host, perhaps with values in segments that are still on the way.
             case FromRanks():
                 self._receive_from_ranks(host, message, [memoryview(frame) for frame in frames[1:]])
             case SegmentPart():
                 if (refused := host.receiver.receive(message, frames[1])) is not None:
                     self.hub.send(host.id, VALUES, [encode(refused)])
                 self._release(host)
+            # The message that waits for the segment is delivered: who reads the value gets the reason as an error.
             case SegmentFailed(name, reason):
                 host.receiver.fail(name, reason)
                 self._release(host)
+            # The host has no room. The receiver has the reason already, so the answer needs none.
             case SegmentRefused(name):
                 host.sender.cancel(name)
                 self.hub.send(host.id, VALUES, [encode(SegmentFailed(name, ""))])
@@ -410,6 +420,7 @@ class Hosts:
                 self.reports.append(message)
             case RankExited(rank, incarnation):
                 self._process_of(host, rank, incarnation)
+                # Its last messages may wait for values that nobody will send any more.
                 self._held = [held for held in self._held if held[2] != Sender(rank, incarnation)]
                 self.reports.append(message)
             case ProcessState(rank, incarnation, status, cpu_seconds, stopped, traced):
@@ -425,8 +436,10 @@ class Hosts:
             case HostFailed(reason):
                 self.report(f"{host.name} cannot start ranks: {reason}")
                 self._lose(host, f"was lost: {host.name} cannot start ranks ({reason})")
+            # Without waiting for `lost_after`: the agent itself says that it does not return.
             case HostLeaving(reason):
                 self._lose(host, f"was lost: the agent on {host.name} ended because {reason}")
+            # The text comes from another machine, so its length is limited before it is shown.
             case HostNote(text):
                 self.report(f"{host.name}: {text[:500]}")
 
@@ -495,6 +508,7 @@ class Hosts:
         """Ask the agent of the rank's host to start it."""
         host = self.seats[request.rank].host
         with self._lock:
+            # From now on the loss of the host is an exit of this process.
             self._processes[request.rank] = _Process(host, request.incarnation)
             if not self._send(host, request):
                 raise StartError(f"the host of rank {request.rank} is lost")
@@ -510,8 +524,10 @@ class Hosts:
         needs = message_segments(message)
         with self._lock:
             target = self._hosts.get(host)
+            # Modules that have changed since they were sent go before the task, which may import or reload them.
             if self.modules is not None and isinstance(message, Task) and target is not None and target.code.versions:
                 self._send_modules(target, 0, self.modules.changed(target.code, host=target.name))
+            # Segments first: the agent must know of a segment before a message that names it.
             for name in needs:
                 self._send_segment(host, name)
             stay = message.cell if isinstance(message, ExportState) and message.stays else None
@@ -525,6 +541,7 @@ class Hosts:
         """Remove the copies of a segment on other hosts."""
         with self._lock:
             for host in self._hosts.values():
+                # Only hosts that have a copy, or are getting one.
                 if name in host.segments:
                     host.segments.discard(name)
                     host.sender.cancel(name)
@@ -548,6 +565,8 @@ class Hosts:
             for host in self._hosts.values():
                 if not host.lost:
                     self._send(host.id, CloseHost())
+        # An agent reports the end of its ranks, and then its own, upon which it counts as lost. A host that does not
+        # answer must not hold up the end of the session.
         deadline = time.monotonic() + _CLOSE_SECONDS
         while any(not host.lost and host.unreachable_since is None for host in self._hosts.values()):
             if time.monotonic() > deadline:
@@ -561,12 +580,15 @@ class Hosts:
         host = self._hosts.get(agent)
         if host is None or host.lost or name in host.segments:
             return
+        # One copy per host serves all of its ranks, and later messages.
         host.segments.add(name)
         if (failed := host.sender.add(name)) is not None:
             self.hub.send(agent, VALUES, [encode(failed)])
         self._send_parts(host)
 
     def _send_parts(self, host: Host) -> None:
+        # Only some parts ahead of the link: the memory that a transfer takes stays small, and it can be given up in the
+        # middle.
         while self.hub.pending(host.id, VALUES) < AHEAD and (part := host.sender.next_part()) is not None:
             self.hub.send(host.id, VALUES, [encode(part[0]), part[1]])
 
@@ -660,6 +682,7 @@ class HostsLink:
 
     def send_many(self, ranks: Iterable[int], message: Message, frames: Frames = ()) -> None:
         """See `HubLink`. One message goes to each host."""
+        # A cell for all ranks crosses the network once per host, not once per rank.
         by_host: dict[str, list[int]] = {}
         for rank in ranks:
             by_host.setdefault(self._hosts.seats[rank].host, []).append(rank)
@@ -672,24 +695,32 @@ class HostsLink:
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:
         """See `HubLink`."""
+        # The driver's own timers are in `timeout`. A host may have to be given up before, or the link have a timer.
         deadline = self._hosts.deadline()
         if deadline is not None:
             remaining = max(0.0, deadline - time.monotonic())
             timeout = remaining if timeout is None else min(timeout, remaining)
+        # What was queued by an earlier poll makes no descriptor readable.
         if self._hosts.messages or self._hosts.reports or self._hosts.hub.has_message():
             timeout = 0.0
+        # The pipe of the launcher is never readable, so it is not polled. It stands for the descriptors of all
+        # launchers.
         polled = {*self._hosts.filenos(), *self._launcher.filenos()}
         received, ready = self._home.wait(timeout, {*files, *polled} - {self._launcher.fileno()})
         self._hosts.poll()
         if self._hosts.reports or not ready.isdisjoint(self._launcher.filenos()):
             ready.add(self._launcher.fileno())
+        # The descriptors of the agents' link were polled for this object only. The driver gets those that it has asked
+        # for.
         return received or bool(self._hosts.messages), ready & {*files}
 
     def receive(self) -> tuple[Sender, FromRank, list[memoryview]] | None:
         """See `HubLink`."""
+        # What `Hosts.poll` has queued comes first. The socket of this host keeps its messages meanwhile.
         if not self._hosts.messages:
             return self._home.receive()
         sender, message, frames = self._hosts.messages.popleft()
+        # Not when it arrived, but where the link of this host raises it too: the driver handles it there.
         if isinstance(message, ProtocolError):
             raise message
         return sender, message, frames
@@ -742,6 +773,8 @@ class HostsLauncher:
 
     def kill(self, rank: int, incarnation: int) -> None:
         """See `Launcher`."""
+        # A rank that was moved away may have had a process on this host before; the incarnation tells which one is
+        # meant.
         if self._home_ranks.get(rank) == incarnation:
             self.home.kill(rank, incarnation)
         else:
@@ -760,6 +793,7 @@ class HostsLauncher:
         if self._home_lost:
             return
         yield from self.home.read()
+        # The forkserver was their parent: with it, the ranks of this host have ended. Those of other hosts run on.
         if not self.home.alive:
             self._home_lost = True
             for rank, incarnation in self._home_ranks.items():
@@ -803,6 +837,7 @@ def local_versions() -> dict[str, str]:
 
 def _incompatible(description: HostDescription) -> str:
     """Return why a host cannot be used; empty if it can."""
+    # Values are pickled, and a message belongs to one version of the protocol. So both ends must have the same code.
     different = [
         f"{name} {getattr(description, name) or 'unknown'} instead of {version or 'unknown'}"
         for name, version in local_versions().items()

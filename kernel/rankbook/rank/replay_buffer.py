@@ -94,6 +94,7 @@ class ReplayBuffer:
         Ignores messages that are not part of a cell's output or result. Over the limit, drops the oldest messages, but
         no `Done`.
         """
+        # Replies to queries, comms and debugger messages are of no use to another owner.
         if not isinstance(message, Replayable):
             return
         # From here on the task counts as ended, even if its owner has not seen it.
@@ -105,6 +106,7 @@ class ReplayBuffer:
             self.drop_input_requests()
         if not (isinstance(message, Display) and self._update_display(message)):
             self._append(_Entry(message, when))
+        # A result is kept at any size: without it, the new owner could never tell how the cell ended.
         while self._size > self._limit:
             oldest = next((entry for entry in self._entries if not isinstance(entry.message, Done)), None)
             if oldest is None:
@@ -139,6 +141,8 @@ class ReplayBuffer:
         messages = [
             entry.message for entry in self._entries if entry.message.cell > self._acknowledged or entry.when >= since
         ]
+        # The nonce tells the answers to this owner's request from those to an earlier owner's, which may still be on
+        # the way.
         header = ReplayStart(
             nonce=nonce,
             cell=self._cell,
@@ -245,6 +249,7 @@ class DetachableLink:
         return True
 
     def _replay(self, message: RequestReplay) -> None:
+        # In constant time, and without an answer: whoever lacks the cluster's token learns nothing from it.
         if not hmac.compare_digest(message.token.encode(), self._token.encode()):
             return
         header, messages = self._buffer.replay(message.nonce, message.since)

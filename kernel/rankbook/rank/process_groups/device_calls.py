@@ -53,6 +53,8 @@ class Cuda:
 
     def record(self) -> Query:
         """See `DeviceInterface`."""
+        # An event is executed in the order of its stream, so that it is complete once everything before it is. It has
+        # no timing, which would make it slower.
         event = torch.cuda.Event()
         event.record()
         return event.query
@@ -131,6 +133,8 @@ class DeviceQueue:
         if not count:
             return
         # Mostly everything is finished, or nothing is. In between, the first unfinished call is searched for.
+        # One query for the newest call is enough if the device keeps up, and one more if it does not. Every query is a
+        # CUDA call.
         if self._calls[count - 1].query():
             finished = count
         elif not self._calls[0].query():
@@ -148,6 +152,7 @@ class DeviceQueue:
 
     def forget(self) -> None:
         """Drop all calls: the device will not finish them. The watcher's thread only."""
+        # As if they had finished: what waits for them ends, and then finds the error of the device.
         while self._calls:
             self._drop()
 
@@ -182,6 +187,7 @@ class DeviceWatcher:
             if not queue._is_watched:
                 queue._is_watched = True
                 self._queues.append(queue)
+            # A rank without a device, or one that never uses it in a collective, has no such thread.
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rankbook-device", daemon=True)
                 self._thread.start()
@@ -190,6 +196,7 @@ class DeviceWatcher:
     def wait(self, seconds: float) -> None:
         """Wait until the device has finished further calls, for at most `seconds`. Signals are handled meanwhile."""
         with self._changed:
+            # The watcher asks more often while somebody waits, and less often beside a computing main thread.
             self._waiting += 1
             self._hurry.set()
             try:
@@ -204,12 +211,15 @@ class DeviceWatcher:
         """Return the error of a device that has failed for good, or None. Does not wait for the device."""
         if self.error is None:
             try:
+                # The error of a device that has failed is raised by every call. Neither recording nor asking waits for
+                # the device.
                 self.accelerator.record()()
             except Exception as error:  # noqa: BLE001 - the error is the answer
                 self._lose(error)
         return self.error
 
     def _lose(self, error: Exception) -> None:
+        # Only the first error: every later call of a failed device raises another one that explains less.
         if self.error is None:
             self.error = error
             self._on_lost(error)
@@ -220,6 +230,8 @@ class DeviceWatcher:
             self._work.wait()
             self._work.clear()
             for _ in self._rounds():
+                # `Event.wait` of an event that nobody sets is a sleep. While nobody waits, `_hurry` ends the longer
+                # pause at once.
                 if self._hurry.is_set():
                     threading.Event().wait(_SHORT_PAUSE)
                 else:

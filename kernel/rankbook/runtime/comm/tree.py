@@ -42,6 +42,7 @@ def _mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:  # noq
     # The common case; the constructor of other types may do anything.
     if type(like) is dict:
         return items
+    # Its constructor takes the factory first, and would take the items for one.
     if isinstance(like, defaultdict):
         return type(like)(like.default_factory, items)
     try:

@@ -16,8 +16,11 @@ import numpy
 import torch
 from torch.utils.data import ConcatDataset, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
+# What a dataset that selects its own part of the samples must know, by the names of torch, Accelerate and torchrun. The
+# names are searched for in bytecode, which runs nothing.
 _RANK_NAMES = {"get_rank", "get_world_size", "process_index", "num_processes", "get_node_local_rank"}
 _RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+# Attributes of samplers and datasets of common libraries for the number of parts, next to one for the own part.
 _COUNTS = ("num_replicas", "world_size", "num_processes", "num_shards")
 _MAX_DEPTH = 4
 _PREFIX = 1024
@@ -31,6 +34,7 @@ def describe_split(loader: Any, ranks: int, rank: int, *, dealt: bool = False) -
     samples of a DistributedSampler are not split again.
     """
     for sampler in _chain(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler):
+        # This sampler deals the samples itself, which is fine if it does so for these ranks.
         if dealt and isinstance(sampler, DistributedSampler):
             if (sampler.num_replicas, sampler.rank) != (ranks, rank):
                 return (
@@ -41,6 +45,7 @@ def describe_split(loader: Any, ranks: int, rank: int, *, dealt: bool = False) -
             return f"its {type(sampler).__name__} deals the samples to {count} ranks"
     dataset = loader.dataset
     for below in _datasets(dataset):
+        # The usual way to split by hand: `Subset(dataset, range(rank, len(dataset), world_size))`.
         if isinstance(below, Subset) and ranks > 1 and _is_stride(below.indices, ranks, rank):
             return f"its Subset takes one of {ranks} samples, from sample {rank} on"
         distributed = getattr(below, "_distributed", None)  # of datasets.IterableDataset, by `split_dataset_by_node`
@@ -48,6 +53,7 @@ def describe_split(loader: Any, ranks: int, rank: int, *, dealt: bool = False) -
             return f"split_dataset_by_node() has split it for {distributed.world_size} ranks"
         if (count := _parts_of(below)) > 1:
             return f"its {type(below).__name__} has the attribute of a part: {count} ranks"
+        # A stream has no indices. Whether it deals its samples can only be seen in its code.
         if isinstance(below, IterableDataset) and (name := _rank_name(type(below).__iter__)):
             return f"the __iter__ of its {type(below).__name__} uses {name}"
     return ""
@@ -92,12 +98,15 @@ def _datasets(dataset: Any, depth: int = 0) -> Iterator[Any]:  # noqa: ANN401 - 
 def _parts_of(value: Any) -> int:  # noqa: ANN401 - a sampler or a dataset
     """Return the number of ranks that a sampler or dataset is split for, according to its attributes; 1 if for none."""
     has = getattr(value, "__dict__", {})
+    # A number of replicas alone proves nothing: a dataset may know it for other reasons. With a rank beside it, it is a
+    # part.
     if not any(name in has for name in ("rank", "process_index", "shard_id")):
         return 1
     return max((has[name] for name in _COUNTS if type(has.get(name)) is int), default=1)
 
 
 def _is_stride(indices: Any, ranks: int, rank: int) -> bool:  # noqa: ANN401 - a sequence of indices
+    # With so few indices, a stride may be an accident.
     if len(indices) < 2 * ranks:
         return False
     if isinstance(indices, range):
@@ -109,6 +118,7 @@ def _is_stride(indices: Any, ranks: int, rank: int) -> bool:  # noqa: ANN401 - a
 def _rank_name(function: Any) -> str:  # noqa: ANN401 - a function
     """Return the name by which a function asks for its rank; empty if it does not."""
     code = getattr(function, "__code__", None)
+    # Functions and comprehensions inside the function are among its constants.
     codes = [code] if code is not None else []
     while codes:
         code = codes.pop()
@@ -132,6 +142,7 @@ def fingerprint_sampler(loader: Any) -> int:  # noqa: ANN401 - a DataLoader
     """Return a positive number that is equal on all ranks for the same samplers; 0 if a rank's own part is meant."""
     described: list[str] = []
     for sampler in _chain(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler):
+        # It differs between the ranks on purpose.
         if isinstance(sampler, DistributedSampler):
             return 0
         described.append(type(sampler).__name__)
@@ -146,6 +157,7 @@ def fingerprint_sampler(loader: Any) -> int:  # noqa: ANN401 - a DataLoader
 
 
 def _number(described: list[str]) -> int:
+    # Seven bytes, and at least 1: the number travels as a signed 64-bit integer, and 0 means that there is none.
     return int.from_bytes(blake2b("\n".join(described).encode(), digest_size=7).digest(), "little") | 1
 
 
@@ -153,6 +165,8 @@ def _describe(value: Any, depth: int) -> Iterator[str]:  # noqa: ANN401 - a data
     yield type(value).__name__
     if isinstance(value, torch.Tensor):
         yield f"{list(value.shape)} {value.dtype}"
+        # Only what lies in memory: a copy from a device would wait for it. The first and the last row differ between
+        # parts of a dataset, and reading them costs the same for any length.
         if value.dim() and len(value) and value.device.type == "cpu" and value.layout is torch.strided:
             yield from (_bytes_of(value[index]) for index in (0, -1))
     elif isinstance(value, numpy.ndarray):
@@ -169,6 +183,7 @@ def _describe(value: Any, depth: int) -> Iterator[str]:  # noqa: ANN401 - a data
     elif isinstance(value, Dataset) and depth <= _MAX_DEPTH:
         if isinstance(value, Subset | ConcatDataset) and hasattr(value, "__len__"):
             yield str(len(value))
+        # Not by `value[0]`, which is the user's code, may decode a file, and may draw random numbers.
         for name, item in sorted(getattr(value, "__dict__", {}).items()):
             if isinstance(item, list | tuple | range | numpy.ndarray | torch.Tensor | Dataset):
                 yield name
