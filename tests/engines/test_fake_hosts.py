@@ -16,6 +16,7 @@ from rankbook.coordinator.engine_monitor import LoseHost
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.engines import HostEnded
 from rankbook.launch.hosts import HostOptions
+from rankbook.launch.local import LocalLauncher
 from rankbook.testing import FakeEngine
 from tests.conftest import wait_until
 
@@ -147,6 +148,8 @@ class BlocksInStart(FakeEngine):
 )
 def test_a_start_that_an_engine_spoils_fails_with_the_cause(make, text, reported, monkeypatch):
     monkeypatch.setattr("rankbook.coordinator.engine_monitor._STOP_SECONDS", 1.0)
+    # The engine is asked first: this host and the others import torch at the same time.
+    monkeypatch.setattr(LocalLauncher, "wait_opened", lambda *_, **__: pytest.fail("it waited for the forkserver"))
     began = time.monotonic()
     with pytest.raises(StartError, match=text), on(make(2), timeout=60.0 if make is not BlocksInStart else 2.0):
         pass
@@ -188,5 +191,6 @@ def test_an_engine_that_misbehaves_costs_nothing_but_its_hosts(reported):
         assert cluster.run("rank", ranks=[0]).text(0) == "0"
         assert "failed in" in cluster.describe_launcher()
     shown = "\n".join(reported)
+    assert "_queue.Empty" not in shown
     assert "'nonsense', which is no event" in shown and "stop is not written yet" in shown
     assert agents() == set()

@@ -131,13 +131,15 @@ class ClusterProcesses:
                 self._hub = ZmqHub(self._folders.sockets)
                 if hosts is not None:
                     self._listen(hosts, forkserver, self._hub)
+                    # Before the wait for the forkserver: other hosts import torch at the same time.
+                    self._wait_for_slots(n, timeout=timeout, interrupted=interrupts.take)
                 opened = forkserver.wait_opened(timeout=timeout, interrupted=interrupts.take)
                 self._port, self._cuda_devices = opened.master_port, opened.devices
                 if hosts is None:
                     self.assignment = assign_devices(n, opened.devices, backend=backend, cores=usable_cores())
                 else:
                     home = HostSlots(HOME, platform.node(), hosts.home, opened.devices, usable_cores())
-                    self.assignment = self._place(n, home, backend, timeout, interrupts.take)
+                    self.assignment = self._place(n, home, backend)
                 self.state = ClusterState(len(self.assignment.devices), grace=self.grace)
                 self.segments = SegmentStore(self._folders.segments) if self._hosts is None else self._hosts.segments
                 make_driver = Driver if keep is None else ReattachedDriver
@@ -381,22 +383,21 @@ class ClusterProcesses:
         self._hub, self._launcher = HostsLink(hub, self._hosts, launcher), launcher
         self._engine = EngineMonitor(engine, name, grace=self.grace.save + _SAVE_MARGIN, perform=self._perform)
 
-    def _place(
-        self, n: int | None, home: HostSlots, backend: str | None, timeout: float, interrupted: Callable[[], bool]
-    ) -> DeviceAssignment:
-        """Wait for enough slots and place the ranks on the hosts."""
+    def _wait_for_slots(self, n: int | None, *, timeout: float, interrupted: Callable[[], bool]) -> None:
+        """Start the engine, and wait until the other hosts have slots for those of `n` ranks that do not run here."""
         hosts, link, engine, file = self._hosts, self._hub, self._engine, self._connection_file
         assert hosts is not None and link is not None and engine is not None and file is not None
-        if n is None or n <= home.slots or n > _MAX_RANKS:
+        home = self._host_options.home
+        if n is None or n <= home or n > _MAX_RANKS:
             raise InvalidArgument(
-                f"invalid number of ranks: {n}; with a launcher, expected more than the {home.slots} on this host,"
+                f"invalid number of ranks: {n}; with a launcher, expected more than the {home} on this host,"
                 f" and at most {_MAX_RANKS}"
             )
         connection = AgentConnection(file.read_text(encoding="utf-8"), file, hosts.hub.address)
-        engine.start(self._host_options.nodes, n - home.slots, connection)
+        engine.start(self._host_options.nodes, n - home, connection)
         deadline = time.monotonic() + timeout
-        missing_before = n - home.slots
-        while (missing := n - home.slots - sum(host.slots for host in hosts.slots)) > 0:
+        missing_before = n - home
+        while (missing := n - home - sum(host.slots for host in hosts.slots)) > 0:
             if missing < missing_before:
                 hosts.report(f"waiting for {plural(missing, 'more slot')}")
             missing_before = missing
@@ -407,8 +408,13 @@ class ClusterProcesses:
                 raise StartError(f"{plural(missing, 'slot')} cannot be had: {problem}")
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise StartError(f"{missing} of {n - home.slots} slots are missing after {timeout:.0f} s")
+                raise StartError(f"{missing} of {n - home} slots are missing after {timeout:.0f} s")
             link.wait(min(0.1, remaining), ())
+
+    def _place(self, n: int | None, home: HostSlots, backend: str | None) -> DeviceAssignment:
+        """Place the ranks on this host and the others."""
+        hosts = self._hosts
+        assert hosts is not None and n is not None
         seats = place_ranks(n, [home, *hosts.slots])
         hosts.seats.update({seat.rank: seat for seat in seats})
         threads = min(seat.threads for seat in seats)

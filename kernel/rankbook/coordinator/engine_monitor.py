@@ -11,6 +11,7 @@ ranks nor an interrupt, and a stop only for some seconds.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import queue
 import threading
 import time
@@ -283,11 +284,10 @@ class EngineMonitor:
 
     def _run(self) -> None:
         while True:
-            try:
+            # Outside of the handler, so that no traceback of the engine shows `Empty` as its context.
+            request: Callable[[], None] | None = self._poll
+            with contextlib.suppress(queue.Empty):
                 request = self._requests.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                self._poll()
-                continue
             if request is None:
                 return
             request()
