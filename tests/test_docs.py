@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import re
 import shlex
@@ -123,6 +124,38 @@ def test_files_named_on_pages_exist(page):
     assert [
         name for name in names if not (ROOT / name).exists() and not (ROOT / "kernel" / "rankbook" / name).exists()
     ] == []
+
+
+FUNCTION_LINK = re.compile(r"\[`([\w.]+)`\]\((\.\./[\w/]+\.py)\)")
+
+
+def functions_missing_from_their_files(text: str) -> list[str]:
+    """Return the classes, functions and methods that a page of `docs` links to, and that the file does not define."""
+    missing = []
+    for name, link in FUNCTION_LINK.findall(text):
+        if name.endswith(".py"):
+            continue
+        scope: ast.Module | ast.ClassDef | None = ast.parse((DOCS / link).read_text())
+        for part in name.split("."):
+            found = [node for node in getattr(scope, "body", ()) if getattr(node, "name", None) == part]
+            scope = found[0] if found else None
+        if scope is None:
+            missing.append(f"{name} in {link}")
+    return missing
+
+
+def test_functions_on_the_way_of_a_cell_a_save_and_a_batch_exist():
+    text = (DOCS / "architecture.md").read_text()
+    assert functions_missing_from_their_files(text) == []
+    made_up = "[`RankShell.walk`](../kernel/rankbook/rank/shell.py) [`RankShell`](../kernel/rankbook/rank/shell.py)"
+    assert functions_missing_from_their_files(made_up) == ["RankShell.walk in ../kernel/rankbook/rank/shell.py"]
+    most_files = {"One cell": 16, "One save": 12, "One batch": 8}
+    for title, most in most_files.items():
+        section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
+        steps = re.findall(r"^\d+\. .*$", section, flags=re.MULTILINE)
+        assert 0 < len(steps) <= 16, title
+        files = {link for step in steps for _, link in FUNCTION_LINK.findall(step)}
+        assert 0 < len(files) <= most, f"{title}: {len(files)} files"
 
 
 def test_the_readme_is_short_and_names_its_commands():
