@@ -189,9 +189,9 @@ def _ranks_of_nodes(num_nodes: int, num_processes: int | None, master_addr: str,
 def _check_replaceable(cluster: Cluster, wanted: str) -> None:
     # Ranks with variables are never replaced without being asked; the user may need these.
     if not _hold_nothing(cluster):
-        here = "" if cluster.hosts() else " on this host"
+        host = "" if cluster.hosts() else " on this host"
         raise InvalidArgument(
-            f"{wanted}, but {cluster.world_size} ranks are running{here}: omit it to use them, or stop them first with "
+            f"{wanted}, but {cluster.world_size} ranks are running{host}: omit it to use them, or stop them first with "
             "%distributed stop (rankbook.stop())"
         )
 

@@ -517,7 +517,7 @@ class ClusterQueries(ClusterTasks):
             replies, reasons = hold.check(MeasureDifferences(0, names, tuple(comparison.pieces)), timeout)
             if reasons:
                 return [], f"the differences were not measured: {next(iter(reasons.values()))}"
-            return [found for reply in replies.values() for found in reply.differences], ""
+            return [difference for reply in replies.values() for difference in reply.differences], ""
         if any(cell.started is not None for cell in self._processes.driver.active_cells()):
             return [], "the differences were not measured: a cell is running"
         pieces = tuple(comparison.pieces)
@@ -527,7 +527,7 @@ class ClusterQueries(ClusterTasks):
             measured = self._collect(tasks, timeout, "sync-check")
         except (CellError, CellTimeout) as error:
             return [], f"the differences were not measured: {error}"
-        return [found for of_rank in measured.values() for found in of_rank or ()], ""
+        return [difference for of_rank in measured.values() for difference in of_rank or ()], ""
 
     def _ask_separately(
         self, ranks: Sequence[int], make: Callable[[int], Message], timeout: float, label: str

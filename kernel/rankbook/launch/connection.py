@@ -101,21 +101,23 @@ def choose_address(wanted: str | None) -> str:
 
     Raises `StartError` if there is no address that other hosts can reach, with a list of the interfaces.
     """
-    own = interface_addresses()
+    addresses = interface_addresses()
     if wanted is not None:
-        if wanted in own:
+        if wanted in addresses:
             return wanted
-        raise InvalidArgument(f"invalid address {wanted!r}: expected one of this host's addresses ({_listed(own)})")
+        raise InvalidArgument(
+            f"invalid address {wanted!r}: expected one of this host's addresses ({_listed(addresses)})"
+        )
     route = _default_route()
-    usable = [address for address in own if not ipaddress.ip_address(address).is_loopback]
+    usable = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
     if route is not None and route in usable:
         return route
     if len(usable) == 1:
         return usable[0]
     if usable:
-        raise StartError(f"this host has several addresses: choose one with --address ({_listed(own)})")
+        raise StartError(f"this host has several addresses: choose one with --address ({_listed(addresses)})")
     raise StartError(
-        f"this host has no address that other hosts can reach ({_listed(own)});"
+        f"this host has no address that other hosts can reach ({_listed(addresses)});"
         " ranks on other hosts need a network that connects them to this host"
     )
 

@@ -424,8 +424,8 @@ class Hosts:
                 self._held = [held for held in self._held if held[2] != Sender(rank, incarnation)]
                 self.reports.append(message)
             case ProcessState(rank, incarnation, status, cpu_seconds, stopped, traced):
-                info = ProcessInfo(status, cpu_seconds, stopped, traced, host.name) if status else None
-                self._process_of(host, rank, incarnation).state = (time.monotonic(), info)
+                process = ProcessInfo(status, cpu_seconds, stopped, traced, host.name) if status else None
+                self._process_of(host, rank, incarnation).state = (time.monotonic(), process)
             case StoreRequest(connection):
                 self._send(host.id, StoreReply(connection), perform(self._keys, bytes(frames[1])))
             case ModuleRequest(connection, name, known):

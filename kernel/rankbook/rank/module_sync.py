@@ -27,13 +27,13 @@ TIMEOUT = 60.0
 class ModuleSync(MetaPathFinder):
     """Ask the agent at the socket `agent` for modules, which it puts into `folder`.
 
-    `own` is the rank's working directory. Packages there may lack a module, or have an old one.
+    `working_directory` is the rank's. Packages there may lack a module, or have an old one.
     """
 
-    def __init__(self, folder: Path, agent: str, own: Path) -> None:
+    def __init__(self, folder: Path, agent: str, working_directory: Path) -> None:
         self._folder = folder
         self._agent = agent
-        self._own = own
+        self._working_directory = working_directory
 
     def install(self) -> None:
         """Put this finder before Python's search for files, and the folder first on `sys.path`."""
@@ -50,7 +50,9 @@ class ModuleSync(MetaPathFinder):
                 sys.path.insert(0, folder)
             if name in sys.stdlib_module_names or name == "rankbook":
                 return
-        elif not any(Path(entry).is_relative_to(root) for entry in path for root in (self._folder, self._own)):
+        elif not any(
+            Path(entry).is_relative_to(root) for entry in path for root in (self._folder, self._working_directory)
+        ):
             return
         # The threads of the rank itself must not wait for the network.
         if threading.current_thread().name.startswith("rankbook-"):

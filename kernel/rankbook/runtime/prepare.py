@@ -60,7 +60,7 @@ def prepare_all(
     kinds = [kind_of(argument) for argument in items]
     # Raised before anything changes: afterwards the model would be sharded, and an optimizer without its parameters.
     if context.strategy.shards:
-        of = {name: [t for t, kind in zip(items, kinds, strict=True) if kind == name] for name, _ in KINDS}
+        of = {name: [item for item, kind in zip(items, kinds, strict=True) if kind == name] for name, _ in KINDS}
         check_sharded(of["prepare_model"], of["prepare_optimizer"])
     prepared = list(items)
     # By kind, not in the order of the arguments: sharding replaces parameters, which an optimizer in the same call has

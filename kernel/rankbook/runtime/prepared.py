@@ -102,13 +102,13 @@ def continue_serials(number: int) -> None:
 
 def current_models() -> dict[int, tuple[Strategy, nn.Module]]:
     """Return the original models that are prepared, with their strategies, by serial number."""
-    found = {}
+    models = {}
     for number, wrapped in registered("model").items():
         raw = unwrap_registered(wrapped)
         preparation = _prepared_models.get(raw)
         if preparation is not None and preparation.wrapped() is wrapped:
-            found[number] = (preparation.strategy, raw)
-    return found
+            models[number] = (preparation.strategy, raw)
+    return models
 
 
 def unwrap_registered(model: nn.Module) -> nn.Module:

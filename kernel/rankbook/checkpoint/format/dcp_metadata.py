@@ -355,8 +355,8 @@ def _plain(metadata: object) -> DcpMetadata:
         else:
             raise CheckpointError(f"{_name(key)} has the unsupported type {type(value).__name__}")
     locations = {}
-    for index, info in metadata.values["storage_data"].items():
-        values = info.values
+    for index, storage_info in metadata.values["storage_data"].items():
+        values = storage_info.values
         # DCP's extensions compress or encrypt the blobs. They are code of the user's choice.
         if values.get("transform_descriptors"):
             raise CheckpointError(

@@ -297,20 +297,20 @@ def _open_members(file: BlobFile, start: int, length: int) -> tuple[zipfile.ZipF
     # `members` has the names without the folder, "archive/", which torch.save names after the file.
     archive = zipfile.ZipFile(file)  # not closed: it holds no file descriptor
     members = {}
-    for info in archive.infolist():
-        file.seek(info.header_offset)
+    for entry in archive.infolist():
+        file.seek(entry.header_offset)
         header = file.read(_LOCAL_HEADER.size)
         if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
-            raise zipfile.BadZipFile(f"no member begins at byte {info.header_offset}")
+            raise zipfile.BadZipFile(f"no member begins at byte {entry.header_offset}")
         _, name, extra = _LOCAL_HEADER.unpack(header)
-        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-            raise zipfile.BadZipFile(f"{info.filename} is compressed")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise zipfile.BadZipFile(f"{entry.filename} is compressed")
         # The lengths in the local header count: torch pads its `extra` field so that the data is aligned, and the
         # central directory has another one.
-        data = info.header_offset + _LOCAL_HEADER.size + name + extra
-        if data + info.file_size > length:
-            raise zipfile.BadZipFile(f"{info.filename} reaches beyond the end")
-        members[info.filename.partition("/")[2]] = Member(start + data, info.file_size, info.CRC)
+        data = entry.header_offset + _LOCAL_HEADER.size + name + extra
+        if data + entry.file_size > length:
+            raise zipfile.BadZipFile(f"{entry.filename} reaches beyond the end")
+        members[entry.filename.partition("/")[2]] = Member(start + data, entry.file_size, entry.CRC)
     return archive, members
 
 

@@ -211,11 +211,11 @@ class CompletionHandler:
             package, prefix = statement["package"], statement["name"]
         # Made once: it reads all folders of the path.
         if not package and not self._top_level_modules:
-            self._top_level_modules += (*sys.builtin_module_names, *(info.name for info in pkgutil.iter_modules()))
+            self._top_level_modules += (*sys.builtin_module_names, *(module.name for module in pkgutil.iter_modules()))
         # From what has been imported. A module that was not imported has no known names.
         stored = _stored_attributes(sys.modules.get(package))
         path = stored.get("__path__")
-        modules = [info.name for info in pkgutil.iter_modules(path)] if is_a(path, list) else []
+        modules = [module.name for module in pkgutil.iter_modules(path)] if is_a(path, list) else []
         types_by_name = (
             {name: _completion_type(value) for name, value in stored.items()} if statement["package"] else {}
         )
@@ -229,14 +229,14 @@ class CompletionHandler:
         if expression is None or resolved is _UNKNOWN:
             return ""
         name, copy = ast.unparse(expression), _copy_for_ipython(resolved)
-        info = self._inspector.info(copy, oname=name, detail_level=int(question.source))
+        inspected = self._inspector.info(copy, oname=name, detail_level=int(question.source))
         # The order of the sections is that of IPython's `x?`.
         sections = {"Signature": "", "Type": _type_attribute(resolved.kind, "__name__")}
         if resolved.value is _MISSING:
             sections["Value"] = "unknown until it is computed"
         elif _is_routine(resolved.value):
             if not is_class(copy) or {"__init__", "__new__"} & vars(copy).keys():
-                sections["Signature"] = info["definition"] or info["init_definition"]
+                sections["Signature"] = inspected["definition"] or inspected["init_definition"]
         elif not is_a(resolved.value, types.ModuleType):
             value = format_info(name, resolved.value, GilYield())
             sections |= {"Value": value.preview, "Shape": "" if value.shape is None else str(list(value.shape))}
@@ -244,9 +244,9 @@ class CompletionHandler:
             sections["Size"] = "" if value.bytes is None else f"{value.bytes:,} bytes"
         # A cell has no file that could be opened; IPython would show the name of its temporary one.
         file = copy.__code__.co_filename if isinstance(copy, (types.FunctionType, types.MethodType)) else ""
-        sections["File"] = "" if file.startswith("<") or cell_number(file) is not None else info["file"]
-        source = (info["source"] or _class_source_in_cell(resolved)) if question.source else ""
-        docstring = "" if info["docstring"] == "<no docstring>" else info["docstring"]
+        sections["File"] = "" if file.startswith("<") or cell_number(file) is not None else inspected["file"]
+        source = (inspected["source"] or _class_source_in_cell(resolved)) if question.source else ""
+        docstring = "" if inspected["docstring"] == "<no docstring>" else inspected["docstring"]
         sections |= {"Source": source} if source else {"Docstring": docstring}
         sections["Rank"] = str(self._rank)
         texts = [(title, text[:_MAX_SECTION]) for title, text in sections.items() if text]

@@ -177,11 +177,11 @@ def read_locals(names: Iterable[str], ident: int | None = None) -> dict[str, obj
             if not remaining:
                 break
             code = frame.f_code
-            has = remaining.intersection(code.co_varnames + code.co_cellvars + code.co_freevars)
+            captured = remaining.intersection(code.co_varnames + code.co_cellvars + code.co_freevars)
             # Only functions keep their variables in frames of their own. The frame of a cell shares the namespace.
-            if has and code.co_flags & inspect.CO_OPTIMIZED and is_users(code.co_filename):
+            if captured and code.co_flags & inspect.CO_OPTIMIZED and is_users(code.co_filename):
                 variables = frame.f_locals
-                frame_values = {name: variables[name] for name in has if name in variables}
+                frame_values = {name: variables[name] for name in captured if name in variables}
                 values |= frame_values
                 remaining -= frame_values.keys()
                 _clear_snapshot(frame, variables)

@@ -243,15 +243,15 @@ def _describe_optimizer(name: str, optimizer: torch.optim.Optimizer, state: list
 
 
 def _describe_loader(name: str, loader: DataLoader[Any]) -> Holding:
-    has = instance_dict(loader)
+    attributes = instance_dict(loader)
     details = []
-    position = instance_dict(has.get("position"))
+    position = instance_dict(attributes.get("position"))
     if type(position.get("delivered")) is int:
         details.append(f"epoch {position.get('epoch', 0)}, {position['delivered']} batches delivered")
-    if type(has.get("batch_size")) is int:
-        details.append(f"batch size {has['batch_size']}")
-    if type(has.get("num_workers")) is int and has["num_workers"]:
-        details.append(f"{has['num_workers']} workers")
+    if type(attributes.get("batch_size")) is int:
+        details.append(f"batch size {attributes['batch_size']}")
+    if type(attributes.get("num_workers")) is int and attributes["num_workers"]:
+        details.append(f"{attributes['num_workers']} workers")
     return Holding("loader", name, type(loader).__name__, detail=", ".join(details))
 
 

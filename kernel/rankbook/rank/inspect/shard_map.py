@@ -210,17 +210,17 @@ def shard_reply(
 def _rank_tensor(named: KeyedTensor, grids: _Grids) -> RankTensor:
     value = named.value
     if _is_shard(value):
-        has = instance_dict(value)
-        dtype, data = has["dtype"], has.get("data")
-        shape = (1,) * int(has.get("prepend_axis_num", 0)) + tuple(has["local_shape"])
-        box = Box(grids.rank, tuple(has["global_offset"]), shape, _number(has.get("replica_id", 0)))
+        attributes = instance_dict(value)
+        dtype, data = attributes["dtype"], attributes.get("data")
+        shape = (1,) * int(attributes.get("prepend_axis_num", 0)) + tuple(attributes["local_shape"])
+        box = Box(grids.rank, tuple(attributes["global_offset"]), shape, _number(attributes.get("replica_id", 0)))
         device = "" if data is None else tensor_introspection.device_of(data)
         return RankTensor(
             named.key,
             str(dtype).removeprefix("torch."),
             dtype.itemsize,
             device,
-            tuple(has["global_shape"]),
+            tuple(attributes["global_shape"]),
             grids.of_box(box),
         )
     shape = tensor_introspection.shape_of(value)

@@ -219,11 +219,11 @@ def fsdp_shards(modules: list[torch.nn.Module]) -> Mapping[tuple[int, str], torc
         state = instance_dict(state_of(module)) if is_fsdp(module) else {}
         groups = state.get("_fsdp_param_groups", [state.get("_fsdp_param_group")])  # one, before torch 2.12
         for parameter in [fsdp_param for group in groups for fsdp_param in instance_dict(group).get("fsdp_params", ())]:
-            info = instance_dict(instance_dict(parameter).get("_module_info"))
+            module_info = instance_dict(instance_dict(parameter).get("_module_info"))
             shard = instance_dict(parameter).get("sharded_param")
             places = [
-                (info.get("module"), info.get("param_name")),
-                *zip(info.get("shared_modules", ()), info.get("shared_param_names", ()), strict=False),
+                (module_info.get("module"), module_info.get("param_name")),
+                *zip(module_info.get("shared_modules", ()), module_info.get("shared_param_names", ()), strict=False),
             ]
             if shard is not None:
                 shards.update({(id(owner), str(name)): shard for owner, name in places})

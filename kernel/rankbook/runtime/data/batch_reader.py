@@ -218,11 +218,11 @@ def whole_batch_padding(share: RoundPadding | None) -> RoundPadding | None:
 
 def patch_worker_info() -> None:
     """Make `get_worker_info` report a single worker in this worker process; do nothing outside a worker."""
-    info: Any = get_worker_info()
+    worker: Any = get_worker_info()
     # A dataset that shards itself by `get_worker_info` would yield only a part of the stream, and the rest would be
     # lost: all workers see the whole stream here.
-    if info is not None and info.num_workers != 1:
-        alone = copy.copy(info)
+    if worker is not None and worker.num_workers != 1:
+        alone = copy.copy(worker)
         for name, value in (("id", 0), ("num_workers", 1)):
             object.__setattr__(alone, name, value)  # torch's `__setattr__` refuses changes
         torch.utils.data._utils.worker._worker_info = alone
@@ -236,11 +236,11 @@ class WorkerInit:
 
     def __call__(self, worker: int) -> None:
         """Run the user's function for worker number `worker`, and raise what it raises."""
-        info: Any = get_worker_info()
-        # `info.dataset` is the reader, because torch knows only that one. The user's function expects the user's
+        worker_info: Any = get_worker_info()
+        # `worker_info.dataset` is the reader, because torch knows only that one. The user's function expects the user's
         # dataset.
-        fetch = info.dataset
-        object.__setattr__(info, "dataset", fetch.dataset)
+        fetch = worker_info.dataset
+        object.__setattr__(worker_info, "dataset", fetch.dataset)
         if self._iterable:
             patch_worker_info()
         self._function(worker)

@@ -166,11 +166,11 @@ class DataLoaderDispatcher(PreparedLoader):
     @classmethod
     def of(cls, parts: LoaderParts, slice_fn: Callable[..., Any] | None = None) -> DataLoaderDispatcher:
         """Return a dispatcher made of `parts`, whose requests are those of all ranks."""
-        made = cls.__new__(cls)
-        made._setup(parts)
-        made.slice_fn = slice_fn
-        made._group = None
-        return made
+        dispatcher = cls.__new__(cls)
+        dispatcher._setup(parts)
+        dispatcher.slice_fn = slice_fn
+        dispatcher._group = None
+        return dispatcher
 
     slice_fn: Callable[..., Any] | None
     _group: Any
@@ -312,11 +312,11 @@ def _filled(fetched: list[FetchedBatch], first: list[FetchedBatch], parts: Loade
 def _cut(fetched: list[FetchedBatch], slice_fn: Callable[..., Any]) -> list[FetchedBatch]:
     """Replace the batches by what `slice_fn` cuts out of all of them, concatenated."""
     present = [batch for batch in fetched if not batch.absent]
-    whole, start, cut = concatenate([batch.batch for batch in present]), 0, []
+    joined, start, cut = concatenate([batch.batch for batch in present]), 0, []
     for rank, batch in enumerate(present):
         # Every rank's slice has the size of its own batch; `slice_fn` decides which rows these are.
         end = start + find_batch_size(batch.batch)
-        part = slice_fn(copy.copy(whole), slice(start, end), process_index=rank, num_processes=len(fetched))
+        part = slice_fn(copy.copy(joined), slice(start, end), process_index=rank, num_processes=len(fetched))
         cut.append(batch._replace(batch=part))
         start = end
     # Absent batches are at the end, since the last ranks are the first to have none.

@@ -424,8 +424,8 @@ def _broadcast_from_first(
 ) -> tuple[int, int, int, tuple[EarlierDeal, ...]]:
     """Return rank 0's values. A collective. Warns if this rank's fingerprints are not those of rank 0."""
     # The earlier deals have no fixed length, so their sums are sent. These are all that the next pass needs.
-    own = [sum(deal.batches for deal in earlier), sum(deal.samples for deal in earlier)]
-    numbers = [seed >> 32, seed & _LOW, epoch, skip, *own, *fingerprints]
+    sums = [sum(deal.batches for deal in earlier), sum(deal.samples for deal in earlier)]
+    numbers = [seed >> 32, seed & _LOW, epoch, skip, *sums, *fingerprints]
     values = torch.tensor(numbers, dtype=torch.int64, device=control_device())
     dist.broadcast(values, src=0)
     high, low, epoch, skip, batches, samples, *first_fingerprints = values.tolist()
@@ -433,7 +433,7 @@ def _broadcast_from_first(
         if mine and first and mine != first:
             warnings.warn(splits.difference_warning(what, dist.get_rank()), stacklevel=4)
             break
-    if [batches, samples] != own:  # this rank has loaded another state
+    if [batches, samples] != sums:  # this rank has loaded another state
         earlier = (EarlierDeal(1, 0, batches, samples),) if batches else ()
     return high << 32 | low, epoch, skip, earlier
 

@@ -185,13 +185,13 @@ def prepare_again(loader: PreparedLoader, mesh: Any) -> None:  # noqa: ANN401 - 
     state = loader.state_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the user has seen the warnings about the data
-        made = prepare_data_loader(source, torch_device_mesh=mesh, **options)
+        prepared = prepare_data_loader(source, torch_device_mesh=mesh, **options)
     # In place: loaders that `skip_first_batches` has returned share the parts and the position.
-    loader.__class__ = made.__class__
-    vars(loader.parts).update(vars(made.parts))
+    loader.__class__ = prepared.__class__
+    vars(loader.parts).update(vars(prepared.parts))
     for name in ("slice_fn", "_group"):  # of a dispatcher
-        if name in vars(made):
-            vars(loader)[name] = vars(made)[name]
+        if name in vars(prepared):
+            vars(loader)[name] = vars(prepared)[name]
     loader.end_of_dataloader, loader.share, loader.remainder = False, None, -1
     loader.load_state_dict(state)
 

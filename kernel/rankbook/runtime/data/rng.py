@@ -157,12 +157,12 @@ class BatchRng:
         self._searches += 1
         # By identity: generators of NumPy may compare in other ways.
         skip = {id(generator) for generator in self._skip}
-        found = [(path, value) for path, value in find_generators(*self._roots) if id(value) not in skip]
-        if found and found[-1][1] is SEARCH_ENDED:
-            found.pop()
+        generators = [(path, value) for path, value in find_generators(*self._roots) if id(value) not in skip]
+        if generators and generators[-1][1] is SEARCH_ENDED:
+            generators.pop()
             self._warn()
-        matches = [(path, _generator(value)) for path, value in found]
-        self._found = [value for _, value in found]
+        matches = [(path, _generator(value)) for path, value in generators]
+        self._found = [value for _, value in generators]
         # The global generators come first, since nearly every dataset draws from them.
         self._generators = [*_GLOBAL, *[(path, generator) for path, generator in matches if generator is not None]]
 

@@ -97,12 +97,12 @@ def _datasets(dataset: Any, depth: int = 0) -> Iterator[Any]:  # noqa: ANN401 - 
 
 def _parts_of(value: Any) -> int:  # noqa: ANN401 - a sampler or a dataset
     """Return the number of ranks that a sampler or dataset is split for, according to its attributes; 1 if for none."""
-    has = getattr(value, "__dict__", {})
+    attributes = getattr(value, "__dict__", {})
     # A number of replicas alone proves nothing: a dataset may know it for other reasons. With a rank beside it, it is a
     # part.
-    if not any(name in has for name in ("rank", "process_index", "shard_id")):
+    if not any(name in attributes for name in ("rank", "process_index", "shard_id")):
         return 1
-    return max((has[name] for name in _COUNTS if type(has.get(name)) is int), default=1)
+    return max((attributes[name] for name in _COUNTS if type(attributes.get(name)) is int), default=1)
 
 
 def _is_stride(indices: Any, ranks: int, rank: int) -> bool:  # noqa: ANN401 - a sequence of indices
