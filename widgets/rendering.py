@@ -138,6 +138,28 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[str, s
     }
 
 
+def colour_grid(
+    corner: str, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[str, str]]]], caption: str
+) -> str:
+    """Return a table with coloured cells as HTML. A row has its name, and (text, colour) of every column.
+
+    The colour "none" is the background of the page. Colours come with text, as everywhere.
+    """
+    head = "".join(f'<th scope="col" style="{CELL}">{escape(name)}</th>' for name in (corner, *columns))
+    body = "".join(
+        f'<tr><th scope="row" style="{CELL}">{escape(name)}</th>'
+        + "".join(_colour_cell(text, colour) for text, colour in cells)
+        + "</tr>"
+        for name, cells in rows
+    )
+    return f"<table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _colour_cell(text: str, colour: str) -> str:
+    paint = "" if colour == "none" else f";background:{colour};color:{contrast_color(colour)};print-color-adjust:exact"
+    return f'<td style="text-align:center;white-space:nowrap{paint}">{escape(text)}</td>'
+
+
 # ANSI sequences -----------------------------------------------------------------------------------------------------
 
 

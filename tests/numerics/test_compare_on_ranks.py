@@ -321,3 +321,87 @@ def check_preserved():
 @pytest.mark.processes
 def test_nothing_of_the_user_is_changed():
     assert run_ranks(check_preserved, 2) == [([], True, False, 0, "torch._tensor", True, 2)] * 2
+
+
+def prepared_objects():
+    """Return what `compare` says of a prepared model, loader and loss, and whether the loader has stayed."""
+    import torch
+    import torch.nn.functional as F
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from rankbook import Accelerator, InvalidArgument
+    from rankbook.numerics.commands import compare
+
+    rank = torch.distributed.get_rank()
+    accelerator = Accelerator()
+    net, optimizer, _ = model_and_data(rank)
+    data = TensorDataset(torch.randn(24, 8, generator=torch.Generator().manual_seed(1)), torch.arange(24.0) % 4)
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), 1e-2))
+
+    def loss(output, target):
+        return F.cross_entropy(output, target.long())
+
+    def passes(*, compared):
+        torch.manual_seed(5)
+        loader = accelerator.prepare(DataLoader(data, batch_size=4, shuffle=True))
+        rows, verdicts = [], []
+        for epoch in range(2):
+            if compared:
+                verdicts.append(compare(model=model, optimizer=optimizer, loader=loader, loss=loss))
+            for number, (_, target) in enumerate(loader):
+                rows.append(target.tolist())
+                if epoch == 1 and number == 1:
+                    break
+        return rows, verdicts, loader.seen().counts, float(torch.rand(()))
+
+    plain, compared = passes(compared=False), passes(compared=True)
+    wrong = []
+    for options in (
+        {"model": model},
+        {"batch": 1},
+        {"model": model, "batch": 1, "loader": [1]},
+        {"model": model, "loader": []},
+        {"model": model, "step": print, "loss": print, "batch": 1},
+        {"model": model, "batch": torch.randn(4, 8)},
+    ):
+        try:
+            compare(**options)
+        except InvalidArgument as error:
+            wrong.append(str(error))
+
+    class WithLoss(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(8, 4)
+
+        def forward(self, x, labels):
+            return {"loss": F.cross_entropy(self.fc(x), labels)}
+
+    torch.manual_seed(0)
+    own = WithLoss()
+    batch = {"x": torch.randn(4, 8), "labels": torch.arange(4)}
+    of_model = compare(model=own, batch=batch, layouts=("one rank", "ddp"))
+    return (
+        [str(verdict) for verdict in compared[1]],
+        [len(verdict.phases) for verdict in compared[1]],
+        plain[0] == compared[0],
+        plain[2] == compared[2],
+        plain[3] == compared[3],
+        wrong,
+        of_model.equal,
+    )
+
+
+@pytest.mark.processes
+def test_prepared_model_loader_and_loss_are_compared_and_the_loader_stays():
+    for verdicts, phases, same_rows, same_samples, same_random, wrong, of_model in run_ranks(prepared_objects, 2):
+        assert all(verdict.startswith("one rank and current agree") for verdict in verdicts), verdicts
+        assert phases == [7, 7] and same_rows and same_samples and same_random and of_model
+        assert [text.split(":")[0].split(",")[0] for text in wrong] == [
+            "expected either a batch or a loader",
+            "expected a model",
+            "expected either a batch or a loader",
+            "the loader has no batch on this rank",
+            "expected either a step",
+            "expected a loss of one element with a gradient",
+        ]

@@ -14,13 +14,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rankbook.formatting import format_3g, format_bytes, format_count, format_duration, plural, truncate_list
-from rankbook.numerics.tables import TableResult
+from rankbook.numerics.tables import MAX_ROWS, TableResult
 from rankbook.protocol.numbers import Difference, Piece, StateEntry, StateHashes
 from rankbook.ranks import format_ranks, group_ranks, name_ranks
 
 MAX_BLOCKS = 4096
 """Blocks that are compared in all, which are 4 GiB. If more differ, some of every tensor are compared."""
 _LEAST_BLOCKS = 4
+_MAX_RANKS = 32
+"""Ranks in the picture."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,34 @@ class SyncReport(TableResult):
     def rows(self) -> list[tuple[str, ...]]:
         """Return the rows of the table, one per difference."""
         return [_row(finding) for finding in self.findings]
+
+    def bundle(self) -> dict[str, str]:
+        """See `TableResult`. The HTML also has a grid of the differences and the ranks."""
+        bundle = super().bundle()
+        bundle["text/html"] += self._picture()
+        return bundle
+
+    def _picture(self) -> str:
+        """Return which ranks differ in which tensor, as HTML; "" without differences and for many ranks."""
+        from rankbook.widgets.rendering import SKY, VERMILLION, colour_grid  # only where a result is shown
+
+        ranks = sorted({rank for finding in self.findings for rank in (*finding.ranks, *finding.reference)})
+        if not self.findings or len(ranks) > _MAX_RANKS:
+            return ""
+        rows = []
+        for finding in self.findings[:MAX_ROWS]:
+            name = f"{finding.name} [{finding.place}]" if finding.place else finding.name
+            cells = [
+                ("differs", VERMILLION)
+                if rank in finding.ranks
+                else ("=", SKY)
+                if rank in finding.reference
+                else ("", "none")
+                for rank in ranks
+            ]
+            rows.append((name, cells))
+        caption = "ranks that differ, and the ranks that they were compared with (=)"
+        return colour_grid("name", [f"rank {rank}" for rank in ranks], rows, caption)
 
     def __repr__(self) -> str:
         return f"<SyncReport: {self.summary().splitlines()[0]}>"

@@ -10,6 +10,7 @@
     watch.py             number watch of a rank: hooks on modules, gradients, collectives and optimizers
     attribution.py       on which rank, in which module and phase a non-finite value was born (pure code)
     comparison.py        `compare`: where a step in two layouts parts first
+    training_step.py     training step made of a loss function, and the batch of a loader
     step_layout.py       names of layouts
     layouts.py           copies of a model and its optimizer in a layout
     recording.py         record of a step: summaries of its tensors, as whole ones

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rankbook.errors import InvalidArgument
 from rankbook.numerics.watch_conditions import parse_conditions
 
 if TYPE_CHECKING:
@@ -42,11 +43,13 @@ def watch_numbers(*conditions: str) -> None:
 
 
 def compare(
-    step: Callable[[Any, Any, Any], object],
-    model: Any,  # noqa: ANN401 - an nn.Module, or DDP; torch is not imported here
+    step: Callable[[Any, Any, Any], object] | None = None,
+    model: Any = None,  # noqa: ANN401 - an nn.Module, or DDP; torch is not imported here
     optimizer: Any = None,  # noqa: ANN401
     batch: Any = None,  # noqa: ANN401
     *,
+    loader: Any = None,  # noqa: ANN401 - any iterable of batches
+    loss: Callable[..., Any] | None = None,
     layouts: Sequence[str | Layout] = ("one rank", "current"),
     also: Mapping[str, Any] | None = None,
 ) -> Comparison:
@@ -54,10 +57,15 @@ def compare(
 
     Args:
         step: the step, called as `step(model, optimizer, batch)`. It computes the loss and calls `backward()`, and
-            may clip gradients and step the optimizer.
+            may clip gradients and step the optimizer. Without it, the step is made of `loss`: forward pass, loss,
+            backward pass, `optimizer.step()`.
         model: the model, prepared or not.
         optimizer: its optimizer, prepared or not; None for a step without one.
         batch: the batch of this rank: tensors, or containers of tensors.
+        loader: the loader to take the batch from, prepared or not; its position stays where it is. In place of `batch`.
+        loss: the loss function, in place of `step`. With a batch of tensors `*inputs, target` it is called as
+            `loss(model(*inputs), target)`, with a dict as `loss(model(**batch), batch)`, and with a single tensor as
+            `loss(model(batch))`. Without it, the model returns its loss, or an object with the attribute `loss`.
         layouts: the reference and the layout to compare with it: `"one rank"`, `"current"` (the model as it is),
             `"ddp"`, `"fsdp2"` or `"tp"`, also with a precision as in `"ddp bf16"`, or `Layout` objects.
         also: further modules that the step changes, by name, such as an average of the weights.
@@ -74,7 +82,8 @@ def compare(
     The step runs on copies; the user's own model and optimizer are restored after "current", and so are gradients and
     random states. Every rank needs memory for a second model.
 
-    Raises `InvalidArgument` for an unknown layout, or a batch that cannot be divided.
+    Raises `InvalidArgument` for an unknown layout, for arguments that do not belong together, and for a batch that
+    cannot be divided.
 
     Example::
 
@@ -87,7 +96,19 @@ def compare(
         batch = torch.randn(4, 8)
         compare(step, model, optimizer, batch, layouts=("one rank", "ddp")).equal  # True
         compare(step, model, optimizer, batch, layouts=("ddp", "fsdp2"))
+        compare(model=model, optimizer=optimizer, batch=(batch, torch.zeros(4, 8)), loss=torch.nn.functional.mse_loss)
     """
     from rankbook.numerics.comparison import compare_layouts
+    from rankbook.numerics.training_step import first_batch, step_with_loss
 
+    if model is None:
+        raise InvalidArgument("expected a model: compare(step, model, optimizer, batch)")
+    if step is not None and loss is not None:
+        raise InvalidArgument("expected either a step, which computes its own loss, or a loss, got both")
+    if (batch is None) == (loader is None):
+        raise InvalidArgument(f"expected either a batch or a loader, got {'none' if batch is None else 'both'}")
+    if loader is not None:
+        batch = first_batch(loader)
+    if step is None:
+        step = step_with_loss(loss)
     return compare_layouts(step, model, optimizer, batch, layouts, also or {})

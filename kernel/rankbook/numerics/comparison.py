@@ -26,7 +26,7 @@ from rankbook.numerics.relations import Relation, classify
 from rankbook.numerics.step_layout import Layout, parse_layout
 from rankbook.ranks import name_ranks
 from rankbook.runtime.comm.tree import concatenate, find_batch_size, slice_tensors
-from rankbook.widgets.rendering import table
+from rankbook.widgets.rendering import ORANGE, VERMILLION, colour_grid, table
 
 _STEPS = {
     # Rounding errors that a phase accumulates, in units of the precision's eps: for fp32, and for half precision.
@@ -44,6 +44,9 @@ _FLOOR = 0.05
 _UPDATE = 0.1
 """Share of a parameter's change that may differ: Adam turns rounding errors of tiny gradients into whole steps."""
 
+
+_MAX_MODULES = 40
+"""Modules in the picture."""
 
 _LABELS = {
     recording.START: "`{}`",
@@ -71,10 +74,15 @@ class Difference:
     @property
     def module(self) -> str:
         """Return the path of the module."""
-        name = self.name.split(":")[0].split(" ")[0] if self.name != "the model" else self.name
-        if self.phase in (recording.FORWARD, recording.LOSS):
-            return name
-        return name.rpartition(".")[0] or name
+        return module_of(self.phase, self.name)
+
+
+def module_of(phase: str, name: str) -> str:
+    """Return the path of the module that a tensor of a phase belongs to."""
+    name = name.split(":", maxsplit=1)[0].split(" ", maxsplit=1)[0] if name != "the model" else name
+    if phase in (recording.FORWARD, recording.LOSS):
+        return name
+    return name.rpartition(".")[0] or name
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,8 @@ class Comparison:
 
     `equal` is True if no phase differs by more than its tolerance. `first` is the first `Difference`, `ranks` are the
     ranks where it is seen, and `relation` explains it. `phases` has a row per phase: its name, the number of tensors
-    that were compared, the largest relative difference, the tolerance, and the number of tensors above it.
+    that were compared, the largest relative difference, the tolerance, and the number of tensors above it. `modules`
+    has the same for every module and phase: the module, the phase, the numbers of tensors compared and above it.
     """
 
     layouts: tuple[str, str]
@@ -93,6 +102,7 @@ class Comparison:
     ranks: tuple[int, ...] = ()
     relation: Relation | None = None
     precision: str = "float32"
+    modules: tuple[tuple[str, str, int, int], ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -124,8 +134,32 @@ class Comparison:
         bundle = table(heads, rows)
         return {
             "text/plain": f"{self}\n{bundle['text/plain']}",
-            "text/html": f"<p>{escape(str(self))}</p>{bundle['text/html']}",
+            "text/html": f"<p>{escape(str(self))}</p>{bundle['text/html']}{self._picture()}",
         }
+
+    def _picture(self) -> str:
+        """Return a grid of modules and phases as HTML, with the first difference marked; "" without one."""
+        if self.first is None or not self.modules:
+            return ""
+        counts = {(module, phase): (count, above) for module, phase, count, above in self.modules}
+        modules = list(dict.fromkeys(module for module, *_ in self.modules))
+        first = (self.first.module, self.first.phase)
+        rows = []
+        for module in modules[:_MAX_MODULES]:
+            cells = []
+            for phase, *_ in self.phases:
+                count, above = counts.get((module, phase), (0, 0))
+                label, colour = (
+                    ("", "none") if not count else ("=", "none") if not above else (f"{above}/{count}", ORANGE)
+                )
+                if (module, phase) == first:
+                    label, colour = f"▶ {label or 'first'}", VERMILLION
+                cells.append((label, colour))
+            rows.append((module or "(root)", cells))
+        more = len(modules) - len(rows)
+        caption = "tensors above the tolerance, by module and phase; ▶ is where the layouts part first"
+        caption += f"; {more:,} more modules are not shown" if more > 0 else ""
+        return colour_grid("module", [phase for phase, *_ in self.phases], rows, caption)
 
     def __repr__(self) -> str:
         return self._repr_mimebundle_()["text/plain"]
@@ -199,6 +233,20 @@ def compare_summaries(
         if count:
             rows.append((phase, count, worst, tolerance, above))
     return rows, differences
+
+
+def count_by_module(
+    reference: Sequence[Mapping[Key, Summary]], differences: Sequence[Difference]
+) -> tuple[tuple[str, str, int, int], ...]:
+    """Return module, phase, and the numbers of tensors compared and above the tolerance, in the order of the step."""
+    above = {(difference.phase, difference.name) for difference in differences}
+    counts: dict[tuple[str, str], list[int]] = {}
+    keys = dict.fromkeys([*(key for summaries in reference for key in summaries), *above])
+    for phase, name in sorted(keys, key=lambda key: recording.PHASES.index(key[0])):
+        entry = counts.setdefault((module_of(phase, name), phase), [0, 0])
+        entry[0] += 1
+        entry[1] += (phase, name) in above
+    return tuple((module, phase, count, different) for (module, phase), (count, different) in counts.items())
 
 
 def _compare_one(
@@ -277,12 +325,14 @@ def compare_layouts(
             if relation is not None:
                 chosen = replace(chosen, size=relation.relative)  # that of the first pass is an estimate
         chosen = replace(chosen, text=chosen.text or _explain_start(chosen, relation, raw))
+        modules = count_by_module(summaries[0], differences)
         if recording.GRADIENT not in {row[0] for row in rows}:
             # Only the cell's own code has reduced them, so nothing tells clipping from the rest.
             renamed = {recording.CLIPPED: recording.GRADIENT}
             chosen = replace(chosen, phase=renamed.get(chosen.phase, chosen.phase))
             rows = [(renamed.get(row[0], row[0]), *row[1:]) for row in rows]
-        return Comparison(names, world_size(), tuple(rows), chosen, same, relation, name)
+            modules = tuple((name, renamed.get(phase, phase), count, above) for name, phase, count, above in modules)
+        return Comparison(names, world_size(), tuple(rows), chosen, same, relation, name, modules)
 
 
 def _at_start(summaries: Mapping[Key, Summary]) -> dict[Key, Summary]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, _DatasetKind
 
 from rankbook.control_collectives import control_device
+from rankbook.errors import InvalidArgument
 from rankbook.protocol import telemetry
 from rankbook.runtime.comm.tree import send_to_device
 from rankbook.runtime.config import require_stateful_dataloader
@@ -133,6 +134,10 @@ def _position_source(name: str, reference: weakref.ref[PreparedLoader]) -> telem
         return telemetry.LoaderPosition(name=name, epoch=at.epoch, delivered=at.delivered, batches=batches)
 
     return source
+
+
+_PASS_ATTRIBUTES = ("end_of_dataloader", "share", "remainder", "_rest_after")
+"""Attributes that every pass sets."""
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -274,6 +279,32 @@ class PreparedLoader(DataLoader[Any]):
             loader.seen()  # shown as a table by the last line of a cell
         """
         return gather_seen(parts_of(self))
+
+    def peek(self) -> Any:  # noqa: ANN401 - a batch
+        """Return the first batch of the next pass, and stay where the loader is. A collective, as a pass is.
+
+        Also the generator of the sampler keeps its state. Raises `InvalidArgument` if this rank gets no batch.
+        """
+        generator = self.parts.generator
+        state = None if generator is None else generator.get_state()
+        kept = [(owner, dict(vars(owner))) for owner in (self.position, self.parts.tickets)]
+        own = {name: self.__dict__[name] for name in _PASS_ATTRIBUTES if name in self.__dict__}
+        batches = iter(self)
+        try:
+            for batch in batches:
+                return batch
+        finally:
+            batches.close()  # type: ignore[attr-defined]
+            run = self.position.run
+            for owner, attributes in kept:
+                vars(owner).clear()
+                vars(owner).update(attributes)
+            self.position.run = run  # an iterator of this pass must not go on with the restored position
+            self.__dict__.update(own)
+            if generator is not None:
+                assert state is not None
+                generator.set_state(state)
+        raise InvalidArgument("the loader has no batch on this rank")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position (seed, epoch, batches delivered) and other state that a resumed run continues from."""
