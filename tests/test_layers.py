@@ -185,7 +185,26 @@ def undeclared_packages(sources: Sources) -> Iterator[str]:
             yield f"{statement}: pyproject.toml does not ask for it"
 
 
-CHECKS = [import_cycles, forbidden_chains, zmq_outside_transport, relative_imports, undeclared_packages]
+def classes_of_one_name(sources: Sources) -> Iterator[str]:
+    """Yield names of classes that several modules define: a name means one thing in the whole package."""
+    modules: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name, []).append(module)
+    for name, defined in modules.items():
+        if len(defined) > 1:
+            yield f"{name}: {', '.join(defined)}"
+
+
+CHECKS = [
+    import_cycles,
+    forbidden_chains,
+    zmq_outside_transport,
+    relative_imports,
+    undeclared_packages,
+    classes_of_one_name,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -201,6 +220,7 @@ VIOLATIONS = [
     (forbidden_chains, {"magics.a": "import rankbook.launch.b", "launch.b": "import rankbook.rank.c", "rank.c": ""}),
     (zmq_outside_transport, {"coordinator.a": "import zmq.asyncio"}),
     (relative_imports, {"rank.a": "from ..coordinator import cluster"}),
+    (classes_of_one_name, {"rank.a": "class Message: ...", "launch.a": "class Message(str): ..."}),
     (undeclared_packages, {"rank.a": "import requests"}),
     (undeclared_packages, {"rank.a": "def f():\n  from requests import get"}),
 ]

@@ -8,7 +8,7 @@ import pytest
 
 from rankbook.coordinator import sync_check
 from rankbook.coordinator.sync_check import EqualHistory, Finding, SyncReport, add_differences, compare_hashes
-from rankbook.protocol.numbers import Difference, StateEntry, StateHashes
+from rankbook.protocol.numbers import PieceDifference, StateEntry, StateHashes
 
 
 def entry(key="w", digest=1, *, blocks=1, **options):
@@ -79,11 +79,11 @@ def test_ranks_at_other_steps_are_named():
 
 def test_values_that_differ_in_bits_only_are_no_finding():
     comparison = compare_hashes(replies(entry(digest=2), entry()))
-    assert not add_differences(comparison, [Difference("w", 1, 0.0, 0, 10)])
-    (finding,) = add_differences(comparison, [Difference("w", 1, 0.5, 4, 10, 1)])
+    assert not add_differences(comparison, [PieceDifference("w", 1, 0.0, 0, 10)])
+    (finding,) = add_differences(comparison, [PieceDifference("w", 1, 0.5, 4, 10, 1)])
     assert (finding.largest, finding.share, finding.elements) == (0.5, 0.4, 10)
     assert "1 element is NaN or infinite on one side" in finding.problem
-    (finding,) = add_differences(comparison, [Difference("w", 1, math.nan, 4, 10, 4)])
+    (finding,) = add_differences(comparison, [PieceDifference("w", 1, math.nan, 4, 10, 4)])
     assert finding.largest is None
     assert add_differences(comparison, []) == comparison.findings
 
@@ -98,7 +98,7 @@ def test_blocks_are_sampled_if_too_many_differ(monkeypatch):
         replies(StateEntry("w", digest=first, **kinds), StateEntry("w", digest=second, **kinds))
     )
     assert len(comparison.pieces[0].blocks) == 8 and comparison.pieces[0].blocks[-1] > 80
-    (finding,) = add_differences(comparison, [Difference("w", 1, 0.5, 500, 800)])
+    (finding,) = add_differences(comparison, [PieceDifference("w", 1, 0.5, 500, 800)])
     assert finding.sampled and "≥ 50 %" in str(SyncReport((0, 1), [finding], compared=1, nbytes=0))
 
 

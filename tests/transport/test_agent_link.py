@@ -21,7 +21,7 @@ from rankbook.transport.agent_link import (
     AgentLink,
     Hello,
     LinkKeys,
-    Message,
+    LinkMessage,
     Reachable,
     RefusalProbe,
     Refused,
@@ -78,7 +78,7 @@ class Pair:
         return [event for event in self.at_link.get(id(link), []) if isinstance(event, kind)]
 
     def texts(self, events) -> list[bytes]:
-        return [bytes(event.frames[0]) for event in events if isinstance(event, Message)]
+        return [bytes(event.frames[0]) for event in events if isinstance(event, LinkMessage)]
 
 
 @pytest.fixture
@@ -103,10 +103,10 @@ def test_messages_go_both_ways(pair):
     assert pair.at_hub[0] == Hello("agent-0", b"hello")
     link.send(0, [b"up", b"x" * 100_000])
     pair.hub.send("agent-0", 1, [b"down"])
-    pair.until(lambda: pair.texts(pair.at_hub) and pair.seen(link, Message))
-    (up,) = [event for event in pair.at_hub if isinstance(event, Message)]
+    pair.until(lambda: pair.texts(pair.at_hub) and pair.seen(link, LinkMessage))
+    (up,) = [event for event in pair.at_hub if isinstance(event, LinkMessage)]
     assert (up.agent, up.stream, bytes(up.frames[1])) == ("agent-0", 0, b"x" * 100_000)
-    assert pair.texts(pair.seen(link, Message)) == [b"down"]
+    assert pair.texts(pair.seen(link, LinkMessage)) == [b"down"]
     pair.until(lambda: pair.hub.round_trip("agent-0") is not None and not link.pending(0))
     assert pair.hub.dropped == pair.hub.refusals == 0
 
@@ -248,10 +248,10 @@ def test_a_cut_in_the_middle_of_a_transfer_loses_and_repeats_nothing(pair, proxy
         proxy.accepting = True
         pair.until(lambda: not link.deadline() or link.filenos())
     pair.until(lambda: not link.pending(0) and not link.pending(1) and not pair.hub.pending("agent-0", 0))
-    received = [event for event in pair.at_hub if isinstance(event, Message)]
+    received = [event for event in pair.at_hub if isinstance(event, LinkMessage)]
     assert [bytes(event.frames[0]) for event in received if event.stream == 1] == parts
     assert [bytes(event.frames[0]) for event in received if event.stream == 0] == [b"up %d" % n for n in range(60)]
-    assert pair.texts(pair.seen(link, Message)) == [b"down %d" % number for number in range(60)]
+    assert pair.texts(pair.seen(link, LinkMessage)) == [b"down %d" % number for number in range(60)]
     assert pair.seen(link, Reachable)
 
 
@@ -263,7 +263,7 @@ def test_stalled_connection_is_detected_and_recovers(pair, proxy, monkeypatch):
     pair.until(lambda: Unreachable("agent-0") in pair.at_hub)
     pair.hub.send("agent-0", 0, [b"later"])
     proxy.forwarding = True
-    pair.until(lambda: pair.texts(pair.seen(link, Message)) == [b"later"] and Reachable("agent-0") in pair.at_hub)
+    pair.until(lambda: pair.texts(pair.seen(link, LinkMessage)) == [b"later"] and Reachable("agent-0") in pair.at_hub)
 
 
 def test_an_agent_that_was_given_up_is_refused_when_it_returns(pair, proxy):

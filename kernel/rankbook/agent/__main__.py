@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rankbook.agent.agent import Agent, HostLost, Refused
+from rankbook.agent.agent import Agent, AgentRefused, HostLost
 from rankbook.agent.identity import read_identity
 from rankbook.errors import InvalidArgument, RankbookError
 from rankbook.launch.connection import CONNECT, Connection, decode_connection
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             _report(f"ends because {reason}")
             return 0 if reason == "the cluster was stopped" else 1
-    except Refused as error:
+    except AgentRefused as error:
         _report(f"the notebook refused this host: {error}")
         return 1
     except InvalidArgument as error:

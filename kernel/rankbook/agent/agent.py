@@ -91,7 +91,7 @@ class HostLost(RankbookError):
     """The coordinator has given this host up while it could not be reached."""
 
 
-class Refused(RankbookError):
+class AgentRefused(RankbookError):
     """The coordinator has refused this host."""
 
 
@@ -144,12 +144,15 @@ class Agent:
     # The loop
 
     def run(self) -> str:
-        """Serve until the end, and return its reason. Raises `Refused`, or `HostLost` if the agent is to start anew."""
+        """Serve until the end, and return its reason.
+
+        Raises `AgentRefused`, or `HostLost` if the agent is to start anew.
+        """
         with self._signals():
             try:
                 while not self._ended:
                     self._step()
-            except (HostLost, Refused) as error:
+            except (HostLost, AgentRefused) as error:
                 self._ended = str(error)
                 raise
             finally:
@@ -256,8 +259,8 @@ class Agent:
             case agent_link.Unreachable():
                 self._unreachable_since = self._unreachable_since or time.monotonic()
             case agent_link.Refused(reason):
-                raise HostLost(reason) if self._was_accepted else Refused(reason)
-            case agent_link.Message(_, _, frames):
+                raise HostLost(reason) if self._was_accepted else AgentRefused(reason)
+            case agent_link.LinkMessage(_, _, frames):
                 self._handle_message(frames)
 
     def _handle_message(self, frames: Sequence[Bytes]) -> None:

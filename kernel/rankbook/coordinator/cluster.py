@@ -52,8 +52,8 @@ from rankbook.coordinator.running_cell import RunningCell, Sink, StatusHeader
 from rankbook.coordinator.states import RankState, choose_donor
 from rankbook.coordinator.step_hold import StepHold
 from rankbook.coordinator.sync_check import (
-    Comparison,
     EqualHistory,
+    HashComparison,
     SyncReport,
     add_differences,
     compare_hashes,
@@ -95,10 +95,10 @@ from rankbook.protocol.messages import (
     TakeOver,
 )
 from rankbook.protocol.numbers import (
-    Difference,
     HashState,
     MeasureDifferences,
     MeasureGradients,
+    PieceDifference,
     StateHashes,
 )
 from rankbook.protocol.queries import Completion
@@ -458,7 +458,7 @@ class ClusterQueries(ClusterTasks):
             if replies and len(reasons) == len(replies):
                 raise InvalidArgument(f"sync-check: {reasons[0]}")
         comparison, note = compare_hashes(replies), ""
-        differences: list[Difference] = []
+        differences: list[PieceDifference] = []
         if comparison.pieces:
             remaining = max(1.0, start + timeout - time.monotonic())
             differences, note = self._measure_differences(names, comparison, remaining, hold)
@@ -506,8 +506,8 @@ class ClusterQueries(ClusterTasks):
         )
 
     def _measure_differences(
-        self, names: tuple[str, ...], comparison: Comparison, timeout: float, hold: StepHold | None
-    ) -> tuple[list[Difference], str]:
+        self, names: tuple[str, ...], comparison: HashComparison, timeout: float, hold: StepHold | None
+    ) -> tuple[list[PieceDifference], str]:
         """Return the measured differences, or the reason why they could not be measured."""
         if not self._state.grouped:
             return [], "the differences were not measured: not all ranks are in the process group"

@@ -15,7 +15,7 @@ from typing import Any
 
 from rankbook.formatting import format_3g, format_bytes, format_count, format_duration, plural, truncate_list
 from rankbook.numerics.tables import MAX_ROWS, TableResult
-from rankbook.protocol.numbers import Difference, Piece, StateEntry, StateHashes
+from rankbook.protocol.numbers import Piece, PieceDifference, StateEntry, StateHashes
 from rankbook.ranks import format_ranks, group_ranks, name_ranks
 
 MAX_BLOCKS = 4096
@@ -183,7 +183,7 @@ def _percent(share: float) -> str:
 
 
 @dataclass
-class Comparison:
+class HashComparison:
     """Findings so far, and the pieces that are to be compared; `tensors` maps a piece to its finding's number."""
 
     findings: list[Finding] = field(default_factory=list)
@@ -194,14 +194,14 @@ class Comparison:
     nbytes: int = 0
 
 
-def compare_hashes(replies: Mapping[int, StateHashes]) -> Comparison:
+def compare_hashes(replies: Mapping[int, StateHashes]) -> HashComparison:
     """Compare the entries of all ranks.
 
     Entries of one key and one place have to be equal: a whole tensor on all ranks that have it, a shard on the ranks
     that hold replicas of it. The reference is the largest group of equal ranks, the one with the lowest rank among
     groups of equal size.
     """
-    result = Comparison()
+    result = HashComparison()
     _compare_names(replies, result)
     _compare_steps(replies, result)
     entries: dict[str, dict[int, StateEntry]] = {}
@@ -222,14 +222,14 @@ def compare_hashes(replies: Mapping[int, StateHashes]) -> Comparison:
     return result
 
 
-def _compare_names(replies: Mapping[int, StateHashes], result: Comparison) -> None:
+def _compare_names(replies: Mapping[int, StateHashes], result: HashComparison) -> None:
     for name in dict.fromkeys(name for reply in replies.values() for name in reply.missing):
         without = {rank: reply.missing[name] for rank, reply in replies.items() if name in reply.missing}
         having = tuple(rank for rank in replies if rank not in without)
         result.findings.append(Finding(name, "variable", tuple(without), having, next(iter(without.values()))))
 
 
-def _compare_steps(replies: Mapping[int, StateHashes], result: Comparison) -> None:
+def _compare_steps(replies: Mapping[int, StateHashes], result: HashComparison) -> None:
     groups = group_ranks((rank, reply.steps) for rank, reply in replies.items() if reply.steps is not None)
     if len(groups) > 1:
         reference, others = _split(groups)
@@ -237,7 +237,7 @@ def _compare_steps(replies: Mapping[int, StateHashes], result: Comparison) -> No
 
 
 def _compare_presence(
-    entries: Mapping[str, Mapping[int, StateEntry]], replies: Mapping[int, StateHashes], result: Comparison
+    entries: Mapping[str, Mapping[int, StateEntry]], replies: Mapping[int, StateHashes], result: HashComparison
 ) -> None:
     """Find entries that some ranks lack, one finding for all entries of a kind that the same ranks lack."""
     lacking: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[str]] = {}
@@ -265,7 +265,7 @@ def _is_missing(key: str, reply: StateHashes) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in reply.missing)
 
 
-def _compare_layout(by_rank: Mapping[int, StateEntry], result: Comparison) -> None:
+def _compare_layout(by_rank: Mapping[int, StateEntry], result: HashComparison) -> None:
     """Find differences that are none of the values: dtype, shape, ties, and what is trained."""
     first = next(iter(by_rank.values()))
     facts: list[tuple[str, dict[int, object]]] = [
@@ -289,7 +289,7 @@ def _compare_layout(by_rank: Mapping[int, StateEntry], result: Comparison) -> No
         result.findings.append(Finding(first.key, first.kind, others, reference, tied))
 
 
-def _compare_replicas(replicas: Mapping[int, StateEntry], result: Comparison) -> None:
+def _compare_replicas(replicas: Mapping[int, StateEntry], result: HashComparison) -> None:
     """Compare the values of one tensor, or of the replicas of one shard."""
     first = next(iter(replicas.values()))
     if len({(entry.dtype, entry.shape, len(entry.digest)) for entry in replicas.values()}) > 1:
@@ -340,7 +340,7 @@ def _list_values(groups: Mapping[Any, list[int]]) -> str:
     return "; ".join(truncate_list([f"{value} on {name_ranks(ranks)}" for value, ranks in groups.items()], 4))
 
 
-def _limit_blocks(result: Comparison) -> None:
+def _limit_blocks(result: HashComparison) -> None:
     """Reduce the blocks of large pieces if there are too many in all, to blocks that are spread over the tensor."""
     if sum(len(piece.blocks) for piece in result.pieces) <= MAX_BLOCKS:
         return
@@ -353,12 +353,12 @@ def _limit_blocks(result: Comparison) -> None:
             result.sampled.add((piece.key, piece.ranks))
 
 
-def add_differences(comparison: Comparison, differences: Iterable[Difference]) -> list[Finding]:
+def add_differences(comparison: HashComparison, differences: Iterable[PieceDifference]) -> list[Finding]:
     """Return the findings with the measured differences.
 
     A tensor whose bits differ and whose values are equal (0.0 and -0.0, other bits of a NaN) is left out.
     """
-    measured: dict[tuple[str, int], Difference] = {(found.key, found.rank): found for found in differences}
+    measured: dict[tuple[str, int], PieceDifference] = {(found.key, found.rank): found for found in differences}
     findings = []
     for finding in comparison.findings:
         of_ranks = [measured[finding.name, rank] for rank in finding.ranks if (finding.name, rank) in measured]
@@ -397,7 +397,7 @@ class EqualHistory:
         self._last: dict[tuple[str, str], LastEqual] = {}
 
     def update(
-        self, comparison: Comparison, findings: Sequence[Finding], now: float, steps: int | None
+        self, comparison: HashComparison, findings: Sequence[Finding], now: float, steps: int | None
     ) -> list[Finding]:
         """Return the findings with `since`, and remember what is equal now."""
         for key in comparison.equal:

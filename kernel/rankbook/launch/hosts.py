@@ -325,7 +325,7 @@ class Hosts:
                         if (host := self._hosts.get(agent)) is not None and host.unreachable_since is not None:
                             host.unreachable_since = None
                             self.report(f"{host.name} is reachable again")
-                    case agent_link.Message(agent, _stream, frames):
+                    case agent_link.LinkMessage(agent, _stream, frames):
                         self._receive(agent, frames)
                     case _:
                         pass

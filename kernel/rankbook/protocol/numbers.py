@@ -29,7 +29,7 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MeasureDifferences(Message, frozen=True):
-    """Answer with a list of `Difference`, one per piece that this rank compares. A collective of all ranks.
+    """Answer with a list of `PieceDifference`, one per piece that this rank compares. A collective of all ranks.
 
     `names` are those of the `HashState` whose result named the pieces.
     """
@@ -82,7 +82,7 @@ class StateHashes(msgspec.Struct, frozen=True):
     skipped: dict[str, str] = {}
 
 
-class Difference(msgspec.Struct, frozen=True):
+class PieceDifference(msgspec.Struct, frozen=True):
     """Difference of one piece on one rank to its source.
 
     `largest` is the largest absolute difference, `differing` of `compared` elements differ. `nonfinite` of the

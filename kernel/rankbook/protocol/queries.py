@@ -10,11 +10,11 @@ import msgspec
 
 from rankbook.protocol.base import Message
 from rankbook.protocol.numbers import (
-    Difference,
     HashState,
     LocalGradients,
     MeasureDifferences,
     MeasureGradients,
+    PieceDifference,
     StateHashes,
 )
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Statistic
@@ -297,7 +297,7 @@ class NumbersReply(QueryReply, frozen=True):
     """Result of a `CheckNumbers`; `differences` answers `MeasureDifferences`. The others are None."""
 
     hashes: StateHashes | None = None
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[PieceDifference, ...] = ()
     gradients: LocalGradients | None = None
 
 

@@ -101,7 +101,7 @@ def protect(every: int) -> None:
             f"protection requires all {place.world_size} ranks on the notebook's host; with other hosts use "
             "save_state()"
         )
-    protection = Protection(place, every)
+    protection = RankSnapshots(place, every)
     protection.remove()  # what a process before this one has left
     protection.begin()
     _active = protection
@@ -155,7 +155,7 @@ def report(namespace: Mapping[str, Any], hidden: Mapping[str, Any]) -> Protectio
     )
 
 
-class Protection:
+class RankSnapshots:
     """The snapshots of this rank."""
 
     def __init__(self, place: SnapshotPlace, every: int) -> None:
@@ -296,7 +296,7 @@ def gather(value: Any) -> list[Any]:  # noqa: ANN401 - any plain value
     return values
 
 
-_active: Protection | None = None
+_active: RankSnapshots | None = None
 
 
 def restore(version: SnapshotVersion, every: int) -> RestoredSnapshot:
@@ -304,7 +304,7 @@ def restore(version: SnapshotVersion, every: int) -> RestoredSnapshot:
     global _active
     if _active is None:
         assert snapshot_files.this_place is not None
-        _active = Protection(snapshot_files.this_place, every)
+        _active = RankSnapshots(snapshot_files.this_place, every)
         optimizers.after_step, optimizers.after_scheduler = _active.after_step, _active.update
     return _active.restore(version)
 
@@ -433,7 +433,7 @@ def _tensor_of(data: bytes, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type hints
+class _SnapshotPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type hints
     """A pickler that takes all tensors out of the pickle, in order."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -462,7 +462,7 @@ def _flatten(state: dict[str, Any]) -> tuple[bytes, list[torch.Tensor], int]:
     The layout of the tensors is part of the pickle. Raises `InvalidArgument` if the state cannot be pickled.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file)
+    pickler = _SnapshotPickler(file)
     try:
         pickler.dump((state["models"], state["optimizers"]))
         main = len(pickler.tensors)

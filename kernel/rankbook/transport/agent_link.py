@@ -101,7 +101,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Message:
+class LinkMessage:
     """A message. `agent` is empty at the agent's end."""
 
     agent: str
@@ -135,8 +135,8 @@ class Refused:
     reason: str
 
 
-HubEvent = Hello | Message | Unreachable | Reachable
-LinkEvent = Accepted | Refused | Message | Unreachable | Reachable
+HubEvent = Hello | LinkMessage | Unreachable | Reachable
+LinkEvent = Accepted | Refused | LinkMessage | Unreachable | Reachable
 
 
 # The coordinator's end ----------------------------------------------------------------------------------------------
@@ -400,7 +400,7 @@ class AgentHub:
         else:
             if not peer.accepted:
                 raise ProtocolError("a packet of an agent that was not accepted")
-            events += [Message(agent, stream, frames) for stream, frames in peer.session.receive(packet, now)]
+            events += [LinkMessage(agent, stream, frames) for stream, frames in peer.session.receive(packet, now)]
         self._alive(agent, peer, now, events)
 
     def _alive(self, agent: str, peer: _Peer, now: float, events: list[HubEvent]) -> None:
@@ -549,7 +549,7 @@ class AgentLink:
             events.append(Refused(reason))
         else:
             # The peer has proved that it is the coordinator: a malformed packet is a defect, which is not hidden.
-            events += [Message("", stream, frames) for stream, frames in self._session.receive(packet, now)]
+            events += [LinkMessage("", stream, frames) for stream, frames in self._session.receive(packet, now)]
 
     def _flush(self, now: float) -> None:
         if self._connected:

@@ -191,7 +191,7 @@ class _BufferCollector:
         return self.storages is not None and self.storages.is_placeholder(buffer)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type hints
+class _PayloadPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type hints
     """A cloudpickle pickler that takes tensors out of band."""
 
     def __init__(
@@ -222,19 +222,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 def _pickle(value: object, reduce: Reduce | None) -> _Pickled:
     file, collector = _Chunks(), _BufferCollector(_storages())
-    _Pickler(file, collector, reduce).dump(value)
+    _PayloadPickler(file, collector, reduce).dump(value)
     # The first pass records which parts of storages are used; a second one sends only these, see `Storages.trimmed`.
     trimmed = collector.storages.trimmed() if collector.storages is not None else None
     if trimmed is not None:
         file, collector = _Chunks(), _BufferCollector(trimmed)
-        _Pickler(file, collector, reduce).dump(value)
+        _PayloadPickler(file, collector, reduce).dump(value)
     return _Pickled([file.chunks, *([view] for view in collector.views())], collector)
 
 
 def _attempt(value: object, reduce: Reduce | None = None) -> BaseException | None:
     # The whole pickle is made, because only that tells whether it is possible. Nothing is stored.
     try:
-        _Pickler(_DiscardingFile(), _BufferCollector(_storages()), reduce).dump(value)
+        _PayloadPickler(_DiscardingFile(), _BufferCollector(_storages()), reduce).dump(value)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 - returned; a value's own code may raise SystemExit

@@ -35,7 +35,7 @@ Parameters = Sequence[tuple[str, weakref.ref[torch.Tensor]]]
 """Parameters of a model by name."""
 
 
-class GradientNorms:
+class GradientMeter:
     """Measures the gradients of the models that a view shows, while it is open."""
 
     def __init__(self, run_when_idle: Callable[[Callable[[], None]], None], cell: Callable[[], int]) -> None:

@@ -42,7 +42,7 @@ from rankbook.protocol.queries import (
 )
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Statistic, Struct
 from rankbook.rank.inspect import object_discovery, tensor_introspection
-from rankbook.rank.inspect.gradient_norms import GradientNorms
+from rankbook.rank.inspect.gradient_norms import GradientMeter
 from rankbook.rank.inspect.object_discovery import MeasuredObjects
 from rankbook.rank.inspect.tensor_introspection import GilYield, list_variables
 
@@ -100,7 +100,7 @@ class StatusHandler:
         self._measured: MeasuredObjects | None = None
         self._memory: MemoryUse | None = None
         self._gradients = GradientCounter(main_thread.run_when_idle)
-        self._norms = GradientNorms(main_thread.run_when_idle, lambda: main_thread.cell)
+        self._norms = GradientMeter(main_thread.run_when_idle, lambda: main_thread.cell)
         # All 0.0, so that the first query measures at once.
         self._due = self._last_search = self._search_cost = 0.0
         self._pause = _SEARCH_PAUSES[0]

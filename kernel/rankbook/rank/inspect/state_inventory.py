@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rankbook.control_collectives import control_device
 from rankbook.errors import InvalidArgument
 from rankbook.numerics.hashing import BLOCK, block_of, compare_block, hash_blocks, place_of
-from rankbook.protocol.numbers import Difference, Piece, StateEntry, StateHashes
+from rankbook.protocol.numbers import Piece, PieceDifference, StateEntry, StateHashes
 from rankbook.rank.inspect import object_discovery, tensor_introspection
 from rankbook.rank.inspect.shard_map import resolve_variable
 from rankbook.rank.inspect.tensor_introspection import GilYield, instance_dict, is_a, is_dtensor, loaded_class
@@ -95,7 +95,7 @@ def _hashed(item: StateItem) -> StateEntry:
 
 def measure_differences(
     namespace: Mapping[str, object], names: tuple[str, ...], pieces: tuple[Piece, ...]
-) -> list[Difference]:
+) -> list[PieceDifference]:
     """Compare blocks of tensors with those of the rank that holds the reference. A collective of all ranks.
 
     Blocks are broadcast one by one, so that the extra memory is a few blocks. The largest difference and the number of
@@ -122,7 +122,7 @@ def measure_differences(
             if found:
                 largest = [gap for gap, *_ in found if not math.isnan(gap)]
                 differences.append(
-                    Difference(
+                    PieceDifference(
                         piece.key,
                         rank,
                         max(largest, default=float("nan")),
