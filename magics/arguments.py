@@ -226,6 +226,7 @@ def _add_recovery(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
     heal = add("heal", "replace dead ranks by new ones, with the variables of a healthy rank")
     heal.add_argument("ranks", nargs="?", metavar="RANKS", help="ranks to replace (default: all dead ranks)")
     heal.add_argument("--empty", action="store_true", help="do not copy variables")
+    heal.add_argument("--shrink", action="store_true", help="go on without the dead ranks, where no device is left")
     heal.add_argument("--timeout", type=_seconds, metavar="S", help="seconds until the attempt is given up")
     resize = add("resize", "change the number of ranks; models, loaders and variables go on")
     resize.add_argument("n", type=int, metavar="N", help="number of ranks")

@@ -302,7 +302,8 @@ class DistributedMagics(Magics):
 
     def _command_heal(self, command: argparse.Namespace) -> None:
         cluster = default_cluster.current()
-        healed = cluster.heal(command.ranks, empty=command.empty, timeout=command.timeout or START_TIMEOUT)
+        timeout = command.timeout or START_TIMEOUT
+        healed = cluster.heal(command.ranks, empty=command.empty, shrink=command.shrink, timeout=timeout)
         self._print(str(healed) if healed is not None else "no rank is dead, and none is empty since a restart")
 
     def _command_resize(self, command: argparse.Namespace) -> None:

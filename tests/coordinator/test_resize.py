@@ -10,7 +10,7 @@ from rankbook import InvalidArgument
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.recovery import Healed
-from rankbook.coordinator.resize import Resized, check_room, find_differing, plan_resize
+from rankbook.coordinator.resize import Resized, check_room, find_differing, plan_resize, shrunk_devices
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import RankState
 from rankbook.errors import IllegalTransition
@@ -62,6 +62,13 @@ def test_too_little_shared_memory_is_refused_with_the_arithmetic(tmp_path):
     with pytest.raises(InvalidArgument, match=r"a resize needs .* of shared memory .* free, .* nothing has changed"):
         check_room(tmp_path, 1 << 60)
     check_room(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("dead", "expected"), [([0], ("3", "1", "2")), ([3], ("0", "1", "2")), ([0, 3], ("2", "1")), ([1, 2], ("0", "3"))]
+)
+def test_the_highest_ranks_give_their_devices_to_the_numbers_of_dead_ones(dead, expected):
+    assert shrunk_devices(("0", "1", "2", "3"), dead) == expected
 
 
 def test_description_of_a_resize():

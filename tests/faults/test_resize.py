@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 
-from rankbook import Cluster, InvalidArgument
+from rankbook import Cluster, InvalidArgument, RankLostError
 from rankbook.launch import local
 from tests.conftest import cluster_folders
 from tests.faults.protected import LAYOUTS
@@ -55,6 +56,9 @@ def local_state():
         [local(parameter) for parameter in parameters],
         [{name: local(value) for name, value in optimizer.state[parameter].items()} for parameter in parameters],
     )
+
+def weights_of(net):
+    return [getattr(parameter, "full_tensor", parameter.detach)().detach().clone() for parameter in net.parameters()]
 
 def progress():
     return optimizer.steps, scheduler.get_last_lr(), loader.state_dict()
@@ -219,3 +223,40 @@ def test_a_rank_that_dies_during_a_resize_is_replaced(cluster, n, victim, tmp_pa
     assert f"rank {victim} died meanwhile and was replaced" in report
     epoch.train(1000)
     assert sorted(epoch.seen) == list(range(SAMPLES))
+
+
+def kill(cluster: Cluster, rank: int) -> None:
+    os.kill(next(status.pid for status in cluster.status() if status.rank == rank) or 0, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_heal_goes_on_without_a_dead_rank(cluster, layout):
+    prepare(cluster, layout)
+    cluster.run("seen = []\naccelerator.protect()\ntrain(4)")
+    cluster.run("weights = weights_of(net)")
+    weights = cluster.pull("weights")[1]
+    kill(cluster, 0)
+    report = str(cluster.heal(shrink=True))
+    assert "from 3 to 2 ranks at step 4" in report
+    assert ("rank 0 died" in report) == (layout == "ddp")
+    assert ("back at step 4" in report) == (layout == "fsdp")
+    assert cluster.world_size == 2
+    cluster.run("weights = weights_of(net)")
+    for of_rank in cluster.pull("weights"):
+        assert all((one == other).all() for one, other in zip(of_rank, weights, strict=True))
+    # The samples that were read before are not read again.
+    cluster.run("seen = []\ntrain(1000)\nsteps = optimizer.steps")
+    assert len([sample for of_rank in cluster.pull("seen") for sample in of_rank]) == SAMPLES - 3 * 4 * 4
+    assert len(set(cluster.pull("steps"))) == 1
+    assert cluster.protection() is not None
+    assert cluster.heal(shrink=True) is None
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_heal_cannot_go_on_without_what_is_lost(cluster):
+    prepare(cluster, "fsdp")
+    cluster.run("train(1)")
+    kill(cluster, 1)
+    with pytest.raises(RankLostError, match=r"the shards of rank 1 are lost"):
+        cluster.heal(shrink=True)

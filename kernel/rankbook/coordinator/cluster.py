@@ -30,6 +30,7 @@ from rankbook.coordinator.monitor import ANSWER_TIMEOUT, NonBlockingMonitor, Sta
 from rankbook.coordinator.reattach import ReattachedProcesses
 from rankbook.coordinator.recovery import (
     NO_COMMON_SNAPSHOT,
+    RESTORED,
     Healed,
     Protection,
     ProtectionStatus,
@@ -46,6 +47,7 @@ from rankbook.coordinator.resize import (
     describe_failure,
     handover_folder,
     plan_resize,
+    shrunk_devices,
     with_folder,
 )
 from rankbook.coordinator.running_cell import RunningCell, Sink, StatusHeader
@@ -1024,6 +1026,37 @@ class Cluster(ClusterQueries):
             if self._pending is None:
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def _shrink(self, timeout: float) -> Resized | None:
+        """Go on with the ranks that live. None if no rank is dead."""
+        if self._processes.hosts is not None:
+            raise InvalidArgument("heal --shrink requires all ranks on the notebook's host")
+        self._processes.wait_exits()
+        entries = self._state.ranks
+        dead = [rank for rank, entry in entries.items() if entry.state is RankState.DEAD or entry.lost_device]
+        if not dead:
+            return None
+        alive = tuple(rank for rank in entries if rank not in dead)
+        n = len(alive)
+        make = lambda cell: CheckResize(cell=cell, world_size=n)  # noqa: E731 - used once
+        checks = self._collect(dict.fromkeys(alive, (make, ())), timeout, "heal")
+        pending = plan_resize(checks, n)
+        # A dead rank's shards are in its snapshot or in a replica, which only heal can read. And a new rank is filled
+        # from one that keeps its number.
+        if pending.meshes or not any(rank < n for rank in alive):
+            healed = self.heal(timeout=timeout)
+            assert isinstance(healed, Healed)
+            if pending.meshes and not healed.restored.startswith(RESTORED):
+                raise RankLostError(
+                    f"the shards of {name_ranks(dead)} are lost, so that there is no smaller layout to go on with: "
+                    f"{healed}\nload a checkpoint",
+                    tuple(dead),
+                )
+            return replace(self.resize(n, timeout=timeout), restored=healed.restored)
+        self._processes.discard(tuple(dead), "has lost its device")
+        devices = shrunk_devices(self._processes.assignment.devices, dead)
+        self._pending = replace(pending, former=len(entries), devices=devices)
+        return replace(self._complete_resize(self._pending, timeout), died=tuple(dead), replaced=())
+
     def _complete_resize(self, pending: PendingResize, timeout: float) -> Resized:
         """Change the ranks, and repeat that if a rank dies meanwhile."""
         self._resizing = True
@@ -1056,6 +1089,8 @@ class Cluster(ClusterQueries):
         new: tuple[int, ...] = ()
         try:
             assignment = self._processes.assign(pending.world_size)
+            if pending.devices:
+                assignment = replace(assignment, devices=pending.devices)
             try:
                 new = self._processes.resize(assignment, timeout=timeout)
             finally:
@@ -1096,7 +1131,12 @@ class Cluster(ClusterQueries):
         return donor
 
     def heal(
-        self, ranks: RankSelection = None, *, empty: bool = False, timeout: float = START_TIMEOUT
+        self,
+        ranks: RankSelection = None,
+        *,
+        empty: bool = False,
+        shrink: bool = False,
+        timeout: float = START_TIMEOUT,
     ) -> Healed | Resized | None:
         """Replace dead ranks by new ones with the variables of a healthy rank. None if there is nothing to replace.
 
@@ -1106,11 +1146,20 @@ class Cluster(ClusterQueries):
         rank, the ranks that are empty since their restart are healed. `ranks` may also name a rank that has run cells
         since it was restarted alone; it loses the variables that these defined. After an error the ranks are dead.
 
+        With `shrink`, the cluster goes on without the dead ranks instead, as after `resize`: where their devices are
+        gone. The highest ranks take the numbers of dead ones, in new processes on their own devices. Shards come from
+        the snapshots of `protect` or from replicas. To read them, and if no rank keeps its number, the dead rank is
+        replaced for the time of the move, which needs a device that can be shared, as the CPU.
+
         Raises `StartError`; `RankLostError` if there is no healthy rank left; `InvalidArgument` for a rank that is
         alive and was not restarted alone.
         """
         if self._pending is not None:
             return self._complete_resize(self._pending, timeout)
+        if shrink:
+            if ranks is not None or empty:
+                raise InvalidArgument("shrink goes on without the dead ranks: it takes no ranks, and not empty=True")
+            return self._shrink(timeout)
         # The forkserver reports an exit with a delay. Without this, a rank that the user has just killed would count as
         # healthy, or even as the donor.
         self._processes.wait_exits()

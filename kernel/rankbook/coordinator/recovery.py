@@ -127,7 +127,11 @@ def summarize_restore(answers: Mapping[int, Mapping[str, Any]], replaced: Sequen
         return f"the protected state was not restored: {refused[0]}", True
     step = next(iter(answers.values()))["step"]
     lost = max((answer["lost"] for rank, answer in answers.items() if rank not in replaced), default=0)
-    return f"back at step {step}: {plural(lost, 'step') if lost else 'no step'} to repeat", False
+    return f"{RESTORED}{step}: {plural(lost, 'step') if lost else 'no step'} to repeat", False
+
+
+RESTORED = "back at step "
+"""Beginning of the report that the protected state was restored."""
 
 
 def choose_snapshot(headers: Mapping[int, list[SnapshotHeader]]) -> tuple[SnapshotVersion | None, int]:

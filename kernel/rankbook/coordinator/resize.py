@@ -42,7 +42,7 @@ class PendingResize:
     `former` is the number of ranks before. `differing` are the variables that differ by rank, with the ranks that have
     them, `groups` those that belong to the former number of ranks. `every` is the interval of the protection. `random`
     is the state of rank 0's random generators, and `same_random` says if that of all ranks is equal. `sharing` is the
-    number of ranks that read the same batches.
+    number of ranks that read the same batches. `devices` are those of the ranks, if some have died with theirs.
     """
 
     former: int
@@ -57,6 +57,7 @@ class PendingResize:
     same_random: bool
     sharing: int
     folder: str = ""
+    devices: tuple[str, ...] = ()
 
     def make_enter(self, rank: int, threads: int, *, is_new: bool) -> Callable[[int], EnterWorld]:
         """Return a function that makes the message `EnterWorld` for `rank`.
@@ -76,7 +77,8 @@ class Resized:
 
     `healed` is the report of the new ranks, None if there are none. `differing` maps the variables that differ by rank
     to the ranks that had them, and `groups` are the variables that have to be made again. `step` is the number of
-    optimizer steps, 0 without a prepared optimizer. `replaced` are ranks that died meanwhile and were replaced.
+    optimizer steps, 0 without a prepared optimizer. `replaced` are ranks that died meanwhile and were replaced. `died`
+    are the ranks without which `heal` goes on, and `restored` says to which step it has returned.
 
     Example::
 
@@ -90,12 +92,18 @@ class Resized:
     differing: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     groups: tuple[str, ...] = ()
     replaced: tuple[int, ...] = ()
+    died: tuple[int, ...] = ()
+    restored: str = ""
 
     def __str__(self) -> str:
         if self.former == self.world_size and self.healed is None:
             return f"there are {plural(self.world_size, 'rank')} already"
         at = f" at step {self.step}" if self.step else ""
         lines = [f"from {self.former} to {plural(self.world_size, 'rank')}{at}"]
+        if self.restored:
+            lines.append(self.restored)
+        if self.died:
+            lines.append(f"{name_ranks(self.died)} died")
         if self.healed is not None:
             verb = "is" if len(self.healed.ranks) == 1 else "are"
             lines.append(
@@ -191,6 +199,18 @@ def check_room(folder: Path, size: int) -> None:
             f"{format_bytes(free)} free, of which {format_bytes(RESERVE)} are kept for messages; enlarge it, or save "
             "a checkpoint and start again; nothing has changed"
         )
+
+
+def shrunk_devices(devices: Sequence[str], dead: Sequence[int]) -> tuple[str, ...]:
+    """Return the devices of the ranks that go on: the highest ranks give theirs to the numbers of dead ones.
+
+    Example::
+
+        shrunk_devices(["cuda:0", "cuda:1", "cuda:2"], [0])  # ('cuda:2', 'cuda:1')
+    """
+    count = len(devices) - len(dead)
+    free = iter([device for rank, device in enumerate(devices) if rank >= count and rank not in dead])
+    return tuple(next(free) if rank in dead else devices[rank] for rank in range(count))
 
 
 def handover_folder(folder: Path, number: int) -> Path:
