@@ -35,12 +35,16 @@ PASSED, INTERRUPTED = 0, 2  # pytest's exit codes: 1 is a failed test, 2 an erro
 
 @dataclass(frozen=True)
 class Mutant:
-    """Replace `old`, which occurs exactly once in `file`, by `new`; `tests` are pytest's arguments below tests/."""
+    """Replace `old`, which occurs exactly once in `file`, by `new`; `tests` are pytest's arguments below tests/.
+
+    With `slow`, tests that are marked slow run too. Such mutants undo a fix that only several processes show.
+    """
 
     file: str
     old: str
     new: str
     tests: str
+    slow: bool = False
 
     def apply(self, root: Path) -> str:
         """Change the file below `root` and return its text before. Raise ValueError if the entry does not fit it."""
@@ -313,6 +317,51 @@ MUTANTS = (
         "length = piece",
         "checkpoint/format/test_checksums.py",
     ),
+    # Fixes of defects that users have found.
+    Mutant(
+        "kernel/rankbook/checkpoint/loading.py",
+        "            self._ranks.run(self.verify)\n",
+        "",
+        "checkpoint/test_load_changes_nothing.py",
+    ),
+    Mutant(
+        "kernel/rankbook/coordinator/wait.py",
+        "            if wait_ending():\n                raise KeyboardInterrupt\n",
+        "",
+        "faults/test_keep.py::test_a_foreground_cell_goes_on_through_a_restart_of_the_kernel",
+        slow=True,
+    ),
+    Mutant(
+        "kernel/rankbook/checkpoint/async_save.py",
+        "            if isinstance(error, CollectiveAborted):\n",
+        "            if error is None:\n",
+        "checkpoint/test_saves_beside_errors.py::test_loss_of_a_save_is_reported_once_by_heal_and_the_next_save_works",
+        slow=True,
+    ),
+    Mutant(
+        "kernel/rankbook/rank/executor.py",
+        "return plain_module(name, value) if isinstance(value, torch.nn.Module) else value",
+        "return value",
+        "magics/test_commands.py::test_a_replicated_model_arrives_as_the_plain_module_with_its_weights",
+    ),
+    Mutant(
+        "magics/magics.py",
+        "missing = tuple(name for name in names if name not in self._shell.user_ns)",
+        "missing = ()",
+        "magics/test_commands.py::test_push_of_a_variable_that_the_ranks_have_succeeds_with_a_message",
+    ),
+    Mutant(
+        "magics/output_panel.py",
+        "if (key := repr(request)) not in self._shown:",
+        "if (key := object()) not in self._shown:",
+        "jupyter/test_kernel.py::test_a_view_is_shown_once_wherever_a_cell_calls_for_it",
+    ),
+    Mutant(
+        "kernel/rankbook/rank/shell.py",
+        "        if self.keeps_values:\n",
+        "        if not self.keeps_values:\n",
+        "jupyter/test_kernel.py::test_the_ranks_have_ipythons_session",
+    ),
 )
 
 
@@ -337,16 +386,19 @@ class Copy:
         if imported != str(package / "__init__.py"):
             raise RuntimeError(f"expected the tests to import {package}/__init__.py, but they import {imported}")
 
-    def test(self, tests: str) -> tuple[int, str]:
+    def test(self, tests: str, *, slow: bool = False) -> tuple[int, str]:
         """Run the tests; return pytest's exit code and its output."""
         paths = [f"tests/{path}" for path in tests.split()]
-        return self._run(["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *self._without_workers(), *paths])
+        marks = ["-m", "not full"] if slow else []
+        return self._run(
+            ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *self._without_workers(), *marks, *paths]
+        )
 
     def try_mutant(self, mutant: Mutant) -> bool:
         """Return whether the mutant's tests notice it. Raise RuntimeError if pytest cannot run them."""
         text = mutant.apply(self.root)
         try:
-            code, output = self.test(mutant.tests)
+            code, output = self.test(mutant.tests, slow=mutant.slow)
         finally:
             (self.root / mutant.file).write_text(text)
         if code > INTERRUPTED:
@@ -396,10 +448,10 @@ class Copies:
         finally:
             self._free.put(copy)
 
-    def test(self, tests: str) -> tuple[str, int, str]:
+    def test(self, tests: str, *, slow: bool) -> tuple[str, int, str]:
         """Run the tests without any change."""
         with self.borrow() as copy:
-            return tests, *copy.test(tests)
+            return tests, *copy.test(tests, slow=slow)
 
     def try_mutant(self, mutant: Mutant) -> tuple[Mutant, bool, float]:
         """Return the mutant, whether its tests notice it, and how many seconds they took."""
@@ -425,9 +477,11 @@ def check_table(mutants: Sequence[Mutant], folder: Path) -> None:
 
 def check_tests(mutants: Sequence[Mutant], copies: Copies, pool: ThreadPoolExecutor, *, jobs: int) -> None:
     """Run the tests of all mutants without any change. Raise RuntimeError if one fails."""
-    selections = list(dict.fromkeys(mutant.tests for mutant in mutants))
-    shares = [" ".join(selections[job::jobs]) for job in range(min(jobs, len(selections)))]
-    for tests, code, output in pool.map(copies.test, shares):
+    shares = []
+    for slow in (False, True):
+        selections = list(dict.fromkeys(mutant.tests for mutant in mutants if mutant.slow is slow))
+        shares += [(" ".join(selections[job::jobs]), slow) for job in range(min(jobs, len(selections)))]
+    for tests, code, output in pool.map(lambda share: copies.test(share[0], slow=share[1]), shares):
         if code != PASSED:
             raise RuntimeError(f"expected these to pass unchanged (exit code {code}): {tests}\n{output}")
 

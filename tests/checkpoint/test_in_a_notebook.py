@@ -40,7 +40,8 @@ pytestmark = pytest.mark.slow  # a kernel with three ranks
 def kernel():
     """A kernel with three ranks, which the module's tests share."""
     before = leftovers()
-    notebook = Notebook(env={"PYTHONPATH": str(Path(__file__).parents[2])})
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[2])]).lstrip(os.pathsep)
+    notebook = Notebook(env={"PYTHONPATH": path})
     try:
         notebook.ok("%load_ext rankbook")
         notebook.ok("%distributed start -n 3")

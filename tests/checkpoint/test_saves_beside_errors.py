@@ -49,7 +49,8 @@ IN_NEXT = "%%distributed\nif rank == {culprit}:\n    raise ValueError('mine')\nd
 def two(tmp_path_factory):
     """A kernel with two ranks that can save."""
     before = leftovers()
-    notebook = Notebook(env={"PYTHONPATH": str(Path(__file__).parents[2])})
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[2])]).lstrip(os.pathsep)
+    notebook = Notebook(env={"PYTHONPATH": path})
     try:
         notebook.ok("%load_ext rankbook")
         notebook.ok("%distributed start -n 2")
