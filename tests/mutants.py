@@ -306,7 +306,7 @@ MUTANTS = (
         "checkpoint/planning/test_load_plan.py",
     ),
     Mutant(
-        "kernel/rankbook/checkpoint/planning/validation.py",
+        "kernel/rankbook/checkpoint/planning/local_plan.py",
         "same = (volume == chunk_volumes(extents)) & (measure == _measures(np.zeros_like(extents), extents))",
         "same = volume == chunk_volumes(extents)",
         "checkpoint/planning/test_save_plan.py",

@@ -23,7 +23,6 @@ planning/, pure data:
     local_plan.py   one rank's declaration of its chunks, as compact arrays
     save_plan.py    which rank writes which chunk
     load_plan.py    which bytes of which file are read into which slice
-    validation.py   check that chunks cover a tensor exactly once
 
 format/, the files of a checkpoint:
 

@@ -18,8 +18,14 @@ from typing import NamedTuple
 import numpy as np
 
 from rankbook.checkpoint.format.manifest import Chunk, Manifest, StoredTensor
-from rankbook.checkpoint.planning.local_plan import Integers, itemsize
-from rankbook.checkpoint.planning.validation import ChunkBoxes, coverage_errors, covers_exactly_once, format_box
+from rankbook.checkpoint.planning.local_plan import (
+    ChunkBoxes,
+    Integers,
+    coverage_errors,
+    covers_exactly_once,
+    format_box,
+    itemsize,
+)
 from rankbook.checkpoint.state_dict.layout import Shape, byte_runs
 
 CAST_HINT = "to convert it, pass cast=True to load()"

@@ -20,12 +20,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rankbook.checkpoint.planning.local_plan import ChunkTable, Integers, LocalPlan, LocalShard, itemsize
-from rankbook.checkpoint.planning.validation import (
+from rankbook.checkpoint.planning.local_plan import (
     ChunkBoxes,
+    ChunkTable,
+    Integers,
+    LocalPlan,
+    LocalShard,
     chunk_volumes,
     coverage_errors,
     covers_exactly_once,
+    itemsize,
 )
 from rankbook.errors import CheckpointError
 from rankbook.ranks import abbreviate_ranks, group_ranks
