@@ -141,7 +141,8 @@ def check_same(what: str, description: str, failure: str | None = None) -> None:
         raise InvalidArgument(f"{failed_call}: {'; '.join(failed)}")
     if len({row[0] for row in rows}) > 1:
         raise InvalidArgument(
-            "the ranks call different operations: " + "; ".join(f"rank {r}: {e[0]}" for r, e in enumerate(rows))
+            "the ranks call different operations: "
+            + "; ".join(f"rank {rank}: {row[0]}" for rank, row in enumerate(rows))
         )
     lines = "".join(f"\n  rank {rank}: {row[1]}" for rank, row in enumerate(rows))
     raise InvalidArgument(f"{what}: arguments differ between ranks:{lines}")

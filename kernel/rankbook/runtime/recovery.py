@@ -9,6 +9,7 @@ start of the next batch the window clears all gradients (`_drop_gradients`) and 
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import torch
@@ -74,9 +75,9 @@ def _drop_gradients() -> None:
 def _synchronize_replicas() -> None:
     """Copy replicated models and optimizer states from rank 0, if the ranks have taken different steps. A collective.
 
-    The scale of fp16 becomes that of rank 0 as well: one rank may have skipped a step that others took.
-    A rank may have failed before a step that others took. Shards are left as they are, with a warning: no other
-    rank has what a rank lacks.
+    A rank may have failed before a step that others took. The scale of fp16 becomes that of rank 0 as well, because a
+    rank may have skipped a step that others took. Shards are left as they are, with a warning: no other rank has what a
+    rank lacks.
     """
     copies = [wrapped for strategy, wrapped in prepared.prepared_models() if isinstance(strategy, DataParallel)]
     wrappers = prepare.prepared_optimizers()
@@ -135,8 +136,6 @@ class _Rate:
 
 
 def _training_step() -> telemetry.TrainingStep:
-    import time
-
     # Of all optimizers together: with two of them, such as those of a GAN, the rate is that of both.
     steps, now = sum(wrapper.steps for wrapper in prepare.prepared_optimizers()), time.monotonic()
     rate = (steps - _Rate.steps) / (now - _Rate.seconds) if _Rate.seconds and now > _Rate.seconds else None

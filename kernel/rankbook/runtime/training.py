@@ -35,8 +35,8 @@ class TrainingMethods(AcceleratorSettings):
 
         `kwargs` are passed to `torch.Tensor.backward`.
         """
-        # Inside `accumulate` the window knows how many batches it will have. Outside the user counts the batches
-        # himself, and Accelerate's rule applies: divide by `num_steps`.
+        # Inside `accumulate` the window knows how many batches it will have. Outside, the user counts the batches,
+        # and Accelerate's rule applies: divide by `num_steps`.
         divisor = window.divisor if window.in_batch else self.gradient_state.num_steps
         if divisor != 1:
             loss = loss / divisor
