@@ -20,7 +20,7 @@ state_dict/, from models to shards:
 
 planning/, pure data:
 
-    local_plan.py   one rank's declaration of its chunks, as compact arrays; check that chunks cover a tensor exactly once
+    local_plan.py   one rank's declaration of its chunks, as compact arrays; do chunks cover a tensor exactly once?
     save_plan.py    which rank writes which chunk
     load_plan.py    which bytes of which file are read into which slice
 
