@@ -131,22 +131,29 @@ SlurmctldPidFile={folder}/ctld.pid
 SlurmdPidFile={folder}/d-%n.pid
 SlurmctldLogFile={folder}/ctld.log
 SlurmdLogFile={folder}/d-%n.log
-NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 State=UNKNOWN
-NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 State=UNKNOWN
-PartitionName=all Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+_SLURM_NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN\n"
 
 
 @contextlib.contextmanager
-def slurm_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run Slurm with the nodes `node1` and `node2` on this machine, for the commands of this process."""
+def slurm_nodes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, nodes: int = 2
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Run Slurm with the nodes `node1`, `node2` and so on on this machine, for the commands of this process.
+
+    Returns the daemons of the nodes.
+    """
     munged, slurmctld, slurmd, _, sinfo = need("munged", "slurmctld", "slurmd", "srun", "sinfo")
     if os.geteuid() != 0:
         pytest.skip("Slurm's daemons need root")
     host = socket.gethostname().split(".")[0]
-    ports = [free_port() for _ in range(3)]
+    names = [f"node{number}" for number in range(1, nodes + 1)]
+    ports = [free_port() for _ in range(nodes + 1)]
     config = folder / "slurm.conf"
-    config.write_text(_SLURM.format(folder=folder, host=host, ports=ports))
+    lines = [_SLURM_NODE.format(name=name, host=host, port=port) for name, port in zip(names, ports[1:], strict=True)]
+    head, partition = _SLURM.format(folder=folder, host=host, ports=ports).split("PartitionName")
+    config.write_text(f"{head}{''.join(lines)}PartitionName{partition}")
     (folder / "state").mkdir()
     user = pwd.getpwnam("munge")
     (folder / "munge").mkdir(mode=0o700)
@@ -170,15 +177,16 @@ def slurm_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         stack.enter_context(running(folder / "munged.out", *authentication))
         wait_until((folder / "munge.socket").exists, timeout=30, what="munged listens")
         stack.enter_context(running(folder / "ctld.out", slurmctld, "-D"))
-        for node in ("node1", "node2"):
-            stack.enter_context(running(folder / f"{node}.out", slurmd, "-D", "-N", node))
+        daemons = {
+            name: stack.enter_context(running(folder / f"{name}.out", slurmd, "-D", "-N", name)) for name in names
+        }
 
         def idle() -> bool:
             done = subprocess.run([sinfo, "-h", "-o", "%T %D"], capture_output=True, text=True, check=False, timeout=30)
-            return done.stdout.strip() == "idle 2"
+            return done.stdout.strip() == f"idle {nodes}"
 
-        wait_until(idle, timeout=60, what="both nodes are idle")
-        yield
+        wait_until(idle, timeout=60, what="all nodes are idle")
+        yield daemons
 
 
 # Open MPI -----------------------------------------------------------------------------------------------------------

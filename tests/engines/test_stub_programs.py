@@ -59,7 +59,15 @@ def test_ssh_passes_the_suite(programs):
 def test_slurm_passes_the_suite(programs):
     check_engine(lambda: SlurmEngine(["--", "--partition=gpu"], environment={}))
     first = commands(programs)[0]
-    for option in ("--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--wait=0", "--kill-on-bad-exit=0", "--mpi=none"):
+    for option in (
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--wait=0",
+        "--kill-on-bad-exit=0",
+        "--mpi=none",
+        "--no-kill",
+    ):
         assert option in first
     assert "--exclusive" in first and "--partition=gpu" in first
     assert first.index("--partition=gpu") < first.index(sys.executable)

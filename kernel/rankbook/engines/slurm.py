@@ -31,9 +31,12 @@ _TIMEOUT = 10.0
 """Seconds for squeue, scontrol and scancel."""
 _QUEUE_SECONDS = 5.0
 """Seconds between two looks at the queue."""
-# One node's end leaves the others: do not wait for the rest of the step, and do not end it for a bad exit. PMI is not
-# used. The agent takes all CPUs of its node.
-_STEP = ("--wait=0", "--kill-on-bad-exit=0", "--mpi=none", "--ntasks-per-node=1", "--cpu-bind=none", "--unbuffered")
+# One node's end leaves the others: do not wait for the rest of the step, and do not end it for a bad exit or for a node
+# that has failed. PMI is not used. The agent takes all CPUs of its node.
+_STEP = (
+    *("--wait=0", "--kill-on-bad-exit=0", "--no-kill"),
+    *("--mpi=none", "--ntasks-per-node=1", "--cpu-bind=none", "--unbuffered"),
+)
 _NODE_FAILURE = re.compile(r"error: Node failure on (\S+)")
 
 
