@@ -82,6 +82,12 @@ def test_the_newest_snapshot_that_all_ranks_have_counts(versions, expected):
     assert latest_common(headers) == (None if expected is None else version(*expected))
 
 
+def test_a_step_whose_scheduler_has_not_stepped_counts_only_if_there_is_no_other():
+    before, unfinished = header(3, 1), SnapshotHeader(version(4), 0.0, 8, 1, is_final=False)
+    assert latest_common({0: [unfinished, before], 1: [unfinished, before]}) == version(3, 1)
+    assert latest_common({0: [unfinished], 1: [unfinished, before]}) == version(4)
+
+
 def test_a_rank_waits_for_the_last_snapshot_of_the_others(tmp_path):
     write(tmp_path, 1, 0, 4, 1)
     wait_for_peers(tmp_path, [1], version(4, 1), timeout=0)

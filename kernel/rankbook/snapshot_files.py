@@ -1,10 +1,12 @@
 """Files of in-memory snapshots: one header and one data file per rank and generation, in the cluster's shared memory.
 
-The files lie in the segment folder of the cluster, which the forkserver removes when the cluster ends. So they outlive
-the rank that has written them. A rank writes two generations in turn (`SnapshotFile`): while it writes one, the other
-one is complete. A header is renamed into place after its data, so a rank that dies in between leaves no snapshot.
+The files lie in the segment folder of the cluster, which the forkserver (on another host, the agent) removes when the
+cluster ends. So they outlive the rank that has written them. A rank writes two generations in turn (`SnapshotFile`):
+while it writes one, the other one is complete. A header is renamed into place after its data, so a rank that dies in
+between leaves no snapshot.
 
 A snapshot counts only if all ranks have it (`latest_common`). The notebook reads the headers, the ranks the contents.
+The copies of ranks of another host (runtime/snapshot_copies.py) are files of the same form.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import contextlib
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -42,24 +44,22 @@ class SnapshotVersion(msgspec.Struct, frozen=True, order=True):
 class SnapshotHeader(msgspec.Struct, frozen=True):
     """Header of a snapshot.
 
-    `seconds` is the time since the epoch, `size` the bytes of tensors, and `every` the interval in steps.
+    `seconds` is the time since the epoch, `size` the bytes of tensors, and `every` the interval in steps. `is_final`:
+    no scheduler is expected to step before the next step of the optimizer.
     """
 
     version: SnapshotVersion
     seconds: float
     size: int
     every: int
+    is_final: bool = True
 
 
 class SnapshotPlace(msgspec.Struct, frozen=True):
-    """Location of a rank's snapshots: the cluster's shared memory, and the number of this rank.
-
-    `local_ranks` is the number of ranks on the notebook's host, 0 for a rank on another one.
-    """
+    """Location of a rank's snapshots: the cluster's shared memory on the rank's host, and the number of the rank."""
 
     folder: Path
     rank: int
-    local_ranks: int
     world_size: int
 
 
@@ -176,10 +176,13 @@ def latest_common(headers: dict[int, list[SnapshotHeader]]) -> SnapshotVersion |
     """Return the newest version that all ranks have, None if there is none.
 
     A rank that died before it had updated its snapshot, as after the step of a scheduler, has an older version of the
-    same step. Then the one before counts, which is complete everywhere.
+    same step. Then the one before counts, which is complete everywhere. It also counts if all ranks were stopped
+    between the steps of the optimizer and the scheduler: the loop would go on without the step of the scheduler.
     """
     versions = [{header.version for header in found} for found in headers.values()]
-    return max(set.intersection(*versions), default=None) if versions else None
+    common = set.intersection(*versions) if versions else set()
+    not_final = {header.version for found in headers.values() for header in found if not header.is_final}
+    return max(common - not_final or common, default=None)
 
 
 def remove_all(folder: Path) -> None:
@@ -187,6 +190,23 @@ def remove_all(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):  # the folder has been removed
         for path in list(folder.glob("snapshot-*")):
             path.unlink(missing_ok=True)
+
+
+def remove_others(folder: Path, keep: Collection[int]) -> None:
+    """Remove the snapshots of all ranks but those in `keep`."""
+    for path in list(folder.glob("snapshot-*")):
+        if int(path.name.split("-")[1]) not in keep:
+            path.unlink(missing_ok=True)
+
+
+def merge_headers(found: Iterable[Mapping[int, list[SnapshotHeader]]]) -> dict[int, list[SnapshotHeader]]:
+    """Merge the headers that several hosts have. A rank's snapshot may be on two of them."""
+    merged: dict[int, list[SnapshotHeader]] = {}
+    for headers in found:
+        for rank, listed in headers.items():
+            known = merged.setdefault(rank, [])
+            known += [header for header in listed if header not in known]
+    return merged
 
 
 def wait_for_peers(folder: Path, ranks: Sequence[int], version: SnapshotVersion, *, timeout: float) -> None:

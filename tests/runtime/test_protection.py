@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rankbook import snapshot_files
 from rankbook.errors import InvalidArgument
 from rankbook.runtime import optimizer, protection
-from rankbook.snapshot_files import SnapshotPlace
 
 
 @pytest.mark.parametrize("every", [-1, 1.5, True, "2"])
@@ -21,13 +19,6 @@ def test_a_process_that_is_no_rank_cannot_be_protected():
         protection.protect(1)
     protection.protect(0)
     assert optimizer.after_step is None
-
-
-@pytest.mark.parametrize("local_ranks", [0, 2])
-def test_ranks_on_other_hosts_cannot_be_protected(local_ranks, tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshot_files, "this_place", SnapshotPlace(tmp_path, 0, local_ranks, 4))
-    with pytest.raises(InvalidArgument, match="requires all 4 ranks on the notebook's host"):
-        protection.protect(1)
 
 
 def test_what_optimizers_and_models_outside_prepare_are_is_said():

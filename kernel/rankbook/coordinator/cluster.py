@@ -29,13 +29,13 @@ from rankbook.coordinator.liveness import describe_unresponsive
 from rankbook.coordinator.monitor import ANSWER_TIMEOUT, NonBlockingMonitor, StatusMonitor
 from rankbook.coordinator.reattach import ReattachedProcesses
 from rankbook.coordinator.recovery import (
-    NO_COMMON_SNAPSHOT,
     RESTORED,
     Healed,
     Protection,
     ProtectionStatus,
     choose_snapshot,
     copy_variables,
+    describe_no_snapshot,
     describe_protection,
     summarize_recovery,
     summarize_restore,
@@ -87,6 +87,7 @@ from rankbook.protocol.messages import (
     ExportState,
     FetchValue,
     HandOver,
+    ListSnapshots,
     ListState,
     Message,
     Protect,
@@ -106,7 +107,7 @@ from rankbook.protocol.numbers import (
 from rankbook.protocol.queries import Completion
 from rankbook.protocol.telemetry import Measure, Placement, RankDetail, ShardMap, Statistic, Variable
 from rankbook.ranks import format_ranks, name_ranks, parse_ranks
-from rankbook.snapshot_files import SnapshotHeader, read_headers, remove_all
+from rankbook.snapshot_files import SnapshotHeader, merge_headers, read_headers, remove_all
 from rankbook.transport.serialization import Packed, pack, unpack
 
 _WHILE_PAUSED = 1.0
@@ -1188,10 +1189,12 @@ class Cluster(ClusterQueries):
             raise RankLostError(
                 "no rank with variables to copy is left; %distributed heal --empty starts with empty namespaces", chosen
             )
-        headers = self._snapshot_headers()
         try:
             self._processes.launch(chosen, timeout=timeout)
-            healed = Healed(chosen, None) if donor is None else self._restore(donor, chosen, headers, timeout)
+            if donor is None:
+                healed = Healed(chosen, None)
+            else:
+                healed = self._restore(donor, chosen, self._snapshot_headers(timeout), timeout)
         except BaseException:
             # A rank with a part of the variables would look healthy and could become the donor of a later heal. As a
             # dead rank it can be healed again.
@@ -1245,7 +1248,7 @@ class Cluster(ClusterQueries):
             return str(adopted["refused"])
 
         refused = copy_variables(listed["names"], attempt)
-        outcome = "" if not any(headers.values()) else NO_COMMON_SNAPSHOT
+        outcome = describe_no_snapshot(headers, listed["last_saved"])
         if version is not None or listed["replicas"]:
 
             def make_restore(cell: int) -> Message:
@@ -1264,8 +1267,15 @@ class Cluster(ClusterQueries):
         missing = {**listed["missing"], **refused}
         return replace(summarize_recovery(ranks, donor, adopted, missing, next(iter(lost_saves), "")), restored=outcome)
 
-    def _snapshot_headers(self) -> dict[int, list[SnapshotHeader]]:
-        return read_headers(self._segments.folder, self._all_ranks)
+    def _snapshot_headers(self, timeout: float) -> dict[int, list[SnapshotHeader]]:
+        """Return the headers of the snapshots of all ranks. Those of other hosts are read by ranks of these hosts."""
+        if self._processes.hosts is None:
+            return read_headers(self._segments.folder, self._all_ranks)
+        return merge_headers(self._list_snapshots(timeout))
+
+    def _list_snapshots(self, timeout: float, *, remove: bool = False) -> list[dict[int, list[SnapshotHeader]]]:
+        tasks = dict.fromkeys(self._all_ranks, (lambda cell: ListSnapshots(cell, remove), ()))
+        return list(self._collect(tasks, timeout, "protect").values())
 
     def _try_restore(
         self,
@@ -1309,8 +1319,8 @@ class Cluster(ClusterQueries):
         """Keep a snapshot of the training state of all ranks in shared memory, from which `heal` restores dead ranks.
 
         A snapshot is taken after every `every` steps of the prepared optimizers, and one now. `every=0` ends the
-        protection and frees the memory; None only reports. Raises `InvalidArgument` for ranks on other hosts and, with
-        the arithmetic, for too little shared memory, and the errors of `run`.
+        protection and frees the memory; None only reports. Raises `InvalidArgument`, with the arithmetic, if there is
+        too little shared memory, and the errors of `run`.
         """
         tasks = dict.fromkeys(self._all_ranks, (lambda cell: Protect(cell=cell, every=every), ()))
         try:
@@ -1324,6 +1334,8 @@ class Cluster(ClusterQueries):
         if every == 0:
             # Also of ranks that have been restarted since they took them.
             remove_all(self._segments.folder)
+            if self._processes.hosts is not None:
+                self._list_snapshots(timeout, remove=True)
         first = answers[0]
         status = self.protection()
         if status is None and first["every"]:
@@ -1331,8 +1343,15 @@ class Cluster(ClusterQueries):
         return Protection(status, first["unprotected"])
 
     def protection(self) -> ProtectionStatus | None:
-        """Return the status of the protection, None if no rank has a snapshot. Asks no rank."""
-        return describe_protection(self._snapshot_headers(), time.time())
+        """Return the status of the protection, None if no rank has a snapshot.
+
+        The files of this host are read without asking a rank. If there are other hosts, the ranks are asked for theirs.
+        """
+        if self._processes.hosts is None:
+            headers = read_headers(self._segments.folder, self._all_ranks)
+        else:
+            headers = self._monitor.snapshots()
+        return describe_protection(headers, time.time())
 
     def stop(self) -> None:
         """Stop all ranks and remove their files except the logs. A second call does nothing."""

@@ -62,7 +62,7 @@ from rankbook.protocol.telemetry import (
     Variable,
 )
 from rankbook.ranks import format_ranks, group_ranks, name_ranks
-from rankbook.snapshot_files import read_headers
+from rankbook.snapshot_files import SnapshotHeader, read_headers
 
 QUERY_INTERVAL = 0.1
 """Seconds between two rounds of queries."""
@@ -273,7 +273,10 @@ class StatusMonitor:
         with self._changed:
             views = self._views()
             placement = aggregator.placement(
-                views, now=time.monotonic(), wall=time.time(), protection=_protection_of(self._processes)
+                views,
+                now=time.monotonic(),
+                wall=time.time(),
+                protection=_protection_of(self._processes, aggregator),
             )
             saves = aggregator.saves(views, wall=time.time())
         for subscription in subscriptions:
@@ -302,8 +305,26 @@ class StatusMonitor:
                 queries.close(token)
         with self._changed:
             return aggregator.placement(
-                self._views(), now=time.monotonic(), wall=time.time(), protection=_protection_of(self._processes)
+                self._views(),
+                now=time.monotonic(),
+                wall=time.time(),
+                protection=_protection_of(self._processes, aggregator),
             )
+
+    def snapshots(self, *, timeout: float = ANSWER_TIMEOUT) -> dict[int, list[SnapshotHeader]]:
+        """Return the headers of the snapshots of all ranks on several hosts that reply in time."""
+        driver = self._processes.driver
+        answers = driver.liveness.queries.wait_answers(
+            driver.live_ranks(),
+            lambda token, _: GetStatus(token, False, -1, False, False),
+            timeout=timeout,
+            live_ranks=driver.live_ranks,
+        )
+        replies = {rank: answers.get(rank) for rank in self._processes.state.ranks}
+        return {
+            rank: list(reply.sample.snapshots) if isinstance(reply, StatusReply) else []
+            for rank, reply in replies.items()
+        }
 
     def detail(self, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> RankDetail:
         """Return stack, output and variables of the rank; only the output if it is dead.
@@ -464,8 +485,11 @@ def _name_of(processes: ClusterProcesses) -> str:
     return "" if processes.keep is None else processes.key
 
 
-def _protection_of(processes: ClusterProcesses) -> str:
+def _protection_of(processes: ClusterProcesses, aggregator: StatusAggregator) -> str:
     """Describe the snapshots of the training state; "" without protection."""
+    if processes.hosts is not None:
+        status = describe_protection(aggregator.snapshots(), time.time())
+        return "" if status is None else str(status)
     folder, ranks = processes.segments.folder, tuple(processes.state.ranks)
     # The frequent case, for which two files are looked for, whatever the number of ranks.
     if not any(read_headers(folder, ranks[:1]).values()):
@@ -663,6 +687,11 @@ class StatusAggregator:
             for save in reply.saves
         ]
         return Saves(tuple(entries), wall)
+
+    def snapshots(self) -> dict[int, list[SnapshotHeader]]:
+        """Return the headers of the snapshots that the ranks have reported."""
+        replies = {rank: record.reply for rank, record in self._records.items()}
+        return {rank: list(reply.sample.snapshots) if reply is not None else [] for rank, reply in replies.items()}
 
     def _record_of(self, view: RankView) -> _RankRecord:
         record = self._records.get(view.rank)

@@ -140,10 +140,19 @@ def choose_snapshot(headers: Mapping[int, list[SnapshotHeader]]) -> tuple[Snapsh
     return latest_common(dict(headers)), every
 
 
-NO_COMMON_SNAPSHOT = (
-    "the protected state was not restored: there is no snapshot of one step that all ranks have; what is sharded has "
-    "to be loaded from a checkpoint"
-)
+def describe_no_snapshot(headers: Mapping[int, list[SnapshotHeader]], last_saved: str) -> str:
+    """Return what there is to say if no snapshot is of all ranks; nothing if no rank has one.
+
+    `last_saved` is a hint at the last checkpoint, or empty.
+    """
+    if not any(headers.values()):
+        return ""
+    lost = [rank for rank, found in headers.items() if not found]
+    reason = f" (no snapshot of {name_ranks(lost)} is left)" if lost else ""
+    return (
+        f"the protected state was not restored: there is no snapshot of one step that all ranks have{reason}; what is "
+        f"sharded has to be loaded from a checkpoint{last_saved}"
+    )
 
 
 def copy_variables(names: Sequence[str], attempt: Callable[[Sequence[str]], str]) -> dict[str, str]:

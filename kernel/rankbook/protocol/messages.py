@@ -325,6 +325,16 @@ class Protect(Message, frozen=True):
     every: int | None = None
 
 
+class ListSnapshots(Message, frozen=True):
+    """Answer with the headers of the snapshots in the shared memory of this host, by rank, newest first.
+
+    With `remove`, remove them all, and answer with none.
+    """
+
+    cell: int
+    remove: bool = False
+
+
 class RestoreSnapshot(Message, frozen=True):
     """Return to the snapshot `version`, go on taking one after every `every` steps; answer with `RestoredSnapshot`."""
 
@@ -598,7 +608,7 @@ class Stack(Message, frozen=True):
 
 
 _Check = HashState | MeasureDifferences | MeasureGradients
-_Protection = Protect | RestoreSnapshot | RestoreReplicas
+_Protection = Protect | ListSnapshots | RestoreSnapshot | RestoreReplicas
 _Resize = CheckResize | HandOver | EnterWorld | TakeOver
 _Copy = ListState | ExportState | AdoptState
 Task = RunCell | CallFunction | Assign | FetchValue | _Copy | Regroup | _Check | _Protection | _Resize

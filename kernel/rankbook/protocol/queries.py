@@ -18,6 +18,7 @@ from rankbook.protocol.numbers import (
     StateHashes,
 )
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Statistic
+from rankbook.snapshot_files import SnapshotHeader
 
 
 # The base classes let the control thread and the driver recognize queries and replies by their type. A rank may answer
@@ -44,7 +45,7 @@ class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `cell` is the cluster's number of the running cell, `waits_for` the oldest pending collective, `waited` how long it
     has been pending, in seconds. `steps` is None if optimizer steps are not counted. `at` is the rank's monotonic
-    clock, in seconds.
+    clock, in seconds. `snapshots` are the headers of the rank's snapshots, newest first.
     """
 
     host: str
@@ -57,6 +58,7 @@ class RankSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     utilisation: float | None
     steps: int | None
     at: float
+    snapshots: tuple[SnapshotHeader, ...] = ()
 
 
 # A box is in the axes of the global tensor. A rank that holds several pieces of a tensor has several boxes.

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from IPython.core.error import UsageError
 
+from rankbook import snapshot_files
 from rankbook.errors import CollectiveAborted, InvalidArgument, RankbookError, StartError
 from rankbook.formatting import suggest
 from rankbook.ipython_compat import asyncio_loop, cell_numbers
@@ -47,6 +48,7 @@ from rankbook.protocol.messages import (
     HandOver,
     InputReply,
     InputRequest,
+    ListSnapshots,
     ListState,
     Message,
     OutputBarrier,
@@ -92,6 +94,7 @@ from rankbook.rank.io.output_capture import OutputCapture
 from rankbook.rank.io.output_widget import OutputWidgetTarget
 from rankbook.rank.process_groups.manager import GroupManager
 from rankbook.rank.shell import RankShell
+from rankbook.snapshot_files import SnapshotHeader
 from rankbook.transport.link import Frames, RankLink
 from rankbook.transport.serialization import Packed, pack, unpack
 from rankbook.transport.shared_memory import SegmentStore
@@ -107,7 +110,7 @@ if TYPE_CHECKING:
 
 # A text search and not a parser, because every cell is searched. A false match, in a string for example, creates an
 # object that is not used.
-_Protection = Protect | RestoreSnapshot | RestoreReplicas
+_Protection = Protect | ListSnapshots | RestoreSnapshot | RestoreReplicas
 _Resize = CheckResize | HandOver | EnterWorld | TakeOver
 _USES_ACCELERATOR = re.compile(r"(?<![\w.])accelerator\b")
 _ASSIGNS_ACCELERATOR = re.compile(
@@ -342,6 +345,7 @@ class Executor:
                 return pack(self.check_numbers(message), store=self._segments)
             case (
                 Protect()
+                | ListSnapshots()
                 | RestoreSnapshot()
                 | RestoreReplicas()
                 | CheckResize()
@@ -375,7 +379,17 @@ class Executor:
             return hash_state(self.namespace(), message.names)
         return measure_differences(self.namespace(), message.names, message.pieces)
 
+    @staticmethod
+    def _list_snapshots(*, remove: bool) -> dict[int, list[SnapshotHeader]]:
+        place = snapshot_files.this_place
+        assert place is not None
+        if remove:
+            snapshot_files.remove_all(place.folder)
+        return snapshot_files.read_headers(place.folder, range(place.world_size))
+
     def _protect(self, message: _Protection) -> object:
+        if isinstance(message, ListSnapshots):
+            return self._list_snapshots(remove=message.remove)
         from rankbook.runtime import protection
 
         if isinstance(message, RestoreReplicas):
@@ -389,7 +403,7 @@ class Executor:
         return protection.report(self._shell.user_ns, self._shell.user_ns_hidden)
 
     def _move_state(self, message: _Protection | _Resize) -> object:
-        if isinstance(message, (Protect, RestoreSnapshot, RestoreReplicas)):
+        if isinstance(message, (Protect, ListSnapshots, RestoreSnapshot, RestoreReplicas)):
             return self._protect(message)
         from rankbook.rank import resize
 

@@ -150,9 +150,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     if device.type == "cuda":
         torch.cuda.set_device(device)
     telemetry.this_rank = request.rank
-    # A rank of an agent has its shared memory where the notebook cannot read it.
-    local_ranks = 0 if request.store else int(os.environ.get("LOCAL_WORLD_SIZE", request.world_size))
-    snapshot_files.this_place = SnapshotPlace(Path(request.segments), request.rank, local_ranks, request.world_size)
+    snapshot_files.this_place = SnapshotPlace(Path(request.segments), request.rank, request.world_size)
     interrupts = Interrupts()
     rate_limit = (
         _output_rate_limit(request.world_size) if "JPY_SESSION_NAME" in os.environ else None

@@ -49,12 +49,14 @@ _namespace: dict[str, Any] = {}
 class Exportable(TypedDict):
     """The names of the variables that a rank can export, and the reason for every one that it cannot.
 
-    `replicas`: the shards of some models will be restored from replicas.
+    `replicas`: the shards of some models will be restored from replicas. `last_saved` is a hint at the last checkpoint,
+    or empty.
     """
 
     names: list[str]
     missing: dict[str, str]
     replicas: bool
+    last_saved: str
 
 
 class Shards(NamedTuple):
@@ -114,7 +116,8 @@ def list_state(namespace: dict[str, Any], hidden: Mapping[str, Any], *, shards: 
     missing |= check_pickling(values, reducer)
     names = [name for name in values if name not in missing]
     uses_replicas = shards.snapshot is None and not shards.handed_over
-    return Exportable(names=names, missing=missing, replicas=uses_replicas and reducer.restores)
+    replicas = uses_replicas and reducer.restores
+    return Exportable(names=names, missing=missing, replicas=replicas, last_saved=_last_saved())
 
 
 def export_state(

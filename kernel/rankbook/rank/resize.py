@@ -160,7 +160,7 @@ def enter_world(namespace: dict[str, Any], hidden: Mapping[str, Any], message: E
     place = snapshot_files.this_place
     former = place.world_size if place is not None else world_size
     if place is not None:
-        snapshot_files.this_place = structs.replace(place, world_size=world_size, local_ranks=world_size)
+        snapshot_files.this_place = structs.replace(place, world_size=world_size)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     # The user's own value stays.
     if "world_size" in hidden and namespace.get("world_size") == former:

@@ -231,8 +231,8 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         schedulers and loaders, of registered objects, and its random state, into memory that outlives its process.
         `protect(False)` ends it and frees the memory, which is twice the size of the state.
 
-        Raises `InvalidArgument` for another number, outside of Rankbook's ranks, for ranks on several hosts, and, with
-        the arithmetic, if there is too little shared memory.
+        Raises `InvalidArgument` for another number, outside of Rankbook's ranks, and, with the arithmetic,
+        if there is too little shared memory.
 
         Example::
 

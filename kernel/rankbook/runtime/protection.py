@@ -7,12 +7,15 @@ Which moment. A snapshot is taken at the end of `optimizer.step`, where the rand
 begins. With several optimizers, it is taken when all of them have stepped. A scheduler steps after its optimizer, so
 its step updates the snapshot (`updates` of the version); the tensors of models and optimizers are not copied again.
 
-Which copy. The main thread copies the tensors into mapped memory before it goes on. A thread beside the training would
-read weights that the next step changes: the copy has to end before that, and would share the memory bandwidth with the
-forward pass. Measured with 100 MB on two ranks: 12 ms at once.
+Which copy. The main thread copies the tensors into mapped memory before it goes on. A thread could copy during the next
+forward and backward pass, if nothing but the optimizer changed the weights. But a loop may exchange them for their
+average and evaluate, or clip them, and nobody sees a change through `parameter.data`: the version counter of a tensor
+does not count it. Such a copy would have the values of two moments, and only a heal would show it. Where all cores
+compute, the thread would also gain nothing: 100 MB take 5.5 ms of a core's time, of which 4.7 ms are the `memcpy`.
 
 Two generations are written in turn. While a rank writes one, all ranks have the other one complete: `wait_for_peers`
-makes sure of it, and the collectives of a step do so before.
+makes sure of it, and the collectives of a step do so before. With several hosts, the ranks tell one another which
+generations are complete, and the snapshot is copied to another host (snapshot_copies.py).
 
 Restoring writes into the tensors that exist. So models, optimizers and meshes stay the same objects.
 """
@@ -27,16 +30,16 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import cloudpickle
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rankbook import snapshot_files
 from rankbook.checkpoint.state_dict.state_dicts import local_part
+from rankbook.control_collectives import gather_objects as gather
 from rankbook.errors import InvalidArgument
 from rankbook.runtime import optimizer as optimizers
 from rankbook.runtime import prepared
@@ -44,6 +47,15 @@ from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from rankbook.runtime.saving import training_state
 from rankbook.runtime.settings import AcceleratorSettings
+from rankbook.runtime.snapshot_copies import (
+    Announcement,
+    SnapshotCopies,
+    choose_generation,
+    fetch_missing,
+    gather_hosts,
+    latest_complete,
+    view_bytes,
+)
 from rankbook.runtime.strategies.ddp import bucket_indices, set_buckets
 from rankbook.snapshot_files import SnapshotFile, SnapshotHeader, SnapshotPlace, SnapshotVersion
 
@@ -78,9 +90,8 @@ class RestoredSnapshot(TypedDict):
 def protect(every: int) -> None:
     """Take a snapshot after every `every` steps, and one now; 0 ends the protection. Called on all ranks.
 
-    Raises `InvalidArgument` if the process is no rank, for ranks on other hosts, and for too little shared memory.
+    Raises `InvalidArgument` if the process is no rank, and for too little shared memory.
     """
-    global _active
     if type(every) is not int or every < 0:
         raise InvalidArgument(f"expected a number of steps, 1 or more, got every={every!r}")
     if every == 0:
@@ -96,16 +107,11 @@ def protect(every: int) -> None:
             "protection requires ranks of Rankbook: in a script, a process has no shared memory that outlives it; use "
             "save_state()"
         )
-    if place.local_ranks < place.world_size:
-        raise InvalidArgument(
-            f"protection requires all {place.world_size} ranks on the notebook's host; with other hosts use "
-            "save_state()"
-        )
-    protection = RankSnapshots(place, every)
-    protection.remove()  # what a process before this one has left
-    protection.begin()
-    _active = protection
-    optimizers.after_step, optimizers.after_scheduler = protection.after_step, protection.update
+    snapshots = RankSnapshots(place, every)
+    snapshots.remove()  # what a process before this one has left
+    snapshots.find_hosts(None)
+    snapshots.begin()
+    _activate(snapshots)
 
 
 def end() -> None:
@@ -114,6 +120,12 @@ def end() -> None:
     if _active is not None:
         _active.remove()
     _active = optimizers.after_step = optimizers.after_scheduler = None
+
+
+def _activate(snapshots: RankSnapshots) -> None:
+    global _active
+    _active = snapshots
+    optimizers.after_step, optimizers.after_scheduler = snapshots.after_step, snapshots.update
 
 
 def after_load() -> None:
@@ -156,7 +168,7 @@ def report(namespace: Mapping[str, Any], hidden: Mapping[str, Any]) -> Protectio
 
 
 class RankSnapshots:
-    """The snapshots of this rank."""
+    """The snapshots of this rank. `find_hosts` has to be called before the first one."""
 
     def __init__(self, place: SnapshotPlace, every: int) -> None:
         self.every = every
@@ -164,11 +176,17 @@ class RankSnapshots:
         self._place = place
         self._peers = [rank for rank in range(place.world_size) if rank != place.rank]
         self._areas = [_Area(place, generation) for generation in snapshot_files.GENERATIONS]
-        self._generation = 0
+        # The copies on other hosts; None if all ranks are on one.
+        self._copies: SnapshotCopies | None = None
+        # The versions of complete generations, with their second copies.
+        self._complete: dict[int, SnapshotVersion] = {}
         self.number = 0
         self._serial = -1
         self._counts: weakref.WeakKeyDictionary[AcceleratedOptimizer, int] = weakref.WeakKeyDictionary()
         self._updates = 0
+        # The updates that the last step had.
+        self._usual_updates: int | None = None
+        self._has_stepped = False
         # True while the last snapshot is of the current step.
         self._is_current = False
         self._progress: tuple[Any, ...] = ()
@@ -184,7 +202,11 @@ class RankSnapshots:
         for each in self._counts:
             self._counts[each] = 0
         self.number += 1
-        self._updates = 0
+        if self._has_stepped:
+            self._usual_updates = self._updates
+        elif self._usual_updates is None:
+            self._usual_updates = len(prepared.registered("scheduler"))
+        self._updates, self._has_stepped = 0, True
         self._progress = _progress()
         if self.number % self.every == 0:
             self.take()
@@ -212,11 +234,19 @@ class RankSnapshots:
 
     # Snapshots
 
+    def find_hosts(self, kept: SnapshotVersion | None) -> None:
+        """Find out on which hosts the ranks are. Copies of others than the version `kept` are dropped. A collective."""
+        hosts = gather_hosts(self._place)
+        self._copies = SnapshotCopies(self._place, hosts, kept) if len(hosts) > 1 else None
+        received = 0 if self._copies is None else self._copies.count_received(self._place.rank)
+        for area in self._areas:
+            area.ranks_here = next(len(ranks) for ranks in hosts if self._place.rank in ranks) + received
+
     def begin(self) -> None:
         """Take a snapshot outside of a step, if there is anything to protect. A collective."""
         # A rank may have been restarted since the others were protected.
         self.number = max(gather(self.number)) + 1
-        self._updates = 0
+        self._updates, self._has_stepped = 0, False
         if prepared.registered("optimizer") or prepared.registered("model"):
             self.take()
             self._progress = _progress()
@@ -232,35 +262,82 @@ class RankSnapshots:
             self._serial = serial
         content, tensors, main = _flatten(collect())
         version = SnapshotVersion(self.number, self._updates, steps_made())
-        if not only_update:
+        generation = self._last_generation() if only_update else self._prepare(tensors)
+        area = self._areas[generation]
+        try:
+            area.file.invalidate()
+            self._complete.pop(generation, None)
+            start = area.write(tensors, first=main if only_update else 0)
+            is_final = not self._has_stepped or self._updates >= (self._usual_updates or 0)
+            header = SnapshotHeader(version, time.time(), area.size, self.every, is_final)
+            area.file.commit(header, content)
+        except OSError as error:
+            area.free()
+            raise self._describe(error) from error
+        if self._copies is not None:
+            self._copies.exchange(header, content, area.data, start)
+        self._complete[generation] = version
+        self.latest, self._is_current = header, True
+
+    def _prepare(self, tensors: list[torch.Tensor]) -> int:
+        """Return the generation to overwrite, after all ranks have completed the other one, and allocate memory."""
+        layout = _layout_of(tensors)
+        if self._copies is None:
             if self.latest is not None:
                 snapshot_files.wait_for_peers(
                     self._place.folder, self._peers, self.latest.version, timeout=PEER_TIMEOUT
                 )
-            self._generation = 1 - self._generation
-        area = self._areas[self._generation]
+            generation = choose_generation(self._complete, self.latest.version if self.latest is not None else None)
+            try:
+                self._areas[generation].prepare(layout)
+            except OSError as error:
+                raise self._describe(error) from error
+            return generation
+        allocates = self._copies.allocates() or any(area.layout != layout for area in self._areas)
+        _, size = _offsets_of(layout)
+        announcements = gather(Announcement(self._complete, size, allocates))
+        kept = latest_complete(announcements)
+        generation = choose_generation(self._complete, kept)
+        problem: InvalidArgument | None = None
         try:
-            area.file.invalidate()
-            area.write(tensors, first=main if only_update else 0)
-            header = SnapshotHeader(version, time.time(), area.size, self.every)
-            area.file.commit(header, content)
+            self._areas[generation].prepare(layout)
+            self._copies.allocate(announcements, kept)
+        except InvalidArgument as error:
+            problem = error
         except OSError as error:
-            area.free()
-            raise InvalidArgument(f"cannot write a snapshot into {self._place.folder}: {error.strerror}") from error
-        self.latest, self._is_current = header, True
+            problem = self._describe(error)
+        # Before anything is sent: no rank may wait for data of one that has failed.
+        if any(announcement.allocates for announcement in announcements):
+            problems = gather(str(problem) if problem is not None else "")
+            if text := next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), ""):
+                raise InvalidArgument(text)
+        return generation
+
+    def _last_generation(self) -> int:
+        assert self.latest is not None
+        return next(number for number, version in self._complete.items() if version == self.latest.version)
+
+    def _describe(self, error: OSError) -> InvalidArgument:
+        return InvalidArgument(f"cannot write a snapshot into {self._place.folder}: {error.strerror}")
 
     def remove(self) -> None:
-        """Remove the snapshots of this rank."""
+        """Remove the snapshots of this rank, and the copies that it keeps."""
+        self._complete.clear()
         for area in self._areas:
             area.free()
+        if self._copies is not None:
+            self._copies.remove()
 
     # Restoring
 
     def restore(self, version: SnapshotVersion) -> RestoredSnapshot:
         """Return to the snapshot `version`, on all ranks or on none. A collective."""
         lost = max(0, self.number - version.number) + (_progress() != self._progress)
-        state = self.read(version)
-        problem = "its snapshot does not exist any more" if state is None else find_difference(state)
+        if self.read(version) is None:
+            self._areas[0].free()  # its file will be another one
+        problem = fetch_missing(self._place, version)
+        state = self.read(version) if not problem else None
+        problem = problem or ("its snapshot does not exist any more" if state is None else find_difference(state))
         answers = gather((problem, state["buckets"] if state is not None else {}))
         refused = next((f"rank {rank}: {answer[0]}" for rank, answer in enumerate(answers) if answer[0]), "")
         if refused or state is None:
@@ -268,17 +345,24 @@ class RankSnapshots:
         restore_state(state)
         for serial, wrapped in prepared.registered("model").items():
             set_buckets(wrapped, answers[0][1].get(serial))
-        self._generation = next(
-            generation
+        self._complete = {
+            generation: version
             for generation, area in enumerate(self._areas)
             if (header := snapshot_files.read_header(area.file.header)) is not None and header.version == version
-        )
-        # What a rank has beyond this version is of steps that are repeated now.
-        self._areas[1 - self._generation].file.invalidate()
+        }
+        for generation, area in enumerate(self._areas):
+            if generation in self._complete:
+                self.latest = snapshot_files.read_header(area.file.header)
+            else:  # of steps that are repeated now
+                area.file.invalidate()
         self.number, self._updates, self._is_current = version.number, version.updates, False
+        self._has_stepped = False
         self._counts.clear()
         self._progress = _progress()
-        self.latest = snapshot_files.read_header(self._areas[self._generation].file.header)
+        self.find_hosts(version)
+        if self._copies is not None:
+            # Ranks may have moved: the second copies are made anew.
+            self.begin()
         return RestoredSnapshot(step=version.step, lost=lost, refused="")
 
     def read(self, version: SnapshotVersion) -> dict[str, Any] | None:
@@ -287,68 +371,81 @@ class RankSnapshots:
         return None if found is None else _unflatten(*found)
 
 
-def gather(value: Any) -> list[Any]:  # noqa: ANN401 - any plain value
-    """Return the values of all ranks. A collective."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 _active: RankSnapshots | None = None
 
 
 def restore(version: SnapshotVersion, every: int) -> RestoredSnapshot:
     """Return to a snapshot, on a rank that has taken it or that replaces the one that has."""
-    global _active
     if _active is None:
         assert snapshot_files.this_place is not None
-        _active = RankSnapshots(snapshot_files.this_place, every)
-        optimizers.after_step, optimizers.after_scheduler = _active.after_step, _active.update
+        _activate(RankSnapshots(snapshot_files.this_place, every))
+    assert _active is not None
     return _active.restore(version)
 
 
 class _Area:
-    """Memory of one generation, with one view per tensor to copy to."""
+    """Memory of one generation, with one view per tensor to copy to. `data` is all of it, as bytes."""
 
     def __init__(self, place: SnapshotPlace, generation: int) -> None:
         self.file = SnapshotFile(place.folder, place.rank, generation)
         self.size = 0
+        self.ranks_here = 1
+        """The number of ranks whose snapshots are in the memory of this host."""
+        self.layout: _Layout = []
+        self.data = torch.empty(0, dtype=torch.uint8)
         self._place = place
-        self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._views: list[torch.Tensor] = []
+        self._offsets: list[int] = []
 
-    def write(self, tensors: list[torch.Tensor], *, first: int) -> None:
-        """Copy the tensors from the number `first` on. Raises `InvalidArgument` for too little memory, and OSError."""
-        layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        if layout != self._layout:
-            self._allocate(layout)
+    def prepare(self, layout: _Layout) -> None:
+        """Allocate memory for tensors of this layout. Raises `InvalidArgument` for too little memory, and OSError."""
+        if layout == self.layout and self._views:
+            return
+        self.free()
+        offsets, size = _offsets_of(layout)
+        # The other generation is allocated at the next step.
+        snapshot_files.check_memory(self._place.folder, size, self.ranks_here)
+        memory = self.file.allocate(size)
+        self._views = _views_of(memory, layout, offsets)
+        self.data = view_bytes(memory, size)
+        self.layout, self.size, self._offsets = layout, size, offsets
+
+    def write(self, tensors: list[torch.Tensor], *, first: int) -> int:
+        """Copy the tensors from the number `first` on. Return the offset of the bytes that were written.
+
+        Raises `InvalidArgument` for too little memory, and OSError.
+        """
+        layout = _layout_of(tensors)
+        if layout != self.layout:  # an update, such as the first step of a scheduler, has other tensors
+            self.prepare(layout)
             first = 0
         if tensors[first:]:
             torch._foreach_copy_(self._views[first:], tensors[first:])
-
-    def _allocate(self, layout: list[tuple[torch.Size, torch.dtype]]) -> None:
-        self.free()
-        offsets, size = snapshot_files.offsets_of([_bytes_of(*entry) for entry in layout])
-        # The other generation is allocated at the next step.
-        snapshot_files.check_memory(self._place.folder, size, self._place.local_ranks)
-        self._views = _views_of(self.file.allocate(size), layout, offsets)
-        self._layout, self.size = layout, size
+        return self._offsets[first] if first < len(tensors) else self.size
 
     def free(self) -> None:
         """Free the memory."""
-        self._views, self._layout, self.size = [], [], 0
+        self._views, self.layout, self.size, self._offsets = [], [], 0, []
+        self.data = torch.empty(0, dtype=torch.uint8)
         self.file.remove()
+
+
+_Layout: TypeAlias = list[tuple[torch.Size, torch.dtype]]
+
+
+def _layout_of(tensors: list[torch.Tensor]) -> _Layout:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def _bytes_of(shape: torch.Size, dtype: torch.dtype) -> int:
     return shape.numel() * dtype.itemsize
 
 
-def _views_of(
-    memory: mmap.mmap | bytearray, layout: list[tuple[torch.Size, torch.dtype]], offsets: list[int]
-) -> list[torch.Tensor]:
+def _offsets_of(layout: _Layout) -> tuple[list[int], int]:
+    return snapshot_files.offsets_of([_bytes_of(*entry) for entry in layout])
+
+
+def _views_of(memory: mmap.mmap | bytearray, layout: _Layout, offsets: list[int]) -> list[torch.Tensor]:
     raw = torch.frombuffer(memory, dtype=torch.uint8)
     return [
         raw[offset : offset + _bytes_of(shape, dtype)].view(dtype).view(shape)
@@ -471,13 +568,12 @@ def _flatten(state: dict[str, Any]) -> tuple[bytes, list[torch.Tensor], int]:
         raise InvalidArgument(
             f"cannot take a snapshot, since a state_dict() cannot be pickled: {type(error).__name__}: {error}"
         ) from error
-    layout = [(tensor.shape, tensor.dtype) for tensor in pickler.tensors]
-    return pickle.dumps((layout, file.getvalue())), pickler.tensors, main
+    return pickle.dumps((_layout_of(pickler.tensors), file.getvalue())), pickler.tensors, main
 
 
 def _unflatten(content: bytes, data: mmap.mmap | bytearray) -> dict[str, Any]:
     layout, pickled = pickle.loads(content)
-    offsets, _ = snapshot_files.offsets_of([_bytes_of(*entry) for entry in layout])
+    offsets, _ = _offsets_of(layout)
     unpickler = _Unpickler(io.BytesIO(pickled), _views_of(data, layout, offsets))
     models, states = unpickler.load()
     return {"models": models, "optimizers": states, **unpickler.load()}
@@ -543,8 +639,8 @@ def pack_state() -> tuple[bytes, bytes]:
     for serial in prepared.registered("loader"):
         state["others"].pop(serial, None)
     content, tensors, _ = _flatten(state)
-    layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
-    offsets, size = snapshot_files.offsets_of([_bytes_of(*entry) for entry in layout])
+    layout = _layout_of(tensors)
+    offsets, size = _offsets_of(layout)
     memory = mmap.mmap(-1, max(size, 1))
     views = _views_of(memory, layout, offsets)
     if views:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rankbook.control_collectives import gather_objects
 from rankbook.runtime import prepared, protection
 from rankbook.runtime.protection import RestoredSnapshot
 from rankbook.runtime.strategies.base import Strategy, mesh_for
@@ -54,7 +55,7 @@ def restore(replaced: Collection[int]) -> RestoredSnapshot:
     strategies = [strategy for strategy, _ in prepared.current_models().values() if rows_of(strategy)]
     rows = rows_of(strategies[0]) if strategies else []
     own = None if rank in replaced else protection.steps_made()
-    answers = protection.gather((own, rows))
+    answers = gather_objects((own, rows))
     steps = {number: answer[0] for number, answer in enumerate(answers)}
     row = choose_row(rows, steps) if all(answer[1] == rows for answer in answers) else None
     if row is None:

@@ -22,6 +22,7 @@ import psutil
 import torch
 from torch.optim.optimizer import Optimizer
 
+from rankbook import snapshot_files
 from rankbook.errors import InvalidArgument, RankbookError
 from rankbook.formatting import is_users
 from rankbook.numerics import step_ends
@@ -45,6 +46,7 @@ from rankbook.rank.inspect import object_discovery, tensor_introspection
 from rankbook.rank.inspect.gradient_norms import GradientMeter
 from rankbook.rank.inspect.object_discovery import MeasuredObjects
 from rankbook.rank.inspect.tensor_introspection import GilYield, list_variables
+from rankbook.snapshot_files import SnapshotHeader
 
 _MAX_LOAD = {True: 1 / 200, False: 1 / 50}
 """Maximum share of a processor for the search for objects, while a cell runs (True) and while none does (False)."""
@@ -58,6 +60,7 @@ _NORMS_TIMEOUT = 0.1
 """Seconds that a single query waits for the norms of gradients."""
 # Completed saves that are remembered until a view asks for them.
 _LAST_SAVES = 16
+_PROTECTION = "rankbook.runtime.protection"
 
 
 class MainThreadStatus(Protocol):
@@ -209,6 +212,7 @@ class StatusHandler:
             utilisation=self._last_utilisation if memory else None,
             steps=self._steps(),
             at=time.monotonic(),
+            snapshots=_snapshots(),
         )
 
     def _steps(self) -> int | None:
@@ -293,6 +297,14 @@ STATISTIC_TIMEOUT = 1.5
 """Maximum seconds for a statistic."""
 _PIECE = {"cpu": 30_000, "cuda": 1 << 24}
 """Elements per piece and device type. torch splits work between threads from 32768 elements on."""
+
+
+def _snapshots() -> tuple[SnapshotHeader, ...]:
+    """Return the headers of this rank's snapshots; none, without a look at the files, if nothing was ever protected."""
+    place = snapshot_files.this_place
+    if place is None or _PROTECTION not in sys.modules:
+        return ()
+    return tuple(snapshot_files.read_headers(place.folder, [place.rank])[place.rank])
 
 
 def compute_statistic(rank: int, tensor: torch.Tensor) -> Statistic:
