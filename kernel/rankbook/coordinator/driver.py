@@ -69,7 +69,7 @@ from rankbook.coordinator.running_cell import OutputFlusher, RunningCell, input_
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import RankEntry, RankState
 from rankbook.errors import ProtocolError, RankbookError, UnreadableMessage
-from rankbook.launch.launcher import Launcher
+from rankbook.launch.local import Launcher
 from rankbook.protocol.forkserver import ForkRank, RankExited, RankForked
 from rankbook.protocol.messages import (
     Abort,

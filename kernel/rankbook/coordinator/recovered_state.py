@@ -18,7 +18,7 @@ from rankbook.coordinator.running_cell import RunningCell
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import CellEntry as CellOfState
 from rankbook.coordinator.states import CellStep, RankStep
-from rankbook.launch.launcher import Launcher
+from rankbook.launch.local import Launcher
 from rankbook.launch.placement import abort_grace
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.protocol.messages import Acknowledge, Done, FromRank

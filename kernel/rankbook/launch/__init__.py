@@ -1,6 +1,5 @@
 """Launching of ranks: forkserver processes, and the environment of a rank.
 
-launcher.py      the Protocol of a launcher
 local.py         ranks on this machine, through a forkserver; reattaching to a detached cluster
 registry.py      records of detached clusters
 paths.py         folders for sockets, shared memory and logs
