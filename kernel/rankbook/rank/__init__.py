@@ -8,7 +8,6 @@ control_thread.py receives messages while the main thread works; interrupts
 executor.py       runs one task (a cell, a call, an assignment) and reports its error
 shell.py          the IPython shell of the cells, and its display
 tracebacks.py     error reports with short tracebacks
-originals.py      restores builtins that a cell has replaced
 debugger.py       debugpy's engine, connected to the notebook
 measurement.py    times of a cell, time waiting for other ranks, and a profile
 module_sync.py    imports modules of the notebook's folder on another host

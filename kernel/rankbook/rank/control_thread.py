@@ -46,7 +46,7 @@ from rankbook.protocol.messages import (
     ToRank,
 )
 from rankbook.protocol.queries import QueryRequest, Question
-from rankbook.rank import originals, os_utils
+from rankbook.rank import os_utils
 from rankbook.rank.io import comms
 from rankbook.rank.io.output_capture import OutputCapture
 from rankbook.transport.link import RankLink
@@ -462,8 +462,8 @@ class ControlThread(threading.Thread):
                 self._serve_once()
             except Exception as error:
                 # The error may be caused by a cell that has replaced a builtin function. It is not counted then.
-                if replaced := originals.restore_originals():
-                    self._capture.send_stderr(originals.describe_restored(replaced))
+                if replaced := os_utils.restore_originals():
+                    self._capture.send_stderr(os_utils.describe_restored(replaced))
                     continue
                 failed, before = time.monotonic(), failed
                 if failed - before < MIN_FAILURE_INTERVAL:

@@ -76,13 +76,7 @@ from rankbook.protocol.queries import (
     Question,
 )
 from rankbook.protocol.telemetry import Measure
-from rankbook.rank import (
-    originals,
-    os_utils,
-    recovery,
-    shutdown,
-    tracebacks,
-)
+from rankbook.rank import os_utils, recovery, shutdown, tracebacks
 from rankbook.rank.control_thread import Interrupts, Task
 from rankbook.rank.debugger import Debuggee
 from rankbook.rank.inspect import oom, tensor_introspection
@@ -288,7 +282,7 @@ class Executor:
     def _recover_from(self, error: BaseException) -> Done:
         """Restore a working rank after an error in our own code, and return the task's `Done`."""
         # First of all: the code below needs builtin functions.
-        replaced = originals.restore_originals()
+        replaced = os_utils.restore_originals()
         self._end_if_forked()
         self._interrupts.disarm()
         # The state of the failed task must not reach the next one.
@@ -296,7 +290,7 @@ class Executor:
         report = tracebacks.brief_report(error, None, self._cell_files(), self._number)
         with contextlib.suppress(BaseException):  # remaining output is then sent with the next cell's
             if replaced:
-                self._capture.send_stderr(originals.describe_restored(replaced))
+                self._capture.send_stderr(os_utils.describe_restored(replaced))
             self._capture.end()
         return Done(cell=self.cell, status=task_status(error), seconds=0.0, error=report)
 

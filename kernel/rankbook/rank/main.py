@@ -20,7 +20,7 @@ from rankbook import snapshot_files
 from rankbook.protocol import telemetry
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.protocol.messages import ErrorReport, RankReady, ShutdownDelayed, StartFailed
-from rankbook.rank import originals, recovery, shutdown, tracebacks
+from rankbook.rank import os_utils, recovery, shutdown, tracebacks
 from rankbook.rank.control_thread import MIN_FAILURE_INTERVAL, ControlThread, Interrupts
 from rankbook.rank.executor import Executor
 from rankbook.rank.io import comms
@@ -208,7 +208,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
             threads=request.threads,
         )
     )
-    originals.record_originals()
+    os_utils.record_originals()
     if request.modules:
         from rankbook.rank.module_sync import ModuleSync
 
@@ -230,7 +230,7 @@ def _run_tasks(control: ControlThread, executor: Executor) -> None:
             task = control.next_task()
         except Exception as error:
             # See `ControlThread._serve`.
-            originals.restore_originals()
+            os_utils.restore_originals()
             failed, before = time.monotonic(), failed
             if failed - before < MIN_FAILURE_INTERVAL:
                 raise

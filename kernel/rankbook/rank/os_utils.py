@@ -1,10 +1,15 @@
 """Operating-system helpers of the forkserver and the ranks, for Linux and macOS.
 
 Parent-death signals, pipes, sockets, and finding and killing the processes that a rank has started.
+
+`record_originals` and `restore_originals` keep the builtins, and the functions of `os` and `time`, that a cell may
+replace. They are restored only when the rank's own code has failed: a cell may replace these functions as long as the
+rank still works.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
 import os
@@ -16,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 
@@ -199,3 +205,35 @@ def interrupt_group() -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if pid != own_pid and os.getpgid(pid) == own_pid:
                 os.kill(pid, signal.SIGINT)
+
+
+_DEBUGGERS = ("exec", "fork", "posix_spawn", "spawn")
+"""Prefixes of functions that a debugger replaces and needs."""
+
+_originals: list[tuple[ModuleType, str, object]] = []
+
+
+def record_originals() -> None:
+    """Record the current functions as the originals, before the first cell."""
+    _originals[:] = [
+        (module, name, value)
+        for module in (builtins, os, time)
+        for name, value in module.__dict__.items()
+        if callable(value) and not name.startswith(_DEBUGGERS)
+    ]
+
+
+def restore_originals() -> list[str]:
+    """Restore the originals; return the names that had been replaced. Calls no builtin function."""
+    replaced = []
+    # Only attributes and methods of built-in types: `getattr`, `setattr` and the like may be what a cell has replaced.
+    for module, name, value in _originals:
+        if module.__dict__.get(name) is not value:
+            module.__dict__[name] = value
+            replaced.append(f"{module.__name__}.{name}")
+    return replaced
+
+
+def describe_restored(replaced: list[str]) -> str:
+    """Return a message that lists the restored names."""
+    return f"restored {', '.join(replaced)}: replaced by a cell, but the rank needs the original\n"
