@@ -1,6 +1,7 @@
 """Launching of ranks: forkserver processes, and the environment of a rank.
 
-local.py         ranks on this machine, through a forkserver; reattaching to a detached cluster
+local.py         the Protocol of a launcher; ranks on this machine, through a forkserver; reattaching to a detached
+                 cluster
 registry.py      records of detached clusters
 paths.py         folders for sockets, shared memory and logs
 hosts.py         ranks on other hosts: the coordinator's side of the agents

@@ -1,8 +1,8 @@
-"""Launcher of ranks on this machine, through a forkserver process.
+"""Launchers of ranks: their Protocol, and those of ranks on this machine, through a forkserver process.
 
-`LocalLauncher` starts a forkserver, which imports torch; this process does not. A forkserver serves one cluster at a
-time and is kept for the next one: `prestart_forkserver` starts it early, `acquire_forkserver` takes it.
-`ReattachedLauncher` claims the forkserver of a detached cluster.
+`Launcher` is what the driver needs of a launcher. `LocalLauncher` starts a forkserver, which imports torch; this
+process does not. A forkserver serves one cluster at a time and is kept for the next one: `prestart_forkserver` starts
+it early, `acquire_forkserver` takes it. `ReattachedLauncher` claims the forkserver of a detached cluster.
 """
 
 from __future__ import annotations

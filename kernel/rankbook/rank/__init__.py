@@ -15,7 +15,7 @@ recovery.py       transfers variables to the rank that replaces a dead one
 model_reset.py    resets DDP and FSDP2 models after a failed step
 replay_buffer.py  messages of a detached rank that no owner has received
 shutdown.py       background saves, exit functions and open files before exit
-os_utils.py       signals, pipes, sockets, and killing processes
+os_utils.py       signals, pipes, sockets, killing processes; builtins that a cell has replaced
 inspect/          queries answered beside a running cell: completion, evaluation, memory, shards
 io/               output capture, Output widgets, comms
 process_groups/   process groups that survive aborts, their store, and their log of collectives
