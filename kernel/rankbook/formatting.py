@@ -12,6 +12,7 @@ import sysconfig
 import time
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 
 # The alternatives, from left to right (ECMA-48):
@@ -126,18 +127,23 @@ PACKAGE_FOLDERS = tuple(sorted(f"{folder}{os.sep}" for folder in {_PACKAGE, *_RE
 In a clone `magics` and `widgets` are links to folders outside the package; in an installation they lie inside it.
 """
 
-_PATHS = sysconfig.get_paths()
-_LIBRARIES = tuple({*(_PATHS[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")), "<frozen"})
+
+# Not when the module is imported: every process imports it, and few of them ask.
+@cache
+def _library_folders(*keys: str) -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple(dict.fromkeys(paths[key] for key in keys))
 
 
 def is_users(file: str) -> bool:
     """Return True if a file is the user's: a cell or module of theirs, not part of a library."""
-    return not file.startswith((*_LIBRARIES, *PACKAGE_FOLDERS)) and "site-packages" not in file
+    folders = _library_folders("stdlib", "platstdlib", "purelib", "platlib")
+    return not file.startswith((*folders, "<frozen", *PACKAGE_FOLDERS)) and "site-packages" not in file
 
 
 def shorten_library_path(file: str) -> str:
     """Return the path of a library's file below the folder that it is imported from: `torch/nn/modules/module.py`."""
     if "site-packages" + os.sep in file:
         return file.rpartition("site-packages" + os.sep)[2]
-    folders = (*(f"{_PATHS[key]}{os.sep}" for key in ("stdlib", "platstdlib")), f"{_PACKAGE.parent}{os.sep}")
+    folders = [f"{folder}{os.sep}" for folder in (*_library_folders("stdlib", "platstdlib"), _PACKAGE.parent)]
     return next((file.removeprefix(folder) for folder in folders if file.startswith(folder)), file)
