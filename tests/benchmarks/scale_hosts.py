@@ -62,8 +62,7 @@ from rankbook.protocol.messages import (
     encode,
 )
 from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
-from rankbook.transport.agent_link import AgentHub, AgentLink, make_keys, wait_readable
-from rankbook.transport.agent_link import Message as LinkMessage
+from rankbook.transport.agent_link import AgentHub, AgentLink, LinkMessage, make_keys, wait_readable
 from rankbook.transport.store_keys import KeyFolder
 from rankbook.transport.zmq_link import ZmqHub
 from tests.benchmarks.scale import DiscardingSink, Measure, QuietLauncher

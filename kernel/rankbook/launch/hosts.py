@@ -519,8 +519,10 @@ class Hosts:
         if process is not None and process.incarnation == incarnation:
             self._send(process.host, KillRank(rank, incarnation))
 
-    def send_to_ranks(self, host: str, ranks: tuple[int, ...], message: Message, frames: Frames) -> bool:
-        """Send a message to ranks of one host. Return False if the host is lost."""
+    def send_to_ranks(
+        self, host: str, ranks: tuple[int, ...], message: Message, encoded: bytes, frames: Frames
+    ) -> bool:
+        """Send a message, which is also given `encoded`, to ranks of one host. Return False if the host is lost."""
         needs = message_segments(message)
         with self._lock:
             target = self._hosts.get(host)
@@ -531,7 +533,7 @@ class Hosts:
             for name in needs:
                 self._send_segment(host, name)
             stay = message.cell if isinstance(message, ExportState) and message.stays else None
-            return self._send(host, ToRanks(ranks, needs, isinstance(message, Task), stay), encode(message), *frames)
+            return self._send(host, ToRanks(ranks, needs, isinstance(message, Task), stay), encoded, *frames)
 
     def _send_modules(self, host: Host, connection: int, files: dict[str, bytes]) -> None:
         if files or connection:
@@ -676,21 +678,22 @@ class HostsLink:
         host = self._hosts.seats[rank].host
         if host == HOME:
             return self._home.send(rank, message, frames)
-        sent = self._hosts.send_to_ranks(host, (rank,), message, frames)
+        sent = self._hosts.send_to_ranks(host, (rank,), message, encode(message), frames)
         self._home.wake()  # sending may have consumed what the descriptor of the agents' link announced
         return sent
 
     def send_many(self, ranks: Iterable[int], message: Message, frames: Frames = ()) -> None:
-        """See `HubLink`. One message goes to each host."""
-        # A cell for all ranks crosses the network once per host, not once per rank.
+        """See `HubLink`. One message goes to every host."""
+        # A cell for all ranks is encoded once, and crosses the network once per host.
+        encoded = encode(message)
         by_host: dict[str, list[int]] = {}
         for rank in ranks:
             by_host.setdefault(self._hosts.seats[rank].host, []).append(rank)
         for host, host_ranks in by_host.items():
             if host == HOME:
-                self._home.send_many(host_ranks, message, frames)
+                self._home.send_many_encoded(host_ranks, encoded, frames)
             else:
-                self._hosts.send_to_ranks(host, tuple(host_ranks), message, frames)
+                self._hosts.send_to_ranks(host, tuple(host_ranks), message, encoded, frames)
         self._home.wake()
 
     def wait(self, timeout: float | None, files: Collection[int]) -> tuple[bool, set[int]]:

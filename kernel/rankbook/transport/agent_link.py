@@ -53,6 +53,12 @@ _MAX_BAD_PACKETS = 10
 _MAX_BAD_CONNECTIONS = 1000
 _MAX_RECEIVED = 500
 """Packets that one call of `AgentHub.receive` handles."""
+_IO_THREADS = 2
+"""Threads of libzmq at the coordinator's end. libzmq gives a new connection to the one with the fewest connections.
+
+Handshakes of strangers then delay the messages of some agents only, and the traffic of several hosts is encrypted on
+two cores.
+"""
 _PING_INTERVAL = 1.0
 _PROBE_INTERVAL = 1.0
 _UNREACHABLE_AFTER = 3.0
@@ -184,7 +190,7 @@ class AgentHub:
         self._bad_packets: dict[bytes, int] = {}
         self._forgotten: set[str] = set()
         self._last_poll = time.monotonic()
-        self._context = zmq.Context()
+        self._context = zmq.Context(_IO_THREADS)
         # Before the other socket, which asks it about its first connection.
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(_ZAP_ADDRESS)

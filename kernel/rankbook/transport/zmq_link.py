@@ -179,9 +179,12 @@ class ZmqHub:
 
     def send_many(self, ranks: Iterable[int], message: Message, frames: Frames = ()) -> None:
         """See `HubLink`."""
-        encoded = encode(message)
+        self.send_many_encoded(ranks, encode(message), frames)
+
+    def send_many_encoded(self, ranks: Iterable[int], message: bytes, frames: Frames = ()) -> None:
+        """Send a message that is encoded already, as `send_many` does."""
         for rank in ranks:
-            self.send_encoded(rank, encoded, frames)
+            self.send_encoded(rank, message, frames)
 
     # The lock is taken per rank: a rank that has not connected may be waited for, and the others' senders must not wait
     # longer than for that one.
