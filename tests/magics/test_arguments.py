@@ -286,7 +286,7 @@ def test_options_are_completed_that_the_line_does_not_have_yet():
 
 def test_rank_selections_are_completed_behind_the_last_comma():
     assert completions("%distributed interrupt ") == ["all", "main", "0", "1", "2", "3"]
-    assert completions("%distributed heal ") == ["all", "main", "0", "1", "2", "3", "--empty", "--timeout"]
+    assert completions("%distributed heal ") == ["all", "main", "0", "1", "2", "3", "--empty", "--shrink", "--timeout"]
     assert completions("%%distributed --ranks ") == ["all", "main", "0", "1", "2", "3"]
     assert completions("%%distributed -r 0,2,", ranks=12)[:3] == ["0,2,1", "0,2,3", "0,2,4"]
     assert completions("%%distributed --ranks ", ranks=0) == ["all", "main"]
