@@ -549,3 +549,25 @@ def test_script_attaches_to_the_ranks_of_an_earlier_script(runtime_dir):
     script("cluster = rankbook.start(2, keep=30)\ncluster.push({'x': 7})")
     assert script("cluster = rankbook.attach()\nprint(cluster.pull('x'), cluster.missed)") == "[7, 7] ()\n"
     assert script("with rankbook.attach() as cluster: print(cluster.apply(lambda: 3), cluster.keep)") == "[3, 3] 30.0\n"
+
+
+@pytest.mark.full
+def test_a_kernel_that_dies_during_a_resize_costs_no_variable(notebook):
+    notebook.ok("%%distributed\nmine, data = rank + 1, torch.arange(3)")
+    pids = ranks_of(notebook)
+    notebook.ok(
+        "import os, signal\nfrom rankbook.coordinator.cluster import Cluster\n"
+        "Cluster._copy_state = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    notebook.client.execute("%distributed resize 3")
+    wait_until(lambda: not notebook.manager.is_alive(), timeout=60, what="the kernel's end")
+    restart(notebook)
+    notebook.ok("%distributed attach")
+    assert "%distributed heal completes it" in refusal(notebook, "%%distributed\nmine")
+    assert "from 2 to 3 ranks" in notebook.ok("%distributed heal").stdout
+    assert ranks_of(notebook)[:2] == pids
+    notebook.ok("%%distributed\ntotal = torch.tensor([mine])\ndist.all_reduce(total)")
+    assert (
+        "1 2 1 4" in notebook.ok("%distributed pull mine\n%distributed pull total\nprint(*mine, int(total[2]))").stdout
+    )
+    notebook.ok("%distributed stop")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from rankbook import Cluster, InvalidArgument, RankLostError
+from rankbook import Cluster, InvalidArgument, RankbookError, RankLostError
 from rankbook.launch import local
 from tests.conftest import cluster_folders
 from tests.faults.protected import LAYOUTS
@@ -16,6 +20,9 @@ from tests.faults.protected import LAYOUTS
 pytestmark = pytest.mark.processes
 
 SAMPLES = 360
+SEED = 21
+KILLS = int(os.environ.get("RANKBOOK_RESIZE_KILLS", "25"))
+"""Kills of each layout in the full test."""
 
 MODEL = """
 import os, signal
@@ -260,3 +267,39 @@ def test_heal_cannot_go_on_without_what_is_lost(cluster):
     kill(cluster, 1)
     with pytest.raises(RankLostError, match=r"the shards of rank 1 are lost"):
         cluster.heal(shrink=True)
+
+
+def kill_process(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # a rank that has left
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_kills_at_random_moments_of_a_resize_leave_the_state_of_one_step(cluster, layout):
+    rng = random.Random(SEED)
+    prepare(cluster, layout)
+    cluster.run("accelerator.protect()\ntrain(2)\nweights = weights_of(net)")
+    for number in range(KILLS):
+        expected = cluster.pull("weights")[0]
+        n = rng.choice([size for size in (2, 3, 4) if size != cluster.world_size])
+        began = time.monotonic()
+        victim = rng.choice(cluster.status())
+        timer = threading.Timer(rng.uniform(0.0, 2.0), kill_process, (victim.pid,))
+        timer.start()
+        try:
+            outcome = str(cluster.resize(n))
+        except RankbookError as error:  # before anything has changed
+            outcome = f"{type(error).__name__}: {error}"
+        timer.join()
+        cluster.heal()
+        seconds = time.monotonic() - began
+        print(f"kill {number}, rank {victim.rank}, to {n}: {seconds:.1f} s, {cluster.world_size} ranks\n{outcome}")
+        cluster.run("steps, weights = optimizer.steps, weights_of(net)")
+        assert len(set(cluster.pull("steps"))) == 1
+        for weights in cluster.pull("weights"):
+            assert all((one == other).all() for one, other in zip(weights, expected, strict=True))
+        assert seconds < 120
+        cluster.run("loader.set_epoch(0)\ntrain(1)\nweights = weights_of(net)")

@@ -45,9 +45,12 @@ from rankbook.coordinator.resize import (
     Resized,
     check_room,
     describe_failure,
+    forget_pending,
     handover_folder,
     plan_resize,
+    read_pending,
     shrunk_devices,
+    store_pending,
     with_folder,
 )
 from rankbook.coordinator.running_cell import RunningCell, Sink, StatusHeader
@@ -694,6 +697,10 @@ class Cluster(ClusterQueries):
         self.missed = tuple(processes.missed)
         # The debugger of the previous notebook has gone with it. A rank that was paused in it would wait forever.
         self.debugs.disconnect(self._all_ranks)
+        self._pending = pending = read_pending(self._segments.folder)
+        if pending is not None:
+            new = tuple(rank for rank in self._all_ranks if rank not in pending.staying)
+            processes.discard(new, "was not completed because the notebook's process ended during a resize")
         return self
 
     def __enter__(self) -> Self:
@@ -1021,7 +1028,8 @@ class Cluster(ClusterQueries):
                 pending = with_folder(pending, folder)
                 give = lambda cell: HandOver(cell=cell, folder=str(folder))  # noqa: E731 - used once
                 self._collect(dict.fromkeys(self._all_ranks, (give, ())), timeout, "resize")
-            self._pending = pending
+            staying = tuple(rank for rank in self._all_ranks if rank < n)
+            self._pending = pending = replace(pending, staying=staying)
             return self._complete_resize(pending, timeout)
         finally:
             if self._pending is None:
@@ -1055,7 +1063,8 @@ class Cluster(ClusterQueries):
             return replace(self.resize(n, timeout=timeout), restored=healed.restored)
         self._processes.discard(tuple(dead), "has lost its device")
         devices = shrunk_devices(self._processes.assignment.devices, dead)
-        self._pending = replace(pending, former=len(entries), devices=devices)
+        staying = tuple(rank for rank in alive if rank < n)
+        self._pending = replace(pending, former=len(entries), devices=devices, staying=staying)
         return replace(self._complete_resize(self._pending, timeout), died=tuple(dead), replaced=())
 
     def _complete_resize(self, pending: PendingResize, timeout: float) -> Resized:
@@ -1069,12 +1078,12 @@ class Cluster(ClusterQueries):
                 except (CellError, RankLostError, StartError, CellTimeout) as error:
                     if attempt + 1 == _RESIZE_ATTEMPTS or not self._processes.state.live_ranks():
                         raise RankLostError(describe_failure(pending, error), ()) from error
+                    pending = self._pending or pending
                 else:
                     break
             assert resized is not None
             self._pending = None
-            if pending.folder:
-                shutil.rmtree(pending.folder, ignore_errors=True)
+            forget_pending(self._segments.folder, pending)
             remove_all(self._segments.folder)
             if pending.every:
                 self.protect(pending.every, timeout=timeout)
@@ -1087,13 +1096,19 @@ class Cluster(ClusterQueries):
     def _change_ranks(self, pending: PendingResize, timeout: float) -> Resized:
         deadline = time.monotonic() + timeout
         self._processes.wait_exits()
-        new: tuple[int, ...] = ()
+        live = self._state.live_ranks()
+        staying = tuple(rank for rank in pending.staying if rank in live)
+        self._pending = replace(pending, staying=staying)
+        store_pending(self._segments.folder, self._pending)
+        new = tuple(rank for rank in range(pending.world_size) if rank not in staying)
+        # Those of an attempt before may have got a part of the state.
+        self._processes.discard(tuple(rank for rank in new if rank in live), "is started again by the resize")
         try:
             assignment = self._processes.assign(pending.world_size)
             if pending.devices:
                 assignment = replace(assignment, devices=pending.devices)
             try:
-                new = self._processes.resize(assignment, timeout=timeout)
+                self._processes.resize(assignment, timeout=timeout)
             finally:
                 self._all_ranks = tuple(self._state.ranks)
             entering = {
@@ -1112,7 +1127,8 @@ class Cluster(ClusterQueries):
                 self._collect(dict.fromkeys(self._all_ranks, (take, ())), deadline - time.monotonic(), "resize")
         except BaseException:
             # A rank with a part of the state would look healthy.
-            self._processes.discard(new, "was not completed because the resize failed or was interrupted")
+            alive = tuple(rank for rank in new if rank in self._state.ranks)
+            self._processes.discard(alive, "was not completed because the resize failed or was interrupted")
             raise
         self._equal_history = EqualHistory()
         return Resized(

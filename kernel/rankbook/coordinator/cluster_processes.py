@@ -239,8 +239,8 @@ class ClusterProcesses:
         """Return the devices of another number of ranks. Raises `InvalidArgument` if they do not suffice."""
         return assign_devices(world_size, self._cuda_devices, backend=self.assignment.backend, cores=usable_cores())
 
-    def resize(self, assignment: DeviceAssignment, *, timeout: float) -> tuple[int, ...]:
-        """Let the ranks beyond those of `assignment` exit, and start those that are missing; return the latter.
+    def resize(self, assignment: DeviceAssignment, *, timeout: float) -> None:
+        """Let the ranks beyond those of `assignment` exit, and start those that are missing.
 
         All ranks leave their process groups and form new ones. Raises as `launch`.
         """
@@ -268,7 +268,6 @@ class ClusterProcesses:
             if len(self.state.ranks) == world_size:
                 self.assignment = assignment
         self._record()
-        return missing
 
     def discard(self, ranks: tuple[int, ...], reason: str) -> None:
         """Kill those of `ranks` that live, and treat them as dead at once. `reason` says why."""

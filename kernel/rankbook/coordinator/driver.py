@@ -508,7 +508,8 @@ class Driver:
         rank = self.state.ranks.get(message.rank)
         # Read and remove the files even if the process belongs to an earlier incarnation, and even if no cell wants the
         # text.
-        sent = read_remains(message, self.rank_processes[message.rank].segments)
+        process = self.rank_processes.setdefault(message.rank, RankProcess())
+        sent = read_remains(message, process.segments)
         if rank is None or message.incarnation != rank.incarnation:
             return
         # An idle rank may die too, for example by a background thread. Its last output belongs to the last cell.

@@ -132,6 +132,11 @@ class ReattachedProcesses(ClusterProcesses):
         # No driver thread runs until the end of this method, so this thread receives from the hub itself.
         incarnations = {rank: process.incarnation for rank, process in launcher.forked.items()}
         pids = {rank: process.pid for rank, process in launcher.forked.items()}
+        # Ranks that a resize had just started when the old owner ended. `heal` starts them again.
+        unknown = {rank: incarnations.pop(rank) for rank in tuple(incarnations) if rank >= len(record.ranks)}
+        for rank, incarnation in unknown.items():
+            del pids[rank]
+            launcher.kill(rank, incarnation)
         # The addresses of the old owner's sockets are bound again. The ranks' sockets reconnect by themselves, as those
         # of ZeroMQ do.
         for rank, incarnation in incarnations.items():
@@ -142,6 +147,7 @@ class ReattachedProcesses(ClusterProcesses):
         self.state = state = RecoveredClusterState(
             recovered_state(len(record.ranks), incarnations, launcher.exited, reports)
         )
+        state.reserve_incarnations(unknown)
         replay = OutputReplay(reports, cluster_key=record.key, sink=sink, exits=launcher.exited)
         self.missed = replay.show_output()
         self._discard_answers([*replay.cells, *replay.ended])

@@ -16,11 +16,14 @@ in the folder, and its variables on other ranks. `PendingResize` has what that n
 from __future__ import annotations
 
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from rankbook.coordinator.recovery import Healed
 from rankbook.errors import InvalidArgument
@@ -29,10 +32,15 @@ from rankbook.protocol.messages import EnterWorld
 from rankbook.ranks import name_ranks
 from rankbook.snapshot_files import free_memory
 
+_PENDING = "resize-pending"
 _ROOM = 1.02
 """Size of the files of a resize, as a multiple of the bytes in them."""
 RESERVE = 64 << 20
 """Bytes of shared memory that stay free for messages, DataLoader workers and NCCL."""
+
+
+MeshSizes = tuple[str, tuple[tuple[str, int], ...]]
+"""Type of the devices of a mesh, and the names and sizes of its axes."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +51,13 @@ class PendingResize:
     them, `groups` those that belong to the former number of ranks. `every` is the interval of the protection. `random`
     is the state of rank 0's random generators, and `same_random` says if that of all ranks is equal. `sharing` is the
     number of ranks that read the same batches. `devices` are those of the ranks, if some have died with theirs.
+    `staying` are the ranks that keep their processes.
     """
 
     former: int
     world_size: int
     size: int
-    meshes: tuple[Any, ...]
+    meshes: tuple[MeshSizes, ...]
     every: int
     step: int
     differing: Mapping[str, tuple[int, ...]]
@@ -58,6 +67,7 @@ class PendingResize:
     sharing: int
     folder: str = ""
     devices: tuple[str, ...] = ()
+    staying: tuple[int, ...] = ()
 
     def make_enter(self, rank: int, threads: int, *, is_new: bool) -> Callable[[int], EnterWorld]:
         """Return a function that makes the message `EnterWorld` for `rank`.
@@ -224,6 +234,28 @@ def describe_failure(pending: PendingResize, error: BaseException) -> str:
         f"the resize to {plural(pending.world_size, 'rank')} has not ended ({type(error).__name__}: {error}); "
         "%distributed heal completes it: nothing is lost"
     )
+
+
+def store_pending(folder: Path, pending: PendingResize) -> None:
+    """Keep the plan in the cluster's folder, for another notebook process that attaches to the ranks."""
+    draft = folder / f"{_PENDING}.draft"
+    draft.write_bytes(msgspec.msgpack.encode(pending))
+    draft.replace(folder / _PENDING)
+
+
+def read_pending(folder: Path) -> PendingResize | None:
+    """Return the plan of a resize that the previous notebook process has not completed, None if there is none."""
+    try:
+        return msgspec.msgpack.decode((folder / _PENDING).read_bytes(), type=PendingResize)
+    except FileNotFoundError:
+        return None
+
+
+def forget_pending(folder: Path, pending: PendingResize) -> None:
+    """Remove the plan, and the shards of the ranks before."""
+    (folder / _PENDING).unlink(missing_ok=True)
+    if pending.folder:
+        shutil.rmtree(pending.folder, ignore_errors=True)
 
 
 def with_folder(pending: PendingResize, folder: Path) -> PendingResize:

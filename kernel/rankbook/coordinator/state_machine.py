@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rankbook.coordinator import actions as act
@@ -170,6 +170,10 @@ class ClusterState:
         # Ahead of the queued cells, which need the group. All ranks take part, so no other cell runs at the same time.
         self._queue.insert(0, cell.cell)
         return [act.FormGroup(cell.cell, self.generation, self._anew)]
+
+    def reserve_incarnations(self, incarnations: Mapping[int, int]) -> None:
+        """Note processes of ranks that do not exist: later ones of these ranks have higher numbers."""
+        self._former_incarnations.update(incarnations)
 
     def _remove_ranks(self, event: ev.RemoveRanks) -> list[act.Action]:
         return [action for number in event.ranks for action in self._remove(self.ranks[number])]
