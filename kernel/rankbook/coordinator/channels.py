@@ -110,6 +110,7 @@ class CommChannels:
 
     def message_received(self, rank: int, message: CommFromRank, frames: Sequence[memoryview]) -> None:
         """Record and forward a comm message from a rank."""
+        # `send` finds the rank by it, also for a listener that came after the comm was opened.
         if message.kind == "open":
             self._open[message.comm] = rank
         elif message.kind == "close":

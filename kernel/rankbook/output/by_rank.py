@@ -205,6 +205,7 @@ class ByRankOutput:
         if block.data is not None:
             # See `OutputHistory.add_display`.
             size = sum(len(value) for value in block.data.values() if isinstance(value, (str, bytes))) // 16
+        # The block may have replaced one of another size.
         self._size += size - self._sizes[block.key]
         self._sizes[block.key] = size
         self._changes.append(BlockAdded(block))
@@ -241,6 +242,7 @@ class ByRankOutput:
 
         Blocks shared with other ranks keep these ranks.
         """
+        # Only ranks that asked for it: new output of a rank carries out its own clear, and nobody else's.
         cleared = self._clearing.intersection(ranks)
         if not cleared:
             return

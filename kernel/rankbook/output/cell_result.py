@@ -124,6 +124,7 @@ class CellResult:
         __tracebackhide__ = True  # IPython and pytest show the caller's frames
         if self.ok:
             return
+        # The text of an exception also goes to logs and into notebooks' files, so it has no colours.
         report = describe_errors(self.outcomes, plain=True)
         # A lost rank comes first, because the errors of others are often its consequence.
         lost_ranks = [outcome.rank for outcome in self.outcomes if outcome.status == "lost"]
@@ -245,6 +246,7 @@ class ResultBuilder:
 
     def fail(self, reason: str) -> None:
         """Turn the success of all ranks into an error: their results are wrong, and `reason` says why."""
+        # A rank that has failed itself keeps its own error, which says more.
         text = f"{RuntimeError.__name__}: {reason}"
         report = ErrorReport(RuntimeError.__name__, reason, text, text)
         for messages in self._messages.values():

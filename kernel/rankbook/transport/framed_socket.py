@@ -114,6 +114,8 @@ class RequestListener:
         with contextlib.suppress(BlockingIOError):
             while True:
                 connection, _ = self._listener.accept()
+                # Sending waits for room, but not for long: one process that does not read must not hold up the replies
+                # to others.
                 connection.setblocking(True)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
                 self._streams[self._next] = MessageStream(connection, bytes)
@@ -154,6 +156,7 @@ def request(address: str, data: bytes, *, timeout: float) -> bytes:
         connection.settimeout(timeout)
         connection.connect(address)
         connection.sendall(_HEADER.pack(len(data)) + data)
+        # A reply may arrive in parts. Nothing follows it on this connection, so no byte is left over.
         received = bytearray()
         while len(received) < _HEADER.size or len(received) < _HEADER.size + _HEADER.unpack_from(received)[0]:
             if not (part := connection.recv(1 << 16)):

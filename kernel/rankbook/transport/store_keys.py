@@ -93,6 +93,7 @@ class KeyFolder:
 
     def check(self, keys: Sequence[str]) -> bool:
         """See `StoreKeys`."""
+        # In the given order, ending at the first one that is missing: callers poll, and mostly wait for the first.
         return all(self._is_set(key) for key in keys)
 
     def add(self, key: str, number: int) -> int:

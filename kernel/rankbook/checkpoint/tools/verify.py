@@ -112,6 +112,7 @@ def verify(folder: Folder, step: int | None = None) -> Report:
     damages: list[Damage] = []
     path = _find(storage, steps.requested_step(step), damages)
     prefix = f"{path}/" if path else ""
+    # Listed once: a checkpoint does not change after its commit, and a request to an object store takes a round trip.
     names = storage.list(path)
     if MANIFEST not in names:
         if path or METADATA not in names or any(name.startswith("__RANK_") for name in names):
@@ -264,6 +265,8 @@ class _Verified:
                     )
                 )
                 continue
+            # With `torch.serialization.set_crc32_options(False)` torch writes a zip without checksums. Then its structure
+            # is all that can be checked.
             if not without_checksums(members):
                 checks += [
                     Check(blob, name, ((member.data, member.nbytes),), member.crc) for name, member in members.items()
@@ -341,6 +344,7 @@ class _Verified:
 
     def _run(self, checks: Sequence[Check]) -> list[Damage]:
         """Run the checks, and return one damage per blob, even if several of its checks fail."""
+        # A chunk of a gigabyte has a thousand checks. The user wants to know which tensor is damaged, and where.
         failed: dict[Blob, list[tuple[Check, str]]] = {}
         for check, reason in run_checks(self._storage, self._prefix, checks):
             failed.setdefault(check.blob, []).append((check, reason))

@@ -197,10 +197,12 @@ class BackendGroup:
 
         Does not wait for the abort of a device's collectives, which may hang.
         """
+        # The sockets first, which takes microseconds: gloo's waits end by it, whatever becomes of the device's.
         shutdown_sockets(self._sockets)
         with self._lock:
             if not self._aborts or self._abort_ended is not None:
                 return
+            # Any thread may abort the group, and several do at the same time. Only the first one aborts the backends.
             self._abort_ended = ended = threading.Event()
         timer = threading.Timer(ABORT_LIMIT, self._report_stuck)
         timer.daemon = True
@@ -253,6 +255,8 @@ class BackendGroup:
 
     def leak(self) -> None:
         """Keep the group alive forever: its destructor would wait for a thread that never ends."""
+        # A list that nobody empties: not even the interpreter's shutdown runs the destructor, for a rank ends by
+        # `os._exit`.
         if self not in _leaked:
             _leaked.append(self)
 

@@ -92,6 +92,7 @@ def without_duplicates(model: nn.Module) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         owner = owners.get(name, id(value))
+        # The first name in the order of the state dict, which is the same on all ranks.
         if owner not in owners_seen:
             owners_seen.add(owner)
             tensors[name] = value
