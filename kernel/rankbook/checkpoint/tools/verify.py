@@ -265,8 +265,8 @@ class _Verified:
                     )
                 )
                 continue
-            # With `torch.serialization.set_crc32_options(False)` torch writes a zip without checksums. Then its structure
-            # is all that can be checked.
+            # With `torch.serialization.set_crc32_options(False)` torch writes a zip without checksums. Then its
+            # structure is all that can be checked.
             if not without_checksums(members):
                 checks += [
                     Check(blob, name, ((member.data, member.nbytes),), member.crc) for name, member in members.items()
