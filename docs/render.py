@@ -30,7 +30,8 @@ def render(name: str) -> None:
         cell.metadata.pop("execution", None)
         if "outputs" in cell:  # a live view is followed by its static HTML
             cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
-    target.write_text(re.sub(r'/[^\s"\\]*?/site-packages/', "", nbformat.writes(notebook)) + "\n")
+    text = nbformat.writes(notebook).replace(f"{ROOT}/kernel/", "")  # an editable install
+    target.write_text(re.sub(r'/[^\s"\\]*?/site-packages/', "", text) + "\n")
 
 
 def main() -> None:
