@@ -205,6 +205,14 @@ def test_replicas_count_once_and_a_difference_is_noted():
     assert norms.norm == 3.0 and norms.note.startswith("fc: differs between replicas: 3 on rank 0, 3.5 on rank 1")
 
 
+def test_steps_that_are_not_counted_are_not_compared():
+    merger, owners = NormsMerger(), {"model": [0, 1]}
+    merger.add(0, [local_norms(0, 3.0)], owners)
+    merger.add(1, [local_norms(0, 3.5)], owners)
+    (norms,) = merger.norms(owners)
+    assert norms.step is None and norms.note.startswith("the optimizer does not count its steps")
+
+
 def test_the_norms_of_a_model_that_is_replaced_are_forgotten():
     merger, owners = NormsMerger(), {"model": [0]}
     merger.add(0, [local_norms(2, 3.0)], owners)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from textwrap import dedent
 
 import pytest
 
@@ -381,3 +382,33 @@ def test_busy_rank_is_named_after_the_limit(cluster, tmp_path):
     assert report.unanswered == {3: "it is running cell [7], and has reached no end of an optimizer step within 2 s"}
     assert "rank 3 did not answer: it is running cell [7]" in str(report)
     assert cluster.sync_check("DATA").ok
+
+
+def test_tensors_without_readable_values_are_named_and_not_counted_as_equal(cluster):
+    code = """
+        class Evil:
+            def state_dict(self):
+                raise RuntimeError("no state today")
+
+        odd = {
+            "empty": torch.empty(0), "complex": torch.ones(2, dtype=torch.complex64).conj() * (1 + rank // 3),
+            "meta": torch.empty(3, device="meta"), "sparse": torch.eye(3).to_sparse(), "plain": torch.ones(3),
+            "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            "quantized": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
+        }
+        lazy, evil = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)), Evil()
+        with torch.no_grad():
+            lazy[0].weight.fill_(1), lazy[0].bias.fill_(1)
+        """
+    run(cluster, dedent(code))
+    report = cluster.sync_check("odd")
+    assert [(finding.name, finding.ranks) for finding in report.findings] == [("odd.complex", (3,))]
+    assert set(report.unreadable) == {"odd.meta", "odd.sparse", "odd.nested", "odd.quantized"} and report.compared == 3
+    assert "cannot be compared: odd.meta: it is on the meta device and has no values; odd.sparse" in str(report)
+    assert "nothing to compare\ncannot be compared: odd" in str(cluster.sync_check("odd.meta"))
+    report = cluster.sync_check("lazy")
+    assert report.ok and set(report.unreadable) == {"lazy.1.weight", "lazy.1.bias"}
+    run(cluster, "lazy[0](torch.ones(1, 2)).sum().backward()")
+    assert set(cluster.gradients("lazy").parameters) == {"0.weight", "0.bias"}
+    with pytest.raises(InvalidArgument, match="cannot read the state of 'evil': RuntimeError: no state today"):
+        cluster.sync_check("evil")

@@ -478,6 +478,7 @@ class ClusterQueries(ClusterTasks):
             seconds=time.monotonic() - start,
             unanswered=unanswered,
             skipped={name: reason for reply in replies.values() for name, reason in reply.skipped.items()},
+            unreadable={name: reason for reply in replies.values() for name, reason in reply.unreadable.items()},
             note=note,
             place=hold.place if hold is not None else "",
         )

@@ -591,10 +591,12 @@ def _merge_norms(model: str, step: int | None, parts: Mapping[int, LocalGradient
     notes = dict.fromkeys(
         f"{module or '(root)'}: {gradient.note}" for module, gradient in table.parameters.items() if gradient.note
     )
+    if step == 0:  # so that a difference between replicas says nothing
+        notes = {"the optimizer does not count its steps: the ranks may be at different ones": None}
     if not table.reduced:
         notes["the ranks have not reduced all gradients yet"] = None
     modules = tuple((module, gradient.norm) for module, gradient in table.parameters.items())
-    return GradientNorms(model, step, table.norm, modules, "; ".join(truncate_list(list(notes), 3)))
+    return GradientNorms(model, step or None, table.norm, modules, "; ".join(truncate_list(list(notes), 3)))
 
 
 class StatusAggregator:

@@ -66,8 +66,9 @@ class SyncReport(TableResult):
 
     `findings` are the differences, and `expected` those that the layout removes by itself. `compared` is the number of
     tensors and values that were compared, and `nbytes` the bytes of a rank's tensors. `unanswered` maps ranks that did
-    not answer to the reasons, `skipped` the objects that are not meant to be equal. `place` says at the end of which
-    step the ranks were asked, if they ran a cell. `ok` is True if all ranks have answered and nothing differs.
+    not answer to the reasons, `skipped` the objects that are not meant to be equal, and `unreadable` the tensors
+    without values that can be read, such as sparse ones. `place` says at the end of which step the ranks were asked, if
+    they ran a cell. `ok` is True if all ranks have answered and nothing differs.
     """
 
     HEADINGS = ("name", "kind", "ranks", "difference", "largest", "elements", "since")
@@ -84,6 +85,7 @@ class SyncReport(TableResult):
         skipped: Mapping[str, str] | None = None,
         note: str = "",
         place: str = "",
+        unreadable: Mapping[str, str] | None = None,
     ) -> None:
         self.ranks = ranks
         self.findings = tuple(finding for finding in findings if not finding.due)
@@ -95,6 +97,7 @@ class SyncReport(TableResult):
         self.skipped = dict(skipped or {})
         self.note = note
         self.place = place
+        self.unreadable = dict(unreadable or {})
 
     @property
     def ok(self) -> bool:
@@ -109,6 +112,8 @@ class SyncReport(TableResult):
             took = f"{self.place}, {took}"
         if not self.ranks:
             lines = ["no rank has answered"]
+        elif not self.compared and not self.findings and self.unreadable:
+            lines = ["nothing to compare"]
         elif not self.compared and not self.findings:
             lines = [
                 "nothing to compare: no model is wrapped by DDP, FSDP2 or DTensors; name variables to compare them"
@@ -125,6 +130,9 @@ class SyncReport(TableResult):
         if self.skipped:
             left_out = truncate_list([f"{name} ({reason})" for name, reason in self.skipped.items()], 5)
             lines.append(f"not compared: {', '.join(left_out)}; name it to compare it")
+        if self.unreadable:
+            listed = truncate_list([f"{name}: {reason}" for name, reason in self.unreadable.items()], 5)
+            lines.append(f"cannot be compared: {'; '.join(listed)}")
         return "\n".join([*lines, *([self.note] if self.note else [])])
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -247,6 +255,7 @@ def _compare_presence(
         without = tuple(rank for rank in expected if rank in replies and rank not in by_rank)
         # A name that a rank lacks as a whole has been found already.
         without = tuple(rank for rank in without if not _is_missing(key, replies[rank]))
+        without = tuple(rank for rank in without if key not in replies[rank].unreadable)
         if without:
             lacking.setdefault((first.kind, tuple(by_rank), without), []).append(key)
     for (kind, having, without), keys in lacking.items():

@@ -51,6 +51,8 @@ def local_gradients(model: object, name: str) -> LocalGradients:
 
 def _named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     for key, parameter in model.named_parameters():
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            continue  # a lazy module that has not run
         yield ".".join(_without_wrappers(model, key.split("."))), parameter
 
 

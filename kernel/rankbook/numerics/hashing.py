@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rankbook.errors import InvalidArgument
 
@@ -55,10 +56,13 @@ def hash_blocks(tensor: torch.Tensor) -> bytes:
 
 def check_readable(tensor: torch.Tensor) -> None:
     """Raise `InvalidArgument` for a tensor whose bytes cannot be read."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise InvalidArgument(f"cannot compare a tensor of {tensor.dtype}, {tensor.layout}: expected a dense tensor")
+    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+        raise InvalidArgument("it is not initialized yet: its lazy module has not run")
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "nested" if tensor.is_nested else f"{tensor.dtype}, {tensor.layout}"
+        raise InvalidArgument(f"expected a dense tensor, got one that is {kind}".removesuffix(", torch.strided"))
     if tensor.device.type == "meta":
-        raise InvalidArgument("the tensor is on the meta device and has no values")
+        raise InvalidArgument("it is on the meta device and has no values")
 
 
 def nbytes(tensor: torch.Tensor) -> int:

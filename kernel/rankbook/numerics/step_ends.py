@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -44,7 +45,17 @@ def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if torch.compiler.is_compiling():
         return
     for listener in _listeners:
-        listener(optimizer)
+        try:
+            listener(optimizer)
+        except Exception:  # noqa: BLE001 - a view must not end the training: shown in full, once
+            _remove(listener)
+            sys.stderr.write(f"Rankbook stops looking at the ends of steps for a view:\n{traceback.format_exc()}")
+
+
+def _remove(listener: Listener) -> None:
+    global _listeners
+    with _lock:
+        _listeners = tuple(other for other in _listeners if other is not listener)
 
 
 def step_of(optimizer: Optimizer) -> int | None:

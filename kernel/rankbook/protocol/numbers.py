@@ -73,13 +73,14 @@ class StateHashes(msgspec.Struct, frozen=True):
     """Entries of one rank. `steps` is the number of optimizer steps taken, None if unknown.
 
     `missing` are requested names that are not defined here or cannot be compared, with the reasons. `skipped` are
-    objects that are not meant to be equal, with the reasons.
+    objects that are not meant to be equal, with the reasons. `unreadable` are tensors whose values cannot be read.
     """
 
     entries: tuple[StateEntry, ...]
     steps: int | None = None
     missing: dict[str, str] = {}
     skipped: dict[str, str] = {}
+    unreadable: dict[str, str] = {}
 
 
 class PieceDifference(msgspec.Struct, frozen=True):

@@ -93,7 +93,7 @@ class RankTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ModelGradients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Gradients of a model on one rank, by module: the keys of the entries are modules.
 
-    They are those of the optimizer step `step`; None between two cells, and for an optimizer that does not count.
+    They are those of the optimizer step `step`; None between two cells, and 0 for an optimizer that does not count.
     """
 
     model: str

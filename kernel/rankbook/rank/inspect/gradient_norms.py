@@ -100,7 +100,7 @@ class GradientMeter:
                 return
             self._next_uncounted = time.monotonic() + max(_UNCOUNTED_PAUSE, 50 * self.seconds)
         stepped = set(map(id, tensor_introspection.parameters_of_optimizer(optimizer)))
-        self._measure(lambda parameters: any(id(parameter) in stepped for _, parameter in parameters), step)
+        self._measure(lambda parameters: any(id(parameter) in stepped for _, parameter in parameters), step or 0)
 
     def _when_idle(self) -> None:
         self._waits_for_idle = False

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from rankbook.control_collectives import control_device
 from rankbook.errors import InvalidArgument
-from rankbook.numerics.hashing import BLOCK, block_of, compare_block, hash_blocks, place_of
+from rankbook.numerics.hashing import BLOCK, block_of, check_readable, compare_block, hash_blocks, place_of
 from rankbook.protocol.numbers import Piece, PieceDifference, StateEntry, StateHashes
 from rankbook.rank.inspect import object_discovery, tensor_introspection
 from rankbook.rank.inspect.shard_map import resolve_variable
@@ -69,24 +69,27 @@ class Inventory:
     steps: int | None = None
     missing: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
 
 
 def hash_state(namespace: Mapping[str, object], names: tuple[str, ...]) -> StateHashes:
     """Return the hashes of the variables `names`, or of all state that the layout keeps equal."""
     inventory = take_inventory(namespace, names)
+    entries = []
     with torch.no_grad():
-        entries = tuple(_hashed(item) for item in inventory.items)
-    return StateHashes(entries, inventory.steps, inventory.missing, inventory.skipped)
+        for item in inventory.items:
+            try:
+                entries.append(_hashed(item))
+            except InvalidArgument as error:
+                inventory.unreadable[item.key] = str(error)
+    return StateHashes(tuple(entries), inventory.steps, inventory.missing, inventory.skipped, inventory.unreadable)
 
 
 def _hashed(item: StateItem) -> StateEntry:
     tensor, dtype, digest, value, size = item.tensor, "", b"", item.value, 0
     if tensor is not None:
         dtype, size = tensor_introspection.dtype_of(tensor), tensor_introspection.nbytes(tensor)
-        try:
-            digest = hash_blocks(tensor)
-        except InvalidArgument as error:
-            value = str(error)
+        digest = hash_blocks(tensor)
     return StateEntry(
         item.key, item.kind, dtype, item.shape, item.place, item.ranks, digest, value, size, item.trainable, item.first,
         item.due,
@@ -164,6 +167,12 @@ class _Collector:
     def _add(self, item: StateItem) -> None:
         if item.key not in self._added:
             self._added.add(item.key)
+            if item.tensor is not None and not is_dtensor(item.tensor):
+                try:
+                    check_readable(item.tensor)
+                except InvalidArgument as error:
+                    self.inventory.unreadable[item.key] = str(error)
+                    return
             if item.tensor is not None and is_dtensor(item.tensor):
                 item.place = _place(item.tensor)
                 item.shape = tensor_introspection.shape_of(item.tensor)
@@ -216,7 +225,7 @@ class _Collector:
 
     def add_named(self, name: str) -> None:
         """Add the variable `name`, a part of a model, or all entries that match a pattern such as `model.*.bias`."""
-        before, first = len(self.inventory.items), name.split(".", maxsplit=1)[0]
+        before, first = len(self._added), name.split(".", maxsplit=1)[0]
         if name == RNG and RNG not in self._namespace:
             self._add_random_states(("python", "numpy", "torch", "cuda"))
             return
@@ -224,13 +233,15 @@ class _Collector:
             self._add_matching(first, lambda key: fnmatchcase(key, name))
         elif "." in name:
             self._add_matching(first, lambda key: key == name or key.startswith(f"{name}."))
-        if len(self.inventory.items) > before:
+        if len(self._added) > before:
             return
         try:
             value = resolve_variable(self._namespace, name, _no_yield)
             self._add_value(name, value)
         except InvalidArgument as error:
             self.inventory.missing[name] = str(error)
+        except Exception as error:  # noqa: BLE001 - of a `state_dict` or `__getattr__` of the user's: it is reported
+            self.inventory.missing[name] = f"cannot read the state of {name!r}: {type(error).__name__}: {error}"
 
     def _add_matching(self, first: str, matches: Callable[[str], bool]) -> None:
         """Add the entries of the variable `first`, and of all models and optimizers, whose keys match."""
