@@ -35,7 +35,7 @@ _AT_ONCE = 32 << 20
 
 
 class Announcement(NamedTuple):
-    """What a rank tells the others before it takes a snapshot.
+    """State of a rank, which it tells the others before it takes a snapshot.
 
     `complete` has the version of every complete generation, `size` is in bytes. `allocates`: it needs new memory, for
     its own snapshot or for a copy.
