@@ -49,7 +49,7 @@ def state():
     moments = [value for parameter in parameters for _, value in sorted(optimizer.state[parameter].items())]
     return parts(parameters) + parts(moments)
 """
-SAMPLES = 400
+SAMPLES = 160
 LIMIT = 3.0
 
 
