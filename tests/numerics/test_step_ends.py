@@ -51,3 +51,15 @@ def test_an_interrupt_in_a_listener_ends_the_step():
     step_ends.listen(interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizer().step()
+
+
+def test_the_hook_is_removed_only_while_nothing_listens():
+    step_ends.install()
+    step_ends.remove_unused()
+    assert step_ends._hook is None
+    ends = []
+    step_ends.listen(ends.append)
+    step_ends.remove_unused()
+    sgd = optimizer()
+    sgd.step()
+    assert ends == [sgd]

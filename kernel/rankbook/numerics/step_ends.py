@@ -3,8 +3,9 @@
 A view or a check on another thread must not read tensors that the training is writing. It calls `listen`, and its
 function runs on the thread that has stepped, at the end of `step()`, before the next batch.
 
-All listeners share one hook of torch, which is registered by the first one and stays. torch iterates over its hooks
-while they run. To add one from another thread meanwhile would raise in the user's `optimizer.step()`.
+All listeners share one hook of torch, which is registered by the first one and stays while there are listeners. torch
+iterates over its hooks while they run. To add one from another thread meanwhile would raise in the user's
+`optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -16,28 +17,39 @@ from collections.abc import Callable
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 Listener = Callable[[Optimizer], None]
 
 _listeners: tuple[Listener, ...] = ()
 """Replaced and never changed, because another thread may be calling them."""
-_hook: object = None
+_hook: RemovableHandle | None = None
 _lock = threading.Lock()
 
 
 def listen(listener: Listener) -> None:
     """Call `listener(optimizer)` at the end of every step of every optimizer, on the thread that has stepped."""
     global _listeners
-    install()
     with _lock:
         _listeners = (*_listeners, listener)
+    install()
 
 
 def install() -> None:
     """Register the hook of torch. Who adds hooks of their own, that may run long, calls this before."""
     global _hook
     with _lock:
-        _hook = _hook or register_optimizer_step_post_hook(_after_step)
+        if _hook is None:
+            _hook = register_optimizer_step_post_hook(_after_step)
+
+
+def remove_unused() -> None:
+    """Remove the hook of torch if nothing listens. Main thread, outside of a step."""
+    global _hook
+    with _lock:
+        if _hook is not None and not _listeners:
+            _hook.remove()
+            _hook = None
 
 
 def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:

@@ -148,6 +148,7 @@ class NumberWatch:
         for remove in reversed(self._removers):
             remove()
         self._removers.clear()
+        step_ends.remove_unused()
         telemetry.collective_observer = None
         self._reset()
 
