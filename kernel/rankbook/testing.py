@@ -23,6 +23,7 @@ from pathlib import Path
 
 from rankbook.agent.identity import read_identity
 from rankbook.engines.engine import (
+    OWN_KEY,
     AgentConnection,
     Engine,
     EngineEvent,
@@ -214,17 +215,21 @@ class _Check:
         server.settimeout(0.05)
         self._key = _KEY + secrets.token_hex(16)
         address, port = server.getsockname()[:2]
-        text = json.dumps({"address": address, "port": port, "key": self._key}) + "\n"
+        public = {"address": address, "port": port}
+        text = json.dumps({**public, "key": self._key}) + "\n"
+        self._keys = {self._key}
         file = folder / "connection.json"
         file.touch(mode=0o600)
         file.write_text(text)
-        self.connection = AgentConnection(text, file, address, "rankbook.testing")
+        self.connection = AgentConnection(
+            text, file, address, "rankbook.testing", json.dumps(public) + "\n", self._keys.add
+        )
 
     def accept_all(self) -> list[_Probe]:
         """Accept the agents that have connected; return all that ever have."""
         with contextlib.suppress(TimeoutError):
             while True:
-                self.agents.append(_Probe(self._server.accept()[0], self._key))
+                self.agents.append(_Probe(self._server.accept()[0], self._keys))
         return self.agents
 
     def wait_agents(self, hosts: Sequence[int] | range, timeout: float) -> dict[int, _Probe]:
@@ -274,11 +279,11 @@ class _Check:
 class _Probe:
     """The suite's end of the connection to one of its agents."""
 
-    def __init__(self, connection: socket.socket, key: str) -> None:
+    def __init__(self, connection: socket.socket, keys: set[str]) -> None:
         self.socket = connection
         self.socket.settimeout(10.0)
         hello = json.loads(self.socket.makefile().readline())
-        assert hello["key"] == key, "an agent has another connection's text"
+        assert hello["key"] in keys, "an agent has another connection's text, or a key that was not allowed"
         assert hello["host"] is not None, "an agent has no number: neither --node nor a variable of its launcher"
         self.host = int(hello["host"])
         self.slots = int(hello["slots"])
@@ -306,9 +311,13 @@ def _run_agent(arguments: Sequence[str]) -> int:
     parser.add_argument("--slots", type=int, default=1)
     parser.add_argument("--node", type=int)
     options = parser.parse_args(arguments)
-    text = sys.stdin.read() if options.connect == "-" else Path(options.connect).read_text(encoding="utf-8")
+    text = sys.stdin.readline() if options.connect == "-" else Path(options.connect).read_text(encoding="utf-8")
     content = json.loads(text)
-    key = content["key"]
+    if (key := content.get("key", "")) == "":
+        key = secrets.token_hex(16)
+        sys.stdout.write(f"{OWN_KEY}{key}\n")
+        sys.stdout.flush()
+        sys.stdin.readline()
     identity = read_identity(os.environ)
     number = next((n for n in (options.node, identity.node, identity.rank) if n is not None), None)
     parent = os.getppid()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from rankbook import Cluster, RankLostError, StartError
 from rankbook.coordinator import cluster_processes
 from rankbook.coordinator.engine_monitor import LoseHost
 from rankbook.coordinator.grace import GracePeriods
-from rankbook.engines import HostEnded
+from rankbook.engines import HostEnded, HostOutput
+from rankbook.launch.connection import decode_connection
 from rankbook.launch.hosts import HostOptions
 from rankbook.launch.local import LocalLauncher
 from rankbook.testing import FakeEngine
@@ -118,6 +120,28 @@ def test_ranks_save_and_stop_before_their_hosts_end(reported):
         assert cell.result is not None and "saved" in cell.result[0].stdout
         assert any("the hosts end in" in str(item) for item in sink.items)
         wait_until(lambda: cluster.stopped, timeout=30, what="the ranks stop before the end")
+    assert agents() == set()
+
+
+class MakesKeys(FakeEngine):
+    """Gives no key to its agents, as an engine whose program does not encrypt what it passes on."""
+
+    def start(self, hosts, slots, connection):
+        self._text = connection.text
+        super().start(hosts, slots, dataclasses.replace(connection, text=f"{connection.public_text}\n"))
+
+    def events(self):
+        events = list(super().events())
+        for event in events:
+            if isinstance(event, HostOutput) and event.text.startswith("rankbook-agent-key "):
+                assert decode_connection(self._text, "").keys.client_secret.decode() not in self.connection.text
+                self.connection.allow(event.text.split()[1])
+        return events
+
+
+def test_agents_without_a_key_make_one_and_are_accepted_when_it_is_allowed():
+    with on(MakesKeys(2), 2) as cluster:
+        assert cluster.run(REDUCE).text(0) == "[3.0, 3.0]"
     assert agents() == set()
 
 

@@ -19,6 +19,7 @@ from rankbook.engines.ssh import SshEngine
 from rankbook.errors import InvalidArgument, StartError
 from rankbook.testing import check_engine
 from tests.conftest import wait_until
+from tests.engines import stub_ray
 
 STUB = Path(__file__).parent / "stubs" / "launch.py"
 TIME = "2026-01-02T10:00:00"
@@ -95,6 +96,14 @@ def test_mpirun_passes_the_suite(programs, tmp_path):
     first = commands(programs)[0]
     assert first[first.index("-np") + 1] == "2" and first[first.index("--map-by") + 1] == "ppr:1:node"
     assert first[first.index("--stdin") + 1] == "all" and first[first.index("x") + 1] == "1"
+
+
+@pytest.mark.processes
+def test_ray_passes_the_suite_and_gets_no_key(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", stub_ray.make_module())
+    stub_ray.arguments.clear()
+    check_engine(lambda: make_engine("ray", []))
+    assert "rankbook.testing" in str(stub_ray.arguments) and "fake-key-" not in str(stub_ray.arguments)
 
 
 @pytest.mark.processes

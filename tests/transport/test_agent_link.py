@@ -26,6 +26,7 @@ from rankbook.transport.agent_link import (
     RefusalProbe,
     Refused,
     Unreachable,
+    make_agent_keys,
     make_keys,
     source_address,
     wait_readable,
@@ -116,6 +117,18 @@ def test_a_refused_agent_gets_the_reason(pair):
     link = pair.connect()
     pair.until(lambda: pair.seen(link, Refused))
     assert pair.seen(link, Refused) == [Refused("another version")]
+
+
+def test_an_agent_with_a_key_of_its_own_is_kept_out_until_it_is_allowed(pair):
+    keys = make_agent_keys(KEYS.server_public)
+    link = pair.connect(keys=keys)
+    pair.until(lambda: pair.hub.refusals)
+    assert not pair.at_hub
+    pair.hub.allow(keys.client_public.decode())
+    pair.until(lambda: pair.seen(link, Accepted))
+    for key in ("", "short", "x" * 41, "~" * 40, "#" * 40):
+        with pytest.raises(InvalidArgument, match="invalid public key of an agent: expected 40 characters"):
+            pair.hub.allow(key)
 
 
 @pytest.mark.parametrize("fault", ["no key", "wrong server key", "unknown client key"])

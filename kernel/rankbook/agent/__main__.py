@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rankbook.agent.agent import Agent, AgentRefused, HostLost
 from rankbook.agent.identity import read_identity
+from rankbook.engines.engine import OWN_KEY
 from rankbook.errors import InvalidArgument, RankbookError
 from rankbook.launch.connection import CONNECT, Connection, decode_connection
 from rankbook.protocol.agents import HostDescription, encode_description
@@ -81,7 +82,10 @@ def _read_connection(name: str | None) -> Connection:
             raise InvalidArgument("no connection file: use --connect FILE, or --connect - for standard input")
         return decode_connection(text, CONNECT)
     if name == "-":
-        return decode_connection(sys.stdin.read(), "standard input")
+        connection = decode_connection(sys.stdin.readline(), "standard input")
+        if connection.has_own_key:
+            _wait_allowed(connection)
+        return connection
     try:
         return decode_connection(Path(name).read_text(encoding="utf-8"), name)
     except (OSError, UnicodeDecodeError) as error:
@@ -89,6 +93,15 @@ def _read_connection(name: str | None) -> Connection:
             f"cannot read {name} ({getattr(error, 'strerror', None) or error}): the notebook writes it when it starts"
             " and removes it when it stops; use --connect - if the hosts do not share a folder"
         ) from error
+
+
+def _wait_allowed(connection: Connection) -> None:
+    """Say the public key, and wait for a line that says that the notebook allows it."""
+    sys.stdout.write(f"{OWN_KEY}{connection.keys.client_public.decode()}\n")
+    sys.stdout.flush()
+    # If who has started this process ends, so does the input.
+    if not sys.stdin.readline():
+        raise InvalidArgument("the launcher has ended before the notebook knew the key of this agent")
 
 
 def _make_agent(connection: Connection, options: argparse.Namespace) -> Agent:

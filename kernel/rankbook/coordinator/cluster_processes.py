@@ -37,7 +37,7 @@ from rankbook.engines.engine import AgentConnection, make_engine
 from rankbook.errors import ClusterStopped, InvalidArgument, RankbookError, StartError
 from rankbook.formatting import plural
 from rankbook.launch import local
-from rankbook.launch.connection import connection_path, interface_addresses
+from rankbook.launch.connection import connection_path, decode_connection, interface_addresses
 from rankbook.launch.hosts import HostOptions, Hosts, HostsLauncher, HostsLink, listen
 from rankbook.launch.paths import ClusterPaths, make_folders
 from rankbook.launch.placement import (
@@ -392,7 +392,15 @@ class ClusterProcesses:
                 f"invalid number of ranks: {n}; with a launcher, expected more than the {home} on this host,"
                 f" and at most {_MAX_RANKS}"
             )
-        connection = AgentConnection(file.read_text(encoding="utf-8"), file, hosts.hub.address)
+        # The key is in no local variable, which a traceback could show.
+        public_text = decode_connection(file.read_text(encoding="utf-8"), str(file)).encode(with_key=False)
+        connection = AgentConnection(
+            file.read_text(encoding="utf-8"),
+            file,
+            hosts.hub.address,
+            public_text=public_text,
+            allow=hosts.hub.allow,
+        )
         engine.start(self._host_options.nodes, n - home, connection)
         deadline = time.monotonic() + timeout
         missing_before = n - home

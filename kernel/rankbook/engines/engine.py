@@ -20,6 +20,8 @@ from typing import Protocol, TypeAlias, cast
 
 from rankbook.errors import InvalidArgument, RankbookError
 
+OWN_KEY = "rankbook-agent-key "
+"""What an agent that makes its own key writes before its public key, on a line of its standard output."""
 GROUP = "rankbook.engines"
 """Entry point group of engines."""
 _BUILT_IN = {
@@ -31,6 +33,10 @@ _BUILT_IN = {
 }
 
 
+def _allow_none(public_key: str) -> None:
+    raise RankbookError(f"this connection allows no other key than its own, got {public_key}")
+
+
 @dataclass(frozen=True)
 class AgentConnection:
     """Address and key with which an agent reaches the notebook. A process that has them can become one of its hosts.
@@ -38,12 +44,18 @@ class AgentConnection:
     `text` is the key. Write it to the standard input of `command()`, and never into an argument or an environment. On
     hosts that see the notebook's files, `command(..., source=str(connection.file))` reads the key from `file`, which
     has mode 0600. `address` is where the notebook listens.
+
+    For programs that do not encrypt what they pass on, `public_text` has no key. An agent that gets it on its standard
+    input makes a key pair, writes `rankbook-agent-key` and the public key on a line of its standard output, and
+    connects when it has read another line. Call `allow` with the public key before.
     """
 
     text: str = field(repr=False)
     file: Path
     address: str = ""
     module: str = "rankbook.agent"
+    public_text: str = ""
+    allow: Callable[[str], None] = field(default=_allow_none, repr=False)
 
     def command(
         self, host: int | None, slots: int | None, *, python: str | None = None, source: str = "-"

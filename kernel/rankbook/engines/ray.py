@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankbook.engines.engine import (
+    OWN_KEY,
     AgentConnection,
     EngineEvent,
     HostEnded,
@@ -47,19 +48,39 @@ class AgentRunner:
         self._output = b""
         self._lock = threading.Lock()
 
-    def start(self, arguments: Sequence[str], text: str) -> tuple[str, str]:
-        """Start the agent with this host's Python. Return the name of the host and the id of its node."""
+    def start(self, arguments: Sequence[str], text: str) -> tuple[str, str, str]:
+        """Start the agent with this host's Python, and let it make a key.
+
+        Returns the name of the host, the id of its node, and the agent's public key, which is empty if the agent has
+        ended.
+        """
         import ray
 
         self._process = subprocess.Popen(
-            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [sys.executable, *arguments],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, and `wait` says how
             self._process.stdin.write(text.encode())
-            self._process.stdin.close()
+        key = ""
+        while not key and (line := self._process.stdout.readline()):
+            if line.startswith(OWN_KEY.encode()):
+                key = line.decode(errors="replace").removeprefix(OWN_KEY).strip()
+            else:
+                self._output += line
         threading.Thread(target=self._read_all, daemon=True).start()
-        return socket.gethostname(), ray.get_runtime_context().get_node_id()
+        return socket.gethostname(), ray.get_runtime_context().get_node_id(), key
+
+    def connect(self) -> None:
+        """Let the agent connect, whose key the notebook allows now."""
+        assert self._process is not None and self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(b"\n")
+            self._process.stdin.close()
 
     def wait(self) -> int:
         """Wait for the end of the agent. Return its exit code."""
@@ -84,6 +105,7 @@ class AgentRunner:
         while data := os.read(self._process.stdout.fileno(), 1 << 16):
             with self._lock:
                 self._output = (self._output + data)[-(1 << 16) :]
+        self._process.stdout.close()
 
 
 @dataclass
@@ -220,7 +242,8 @@ class RayEngine:
             .remote()
         )
         _, *arguments = self._connection.command(number, self._slots)
-        starting = actor.start.remote(arguments, self._connection.text)
+        # Ray does not encrypt the arguments of a call, and may store them.
+        starting = actor.start.remote(arguments, self._connection.public_text)
         self._hosts[number] = _RayHost(bundle, actor, starting, None)
         return number
 
@@ -230,8 +253,11 @@ class RayEngine:
             if host.starting is not None:
                 if not self._is_done(host.starting):
                     return events
-                name, host.node = self._ray.get(host.starting)
+                name, host.node, key = self._ray.get(host.starting)
                 host.starting, host.waiting = None, host.actor.wait.remote()
+                if key and self._connection is not None:
+                    self._connection.allow(key)
+                    host.actor.connect.remote()
                 events.append(HostStarted(number, name))
             if host.reading is not None and self._is_done(host.reading):
                 if text := self._ray.get(host.reading):

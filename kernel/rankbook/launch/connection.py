@@ -19,7 +19,7 @@ import platformdirs
 import psutil
 
 from rankbook.errors import InvalidArgument, StartError
-from rankbook.transport.agent_link import LinkKeys, SecretKey, source_address
+from rankbook.transport.agent_link import LinkKeys, SecretKey, make_agent_keys, source_address
 from rankbook.transport.shared_memory import ensure_private_folder
 
 CONNECT = "RANKBOOK_CONNECT"
@@ -28,25 +28,30 @@ CONNECT = "RANKBOOK_CONNECT"
 
 @dataclass(frozen=True)
 class Connection:
-    """Content of a connection file. `lost_after`: the seconds after which an agent gives the coordinator up."""
+    """Content of a connection file. `lost_after`: the seconds after which an agent gives the coordinator up.
+
+    `has_own_key`: the text had no key, and this agent has made one, which the coordinator has to allow.
+    """
 
     cluster: str
     address: str
     port: int
     lost_after: float
     keys: LinkKeys = field(repr=False)
+    has_own_key: bool = False
 
-    def encode(self) -> str:
-        """Return the text of the file."""
+    def encode(self, *, with_key: bool = True) -> str:
+        """Return the text of the file, or with `with_key=False` one with which an agent makes its own key."""
         content = {
             "cluster": self.cluster,
             "address": self.address,
             "port": self.port,
             "lost_after": self.lost_after,
             "server_public": self.keys.server_public.decode(),
-            "client_public": self.keys.client_public.decode(),
-            "client_secret": self.keys.client_secret.decode(),
         }
+        if with_key:
+            content["client_public"] = self.keys.client_public.decode()
+            content["client_secret"] = self.keys.client_secret.decode()
         return msgspec.json.encode(content).decode() + "\n"
 
 
@@ -56,8 +61,8 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     port: int
     lost_after: float
     server_public: str
-    client_public: str
-    client_secret: str
+    client_public: str = ""
+    client_secret: str = ""
 
 
 def decode_connection(text: str, source: str) -> Connection:
@@ -67,9 +72,13 @@ def decode_connection(text: str, source: str) -> Connection:
     # The error's text may quote the content, so it is left out.
     except (msgspec.MsgspecError, ValueError):
         raise InvalidArgument(f"{source} is not a connection file of this version of Rankbook") from None
-    secret = SecretKey(content.client_secret.encode())
-    keys = LinkKeys(content.server_public.encode(), content.client_public.encode(), secret)
-    return Connection(content.cluster, content.address, content.port, content.lost_after, keys)
+    server_public = content.server_public.encode()
+    if content.client_secret:
+        keys = LinkKeys(server_public, content.client_public.encode(), SecretKey(content.client_secret.encode()))
+    else:
+        keys = make_agent_keys(server_public)
+    has_own_key = not content.client_secret
+    return Connection(content.cluster, content.address, content.port, content.lost_after, keys, has_own_key)
 
 
 def connection_path(cluster: str) -> Path:

@@ -5,8 +5,9 @@ Both have a `Session` per agent, which makes up for what a broken connection los
 
 Authentication. The keys are made per cluster (`make_keys`). An agent proves with the client's key pair that it has read
 the connection file, and the hub proves with the server's key that it has written it. libzmq asks the hub about every
-client key (ZAP, https://rfc.zeromq.org/spec/27/); all but one are refused and counted. Of a connection that has not
-authenticated itself nothing else arrives here.
+client key (ZAP, https://rfc.zeromq.org/spec/27/); all are refused and counted but that one, and the keys that single
+agents have made for themselves (`AgentHub.allow`). Of a connection that has not authenticated itself nothing else
+arrives here.
 
 First packets. On every connection the agent sends `RBAGENT1`, its id, whether it was accepted before, and its
 description. These frames never change, so that any version can refuse any other one. The hub answers with `RBACCEPT`,
@@ -93,6 +94,12 @@ def make_keys() -> tuple[LinkKeys, SecretKey]:
     server_public, server_secret = zmq.curve_keypair()
     client_public, client_secret = zmq.curve_keypair()
     return LinkKeys(server_public, client_public, SecretKey(client_secret)), SecretKey(server_secret)
+
+
+def make_agent_keys(server_public: bytes) -> LinkKeys:
+    """Make a key pair for one agent, which is refused until `AgentHub.allow` has its public key."""
+    client_public, client_secret = zmq.curve_keypair()
+    return LinkKeys(server_public, client_public, SecretKey(client_secret))
 
 
 # Events -------------------------------------------------------------------------------------------------------------
@@ -183,7 +190,7 @@ class AgentHub:
         self.address = address
         self.refusals = 0
         self.dropped = 0
-        self._allowed = z85.decode(keys.client_public)
+        self._allowed = {z85.decode(keys.client_public)}
         self._lock = threading.RLock()
         self._peers: dict[str, _Peer] = {}
         self._agents: dict[bytes, str] = {}
@@ -323,10 +330,21 @@ class AgentHub:
             self._peers.clear()
         self._context.term()
 
+    def allow(self, client_public: str) -> None:
+        """Accept the agent that has made this key (`make_agent_keys`). Any thread. Raises `InvalidArgument`."""
+        try:
+            key = z85.decode(client_public)
+        except (ValueError, LookupError, struct.error):  # another length, another character, a number that is too large
+            key = b""
+        if len(key) != 32:
+            raise InvalidArgument(f"invalid public key of an agent: expected 40 characters, got {client_public!r:.80}")
+        with self._lock:
+            self._allowed.add(key)
+
     def _authenticate(self) -> None:
         request = self._zap.recv_multipart(zmq.NOBLOCK)
         # Version, request id, domain, address, identity, mechanism, and for CURVE the client's key.
-        allowed = len(request) == 7 and request[5] == b"CURVE" and request[6] == self._allowed
+        allowed = len(request) == 7 and request[5] == b"CURVE" and request[6] in self._allowed
         self.refusals += not allowed
         status = [b"200", b"OK"] if allowed else [b"400", b"unknown key"]
         self._zap.send_multipart([b"1.0", request[1] if len(request) > 1 else b"", *status, b"", b""])
