@@ -571,3 +571,95 @@ def test_a_kernel_that_dies_during_a_resize_costs_no_variable(notebook):
         "1 2 1 4" in notebook.ok("%distributed pull mine\n%distributed pull total\nprint(*mine, int(total[2]))").stdout
     )
     notebook.ok("%distributed stop")
+
+
+PROTECTED = """%%distributed
+import os, pathlib, select, signal
+from rankbook.runtime import Accelerator, FullyShardedDataParallelPlugin, protection, set_seed
+
+set_seed(5)
+accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+net = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+data = torch.randn(400, 8, generator=torch.Generator().manual_seed(1))
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+model, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+
+def train(count):
+    losses = []
+    for batch in loader:
+        loss = (model(batch) - batch).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if len(losses) == count:
+            return losses
+"""
+
+
+@pytest.fixture
+def protected(notebook: Notebook) -> Notebook:
+    """Two kept ranks with a protected training, and the losses of ten steps of it in `expected`."""
+    notebook.ok(f"{PROTECTED}\nexpected = [None, None]\ndist.all_gather_object(expected, train(10))")
+    notebook.ok(f"{PROTECTED}\naccelerator.protect()")
+    return notebook
+
+
+def stop_in(function: str, rank: int, folder: Path) -> str:
+    """Return code that makes a rank wait in a function of the protection, and tell of it, until the gate opens."""
+    owner, name = function.rsplit(".", 1)
+    return (
+        f"original = {function}\n"
+        "def waiting(*args, **options):\n"
+        f"    if rank == {rank} and optimizer.steps >= 3:\n"
+        f"        pathlib.Path({str(folder / 'waits')!r}).touch()\n"
+        f"        {Gate(folder / 'gate').wait}\n"
+        "    return original(*args, **options)\n"
+        f"{owner}.{name} = waiting\n"
+    )
+
+
+def kill_while_waiting(notebook: Notebook, folder: Path) -> None:
+    """Kill the kernel once a rank waits, let the rank go on, and attach with the next kernel."""
+    wait_until((folder / "waits").exists, timeout=40, what="the rank waits")
+    kill(notebook)
+    Gate(folder / "gate").open()
+    notebook.manager.restart_kernel(now=True)
+    settle(notebook)
+
+
+def train_on(notebook: Notebook, step: int) -> None:
+    """Compare the losses of the steps after `step` with those of the undisturbed training."""
+    outcome = notebook.ok(f"%%distributed\nprint(train(3) == expected[rank][{step}:{step + 3}])")
+    assert "[0-1] True" in outcome.stdout
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_kernel_that_dies_while_a_rank_takes_a_snapshot_costs_no_step(protected, runtime_dir):
+    protected.ok(f"%%distributed\n{stop_in('protection._Area.write', 1, runtime_dir)}")
+    protected.send("%%distributed\nlosses = train(5)")
+    kill_while_waiting(protected, runtime_dir)
+    protected.ok("%distributed attach")
+    assert "[0-1] True" in protected.ok("%%distributed\nprint(losses == expected[rank][:5])").stdout
+    assert "snapshot of step 5" in protected.ok("%distributed protect").stdout
+    protected.run("%%distributed --ranks 1\nos.kill(os.getpid(), signal.SIGKILL)")
+    assert "back at step 5: no step to repeat" in protected.ok("%distributed heal").stdout
+    train_on(protected, 5)
+    protected.ok("%distributed stop")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_kernel_that_dies_during_a_heal_costs_no_step_more(protected, runtime_dir):
+    protected.ok("%%distributed\nlosses = train(4)")
+    protected.ok(f"%%distributed\n{stop_in('protection.restore_state', 0, runtime_dir)}")
+    protected.run("%%distributed --ranks 1\nos.kill(os.getpid(), signal.SIGKILL)")
+    protected.send("%distributed heal")
+    kill_while_waiting(protected, runtime_dir)
+    protected.ok("%distributed attach")
+    # The ranks have ended the heal alone.
+    assert "no rank is dead" in protected.ok("%distributed heal").stdout
+    train_on(protected, 4)
+    protected.ok("%distributed stop")

@@ -685,6 +685,7 @@ def _restored(live: Any, stored: Any, parameter: torch.Tensor) -> Any:  # noqa: 
     device = parameter.device if tensor.dim() else tensor.device
     copy = tensor.to(device, copy=True)
     if is_shard and isinstance(parameter, DTensor):
+        # Not by `as_dtensor`, which returns the parameter itself for an empty shard.
         return DTensor.from_local(
             copy,
             parameter.device_mesh,

@@ -7,6 +7,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from rankbook.errors import CollectiveAborted
 from rankbook.protocol.messages import Abort, RanksLost
@@ -96,3 +97,20 @@ def test_only_a_message_about_the_creation_ends_the_wait_for_other_ranks(manager
     assert not manager._cancel.is_set()
     abort(manager, ("",), (2,), shut=True)
     assert manager._cancel.is_set()
+
+
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_a_process_whose_first_attempt_to_join_has_failed_begins_from_scratch(manager, monkeypatch, has_joined):
+    class EndOfTest(Exception):
+        pass
+
+    def agree():
+        raise EndOfTest
+
+    left = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: not left)
+    manager._members.clear()
+    manager._has_joined, manager._agree_on_groups, manager.leave = has_joined, agree, lambda: left.append(True)
+    with pytest.raises(EndOfTest):
+        manager.join(2)
+    assert left == ([] if has_joined else [True])

@@ -106,6 +106,7 @@ class GroupManager:
         self._backend = backend
         self.device = device
         self._generation = 0
+        self._has_joined = False
         self._members: dict[str, _Member] = {}
         # The ranks whose processes were new at a join of this rank. Not only at the last one: the groups may be formed
         # once more before a new rank has got its meshes.
@@ -143,6 +144,10 @@ class GroupManager:
         """
         if anew:
             self._enter_world(world_size)
+        elif not self._has_joined and dist.is_initialized():
+            # The first attempt of this process has failed in the middle. The groups that it has not made would be
+            # missing on all ranks.
+            self.leave()
         # The reason of the last abort is over: every rank that joins has left its cell.
         self._cause = None
         self._cancel.clear()
@@ -158,8 +163,7 @@ class GroupManager:
         if self.rank == 0:
             self.store.forget_generations(generation)
         self._creation_counts.clear()
-        # After a failed first attempt there is no default group, and the rank begins from scratch, as a new process
-        # does.
+        # After a failed first attempt there is no default group: the rank begins from scratch, as a new process does.
         if dist.is_initialized():
             # In the order of `groups`, which all ranks have computed alike. Not in the order of creation: a rank that
             # has replaced a dead one has created its groups in another order, and two ranks would wait for each other.
@@ -188,6 +192,7 @@ class GroupManager:
         # counted fewer than the others.
         c10d._world.group_count = max(count, c10d._world.group_count)
         self._creation_log.restart()
+        self._has_joined = True
 
     def _agree_on_groups(self) -> tuple[dict[str, dict[str, Any]], int, list[model_reset.StepReport | None]]:
         """Exchange the groups of all ranks. Return the groups to keep, and the highest group count of a rank.
@@ -312,6 +317,7 @@ class GroupManager:
         self._launched_in_forgotten += self._creation_log.total
         self._launched_in_forgotten += sum(member.group.log.total for member in self._foreground().values())
         self.leave()
+        self._has_joined = False
         self._world_size = world_size
         self._destroyed.clear()
         self._fresh.clear()
