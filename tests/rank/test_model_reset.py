@@ -1,11 +1,13 @@
-"""Test which optimizer steps are reverted after an aborted collective, and from which rank."""
+"""Test which optimizer steps are reverted after an aborted collective, and that a new reducer keeps its hooks."""
 
 from __future__ import annotations
 
+import pickle
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rankbook.rank import model_reset
 from rankbook.rank.model_reset import StepReport, StepTracker, choose_source, names_of
@@ -50,3 +52,27 @@ def test_variables_that_hold_a_model_or_its_optimizer_are_named():
     namespace = {"net": model, "sgd": optimizer, "other": other, "_hidden": model, "number": 3}
     assert names_of([optimizer], namespace) == ["net", "sgd"]
     assert not model_reset.is_sharded(optimizer)
+
+
+def count_and_reduce(calls, bucket):
+    """Communication hook that counts its calls and leaves the gradients as they are."""
+    calls.append(bucket.index())
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def test_a_model_with_a_new_reducer_keeps_its_communication_hook():
+    model_reset.track_models()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        model.register_comm_hook([], count_and_reduce)
+        model_reset.restart_step()
+        for hooked in (model, pickle.loads(pickle.dumps(model))):
+            ((_, calls),) = hooked._comm_hooks
+            hooked(torch.ones(1, 2)).sum().backward()
+            assert calls == [0]
+            calls.clear()
+    finally:
+        dist.destroy_process_group()

@@ -38,6 +38,8 @@ def track_models() -> None:
         restore = DistributedDataParallel.__setstate__
         # A copied or unpickled model is made without `__init__`.
         DistributedDataParallel.__setstate__ = _tracked(restore)  # type: ignore[method-assign]
+        build = DistributedDataParallel._ddp_init_helper
+        DistributedDataParallel._ddp_init_helper = _with_hooks(build)  # type: ignore[method-assign]
 
 
 def _tracked(original: Callable[..., None]) -> Callable[..., None]:
@@ -45,6 +47,23 @@ def _tracked(original: Callable[..., None]) -> Callable[..., None]:
     def make(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
         original(self, *args, **kwargs)
         _models.add(self)
+
+    return make
+
+
+def _with_hooks(original: Callable[..., None]) -> Callable[..., None]:
+    """Return `_ddp_init_helper`, which makes a reducer, with the communication hooks of the model's former reducer.
+
+    torch registers a hook with the reducer only. A model that got another one, as all do when a rank is replaced, would
+    reduce its gradients without the hook, and nobody would see that they are no longer compressed.
+    """
+
+    @functools.wraps(original)
+    def make(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
+        original(self, *args, **kwargs)
+        # In the constructor there are none yet.
+        for hook, state in self.__dict__.get("_comm_hooks", ()):
+            dist._register_comm_hook(self.reducer, state, hook)
 
     return make
 
