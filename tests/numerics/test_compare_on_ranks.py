@@ -359,6 +359,7 @@ def prepared_objects():
     for options in (
         {"model": model},
         {"batch": 1},
+        {"step": model, "model": loader},
         {"model": model, "batch": 1, "loader": [1]},
         {"model": model, "loader": []},
         {"model": model, "step": print, "loss": print, "batch": 1},
@@ -400,6 +401,7 @@ def test_prepared_model_loader_and_loss_are_compared_and_the_loader_stays():
         assert [text.split(":")[0].split(",")[0] for text in wrong] == [
             "expected either a batch or a loader",
             "expected a model",
+            "the first argument is a model",
             "expected either a batch or a loader",
             "the loader has no batch on this rank",
             "expected either a step",

@@ -98,9 +98,13 @@ def compare(
         compare(step, model, optimizer, batch, layouts=("ddp", "fsdp2"))
         compare(model=model, optimizer=optimizer, batch=(batch, torch.zeros(4, 8)), loss=torch.nn.functional.mse_loss)
     """
+    from torch.nn import Module
+
     from rankbook.numerics.comparison import compare_layouts
     from rankbook.numerics.training_step import first_batch, step_with_loss
 
+    if isinstance(step, Module):
+        raise InvalidArgument("the first argument is a model: expected a step; pass a model as compare(model=…)")
     if model is None:
         raise InvalidArgument("expected a model: compare(step, model, optimizer, batch)")
     if step is not None and loss is not None:
