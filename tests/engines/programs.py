@@ -14,7 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -235,8 +235,11 @@ def mpi_hosts(folder: Path) -> Iterator[tuple[Network, list[str]]]:
 
 
 @contextlib.contextmanager
-def ray_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run Ray with two nodes of two CPUs on this machine, for the drivers of this process and its children."""
+def ray_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Run Ray with two nodes of two CPUs on this machine, for the drivers of this process and its children.
+
+    Returns a function that sends a line to `ray_nodes.py`.
+    """
     if importlib.util.find_spec("ray") is None:
         pytest.skip("not installed: ray")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -254,8 +257,14 @@ def ray_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 break
         else:
             raise AssertionError((folder / "ray.log").read_text())
+        requests = server.stdin
+
+        def send(line: str) -> None:
+            requests.write(f"{line}\n")
+            requests.flush()
+
         try:
-            yield
+            yield send
         finally:
-            server.stdin.close()
+            requests.close()
             server.wait(60)

@@ -1,4 +1,7 @@
-"""A Ray cluster of two nodes on this machine: prints its address, and ends with its standard input."""
+"""A Ray cluster of two nodes on this machine: prints its address, and ends with its standard input.
+
+The line `remove` on its input ends the second node, and `add` starts another one.
+"""
 
 import socket
 import sys
@@ -20,7 +23,11 @@ cluster = Cluster(
     initialize_head=True,
     head_node_args={"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20, **ports()},
 )
-cluster.add_node(num_cpus=2, object_store_memory=100 << 20, **ports())
+node = cluster.add_node(num_cpus=2, object_store_memory=100 << 20, **ports())
 print("address", cluster.address, flush=True)
-sys.stdin.read()
+for line in sys.stdin:
+    if line == "remove\n":
+        cluster.remove_node(node, allow_graceful=False)
+    elif line == "add\n":
+        node = cluster.add_node(num_cpus=2, object_store_memory=100 << 20, **ports())
 cluster.shutdown()

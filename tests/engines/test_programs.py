@@ -223,6 +223,30 @@ def test_ray_passes_the_suite(short_path, monkeypatch):
         assert done.returncode == 0, done.stderr
 
 
+def test_the_ranks_of_a_lost_ray_node_are_healed_when_ray_has_placed_their_bundle(short_path, monkeypatch):
+    monkeypatch.setenv("RANKBOOK_CONNECT_DIR", str(short_path / "connect"))
+    steps: dict[str, Any] = {}
+    command = [sys.executable, "-m", "tests.engines.ray_loss", "127.0.0.1"]
+    with (
+        programs.ray_nodes(short_path, monkeypatch) as send,
+        (short_path / "errors").open("w") as errors,
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True) as notebook,
+    ):
+        assert notebook.stdout is not None
+        for line in notebook.stdout:
+            step = json.loads(line) if line.startswith("{") else {}
+            steps |= step
+            if "up" in step:
+                send("remove")
+            if "lost" in step:
+                send("add")
+        assert notebook.wait(60) == 0, (steps, (short_path / "errors").read_text()[-3000:])
+    print("ray", steps)
+    assert 0 <= steps["seconds"] < 60 and "ray:" in steps["loss"]
+    assert steps["lost"] in ([0, 1], [2, 3]) and steps["kept"] is True
+    assert float(steps["sum"].strip("'")) == 4.0
+
+
 def _jobs() -> list[str]:
     done = subprocess.run(["squeue", "-h", "-o", "%i %T"], capture_output=True, text=True, check=False, timeout=30)
     return done.stdout.splitlines()

@@ -201,8 +201,9 @@ class RayEngine:
         alive = any(node["NodeID"] == lost.node and node["Alive"] for node in self._ray.nodes())
         if not alive and not wait:
             return None
-        del self._ended[host]
-        return self._start_actor(lost.bundle)
+        # Ray may not have noticed yet that the node is gone. Then this actor ends too, and is asked for once more.
+        starting = [number for number, other in self._hosts.items() if other.bundle == lost.bundle]
+        return starting[0] if starting else self._start_actor(lost.bundle)
 
     def limits(self) -> Limits:
         """See `Engine`."""
