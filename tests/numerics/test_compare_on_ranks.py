@@ -359,7 +359,7 @@ def prepared_objects():
     for options in (
         {"model": model},
         {"batch": 1},
-        {"step": model, "model": loader},
+        {"step": model, "model": model, "batch": 1},
         {"model": model, "batch": 1, "loader": [1]},
         {"model": model, "loader": []},
         {"model": model, "step": print, "loss": print, "batch": 1},
