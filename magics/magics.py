@@ -197,6 +197,7 @@ class DistributedMagics(Magics):
             for note in running.take_notes():
                 self._print(note)
             return running
+        default_cluster.check_not_ended()
         return self._start()
 
     def _report_detached(self) -> None:

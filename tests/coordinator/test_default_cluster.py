@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from rankbook.coordinator import default_cluster
-from rankbook.errors import InvalidArgument
+from rankbook.errors import InvalidArgument, NoClusterError
 
 
 class FakeCluster:
@@ -20,7 +20,7 @@ class FakeCluster:
         self.world_size = n or 2
         self.backend = backend or "gloo"
         self.keep = keep
-        self.stopped = False
+        self.stopped, self.ended_because = False, ""
         self.instances.append(self)
 
     def stop(self):
@@ -53,3 +53,17 @@ def test_a_cluster_of_another_size_is_refused_until_the_first_is_stopped():
         default_cluster.start(4)
     assert default_cluster.stop()
     assert default_cluster.start(4) is not first
+
+
+@pytest.mark.parametrize("go_on", [default_cluster.start, default_cluster.stop])
+def test_ranks_that_stopped_by_themselves_are_not_replaced_without_being_asked(go_on):
+    default_cluster.check_not_ended()
+    cluster = default_cluster.start(2)
+    cluster.ended_because = "the time of their hosts has ended"
+    default_cluster.check_not_ended()
+    cluster.stop()
+    for _ in range(2):
+        with pytest.raises(NoClusterError, match="have stopped, because the time of their hosts has ended; start"):
+            default_cluster.check_not_ended()
+    go_on()
+    default_cluster.check_not_ended()

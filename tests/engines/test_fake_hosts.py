@@ -120,6 +120,7 @@ def test_ranks_save_and_stop_before_their_hosts_end(reported):
         assert cell.result is not None and "saved" in cell.result[0].stdout
         assert any("the hosts end in" in str(item) for item in sink.items)
         wait_until(lambda: cluster.stopped, timeout=30, what="the ranks stop before the end")
+        assert cluster.ended_because == "the time of their hosts has ended"
     assert agents() == set()
 
 

@@ -1393,6 +1393,11 @@ class Cluster(ClusterQueries):
         """Describe what the launcher of the other hosts has reported: a queue, the end of their time, errors."""
         return self._processes.engine_status
 
+    @property
+    def ended_because(self) -> str:
+        """Return why the ranks were stopped although nobody has asked for it; empty otherwise."""
+        return self._processes.ended_because
+
     def take_notes(self) -> list[str]:
         """Return what the other hosts and their launcher have reported while no cell was running, once."""
         return self._processes.take_notes()

@@ -169,6 +169,8 @@ class ClusterProcesses:
         self._stop_lock = threading.Lock()
         self._driver, self._hub, self._hosts = None, None, None
         self._notes: deque[str] = deque(maxlen=100)
+        self.ended_because = ""
+        """Why the ranks were stopped although nobody has asked for it; empty otherwise."""
 
     @property
     def stopped(self) -> bool:
@@ -533,6 +535,7 @@ class ClusterProcesses:
                 if (remaining := deadline - seconds / 2 - time.monotonic()) <= 0:
                     break
                 driver.changed.wait(min(remaining, 0.2))
+        self.ended_because = "the time of their hosts has ended"
         self.stop(patience=max(1.0, deadline - time.monotonic() - _SAVE_MARGIN / 2))
 
     def _show(self, text: str) -> None:

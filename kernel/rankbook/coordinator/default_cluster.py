@@ -220,6 +220,18 @@ def default_or_none() -> Cluster | None:
     return None if _current is None or _current.stopped else _current
 
 
+def check_not_ended() -> None:
+    """Raise `NoClusterError` if the ranks have stopped by themselves, until `start` or `stop` is called.
+
+    A cell that needs ranks would otherwise start new ones on this host: of another number, and without the variables.
+    """
+    if _current is not None and _current.stopped and _current.ended_because:
+        raise NoClusterError(
+            f"the ranks have stopped, because {_current.ended_because}; start others with %distributed start and the "
+            "options that you want"
+        )
+
+
 def current() -> Cluster:
     """Return the notebook's cluster. Raises `NoClusterError`, or the error of a start in the background.
 
@@ -241,10 +253,12 @@ def stop() -> bool:
 
         rankbook.stop()  # True
     """
+    global _current
     # A start that is under way must end first. Otherwise its cluster would appear after this call has returned.
     _wait_prestarted()
     running = default_or_none()
     if running is None:
+        _current = None
         return False
     running.stop()
     return True
