@@ -181,6 +181,8 @@ class RankSnapshots:
         # The versions of complete generations, with their second copies.
         self._complete: dict[int, SnapshotVersion] = {}
         self.number = 0
+        # The number from which the intervals count, which all ranks share: that of the last `begin` or `restore`.
+        self._first_number = 0
         self._serial = -1
         self._counts: weakref.WeakKeyDictionary[AcceleratedOptimizer, int] = weakref.WeakKeyDictionary()
         self._updates = 0
@@ -208,7 +210,7 @@ class RankSnapshots:
             self._usual_updates = len(prepared.registered("scheduler"))
         self._updates, self._has_stepped = 0, True
         self._progress = _progress()
-        if self.number % self.every == 0:
+        if (self.number - self._first_number) % self.every == 0:
             self.take()
 
     def update(self) -> None:
@@ -245,7 +247,7 @@ class RankSnapshots:
     def begin(self) -> None:
         """Take a snapshot outside of a step, if there is anything to protect. A collective."""
         # A rank may have been restarted since the others were protected.
-        self.number = max(gather(self.number)) + 1
+        self.number = self._first_number = max(gather(self.number)) + 1
         self._updates, self._has_stepped = 0, False
         if prepared.registered("optimizer") or prepared.registered("model"):
             self.take()
@@ -355,7 +357,8 @@ class RankSnapshots:
                 self.latest = snapshot_files.read_header(area.file.header)
             else:  # of steps that are repeated now
                 area.file.invalidate()
-        self.number, self._updates, self._is_current = version.number, version.updates, False
+        self.number = self._first_number = version.number
+        self._updates, self._is_current = version.updates, False
         self._has_stepped = False
         self._counts.clear()
         self._progress = _progress()
