@@ -11,7 +11,7 @@ import pytest
 
 import rankbook
 from rankbook import Cluster, InvalidArgument, RankLostError, TransferError
-from rankbook.coordinator.recovery import copy_variables
+from rankbook.coordinator.recovery import copy_variables, summarize_restore
 from rankbook.coordinator.states import RankEntry, RankState, choose_donor
 from rankbook.launch import local
 from rankbook.magics.views import ClusterViewSource
@@ -285,3 +285,16 @@ def test_a_rank_killed_a_moment_ago_is_healed(cluster):
         os.kill(pid_of(cluster, 1), signal.SIGKILL)
         assert cluster.heal() is not None, f"nothing to heal in turn {turn}"
         assert cluster.pull("v_state", timeout=20) == [4, 4, 4]
+
+
+def test_variables_that_were_not_set_back_are_named_if_steps_are_repeated():
+    answers = {0: {"refused": "", "step": 5, "lost": 0, "unprotected": ["losses"]}}
+    assert summarize_restore(answers, [1]) == ("back at step 5: no step to repeat", False)
+    answers[1] = {"refused": "", "step": 5, "lost": 1, "unprotected": ["losses", "number"]}
+    assert summarize_restore(answers, [1]) == ("back at step 5: no step to repeat", False), "rank 1 is new"
+    assert summarize_restore(answers, [0])[0].splitlines() == [
+        "back at step 5: 1 step to repeat",
+        "not part of the snapshot, and not set back: losses, number",
+    ]
+    answers = {0: {"refused": "", "step": 5, "lost": 2}}
+    assert summarize_restore(answers, [1]) == ("back at step 5: 2 steps to repeat", False), "from replicas"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankbook.errors import TransferError
-from rankbook.formatting import format_bytes, format_duration, plural
+from rankbook.formatting import format_bytes, format_duration, plural, truncate_list
 from rankbook.ranks import name_ranks
 from rankbook.snapshot_files import SnapshotHeader, SnapshotVersion, latest_common
 
@@ -127,7 +127,12 @@ def summarize_restore(answers: Mapping[int, Mapping[str, Any]], replaced: Sequen
         return f"the protected state was not restored: {refused[0]}", True
     step = next(iter(answers.values()))["step"]
     lost = max((answer["lost"] for rank, answer in answers.items() if rank not in replaced), default=0)
-    return f"{RESTORED}{step}: {plural(lost, 'step') if lost else 'no step'} to repeat", False
+    text = f"{RESTORED}{step}: {plural(lost, 'step') if lost else 'no step'} to repeat"
+    # A list of losses, or a counter of the user, is ahead by the steps to repeat.
+    ahead = dict.fromkeys(name for answer in answers.values() for name in answer.get("unprotected", ()))
+    if lost and ahead:
+        text += f"\nnot part of the snapshot, and not set back: {', '.join(truncate_list(list(ahead), 8))}"
+    return text, False
 
 
 RESTORED = "back at step "

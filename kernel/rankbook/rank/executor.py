@@ -391,7 +391,9 @@ class Executor:
 
             return replicas.restore(message.replaced)
         if isinstance(message, RestoreSnapshot):
-            return protection.restore(message.version, message.every)
+            restored = protection.restore(message.version, message.every)
+            unprotected = protection.find_unprotected(self._shell.user_ns, self._shell.user_ns_hidden)
+            return {**restored, "unprotected": list(unprotected)}
         if message.every is not None:
             protection.protect(message.every)
         return protection.report(self._shell.user_ns, self._shell.user_ns_hidden)
