@@ -561,10 +561,14 @@ def test_the_rule_of_many_processes_names_itself():
     _, optimizer = one_weight()
     scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(accelerator.prepare(optimizer), 1))
     assert scheduler.repeats == 1
-    scheduler.repeats = 4  # as on four ranks
+    scheduler.set_num_processes(4)  # as when one rank becomes four
     scheduler.optimizers[0].step()
     scheduler.step()
     assert scheduler.scheduler.last_epoch == 4
+    accelerator = Accelerator()
+    usual = accelerator.prepare(torch.optim.lr_scheduler.StepLR(accelerator.prepare(one_weight()[1]), 1))
+    usual.set_num_processes(4)
+    assert usual.repeats == 1
 
 
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # no optimizer of torch's takes that along

@@ -296,7 +296,9 @@ class AcceleratedScheduler:
         self.optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
-        self.repeats = num_processes if steps_times_num_processes and not split_batches else 1
+        self.steps_times_num_processes = steps_times_num_processes and not split_batches
+        self.repeats = 1
+        self.set_num_processes(num_processes)
         self.gradient_state = GradientState()
 
     def step(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as the scheduler's
@@ -320,6 +322,11 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
         if after_scheduler is not None:
             after_scheduler()
+
+    def set_num_processes(self, num_processes: int) -> None:
+        """Set the number of data-parallel ranks, which may change in place."""
+        if self.steps_times_num_processes:
+            self.repeats = num_processes
 
     def get_last_lr(self) -> Any:  # noqa: ANN401 - as torch's
         """Return the last learning rates of the wrapped scheduler."""

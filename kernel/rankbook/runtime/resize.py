@@ -220,8 +220,7 @@ def enter_world(meshes: tuple[MeshSizes, ...]) -> None:
         if isinstance(loader, PreparedLoader):
             prepare_again(loader, mesh)
     for scheduler in prepared.registered("scheduler").values():
-        if scheduler.repeats > 1:  # one step per data-parallel rank
-            scheduler.repeats = world_size if mesh is None else _data_parallel_size()
+        scheduler.set_num_processes(world_size if mesh is None else _data_parallel_size())
 
 
 def _strategies() -> Iterator[Strategy]:
