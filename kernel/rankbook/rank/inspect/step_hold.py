@@ -106,9 +106,11 @@ class HoldHandler:
             if self._holds:
                 self._work.put(None)
             last = self._last
+            # The main thread, which this has just woken up, goes on if a later step is named now.
+            stays = self._holds and (self._idle or self._is_reached())
             reply = HoldReply(
                 question.token,
-                self._holds,
+                stays,
                 self._idle,
                 last.steps if last is not None else None,
                 last.collectives if last is not None and last.advances else None,
