@@ -1005,8 +1005,9 @@ class Cluster(ClusterQueries):
 
         Example::
 
-            cluster.resize(3)
-            cluster.world_size  # 3
+            with Cluster(2) as cluster:
+                cluster.resize(3)
+                cluster.world_size  # 3
         """
         if self._processes.hosts is not None:
             raise InvalidArgument(

@@ -92,7 +92,8 @@ class Resized:
 
     Example::
 
-        print(cluster.resize(3))  # from 2 to 3 ranks at step 5 ...
+        with Cluster(2) as cluster:
+            print(cluster.resize(3))  # from 2 to 3 ranks ...
     """
 
     former: int
