@@ -89,6 +89,9 @@ def use_from_torch() -> list[Any]:
         for request in dist.batch_isend_irecv(messages):
             request.wait()
         results.append(received.item())
+        # Rank 0 has the store, over which the other rank may still be connecting for its message.
+        dist.barrier()
+        tensor.tolist()
     return results
 
 
