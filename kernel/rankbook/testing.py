@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rankbook.agent.identity import read_identity
@@ -38,7 +38,6 @@ from rankbook.engines.processes import Job, ProcessEngine
 
 __all__ = ["FakeEngine", "check_engine"]
 
-_KEY = "fake-key-"
 _END_SECONDS = 10.0
 """Seconds within which an engine must report the end of an agent, and end all agents at a stop."""
 
@@ -140,7 +139,7 @@ def check_engine(
         offered = sum(agent.slots for agent in agents.values())
         assert offered >= slots, f"expected at least {slots} slots, the agents offer {offered}"
         check.wait_events(HostStarted, range(hosts))
-        _check_key(agents.values())
+        check.check_keys()
         limits = check.engine.limits()
         assert isinstance(limits, Limits), f"expected limits() to return Limits, got {limits!r}"
         assert limits.ends_at is None or limits.ends_at > time.time(), f"the hosts have ended already: {limits}"
@@ -179,17 +178,6 @@ def check_engine(
     make().stop()
 
 
-def _check_key(agents: Iterable[_Probe]) -> None:
-    for agent in agents:
-        assert not agent.key_in_environment, f"the connection's text is in the environment of host {agent.host}"
-        assert not agent.key_in_arguments, f"the connection's text is in the arguments of host {agent.host}"
-    for folder in Path("/proc").glob("[0-9]*"):
-        for name in ("cmdline", "environ"):
-            with contextlib.suppress(OSError):
-                content = (folder / name).read_bytes()
-                assert _KEY.encode() not in content, f"the connection's text is in {name} of process {folder.name}"
-
-
 @contextlib.contextmanager
 def _check(engine: Engine, address: str) -> Iterator[_Check]:
     with tempfile.TemporaryDirectory(prefix="rankbook-") as folder, socket.create_server((address, 0)) as server:
@@ -213,11 +201,11 @@ class _Check:
         self.stopped = False
         self._server = server
         server.settimeout(0.05)
-        self._key = _KEY + secrets.token_hex(16)
+        key = secrets.token_hex(16)
         address, port = server.getsockname()[:2]
         public = {"address": address, "port": port}
-        text = json.dumps({**public, "key": self._key}) + "\n"
-        self._keys = {self._key}
+        text = json.dumps({**public, "key": key}) + "\n"
+        self._keys = {key}
         file = folder / "connection.json"
         file.touch(mode=0o600)
         file.write_text(text)
@@ -261,6 +249,19 @@ class _Check:
             return text in "".join(event.text for event in self.events if isinstance(event, HostOutput))
 
         self._wait(reported, _END_SECONDS, f"HostOutput with {text!r}")
+
+    def check_keys(self) -> None:
+        """Check that the keys of this connection are in no environment and in no command line of this machine."""
+        for agent in self.agents:
+            assert not agent.key_in_environment, f"the connection's text is in the environment of host {agent.host}"
+            assert not agent.key_in_arguments, f"the connection's text is in the arguments of host {agent.host}"
+        keys = [key.encode() for key in self._keys]
+        for folder in Path("/proc").glob("[0-9]*"):
+            for name in ("cmdline", "environ"):
+                with contextlib.suppress(OSError):
+                    content = (folder / name).read_bytes()
+                    found = any(key in content for key in keys)
+                    assert not found, f"the connection's text is in {name} of process {folder.name}"
 
     def stop(self) -> None:
         """Stop the engine."""
