@@ -90,7 +90,7 @@ sys.path[:] = sys.rankbook_tests_original[2]"""
 
 
 def wait_until(condition: Callable[[], bool], *, timeout: float, what: str) -> float:
-    """Poll until `condition()`; the seconds it took. Fails the test after `timeout` seconds.
+    """Poll until `condition()` is true; return the seconds it took. Fails the test after `timeout` seconds.
 
     Those in which the machine stood still and nobody could do anything do not count.
     """
@@ -284,7 +284,7 @@ class Notebook:
         return outcome
 
     def follow(self, message: str, outcome: Outcome, until: Callable[[Outcome], bool], *, timeout: float = 30) -> None:
-        """Go on reading what comes for a cell that has ended, into its outcome, as a background cell's output does."""
+        """Continue to read messages of a cell that has ended, such as a background cell's output, into its outcome."""
         late, self.late = self.late, []
         for received in late:
             self._sort(received, message, outcome)

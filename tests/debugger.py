@@ -124,7 +124,7 @@ class FrontEnd:
         return {item["name"]: item["value"] for item in values}
 
     def move(self, command: str) -> dict[str, Any]:
-        """A button is pressed; JupyterLab has forgotten the thread by then."""
+        """Press a button; JupyterLab has forgotten the thread by then."""
         return self.body(command, threadId=1)
 
 

@@ -134,7 +134,7 @@ def _variables(rank: int, world_size: int, port: int, more: dict[str, str]) -> d
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on now."""
+    """Return a TCP port of this host on which no process listens now."""
     import socket
 
     with socket.socket() as probe:
@@ -220,7 +220,7 @@ class ForkedRanks:
         return until()
 
     def kill(self, ranks: list[int]) -> None:
-        """Now, with SIGKILL."""
+        """Kill the process at once, with SIGKILL."""
         for rank in ranks:
             os.kill(self.pids[rank], signal.SIGKILL)
 

@@ -60,13 +60,13 @@ class Command:
         self.tidy, self.gone_within = True, GONE_WITHIN
 
     def wait_output(self, text: str, *, timeout: float = 60) -> None:
-        """Reads stdout until `text` is there."""
+        """Read stdout until it contains `text`."""
         deadline = time.monotonic() + timeout
         while text not in self.out:
             assert self._read(deadline), f"{text!r} did not come; stdout:\n{self.out}\nstderr:\n{self.err}"
 
     def wait_end(self, *, timeout: float = 60) -> int:
-        """Reads stdout to its end and returns the exit code."""
+        """Read stdout to its end and return the exit code."""
         deadline = time.monotonic() + timeout
         while self._read(deadline):
             pass
@@ -99,7 +99,7 @@ class Command:
         self.tidy, self.gone_within = False, 10.0
 
     def close(self) -> None:
-        """Fails where the run left a process or a file behind."""
+        """Fail if the run has left a process or a file behind."""
         ended = self.process.poll() is not None
         if ended:
             with contextlib.suppress(pytest.fail.Exception):
@@ -123,7 +123,7 @@ Run = Callable[..., Command]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """Starts `rankbook run` on a notebook of these cells; nothing may be left at the end."""
+    """Start `rankbook run` on a notebook of these cells; check at teardown that nothing is left."""
     commands: list[Command] = []
 
     def start(

@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 
 def cells(kind: str, on_ranks: list[str]) -> list[str]:
-    """A notebook's cells: plain ones for our kernel, `%%distributed` ones for the stock kernel."""
+    """Return a notebook's cells: plain ones for our kernel, `%%distributed` ones for the stock kernel."""
     if kind == "rankbook":
         return [*on_ranks, "%%local\nhere = 1", "%distributed status"]
     magic = [f"%%distributed --ranks 0-1\n{code}" for code in on_ranks]

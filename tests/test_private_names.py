@@ -133,7 +133,7 @@ def test_no_class_hides_a_private_name_of_the_foreign_class_it_extends():
 
 class HasHandle(threading.Thread):
     def _handle(self) -> None:
-        """Hidden by Python 3.13's own."""
+        """Do nothing; Python 3.13's own method has the same name."""
 
 
 class SetsStarted(threading.Thread):

@@ -148,7 +148,7 @@ Run = Callable[[str], Script]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """Starts scripts. Two seconds after their ends nothing of them is left."""
+    """Start scripts; check at teardown that two seconds after their end nothing of them is left."""
     scripts: list[Script] = []
     before = leftovers()
 

@@ -79,7 +79,7 @@ def test_a_notebook_written_for_accelerate(tmp_path, monkeypatch):
 @pytest.mark.timeout(300)
 @pytest.mark.full
 def test_script_gives_the_numbers_of_accelerate(tmp_path, monkeypatch):
-    """But for the order that `shuffle=True` draws, and for schedules, which there step once per process."""
+    """Compare all but the order that `shuffle=True` draws, and schedules, which step once per process in Accelerate."""
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     original, changed_notebook = upstream("Accelerate"), changed("Accelerate")
     for notebook in (original, changed_notebook):

@@ -1,8 +1,7 @@
-"""The tools that are measured, each behind the same few operations.
+"""Operations of the measured tools, the same ones for all: load, start ranks, run a cell on all ranks, move a tensor.
 
-Owns: how a person who knows the tool would load it, start ranks, run a cell on all of them, move a tensor; and how its
-output shows which rank wrote a line. Refuses: clocks. An operation that a tool does not offer is `None`, in the report
-"no call".
+An adapter uses a tool as a person who knows it would, and finds the rank of a line of its output. It measures nothing.
+An operation that a tool does not offer is `None`, in the report "no call".
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ class Adapter:
         self.python = python
 
     def open(self, ranks: int) -> Frontend:
-        """A front end whose kernel can have that many ranks; not started yet."""
+        """Return a front end whose kernel can have that many ranks; it is not started yet."""
         del ranks
         return Frontend(self.python)
 
     def open_plain(self) -> Frontend:
-        """A front end with the stock kernel of the tool's environment."""
+        """Return a front end with the stock kernel of the tool's environment."""
         return Frontend(self.python)
 
     def loaded(self, front: Frontend) -> None:
@@ -212,7 +211,7 @@ class NBDistributed(Adapter):
         return f"%%rank [0]\n{code}"
 
     def lines(self, cell: Cell) -> Lines:
-        """A heading says which rank writes, once; after that the ranks' lines follow each other unmarked."""
+        """Return the lines of every rank. A heading names the rank once; the lines below it have no mark."""
         text = "".join(shown_text(cell)).splitlines()
         return {UNTOLD: [line.removeprefix("  ") for line in text if not re.fullmatch(r"🔹 Rank \d+:", line)]}
 
@@ -242,14 +241,14 @@ def _displays(cell: Cell) -> Iterator[dict[str, dict[str, dict]]]:  # type: igno
 
 
 def _selection(label: str) -> Iterator[int]:
-    """`0,2-3` is 0, 2, 3."""
+    """Return the ranks of a selection: `0,2-3` is 0, 2, 3."""
     for part in label.split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)
 
 
 def _has_dialled(process: psutil.Process) -> bool:
-    """Is it a worker of nbdistributed with its link to the notebook up? The port is its last argument."""
+    """Return whether it is a connected worker of nbdistributed. The port is its last argument."""
     try:
         arguments = process.cmdline()
         if not any(Path(argument).name == "worker.py" for argument in arguments):

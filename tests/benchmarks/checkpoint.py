@@ -1,10 +1,9 @@
 """Measure the time of a checkpoint: `python tests/benchmarks/checkpoint.py`.
 
-Owns: the jobs, the shuffled order, the ratios and the verdicts. Two ranks hold half a gigabyte each, as eight tensors.
-In each round every contender does its job once, in an order that both ranks draw from the same seed; the time is that
-of the slower rank, and every ratio is to a plain write and fsync of the same bytes in the same round. Beside Rankbook
-stands torch.distributed.checkpoint, which writes neither checksums nor a commit. Refuses: the planning of large worlds
-(`checkpoint_plan.py`).
+Two ranks hold half a gigabyte each, as eight tensors. In each round every tool does its job once, in an order that both
+ranks draw from the same seed; the time is that of the slower rank, and every ratio is to a plain write and fsync of the
+same bytes in the same round. Rankbook is compared with torch.distributed.checkpoint, which writes neither checksums nor
+a commit. `checkpoint_plan.py` measures the planning with many ranks.
 """
 
 from __future__ import annotations

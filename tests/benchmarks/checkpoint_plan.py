@@ -1,10 +1,10 @@
 """Measure the time to plan a save at scale: `python tests/benchmarks/checkpoint_plan.py`.
 
-Owns: the simulated jobs, the clock and the verdicts. Each job has 1,024 ranks with 5,000 tensors each, and no data:
-8-way tensor parallel with 128 replicas, fully sharded over all ranks, and sharded over 128 with 8 replicas. For each:
-the plan made from all ranks' declarations; and the second save of the same plan, which is one rank's declaration anew
-(all make theirs at the same time), its digests, and the comparison of all ranks' digests with the kept ones. Refuses:
-what the exchange costs between the ranks, which depends on the network; the size of one declaration is printed.
+The simulated jobs have 1,024 ranks with 5,000 tensors each, and no data: 8-way tensor parallel with 128 replicas, fully
+sharded over all ranks, and sharded over 128 with 8 replicas. Measured are the plan made from all ranks' declarations,
+and the second save of the same plan: a new declaration of one rank (all ranks make theirs at the same time), its
+digests, and the comparison of all ranks' digests with the stored ones. The exchange between the ranks depends on the
+network and is not measured; the size of one declaration is printed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ JOBS = {
 
 
 def shards(rank, shard_count, tensors):
-    """A rank's shards: three matrices of four cut along rows or columns, and a vector."""
+    """Return a rank's shards: three matrices of four cut along rows or columns, and a vector."""
     part, main = rank % shard_count, rank < shard_count
     return [
         LocalShard(f"model.layers.{n // 12}.block.{n % 12}.weight", *_cut(n, part, shard_count), "bfloat16", main)

@@ -239,7 +239,7 @@ class Frontend:
 
 
 def _parts(frames: list[bytes]) -> tuple[str, str, bytes, int]:
-    """A message's kind, its request's id, its content and its bytes on the wire."""
+    """Return a message's kind, its request's id, its content and its bytes on the wire."""
     body = frames.index(_DELIMITER) + 2
     header, parent = json.loads(frames[body]), json.loads(frames[body + 1])
     return header["msg_type"], parent.get("msg_id", ""), frames[body + 3], sum(map(len, frames))

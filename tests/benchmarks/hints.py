@@ -1,9 +1,9 @@
 """Measure the latency of Tab and Shift-Tab, and the cost of auto mode per cell: `python tests/benchmarks/hints.py`.
 
-Owns: the requests, their shuffled order, the percentiles and the verdict. Rankbook's own kernel is asked for
-completions and inspections over Jupyter's channels, first idle and then while every rank trains a model in a background
-cell; an empty answer counts as late. In the same kernel `x = 1` runs as a plain cell and below `%%distributed`, in
-pairs of shuffled order. Refuses: to count the first request of each kind, with what is imported for it.
+Rankbook's own kernel is asked for completions and inspections over Jupyter's channels, first idle and then while every
+rank trains a model in a background cell; an empty answer counts as late. The first request of each kind, with what it
+imports, does not count. In the same kernel `x = 1` runs as a plain cell and below `%%distributed`, in pairs of shuffled
+order.
 """
 
 from __future__ import annotations

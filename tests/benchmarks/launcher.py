@@ -1,8 +1,7 @@
 """Measure the time of a `notebook_launcher` call on warm ranks: `python tests/benchmarks/launcher.py`.
 
-Owns: the calls, in a real ipykernel, their median and what they leave in memory, and the verdict. Accelerate's
-launcher, where it is installed, is called beside it in the same kernel, in shuffled order. Refuses: a function that
-does anything.
+The calls of an empty function run in a real ipykernel; their median and the growth of memory are compared with limits.
+Accelerate's launcher, where it is installed, is called in the same kernel, in shuffled order.
 """
 
 from __future__ import annotations

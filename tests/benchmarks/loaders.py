@@ -1,10 +1,9 @@
 """Measure the time of a prepared loader, compared with a plain one: `python tests/benchmarks/loaders.py`.
 
-Owns: the kinds of batches, the shuffled order, the ratios and the verdicts. Two ranks read the same data through each
-contender, an epoch at a time: torch's DataLoader with a DistributedSampler, Rankbook's loader and its dispatcher, and
-Accelerate's, where it is installed. In each round every contender reads one epoch, in an order that both ranks draw
-from the same seed; a ratio compares two epochs of the same round. Beside it stands the ratio of the rank's own CPU
-time, which other processes disturb less. Refuses: a training step, in which no loader's cost could be seen.
+Two ranks read the same data through each loader, an epoch at a time and without a training step: torch's DataLoader
+with a DistributedSampler, Rankbook's loader and its dispatcher, and Accelerate's, where it is installed. In each round
+every loader reads one epoch, in an order that both ranks draw from the same seed; a ratio compares two epochs of the
+same round. The ratio of the rank's own CPU time is given too, which other processes disturb less.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ FLOODS = {
 
 
 def lines(adapter: Adapter) -> Iterator[Sample]:
-    """100,000 lines on each of 2 ranks: how long, how many bytes on the output channel, and is every line there?"""
+    """Print 100,000 lines on each of 2 ranks; measure the time and the bytes of iopub, and check every line."""
     for name, statement in FLOODS.items():
         with adapter.open(2) as front:
             front.start(timeout=60)
@@ -136,7 +136,7 @@ def _printed(statement: str, rank: int, i: int) -> str:
 
 
 def _missing(printed: Lines, expected: Lines, cell: Cell) -> str:
-    """Empty when every rank's lines are all there and in order; else what is wrong, in a few words."""
+    """Return what is missing in the ranks' lines; empty if all are there and in order."""
     if cell.status != "ok":
         return f"cell ended with {cell.errors()}"
     if UNTOLD in printed:
@@ -157,7 +157,7 @@ def _missing(printed: Lines, expected: Lines, cell: Cell) -> str:
 
 
 def memory(adapter: Adapter) -> Iterator[Sample]:
-    """Proportional memory of all that a kernel started: 8 idle ranks against 2, per rank, torch imported on each."""
+    """Measure the proportional memory of a rank: all of a kernel's processes with 8 idle ranks, less those with 2."""
     totals = {}
     for ranks in (2, 8):
         with adapter.open(ranks) as front:
@@ -172,7 +172,7 @@ def memory(adapter: Adapter) -> Iterator[Sample]:
 
 
 def transfer(adapter: Adapter) -> Iterator[Sample]:
-    """A tensor of 200 MB to both ranks and another back from rank 0, and what the kernel then holds."""
+    """Send a tensor of 200 MB to both ranks and another back from rank 0; measure the kernel's memory."""
     count = TENSOR_MEGABYTES * 1_000_000 // 4
     for name, move in (("push", adapter.push("tensor")), ("pull", adapter.pull("tensor"))):
         if move is None:
@@ -201,7 +201,7 @@ def transfer(adapter: Adapter) -> Iterator[Sample]:
 
 
 def faults(adapter: Adapter) -> Iterator[Sample]:
-    """A minute's sleep on both ranks: how soon is the notebook back after ■, and after a SIGKILL; what is left?"""
+    """Interrupt a sleep of both ranks, and kill one of them; measure the end of the cell and the variables kept."""
     yield from _fault(adapter, "interrupt", lambda front, _: front.interrupt(), adapter.cell, survivors=2)
     # the dead rank is rank 1, because rank 0 hosts what the others meet at
     yield from _fault(adapter, "death", lambda _, ranks: ranks[1].kill(), adapter.first_rank_cell, survivors=1)
@@ -260,7 +260,7 @@ def _after(front: Frontend, cell: Cell, next_cell: Callable[[str], str], survivo
 
 
 def _touch(folder: Path, name: str, code: str, *, first: bool = False) -> str:
-    """`code`, and a file `name-PID` in `folder` from each process that runs it: the proof that it ran there."""
+    """Return `code` that also writes a file `name-PID` into `folder`, which proves that a process has run it."""
     proof = f"import os; open({str(folder)!r} + '/{name}-' + str(os.getpid()), 'w').close()"
     return f"{proof}\n{code}" if first else f"{code}\n{proof}"
 
@@ -286,7 +286,7 @@ def _plain(adapter: Adapter, front: Frontend) -> Iterator[Frontend]:
 
 @contextmanager
 def _steady_clock() -> Iterator[None]:
-    """No garbage collection on this side of the clock."""
+    """Disable garbage collection in this process during the block."""
     gc.collect()
     gc.disable()
     try:

@@ -1,8 +1,7 @@
-"""Makes a virtual environment for each tool that Rankbook is measured against.
+"""Make a virtual environment for each tool that Rankbook is compared with: `python tests/benchmarks/peers.py FOLDER`.
 
-`python tests/benchmarks/peers.py FOLDER`. Owns: the peers' versions and where their Python lies. Refuses: an open range
-of torch, which would fetch gigabytes: every environment gets what `constraints.txt` names, so that all tools run
-on the same torch, IPython and ipykernel.
+Every environment gets the versions that `constraints.txt` names, so that all tools run on the same torch, IPython and
+ipykernel. An open range of torch could download gigabytes.
 """
 
 from __future__ import annotations

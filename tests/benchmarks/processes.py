@@ -1,8 +1,8 @@
 """Measure the memory of the processes of a kernel, and check that none remains.
 
-Owns: finding every process that descends from a kernel, also one that left its tree, and its memory. Refuses: to know
-which tool the kernel runs. The processes are known by a marker in their environment, which children inherit; so nothing
-that another program started is ever counted or killed.
+All processes that descend from a kernel are found, also those that left its tree, whatever tool the kernel runs. They
+are recognized by a marker in their environment, which children inherit; no process of another program is ever counted
+or killed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def proportional_megabytes(processes: list[psutil.Process]) -> float:
 
 
 def resident_megabytes(pid: int) -> tuple[float, float]:
-    """A process's resident memory now and at its highest since `forget_peak` (Linux only)."""
+    """Return a process's resident memory now and at its highest since `forget_peak` (Linux only)."""
     status = Path(f"/proc/{pid}/status").read_text()
     return _kilobytes(status, "VmRSS") * 1024 / 1e6, _kilobytes(status, "VmHWM") * 1024 / 1e6
 

@@ -1,10 +1,9 @@
 """Measure the cost of protection: `python tests/benchmarks/protect.py`.
 
-Owns: the model, the shuffled order of blocks of steps, the ratios and the verdict. Two ranks train a model with 100 MB
-of weights and optimizer state each. A block of steps is taken unprotected, with a snapshot after every step, with one
-after every tenth, and with the optimizer's code without the line that calls the protection. Also measured: the memory
-of the snapshots, one snapshot, and how long `heal` takes after a rank was killed. On a machine that others use,
-`--cpu-time` compares the time of the processor, which does not include waiting.
+Two ranks train a model with 100 MB of weights and optimizer state each. A block of steps is run unprotected, with a
+snapshot after every step, with one after every tenth, and with the optimizer's code without the line that calls the
+protection, in shuffled order. Also measured: the memory of the snapshots, one snapshot, and how long `heal` takes after
+a rank was killed. On a machine that others use, `--cpu-time` compares CPU time, which does not include waiting.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ ROWS = (
 
 
 def table(samples: Samples, versions: Mapping[str, str]) -> str:
-    """Markdown: a row per metric, a column per tool, the ratio to the first tool in brackets."""
+    """Return a Markdown table: a row per metric, a column per tool, the ratio to the first tool in brackets."""
     tools = list(versions)
     lines = [
         "| | " + " | ".join(f"{tool} {versions[tool]}" for tool in tools) + " |",

@@ -1,9 +1,9 @@
 """Measure a change of the number of ranks: `python tests/benchmarks/resize.py`.
 
-Owns: the model, the sizes, the comparison of the state and the verdict. Ranks train a sharded model with 1 GB of
-weights and optimizer state in all. Their number changes as `--sizes` says. After each change the shards are compared,
-bit by bit, with those that `load_state` reads from a checkpoint of the moment before. At the end, the samples of the
-epoch are counted. For comparison, a copy of as many bytes in this process's memory is measured beside each change.
+Ranks train a sharded model with 1 GB of weights and optimizer state in all. Their number changes as `--sizes` says.
+After each change the shards are compared, bit by bit, with those that `load_state` reads from a checkpoint made just
+before. At the end, the samples of the epoch are counted. A copy of as many bytes in this process's memory is measured
+with each change, for comparison.
 """
 
 from __future__ import annotations

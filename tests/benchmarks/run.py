@@ -1,7 +1,7 @@
-"""Measures Rankbook, and the peers beside it in the same run: `python tests/benchmarks/run.py --peers FOLDER`.
+"""Measure Rankbook and its peers in the same run: `python tests/benchmarks/run.py --peers FOLDER`.
 
-Owns: rounds and their shuffled order, and that one tool's failure does not end the run. Refuses: how anything is
-measured.
+Every round measures all tools in shuffled order. The failure of one tool does not end the run. The measurements are in
+measures.py.
 """
 
 from __future__ import annotations

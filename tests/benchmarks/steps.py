@@ -1,10 +1,9 @@
 """Measure the time of a prepared training step: `python tests/benchmarks/steps.py`.
 
-Owns: the models, the shuffled order of their steps, the ratios and the verdict. On two ranks a step of a prepared model
-is held against one of bare DDP, and on one rank against a bare loop; where Accelerate is installed (`--peer PYTHON`
-names an interpreter that has it and torch), its step is measured beside them, in the same processes. Steps come in
-rounds of one of each, in an order that all ranks draw from the same seed. Refuses: a step so large that no cost could
-be seen in it.
+On two ranks a step of a prepared model is compared with one of bare DDP, and on one rank with a bare loop; where
+Accelerate is installed (`--peer PYTHON` names an interpreter that has it and torch), its step is measured in the same
+processes. Steps come in rounds of one of each, in an order that all ranks draw from the same seed. The model is small:
+in a large step no cost could be seen.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def server(has_browser, tmp_path_factory):
 
 @pytest.fixture
 def opened(browser, server, tmp_path, request) -> Iterator[Callable]:
-    """`opened(*cells, front_end=..., theme=...)`: a notebook of these cells in a page, its first cell run."""
+    """Provide `opened(*cells, front_end=..., theme=...)`: open a notebook of these cells and run its first cell."""
     from contextlib import ExitStack
 
     from tests.browser.jupyter import Notebook, open_page
@@ -84,7 +84,7 @@ def opened(browser, server, tmp_path, request) -> Iterator[Callable]:
 
 @pytest.fixture
 def own_kernel(browser, tmp_path, monkeypatch) -> Iterator[Callable]:
-    """`own_kernel(sources)`: a notebook of these cells in JupyterLab, with Rankbook's own kernel and two ranks."""
+    """Provide `own_kernel(sources)`: open a notebook of these cells with Rankbook's own kernel and two ranks."""
     from contextlib import ExitStack
 
     from tests.browser.jupyter import Notebook, Server, open_page

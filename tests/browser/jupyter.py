@@ -1,7 +1,4 @@
-"""A real JupyterLab and Notebook 7, driven through Debian's Chromium.
-
-Owns: the server, pages, and what a person does in them. Refuses: to know what is tested.
-"""
+"""A real JupyterLab and Notebook 7, driven through Chromium: the server, its pages, and the actions of a user."""
 
 from __future__ import annotations
 
@@ -32,12 +29,12 @@ PREAMBLE = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom tests.widgets.f
 
 
 def chromium() -> str | None:
-    """Debian's Chromium, or whatever takes its place."""
+    """Return the path of Chromium, or of Chrome."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def launch(playwright: Playwright) -> Browser:
-    """Chromium without a window; its sandbox wants what a container has not."""
+    """Launch Chromium without a window, and without its sandbox, which needs what a container does not have."""
     return playwright.chromium.launch(
         executable_path=chromium(), args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
     )
@@ -79,7 +76,7 @@ class Server:
         raise RuntimeError((self.folder / "server.log").read_text()[-3000:])
 
     def write(self, name: str, *cells: str) -> str:
-        """A notebook of these cells; its name."""
+        """Write a notebook of these cells; return its name."""
         notebook = new_notebook(cells=[new_code_cell(cell) for cell in (PREAMBLE, *cells)])
         notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
         nbformat.write(notebook, self.folder / f"{name}.ipynb")
@@ -207,7 +204,7 @@ def is_json(text: bytes) -> bool:
 
 @contextlib.contextmanager
 def open_page(browser: Browser, folder: Path | None = None, **options: Any) -> Iterator[Page]:
-    """A page of its own; what its console says is wrong goes to a file in `folder`."""
+    """Open a page of its own; errors of its console go to a file in `folder`."""
     context = browser.new_context(viewport={"width": 1280, "height": 1000}, **options)
     context.set_default_timeout(60_000)
     page = context.new_page()

@@ -14,7 +14,7 @@ def shapes(draw, most=6, axes=3):
 
 @st.composite
 def cuts(draw, shape):
-    """Boxes (offset, shape) that fill `shape` exactly once, in the order of their offsets."""
+    """Return boxes (offset, shape) that fill `shape` exactly once, in the order of their offsets."""
     kind = draw(st.sampled_from(["regular", "uneven", "irregular"]))
     if kind == "irregular":
         boxes = [((0,) * len(shape), shape)]

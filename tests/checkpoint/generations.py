@@ -8,7 +8,7 @@ import torch
 
 
 def state(rank: int, world: int, generation: int, rows: int = 512) -> dict[str, Any]:
-    """A map whose every value tells the generation: shards, a replica, an object for each rank, a common part."""
+    """Return a state whose values all name the generation: shards, a replica, an object per rank, a common part."""
     from rankbook.checkpoint import ShardedObject, ShardedTensor
 
     def sharded(key: str, dtype: torch.dtype, *offsets: Any, replica: int = 0) -> ShardedTensor:

@@ -45,11 +45,11 @@ BODIES = {}
 
 
 def on_ranks(body):
-    """A test whose body runs on two ranks."""
+    """Run the body of a test on two ranks."""
     BODIES[body.__name__] = body
 
     def test(reported):
-        failure = reported.get(body.__name__, "it was not come to: a test before it has failed")
+        failure = reported.get(body.__name__, "it did not run: a test before it has failed")
         if failure:
             pytest.fail(failure)
 

@@ -22,7 +22,7 @@ PROCESSES = 2
 
 
 def meet(folder, name, process):
-    """Go on at the same moment as the other processes."""
+    """Wait, to continue at the same moment as the other processes."""
     Path(folder, f"{name}-{process}").touch()
     deadline = time.monotonic() + 60
     while not all(Path(folder, f"{name}-{number}").exists() for number in range(PROCESSES)):

@@ -156,7 +156,7 @@ def test_storage_error_is_raised_on_every_rank_and_the_next_save_works(tmp_path,
 
 
 def full(folder, limit):
-    """A disk that is really full, or a file that may really not grow: save twice what fits, then what fits."""
+    """Save twice what fits, then what fits, on a full disk or with a limit of the file's size."""
     import signal
 
     import torch.distributed as dist
@@ -186,7 +186,7 @@ def test_save_fails_on_every_rank_at_the_file_size_limit(tmp_path):
 
 @pytest.fixture
 def mounted(tmp_path):
-    """Mounts below the test's folder, where that is allowed."""
+    """Provide a function that mounts below the test's folder; skip where that is not allowed."""
     done = []
 
     def mount(*options):

@@ -114,7 +114,7 @@ def test_forged_manifest_with_a_right_checksum_is_refused_and_named(folder, caps
 
 
 def test_file_that_is_shorter_than_the_manifest_says_takes_no_memory(folder):
-    """A tensor of 64 GiB that a file of some hundred bytes is said to hold."""
+    """Load a manifest that says that a file of some hundred bytes holds a tensor of 64 GiB."""
 
     def grow(fields):
         chunk = chunk_of(fields)

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow  # a kernel with three ranks
 
 @pytest.fixture(scope="module")
 def kernel():
-    """A kernel with three ranks, which the module's tests share."""
+    """Provide a kernel with three ranks, which the module's tests share."""
     before = leftovers()
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[2])]).lstrip(os.pathsep)
     notebook = Notebook(env={"PYTHONPATH": path})
@@ -53,7 +53,7 @@ def kernel():
 
 @pytest.fixture
 def three(kernel, tmp_path):
-    """Three ranks that can save, and a folder of the test's own with generation 2 saved as step 2."""
+    """Provide three ranks that can save, and a folder of the test's own with generation 2 saved as step 2."""
     kernel.folder = str(tmp_path / "run")
     prepare(kernel)
     kernel.ok("%%distributed\nsave(generations.state(rank, world_size, 2, 64), folder, step=2)")

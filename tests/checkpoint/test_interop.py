@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def equal(one, other):
-    """Nested alike, tensors bit for bit."""
+    """Return whether two states are nested alike, with tensors equal bit for bit."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and bits(one) == bits(other)
     if isinstance(one, dict):
@@ -136,7 +136,7 @@ def test_damage_in_checkpoints_of_torch_is_found(tmp_path):
 
 
 def both_ways(folder):
-    """Two ranks: Megatron saves and loads what Rankbook loads and has saved. What each has found."""
+    """Save with each of Megatron and Rankbook what the other one loads, on two ranks; return what was loaded."""
     warnings.simplefilter("ignore")
     import torch.distributed as dist
 

@@ -28,7 +28,7 @@ def memory(field):
 
 
 def extra(call):
-    """Bytes by which the process grows at most while `call` runs."""
+    """Return the most bytes by which the process grows while `call` runs."""
     ctypes.CDLL(None).malloc_trim(0)  # what was freed must not be taken again without being counted
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now (proc(5))
     before = memory("VmRSS")

@@ -39,7 +39,7 @@ DTYPES = [
 
 
 def numbered(shape, dtype, start=0):
-    """A tensor whose bytes tell its elements apart, whatever they mean; NaNs and infinities are among them."""
+    """Return a tensor whose elements all have different bytes, NaNs and infinities among them."""
     count = math.prod(shape)
     if dtype is torch.bool:
         return (torch.arange(count) * 7 % 3 == 1).reshape(shape)
@@ -61,7 +61,7 @@ def shard(key, data, tensor, offset, **more):
 
 
 def spread(entries, ranks, kind=dict):
-    """Entries on ranks, the first on the first, and so on around."""
+    """Distribute the entries over the ranks in turn."""
     states = [{} for _ in range(ranks)]
     for number, entry in enumerate(entries):
         states[number % ranks][f"{entry.key} {number}"] = entry
@@ -157,7 +157,7 @@ def test_scalars_empty_tensors_and_empty_chunks():
 
 
 def test_prepended_axes_are_one_more_place_to_cut():
-    """Layers of a pipeline: saved one a rank, loaded as one tensor with all of them, and two by two."""
+    """Save the layers of a pipeline, one on every rank, and load them as one tensor, and two on every rank."""
     tensor, storage = numbered((4, 3, 5), torch.bfloat16), InMemory()
     save_ranks(
         [
@@ -226,7 +226,7 @@ def test_memory_that_holds_its_values_turned_is_filled_with_them():
 
 
 def test_factory_merges_its_parts_on_another_grid():
-    """A fused weight, gate over up, is stored as two tensors; both are cut over the ranks."""
+    """Store a fused weight, gate over up, as two tensors, both of them sharded over the ranks."""
     storage, gate, up = InMemory(), numbered((6, 2), torch.float32), numbered((6, 2), torch.float32, 5)
 
     def fused(rank, ranks, fill):

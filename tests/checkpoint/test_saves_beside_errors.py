@@ -47,7 +47,7 @@ IN_NEXT = "%%distributed\nif rank == {culprit}:\n    raise ValueError('mine')\nd
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """A kernel with two ranks that can save."""
+    """Provide a kernel with two ranks that can save."""
     before = leftovers()
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[2])]).lstrip(os.pathsep)
     notebook = Notebook(env={"PYTHONPATH": path})
@@ -151,7 +151,7 @@ async_save._stage = whole"""
 
 
 def test_wait_of_one_rank_ends_when_another_has_failed(two):
-    """An error that cannot be pickled breaks the ranks' talk about it."""
+    """Raise an error that cannot be pickled, so that the ranks cannot exchange it."""
     two.ok(ONE_CANNOT)
     outcome = two.ok(OUTCOME, timeout=20)
     assert "told" in outcome.stdout

@@ -56,7 +56,7 @@ def threads() -> set[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left() -> Iterator[None]:
-    """No process, folder, thread or descriptor of this module's clusters is left at its end."""
+    """Check that no process, folder, thread or descriptor of this module's clusters is left at its end."""
     before = children()
     local.prestart_forkserver()
     yield
@@ -76,7 +76,7 @@ def module_two(nothing_left: None) -> Iterator[Cluster]:
 
 @pytest.fixture
 def two(module_two: Cluster) -> Iterator[Cluster]:
-    """Two ranks. A test leaves them idle, in one group, and without anything of its own in shared memory."""
+    """Provide two ranks. A test leaves them idle, in one group, and without anything of its own in shared memory."""
     yield module_two
     dead = [item.rank for item in module_two.status() if item.state == "dead"]
     if dead:

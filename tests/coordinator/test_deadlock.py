@@ -101,7 +101,7 @@ def test_rank_without_a_pending_collective_is_not_blocked():
 
 
 def test_all_ranks_of_a_wait_chain_report_the_failure_at_its_end():
-    """Rank 2 raised, 1 waits for it in a group of their own, and 0 for 1 in another."""
+    """Let rank 2 raise, while rank 1 waits for it in a group of their own, and rank 0 for rank 1 in another."""
     ranks = {
         0: report_of(group((0, 1), 3, launch(3, seconds=9), name="b")),
         1: report_of(group((0, 1), 2, name="b"), group((1, 2), 6, launch(6, seconds=4), name="a")),

@@ -43,7 +43,7 @@ class Harness:
         }
 
     def watch(self, seconds: float) -> None:
-        """Look as often as whoever waits for a cell does."""
+        """Look at the ranks as often as a waiting cell does."""
         for _ in range(int(seconds / 0.05)):
             self.now += 0.05
             self.liveness_warning.check()

@@ -92,7 +92,7 @@ def cluster():
 
 @contextlib.contextmanager
 def running(cluster, code):
-    """`code` runs on all ranks; in the end it is interrupted."""
+    """Run `code` on all ranks during the block; interrupt it at the end."""
     thread = threading.Thread(target=_run, args=(cluster, code))
     thread.start()
     cells = [0] * cluster.world_size
@@ -363,7 +363,7 @@ def test_feed_answers_queries_and_performs_actions_during_a_cell(cluster):
 
 @pytest.mark.slow
 def test_queries_during_training_neither_stop_it_nor_report_partial_state(cluster):
-    """Whoever reads a gradient while a backward pass writes it ends the process: 30 steps are enough for that."""
+    """Query for 30 steps: a read of a gradient while a backward pass writes it would end the process by then."""
     cluster.run("deep = DistributedDataParallel(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(24)]))")
     cluster.run("adam = torch.optim.Adam(deep.parameters())")
     train = "for _ in range(200):\n    adam.zero_grad()\n    deep(torch.ones(8, 64)).sum().backward()\n    adam.step()"

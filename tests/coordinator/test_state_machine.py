@@ -29,12 +29,12 @@ def only(actions: list[act.Action], kind: type) -> list[act.Action]:
 
 
 def decided(actions: list[act.Action]) -> list[act.Action]:
-    """Without those that only look and ask."""
+    """Return the actions without those that only query ranks."""
     return [action for action in actions if not isinstance(action, (act.ScheduleCheck, act.RequestCollectives))]
 
 
 def started(world_size: int) -> ClusterState:
-    """A cluster whose ranks are idle and in one group."""
+    """Return a cluster whose ranks are idle and in one group."""
     state = ClusterState(world_size)
     state.handle(ev.LaunchRanks(tuple(range(world_size))))
     actions: list[act.Action] = []

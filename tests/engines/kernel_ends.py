@@ -140,7 +140,7 @@ def describe(pid: int) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Go through the three ends."""
+    """End the kernel in the three ways."""
     launcher, address, *own = arguments
     if launcher == "ray":
         importlib.import_module("ray").init(address="auto", log_to_driver=False, logging_level="ERROR")

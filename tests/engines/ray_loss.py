@@ -13,7 +13,7 @@ from tests.engines.session import tell, wait_for
 
 
 def main(address: str) -> None:
-    """Go through a loss."""
+    """Lose a node and check what is reported."""
     with Cluster(4, hosts=HostOptions("ray", address, nodes=2, lost_after=300.0), timeout=150) as cluster:
         cluster.run("kept = rank")
         tell("up", [host.ranks for host in cluster.hosts()])

@@ -109,7 +109,7 @@ def lose_agent(cluster: Cluster) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Go through everything."""
+    """Run all steps of the session."""
     wait = arguments[0] == "--wait"
     launcher, address, *own = arguments[wait:]
     began = time.monotonic()

@@ -478,7 +478,7 @@ def raise_on_rank_1(notebook: Notebook, others: str, *, timeout: float = 20) -> 
 
 
 def table(measured: Iterable[Times]) -> str:
-    """Markdown: for each fault the median and the longest, over what was held, for each number of ranks."""
+    """Return a Markdown table: the median and the longest time of every fault and number of ranks."""
     of: dict[str, dict[int, list[Times]]] = defaultdict(lambda: defaultdict(list))
     for item in measured:
         of[item.case.fault.name][item.case.world].append(item)

@@ -23,7 +23,7 @@ for i in range(3):
 
 
 def connect(notebook: Notebook) -> Any:
-    """A client of the running kernel. The control channel answers while a cell runs; its echo says that iopub is up."""
+    """Return a client of the running kernel. Its control channel answers while a cell runs."""
     client = notebook.manager.client()
     client.start_channels()
     deadline = time.monotonic() + 20

@@ -35,7 +35,7 @@ def four_ranks(kernel: Kernel) -> Notebook:
 
 @pytest.fixture
 def four(four_ranks: Notebook) -> Iterator[Notebook]:
-    """Four ranks that remember something. Whatever a test kills must come back, and collectives must work again."""
+    """Provide four ranks with a variable. A test brings back what it kills; collectives must work again."""
     four_ranks.ok(REMEMBER)
     yield four_ranks
     dead = [rank for rank, row in status(four_ranks).items() if "dead" in row]

@@ -25,7 +25,7 @@ Open = Callable[..., Notebook]
 
 @pytest.fixture
 def runtime_dir() -> Iterator[Path]:
-    """A folder for this test's clusters alone, where no other's are found. The test itself ends what it keeps."""
+    """Provide a folder for this test's clusters alone. The test itself ends what it keeps."""
     folder = Path(tempfile.mkdtemp(prefix="rb-", dir="/tmp"))  # pytest's are too long for a socket
     try:
         yield folder
@@ -61,7 +61,7 @@ def open_notebook(runtime_dir) -> Iterator[Open]:
 
 @pytest.fixture
 def notebook(open_notebook) -> Notebook:
-    """Two kept ranks."""
+    """Provide a notebook with two kept ranks."""
     started = open_notebook()
     started.ok("%distributed start -n 2 --keep 60")
     return started
@@ -600,7 +600,7 @@ def train(count):
 
 @pytest.fixture
 def protected(notebook: Notebook) -> Notebook:
-    """Two kept ranks with a protected training, and the losses of ten steps of it in `expected`."""
+    """Provide two kept ranks with a protected training, and the losses of ten steps of it in `expected`."""
     notebook.ok(f"{PROTECTED}\nexpected = [None, None]\ndist.all_gather_object(expected, train(10))")
     notebook.ok(f"{PROTECTED}\naccelerator.protect()")
     return notebook

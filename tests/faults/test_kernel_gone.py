@@ -49,7 +49,7 @@ time.sleep(600)"""
 
 @pytest.fixture
 def notebook() -> Iterator[Notebook]:
-    """A kernel with the extension loaded. The test says what becomes of it; nothing of it may be left then."""
+    """Provide a kernel with the extension loaded. The test ends it; nothing of it may be left then."""
     before = leftovers()
     notebook = Notebook()
     ended = False
@@ -70,7 +70,7 @@ def notebook() -> Iterator[Notebook]:
 
 
 def make_busy(notebook: Notebook) -> set[int]:
-    """Two ranks with everything around them; their processes' ids, without the kernel's."""
+    """Start two ranks with all helper processes; return the process ids, without the kernel's."""
     notebook.ok("%distributed start -n 2")
     notebook.ok("import numpy; big = numpy.ones(1 << 22)\n%distributed push big")
     notebook.ok(BUSY)

@@ -87,7 +87,7 @@ print(round(model.module.weight.sum().item(), 4))"""
 
 
 def test_groups_are_connected_when_they_are_formed(stand_in):
-    """Otherwise a rank waits in the first collective where neither an abort nor an interrupt reaches it."""
+    """Check it: a rank that connects in its first collective is reached by neither an abort nor an interrupt."""
     outcome = stand_in.ok(
         """%%distributed
 sub = dist.new_group([0, 1])
@@ -140,7 +140,7 @@ WAITS = {
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_wait_for_a_rank_that_raised_is_broken_off(stand_in, wait):
-    """A wait for the device ends with the reason, and nothing goes on with partial data (B1, B2)."""
+    """Check that a wait for the device ends with the reason, and nothing goes on with partial data."""
     stand_in.ok("%%distributed\nSUB = dist.new_group([0, 1])")
     outcome = raise_on_rank_1(stand_in, WAITS[wait])
     assert "CollectiveAborted: rank 1 raised ValueError at cell" in outcome.traceback

@@ -104,7 +104,7 @@ def can_isolate() -> bool:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder that, as /tmp, everybody can write into."""
+    """Provide a folder into which everybody can write, as /tmp."""
     with tempfile.TemporaryDirectory(prefix="rb-") as name:
         Path(name).chmod(0o1777)
         Path(name, "logs").mkdir()

@@ -22,7 +22,7 @@ EAT = "%%distributed --ranks 1\nheld = []\nwhile True:\n    held.append(bytearra
 
 
 def make_group() -> Path:
-    """A control group below our own with a limit. Skips the test, with the reason, where it cannot be made."""
+    """Create a control group with a limit below our own. Skips the test, with the reason, where it cannot."""
     counter = find_counter()
     if counter is None:
         pytest.skip("no control group with a counter of the OOM killer's victims")
@@ -47,7 +47,7 @@ def make_group() -> Path:
 
 @pytest.fixture
 def small() -> Iterator[Notebook]:
-    """A kernel whose forkserver, and two ranks with it, have little memory; it is not in their group itself."""
+    """Provide a kernel whose forkserver and two ranks have little memory; the kernel itself is not in their group."""
     group = make_group()
     try:
         with running_kernel(load="") as notebook:

@@ -63,7 +63,7 @@ def roles(injector: FaultInjector) -> dict[str, psutil.Process]:
 
 
 def resource_counts(injector: FaultInjector) -> ResourceCounts:
-    """Descriptors and threads of each process, and how many processes and shared files there are in all."""
+    """Return the descriptors and threads of each process, and the numbers of processes and shared files."""
     counted = {
         role: (len([*Path(f"/proc/{item.pid}/fd").iterdir()]), len([*Path(f"/proc/{item.pid}/task").iterdir()]))
         for role, item in roles(injector).items()
@@ -142,7 +142,7 @@ def test_random_faults_leave_nothing_behind(injector):
 
 
 def draw(chance: random.Random) -> Case:
-    """Any fault, at any rank; but rank 0 is never killed, so that there is one that lives through all of them."""
+    """Draw any fault, at any rank; but rank 0 is never killed, so that one rank survives all of them."""
     fault, culprit = chance.choice(FAULTS), chance.randrange(WORLD)
     if fault.kind == "kill":
         victim = chance.randrange(1, WORLD)

@@ -184,7 +184,7 @@ def test_a_runtime_folder_that_cannot_be_used_is_named_with_what_to_set(loaded, 
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own: 4 MB, 32 files; `mount -o remount` changes that."""
+    """Provide a file system of 4 MB and 32 files; `mount -o remount` changes that."""
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("only root can make a small file system to fill")
     folder = Path("/tmp") / f"rb-{os.getpid()}"

@@ -28,7 +28,7 @@ def two_ranks(kernel: Kernel) -> Notebook:
 
 @pytest.fixture
 def two(two_ranks: Notebook) -> Iterator[Notebook]:
-    """Two ranks that remember something; afterwards both are there, go on, and are in one group."""
+    """Provide two ranks with a variable; check afterwards that both are alive and in one group."""
     two_ranks.ok("%%distributed\nremembered = rank * 10")
     yield two_ranks
     for pid in pids(two_ranks).values():

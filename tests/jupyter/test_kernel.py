@@ -171,7 +171,7 @@ def test_auto_off_makes_the_kernel_behave_like_ipykernel(kernel):
 
 
 def test_silent_requests_of_a_front_end_run_in_the_kernel(kernel):
-    """VS Code's first messages: kernel_info, silent probes, comm_info, completions, and only then a person's cell."""
+    """Send VS Code's first messages: kernel_info, silent probes, comm_info, completions, and then a user's cell."""
     client = kernel.client
 
     def reply(message: str) -> dict:

@@ -55,7 +55,7 @@ def test_without_torch_one_line_names_the_python_that_lacks_it(tmp_path, monkeyp
 
 @pytest.fixture
 def stopped_launcher() -> Iterator[LocalLauncher]:
-    """A forkserver that is stopped by a signal before it has imported torch."""
+    """Provide a launcher whose forkserver is stopped by a signal before it has imported torch."""
     launcher = LocalLauncher()
     os.kill(launcher.pid, signal.SIGSTOP)
     try:

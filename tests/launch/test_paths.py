@@ -37,7 +37,7 @@ def dead() -> int:
 
 
 def make_claimed(path: Path, pid: int, **fields: str) -> Path:
-    """A folder whose owner file names the process `pid`, and nobody holds its lock."""
+    """Create a folder whose owner file names the process `pid`, and whose lock nobody holds."""
     path.mkdir()
     os.close(claim_folder(path, pid))
     file = path / OWNER_FILE

@@ -32,7 +32,7 @@ def base(short_path, monkeypatch) -> Path:
 
 
 def make(base: Path, *, holder: int | None = None, name: str = "abc") -> ClusterRecord:
-    """A record of a cluster that the process `holder` holds: this one."""
+    """Return a record of a cluster that is held by the process `holder`, by default this one."""
     pid = holder or os.getpid()
     folder = base / f"rankbook-{os.getuid()}-{pid}-{name}"
     folder.mkdir(mode=0o700)

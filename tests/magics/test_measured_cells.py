@@ -48,7 +48,7 @@ def test_ranks_that_wait_least_are_reported_as_late(amounts, late):
 
 
 def in_turn(*launches):
-    """Times of ranks that launch collective after collective and wait for the last one; `launches` has a row each."""
+    """Return the times of ranks that launch collective after collective and wait for the last one."""
     spans = [
         [CollectiveSpan("0", number, at, at, max(row)) for at in row] for number, row in enumerate(launches, start=1)
     ]

@@ -63,7 +63,7 @@ class Terminal:
         return self.wait_prompt()
 
     def close(self) -> None:
-        """Leave as a person does, unless the terminal has ended."""
+        """Exit as a user does, unless the terminal has ended."""
         if self.process.isalive():
             self.process.sendcontrol("d")
         self.process.expect(pexpect.EOF)
@@ -85,7 +85,7 @@ def opened(tmp_path) -> Iterator:
 
 
 def interrupt(terminal):
-    """Ctrl-C ends a cell of both ranks."""
+    """Press Ctrl-C, which ends a cell of both ranks."""
     terminal.process.send("import time; print('begun'); time.sleep(600)\r")
     terminal.wait_for("[0-1] begun")
     terminal.process.sendcontrol("c")

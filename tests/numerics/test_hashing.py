@@ -39,7 +39,7 @@ def test_hash_follows_the_logical_order_and_not_the_strides():
 
 
 def test_flipped_signs_and_swapped_elements_do_not_cancel():
-    """A sum that is linear in the bits would lose the highest bit: two of them are 0 modulo 2^64."""
+    """Check the highest bit, which a sum that is linear in the bits would lose: two of them are 0 modulo 2^64."""
     for dtype in (torch.float64, torch.float32):
         tensor = torch.ones(1 << 12, dtype=dtype)
         before = hash_blocks(tensor)

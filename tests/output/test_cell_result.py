@@ -34,7 +34,7 @@ def done(status: Any = "ok", error: ErrorReport | None = None, seconds: float = 
 
 
 def result(*ends: Done | str | None, number: int = 5) -> CellResult:
-    """A result in which each rank ended so: with a message, with words for its loss, or not at all."""
+    """Return a result in which every rank ended as given: with a message, with a text for its loss, or not at all."""
     builder = ResultBuilder(1, number, range(len(ends)))
     for rank, end in enumerate(ends):
         if isinstance(end, Done):

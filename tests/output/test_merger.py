@@ -790,7 +790,7 @@ RANK = st.lists(st.tuples(st.sampled_from(["stdout", "stdout", "stderr"]), LINE)
 
 
 def run(ranks, seed, *, returns: bool = False, **options):
-    """Feed the ranks' lines in random chunks in random order, flush when due; the notebook and what was printed."""
+    """Feed the ranks' lines in random chunks in random order; return the notebook's text and what was printed."""
     dice = random.Random(seed)
     output, book, now = merger(len(ranks), **options), Notebook(), 0.0
     waiting = {}

@@ -53,7 +53,7 @@ def lines_of(screen: TerminalStream, chunks: list[bytes]) -> list[str]:
 
 
 def plain(lines: list[str]) -> list[str]:
-    """Without colours, and without blanks and empty rows at the end, which a terminal does not show."""
+    """Return the text without colours, and without blanks and empty rows at the end."""
     rows = [re.sub(r"\x1b\[\d*m", "", line).rstrip() for line in lines]
     while rows and not rows[-1]:
         rows.pop()

@@ -58,7 +58,7 @@ def test_a_changed_message_has_a_new_protocol_version():
 
 
 def test_the_first_message_of_an_agent_keeps_its_format():
-    """Every version must be able to refuse every other one, so that these bytes stay what they are."""
+    """Keep these bytes: every version must be able to refuse every other one."""
     recorded = {"name": "node1", "rankbook": "0.1", "protocol": "4", "torch": "2.9", "python": "3.12", "pid": "7"}
     data = msgspec.msgpack.encode({**recorded, "of a later version": "ignored"})
     description = agents.decode_description(data)

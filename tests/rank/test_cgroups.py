@@ -13,7 +13,7 @@ OOM_CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
 
 
 def machine(tmp_path: Path, *, groups: str, mounts: str, file: str, text: str) -> Path:
-    """A process folder whose mounts lie below `tmp_path`, and the one file with a counter."""
+    """Create a process folder whose mounts lie below `tmp_path`, and the one file with a counter."""
     process = tmp_path / "proc"
     process.mkdir()
     (process / "cgroup").write_text(groups)

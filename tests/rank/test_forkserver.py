@@ -127,7 +127,7 @@ class Home:
         return ForkRank(**{**fields, **changes})
 
     def fork(self, rank: int = 0, *, incarnation: int = 1, **changes: Any) -> int:
-        """A rank that has said Hello; its process id."""
+        """Fork a rank and wait for its Hello; return its process id."""
         self.stream.send(self.request(rank, incarnation=incarnation, **changes))
         pid = self.receive(RankForked, lambda reported: reported.rank == rank, timeout=60).pid
         while self.listen(RankReady, rank=rank).pid != pid:

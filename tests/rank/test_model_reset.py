@@ -55,7 +55,7 @@ def test_variables_that_hold_a_model_or_its_optimizer_are_named():
 
 
 def count_and_reduce(calls, bucket):
-    """Communication hook that counts its calls and leaves the gradients as they are."""
+    """Count the calls, and reduce the gradients as DDP does without a hook."""
     calls.append(bucket.index())
     future = torch.futures.Future()
     future.set_result(bucket.buffer())

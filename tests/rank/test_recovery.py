@@ -33,7 +33,7 @@ def scaled(x):
 
 @pytest.fixture(autouse=True)
 def own_process_state(monkeypatch, tmp_path):
-    """Taking over a peer's variables changes the import path, the current folder and the known namespace."""
+    """Restore the import path, the current folder and the namespace, which a takeover of variables changes."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(recovery, "_namespace", {})
     monkeypatch.chdir(tmp_path)

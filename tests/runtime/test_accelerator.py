@@ -53,7 +53,7 @@ class Stream(IterableDataset):
 
 
 def one_weight():
-    """A model whose gradient is the sum of what it is given, divided as the loss is."""
+    """Return a model whose gradient is the sum of its inputs, divided as the loss is."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     return model, torch.optim.SGD(model.parameters(), lr=1.0)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.processes
 
 
 def parts():
-    """A model with blocks and a plain twin, an optimizer for each, and a step of both that compares them."""
+    """Return a model with blocks, a plain copy of it, an optimizer for each, and a step of both that compares them."""
     import torch
     from torch import nn
 

@@ -16,7 +16,7 @@ VARIANTS = {"plain": {}, "accumulation": {"accumulate": 3}, "clipping": {"clip":
 
 
 def train(strategy: str, accumulate: int = 1, clip: float | None = None, precision: str = "no"):
-    """50 optimizer steps on the digits. Returns the whole parameters, and which samples all ranks saw, in order."""
+    """Run 50 optimizer steps on the digits. Return the whole parameters and the samples of all ranks, in order."""
     from sklearn.datasets import load_digits
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
@@ -96,6 +96,6 @@ def test_several_ranks_follow_the_single_process(alone, strategy, ranks):
 
 
 def test_the_ways_differ_from_one_another(alone):
-    """Or the comparison above would compare nothing."""
+    """Check that the comparison above compares different results."""
     plain = alone["plain"][0]["0.weight"]
     assert all(abs(alone[name][0]["0.weight"] - plain).max() > 1e-4 for name in VARIANTS if name != "plain")

@@ -20,7 +20,7 @@ def install(model: nn.Module, precision: str = "bf16") -> None:
 
 
 def doubled(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A forward of the user's own, as an attribute of the module."""
+    """Return twice the output, as a user's own `forward` that is an attribute of the module."""
     original = model.forward
     return lambda x: original(x) * 2
 

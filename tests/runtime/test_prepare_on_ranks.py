@@ -104,7 +104,7 @@ def test_repeated_prepare_leaks_no_hooks_groups_or_memory(strategy, cells, model
 
 
 def evaluate_then_prepare_again():
-    """A forward pass without a backward pass leaves full parameters in the modules; then come other settings."""
+    """Run a forward pass alone, which leaves full parameters in the modules, and prepare with other settings."""
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
@@ -457,7 +457,7 @@ def test_a_mesh_divides_layers_and_batches_and_the_result_is_the_whole_models():
 
 
 def join_and_tell():
-    """Uneven inputs under DDP, and what is told of shards."""
+    """Train with uneven inputs under DDP, and report the shards."""
     from torch.utils.data import DataLoader
 
     from rankbook.protocol import telemetry

@@ -13,7 +13,7 @@ from rankbook.runtime.process_state import PartialState
 
 @pytest.fixture(autouse=True)
 def console(monkeypatch):
-    """tqdm draws widgets from its import on where it sees a kernel's modules, which other tests may have imported."""
+    """Make tqdm draw text: it draws widgets if a kernel's modules, which other tests may import, are loaded."""
     for name in ("ipykernel.zmqshell", "tqdm.auto", "tqdm.autonotebook"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 

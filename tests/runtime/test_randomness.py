@@ -37,7 +37,7 @@ SAMPLES = 16
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch):
-    """A spawned worker finds this module by its name, on the path that it is given."""
+    """Let a spawned worker find this module by its name, on the path that it is given."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
 
 

@@ -47,7 +47,7 @@ class AugmentedStream(IterableDataset):
 
 
 def fresh(data, ranks, rank, size=2, own_generator=False, **options):
-    """A loader as a fresh process makes it, that knows no seed of ours."""
+    """Return a loader as a new process creates it, without a seed."""
     rng._last_seed = None
     torch.seed()
     shuffle = {} if isinstance(data, IterableDataset) else {"shuffle": True}

@@ -137,7 +137,7 @@ def test_training_goes_on_with_the_next_batch_however_many_ranks_load(world, lay
 
 
 def what_goes_wrong(folder):
-    """Said on every rank, whichever had the trouble."""
+    """Return the error of every rank, whichever rank failed."""
     from torch.utils.data import DataLoader
 
     parts = training()
@@ -202,7 +202,7 @@ def test_save_and_load_errors_of_one_rank_are_raised_on_all_ranks(tmp_path):
 
 
 def write_files(folder):
-    """A sharded model's files."""
+    """Write the files of a sharded model."""
     from rankbook.runtime import FullyShardedDataParallelPlugin
 
     accelerator, model = training(fsdp_plugin=FullyShardedDataParallelPlugin())[:2]

@@ -81,7 +81,7 @@ def no_window():
 
 @pytest.fixture
 def half_precision(monkeypatch):
-    """Fp16 on the CPU, which `Accelerator` refuses: its scaler works there just as it does on a CUDA device."""
+    """Allow fp16 on the CPU, which `Accelerator` refuses: its scaler works there as on a CUDA device."""
     monkeypatch.setattr(settings, "check_precision", lambda *_: None)
 
 
@@ -157,7 +157,7 @@ def test_clipping_sees_gradients_without_the_scale_which_is_taken_off_once(half_
 
 
 def two_models(accelerator, make=torch.optim.SGD):
-    """Two models of one weight 1.0, and their prepared optimizers."""
+    """Return two models with one weight of 1.0, and their prepared optimizers."""
     models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     for model in models:
         nn.init.ones_(model.weight)
@@ -171,7 +171,7 @@ def fp16(init_scale=8.0, growth_interval=1000):
 
 
 def backward(accelerator, *terms):
-    """A loss whose gradient for the weight of every model is its factor."""
+    """Run backward on a loss whose gradient for the weight of every model is its factor."""
     accelerator.backward(sum(model(torch.ones(1, 1)).sum() * factor for model, factor in terms))
 
 

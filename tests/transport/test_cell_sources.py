@@ -17,7 +17,7 @@ CELL = "def outer():\n    def inner():\n        raise ValueError(7)\n    return 
 
 @pytest.fixture
 def cell(monkeypatch):
-    """A function of cell [7], in a process that knows nothing else, and the table of its cells."""
+    """Provide a function of cell [7] in a process without other cells, and the table of its cells."""
     monkeypatch.setattr(linecache, "cache", {"<cell>": (len(CELL), None, CELL.splitlines(keepends=True), "<cell>")})
     monkeypatch.setattr(serialization, "_cell_numbers", None)
     numbers = {"<cell>": 7}

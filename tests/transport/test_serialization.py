@@ -33,7 +33,7 @@ LARGE = 1 << 20
 
 @pytest.fixture
 def store():
-    """A store in shared memory where there is such. Nothing may be left in it."""
+    """Provide a store, in shared memory if there is any. Nothing may be left in it."""
     shared = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="payload-", dir=shared if shared.is_dir() else None))
     yield SegmentStore(folder)
@@ -53,7 +53,7 @@ def sent(value, store, *, by="segment"):
 
 
 def same(original, received):
-    """Equal bit by bit, in everything that a tensor is."""
+    """Return whether two tensors are equal bit by bit, in all their properties."""
     return (
         type(original) is type(received)
         and (original.dtype, original.size(), original.stride(), original.requires_grad)

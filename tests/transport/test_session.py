@@ -121,7 +121,7 @@ def test_a_message_leaves_before_values_that_wait_and_the_window_bounds_what_is_
 
 @pytest.mark.parametrize("rate", [10e6, 100e6, 1e9])
 def test_a_message_waits_at_most_50_ms_behind_values_on_a_network_of_any_speed(rate):
-    """A network that delivers `rate` bytes per second, in order, after 1 ms."""
+    """Simulate a network that delivers `rate` bytes per second, in order, after 1 ms."""
     one, other = Session(), Session()
     for _ in range(64):
         one.send(VALUES, [bytes(1 << 20)])

@@ -21,7 +21,7 @@ from rankbook.transport.shared_memory import SegmentStore
 
 @pytest.fixture
 def store():
-    """A store in shared memory where there is such. Nothing may be left in it."""
+    """Provide a store, in shared memory if there is any. Nothing may be left in it."""
     shared = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="segments-", dir=shared if shared.is_dir() else None))
     yield SegmentStore(folder)

@@ -42,7 +42,7 @@ LOADER = Holding("loader", "loader", "DataLoader", "", 0, 0, (), "", "epoch 1, b
 
 
 def rank_placement(rank: int, *, tick: int = 0, per_host: int = 8, **changes: Any) -> RankPlacement:
-    """A rank that trains; what moves depends on `tick` alone."""
+    """Return the placement of a rank that trains; what changes depends on `tick` alone."""
     wave = (tick * 7 + rank * 13) % 100
     template = RankPlacement(
         rank=rank,
@@ -75,7 +75,7 @@ def placement(ranks: int = 4, *, tick: int = 0, at: float = 1_790_000_000.0, per
 
 @cache
 def shard_map(name: str = "model", *, parameters: int = 6, ranks: int = 4) -> ShardMap:
-    """Parameters split over the ranks in several ways, the same for every call."""
+    """Return parameters that are sharded over the ranks in several ways, the same ones in every call."""
     return ShardMap(name, "model", tuple(sharded_tensor(index, ranks) for index in range(parameters)), "")
 
 
@@ -101,7 +101,7 @@ def sharded_tensor(index: int, ranks: int) -> ShardedTensorMap:
 
 
 def saves(written: float = 0.5, *, ranks: int = 4, phase: str = "writing", error: str = "") -> Saves:
-    """A save of step 40, so far done."""
+    """Return a save of step 40 with this progress."""
     progress = [
         CheckpointSave("/ckpt", "step-40", 40, phase, int(written * GB), GB, 10 * written, 0.1 * GB, True, error)
         for _ in range(ranks)
@@ -134,7 +134,7 @@ class FakeFeed:
         return end
 
     def push(self, kind: str, state: Struct) -> None:
-        """Have everybody who watches see this."""
+        """Show this state in all views."""
         self.last[kind] = state
         for callback in tuple(self.watchers[kind]):
             callback(state)

@@ -296,7 +296,7 @@ feed.acts"""
     ipykernel.version_info[:2] < (7, 4), reason="before 7.4 the kernel reads nothing from the shell channel meanwhile"
 )
 def test_a_click_acts_while_a_cell_runs_and_never_again(module_notebook):
-    """A front end without subshells delivers all clicks again at the end of the cell."""
+    """Deliver all clicks again at the end of the cell, as a front end without subshells does."""
     notebook = module_notebook
     view_output = notebook.ok(VIEW)
     comm_id = view_output.text.strip().strip("'")

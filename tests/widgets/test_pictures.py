@@ -98,7 +98,7 @@ def test_a_device_without_memory_or_with_none_left_draws():
 
 
 def on_cpu(ranks: int = 2) -> Placement:
-    """Ranks that use 300 and 400 MB of a machine with 20 GB."""
+    """Return ranks that use 300 and 400 MB of a machine with 20 GB."""
     used = [MemoryUse(20 * GB, 4_000_000, 0, 0, 296_000_000 + rank * 100_000_000, 0, 0) for rank in range(ranks)]
     rank_placements = [
         rank_placement(
@@ -256,7 +256,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_jupyters_theme_counts_only_where_vs_code_has_none():
-    """VS Code's ipywidgets bring Jupyter's light variables along, whatever the theme."""
+    """Check it: VS Code's ipywidgets define Jupyter's light variables, whatever the theme."""
     for style in ((STATIC / "view.css").read_text(), output_panel.skeleton("p", "", (0,), "merged")):
         assert style.count("var(--jp-") == len(re.findall(r"var\(--vscode-[\w-]+,\s*var\(--jp-", style)) > 4
 

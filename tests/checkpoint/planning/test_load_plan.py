@@ -18,7 +18,7 @@ def within(offset, shape):
 
 
 def store(tensors, order="C"):
-    """Arrays with the boxes they are cut into, as two files' bytes and their manifest."""
+    """Store arrays in the boxes that they are cut into; return two files' bytes and their manifest."""
     files, described = [bytearray(), bytearray()], {}
     for key, (array, boxes) in tensors.items():
         chunks = []

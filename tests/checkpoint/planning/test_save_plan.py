@@ -43,7 +43,7 @@ def ranks_in(message):
 
 @st.composite
 def jobs(draw):
-    """Tensors over ranks, each chunk with its replicas: the shards per rank, and what they were made from."""
+    """Draw tensors over ranks, every chunk with its replicas: the shards of every rank, and their source."""
     world = draw(st.integers(1, 5))
     ranks = [[] for _ in range(world)]
     truth = {}
@@ -145,7 +145,7 @@ def test_a_single_fault_is_found_and_named(job, fault, data):
 
 @st.composite
 def replicated(draw):
-    """Vectors of different lengths, whole or halved, each on some of the ranks; the shards per rank."""
+    """Draw vectors of different lengths, whole or halved, on some of the ranks; return the shards of every rank."""
     world = draw(st.integers(1, 5))
     ranks = [[] for _ in range(world)]
     for length in draw(st.lists(st.integers(1, 60), min_size=1, max_size=12, unique=True)):

@@ -15,7 +15,7 @@ from rankbook.errors import CheckpointError
 
 @st.composite
 def boxes(draw, axes=3, most=6):
-    """A shape, and the start and shape of a slice in it, empty ones too."""
+    """Draw a shape, and the start and shape of a slice in it, which may be empty."""
     shape = draw(st.lists(st.integers(0, most), max_size=axes).map(tuple))
     starts = tuple(draw(st.integers(0, size)) for size in shape)
     return shape, starts, tuple(draw(st.integers(0, size - start)) for size, start in zip(shape, starts, strict=True))

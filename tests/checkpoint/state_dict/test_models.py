@@ -121,7 +121,7 @@ def save(kind):
 
 
 def load(kind, checkpoint):
-    """Into a fresh model with other values, whose optimizer has not stepped."""
+    """Load into a new model with other values, whose optimizer has not stepped."""
     model, optimizer = build(kind, 11)
     stored = {
         key: (tuple(item.shape), str(item.dtype).removeprefix("torch.")) for key, item in checkpoint["tensors"].items()

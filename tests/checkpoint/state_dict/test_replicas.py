@@ -63,7 +63,7 @@ def test_key_of_some_ranks_is_stored_by_the_first_of_them():
 
 
 def test_meshes_that_hold_the_same_are_copies_of_each_other():
-    """A layer that tensor parallelism leaves whole is sharded over (0, 2) and over (1, 3)."""
+    """Shard a layer that tensor parallelism leaves whole over (0, 2) and over (1, 3)."""
     meshes = [(0, 2), (1, 3), (0, 2), (1, 3)]
     ids, _ = settled([[copy("norm", mesh), copy("w", (0, 1, 2, 3))] for mesh in meshes])
     assert ids == [{"norm": 0, "w": 0}, {"norm": 1, "w": 0}, {"norm": 0, "w": 0}, {"norm": 1, "w": 0}]

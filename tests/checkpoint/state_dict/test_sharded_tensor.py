@@ -200,7 +200,7 @@ def test_narrow_requires_complete_chunks():
 
 @st.composite
 def cut(draw):
-    """A global tensor and all its shards on a regular grid, the first axes prepended."""
+    """Draw a global tensor and all its shards on a regular grid, with the first axes prepended."""
     axes = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=3))
     prepended = draw(st.integers(0, len(axes)))
     sizes = [1 if axis < prepended else size for axis, (size, _) in enumerate(axes)]

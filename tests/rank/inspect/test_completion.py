@@ -67,7 +67,7 @@ class Strange:
         ran("cached property")
 
     def method(self, alpha, beta=2, *, gamma: int = 3) -> dict:  # noqa: ARG002 - what is told is their names
-        """Says nothing."""
+        """Do nothing."""
         ran("method")
 
 

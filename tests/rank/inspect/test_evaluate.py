@@ -85,7 +85,7 @@ class Thing:
 
 
 def run_stopped(code, look):
-    """`look(ident)` while a thread stands in `code` at `stop()`."""
+    """Call `look(ident)` while a thread stands in `code` at `stop()`."""
     arrived, leave = threading.Event(), threading.Event()
 
     def stop():

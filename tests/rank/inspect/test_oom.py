@@ -89,7 +89,7 @@ def test_report_without_holdings_says_so():
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """A device of 80 GB of which PyTorch uses 60, keeps 70, and others have 5."""
+    """Simulate a device of 80 GB, of which PyTorch uses 60 and reserves 70, and others use 5."""
     numbers = {
         "is_initialized": lambda: True,
         "current_device": lambda: 3,

@@ -57,7 +57,7 @@ def run(logs: Path, body: str) -> tuple[list[Text | TextCut], object]:
 
 
 def streams(sent: list[Text | TextCut]) -> list[tuple[str, str]]:
-    """(stream, text) in order, neighbours of one stream joined."""
+    """Return pairs of stream and text in order, with neighbours of one stream joined."""
     joined: list[tuple[str, str]] = []
     for message in sent:
         assert isinstance(message, Text)

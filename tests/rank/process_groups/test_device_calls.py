@@ -263,7 +263,7 @@ def test_a_batch_ends_as_a_whole(setting):
     ],
 )
 def test_whether_a_device_executes_a_call_follows_from_its_tensors(setting, queued, name, args, expected):
-    """A group with gloo and NCCL waits for CPU tensors as one with gloo alone does."""
+    """Check that a group with gloo and NCCL waits for CPU tensors as one with gloo alone."""
     assert setting.make_backends(queued).runs_on_device(OPS[name], args, {}) is expected
 
 

@@ -18,7 +18,7 @@ PR_SET_NAME = 15
 
 @contextlib.contextmanager
 def busy(name: bytes, seconds: float) -> Iterator[threading.Event]:
-    """Meanwhile a thread of that name computes, without the interpreter, for so long; gives what is set then."""
+    """Compute without the interpreter for `seconds` in a thread of that name; yield the event of its end."""
     started, over, computed = threading.Event(), threading.Event(), threading.Event()
 
     def run() -> None:

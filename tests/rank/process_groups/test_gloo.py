@@ -78,7 +78,7 @@ def start(stack: ExitStack, *command: str) -> Process:
 
 
 def ranks(stack: ExitStack, folder: Path, size: int, *, awaited: int) -> list[Process]:
-    """Ranks that stop, each time they have made their first `awaited` listeners."""
+    """Run ranks that stop after they have created their first `awaited` listeners."""
     return [start(stack, "-c", RANK, str(folder), str(rank), str(size), str(awaited)) for rank in range(size)]
 
 

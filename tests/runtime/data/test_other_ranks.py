@@ -188,7 +188,7 @@ class Ranks:
 
 @pytest.fixture(autouse=True)
 def wire(monkeypatch):
-    """Messages of the dispatcher go to the `Ranks` that reads now."""
+    """Send messages of the dispatcher to the `Ranks` that reads now."""
     current = []
 
     def send(message, rank, _group):

@@ -35,7 +35,7 @@ class Counter:
 
 
 def trained(accelerator, seed=1, steps=1):
-    """A model and its optimizer that have stepped."""
+    """Return a model and its optimizer after a step."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 0.1))
