@@ -194,6 +194,16 @@ def test_the_reference_names_every_command_and_no_other():
     assert set(named) == set(arguments.COMMANDS)
 
 
+@pytest.mark.parametrize("command", arguments.COMMANDS)
+def test_the_reference_names_every_option_of_a_command(command):
+    lines = MAGICS.partition("## %distributed\n")[2].splitlines()
+    text = "\n".join(line for line in lines if re.match(rf"\| `{command}\b", line))
+    if command == "start":
+        text += "\n".join(line for line in lines if line.startswith("- `--"))
+    options = [action.option_strings for action in arguments._command_parsers[command].actions if action.option_strings]
+    assert [names for names in options if not any(re.search(rf"{name}(?![\w-])", text) for name in names)] == []
+
+
 def test_the_reference_names_the_environment_variables_that_the_code_reads():
     code = "".join(
         file.read_text() for folder in ("kernel", "magics", "widgets") for file in (ROOT / folder).rglob("*.py")

@@ -98,6 +98,16 @@ def index(tmp_path_factory) -> Index:
         ("debug rank", "howto/debug-a-rank"),
         ("move accelerate script", "howto/from-accelerate"),
         ("RANKBOOK_RANKS", "reference/environment-variables"),
+        ("where are logs", "explanation/how-output-is-merged"),
+        ("hung", "tutorials/when-something-goes-wrong"),
+        ("Slurm nodes", "howto/slurm"),
+        ("multi-node", "howto/other-hosts"),
+        ("custom launcher", "reference/api-engines"),
+        ("first NaN", "howto/find-a-nan"),
+        ("change number of ranks", "howto/resize"),
+        ("accelerate launch", "howto/from-accelerate"),
+        ("trusted", "explanation/what-is-trusted"),
+        ("variables when rank dies", "tutorials/dead-ranks"),
     ],
 )
 def test_the_search_finds_the_page(index, query, page):
