@@ -49,8 +49,11 @@ def test_two_threads_that_start_at_once_get_one_cluster(fake):
 def test_a_cluster_of_another_size_is_refused_until_the_first_is_stopped():
     first = default_cluster.start(2)
     assert default_cluster.start(2, backend="gloo") is first
-    with pytest.raises(InvalidArgument, match="are already running; stop them first with %distributed stop"):
+    stop = "are already running; stop them first with %distributed stop"
+    with pytest.raises(InvalidArgument, match=f"{stop}, or change their number with %distributed resize 4$"):
         default_cluster.start(4)
+    with pytest.raises(InvalidArgument, match=f"{stop}$"):
+        default_cluster.start(2, backend="nccl")
     assert default_cluster.stop()
     assert default_cluster.start(4) is not first
 

@@ -133,6 +133,7 @@ def test_restarting_a_busy_rank_kills_it_fails_its_cell_and_forks_again():
     cell, _ = submit(state, 1)
     assert decided(state.handle(ev.LaunchRanks((1,)))) == [act.Kill(1, 1, idle=False)]
     actions = state.handle(ev.RankGone(1, 1, "was killed by SIGKILL"))
+    assert actions[0] == act.NotifyRankLost(1, "was restarted", cell, expected=True)
     assert only(actions, act.EndCell) == [act.EndCell(cell, (), interrupted=False)]
     assert actions[-1] == act.Fork(1, 2)
 

@@ -205,6 +205,7 @@ def test_restart_ends_what_the_rank_runs(notebook):
     notebook.ok("%distributed restart 1", timeout=20)
     failed = notebook.run("handle.wait()")
     assert (failed.status, failed.ename) == ("error", "RankLostError")
+    assert "rank 1 was restarted while running cell [" in failed.traceback, "and not that its memory ran out"
 
 
 # Push and pull -------------------------------------------------------------------------------------------------------

@@ -168,9 +168,10 @@ def _start(
         if running is None:
             _current = running = Cluster(n, backend=backend, timeout=timeout, keep=seconds, hosts=options)
         elif n not in (None, running.world_size) or backend not in (None, running.backend):
+            resize = "" if n in (None, running.world_size) else f", or change their number with %distributed resize {n}"
             raise InvalidArgument(
                 f"{running.world_size} ranks ({running.backend}) are already running;"
-                " stop them first with %distributed stop"
+                f" stop them first with %distributed stop{resize}"
             )
         elif options is not None and not running.hosts():
             raise InvalidArgument(

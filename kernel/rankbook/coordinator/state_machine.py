@@ -206,7 +206,9 @@ class ClusterState:
         self.grouped = False
         cell, rank.cell = rank.cell, None
         rank.loss = None if expected else event.reason
-        actions: list[act.Action] = [act.NotifyRankLost(rank.rank, event.reason, cell, expected)]
+        # `restart` kills a busy rank. Its signal would read as if memory had run out.
+        reason = "was restarted" if expected and rank.refork else event.reason
+        actions: list[act.Action] = [act.NotifyRankLost(rank.rank, reason, cell, expected)]
         self._collective_monitor.forget(rank.rank)
         live = self.live_ranks()
         if not rank.refork and live:
