@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from rankbook import Cluster, RankLostError, StartError
-from rankbook.launch.hosts import LOST_AFTER, HostOptions
+from rankbook.launch.hosts import HostOptions
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 RANKS = 4
@@ -116,9 +116,7 @@ def main(arguments: list[str]) -> None:
     options = None
     if launcher != "local":
         nodes = None if "--hosts" in own or "--hostfile" in own else 2
-        # Nobody reports the end of an agent that was started by hand.
-        lost_after = 6.0 if launcher == "env" else LOST_AFTER
-        options = HostOptions(launcher, address, nodes=nodes, arguments=tuple(own), lost_after=lost_after)
+        options = HostOptions(launcher, address, nodes=nodes, arguments=tuple(own))
     with Cluster(RANKS, hosts=options, timeout=150) as cluster:
         cluster.run("pass")
         tell("start", round(time.monotonic() - began, 2))

@@ -107,7 +107,7 @@ def test_a_session_trains_as_locally_loses_heals_and_leaves_nothing(launcher, tm
     assert [ranks for _, ranks in steps["hosts"]] == [[0, 1], [2, 3]]
     assert "rank 3 was healed" in steps["healed"]
     assert 0 <= steps["reported"] < 20  # on an idle machine within 2 s
-    assert ("was not reachable" if launcher == "env" else "the agent on") in steps["loss"]
+    assert "the agent on" in steps["loss"]
     assert steps["failed"] and steps["kept"] == [0, 1]
     if launcher == "mpirun":
         assert "the launcher mpirun has no other host" in steps["not replaced"]

@@ -1,12 +1,18 @@
-"""Test the link to the ranks of several hosts without hosts."""
+"""Test the table of hosts and the link to their ranks without hosts."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from rankbook.launch import hosts
-from rankbook.launch.hosts import HOME, HostsLink
+from rankbook.launch.hosts import HOME, Hosts, HostsLink, MirroredSegments, local_versions
+from rankbook.protocol.agents import HostDescription, HostReady, encode_description
 from rankbook.protocol.messages import Interrupt, encode
+from rankbook.transport.agent_link import Hello, LinkMessage, LivenessPort
+from tests.conftest import wait_until
 
 
 def test_a_message_to_ranks_of_several_hosts_is_encoded_once_and_goes_to_every_host_once(monkeypatch):
@@ -30,3 +36,68 @@ def test_a_message_to_ranks_of_several_hosts_is_encoded_once_and_goes_to_every_h
     data = encode(message)
     assert sent == [(HOME, (0, 1), data), ("a", (2, 4), data), ("b", (3,), data)]
     assert encoded == [message]
+
+
+class OneAgent:
+    """A link with one agent, and the hosts that use it."""
+
+    def __init__(self, folder: Path, port: int, *, probed: bool) -> None:
+        self.closed: set[str] = set()
+        description = HostDescription(name="node", pid="1", address="127.0.0.1", **local_versions())
+        ready = HostReady(slots=1, devices=0, cores=1, port=1, liveness_port=port)
+        self.events = [Hello("agent", encode_description(description)), LinkMessage("agent", 0, [encode(ready)])]
+        self.accept = self.forget = lambda _: None
+        self.run_timers = lambda _: []
+        self.deadline = lambda: None
+        self.pending = lambda *_: 0
+        self.hosts = Hosts(self, MirroredSegments(folder), None, lost_after=60.0, report=lambda _: None)
+        self.hosts.probe_agents = probed
+
+    def receive(self) -> list[object]:
+        events, self.events = self.events, []
+        return events
+
+    def poll(self, *, times: int) -> bool:
+        """Poll with a pause that is longer than the interval of the probes. Return True if the host can be used."""
+        for _ in range(times):
+            hosts.agent_link.wait_readable([], 0.03)
+            self.hosts.poll()
+        return bool(self.hosts.slots)
+
+
+@pytest.fixture
+def short_intervals(monkeypatch) -> None:
+    monkeypatch.setattr(hosts, "_PROBE_INTERVAL", 0.02)
+    monkeypatch.setattr(hosts, "_PROBE_TEST", 0.1)
+
+
+@pytest.mark.usefixtures("short_intervals")
+def test_a_host_is_lost_when_its_agent_has_closed_its_connection_and_its_port(tmp_path):
+    port = LivenessPort("127.0.0.1")
+    agent = OneAgent(tmp_path, port.port, probed=True)
+    assert agent.poll(times=10) and not agent.hosts._tested
+    # A proxy has closed the connection: the agent lives.
+    agent.closed.add("agent")
+    assert agent.hosts.deadline() is not None
+    assert agent.poll(times=10)
+    # It ends, which no closed connection tells yet.
+    agent.closed.clear()
+    port.close()
+    assert agent.hosts.deadline() is None
+    assert agent.poll(times=10)
+    agent.closed.add("agent")
+    wait_until(lambda: not agent.poll(times=1), timeout=20, what="the host is lost")
+    assert agent.hosts._hosts["agent"].lost == (
+        "was lost: the agent on node has ended, perhaps killed: its port is closed"
+    )
+
+
+@pytest.mark.usefixtures("short_intervals")
+@pytest.mark.parametrize("probed", [True, False])
+def test_a_port_that_refuses_from_the_start_says_nothing_about_the_agent(tmp_path, probed):
+    port = LivenessPort("127.0.0.1")
+    port.close()
+    agent = OneAgent(tmp_path, port.port, probed=probed)
+    assert agent.poll(times=10) and not agent.hosts._tested
+    agent.closed.add("agent")
+    assert agent.poll(times=10)

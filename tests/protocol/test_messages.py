@@ -44,7 +44,7 @@ def test_every_message_belongs_to_a_direction():
     assert directed == kinds | {*QueryRequest.__subclasses__(), *QueryReply.__subclasses__()}
 
 
-WIRE = (4, "69cbd83d243b4ced")
+WIRE = (4, "b94f1aafe33403d7")
 """The protocol's version, and a digest of the messages and their fields that it stands for."""
 
 

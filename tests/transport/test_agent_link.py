@@ -22,6 +22,7 @@ from rankbook.transport.agent_link import (
     Hello,
     LinkKeys,
     LinkMessage,
+    LivenessPort,
     Reachable,
     RefusalProbe,
     Refused,
@@ -277,6 +278,39 @@ def test_stalled_connection_is_detected_and_recovers(pair, proxy, monkeypatch):
     pair.hub.send("agent-0", 0, [b"later"])
     proxy.forwarding = True
     pair.until(lambda: pair.texts(pair.seen(link, LinkMessage)) == [b"later"] and Reachable("agent-0") in pair.at_hub)
+
+
+def test_a_connection_that_was_closed_is_told_from_one_that_is_silent(pair, proxy, monkeypatch):
+    monkeypatch.setattr(agent_link, "_UNREACHABLE_AFTER", 1.5)
+    link = pair.connect(port=proxy.port)
+    pair.until(lambda: pair.seen(link, Accepted))
+    assert pair.hub.closed == set()
+    proxy.cut()
+    pair.until(lambda: pair.hub.closed == {"agent-0"})
+    proxy.accepting = True
+    pair.until(lambda: pair.seen(link, Reachable))
+    assert pair.hub.closed == set()
+    pair.until(lambda: pair.hub.round_trip("agent-0") is not None)
+    proxy.forwarding = False
+    pair.until(lambda: pair.at_hub[-1] == Unreachable("agent-0"))
+    # Only now, as libzmq does when its heartbeats get no answer.
+    proxy.cut()
+    ended = time.monotonic() + 2.5  # two questions, the second of which finds no connection
+    pair.until(lambda: time.monotonic() > ended)
+    assert pair.hub.closed == set()
+
+
+def test_a_liveness_port_is_open_as_long_as_its_process_lives():
+    port = LivenessPort(LOOPBACK)
+    probe = RefusalProbe(LOOPBACK, port.port, 0.5)
+    assert [probe.look(now) for now in (0.0, 0.5, 1.0)] == [0.0] * 3
+    port.accept()
+    port.close()
+    assert [probe.look(now) for now in (1.5, 2.0, 2.5)] == [0.0, 0.5, 1.0]
+    probe.reset()
+    unavailable = LivenessPort("192.0.2.1")
+    assert unavailable.port == 0
+    unavailable.close()
 
 
 def test_an_agent_that_was_given_up_is_refused_when_it_returns(pair, proxy):

@@ -127,6 +127,7 @@ class Agent:
         self._ended = ""
         self._unreachable_since: float | None = time.monotonic()
         self._refusals = agent_link.RefusalProbe(connection.address, connection.port)
+        self._liveness = agent_link.LivenessPort(address)
         self._was_accepted = False
         self._pids: dict[int, tuple[int, int]] = {}
         # Ranks that owe a reply, with the time at which their process is looked at.
@@ -162,6 +163,8 @@ class Agent:
     def _step(self) -> None:
         files = {*self._link.filenos(), self._launcher.fileno(), self._signal_read, *self._requests.filenos()}
         files.update(self._modules.filenos())
+        if self._liveness.port:
+            files.add(self._liveness.fileno())
         if not self._launcher.alive:
             files.discard(self._launcher.fileno())
         received, ready = self._hub.wait(self._timeout(), files)
@@ -171,6 +174,8 @@ class Agent:
             for report in self._launcher.read():
                 self._handle_report(report)
         self._send_exits()
+        if self._liveness.port and self._liveness.fileno() in ready:
+            self._liveness.accept()
         if not ready.isdisjoint(self._requests.filenos()):
             for connection, request in self._requests.receive():
                 self._send(StoreRequest(connection), request)
@@ -236,6 +241,8 @@ class Agent:
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, self._signal_write)
             stack.callback(os.close, self._signal_read)
+            # After the link: until then the coordinator learns the reason of the end from a message.
+            stack.callback(self._liveness.close)
             stack.callback(self._link.close, _LEAVE_SECONDS)
             stack.callback(self._refusals.reset)
             if self._was_accepted and self._unreachable_since is None:
@@ -357,7 +364,7 @@ class Agent:
         match report:
             case ClusterOpened(port, devices):
                 slots = self._slots if self._slots is not None else devices or 1
-                self._send(HostReady(slots, devices, usable_cores(), port))
+                self._send(HostReady(slots, devices, usable_cores(), port, self._liveness.port))
             case RankForked(rank, incarnation, pid):
                 self._pids[rank] = (incarnation, pid)
                 self._send(report)

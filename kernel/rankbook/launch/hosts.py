@@ -16,15 +16,17 @@ under the same name.
 
 The state for a healed rank stays on the donor's host if all of its readers run there (`ExportState.stays`).
 
-Loss of a host. A host that cannot be reached keeps its ranks for `lost_after` seconds. After that, or as soon as its
-agent has reported its own end, every rank of it counts as exited. An agent that returns later is refused; it ends its
-ranks and offers its slots again as a new host.
+Loss of a host. A host that cannot be reached keeps its ranks for `lost_after` seconds. After that, or as soon as the
+end of its agent is known, every rank of it counts as exited. The agent reports its end itself; if it was killed, the
+engine does. Without an engine that knows (`probe_agents`), its closed connection and its closed port show it. An agent
+that returns later is refused; it ends its ranks and offers its slots again as a new host.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import ipaddress
 import os
 import platform
 import sys
@@ -70,7 +72,7 @@ from rankbook.protocol.base import PROTOCOL_VERSION, Message
 from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
 from rankbook.protocol.messages import ExportState, FromForkserver, FromRank, Task, encode, message_segments
 from rankbook.transport import agent_link
-from rankbook.transport.agent_link import AgentHub, ClockOffset, make_keys
+from rankbook.transport.agent_link import AgentHub, ClockOffset, RefusalProbe, make_keys
 from rankbook.transport.link import Frames, Sender, read_from_rank
 from rankbook.transport.shared_memory import AHEAD, MOST_IN_FRAMES, Bytes, SegmentReceiver, SegmentSender, SegmentStore
 from rankbook.transport.store_keys import KeyFolder, perform
@@ -80,6 +82,9 @@ LOST_AFTER = 60.0
 """Default seconds after which an unreachable host is lost."""
 _MAX_BAD_MESSAGES = 10
 _CLOSE_SECONDS = 2.0
+_PROBE_INTERVAL = 0.5
+_PROBE_TEST = 3 * _PROBE_INTERVAL
+"""Seconds after the start of an agent in which a refused connection shows that its port says nothing."""
 # Most values cross in less; a line about them would only flicker.
 _PROGRESS_AFTER = 1.0
 _STATE_AGE = 5.0
@@ -101,8 +106,16 @@ class Host:
     segments: set[str] = field(default_factory=set)
     """Segments of the notebook's host that this host has or is getting."""
     code: SentModules = field(default_factory=SentModules, repr=False)
+    probe: RefusalProbe | None = None
     sender: SegmentSender = field(kw_only=True, repr=False)
     receiver: SegmentReceiver = field(kw_only=True, repr=False)
+
+    def end_probe(self, *, for_good: bool) -> None:
+        """Close the probe's connection, and give the probe up if it says nothing."""
+        if self.probe is not None:
+            self.probe.reset()
+        if for_good:
+            self.probe = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +149,7 @@ class Hosts:
     """Exchange messages with the agents of other hosts over `hub`.
 
     `segments` is the notebook's shared memory, `keys` the store of the ranks. `report` shows a line to the user.
+    With `probe_agents`, the end of an agent that was killed is looked for, because no engine reports it.
     """
 
     def __init__(
@@ -157,7 +171,10 @@ class Hosts:
         self._keys = keys
         self._lost_after = lost_after
         self.modules: ModuleFolder | None = None
+        self.probe_agents = False
         self._hosts: dict[str, Host] = {}
+        # New hosts, with the end of the time in which their probe is tested.
+        self._tested: dict[str, float] = {}
         self._processes: dict[int, _Process] = {}
         # Messages that wait for segments of their host.
         self._held: list[tuple[Host, tuple[str, ...], Sender, FromRank, list[memoryview]]] = []
@@ -307,6 +324,8 @@ class Hosts:
             for host in list(self._hosts.values())
             if host.unreachable_since is not None and not host.lost
         ]
+        if self._tested or self.hub.closed:
+            times.append(time.monotonic() + _PROBE_INTERVAL)
         if (deadline := self.hub.deadline()) is not None:
             times.append(deadline)
         return min(times, default=None)
@@ -338,6 +357,9 @@ class Hosts:
                 since = host.unreachable_since
                 if since is not None and not host.lost and now - since >= self._lost_after:
                     self._lose(host, f"was lost: {host.name} was not reachable for {now - since:.0f} s")
+            for agent in {*self._tested, *self.hub.closed}:
+                if agent in self._hosts:
+                    self._probe(self._hosts[agent], now)
 
     def _greet(self, agent: str, hello: bytes) -> None:
         try:
@@ -370,10 +392,24 @@ class Hosts:
         if ranks:
             self.report(f"{host.name} cannot be reached; its ranks are lost after {self._lost_after:.0f} s")
 
+    def _probe(self, host: Host, now: float) -> None:
+        """Lose a host whose agent has ended without a message: its system refuses what it accepted before."""
+        is_refused = host.probe is not None and host.probe.look(now) > 0.0
+        if host.id not in self._tested:
+            if is_refused:
+                self._lose(host, f"was lost: the agent on {host.name} has ended, perhaps killed: its port is closed")
+            return
+        # Refused from the start: by a firewall, or because the address is that of another network.
+        if is_refused or now > self._tested[host.id]:
+            del self._tested[host.id]
+            host.end_probe(for_good=is_refused)
+
     def _lose(self, host: Host, reason: str) -> None:
         # First of all: nothing below may send to this host any more.
         host.lost = reason
         host.slots = None
+        host.end_probe(for_good=True)
+        self._tested.pop(host.id, None)
         self.hub.forget(host.id)
         host.receiver.close()
         self._held = [held for held in self._held if held[0] is not host]
@@ -431,8 +467,8 @@ class Hosts:
             case ModuleRequest(connection, name, known):
                 files = {} if self.modules is None else self.modules.find(name, host.code, known, host=host.name)
                 self._send_modules(host, connection, files)
-            case HostReady(slots, devices, cores, port):
-                self._ready(host, slots, devices, cores, port)
+            case HostReady():
+                self._ready(host, message)
             case HostFailed(reason):
                 self.report(f"{host.name} cannot start ranks: {reason}")
                 self._lose(host, f"was lost: {host.name} cannot start ranks ({reason})")
@@ -443,11 +479,19 @@ class Hosts:
             case HostNote(text):
                 self.report(f"{host.name}: {text[:500]}")
 
-    def _ready(self, host: Host, slots: int, devices: int, cores: int, port: int) -> None:
+    def _ready(self, host: Host, ready: HostReady) -> None:
+        slots, devices, cores = ready.slots, ready.devices, ready.cores
         if not 1 <= slots <= 1024:
             raise ProtocolError(f"invalid number of slots: {slots}")
+        if not 0 <= ready.liveness_port < 1 << 16:
+            raise ProtocolError(f"invalid port: {ready.liveness_port}")
         description = host.description
-        host.port = port
+        host.port = ready.port
+        if self.probe_agents and ready.liveness_port and host.probe is None:
+            # A number: the look-up of a name could take long.
+            address = str(ipaddress.IPv4Address(description.address))
+            host.probe = RefusalProbe(address, ready.liveness_port, _PROBE_INTERVAL)
+            self._tested[host.id] = time.monotonic() + _PROBE_TEST
         host.slots = HostSlots(
             id=host.id,
             name=host.name,
@@ -575,6 +619,8 @@ class Hosts:
                 break
             agent_link.wait_readable(self.filenos(), 0.05)
             self.poll()
+        for host in self._hosts.values():
+            host.end_probe(for_good=True)
         self.hub.close()
         self._keys.close()
 
@@ -652,6 +698,7 @@ def listen(options: HostOptions, cluster: str, segments: Path, *, report: Callab
         raise
     store = KeyFolder(segments / "store")
     hosts = Hosts(hub, MirroredSegments(segments), store, lost_after=options.lost_after, report=report)
+    hosts.probe_agents = options.launcher == "env"
     if options.sync_code:
         # `report` is replaced when the cluster has started.
         hosts.modules = ModuleFolder(Path.cwd(), lambda text: hosts.report(text))  # noqa: PLW0108

@@ -100,12 +100,16 @@ class SegmentRefused(Message, frozen=True):
 
 
 class HostReady(Message, frozen=True):
-    """Report that the host can start ranks: its slots, CUDA devices and CPU cores, and a free TCP port."""
+    """Report that the host can start ranks: its slots, CUDA devices and CPU cores, and a free TCP port.
+
+    The agent listens at `liveness_port` for as long as its process lives (0: at none).
+    """
 
     slots: int
     devices: int
     cores: int
     port: int
+    liveness_port: int = 0
 
 
 class HostFailed(Message, frozen=True):

@@ -19,6 +19,11 @@ that a coordinator that is busy for a minute is not taken for dead. It connects 
 seconds. The hub judges by messages: an agent is never busy for long, and answers a `RBPING` at once, with the time of
 its clocks.
 
+End of a process. The system closes the connections of a process that was killed, which a broken network does not. But a
+proxy or a firewall may close them too, so that this alone proves nothing. An agent therefore listens at a port of its
+own (`LivenessPort`), and the other end at the hub's: where the host answers that nobody listens there any more, the
+process has ended (`RefusalProbe`).
+
 The descriptors to poll are edge-triggered (https://libzmq.readthedocs.io/en/latest/zmq_getsockopt.html, ZMQ_FD): call
 `has_message` before a wait, and `receive` after it. Any thread may send; one thread polls.
 """
@@ -190,6 +195,9 @@ class AgentHub:
         self.address = address
         self.refusals = 0
         self.dropped = 0
+        # Agents whose end of the connection was closed just after a message, and that have not connected again. After
+        # some seconds without a message this end may have closed it, which says nothing about the agent.
+        self.closed: set[str] = set()
         self._allowed = {z85.decode(keys.client_public)}
         self._lock = threading.RLock()
         self._peers: dict[str, _Peer] = {}
@@ -429,11 +437,13 @@ class AgentHub:
 
     def _alive(self, agent: str, peer: _Peer, now: float, events: list[HubEvent]) -> None:
         peer.last_received = now
+        self.closed.discard(agent)
         if not peer.reachable:
             peer.reachable = True
             events.append(Reachable(agent))
 
     def _drop(self, agent: str) -> None:
+        self.closed.discard(agent)
         peer = self._peers.pop(agent, None)
         if peer is not None:
             self._agents.pop(peer.connection, None)
@@ -449,9 +459,14 @@ class AgentHub:
 
     def _send_frames(self, peer: _Peer, frames: Sequence[Bytes]) -> None:
         # A connection that has ended is not known any more. The session sends again over the next one.
-        with contextlib.suppress(zmq.ZMQError):
+        try:
             self._socket.send(peer.connection, zmq.SNDMORE | zmq.NOBLOCK)
             _send_frames(self._socket, frames)
+        except zmq.ZMQError as error:
+            agent = self._agents.get(peer.connection)
+            recent = time.monotonic() - peer.last_received < _UNREACHABLE_AFTER
+            if agent is not None and error.errno == errno.EHOSTUNREACH and recent:
+                self.closed.add(agent)
 
 
 # An agent's end -----------------------------------------------------------------------------------------------------
@@ -591,20 +606,21 @@ class RefusalProbe:
     """Tell for how long the host at `address` has refused connections to `port`: no process listens there any more.
 
     A broken network, a busy process and a host that is switched off do not answer at all. ZeroMQ does not tell the one
-    from the others, so this connects a plain socket, without waiting for it.
+    from the others, so this connects a plain socket every `interval` seconds, without waiting for it.
     """
 
-    def __init__(self, address: str, port: int) -> None:
+    def __init__(self, address: str, port: int, interval: float = _PROBE_INTERVAL) -> None:
         self._endpoint = (address, port)
+        self._interval = interval
         self._socket: socket.socket | None = None
         self._error = 0
         self._next = 0.0
         self._since: float | None = None
 
     def look(self, now: float) -> float:
-        """Return for how many seconds all connections were refused. Call it repeatedly; it tries once a second."""
+        """Return for how many seconds all connections were refused. Call it repeatedly."""
         if now >= self._next:
-            self._next = now + _PROBE_INTERVAL
+            self._next = now + self._interval
             self._finish(now)
             self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             self._socket.setblocking(False)
@@ -619,7 +635,7 @@ class RefusalProbe:
             self._socket = None
 
     def _finish(self, now: float) -> None:
-        """Take over the result of the last connection, which was begun a second ago."""
+        """Take over the result of the last connection, which was begun an interval ago."""
         if self._socket is None:
             return
         error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or self._error
@@ -627,7 +643,38 @@ class RefusalProbe:
         if error != errno.ECONNREFUSED:
             self._since = None
         elif self._since is None:
-            self._since = now - _PROBE_INTERVAL
+            self._since = now - self._interval
+
+
+class LivenessPort:
+    """Listen at a free port of `address` for as long as this process lives, for the `RefusalProbe` of the other end.
+
+    Nothing is read from its connections. `port` is 0 if the process may not listen there.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.port = 0
+        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        with contextlib.suppress(OSError):
+            self._listener.bind((address, 0))
+            self._listener.listen(16)
+            self.port = self._listener.getsockname()[1]
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._listener.fileno()
+
+    def accept(self) -> None:
+        """Accept the connections that wait, and close them."""
+        # BlockingIOError when none waits any more, ConnectionError for one that has ended.
+        with contextlib.suppress(OSError):
+            while True:
+                self._listener.accept()[0].close()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._listener.close()
 
 
 _MONITOR_EVENT = struct.Struct("=Hi")  # zmq_socket_monitor(3): the event and its value
