@@ -165,6 +165,21 @@ def test_without_a_whole_replica_the_shards_are_lost(cluster):
     assert training.expected
 
 
+def test_a_layout_of_before_can_be_prepared_again_after_its_rank_was_replaced(cluster):
+    Training(cluster, "hsdp", steps=3, protect=False)
+    cluster.run("del model, net, optimizer, scheduler, loader, accelerator")
+    os.kill(cluster.status()[1].pid or 0, signal.SIGKILL)
+    assert "rank 1 was healed" in str(cluster.heal())
+    # The mesh of this layout has not come with a model: the other ranks must not use theirs.
+    training = Training(cluster, "hsdp", steps=3, protect=False)
+    cluster.run("losses = train(3)")
+    assert cluster.pull("losses") == training.expected
+    cluster.restart("2")  # beside models of this layout on the other ranks
+    training = Training(cluster, "hsdp", steps=3, protect=False)
+    cluster.run("losses = train(3)")
+    assert cluster.pull("losses") == training.expected
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", LAYOUTS)

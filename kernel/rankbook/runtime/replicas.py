@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rankbook.control_collectives import gather_objects
 from rankbook.runtime import prepared, protection
 from rankbook.runtime.protection import RestoredSnapshot
-from rankbook.runtime.strategies.base import Strategy, mesh_for
+from rankbook.runtime.strategies.base import Strategy, existing_mesh
 from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel
 
 _AXIS = "dp_replicate"
@@ -35,7 +35,7 @@ def rows_of(strategy: Strategy) -> list[list[int]]:
     """Return the ranks of every replica, each of which has all shards; nothing without replicas."""
     if not isinstance(strategy, FullyShardedDataParallel) or strategy.axes.get(_AXIS, 1) == 1:
         return []
-    mesh = mesh_for(strategy.setup.device.type, strategy.axes).mesh
+    mesh = existing_mesh(strategy.setup.device.type, strategy.axes).mesh
     # The axis of the replicas is the outermost.
     return [row.flatten().tolist() for row in mesh]
 
@@ -65,7 +65,7 @@ def restore(replaced: Collection[int]) -> RestoredSnapshot:
     source = row[place]
     strategy = strategies[0]
     assert isinstance(strategy, FullyShardedDataParallel)
-    mesh = mesh_for(strategy.setup.device.type, strategy.axes)
+    mesh = existing_mesh(strategy.setup.device.type, strategy.axes)
     sent: list[Any] = [None]
     if rank == source:
         sent = [protection.pack_state()]

@@ -55,6 +55,7 @@ _FOREVER = timedelta(days=365)
 """Timeout of collectives while a rank may be paused in a debugger."""
 _NAME = "rankbook"
 _PROTECTION = "rankbook.runtime.protection"
+_STRATEGIES = "rankbook.runtime.strategies.base"
 _MANAGED = {"gloo", "nccl"}
 _ACCELERATORS: dict[str, Callable[[torch.device], DeviceInterface]] = {"nccl": Cuda}
 """The backends that queue collectives on a device, and how to ask that device."""
@@ -231,6 +232,8 @@ class GroupManager:
                     groups.setdefault(name, group)
         if protection is not None:
             protection.continue_numbers(max(report["snapshot"] for report in reports))
+        if (strategies := sys.modules.get(_STRATEGIES)) is not None:
+            strategies.doubt_meshes()
         self._fresh |= {rank for rank, report in enumerate(reports) if report["fresh"]}
         steps = [None if report["fresh"] else report["steps"] for report in reports]
         return groups, max(report["count"] for report in reports), steps

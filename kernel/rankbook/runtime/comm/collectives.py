@@ -593,7 +593,10 @@ class CollectiveMethods(AcceleratorSettings):
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """Device mesh of `parallelism_config` with all its axes, None without one. The first access is a collective."""
+        """Device mesh of `parallelism_config` with all its axes, None without one.
+
+        The first access is a collective, also after an abort of collectives or the replacement of a rank.
+        """
         parallelism = self.parallelism_config
         return None if parallelism is None else mesh_for(self.device.type, parallelism.sizes)
 

@@ -8,7 +8,7 @@ shards of a model again, so that it can be prepared with another strategy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from rankbook.control_collectives import all_min
 from rankbook.runtime.config import FullyShardedDataParallelPlugin, Handlers, ParallelismConfig
 
 
@@ -86,33 +87,65 @@ class Strategy(ABC):
         """Discard gradients that backward has accumulated locally and not yet stored in the parameters' `grad`."""
 
 
+@dataclass(frozen=True)
+class _CachedMesh:
+    """A mesh of the default process group `world`. `on_all_ranks`: all ranks are known to have it in their cache."""
+
+    world: object
+    mesh: DeviceMesh
+    on_all_ranks: bool
+
+
 # Every `init_device_mesh` creates process groups, which is a collective and uses sockets and memory. So a mesh is
-# created once per shape. The key of an entry is not enough: after an aborted collective the default group may be a new
-# one, and the mesh's groups of the old one are dead.
-_meshes: dict[tuple[str, tuple[tuple[str, int], ...]], tuple[object, DeviceMesh]] = {}
+# created once per shape. The key of an entry is not enough: after a change of the number of ranks the default group is
+# a new one, and the mesh's groups of the old one are dead.
+#
+# A rank that has replaced another one lacks the meshes that have not come with a model, and so does a rank in which the
+# creation was aborted. If the others used theirs, it would wait for them in `init_device_mesh`. So the ranks agree once
+# about every mesh: at its creation, and again after every time that the process groups were formed anew. All ranks mark
+# their entries together, so either all of them agree in a call or none.
+_meshes: dict[tuple[str, tuple[tuple[str, int], ...]], _CachedMesh] = {}
 
 
 def mesh_for(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
-    """Return the mesh of all ranks with these axes, outermost first. The first call is a collective.
+    """Return the mesh of all ranks with these axes, outermost first.
 
-    Meshes are cached. A mesh of an earlier default process group is created again.
+    Meshes are cached. The first call is a collective, and so is the first one after the process groups were formed
+    anew. A mesh of an earlier default process group, or that a rank lacks, is created again on all ranks.
     """
     if not dist.is_initialized():
         _init_single_rank_group()
     world = dist.group.WORLD
     key = (device_type, tuple(sizes.items()))
-    entry = _meshes.get(key)
-    if entry is None or entry[0] is not world:
-        for stale in [mesh_key for mesh_key, (group, _) in _meshes.items() if group is not world]:
-            del _meshes[stale]
+    for stale in [mesh_key for mesh_key, entry in _meshes.items() if entry.world is not world]:
+        del _meshes[stale]
+    known = _meshes.get(key)
+    if known is not None and known.on_all_ranks:
+        return known.mesh
+    (is_everywhere,) = all_min(known is not None)
+    if known is not None and is_everywhere:
+        mesh = known.mesh
+    else:
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        _meshes[key] = entry = (world, mesh)
-    return entry[1]
+    _meshes[key] = _CachedMesh(world, mesh, on_all_ranks=True)
+    return mesh
+
+
+def existing_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
+    """Return the mesh of a model that is prepared. Not a collective: called on some ranks only."""
+    entry = _meshes.get((device_type, tuple(sizes.items())))
+    return entry.mesh if entry is not None and entry.world is dist.group.WORLD else mesh_for(device_type, sizes)
 
 
 def remember_mesh(device_type: str, sizes: dict[str, int], mesh: DeviceMesh) -> None:
     """Make `mesh_for` return `mesh`, which other ranks have created before this process existed."""
-    _meshes[device_type, tuple(sizes.items())] = (dist.group.WORLD, mesh)
+    _meshes[device_type, tuple(sizes.items())] = _CachedMesh(dist.group.WORLD, mesh, on_all_ranks=False)
+
+
+def doubt_meshes() -> None:
+    """Make the ranks agree again about every cached mesh, because some ranks may lack it now."""
+    for key, entry in _meshes.items():
+        _meshes[key] = replace(entry, on_all_ranks=False)
 
 
 def _init_single_rank_group() -> None:

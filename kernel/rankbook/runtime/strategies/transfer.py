@@ -32,6 +32,7 @@ from rankbook.runtime.process_state import PartialState
 from rankbook.runtime.strategies.base import (
     FSDP_ATTRIBUTES,
     Strategy,
+    existing_mesh,
     mesh_for,
     plain_class,
     remember_mesh,
@@ -161,7 +162,8 @@ def _sharding_of(strategy: FullyShardedDataParallel, raw: nn.Module) -> _Shardin
         if (table := vars(module).get(name)) is not None
     }
     hooks = [(*tables[id(table)], key) for table, key in vars(raw).get("_rankbook_tp_hooks", ())]
-    return _Sharding(type(strategy), strategy.setup, mesh_for(strategy.setup.device.type, strategy.axes), hooks)
+    mesh = existing_mesh(strategy.setup.device.type, strategy.axes)
+    return _Sharding(type(strategy), strategy.setup, mesh, hooks)
 
 
 def _layout_of(parameter: DTensor) -> ParameterLayout:
