@@ -573,6 +573,26 @@ def test_a_kernel_that_dies_during_a_resize_costs_no_variable(notebook):
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.timeout(120)
+def test_a_rank_that_was_being_healed_when_the_kernel_died_counts_as_dead(notebook):
+    notebook.ok("%%distributed\nmine = torch.arange(3)")
+    notebook.run("%%distributed --ranks 1\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    # The new rank is in the process group, and has no variables.
+    notebook.ok(
+        "import os, signal\nfrom rankbook.coordinator.cluster import Cluster\n"
+        "Cluster._try_restore = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    notebook.client.execute("%distributed heal")
+    wait_until(lambda: not notebook.manager.is_alive(), timeout=60, what="the kernel's end")
+    restart(notebook)
+    attached = notebook.ok("%distributed attach").stdout
+    assert "rank 1 was not restored because the notebook's process ended during a heal" in attached
+    assert "dead" in notebook.ok("%distributed status").text
+    assert "rank 1 was healed with the state of rank 0: 1 variable" in notebook.ok("%distributed heal").stdout
+    assert "[0-1] 3" in notebook.ok("%%distributed\ndist.barrier()\nprint(int(mine.sum()))").stdout
+    notebook.ok("%distributed stop")
+
+
 PROTECTED = """%%distributed
 import os, pathlib, select, signal
 from rankbook.runtime import Accelerator, FullyShardedDataParallelPlugin, protection, set_seed
@@ -658,8 +678,8 @@ def test_a_kernel_that_dies_during_a_heal_costs_no_step_more(protected, runtime_
     protected.run("%%distributed --ranks 1\nos.kill(os.getpid(), signal.SIGKILL)")
     protected.send("%distributed heal")
     kill_while_waiting(protected, runtime_dir)
-    protected.ok("%distributed attach")
-    # The ranks have ended the heal alone.
-    assert "no rank is dead" in protected.ok("%distributed heal").stdout
+    attached = protected.ok("%distributed attach").stdout
+    assert "rank 1 was not restored because the notebook's process ended during a heal" in attached
+    assert "back at step 4: no step to repeat" in protected.ok("%distributed heal").stdout
     train_on(protected, 4)
     protected.ok("%distributed stop")

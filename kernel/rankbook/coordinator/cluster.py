@@ -37,6 +37,9 @@ from rankbook.coordinator.recovery import (
     copy_variables,
     describe_no_snapshot,
     describe_protection,
+    heal_record,
+    read_heal_record,
+    remove_heal_record,
     summarize_recovery,
     summarize_restore,
 )
@@ -702,6 +705,9 @@ class Cluster(ClusterQueries):
         if pending is not None:
             new = tuple(rank for rank in self._all_ranks if rank not in pending.staying)
             processes.discard(new, "was not completed because the notebook's process ended during a resize")
+        restoring = read_heal_record(self._segments.folder)
+        processes.discard(restoring, "was not restored because the notebook's process ended during a heal")
+        remove_heal_record(self._segments.folder)
         return self
 
     def __enter__(self) -> Self:
@@ -1207,17 +1213,18 @@ class Cluster(ClusterQueries):
             raise RankLostError(
                 "no rank with variables to copy is left; %distributed heal --empty starts with empty namespaces", chosen
             )
-        try:
-            self._processes.launch(chosen, timeout=timeout)
-            if donor is None:
-                healed = Healed(chosen, None)
-            else:
-                healed = self._restore(donor, chosen, self._snapshot_headers(timeout), timeout)
-        except BaseException:
-            # A rank with a part of the variables would look healthy and could become the donor of a later heal. As a
-            # dead rank it can be healed again.
-            self._processes.discard(chosen, "was not restored because heal failed or was interrupted")
-            raise
+        with heal_record(self._segments.folder, () if donor is None else chosen):
+            try:
+                self._processes.launch(chosen, timeout=timeout)
+                if donor is None:
+                    healed = Healed(chosen, None)
+                else:
+                    healed = self._restore(donor, chosen, self._snapshot_headers(timeout), timeout)
+            except BaseException:
+                # A rank with a part of the variables would look healthy and could become the donor of a later heal. As
+                # a dead rank it can be healed again.
+                self._processes.discard(chosen, "was not restored because heal failed or was interrupted")
+                raise
         self._renew_number_watch(chosen)
         return healed
 

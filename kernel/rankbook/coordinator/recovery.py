@@ -1,13 +1,20 @@
 """Recovery of a dead rank: hand over the variables of a healthy rank to its replacement.
 
 The exported payloads are passed on as they are, never unpickled here. `states.choose_donor` chooses the donor.
+
+While new ranks get their state, a file in the cluster's folder names them (`heal_record`). If the notebook's process
+ends meanwhile, the next one that attaches to the ranks discards those, which have the state of no step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from rankbook.errors import TransferError
 from rankbook.formatting import format_bytes, format_duration, plural, truncate_list
@@ -158,6 +165,34 @@ def describe_no_snapshot(headers: Mapping[int, list[SnapshotHeader]], last_saved
         f"the protected state was not restored: there is no snapshot of one step that all ranks have{reason}; what is "
         f"sharded has to be loaded from a checkpoint{last_saved}"
     )
+
+
+_HEALING = "heal-pending"
+
+
+@contextmanager
+def heal_record(folder: Path, ranks: tuple[int, ...]) -> Iterator[None]:
+    """Record in `folder`, for another notebook process, that `ranks` have not got all of their state yet."""
+    draft = folder / f"{_HEALING}.draft"
+    draft.write_bytes(msgspec.msgpack.encode(ranks))
+    draft.replace(folder / _HEALING)
+    try:
+        yield
+    finally:
+        remove_heal_record(folder)
+
+
+def read_heal_record(folder: Path) -> tuple[int, ...]:
+    """Return the ranks of a heal that the previous notebook process has not ended."""
+    try:
+        return msgspec.msgpack.decode((folder / _HEALING).read_bytes(), type=tuple[int, ...])
+    except FileNotFoundError:
+        return ()
+
+
+def remove_heal_record(folder: Path) -> None:
+    """Remove the record when its ranks have all of their state, or are dead."""
+    (folder / _HEALING).unlink(missing_ok=True)
 
 
 def copy_variables(names: Sequence[str], attempt: Callable[[Sequence[str]], str]) -> dict[str, str]:
