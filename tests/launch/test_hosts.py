@@ -9,6 +9,7 @@ import pytest
 
 from rankbook.launch import hosts
 from rankbook.launch.hosts import HOME, Hosts, HostsLink, MirroredSegments, local_versions
+from rankbook.launch.placement import HostSlots, place_ranks
 from rankbook.protocol.agents import HostDescription, HostReady, encode_description
 from rankbook.protocol.messages import Interrupt, encode
 from rankbook.transport.agent_link import Hello, LinkMessage, LivenessPort
@@ -41,10 +42,10 @@ def test_a_message_to_ranks_of_several_hosts_is_encoded_once_and_goes_to_every_h
 class OneAgent:
     """A link with one agent, and the hosts that use it."""
 
-    def __init__(self, folder: Path, port: int, *, probed: bool) -> None:
+    def __init__(self, folder: Path, port: int = 0, *, probed: bool = False, slots: int = 1) -> None:
         self.closed: set[str] = set()
         description = HostDescription(name="node", pid="1", address="127.0.0.1", **local_versions())
-        ready = HostReady(slots=1, devices=0, cores=1, port=1, liveness_port=port)
+        ready = HostReady(slots=slots, devices=0, cores=1, port=1, liveness_port=port)
         self.events = [Hello("agent", encode_description(description)), LinkMessage("agent", 0, [encode(ready)])]
         self.accept = self.forget = lambda _: None
         self.run_timers = lambda _: []
@@ -101,3 +102,16 @@ def test_a_port_that_refuses_from_the_start_says_nothing_about_the_agent(tmp_pat
     assert agent.poll(times=10) and not agent.hosts._tested
     agent.closed.add("agent")
     assert agent.poll(times=10)
+
+
+def test_all_ranks_that_move_to_a_host_know_how_many_it_has(tmp_path):
+    agent = OneAgent(tmp_path, slots=3)
+    agent.poll(times=1)
+    hosts = [HostSlots("lost", "node0", slots=2, node=0), HostSlots("agent", "node", slots=1, node=1)]
+    agent.hosts.seats = {seat.rank: seat for seat in place_ranks(3, hosts)}
+    assert agent.hosts.move_lost((0, 1), {}) == []
+    moved = [agent.hosts.seats[rank] for rank in (0, 1)]
+    assert [(seat.host, seat.local_rank, seat.local_world_size) for seat in moved] == [("agent", 1, 3), ("agent", 2, 3)]
+    # Once more, as while another rank waits for a host: nothing changes.
+    assert agent.hosts.move_lost((0, 1), {}) == []
+    assert [agent.hosts.seats[rank] for rank in (0, 1)] == moved

@@ -32,9 +32,9 @@ import platform
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rankbook.engines.engine import Engine, check_engine_name
@@ -275,6 +275,7 @@ class Hosts:
             HostSlots(HOME, platform.node(), sum(seat.host == HOME for seat in self.seats.values()))
         ]  # its ranks stay there
         missing = []
+        moved_to: set[str] = set()
         for rank in ranks:
             hosts = [*home, *self.slots]
             node = self.node_of(rank)
@@ -283,8 +284,15 @@ class Hosts:
             seat = seat or free_seat(self.seats[rank], self.seats.values(), hosts)
             if seat is None:
                 missing.append(rank)
-            else:
+            elif seat is not self.seats[rank]:
                 self.seats[rank] = seat
+                moved_to.add(seat.host)
+        # Only now it is known how many ranks these hosts have.
+        per_host = Counter(seat.host for seat in self.seats.values())
+        for rank in ranks:
+            seat = self.seats[rank]
+            if seat.host in moved_to:
+                self.seats[rank] = replace(seat, local_world_size=per_host[seat.host])
         return missing
 
     def lose_node(self, node: int | None, reason: str) -> None:
