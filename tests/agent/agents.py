@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,12 +29,16 @@ class Agents:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.proxy: Proxy | None = None
 
-    def start(self, *options: str, file: Path | None = None) -> subprocess.Popen[bytes]:
-        """Start one agent."""
+    def start(
+        self, *options: str, file: Path | None = None, variables: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start one agent, with `variables` of a launcher that ignores signals if there are any."""
+        ignoring = () if variables is None else ("bash", "-c", "trap '' INT CHLD; exec \"$@\"", "bash")
         with (self.folder / f"agent-{len(self.processes)}.log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "rankbook.agent", "--connect", str(file or self.file), *options],
+                [*ignoring, sys.executable, "-m", "rankbook.agent", "--connect", str(file or self.file), *options],
                 cwd=self.run_in,
+                env={**os.environ, **(variables or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -68,10 +73,13 @@ def cluster_on_hosts(
     timeout: float = 60.0,
     through_proxy: bool = False,
     agents_in: Path | None = None,
+    tasks: Sequence[Mapping[str, str]] = (),
+    sync_code: bool = True,
 ) -> Iterator[tuple[Cluster, Agents]]:
     """Start a cluster whose agents offer `slots`, through a proxy if a test cuts the connection.
 
-    `agents_in` is the folder in which the agents run, by default this process's.
+    `agents_in` is the folder in which the agents run, by default this process's. `tasks` has the variables of agents
+    that a launcher has started, one per rank.
     """
     agents = Agents(folder, agents_in)
 
@@ -86,10 +94,12 @@ def cluster_on_hosts(
                 agents.file.write_text(replace(connection, port=agents.proxy.port).encode())
             for node, count in enumerate(slots):
                 agents.start("--slots", str(count), "--node", str(node))
+            for variables in tasks:
+                agents.start(variables=variables)
 
     monkeypatch.setenv("RANKBOOK_CONNECT_DIR", str(folder / "connect"))
     monkeypatch.setattr(cluster_processes, "_report", report)
-    options = HostOptions(address="127.0.0.1", home=home, lost_after=lost_after)
+    options = HostOptions(address="127.0.0.1", home=home, lost_after=lost_after, sync_code=sync_code)
     try:
         with Cluster(ranks, hosts=options, timeout=timeout) as cluster:
             yield cluster, agents

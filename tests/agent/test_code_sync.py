@@ -117,6 +117,20 @@ def test_a_module_that_the_notebook_does_not_have_either_is_the_usual_error(shar
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+def test_nothing_is_sent_if_it_is_switched_off(shared, tmp_path, monkeypatch):
+    _, book = shared
+    (book / "unsent.py").write_text("value = 3\n")
+    other = tmp_path / "other"
+    other.mkdir()
+    options = {"agents_in": other, "sync_code": False}
+    with cluster_on_hosts(tmp_path, monkeypatch, 1, [1], **options) as (cluster, _):
+        with pytest.raises(CellError, match="No module named 'unsent'"):
+            cluster.run("import unsent")
+        assert cluster.run("1 + 1").text(0) == "2"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_workers_of_a_rank_import_what_it_has_imported(shared):
     cluster, book = shared
     (book / "rows.py").write_text(

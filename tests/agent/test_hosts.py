@@ -231,6 +231,26 @@ def test_a_killed_agent_takes_its_ranks_with_it_and_its_host_is_lost_at_once(tmp
 
 
 @pytest.mark.slow
+def test_agents_that_a_launcher_has_started_per_rank_keep_their_numbers_and_end_on_signals(tmp_path, monkeypatch):
+    torchrun = {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+    tasks = [{**torchrun, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (1, 0)]
+    with cluster_on_hosts(tmp_path, monkeypatch, 2, [], tasks=tasks) as (cluster, agents):
+        names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+        cluster.run(f"import os, signal; place = [os.environ[name] for name in {names}]")
+        assert cluster.pull("place") == [[str(rank), str(rank), "2", "0", "1"] for rank in range(2)]
+        assert [pid_of(cluster, rank) in pids_below(agents.processes[1 - rank].pid) for rank in range(2)] == [True] * 2
+        # The launcher has ignored these signals, which a new program inherits.
+        assert cluster.run("signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL").text(0) == "True"
+        below = {pid for agent in agents.processes for pid in pids_below(agent.pid)}
+        for agent, number in zip(agents.processes, (signal.SIGINT, signal.SIGHUP), strict=True):
+            agent.send_signal(number)
+            assert agent.wait(20) == 1
+        assert "ends because it received SIGINT" in agents.log(0)
+        assert "ends because it received SIGHUP" in agents.log(1)
+        wait_until(lambda: not any(map(psutil.pid_exists, below)), timeout=20, what="its processes end")
+
+
+@pytest.mark.slow
 def test_a_cut_of_the_connection_loses_and_repeats_nothing(tmp_path, monkeypatch):
     with cluster_on_hosts(tmp_path, monkeypatch, 4, [2], home=2, through_proxy=True) as (cluster, agents):
         assert agents.proxy is not None
@@ -404,6 +424,28 @@ def test_a_start_without_agents_ends_and_leaves_nothing(tmp_path, monkeypatch):
     ):
         raise AssertionError("it started")
     assert list((tmp_path / "connect").iterdir()) == []
+
+
+def test_an_interrupt_of_a_start_leaves_nothing(tmp_path, monkeypatch):
+    before = threading.active_count()
+    lines: list[str] = []
+
+    def report(text: str) -> None:
+        lines.append(text)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setenv("RANKBOOK_CONNECT_DIR", str(tmp_path / "connect"))
+    monkeypatch.setattr(cluster_processes, "_report", report)
+    with pytest.raises(KeyboardInterrupt), Cluster(2, hosts=HostOptions(address="127.0.0.1"), timeout=60):
+        raise AssertionError("it started")
+    assert "waiting for 2 slots" in lines[0]
+    assert list((tmp_path / "connect").iterdir()) == []
+    wait_until(lambda: threading.active_count() <= before, timeout=20, what="no thread is left")
+
+
+def test_ranks_on_other_hosts_cannot_be_kept():
+    with pytest.raises(InvalidArgument, match="keep is not available with ranks on other hosts: they end with the"):
+        Cluster(1, hosts=HostOptions(address="127.0.0.1"), keep=60)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rankbook import CellError, Cluster, TransferError
+from rankbook import CellError, Cluster, RankLostError, TransferError
 from rankbook.launch.hosts import Hosts
 from rankbook.protocol.telemetry import Measure
 from rankbook.transport import shared_memory
@@ -89,6 +89,39 @@ def test_a_transfer_that_takes_more_than_a_second_shows_how_far_it_is(three, mon
     shown.clear()
     three.push({"value": 1}, timeout=60)
     assert capsys.readouterr().err == "", "a short one shows nothing"
+
+
+@pytest.mark.slow
+def test_a_host_that_is_lost_in_the_middle_fails_only_its_transfer(tmp_path, monkeypatch):
+    size = 40_000_000
+    with cluster_on_hosts(tmp_path, monkeypatch, 3, [1, 1], home=1) as (cluster, agents):
+        hosts = hosts_of(cluster)
+        host = hosts._hosts[hosts.seats[2].host]
+        (agent,) = (agent for agent in agents.processes if agent.pid == int(host.description.pid))
+        cluster.run(f"sent = bytes({size})")
+        next_part = host.sender.next_part
+        parts: list[object] = []
+
+        def stop_after_some() -> object:
+            if len(parts) == 3:
+                agent.kill()
+            if len(parts) < 3 and (part := next_part()) is not None:
+                parts.append(part)
+                return part
+            return None
+
+        monkeypatch.setattr(host.sender, "next_part", stop_after_some)
+        with pytest.raises(RankLostError, match="rank 2 was lost"):
+            cluster.push({"value": bytes(size)}, timeout=100)
+        assert len(parts) == 3, "it was in the middle"
+        wait_until(lambda: cluster.status()[0].state == "idle", timeout=30, what="the others are idle")
+        result = cluster.run("len(value)", ranks=[0, 1])
+        assert [result.text(rank) for rank in (0, 1)] == [str(size)] * 2
+        assert cluster.pull("sent", ranks=[1], timeout=60) == [bytes(size)]
+        assert cluster.run("del value", ranks=[0, 1])
+        agents.start("--slots", "1")
+        cluster.heal()
+        assert cluster.pull("sent", ranks=[2], timeout=60) == [bytes(size)]
 
 
 NO_ROOM = r"5 MB does not fit into the shared memory of .*: 10 kB are free in .*; send it in smaller parts, or make"

@@ -82,7 +82,7 @@ def test_a_killed_agent_is_replaced_as_long_as_the_engine_has_hosts():
 
 
 @pytest.mark.slow
-def test_a_queue_is_shown_and_an_interrupt_cancels_it(reported):
+def test_a_queue_is_shown_and_the_end_of_the_timeout_cancels_it(reported):
     engine = FakeEngine(1, queued="Resources")
     outcome: list[BaseException] = []
 

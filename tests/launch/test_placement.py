@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rankbook.errors import InvalidArgument
@@ -14,6 +16,7 @@ from rankbook.launch.placement import (
     inherited_variables,
     place_ranks,
     place_variables,
+    ranks_per_node,
 )
 
 TWO_GPUS = HostSlots("a", "node1", slots=2, devices=2, cores=16, node=0)
@@ -50,7 +53,14 @@ def test_hosts_without_a_number_are_ordered_by_name_behind_the_others():
 
 def test_agents_that_were_started_per_rank_keep_its_order_and_share_the_node():
     tasks = [
-        HostSlots(f"task{rank}", "node1" if rank < 2 else "node2", 1, 2, 8, rank // 2, rank=rank, local_rank=rank % 2)
+        HostSlots(
+            f"task{rank}",
+            f"node{rank // 2}#{rank % 2 + 1}",
+            *(1, 2, 8, rank // 2),
+            rank=rank,
+            local_rank=rank % 2,
+            machine=f"node{rank // 2}",
+        )
         for rank in range(4)
     ]
     seats = place_ranks(4, tasks[::-1])
@@ -58,6 +68,13 @@ def test_agents_that_were_started_per_rank_keep_its_order_and_share_the_node():
     assert [seat.local_rank for seat in seats] == [0, 1, 0, 1]
     assert {seat.local_world_size for seat in seats} == {2} and [seat.group_rank for seat in seats] == [0, 0, 1, 1]
     assert [seat.device for seat in seats] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    # The task of rank 3 is lost, and another one takes its place.
+    newcomer = replace(tasks[3], id="task4", name="node1#3")
+    moved = free_seat(seats[3], seats, [*tasks[:3], newcomer])
+    assert moved is not None and (moved.host, moved.local_rank, moved.group_rank) == ("task4", 1, 1)
+    assert ranks_per_node([*seats[:3], moved], [*tasks[:3], newcomer]) == dict.fromkeys(
+        ("task0", "task1", "task2", "task4"), 2
+    )
 
 
 def test_too_few_slots_are_an_error_that_says_how_many_there_are():

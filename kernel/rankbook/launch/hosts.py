@@ -32,7 +32,7 @@ import platform
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,7 +43,7 @@ from rankbook.formatting import format_bytes, plural
 from rankbook.launch.code_sync import ModuleFolder, SentModules
 from rankbook.launch.connection import Connection, choose_address, write_connection
 from rankbook.launch.local import LocalLauncher
-from rankbook.launch.placement import HOME, HostSlots, RankSeat, free_seat
+from rankbook.launch.placement import HOME, HostSlots, RankSeat, free_seat, ranks_per_node
 from rankbook.process_identity import ProcessInfo
 from rankbook.protocol.agents import (
     MESSAGES,
@@ -288,11 +288,11 @@ class Hosts:
                 self.seats[rank] = seat
                 moved_to.add(seat.host)
         # Only now it is known how many ranks these hosts have.
-        per_host = Counter(seat.host for seat in self.seats.values())
+        sizes = ranks_per_node(self.seats.values(), self.slots)
         for rank in ranks:
             seat = self.seats[rank]
             if seat.host in moved_to:
-                self.seats[rank] = replace(seat, local_world_size=per_host[seat.host])
+                self.seats[rank] = replace(seat, local_world_size=sizes[seat.host])
         return missing
 
     def lose_node(self, node: int | None, reason: str) -> None:
@@ -509,6 +509,7 @@ class Hosts:
             node=_number(description.node),
             rank=_number(description.rank),
             local_rank=_number(description.local_rank),
+            machine=description.name,
         )
         what = f"{devices} CUDA devices" if devices else f"{cores} cores"
         self.report(f"{host.name} has joined: {plural(slots, 'slot')}, {what}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -148,7 +149,7 @@ class HostSlots:
     `id` identifies the host's agent; `HOME` is the notebook's host. `slots` is the number of ranks that it takes,
     `devices` its number of CUDA devices, and `cores` its number of CPU cores. `node` is the node's number from the
     launcher, if it has given one. `rank` and `local_rank` are set for an agent that a launcher has started for one
-    rank.
+    rank: several of them may run on one `machine`, and have a `name` each.
     """
 
     id: str
@@ -159,6 +160,7 @@ class HostSlots:
     node: int | None = None
     rank: int | None = None
     local_rank: int | None = None
+    machine: str = ""
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,8 @@ def place_ranks(count: int, hosts: Sequence[HostSlots]) -> tuple[RankSeat, ...]:
 def free_seat(seat: RankSeat, seats: Iterable[RankSeat], hosts: Sequence[HostSlots]) -> RankSeat | None:
     """Return where the replacement of the rank at `seat` runs: at the same place if its host is among `hosts`.
 
-    Otherwise in the first free slot of another host; None if there is none. `seats` are those of all ranks.
+    Otherwise in the first free slot of another host; None if there is none. `seats` are those of all ranks. Its
+    `local_world_size` is as before: when all ranks have moved, `ranks_per_node` has it.
     """
     if any(host.id == seat.host for host in hosts):
         return seat
@@ -228,12 +231,18 @@ def free_seat(seat: RankSeat, seats: Iterable[RankSeat], hosts: Sequence[HostSlo
                 host=host.id,
                 device=_device(host, local_rank),
                 local_rank=local_rank if host.local_rank is None else host.local_rank,
-                local_world_size=len(taken) + 1,
                 # A host without ranks takes the number of the lost one.
                 group_rank=taken[0].group_rank if taken else seat.group_rank,
                 threads=max(1, host.cores // host.slots),
             )
     return None
+
+
+def ranks_per_node(seats: Iterable[RankSeat], hosts: Iterable[HostSlots]) -> dict[str, int]:
+    """Return, by the id of a host, how many ranks run on its node, which agents of single ranks share."""
+    nodes = {host.id: _node_key(host) for host in hosts}
+    counts = Counter(nodes[seat.host] for seat in seats if seat.host in nodes)
+    return {host: counts[node] for host, node in nodes.items()}
 
 
 def home_seat(rank: int, devices: Sequence[str], threads: int) -> RankSeat:
@@ -262,7 +271,7 @@ def _order(host: HostSlots) -> tuple[bool, bool, int, str, str]:
 
 
 def _node_key(host: HostSlots) -> tuple[object, ...]:
-    return (host.id,) if host.local_rank is None else (host.node, host.name)
+    return (host.id,) if host.local_rank is None else (host.node, host.machine or host.name)
 
 
 def _device(host: HostSlots, number: int) -> str:
