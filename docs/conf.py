@@ -76,7 +76,7 @@ html_theme_options = {
 }
 html_show_sourcelink = False
 
-PACKAGES = ("rankbook", "rankbook.checkpoint")
+PACKAGES = ("rankbook", "rankbook.checkpoint", "rankbook.engines", "rankbook.testing")
 """Packages whose public names the reference must contain. `rankbook` has all names of `rankbook.runtime`."""
 
 

@@ -133,23 +133,7 @@ class Engine(Protocol):
     One thread calls all methods, one at a time. `start` comes first and once, `stop` last. An exception in any of them
     is shown to the user with the name of the engine.
 
-    Example: an engine for a program `submit` that runs a command on a machine of its choice::
-
-        class SubmitEngine:
-            def __init__(self, arguments):
-                self._jobs = {}
-
-            def start(self, hosts, slots, connection):
-                for host in range(hosts or 1):
-                    self._jobs[host] = Job(["submit", *connection.command(host, slots)], connection.text)
-
-            def events(self):
-                return [
-                    HostEnded(host, f"submit exited with {self._jobs.pop(host).code}")
-                    for host, job in list(self._jobs.items())
-                    if job.ended
-                ]
-            …
+    The page *Engines* of the documentation has a complete engine. `rankbook.testing.check_engine` tests one.
     """
 
     def start(self, hosts: int | None, slots: int, connection: AgentConnection) -> None:
