@@ -123,7 +123,8 @@ CASES = {
         "nan",
         [
             "NaN born on rank 1, in `blocks.1.attn` forward",
-            "at step 3, line 1",
+            # The cell calls the functions of another one.
+            "at step 3, line 1 (cell [0] line 37)",
             "ranks 0,2 received it in all_reduce #",
         ],
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -23,9 +24,10 @@ def namespace() -> dict[str, Any]:
 
 
 def cell_line() -> str:
-    """Return the line that the running cell executes: `line 14`; `cell [2] line 3`, or `train.py line 7` elsewhere.
+    """Return the line that the running cell executes: `line 14`; in a script `train.py line 7`.
 
-    It is the innermost line of the user's code that belongs to the running cell, if any.
+    If that line calls the user's code of another cell or of a module, its innermost line follows in parentheses:
+    `line 14 (cell [2] line 3)`.
     """
     numbers: dict[str, int] = {}
     ipython = sys.modules.get("IPython")
@@ -38,18 +40,24 @@ def cell_line() -> str:
     frame = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         file = frame.f_code.co_filename
-        if file in numbers or (not numbers and is_users(file)):
+        if file in numbers or _is_users(file):
             found.append((file, frame.f_lineno))
         if frame.f_back is None:
             break
         frame = frame.f_back
     if not found:
         return ""
-    if not numbers:
-        file, line = found[0]
-        return f"{file.rpartition('/')[2]} line {line}"
-    running = found[-1][0]  # the outermost frame is that of the cell which runs
-    return f"line {next(line for file, line in found if file == running)}"
+    innermost, line = found[0]
+    name = f"cell [{numbers[innermost]}]" if innermost in numbers else innermost.rpartition("/")[2]
+    cells = [file for file, _ in found if file in numbers]
+    if not cells:
+        return f"{name} line {line}"
+    running = cells[-1]  # the outermost frame of a cell is that of the cell which runs
+    inside = f" ({name} line {line})" if innermost != running else ""
+    return f"line {next(line for file, line in found if file == running)}{inside}"
+
+
+_is_users = functools.cache(is_users)  # the watch asks in every step, for the same files
 
 
 class ModuleNames:
