@@ -135,7 +135,7 @@ v_number = 7"""
     assert cluster.pull("v_number") == [7, 7, 7]
     reported = cluster.run("print(v_optimizer.param_groups[0]['params'][0] is next(v_model.parameters()))")
     assert reported.stdout == dict.fromkeys(range(3), "True\n")
-    cluster.run("v_model(torch.ones(1, 4)).sum().backward(); v_optimizer.step()", timeout=20)
+    cluster.run("v_model(torch.ones(1, 4)).sum().backward(); v_optimizer.step()", timeout=60)
     assert [item.state for item in cluster.status()] == ["idle"] * 3
 
 
@@ -173,6 +173,35 @@ v_after = torch.ones(3)"""
     assert cluster.pull("v_before") == [1, 1, 1]
     assert [item.tolist() for item in cluster.pull("v_after")] == [[1, 1, 1]] * 3
     assert {rank: pid_of(cluster, rank) for rank in (0, 2)} == pids
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [("_exit(4)", "exited with code 4"), ("abort()", "was killed by SIGABRT")],
+    ids=["exits", "crashes"],
+)
+def test_value_that_ends_the_rank_that_unpickles_it_is_listed_and_the_others_come_back(cluster, code, reason):
+    cluster.run(
+        f"""class Broken:
+    def __reduce__(self):
+        return exec, ("import os; os.{code}",)
+v_model = torch.nn.Linear(2, 2)
+v_optimizer = torch.optim.SGD(v_model.parameters(), 0.1)
+v_broken = Broken()
+v_number = 7"""
+    )
+    pids = {rank: pid_of(cluster, rank) for rank in (0, 2)}
+    kill(cluster, 1)
+    healed = cluster.heal(timeout=60)
+    assert healed is not None
+    assert healed.missing == {"v_broken": f"the rank that unpickled it {reason}"}
+    assert cluster.pull("v_number") == [7, 7, 7]
+    reported = cluster.run("print(v_optimizer.param_groups[0]['params'][0] is next(v_model.parameters()))")
+    assert reported.stdout == dict.fromkeys(range(3), "True\n")
+    assert {rank: pid_of(cluster, rank) for rank in (0, 2)} == pids
+    kill(cluster, 1)
+    cluster.run("del v_broken", ranks=[0, 2])
+    assert cluster.heal().missing == {}
 
 
 def test_restarted_rank_is_empty_and_is_no_donor(cluster):

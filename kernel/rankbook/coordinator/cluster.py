@@ -24,6 +24,7 @@ from rankbook.coordinator.channels import CommChannels, DapChannels
 from rankbook.coordinator.cluster_processes import ClusterProcesses
 from rankbook.coordinator.deferred_interrupts import deferred_interrupts
 from rankbook.coordinator.evaluate import COMPLETION_TIMEOUT, CompletionClient, Peeked, peek
+from rankbook.coordinator.exit_status import has_ended_itself
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.liveness import describe_unresponsive
 from rankbook.coordinator.monitor import ANSWER_TIMEOUT, NonBlockingMonitor, StatusMonitor
@@ -1268,7 +1269,19 @@ class Cluster(ClusterQueries):
             make_export = lambda cell, stays: ExportState(  # noqa: E731 - used once
                 cell, tuple(names), stays, version, replaced, handed_over
             )
-            adopted, lost = self._try_restore(donor, ranks, make_export, deadline - time.monotonic())
+            try:
+                adopted, lost = self._try_restore(donor, ranks, make_export, deadline - time.monotonic())
+            except RankLostError:
+                losses = [self._state.ranks[rank].loss or "" for rank in ranks]
+                crashes = [loss for loss in losses if has_ended_itself(loss)]
+                # A resize replaces lost ranks itself.
+                if handed_over or not names or not crashes:
+                    raise
+                # Probably the code that unpickles a variable. New ranks for the search for that variable.
+                self._processes.discard(ranks, "was not restored because heal begins again")
+                self._processes.launch(ranks, timeout=deadline - time.monotonic())
+                attempt(())  # raises if the ranks end without any variable too
+                return f"the rank that unpickled it {crashes[0]}"
             lost_saves.extend(lost)
             return str(adopted["refused"])
 

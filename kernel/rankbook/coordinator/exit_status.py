@@ -21,6 +21,7 @@ from rankbook.transport.serialization import cell_number
 
 _CELL_FILE = re.compile(r'File "(<ipython-input-.*?|.*?/ipykernel_\d+/\d+\.py)"')
 """File name of a cell, in a rank's tracebacks and in ipykernel's debugger."""
+_OWN_END = re.compile(r"exited with code |was killed by SIG(SEGV|BUS|ABRT|FPE|ILL|SYS|TRAP)\b")
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,14 @@ def describe_exit(message: RankExited) -> str:
         signal.SIGBUS: " (bus error)",
     }
     return f"was killed by {signal_name(number)}{hints.get(number, '')}"  # type: ignore[call-overload]
+
+
+def has_ended_itself(loss: str) -> bool:
+    """Return True if a description by `describe_exit` is of a process that its own code has ended, as by a crash.
+
+    Nobody ends a process by these exit codes and signals from outside.
+    """
+    return bool(_OWN_END.match(loss))
 
 
 def describe_failure(done: Done, cell: RunningCell | None) -> str:
