@@ -165,6 +165,11 @@ def test_the_readme_is_short_and_names_its_commands():
     assert 'pip install -c constraints.txt -e ".[test]" && pytest\n' in README
 
 
+def test_the_readme_says_what_is_trusted():
+    sentence = next(line for line in " ".join(README.split()).split(". ") if "what-is-trusted.md" in line)
+    assert "`pull` is unpickled in the notebook's process, so ranks are [trusted]" in sentence
+
+
 def test_the_links_at_the_top_of_the_readme_lead_to_its_sections():
     sections = re.findall(r"^## (.+)$", README, flags=re.MULTILINE)
     assert re.findall(r"\[([^\]]+)\]\(#[\w-]+\)", README) == sections
