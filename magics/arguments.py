@@ -71,7 +71,13 @@ class _Parser(argparse.ArgumentParser):
         """Return a question with the options or values that resemble the ones that `message` rejects, or ""."""
         if (unknown := _UNRECOGNIZED.match(message)) is not None:
             options = [option for action in self.actions for option in action.option_strings]
-            valid = {option.lstrip("-"): option for option in options}
+            # `restart --ranks 1` in place of `restart 1`
+            valid = {
+                str(action.metavar).lower(): f"{self.prog} {action.metavar}"
+                for action in self.actions
+                if not action.option_strings
+            }
+            valid |= {option.lstrip("-"): option for option in options}
             # In `--rank=0` only the part before the `=` is compared.
             words = [word.partition("=")[0].lstrip("-") for word in unknown[1].split() if word.startswith("-")]
         elif (unknown := _INVALID_CHOICE.search(message)) is not None:

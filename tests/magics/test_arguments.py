@@ -162,6 +162,8 @@ def test_a_command_that_is_nearly_one_is_guessed():
         (parse_cell_line, "--view tab", "tabs"),
         (parse_line, "start --backed nccl", "--backend"),
         (parse_line, "push x --rank 1", "--ranks"),
+        (parse_line, "restart --ranks 1", "%distributed restart RANKS"),
+        (parse_line, "sync-check --name model", "%distributed sync-check NAME"),
         (parse_line, "auto onn", "on"),
         (parse_line, "view gird", "grid"),
     ],
