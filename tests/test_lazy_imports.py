@@ -9,7 +9,7 @@ import pytest
 
 from rankbook.accelerate_names import _INSTEAD, explain_missing
 
-NAMES_OF_ACCELERATE = ["rankbook.utils", "rankbook.state", "rankbook.data_loader"]
+NAMES_OF_ACCELERATE = [f"rankbook.{name}" for name in ("utils", "state", "data_loader", "logging", "tracking")]
 PACKAGES = ["rankbook", "rankbook.runtime", "rankbook.checkpoint", *NAMES_OF_ACCELERATE]
 
 
@@ -57,6 +57,8 @@ def test_the_names_of_accelerate_are_those_of_the_runtime(module):
         ("from rankbook.utils import extract_model_from_parallel", r"use Accelerator.unwrap_model"),
         ("from rankbook.state import is_initialized", r"use PartialState\(\).initialized"),
         ("from rankbook.data_loader import DataLoaderAdapter", "use DataLoaderShard"),
+        ("from rankbook.logging import MultiProcessAdapter", "use get_logger"),
+        ("from rankbook.tracking import CometMLTracker", r"use GeneralTracker\(\)"),
         ("from rankbook import init_empty_weights", "use sharding over ranks"),
         ("import rankbook; rankbook.dispatch_model", "use sharding over ranks"),
     ],

@@ -1,7 +1,7 @@
 """Names of Accelerate: re-export those that Rankbook has, and say what to use instead of the others.
 
-The modules utils.py, state.py and data_loader.py have the names that these modules have in Accelerate, so that the word
-`accelerate` can be replaced by `rankbook` in imports.
+The modules utils.py, state.py, data_loader.py, logging.py and tracking.py have the names that these modules have in
+Accelerate, so that the word `accelerate` can be replaced by `rankbook` in imports.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ _INSTEAD = {
         "compile_regions has_compiled_regions is_compiled_module"
     ),
     "DataLoaderShard": "DataLoaderAdapter DataLoaderStateMixin",
+    "get_logger": "MultiProcessAdapter",
+    "GeneralTracker() as the base class of a tracker of your own": (
+        "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker SwanLabTracker TrackioTracker"
+    ),
     "the attribute `sampler` of the loader's batch_sampler": "get_sampler",
     "notebook_launcher, or %%distributed in a notebook": (
         "PrepareForLaunch prepare_multi_gpu_env prepare_simple_launcher_cmd_env prepare_tpu "

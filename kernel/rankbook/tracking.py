@@ -1,0 +1,30 @@
+"""Names of `accelerate.tracking`: experiment trackers.
+
+They are those of `rankbook.runtime`. The import of another name of Accelerate raises an ImportError that says what to
+use instead.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rankbook.accelerate_names import reexport
+
+if TYPE_CHECKING:
+    from rankbook.runtime import (
+        GeneralTracker,
+        MLflowTracker,
+        TensorBoardTracker,
+        WandBTracker,
+        filter_trackers,
+    )
+
+__all__ = [
+    "GeneralTracker",
+    "MLflowTracker",
+    "TensorBoardTracker",
+    "WandBTracker",
+    "filter_trackers",
+]
+
+__getattr__, __dir__ = reexport(__name__, __all__)
