@@ -28,7 +28,7 @@ from rankbook.coordinator.running_cell import RunningCell
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.protocol.forkserver import ForkRank, RankExited
 from rankbook.protocol.messages import Collectives, Done, Message, RankReady, RunCell, Text, encode
-from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
+from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport, encode_members
 from tests.coordinator.fork_requests import request
 from tests.transport.memory_link import MemoryHub
 
@@ -221,7 +221,9 @@ class SimulatedCluster:
             code=len(op),
             digest=len(op),
         )
-        group = GroupReport(name="0", ranks=self.ranks, count=count, pending=(last,), recent=(*recent, last))
+        group = GroupReport(
+            name="0", members=encode_members(self.ranks), count=count, pending=(last,), recent=(*recent, last)
+        )
         return Collectives(token=0, cell=number, line=3, groups=(group,))
 
     def look(self) -> None:

@@ -61,7 +61,7 @@ from rankbook.protocol.messages import (
     decode_to_rank,
     encode,
 )
-from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
+from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport, encode_members
 from rankbook.transport.agent_link import AgentHub, AgentLink, LinkMessage, make_keys, wait_readable
 from rankbook.transport.store_keys import KeyFolder
 from rankbook.transport.zmq_link import ZmqHub
@@ -157,7 +157,9 @@ class LightAgent:
             for number in range(25, 41)
         )
         world_size = int(os.environ["SCALE_RANKS"])
-        return GroupReport(name="0", ranks=tuple(range(world_size)), count=40, pending=launches[-1:], recent=launches)
+        return GroupReport(
+            name="0", members=encode_members(tuple(range(world_size))), count=40, pending=launches[-1:], recent=launches
+        )
 
 
 def serve(text: str, first: int, count: int) -> None:

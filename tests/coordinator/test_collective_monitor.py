@@ -12,7 +12,7 @@ from rankbook.coordinator.deadlock import CHECK_INTERVAL, CollectiveMonitor, Col
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.states import CellEntry, CellState, RankEntry, RankState
 from rankbook.protocol.messages import Collectives
-from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
+from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport, encode_members
 
 CELL = 8
 PERIODS = GracePeriods()
@@ -49,7 +49,7 @@ class Simulation:
         self, rank: int, count: int, *pending: CollectiveLaunch, name: str = "0", cell: int | None = None
     ) -> None:
         members = tuple(sorted(self.ranks))
-        report = GroupReport(name=name, ranks=members, count=count, pending=pending, recent=pending)
+        report = GroupReport(name=name, members=encode_members(members), count=count, pending=pending, recent=pending)
         self.supervisor.record_report(
             rank,
             CollectiveReport(

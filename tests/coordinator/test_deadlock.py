@@ -18,7 +18,7 @@ from rankbook.coordinator.deadlock import (
     format_warning,
 )
 from rankbook.protocol.messages import Collectives
-from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
+from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport, encode_members
 
 NOW = 100.0
 
@@ -41,7 +41,9 @@ def group(
     name: str = "0",
     recent: tuple[CollectiveLaunch, ...] = (),
 ) -> GroupReport:
-    return GroupReport(name=name, ranks=ranks, count=count, pending=pending, recent=(*recent, *pending))
+    return GroupReport(
+        name=name, members=encode_members(ranks), count=count, pending=pending, recent=(*recent, *pending)
+    )
 
 
 def report_of(*groups: GroupReport, at: float = NOW, line: int | None = 7) -> CollectiveReport:
@@ -223,7 +225,9 @@ def finished_with(ranks: tuple[int, ...], *launches: CollectiveLaunch, count: in
 
 
 def waiting_in(ranks: tuple[int, ...], *launches: CollectiveLaunch) -> GroupReport:
-    return GroupReport(name="0", ranks=ranks, count=launches[-1].number, pending=launches[-1:], recent=launches)
+    return GroupReport(
+        name="0", members=encode_members(ranks), count=launches[-1].number, pending=launches[-1:], recent=launches
+    )
 
 
 def mismatch(views: dict[int, GroupReport], **options: float) -> CollectiveMismatch:
@@ -424,6 +428,6 @@ def test_matching_send_and_receive_are_no_deadlock():
 
 
 def test_rank_with_broken_connections_cannot_complete_a_begun_collective():
-    broken = GroupReport(name="0", ranks=PAIR, count=5, pending=(), recent=(), broken=True)
+    broken = GroupReport(name="0", members=encode_members(PAIR), count=5, pending=(), recent=(), broken=True)
     (verdict,) = blocked_ranks({0: report_of(group(PAIR, 5, launch(5))), 1: report_of(broken)}, {1: failed(1)}, NOW)
     assert (verdict.rank, verdict.missing) == (0, 1)

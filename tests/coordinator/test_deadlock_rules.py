@@ -13,7 +13,7 @@ from rankbook.coordinator.deadlock import (
     find_deadlock,
 )
 from rankbook.protocol.messages import Collectives
-from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
+from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport, encode_members
 
 NOW = 100.0
 GROUPS = {"all": (0, 1, 2, 3, 4), "left": (0, 1, 2), "right": (2, 4, 3), "pair": (1, 3)}
@@ -33,10 +33,12 @@ def random_report(random: random.Random, rank: int) -> CollectiveReport:
         if rank in members and random.random() < 0.8:
             count = random.randint(0, 2)
             pending = tuple(random_launch(random, rank, members, count) for _ in range(random.choice([0, 0, 1, 1, 2])))
-            # Members as another process decodes them: equal, but not identical.
-            shared = members if random.random() < 0.5 else (*members,)
             broken = random.random() < 0.1
-            groups.append(GroupReport(name=name, ranks=shared, count=count, pending=pending, recent=(), broken=broken))
+            groups.append(
+                GroupReport(
+                    name=name, members=encode_members(members), count=count, pending=pending, recent=(), broken=broken
+                )
+            )
     return CollectiveReport(Collectives(token=0, cell=1, line=rank, groups=tuple(groups)), NOW)
 
 

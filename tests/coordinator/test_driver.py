@@ -46,7 +46,7 @@ from rankbook.protocol.messages import (
     Stack,
     Text,
 )
-from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
+from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport, encode_members
 from rankbook.transport.link import Sender
 from tests.conftest import wait_until
 from tests.coordinator.fork_requests import request
@@ -455,7 +455,7 @@ def test_a_cell_whose_collectives_did_not_match_fails_on_its_ranks(harness):
         launch = CollectiveLaunch(
             number=1, op="all_reduce", data=f"float32[{rank}]", peer=None, seconds=1.0, code=rank, digest=rank
         )
-        group = GroupReport(name="0", ranks=(0, 1), count=1, pending=(), recent=(launch,))
+        group = GroupReport(name="0", members=encode_members((0, 1)), count=1, pending=(), recent=(launch,))
         harness.say(rank, Done(cell=cell.cell, status="ok", seconds=0.1, collectives=1, groups=(group,)))
     harness.wait_end(cell)
     assert "RuntimeError: all_reduce #1: rank 0 gave float32[0], rank 1 float32[1]" in error_of(cell)

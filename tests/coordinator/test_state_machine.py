@@ -21,7 +21,7 @@ from rankbook.coordinator.state_machine import (
 from rankbook.coordinator.states import choose_donor
 from rankbook.errors import IllegalTransition
 from rankbook.protocol.messages import Collectives
-from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
+from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport, encode_members
 
 
 def only(actions: list[act.Action], kind: type) -> list[act.Action]:
@@ -365,7 +365,7 @@ def test_a_group_that_could_not_be_formed_is_formed_by_the_next_cell():
 def waits(rank: int, cell: int, ranks: tuple[int, ...], *, number: int = 1, at: float = 0.0) -> ev.CollectivesReceived:
     """The rank tells that it has begun a collective of these ranks, and that it has not ended."""
     pending = (CollectiveLaunch(number=number, op="all_reduce", data="", peer=None, seconds=0.0),) if number else ()
-    report = GroupReport(name="0", ranks=ranks, count=number, pending=pending, recent=pending)
+    report = GroupReport(name="0", members=encode_members(ranks), count=number, pending=pending, recent=pending)
     return ev.CollectivesReceived(
         rank, 1, CollectiveReport(Collectives(token=0, cell=cell, line=3, groups=(report,)), at)
     )
@@ -505,7 +505,11 @@ def reduced(size: int, *, generation: int = 1) -> tuple[GroupReport, ...]:
     launch = CollectiveLaunch(
         number=1, op="all_reduce", data=f"float32[{size}]", peer=None, seconds=1.0, code=size, digest=size
     )
-    return (GroupReport(name="0", ranks=(0, 1), count=1, pending=(), recent=(launch,), generation=generation),)
+    return (
+        GroupReport(
+            name="0", members=encode_members((0, 1)), count=1, pending=(), recent=(launch,), generation=generation
+        ),
+    )
 
 
 def test_a_cell_whose_collectives_did_not_match_fails_although_no_rank_raised():

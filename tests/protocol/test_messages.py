@@ -44,7 +44,7 @@ def test_every_message_belongs_to_a_direction():
     assert directed == kinds | {*QueryRequest.__subclasses__(), *QueryReply.__subclasses__()}
 
 
-WIRE = (4, "b94f1aafe33403d7")
+WIRE = (4, "2a976a1ed3ea77cb")
 """The protocol's version, and a digest of the messages and their fields that it stands for."""
 
 

@@ -15,18 +15,16 @@ actions.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Literal
-
-import msgspec
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.states import CellEntry, CellState, RankEntry, RankState
 from rankbook.protocol.messages import Collectives
-from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
+from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport, Members, decode_members
 from rankbook.ranks import format_ranks, group_ranks, name_ranks
 
 Outcome = Literal["failed", "dead", "finished"]
@@ -78,7 +76,7 @@ class BlockedRank:
     seconds: float
 
 
-GroupKey = tuple[str, int, tuple[int, ...]]
+GroupKey = tuple[str, int, Members]
 """Name, generation and members of a process group; equal on all members."""
 
 
@@ -193,7 +191,7 @@ class _MissingRanks:
     def __init__(self, ended: Mapping[int, InactiveRank], begun_collectives: _BegunCollectives) -> None:
         self._ended = ended
         self._begun = begun_collectives
-        self._worst: dict[tuple[str, int, int], int | None] = {}
+        self._worst: dict[_WaitKey, int | None] = {}
 
     def worst(self, rank: int, group: GroupReport, launch: CollectiveLaunch) -> int | None:
         """Return the ended rank that explains best why `rank`, which has not ended, waits in vain; None without one."""
@@ -205,9 +203,7 @@ class _MissingRanks:
             if any(member not in self._ended for member in group.ranks if member != rank):
                 return None
             return self._find(group.ranks, group.name, launch)
-        # The identity of the members stands for them, because comparing a thousand ranks takes long. Equal tuples that
-        # are not identical cost time, not correctness.
-        key = (group.name, id(group.ranks), launch.number)
+        key = _wait_key(group, launch)
         if key not in self._worst:
             self._worst[key] = self._find(group.ranks, group.name, launch)
         return self._worst[key]
@@ -271,7 +267,7 @@ def find_waiting(views: Mapping[int, GroupReport]) -> tuple[int, ...]:
 
 def group_key(view: GroupReport) -> GroupKey:
     """Return the key under which the reports of a group's members are compared."""
-    return view.name, view.generation, view.ranks
+    return view.name, view.generation, view.members
 
 
 def _all_match(views: Mapping[int, GroupReport]) -> bool:
@@ -375,7 +371,8 @@ def find_deadlock(reports: Mapping[int, CollectiveReport], *, patience: float) -
 
 
 _Waits = Mapping[int, list[tuple[GroupReport, CollectiveLaunch]]]
-_LateRanks = dict[tuple[str, int, int], set[int]]
+_WaitKey = tuple[str, Members, int]
+_LateRanks = dict[_WaitKey, set[int]]
 
 
 def _late_ranks(waiting: _Waits, begun_collectives: _BegunCollectives) -> _LateRanks:
@@ -390,8 +387,8 @@ def _late_ranks(waiting: _Waits, begun_collectives: _BegunCollectives) -> _LateR
     return late
 
 
-def _wait_key(group: GroupReport, launch: CollectiveLaunch) -> tuple[str, int, int]:
-    return group.name, id(group.ranks), launch.number
+def _wait_key(group: GroupReport, launch: CollectiveLaunch) -> _WaitKey:
+    return group.name, group.members, launch.number
 
 
 def _waits_for_any(rank: int, waiting: _Waits, late: _LateRanks) -> bool:
@@ -459,7 +456,6 @@ class CollectiveMonitor:
         self._grace = grace
         self._reports: dict[int, CollectiveReport] = {}
         self._groups: dict[int, dict[GroupKey, GroupReport]] = {}
-        self._members: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._asked: set[int] = set()
         self._broken: set[tuple[int, GroupKey]] = set()
         self._mismatches: dict[GroupKey, CollectiveMismatch] = {}
@@ -469,15 +465,13 @@ class CollectiveMonitor:
 
     def record_report(self, rank: int, report: CollectiveReport) -> None:
         """Store a rank's report."""
-        groups = tuple(self._with_shared_members(view) for view in report.report.groups)
-        self._reports[rank] = replace(report, report=msgspec.structs.replace(report.report, groups=groups))
-        self.record_groups(rank, groups)
+        self._reports[rank] = report
+        self.record_groups(rank, report.report.groups)
 
     def record_groups(self, rank: int, groups: Iterable[GroupReport]) -> None:
         """Store the state of some of a rank's groups; the rank may have finished its cell."""
         groups_of_rank = self._groups.setdefault(rank, {})
-        for reported in groups:
-            view = self._with_shared_members(reported)
+        for view in groups:
             key = group_key(view)
             if key not in groups_of_rank:  # the group was formed anew: nothing that is known of it matters any more
                 for old in [old for old in groups_of_rank if old[0] == view.name]:
@@ -486,12 +480,6 @@ class CollectiveMonitor:
                     self._mismatches.pop(old, None)
                     self._failed.discard(old)
             groups_of_rank[key] = view
-
-    # All ranks of a group report the same members. One tuple for all of them takes memory once, and can be compared by
-    # its identity.
-    def _with_shared_members(self, view: GroupReport) -> GroupReport:
-        shared = self._members.setdefault(view.ranks, view.ranks)
-        return view if shared is view.ranks else msgspec.structs.replace(view, ranks=shared)
 
     def react(self, rank: int, ranks: Mapping[int, RankEntry], cells: Mapping[int, CellEntry]) -> list[act.Action]:
         """Return the actions that follow from the report of `rank` at once, before the next check.
@@ -522,9 +510,9 @@ class CollectiveMonitor:
     def finished_mismatch(self, cell: CellEntry, world_size: int) -> CollectiveMismatch | None:
         """Return a mismatch between the collectives that the ranks have launched until the end of `cell`, once."""
         for key, views in self._views().items():
-            if key in self._failed or set(key[2]).isdisjoint(cell.ranks):
+            if key in self._failed or set(decode_members(key[2])).isdisjoint(cell.ranks):
                 continue
-            mismatch = self._mismatches.get(key) or find_mismatch(views, named=len(key[2]) < world_size)
+            mismatch = self._mismatches.get(key) or find_mismatch(views, named=len(decode_members(key[2])) < world_size)
             if mismatch is not None:
                 self._failed.add(key)
                 return mismatch
@@ -537,40 +525,24 @@ class CollectiveMonitor:
     def _views(self) -> dict[GroupKey, dict[int, GroupReport]]:
         """Return the latest state of every group, by member."""
         views: dict[GroupKey, dict[int, GroupReport]] = {}
-        # Looked up by the identity of the members first: the hash of a key takes time for every member.
-        views_by_identity: dict[tuple[str, int, int], dict[int, GroupReport]] = {}
         for rank, groups in sorted(self._groups.items()):
             for key, view in groups.items():
-                identity = (key[0], key[1], id(key[2]))
-                members = views_by_identity.get(identity)
-                if members is None:
-                    members = views_by_identity[identity] = views.setdefault(key, {})
-                members[rank] = view
+                views.setdefault(key, {})[rank] = view
         return views
 
-    def _forget_old_members(self) -> None:
-        """Drop the members of groups that no report has any more."""
-        # By identity, which takes no time in proportion to the members.
-        views = (view for groups in self._groups.values() for view in groups.values())
-        reported = (view for report in self._reports.values() for view in report.report.groups)
-        current = {id(view.ranks): view.ranks for view in chain(views, reported)}
-        if len(current) < len(self._members):
-            self._members = {members: members for members in current.values()}
-
-    def waiting_for(self, lost_ranks: Collection[int]) -> set[int]:
+    def waiting_for(self, lost_ranks: AbstractSet[int]) -> set[int]:
         """Return the ranks that wait in a group with one of `lost_ranks`."""
-        affected = {id(ranks) for ranks in self._members if not set(ranks).isdisjoint(lost_ranks)}
-        return {
-            rank
-            for rank, report in self._reports.items()
-            for group in report.report.groups
-            if group.pending and id(group.ranks) in affected
-        }
+        waiting: dict[Members, set[int]] = {}
+        for rank, report in self._reports.items():
+            for group in report.report.groups:
+                if group.pending:
+                    waiting.setdefault(group.members, set()).add(rank)
+        affected = (ranks for members, ranks in waiting.items() if not lost_ranks.isdisjoint(decode_members(members)))
+        return set().union(*affected)
 
     def check(self, now: float, ranks: Mapping[int, RankEntry], cells: Mapping[int, CellEntry]) -> list[act.Action]:
         """Return the actions for waits that cannot end, new requests for reports, and the time of the next check."""
         running = self._running(cells)
-        self._forget_old_members()
         if not running:
             self._since.clear()
             self._reported.clear()
@@ -608,11 +580,12 @@ class CollectiveMonitor:
         """Abort the waits in collectives that do not match; report those that no rank waits in."""
         actions: list[act.Action] = []
         for key, views in self._views().items():
-            mismatch = find_mismatch(views, patience=_MISMATCH_PATIENCE, named=len(key[2]) < len(ranks))
+            members = decode_members(key[2])
+            mismatch = find_mismatch(views, patience=_MISMATCH_PATIENCE, named=len(members) < len(ranks))
             if mismatch is None or not mismatch.settled:
                 continue
             # The cell of a waiting rank first. If none waits, that of any member.
-            numbers = (ranks[rank].cell for rank in (*mismatch.waiting, *key[2]))
+            numbers = (ranks[rank].cell for rank in (*mismatch.waiting, *members))
             running = (cells[number] for number in numbers if number is not None and number in cells)
             cell = next((cell for cell in running if not cell.internal), None)
             if cell is None:

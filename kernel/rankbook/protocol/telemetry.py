@@ -9,6 +9,7 @@ that was started with `Measure`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import msgspec
@@ -53,23 +54,64 @@ class CollectiveLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     balance: int = 0
 
 
+Members = tuple[tuple[int, int, int], ...]
+"""Ranks of a group in their order, as runs of equal distance: first rank, distance, number of ranks."""
+_MOST_MEMBERS = 1 << 16
+
+
+@functools.lru_cache(maxsize=4096)
+def encode_members(ranks: tuple[int, ...]) -> Members:
+    """Return the ranks of a group as runs: every rank of a large group names all of its members in every report.
+
+    Example::
+
+        encode_members((0, 1, 2, 3, 8, 16))  # ((0, 1, 4), (8, 8, 2))
+    """
+    runs: list[tuple[int, int, int]] = []
+    for rank in ranks:
+        if runs:
+            first, distance, count = runs[-1]
+            if count == 1 or rank == first + distance * count:
+                runs[-1] = (first, rank - first if count == 1 else distance, count + 1)
+                continue
+        runs.append((rank, 1, 1))
+    return tuple(runs)
+
+
+@functools.lru_cache(maxsize=4096)
+def decode_members(members: Members) -> tuple[int, ...]:
+    """Return the ranks of a group. Raises `ValueError` if no group can have these members."""
+    if any(count < 1 for _, _, count in members) or sum(count for _, _, count in members) > _MOST_MEMBERS:
+        raise ValueError(f"invalid members of a group: expected 1 to {_MOST_MEMBERS} ranks in runs")
+    return tuple(first + distance * number for first, distance, count in members for number in range(count))
+
+
 # `recent` is the tail of a bounded log. A rank that is far ahead of another one may have dropped the entry that the
 # other one is waiting in.
 class GroupReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """State of one process group on one rank.
 
-    `ranks` are the members' global ranks. `count` collectives were started; `pending` have not ended; `recent` are the
-    last ones. `broken`: the group's connections are broken, so that a pending collective cannot complete either.
-    `generation` is that of the connections: numbers of different generations are not related.
+    `members` are the group's global ranks (`encode_members`). `count` collectives were started; `pending` have not
+    ended; `recent` are the last ones. `broken`: the group's connections are broken, so that a pending collective cannot
+    complete either. `generation` is that of the connections: numbers of different generations are not related.
     """
 
     name: str
-    ranks: tuple[int, ...]
+    members: Members
     count: int
     pending: tuple[CollectiveLaunch, ...]
     recent: tuple[CollectiveLaunch, ...]
     broken: bool = False
     generation: int = 0
+
+    def __post_init__(self) -> None:
+        # msgspec reports a ValueError as an invalid message.
+        decode_members(self.members)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the members' global ranks, in the order of the group."""
+        return decode_members(self.members)
 
 
 # Training -----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from rankbook.protocol import telemetry
-from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport
+from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport, encode_members
 
 _REMEMBERED = 32
 """Number of completed collectives to remember per group, for the comparison with the other ranks."""
@@ -444,7 +444,7 @@ class CollectiveLog:
         pending = tuple(self._to_message(call, now, default) for call in oldest)
         return GroupReport(
             name=self.name,
-            ranks=self.ranks,
+            members=encode_members(self.ranks),
             count=self.count,
             pending=pending,
             recent=tuple(self._to_message(call, now) for call in self._recent.copy() if call.number),
