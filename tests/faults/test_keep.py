@@ -576,6 +576,7 @@ def test_a_kernel_that_dies_during_a_resize_costs_no_variable(notebook):
 @pytest.mark.timeout(120)
 def test_a_rank_that_was_being_healed_when_the_kernel_died_counts_as_dead(notebook):
     notebook.ok("%%distributed\nmine = torch.arange(3)")
+    notebook.ok("%distributed watch nan")
     notebook.run("%%distributed --ranks 1\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
     # The new rank is in the process group, and has no variables.
     notebook.ok(
@@ -590,6 +591,7 @@ def test_a_rank_that_was_being_healed_when_the_kernel_died_counts_as_dead(notebo
     assert "dead" in notebook.ok("%distributed status").text
     assert "rank 1 was healed with the state of rank 0: 1 variable" in notebook.ok("%distributed heal").stdout
     assert "[0-1] 3" in notebook.ok("%%distributed\ndist.barrier()\nprint(int(mine.sum()))").stdout
+    assert "watch: nan" in notebook.ok("%distributed watch").stdout
     notebook.ok("%distributed stop")
 
 

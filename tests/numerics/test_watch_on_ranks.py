@@ -5,6 +5,8 @@ All cases share one cluster; each builds a small model of its own.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -322,6 +324,16 @@ def test_restarted_rank_watches_too(cluster):
     cluster.watch_numbers("nan")
     cluster.restart(2)
     cluster.run(SETUP)
+    with pytest.raises(NumericalError, match="born on rank 2"):
+        cluster.run("train(change('blocks.1.gate', spoil(2)), 2)")
+
+
+@pytest.mark.slow
+def test_healed_rank_watches_if_a_cell_has_switched_the_watch_on(cluster):
+    cluster.watch_numbers("off")
+    cluster.run("rankbook.watch_numbers('nan', 'norm > 123456.789')")
+    os.kill(cluster.status()[2].pid or 0, signal.SIGKILL)
+    cluster.heal()
     with pytest.raises(NumericalError, match="born on rank 2"):
         cluster.run("train(change('blocks.1.gate', spoil(2)), 2)")
 

@@ -79,7 +79,11 @@ def test_a_variable_that_cannot_be_sent_is_named_with_the_reason(tmp_path):
 
 def test_a_folder_and_a_module_that_are_not_there_are_named(tmp_path):
     state = recovery.ExportedState(
-        variables={"kept": 2}, imports={"m": "no_such_module"}, path=sys.path, folder=str(tmp_path / "no")
+        variables={"kept": 2},
+        imports={"m": "no_such_module"},
+        path=sys.path,
+        folder=str(tmp_path / "no"),
+        watch=None,
     )
     fresh: dict[str, Any] = {}
     adopted = recovery.adopt_state(fresh, lambda: state)

@@ -29,6 +29,7 @@ from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.liveness import describe_unresponsive
 from rankbook.coordinator.monitor import ANSWER_TIMEOUT, NonBlockingMonitor, StatusMonitor
 from rankbook.coordinator.reattach import ReattachedProcesses
+from rankbook.coordinator.records import read_record, write_record
 from rankbook.coordinator.recovery import (
     RESTORED,
     Healed,
@@ -648,6 +649,8 @@ START_TIMEOUT = 180.0
 _RESIZE_ATTEMPTS = 4
 """Attempts to complete a resize during which ranks die."""
 _resizes = itertools.count(1)
+_NUMBER_WATCH = "number-watch"
+"""Name of the record with the conditions of the number watch."""
 HOSTS_TIMEOUT = 600.0
 """Seconds that a start waits for the agents of other hosts by default: a user or a job scheduler starts them."""
 _ANSWER_TIMEOUT = 1.0
@@ -709,6 +712,7 @@ class Cluster(ClusterQueries):
         restoring = read_heal_record(self._segments.folder)
         processes.discard(restoring, "was not restored because the notebook's process ended during a heal")
         remove_heal_record(self._segments.folder)
+        self._number_watch = read_record(self._segments.folder, _NUMBER_WATCH, tuple[str, ...]) or ()
         return self
 
     def __enter__(self) -> Self:
@@ -817,6 +821,7 @@ class Cluster(ClusterQueries):
         parse_conditions(*conditions)
         self.apply(watch_numbers, *conditions, timeout=timeout)
         self._number_watch = conditions if parse_conditions(*conditions) else ()
+        write_record(self._segments.folder, _NUMBER_WATCH, self._number_watch)
 
     @property
     def watched_numbers(self) -> str:

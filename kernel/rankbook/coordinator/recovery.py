@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from rankbook.coordinator.records import read_record, remove_record, write_record
 from rankbook.errors import TransferError
 from rankbook.formatting import format_bytes, format_duration, plural, truncate_list
 from rankbook.ranks import name_ranks
@@ -173,9 +172,7 @@ _HEALING = "heal-pending"
 @contextmanager
 def heal_record(folder: Path, ranks: tuple[int, ...]) -> Iterator[None]:
     """Record in `folder`, for another notebook process, that `ranks` have not got all of their state yet."""
-    draft = folder / f"{_HEALING}.draft"
-    draft.write_bytes(msgspec.msgpack.encode(ranks))
-    draft.replace(folder / _HEALING)
+    write_record(folder, _HEALING, ranks)
     try:
         yield
     finally:
@@ -184,15 +181,12 @@ def heal_record(folder: Path, ranks: tuple[int, ...]) -> Iterator[None]:
 
 def read_heal_record(folder: Path) -> tuple[int, ...]:
     """Return the ranks of a heal that the previous notebook process has not ended."""
-    try:
-        return msgspec.msgpack.decode((folder / _HEALING).read_bytes(), type=tuple[int, ...])
-    except FileNotFoundError:
-        return ()
+    return read_record(folder, _HEALING, tuple[int, ...]) or ()
 
 
 def remove_heal_record(folder: Path) -> None:
     """Remove the record when its ranks have all of their state, or are dead."""
-    (folder / _HEALING).unlink(missing_ok=True)
+    remove_record(folder, _HEALING)
 
 
 def copy_variables(names: Sequence[str], attempt: Callable[[Sequence[str]], str]) -> dict[str, str]:

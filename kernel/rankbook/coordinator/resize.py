@@ -23,8 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from rankbook.coordinator.records import read_record, remove_record, write_record
 from rankbook.coordinator.recovery import Healed
 from rankbook.errors import InvalidArgument
 from rankbook.formatting import format_bytes, plural
@@ -239,22 +238,17 @@ def describe_failure(pending: PendingResize, error: BaseException) -> str:
 
 def store_pending(folder: Path, pending: PendingResize) -> None:
     """Keep the plan in the cluster's folder, for another notebook process that attaches to the ranks."""
-    draft = folder / f"{_PENDING}.draft"
-    draft.write_bytes(msgspec.msgpack.encode(pending))
-    draft.replace(folder / _PENDING)
+    write_record(folder, _PENDING, pending)
 
 
 def read_pending(folder: Path) -> PendingResize | None:
     """Return the plan of a resize that the previous notebook process has not completed, None if there is none."""
-    try:
-        return msgspec.msgpack.decode((folder / _PENDING).read_bytes(), type=PendingResize)
-    except FileNotFoundError:
-        return None
+    return read_record(folder, _PENDING, PendingResize)
 
 
 def forget_pending(folder: Path, pending: PendingResize) -> None:
     """Remove the plan, and the shards of the ranks before."""
-    (folder / _PENDING).unlink(missing_ok=True)
+    remove_record(folder, _PENDING)
     if pending.folder:
         shutil.rmtree(pending.folder, ignore_errors=True)
 

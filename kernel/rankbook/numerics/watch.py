@@ -554,6 +554,11 @@ def step_of(optimizer: torch.optim.Optimizer, counted: int, *, done: bool = Fals
 _active: NumberWatch | None = None
 
 
+def active_conditions() -> Conditions | None:
+    """Return the conditions of the watch of this process, None if it is off."""
+    return None if _active is None else _active.conditions
+
+
 def set_conditions(conditions: Conditions) -> None:
     """Replace the watch of this process by one with `conditions`; none if they are empty."""
     global _active

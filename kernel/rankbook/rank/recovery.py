@@ -42,6 +42,7 @@ from rankbook.transport.serialization import Packed, Reduce, pack, pickle_error
 from rankbook.transport.shared_memory import SegmentStore
 
 _SAVES = "rankbook.checkpoint.saving"
+_WATCH = "rankbook.numerics.watch"
 _namespace: dict[str, Any] = {}
 """The namespace of this rank's cells, to which functions from a peer are bound."""
 
@@ -74,12 +75,16 @@ _NO_SHARDS = Shards()
 
 
 class ExportedState(TypedDict):
-    """The exported part of a rank's state. `imports` maps names to modules, `path` is `sys.path`."""
+    """The exported part of a rank's state. `imports` maps names to modules, `path` is `sys.path`.
+
+    `watch` are the conditions of the number watch, None if it is off.
+    """
 
     variables: dict[str, Any]
     imports: dict[str, str]
     path: list[str]
     folder: str
+    watch: Any
 
 
 class AdoptedState(TypedDict):
@@ -138,7 +143,14 @@ def export_state(
         if isinstance(value, types.ModuleType) and not name.startswith("_") and name not in hidden
     }
     variables = {name: namespace[name] for name in names if name in namespace}
-    state = ExportedState(variables=variables, imports=imports, path=list(sys.path), folder=str(Path.cwd()))
+    watch = sys.modules.get(_WATCH)
+    state = ExportedState(
+        variables=variables,
+        imports=imports,
+        path=list(sys.path),
+        folder=str(Path.cwd()),
+        watch=watch.active_conditions() if watch is not None else None,
+    )
     return pack(state, store=store, reduce=_Reducer(namespace, shards=shards))
 
 
@@ -172,6 +184,11 @@ def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedStat
             missing[name] = str(error)
     # Only after everything has been unpickled: the namespace gets all of the state or nothing.
     namespace.update(state["variables"])
+    if state["watch"] is not None:
+        # The ranks that watch exchange a flag in every step.
+        from rankbook.numerics.watch import set_conditions
+
+        set_conditions(state["watch"])
     functions = sum(isinstance(value, (types.FunctionType, type)) for value in state["variables"].values())
     adopted["variables"] = len(state["variables"]) - functions
     adopted["functions"] = functions
