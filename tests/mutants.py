@@ -152,8 +152,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel/rankbook/coordinator/deadlock.py",
-        "if group.pending and id(group.ranks) in affected",
-        "if id(group.ranks) in affected",
+        "if group.pending:\n                    waiting",
+        "if group:\n                    waiting",
         "coordinator/test_state_machine.py",
     ),
     Mutant(
