@@ -102,6 +102,18 @@ def test_run_returns_what_every_rank_printed_and_its_last_expression(two):
     assert [result.text(rank) for rank in (0, 1)] == ["10", "11"]
 
 
+def test_without_a_launcher_this_process_listens_at_no_port_and_has_no_thread_for_hosts():
+    def listening() -> set[object]:
+        sockets = psutil.net_connections("tcp")
+        return {item.laddr for item in sockets if item.pid == os.getpid() and item.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    with Cluster(2) as cluster:
+        cluster.run(REDUCE)
+        assert listening() <= before
+        assert threads().isdisjoint({"rankbook-engine", "rankbook-save"}) and cluster.hosts() == []
+
+
 def test_variables_imports_and_functions_persist_between_cells(two):
     two.run("import math\nkept = [1]\ndef double(x):\n    return 2 * x * len(kept)")
     two.run("kept.append(2)")
