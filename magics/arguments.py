@@ -161,7 +161,7 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
         return commands.add_parser(name, help=help_text, prog=f"%distributed {name}")
 
     start = add("start", "start the ranks: one per CUDA device, or two on the CPU")
-    start.add_argument("-n", "--ranks", dest="n", type=int, metavar="N", help="number of ranks")
+    start.add_argument("-n", "--ranks", dest="n", type=int, metavar="N", help="number of ranks; also start N")
     start.add_argument("--backend", help="torch.distributed backend: gloo, nccl, cpu:gloo,cuda:nccl")
     start.add_argument(
         "--keep",
@@ -286,6 +286,8 @@ def parse_line(line: str) -> argparse.Namespace:
     parser, namespace = _command_parsers[command], argparse.Namespace(command=command)
     if command != "start":
         return parser.parse_args(rest, namespace)
+    if rest and rest[0].isdecimal():  # `start 4`, as `resize 4`
+        rest = ["-n", *rest]
     own_arguments, separator, passed = _partition(rest, "--")
     parsed, unknown = parser.parse_known_args(own_arguments, namespace)
     if parsed.launcher is None and (unknown or separator):

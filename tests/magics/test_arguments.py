@@ -120,6 +120,7 @@ def test_a_quote_that_is_not_closed_is_one_line():
         ("start --keep 3.5", {**START, "n": None, "backend": None, "keep": 3.5}),
         ("attach", {"key": None}),
         ("attach 12-1", {"key": "12-1"}),
+        ("start 4 --backend gloo", {**START, "n": 4, "backend": "gloo", "keep": None}),
         ("start --ranks 4", {**START, "n": 4, "backend": None, "keep": None}),
         ("status", {}),
         ("interrupt", {"ranks": None}),
@@ -182,7 +183,7 @@ def test_option_without_a_near_match_gets_no_suggestion(line):
     ("line", "valid"),
     [
         ("start --foo", START_OPTIONS),
-        ("start 4", START_OPTIONS),
+        ("start 4 5", START_OPTIONS),
         ("start -n many", START_OPTIONS),
         ("status now", "none"),
         ("restart 0 1", "RANKS"),
