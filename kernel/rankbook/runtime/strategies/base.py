@@ -117,15 +117,18 @@ def mesh_for(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
         _init_single_rank_group()
     world = dist.group.WORLD
     key = (device_type, tuple(sizes.items()))
-    for stale in [mesh_key for mesh_key, entry in _meshes.items() if entry.world is not world]:
-        del _meshes[stale]
     known = _meshes.get(key)
+    if known is not None and known.world is not world:
+        known = None
     if known is not None and known.on_all_ranks:
         return known.mesh
     (is_everywhere,) = all_min(known is not None)
     if known is not None and is_everywhere:
         mesh = known.mesh
     else:
+        # Only now: `rankbook.compare` puts a group of one rank in the place of the default group for a while.
+        for stale in [mesh_key for mesh_key, entry in _meshes.items() if entry.world is not world]:
+            del _meshes[stale]
         mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     _meshes[key] = _CachedMesh(world, mesh, on_all_ranks=True)
     return mesh
