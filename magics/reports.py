@@ -160,7 +160,8 @@ def describe_host(host: HostStatus) -> str:
         state = "reachable" if host.round_trip is None else f"round trip {1e3 * host.round_trip:.1f} ms"
     ranks = name_ranks(host.ranks) if host.ranks else "no rank"
     dropped = f", {plural(host.dropped, 'message')} dropped" if host.dropped else ""
-    return f"host {host.name}: {plural(host.slots, 'slot')}, {ranks}, {state}{dropped}"
+    repeated = f", {plural(host.repeated, 'repeated packet')} dropped" if host.repeated else ""
+    return f"host {host.name}: {plural(host.slots, 'slot')}, {ranks}, {state}{dropped}{repeated}"
 
 
 def describe_attached(cluster: Cluster) -> str:

@@ -267,6 +267,14 @@ def test_a_cut_in_the_middle_of_a_transfer_loses_and_repeats_nothing(pair, proxy
     assert [bytes(event.frames[0]) for event in received if event.stream == 0] == [b"up %d" % n for n in range(60)]
     assert pair.texts(pair.seen(link, LinkMessage)) == [b"down %d" % number for number in range(60)]
     assert pair.seen(link, Reachable)
+    # A packet that is recorded and sent once more is dropped and counted.
+    before = pair.hub.repeated("agent-0")
+    link._session.reconnected(time.monotonic())
+    link.send(0, [b"once"])
+    (packet,) = [bytes(link._session._packet(0, sent)[0]) for sent in link._session._out[0].packets]
+    link._send([packet, b"once"])
+    pair.until(lambda: pair.hub.repeated("agent-0") > before and not link.pending(0))
+    assert pair.texts(pair.at_hub)[-1] == b"once" and pair.texts(pair.at_hub).count(b"once") == 1
 
 
 def test_stalled_connection_is_detected_and_recovers(pair, proxy, monkeypatch):

@@ -123,7 +123,8 @@ class HostStatus:
     """Status of one host, for `%distributed status`.
 
     `round_trip` is in seconds, `unreachable` the seconds since the last message of an unreachable host. `dropped`
-    counts messages that could not be handled.
+    counts messages that could not be handled, and `repeated` packets that had arrived already, as some do after a
+    broken connection, or that came out of order.
     """
 
     name: str
@@ -131,6 +132,7 @@ class HostStatus:
     ranks: tuple[int, ...]
     round_trip: float | None = None
     dropped: int = 0
+    repeated: int = 0
     unreachable: float | None = None
     lost: str = ""
 
@@ -230,6 +232,7 @@ class Hosts:
                     ranks=ranks,
                     round_trip=self.hub.round_trip(host.id),
                     dropped=host.bad_messages,
+                    repeated=self.hub.repeated(host.id),
                     unreachable=None if since is None else now - since,
                     lost=host.lost,
                 )

@@ -304,6 +304,11 @@ class AgentHub:
             peer = self._peers.get(agent)
             return ClockOffset() if peer is None or not peer.offsets else min(peer.offsets, key=itemgetter(0))[1]
 
+    def repeated(self, agent: str) -> int:
+        """Return how many packets of an agent were dropped because they were repeated or not the next ones."""
+        peer = self._peers.get(agent)
+        return 0 if peer is None else peer.session.repeated + peer.session.out_of_order
+
     def silence(self, agent: str) -> float:
         """Return the seconds since the last packet of an agent; 0.0 for an unknown one."""
         peer = self._peers.get(agent)
