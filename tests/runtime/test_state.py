@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rankbook.errors import InvalidArgument
+from rankbook.runtime.config import DataLoaderConfiguration, GradScalerKwargs, ParallelismConfig, ProjectConfiguration
 from rankbook.runtime.state import AcceleratorState, DistributedType, PartialState
 from tests.rank_processes import run_ranks
 
@@ -75,6 +76,21 @@ def test_a_misspelt_keyword_is_an_error_that_names_the_right_one(options, words,
     assert bool(PartialState._shared_state) == initialized
     with pytest.raises(InvalidArgument, match=r"^PartialState\(\) got"):
         PartialState(**options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keyword", "meant"),
+    [
+        (DataLoaderConfiguration, "even_batch", "even_batches"),
+        (ProjectConfiguration, "projectdir", "project_dir"),
+        (ParallelismConfig, "tpsize", "tp_size"),
+        (GradScalerKwargs, "init_scales", "init_scale"),
+    ],
+)
+def test_a_misspelt_keyword_of_a_configuration_names_the_right_one(kind, keyword, meant):
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\(\) got .* '{keyword}'; did you mean: {meant}\b") as caught:
+        kind(**{keyword: 2})
+    assert isinstance(caught.value, InvalidArgument)
 
 
 def test_every_kind_of_setup_can_be_compared_with():

@@ -6,17 +6,35 @@ They validate their fields and are applied by other modules. torch's distributed
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rankbook.errors import InvalidArgument, UnknownKeyword
 from rankbook.formatting import suggest
 from rankbook.runtime.launch_environment import read_flag, read_text
+
+_Class = TypeVar("_Class")
+
+
+def _suggest_keywords(kind: type[_Class]) -> type[_Class]:
+    """Make a dataclass raise `UnknownKeyword`, with the field that was probably meant, for an unknown keyword."""
+    construct = kind.__init__
+    names = [option.name for option in fields(kind) if option.init]  # type: ignore[arg-type]
+
+    @functools.wraps(construct)
+    def check(self: _Class, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - the fields' types
+        if (unknown := next((name for name in kwargs if name not in names), None)) is not None:
+            raise unknown_keyword(kind.__name__, unknown, names)
+        construct(self, *args, **kwargs)
+
+    kind.__init__ = check  # type: ignore[method-assign, assignment]
+    return kind
 
 
 class KwargsHandler:
@@ -40,6 +58,7 @@ def _default_of(option: Any) -> Any:  # noqa: ANN401 - a dataclass field and its
     return option.default_factory() if option.default_factory is not MISSING else option.default
 
 
+@_suggest_keywords
 @dataclass
 class AutocastKwargs(KwargsHandler):
     """Keyword arguments of `torch.autocast`. `cache_enabled` None selects torch's default.
@@ -66,6 +85,7 @@ class DDPCommunicationHookType(StrEnum):
     BATCHED_POWER_SGD = "batched_power_sgd"
 
 
+@_suggest_keywords
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
     """Keyword arguments of `torch.nn.parallel.DistributedDataParallel`, and its communication hook.
@@ -121,6 +141,7 @@ def _check_choice(name: str, choice: object, choices: list[str]) -> str:
     return value
 
 
+@_suggest_keywords
 @dataclass
 class GradScalerKwargs(KwargsHandler):
     """Keyword arguments of `torch.amp.GradScaler`, which fp16 uses.
@@ -137,6 +158,7 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
 
+@_suggest_keywords
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
     """Keyword arguments of `torch.distributed.init_process_group`.
@@ -153,6 +175,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | None = None
 
 
+@_suggest_keywords
 @dataclass
 class ProfileKwargs(KwargsHandler):
     """Keyword arguments of `torch.profiler.profile`.
@@ -206,6 +229,7 @@ class ProfileKwargs(KwargsHandler):
         )
 
 
+@_suggest_keywords
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
     """Settings of gradient accumulation.
@@ -260,6 +284,7 @@ class DynamoBackend(StrEnum):
     TVM = "tvm"
 
 
+@_suggest_keywords
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """Keyword arguments of `torch.compile`.
@@ -341,6 +366,7 @@ def _dynamo_flag(name: str) -> bool | None:
     return None if read_text(*names) is None else read_flag(*names)
 
 
+@_suggest_keywords
 @dataclass
 class FullyShardedDataParallelPlugin(KwargsHandler):
     """Settings of `torch.distributed.fsdp.fully_shard` (FSDP2).
@@ -407,6 +433,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         self.reshard_after_forward = value
 
 
+@_suggest_keywords
 @dataclass
 class ProjectConfiguration:
     """Directories of a project.
@@ -513,6 +540,7 @@ class Handlers:
         return cls(**handlers)
 
 
+@_suggest_keywords
 @dataclass
 class DataLoaderConfiguration:
     """Treatment of loaders by `Accelerator.prepare`.
@@ -576,6 +604,7 @@ def require_stateful_dataloader() -> type[Any]:
     return loader_class
 
 
+@_suggest_keywords
 @dataclass
 class TorchTensorParallelConfig:
     """Tensor-parallel plan.
@@ -588,6 +617,7 @@ class TorchTensorParallelConfig:
     plan: dict[str, Any] | None = None
 
 
+@_suggest_keywords
 @dataclass
 class ParallelismConfig:
     """Mesh of the ranks: replication, sharding and tensor parallelism.
