@@ -362,6 +362,13 @@ MUTANTS = (
         "        if not self.keeps_values:\n",
         "jupyter/test_kernel.py::test_the_ranks_have_ipythons_session",
     ),
+    Mutant(
+        "kernel/rankbook/rank/process_groups/manager.py",
+        'snapshot_files.next_serial = max(report["serial"] for report in reports)',
+        "pass",
+        "faults/test_protect.py::test_a_rank_that_was_restarted_alone_gets_the_state_of_its_own_snapshot",
+        slow=True,
+    ),
 )
 
 

@@ -66,6 +66,10 @@ class SnapshotPlace(msgspec.Struct, frozen=True):
 this_place: SnapshotPlace | None = None
 """The place of this rank. None in a process that is no rank of Rankbook."""
 
+next_serial = 0
+"""Serial number of the next prepared object of this process, by which snapshots name it. The ranks agree on it whenever
+their process groups are formed, so that an object that all ranks prepare has one number."""
+
 _decoder = msgspec.msgpack.Decoder(SnapshotHeader)
 
 

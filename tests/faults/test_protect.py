@@ -122,8 +122,9 @@ def test_a_lost_snapshot_is_named_and_the_rank_comes_back_without(cluster):
     healed = str(cluster.heal())
     assert "not restored: there is no snapshot of one step that all ranks have" in healed
     assert "net: it is sharded over the ranks: the shard of the dead rank is lost" in healed
-    cluster.protect(0)
+    assert cluster.protection() is not None
     cluster.restart()
+    assert cluster.protection() is None
 
 
 def test_a_rank_that_dies_during_the_heal_costs_no_further_step(cluster):
@@ -136,12 +137,31 @@ def test_a_rank_that_dies_during_the_heal_costs_no_further_step(cluster):
     training.check(10)
 
 
+@pytest.mark.slow
+def test_a_rank_that_was_restarted_alone_gets_the_state_of_its_own_snapshot(cluster):
+    Training(cluster, "ddp", steps=2)
+    cluster.restart((2,))  # it has prepared nothing, unlike the others
+    assert (status := cluster.protection()) is not None and status.step is not None
+    training = Training(cluster, "ddp", steps=20)
+    training.kill(2, "optimizer", after=3)
+    assert "back at step 3" in str(training.heal())
+    training.check(10)
+
+
 NO_DROPOUT = "torch.nn.functional.dropout = lambda x, p: x"
 
 
+@pytest.fixture
+def cluster_without_dropout(cluster) -> Iterator[Cluster]:
+    """Provide the module's ranks without dropout, because random states are not restored."""
+    cluster.run(NO_DROPOUT)
+    yield cluster
+    cluster.restart()  # all of them: only the rank that is replaced has torch's own function again
+
+
 @pytest.mark.parametrize(("moment", "rank"), [("forward", 3), ("optimizer", 0)])
-def test_replicas_of_hybrid_sharding_restore_a_rank_without_protection(cluster, moment, rank):
-    cluster.run(NO_DROPOUT)  # random states are not restored
+def test_replicas_of_hybrid_sharding_restore_a_rank_without_protection(cluster_without_dropout, moment, rank):
+    cluster = cluster_without_dropout
     training = Training(cluster, "hsdp", steps=20, protect=False)
     training.kill(rank, moment, after=3)
     healed = training.heal()

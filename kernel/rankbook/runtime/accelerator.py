@@ -286,7 +286,6 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
             "known": recovery.prepared_objects(),
             "serials": {kind: prepared.serials_of(kind, items) for kind, items in objects.items()},
             "custom_serials": prepared.serials_of("custom", self._custom_objects),
-            "next_serial": prepared.next_serial(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -317,7 +316,6 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
                 self._register(kind, item, serial)
         for item, serial in zip(self._custom_objects, state["custom_serials"], strict=True):
             prepared.note_registered("custom", item, serial)
-        prepared.continue_serials(state["next_serial"])
         # A replacement rank takes part in the collective with which the survivors start
         # (`recovery._synchronize_replicas`).
         if fresh:

@@ -6,7 +6,6 @@ All references are weak: running a cell again leaves nothing of the previous mod
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
+from rankbook import snapshot_files
 from rankbook.protocol import telemetry
 from rankbook.runtime.config import TorchDynamoPlugin
 from rankbook.runtime.strategies.base import Strategy, StrategySetup
@@ -44,9 +44,9 @@ _replacements: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 # All prepared and registered objects of the process by kind, in the order of their preparation. All ranks prepare the
-# same objects in the same order, so an object has the same serial number on all of them.
+# same objects in the same order, from the same `snapshot_files.next_serial` on, so an object has the same serial number
+# on all of them.
 _registered: dict[str, list[tuple[int, Callable[[], Any]]]] = {}
-_serials = itertools.count()
 
 
 def note_registered(kind: str, item: object, serial: int | None = None) -> None:
@@ -67,7 +67,8 @@ def note_registered(kind: str, item: object, serial: int | None = None) -> None:
         else:
             kept.append((known, reference))
     if number is None:
-        number = next(_serials)
+        number = snapshot_files.next_serial
+        snapshot_files.next_serial += 1
     try:
         kept.append((number, weakref.ref(item)))
     except TypeError:  # an object of the user without weak references, which the Accelerator holds as well
@@ -84,20 +85,6 @@ def serials_of(kind: str, items: Iterable[object]) -> list[int | None]:
     """Return the serial numbers of objects of this kind."""
     numbers = {id(item): number for number, item in registered(kind).items()}
     return [numbers.get(id(item)) for item in items]
-
-
-def next_serial() -> int:
-    """Return the number of the next object that is prepared."""
-    global _serials
-    number = next(_serials)
-    _serials = itertools.count(number)
-    return number
-
-
-def continue_serials(number: int) -> None:
-    """Continue with at least this number, on a rank that replaces a dead one."""
-    global _serials
-    _serials = itertools.count(max(number, next(_serials)))
 
 
 def current_models() -> dict[int, tuple[Strategy, nn.Module]]:

@@ -29,7 +29,8 @@ import pickle
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
 import cloudpickle
@@ -99,6 +100,8 @@ def protect(every: int) -> None:
         return
     if _active is not None:
         _active.every = every
+        # As below: a rank that was restarted is not protected yet.
+        _active.find_hosts(_active.latest.version if _active.latest is not None else None)
         _active.begin()
         return
     place = snapshot_files.this_place
@@ -246,19 +249,24 @@ class RankSnapshots:
 
     def begin(self) -> None:
         """Take a snapshot outside of a step, if there is anything to protect. A collective."""
-        # A rank may have been restarted since the others were protected.
-        self.number = self._first_number = max(gather(self.number)) + 1
+        # A rank may have been restarted since the others were protected. It may have prepared nothing yet, but takes a
+        # snapshot with them: they wait for it before the next one.
+        numbers, prepared_any = zip(*gather((self.number, self._has_objects())), strict=True)
+        self.number = self._first_number = max(numbers) + 1
         self._updates, self._has_stepped = 0, False
-        if prepared.registered("optimizer") or prepared.registered("model"):
+        if any(prepared_any):
             self.take()
             self._progress = _progress()
+
+    def _has_objects(self) -> bool:
+        return bool(prepared.registered("optimizer") or prepared.registered("model"))
 
     def take(self, *, only_update: bool = False) -> None:
         """Copy the protected state into shared memory.
 
         With `only_update`, into the last generation, which has the tensors of models and optimizers already.
         """
-        if (serial := prepared.next_serial()) != self._serial:
+        if (serial := snapshot_files.next_serial) != self._serial:
             # Cells that were run again have left objects that only a collection frees, with all their memory.
             gc.collect()
             self._serial = serial
@@ -340,13 +348,16 @@ class RankSnapshots:
         problem = fetch_missing(self._place, version)
         state = self.read(version) if not problem else None
         problem = problem or ("its snapshot does not exist any more" if state is None else find_difference(state))
-        answers = gather((problem, state["buckets"] if state is not None else {}))
-        refused = next((f"rank {rank}: {answer[0]}" for rank, answer in enumerate(answers) if answer[0]), "")
+        content = contents_of(state) if state is not None else SnapshotContents(set(), set(), {})
+        answers = gather((problem, content))
+        contents = [answer[1] for answer in answers]
+        refused = next((f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text), "")
+        refused = refused or find_missing_object(contents)
         if refused or state is None:
             return RestoredSnapshot(step=0, lost=0, refused=refused)
         restore_state(state)
         for serial, wrapped in prepared.registered("model").items():
-            set_buckets(wrapped, answers[0][1].get(serial))
+            set_buckets(wrapped, contents[0].buckets.get(serial))
         self._complete = {
             generation: version
             for generation, area in enumerate(self._areas)
@@ -598,6 +609,33 @@ def find_difference(state: dict[str, Any]) -> str:
         sizes = [len(group["params"]) for group in wrapper.param_groups]
         if stored is not None and [len(values) for values in stored["values"]] != sizes:
             return f"{type(wrapper.optimizer).__name__} has parameter groups of {sizes} parameters, unlike the snapshot"
+    return ""
+
+
+@dataclass(frozen=True)
+class SnapshotContents:
+    """Serial numbers of the models and optimizers of a rank, and of those in its snapshot, with the buckets of DDP."""
+
+    prepared: set[int]
+    stored: set[int]
+    buckets: dict[int, Any]
+
+
+def contents_of(state: dict[str, Any]) -> SnapshotContents:
+    """Return what this rank has prepared, and what its snapshot has."""
+    live = prepared.current_models().keys() | prepared.registered("optimizer").keys()
+    return SnapshotContents(set(live), state["models"].keys() | state["optimizers"].keys(), state["buckets"])
+
+
+def find_missing_object(contents: Sequence[SnapshotContents]) -> str:
+    """Return which rank's snapshot lacks an object that those of other ranks have; mostly nothing.
+
+    Such a rank would keep the state of another step. It has prepared objects in another order, or some of them only.
+    """
+    stored = set[int]().union(*(content.stored for content in contents))
+    for rank, content in enumerate(contents):
+        if content.prepared & stored - content.stored:
+            return f"rank {rank}: its snapshot has other objects than those of the other ranks; prepare them again"
     return ""
 
 

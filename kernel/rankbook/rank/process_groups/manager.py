@@ -36,6 +36,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 from torch.optim.optimizer import Optimizer
 
+from rankbook import snapshot_files
 from rankbook.errors import CollectiveAborted
 from rankbook.protocol.messages import Abort, RanksLost
 from rankbook.protocol.telemetry import GroupReport
@@ -212,6 +213,7 @@ class GroupManager:
             "lost": self.lost_device(),
             "steps": self._report_steps(),
             "snapshot": protection.next_number() if (protection := sys.modules.get(_PROTECTION)) is not None else 0,
+            "serial": snapshot_files.next_serial,
             "groups": {name: member.describe() for name, member in self._foreground().items()},
         }
         # Every rank writes its report and reads all others, so all of them compute the same result. There is no rank
@@ -230,6 +232,8 @@ class GroupManager:
                 # A group that one member could not create would hang on the others.
                 if all(reports[rank]["fresh"] or name in reports[rank]["groups"] for rank in group["ranks"]):
                     groups.setdefault(name, group)
+        # A new process has prepared nothing, and a rank whose cell has failed maybe less than the others.
+        snapshot_files.next_serial = max(report["serial"] for report in reports)
         if protection is not None:
             protection.continue_numbers(max(report["snapshot"] for report in reports))
         if (strategies := sys.modules.get(_STRATEGIES)) is not None:
