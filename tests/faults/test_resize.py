@@ -232,6 +232,25 @@ def test_a_rank_that_dies_during_a_resize_is_replaced(cluster, n, victim, tmp_pa
     assert sorted(epoch.seen) == list(range(SAMPLES))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+def test_a_rank_that_dies_before_its_first_snapshot_after_a_resize_is_replaced(cluster, tmp_path):
+    epoch = Epoch(cluster, "fsdp", tmp_path)
+    cluster.run("accelerator.protect()")
+    epoch.train(4)
+    cluster.run(
+        "from rankbook.runtime import protection\n"
+        "if rank == 1:\n"
+        "    protection.RankSnapshots.begin = lambda _: os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    report = epoch.resize(2, stays=0)
+    assert "rank 1 died meanwhile and was replaced" in report
+    status = cluster.protection()
+    assert status is not None and status.step == 4
+    epoch.train(1000)
+    assert sorted(epoch.seen) == list(range(SAMPLES))
+
+
 def kill(cluster: Cluster, rank: int) -> None:
     os.kill(next(status.pid for status in cluster.status() if status.rank == rank) or 0, signal.SIGKILL)
 

@@ -1000,7 +1000,17 @@ class Cluster(ClusterQueries):
         chosen = self.select(ranks)
         self._processes.launch(chosen, timeout=timeout)
         self._renew_number_watch(chosen)
+        self._renew_protection(chosen, timeout)
         return chosen
+
+    def _renew_protection(self, new: tuple[int, ...], timeout: float) -> None:
+        """Protect new ranks as well: the others would wait for their snapshots. It ends if all ranks are new.
+
+        While other ranks run a cell, nothing is done, because that may take as long as the cell.
+        """
+        status = self.protection()
+        if status is not None and all(entry.state is RankState.IDLE for entry in self._state.ranks.values()):
+            self.protect(status.every if len(new) < self.world_size else 0, timeout=timeout)
 
     def resize(self, n: int, *, timeout: float = START_TIMEOUT) -> Resized:
         """Change the number of ranks to `n`, in place; return what has become of the state.
@@ -1085,10 +1095,14 @@ class Cluster(ClusterQueries):
         """Change the ranks, and repeat that if a rank dies meanwhile."""
         self._resizing = True
         resized: Resized | None = None
+        is_protected = False
         try:
             for attempt in range(_RESIZE_ATTEMPTS):
                 try:
                     resized = self._change_ranks(pending, timeout)
+                    remove_all(self._segments.folder)
+                    # Before the shards are removed, which a rank needs that dies before it has a snapshot.
+                    is_protected = self._protect_again(pending.every, timeout)
                 except (CellError, RankLostError, StartError, CellTimeout) as error:
                     if attempt + 1 == _RESIZE_ATTEMPTS or not self._processes.state.live_ranks():
                         raise RankLostError(describe_failure(pending, error), ()) from error
@@ -1098,14 +1112,22 @@ class Cluster(ClusterQueries):
             assert resized is not None
             self._pending = None
             forget_pending(self._segments.folder, pending)
-            remove_all(self._segments.folder)
-            if pending.every:
+            if not is_protected:  # now there is the memory of the shards
                 self.protect(pending.every, timeout=timeout)
             if resized.healed is not None:
                 self._renew_number_watch(resized.healed.ranks)
             return resized
         finally:
             self._resizing = False
+
+    def _protect_again(self, every: int, timeout: float) -> bool:
+        """Protect the ranks as before the resize. Return False if they have too little memory for that."""
+        try:
+            if every:
+                self.protect(every, timeout=timeout)
+        except InvalidArgument:
+            return False
+        return True
 
     def _change_ranks(self, pending: PendingResize, timeout: float) -> Resized:
         deadline = time.monotonic() + timeout
@@ -1232,6 +1254,8 @@ class Cluster(ClusterQueries):
                 self._processes.discard(chosen, "was not restored because heal failed or was interrupted")
                 raise
         self._renew_number_watch(chosen)
+        if not healed.restored.startswith(RESTORED):
+            self._renew_protection(chosen, timeout)
         return healed
 
     def _restore(
