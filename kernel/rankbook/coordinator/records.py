@@ -11,11 +11,14 @@ from typing import TypeVar
 
 import msgspec
 
+from rankbook.transport.shared_memory import ensure_private_folder
+
 _T = TypeVar("_T")
 
 
 def write_record(folder: Path, name: str, value: object) -> None:
     """Write the record `name`, or replace it by one with another value."""
+    ensure_private_folder(folder)
     draft = folder / f"{name}.draft"
     draft.write_bytes(msgspec.msgpack.encode(value))
     draft.replace(folder / name)
