@@ -376,6 +376,8 @@ def test_kept_ranks_end_after_the_stated_time_without_an_owner(open_notebook, ru
     notebook.ok(
         "%%distributed --background\nimport subprocess, time\nsubprocess.Popen(['sleep', '600'])\ntime.sleep(600)"
     )
+    # The forkserver, two ranks and what their cells have started.
+    wait_until(lambda: len(notebook.processes()) >= 6, timeout=20, what="the processes of the cell")
     kept_pids, start = set(notebook.processes()) - {notebook.pid}, time.monotonic()
     kill(notebook)
     assert len(kept_pids & set(notebook.processes())) >= 4
@@ -422,7 +424,7 @@ def test_claim_without_the_token_is_refused(notebook, runtime_dir):
     record.write_text(json.dumps({**json.loads(truth), "token": "0" * 64}))
     notebook.manager.restart_kernel(now=True)
     settle(notebook)
-    assert "refused" in refusal(notebook, "%distributed attach")
+    assert "rejected the claim: the token in their record is wrong" in refusal(notebook, "%distributed attach")
     record.write_text(truth)
     record.chmod(0o644)
     assert "accessible to other users (mode 0644)" in refusal(notebook, "%distributed attach")

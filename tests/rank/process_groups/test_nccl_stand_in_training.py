@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tests.rank_processes import run_ranks
 
@@ -89,9 +90,14 @@ def use_from_torch() -> list[Any]:
         for request in dist.batch_isend_irecv(messages):
             request.wait()
         results.append(received.item())
-        # Rank 0 has the store, over which the other rank may still be connecting for its message.
         dist.barrier()
         tensor.tolist()
+    # Rank 0 has the store, which the other rank uses until the end of its barrier.
+    store = distributed_c10d._get_default_store()
+    if rank:
+        store.set("ended", "")
+    else:
+        store.wait(["ended"])
     return results
 
 
