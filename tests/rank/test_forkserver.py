@@ -191,11 +191,11 @@ def test_forkserver_reports_its_versions(server):
 
 @pytest.mark.parametrize("when", ["start", "idle"])
 def test_optimizer_imports_are_preloaded_on_request(when):
-    home = Home(environment={"RANKBOOK_PRELOAD": when})
+    home = Home()
     try:
         home.receive(ForkserverUp, timeout=120)
         home.open()
-        home.fork()
+        home.fork(env={**os.environb, b"RANKBOOK_PRELOAD": when.encode()})  # set after the forkserver was started
         imported = home.printed("import sys\nprint('torch._dynamo' in sys.modules)")
         home.close()
     finally:

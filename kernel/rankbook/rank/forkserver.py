@@ -80,7 +80,7 @@ PRELOAD_WHEN_IDLE = (
 In steps short enough that a request to fork never waits long for an import."""
 
 
-_PRELOAD = "RANKBOOK_PRELOAD"
+_PRELOAD = b"RANKBOOK_PRELOAD"
 """Environment variable: `start` imports `PRELOAD_WHEN_IDLE` before the first rank is forked, not only when idle."""
 
 _OWNER = "RANKBOOK_OWNER"
@@ -185,7 +185,8 @@ class Forkserver:
             case OpenCluster():
                 self._open(message)
             case ForkRank():
-                if os.environ.get(_PRELOAD) == "start":
+                # The notebook may have set it after it has started this process.
+                if message.env.get(_PRELOAD) == b"start":
                     while self._not_imported:
                         self._preload_next()
                 self._fork(message)
