@@ -16,7 +16,8 @@ from types import ModuleType
 import pytest
 
 import rankbook
-from rankbook.magics import arguments
+from rankbook import errors
+from rankbook.magics import arguments, auto_mode
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -215,6 +216,66 @@ def test_the_reference_names_the_environment_variables_that_the_code_reads():
     )
     page = (DOCS / "reference" / "environment-variables.md").read_text()
     assert set(re.findall(r"\bRANKBOOK_[A-Z_]+", page)) == set(re.findall(r"\bRANKBOOK_[A-Z_]+", code))
+
+
+def test_the_reference_names_the_magics_that_run_on_the_ranks_in_auto_mode():
+    section = MAGICS.partition("### auto, view")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`%(\w+)`", section)) == auto_mode.RANK_MAGICS
+    assert set(re.findall(r"`%%([\w!]+)`", section)) - {"local"} == auto_mode.RANK_CELL_MAGICS
+
+
+def variables_read_in(file: Path) -> set[str]:
+    """Return the names of the environment variables that a file reads under their own names, or has in a table."""
+
+    def reads(node: ast.AST) -> bool:
+        match node:
+            case ast.Call(func=ast.Attribute(value=source)) | ast.Subscript(value=source):
+                return "environ" in ast.unparse(source)
+            case ast.Compare(comparators=[source]):
+                return "environ" in ast.unparse(source)
+            case ast.Call(func=ast.Name(id="read_flag" | "read_text" | "_number" | "LauncherVariables")):
+                return True
+            case ast.Assign(targets=[ast.Name(id="_VARIABLES")]):
+                return True
+        return False
+
+    found = [node for node in ast.walk(ast.parse(file.read_text())) if reads(node)]
+    texts = {part.value for node in found for part in ast.walk(node) if isinstance(part, ast.Constant)}
+    return {text for text in texts if isinstance(text, str) and re.fullmatch(r"[A-Z][A-Z0-9_]+", text)}
+
+
+def test_the_reference_names_the_environment_variables_of_other_programs_that_the_code_reads():
+    files = [file for folder in ("kernel", "magics", "widgets") for file in (ROOT / folder).rglob("*.py")]
+    names = set().union(*(variables_read_in(file) for file in files if "environ" in file.read_text()))
+    assert {"RANK", "PMI_SIZE", "SLURM_NODEID", "NO_COLOR", "XDG_RUNTIME_DIR", "MLFLOW_TAGS"} <= names
+    page = (DOCS / "reference" / "environment-variables.md").read_text()
+    assert sorted(name for name in names if name not in page) == []
+
+
+ERRORS = (DOCS / "reference" / "errors.md").read_text()
+
+
+def test_the_page_of_errors_names_every_class():
+    classes = [name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)]
+    assert len(classes) > 15
+    assert [name for name in classes if not re.search(rf"\b{name}\b", ERRORS)] == []
+
+
+def test_the_messages_on_the_page_of_errors_are_those_of_the_code():
+    code = "".join(file.read_text() for folder in ("kernel", "magics") for file in (ROOT / folder).rglob("*.py"))
+    code = re.sub(r"""["']\s*\n\s*f?["']""", "", code)  # a message may be in several lines
+    code = re.sub(r"\{[^{}\n]*\}", "…", code)
+    rows = re.findall(r"^\| (`.+?) \| ", ERRORS, flags=re.MULTILINE)
+    messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    assert len(messages) > 30
+    assert [message for message in messages if not has_words_of(message, code)] == []
+    assert not has_words_of("cannot resume the loader with 3 ranks: …", code)
+
+
+def has_words_of(message: str, code: str) -> bool:
+    """Return True if three successive words of the message are in the code, or all of a shorter one."""
+    words = re.sub(r"\d+", "…", message).split()
+    return any(" ".join(words[start : start + 3]) in code for start in range(max(1, len(words) - 2)))
 
 
 @pytest.mark.processes
