@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import importlib.util
 import re
 import shlex
@@ -216,6 +217,21 @@ def test_the_reference_names_the_environment_variables_that_the_code_reads():
     )
     page = (DOCS / "reference" / "environment-variables.md").read_text()
     assert set(re.findall(r"\bRANKBOOK_[A-Z_]+", page)) == set(re.findall(r"\bRANKBOOK_[A-Z_]+", code))
+
+
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Return the options of a parser and of its commands, each by its longest name."""
+    names = {max(action.option_strings, key=len) for action in parser._actions if action.option_strings}
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return names.union(*(options_of(command) for group in groups for command in group.choices.values()))
+
+
+@pytest.mark.parametrize("module", ["rankbook.cli.main", "rankbook.agent.__main__"])
+def test_the_reference_names_every_option_of_a_command_line(module):
+    page = (DOCS / "reference" / "command-line.md").read_text()
+    options = options_of(importlib.import_module(module)._parser()) - {"--help"}
+    assert len(options) >= 3
+    assert sorted(option for option in options if not re.search(rf"{option}(?![\w-])", page)) == []
 
 
 def test_the_reference_names_the_magics_that_run_on_the_ranks_in_auto_mode():
