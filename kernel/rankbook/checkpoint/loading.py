@@ -375,7 +375,8 @@ def load_plain(
 ) -> Any:  # noqa: ANN401 - nested dicts and lists
     """Load a whole checkpoint in this process alone: full tensors and objects by key, and the common part.
 
-    No sharded state dict and no process group are needed. Raises `CheckpointError` as `load` does.
+    No sharded state dict and no process group are needed. `step`, `verify` and `allow` are those of `load`. Raises
+    `CheckpointError` as `load` does.
 
     Example::
 

@@ -50,7 +50,7 @@ def sharded_state_dict(
     as `<prefix>optimizer.state.<parameter name>.<state name>`. Parameter groups, which refer to parameters by name, and
     values that are not tensors are in the common part. If several ranks hold a whole parameter, one rank stores it
     together with its optimizer state, and the parameters are distributed over the ranks by bytes; rank 0 stores
-    buffers.
+    buffers. `gather` returns the values of all ranks in rank order (default: by the default process group).
 
     Raises `CheckpointError`, the same on every rank, for an optimizer parameter that is not in the model, names
     that collide once the wrappers' parts are removed, DTensors that cannot be stored, and errors of a model's own hooks
