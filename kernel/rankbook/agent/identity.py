@@ -29,10 +29,11 @@ class TaskIdentity:
     world_size: int | None = None
 
 
+# torchrun and mpirun before Slurm: within a job their processes also have its variables, which are those of the step or
+# the script that runs the launcher, and the same for several of them.
 _VARIABLES = (
     # node, rank, local rank, tasks of the node, all tasks
     ("GROUP_RANK", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"),  # torchrun
-    ("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID", "", "SLURM_STEP_NUM_TASKS"),
     (
         "",
         "OMPI_COMM_WORLD_RANK",
@@ -41,6 +42,8 @@ _VARIABLES = (
         "OMPI_COMM_WORLD_SIZE",
     ),
     ("", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_SIZE"),
+    # Before PMI, which `srun --mpi=pmi2` sets as well, without the numbers of the node.
+    ("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID", "", "SLURM_STEP_NUM_TASKS"),
     ("", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_SIZE"),
 )
 
