@@ -89,6 +89,13 @@ def test_a_start_fails_with_the_end_of_an_agent_and_what_it_has_written(state):
     )
 
 
+def test_what_hosts_and_the_program_have_written_can_be_shown(state):
+    assert state.describe_output() == ""
+    for event in (HostOutput(None, "No module named rankbook\n"), HostOutput(0, " \n"), HostOutput(1, "a\nb")):
+        state.handle(event)
+    assert state.describe_output() == "\nNo module named rankbook\na\nb"
+
+
 def test_an_error_of_the_engine_is_shown_once_and_ends_a_start(state):
     assert state.fail("start", StartError("srun is not installed")) == [
         Show("the launcher slurm failed in start(): StartError: srun is not installed")

@@ -8,12 +8,15 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rankbook.coordinator.engine_monitor import EngineState
 from rankbook.engines import AgentConnection, HostEnded, HostOutput, HostQueued, HostStarted, Limits
 from rankbook.engines.engine import make_engine
 from rankbook.engines.mpirun import MpirunEngine
+from rankbook.engines.ray import _RayHost
 from rankbook.engines.slurm import SlurmEngine, read_queue
 from rankbook.engines.ssh import SshEngine
 from rankbook.errors import InvalidArgument, StartError
@@ -106,6 +109,42 @@ def test_ray_passes_the_suite_and_gets_no_key(monkeypatch):
     assert "rankbook.testing" in str(stub_ray.arguments) and "fake-key-" not in str(stub_ray.arguments)
 
 
+def test_a_ray_actor_that_does_not_answer_is_killed_so_that_its_bundle_is_free(monkeypatch):
+    ray, killed = stub_ray.make_module(), []
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(ray, "kill", killed.append)
+    engine = make_engine("ray", [])
+
+    def read() -> str:
+        raise stub_ray.RayError("no answer within a second")
+
+    actor = SimpleNamespace(read=SimpleNamespace(remote=lambda: SimpleNamespace(result=lambda _: read())))
+    host = _RayHost(0, actor, None, None)
+    engine._hosts[0] = host
+    assert engine._end(0, host, "the agent ended") == [HostEnded(0, "the agent ended")]
+    assert killed == [actor]
+
+
+def test_a_ray_actor_that_cannot_start_the_agent_ends_the_start_with_the_cause(monkeypatch):
+    ray = stub_ray.make_module()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(ray, "kill", lambda _: None)
+
+    def start(*_: object) -> None:
+        raise stub_ray.RayError("ray::AgentRunner.start()\n  File ...\nModuleNotFoundError: No module named 'rankbook'")
+
+    monkeypatch.setattr("rankbook.engines.ray.AgentRunner.start", start)
+    engine, state = make_engine("ray", []), EngineState("ray", grace=40.0)
+    engine.start(1, 1, AgentConnection("text", Path("/f"), "127.0.0.1"))
+    wait_until(
+        lambda: [state.handle(event) for event in engine.events()] and state.ended, timeout=20, what="the end is told"
+    )
+    assert state.start_problem() == (
+        "the agent on host 0 ended because ray: the actor ended (RayError: ray::AgentRunner.start() / "
+        "ModuleNotFoundError: No module named 'rankbook')"
+    )
+
+
 @pytest.mark.processes
 def test_a_queued_job_is_reported_and_a_failed_one_too(programs, monkeypatch):
     (programs / "squeue.txt").write_text(f"9|PENDING|Priority|{TIME}|N/A|1:00:00\n")
@@ -150,6 +189,36 @@ def test_lines_that_arrive_in_pieces_are_put_together_and_a_failed_node_is_found
         HostEnded(1, "the node node2 has failed"),
     ]
     assert engine.read_output(None, f"{text}\n") == [HostOutput(None, f"{text}\n")]
+
+
+def test_a_task_that_ends_before_its_agent_has_started_ends_the_start():
+    engine, state = SlurmEngine([], environment={}), EngineState("slurm", grace=40.0)
+    exited = "srun: error: node2: task 1: Exited with exit code 1\n"
+    for event in engine.read_output(None, f"rankbook-host 0 started: node1\nNo module named rankbook\n{exited}"):
+        state.handle(event)
+    assert state.ended == {1: "srun reported: Exited with exit code 1"}
+    problem = state.start_problem()
+    assert problem.startswith("the agent on node2 ended because srun reported: Exited with exit code 1\nNo module")
+    # A further job has one task.
+    assert HostEnded(5, "srun reported: Exited with exit code 1") in engine.read_output(5, exited)
+
+
+@pytest.mark.parametrize(
+    ("reports", "ends"),
+    [
+        ([], [None]),  # that of the start
+        (["0 started: node1", "1 started: node2", "0 ended: x"], [1]),
+        (["0 started: node1", "1 started: node2", "0 ended: x", "1 ended: x"], []),
+    ],
+)
+def test_the_end_of_a_step_ends_those_of_its_hosts_that_are_left_and_none_of_a_later_step(reports, ends):
+    engine = SlurmEngine([], environment={})
+    engine.read_output(None, "".join(f"rankbook-host {report}\n" for report in reports))
+    engine.read_output(2, "rankbook-host 2 started: node1\n")
+    engine.jobs[None] = SimpleNamespace(
+        poll=lambda: 0, read=lambda: "", wait=lambda _: True, describe_end=lambda: "it exited with code 0"
+    )  # type: ignore[assignment]
+    assert [*engine.events()] == [HostEnded(host, "slurm: it exited with code 0") for host in ends]
 
 
 def test_limits_of_a_job_without_a_controller_are_unknown(monkeypatch):

@@ -417,7 +417,8 @@ class ClusterProcesses:
                 raise StartError(f"{plural(missing, 'slot')} cannot be had: {problem}")
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise StartError(f"{missing} of {n - home} slots are missing after {timeout:.0f} s")
+                written = engine.state.describe_output()
+                raise StartError(f"{missing} of {n - home} slots are missing after {timeout:.0f} s{written}")
             link.wait(min(0.1, remaining), ())
 
     def _place(self, n: int | None, home: HostSlots, backend: str | None) -> DeviceAssignment:

@@ -186,6 +186,11 @@ class EngineState:
             return f"the agent{where} ended because {reason}{told}"
         return ""
 
+    def describe_output(self) -> str:
+        """Return what the hosts and the engine's program have written last, on lines of its own; empty if nothing."""
+        text = "\n".join(output.strip() for output in self._output.values() if output.strip())
+        return f"\n{text[-_MAX_TEXT:]}" if text else ""
+
     def describe(self, now: float) -> str:
         """Return a line for `%distributed status`; empty if there is nothing to say."""
         parts = []

@@ -212,10 +212,10 @@ class StepEngine(ProcessEngine):
         events: list[EngineEvent] = []
         for event in super().events():
             match event:
-                case HostEnded(job, reason) if job in self.hosts_of or job is None:
-                    hosts = self.hosts_of.pop(job, set())
-                    # Before the first host has started, the end of the program is that of the start.
-                    events += [HostEnded(host, reason) for host in sorted(hosts)] if hosts else [event]
+                # Those of its hosts that are left, perhaps none. Before the first of them has started, the end of the
+                # program is that of the start.
+                case HostEnded(job, reason) if job in self.hosts_of:
+                    events += [HostEnded(host, reason) for host in sorted(self.hosts_of.pop(job))]
                 case _:
                     events.append(event)
         return events

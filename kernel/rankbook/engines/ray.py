@@ -271,18 +271,26 @@ class RayEngine:
                 code = self._ray.get(host.waiting)
                 events += self._end(number, host, f"ray: {describe_code(code)}")
         except self._ray.exceptions.RayError as error:
-            reason = str(error).strip().splitlines()[0]
+            # Often the traceback of a worker, whose last line has the cause.
+            lines = str(error).strip().splitlines() or [""]
+            reason = " / ".join(dict.fromkeys((lines[0].strip(), lines[-1].strip())))
             events += self._end(number, host, f"ray: the actor ended ({type(error).__name__}: {reason})")
         return events
 
     def _end(self, number: int, host: _RayHost, reason: str) -> list[EngineEvent]:
         self._ended[number] = self._hosts.pop(number)
-        # The bundle is free for the next actor only without this one.
-        with contextlib.suppress(self._ray.exceptions.RayError):
+        last = ""
+        with contextlib.suppress(self._ray.exceptions.RayError):  # the actor has ended, or is too busy to answer
             last = self._ray.get(host.actor.read.remote(), timeout=1.0)
+        # The bundle is free for the next actor only without this one. A ValueError: Ray does not know it any more.
+        with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
             self._ray.kill(host.actor)
-            return [*([HostOutput(number, last)] if last else []), HostEnded(number, reason)]
-        return [HostEnded(number, reason)]
+        return [
+            # The end of a host that was never reported as started would not end the wait for its slots.
+            *([] if host.starting is None else [HostStarted(number)]),
+            *([HostOutput(number, last)] if last else []),
+            HostEnded(number, reason),
+        ]
 
     def _is_done(self, reference: Any) -> bool:  # noqa: ANN401 - an ObjectRef
         done, _ = self._ray.wait([reference], timeout=0)

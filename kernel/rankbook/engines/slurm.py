@@ -20,6 +20,7 @@ from rankbook.engines.engine import (
     HostEnded,
     HostOutput,
     HostQueued,
+    HostStarted,
     Limits,
     slots_per_host,
     split_arguments,
@@ -38,6 +39,8 @@ _STEP = (
     *("--mpi=none", "--ntasks-per-node=1", "--cpu-bind=none", "--unbuffered"),
 )
 _NODE_FAILURE = re.compile(r"error: Node failure on (\S+)")
+# The reporters exit with 0: this one has not run, as where Rankbook is not installed.
+_TASK_EXIT = re.compile(r"error: (\S+): task (\d+): (Exited with exit code \d+)")
 
 
 @dataclass(frozen=True)
@@ -166,8 +169,12 @@ class SlurmEngine(StepEngine):
                 _run("scancel", f"--name={self._job_name}")
 
     def read_line(self, host: int | None, line: str) -> list[EngineEvent]:
-        """Return the end of a node that srun reports, or the line."""
+        """Return the end of a node or of its task that srun reports, and the line."""
         events: list[EngineEvent] = [HostOutput(host, f"{line}\n")]
+        if exited := _TASK_EXIT.search(line):
+            number = int(exited[2]) if host is None else host  # one task per node, or one in all
+            self.hosts_of.get(host, set()).discard(number)
+            events += [HostStarted(number, exited[1]), HostEnded(number, f"srun reported: {exited[3]}")]
         if failure := _NODE_FAILURE.search(line):
             for number, name in self.names.items():
                 if name == failure[1] and number in self.hosts_of.get(host, ()):
