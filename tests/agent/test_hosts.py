@@ -376,6 +376,22 @@ def test_the_key_may_come_by_standard_input_or_by_the_environment_and_an_agent_e
         agents.end()
 
 
+def test_an_agent_imports_torch_while_it_waits_for_its_key_to_be_allowed():
+    link = connection.Connection("test", "127.0.0.1", 9, 60.0, make_keys()[0])
+    command = [sys.executable, "-m", "rankbook.agent", "--connect", "-"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdin is not None and agent.stdout is not None
+        agent.stdin.write(link.encode(with_key=False))
+        agent.stdin.flush()
+        assert agent.stdout.readline().startswith("rankbook-agent-key ")
+        below = pids_below(agent.pid)
+        commands = [psutil.Process(pid).cmdline() for pid in below]
+        agent.stdin.close()  # nobody allows it
+        assert agent.wait(20) == 2
+    assert ["rankbook.rank.forkserver" in command for command in commands] == [True]
+    assert not any(map(psutil.pid_exists, below))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost_after", "reason"), [(2.0, "the notebook was not reached"), (300.0, "the notebook's process has ended")]

@@ -203,6 +203,19 @@ def test_optimizer_imports_are_preloaded_on_request(when):
     assert imported == str(when == "start")
 
 
+def test_nothing_is_preloaded_while_the_first_ranks_of_a_cluster_are_expected():
+    home = Home()
+    try:
+        home.open()  # before torch is imported, as agents do
+        assert not select.select([home.stream], [], [], 1.5)[0]
+        home.fork()
+        imported = home.printed("import sys\nprint('sympy' in sys.modules)")
+        home.close()
+    finally:
+        home.end()
+    assert imported == "False"
+
+
 def test_no_port_is_open_before_the_group_is_formed(home):
     home.fork()
     processes = [psutil.Process(home.process.pid), *psutil.Process(home.process.pid).children()]

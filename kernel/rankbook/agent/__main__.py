@@ -16,6 +16,7 @@ from rankbook.agent.identity import read_identity
 from rankbook.engines.engine import OWN_KEY
 from rankbook.errors import InvalidArgument, RankbookError
 from rankbook.launch.connection import CONNECT, Connection, decode_connection
+from rankbook.launch.local import LocalLauncher
 from rankbook.protocol.agents import HostDescription, encode_description
 from rankbook.protocol.base import PROTOCOL_VERSION
 from rankbook.transport.agent_link import AgentLink, source_address
@@ -25,15 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent and return the exit code: 0 after a stop, 1 after any other end, 2 for invalid arguments."""
     options = _parser().parse_args(arguments)
     try:
-        connection = _read_connection(options.connect)
-        while True:
-            try:
-                reason = _make_agent(connection, options).run()
-            except HostLost as error:
-                _report(f"{error}; starting again")
-                continue
-            _report(f"ends because {reason}")
-            return 0 if reason == "the cluster was stopped" else 1
+        return _serve(_read_connection(options.connect), options)
     except AgentRefused as error:
         _report(f"the notebook refused this host: {error}")
         return 1
@@ -43,6 +36,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RankbookError as error:
         _report(str(error))
         return 1
+
+
+def _serve(connection: Connection, options: argparse.Namespace) -> int:
+    """Offer this host until the end, also after the notebook has given it up. Return the exit code."""
+    # First of all: the forkserver imports torch, which takes longer than everything below.
+    launcher = LocalLauncher()
+    try:
+        if connection.has_own_key and options.connect == "-":
+            _wait_allowed(connection)
+        while True:
+            try:
+                reason = _make_agent(connection, launcher, options).run()
+            except HostLost as error:
+                _report(f"{error}; starting again")
+                launcher = LocalLauncher()
+                continue
+            _report(f"ends because {reason}")
+            return 0 if reason == "the cluster was stopped" else 1
+    finally:
+        launcher.terminate()
 
 
 def _report(text: str) -> None:
@@ -82,10 +95,7 @@ def _read_connection(name: str | None) -> Connection:
             raise InvalidArgument("no connection file: use --connect FILE, or --connect - for standard input")
         return decode_connection(text, CONNECT)
     if name == "-":
-        connection = decode_connection(sys.stdin.readline(), "standard input")
-        if connection.has_own_key:
-            _wait_allowed(connection)
-        return connection
+        return decode_connection(sys.stdin.readline(), "standard input")
     try:
         return decode_connection(Path(name).read_text(encoding="utf-8"), name)
     except (OSError, UnicodeDecodeError) as error:
@@ -104,7 +114,7 @@ def _wait_allowed(connection: Connection) -> None:
         raise InvalidArgument("the launcher has ended before the notebook knew the key of this agent")
 
 
-def _make_agent(connection: Connection, options: argparse.Namespace) -> Agent:
+def _make_agent(connection: Connection, launcher: LocalLauncher, options: argparse.Namespace) -> Agent:
     identity = read_identity(os.environ)
     # A launcher that has started several tasks on this node has started one agent per rank.
     is_task = options.slots is None and (identity.local_size or 1) > 1
@@ -128,7 +138,7 @@ def _make_agent(connection: Connection, options: argparse.Namespace) -> Agent:
     link = AgentLink(
         connection.address, connection.port, connection.keys, secrets.token_hex(8), encode_description(description)
     )
-    return Agent(connection, link, address=address, slots=1 if is_task else options.slots)
+    return Agent(connection, link, launcher, address=address, slots=1 if is_task else options.slots)
 
 
 def _version(package: str) -> str:

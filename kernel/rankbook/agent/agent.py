@@ -108,17 +108,20 @@ class _Held:
 class Agent:
     """Represent this host to the coordinator of `connection`, over `link`, with `slots` slots (None: one per device).
 
-    Raises `StartError` if the folders cannot be made.
+    The ranks are started through `launcher`, which ends with the agent. Raises `StartError` if the folders cannot be
+    made.
     """
 
-    def __init__(self, connection: Connection, link: AgentLink, *, address: str, slots: int | None) -> None:
+    def __init__(
+        self, connection: Connection, link: AgentLink, launcher: LocalLauncher, *, address: str, slots: int | None
+    ) -> None:
         self._connection = connection
         self._link = link
         self._slots = slots
         self._interface = interface_addresses().get(address, "")
         self._parent = os.getppid()
         self._folders = make_folders()
-        self._launcher = LocalLauncher()
+        self._launcher = launcher
         self._launcher.request_open((self._folders.sockets, self._folders.segments))
         self._hub = ZmqHub(self._folders.sockets)
         self._segments = SegmentStore(self._folders.segments)

@@ -80,6 +80,11 @@ PRELOAD_WHEN_IDLE = (
 In steps short enough that a request to fork never waits long for an import."""
 
 
+_FIRST_RANKS_SECONDS = 10.0
+"""Seconds after the start of a cluster in which its first ranks are expected, and nothing is preloaded.
+
+They would wait for it, and a forkserver that still imports torch on the same cores would too."""
+
 _PRELOAD = b"RANKBOOK_PRELOAD"
 """Environment variable: `start` imports `PRELOAD_WHEN_IDLE` before the first rank is forked, not only when idle."""
 
@@ -122,6 +127,7 @@ class Forkserver:
         self._opened = OpenCluster(folders=())
         self._locks: list[int] = []
         self._not_imported = deque(PRELOAD_WHEN_IDLE)
+        self._preload_from = 0.0
         self._oom_kills = RecentKills(find_counter())
         # Nothing is ever written to this pipe. The forkserver holds its only write end, which the system closes with
         # the process, however that ends. The ranks watch the read end.
@@ -141,10 +147,12 @@ class Forkserver:
             # The timeout lets the owner's exit and the OOM counter be looked at without an event. While modules are
             # left to preload, it is the pause before the next one.
             readable = self._wait(0.05 if self._not_imported else 1.0)
-            # Only while nobody needs the process: no message, no rank, no detached cluster. Or for a rank that replaces
-            # a dead one and restores its training state, which a new process would need seconds for.
+            # Only while nobody needs the process: no message, no rank that runs or is expected, no detached cluster. Or
+            # for a rank that replaces a dead one and restores its training state, for which a new process would need
+            # seconds.
             may_preload = not readable and self._not_imported and not owner.is_detached
-            if may_preload and (not self._children or self._is_protected()):
+            is_idle = not self._children and time.monotonic() >= self._preload_from
+            if may_preload and (is_idle or self._is_protected()):
                 self._preload_next()
             # Before a detached cluster's owner counts as gone, its last messages are read: one may be CloseCluster.
             if not owner.is_detached and not owner.check_owner():
@@ -206,6 +214,7 @@ class Forkserver:
         # From here on this process removes the folders, whichever way the notebook ends. Its locks keep other notebooks
         # from sweeping them, also after the notebook has gone.
         self._opened = message
+        self._preload_from = time.monotonic() + _FIRST_RANKS_SECONDS
         self._locks = [lock for folder in message.folders if (lock := hold_folder(Path(folder))) is not None]
         self._owner.send(ClusterOpened(master_port=_free_port(), devices=self._count_devices()))
 
@@ -340,6 +349,7 @@ class Forkserver:
         os_utils.kill_leftovers(self._is_leftover)
         _remove(self._opened)
         self._opened = OpenCluster(folders=())
+        self._preload_from = 0.0
         # The locks last, so that no other process sweeps folders that are just being removed.
         while self._locks:
             os.close(self._locks.pop())

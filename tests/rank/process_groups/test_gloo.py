@@ -7,13 +7,18 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rankbook.rank.process_groups import gloo
+from rankbook.rank.process_groups.store import RendezvousStore
+from rankbook.transport.store_keys import KeyFolder
 from tests.conftest import wait_until
 from tests.stranger import OPERATIONS, PAIRS
 
@@ -127,6 +132,25 @@ def test_a_backend_that_is_connected_after_its_attempt_was_given_up_is_destroyed
     del attempt
     wait_until(lambda: destroyed_by, timeout=20, what="the backend is destroyed")
     assert destroyed_by == ["rankbook-end"]
+
+
+def test_a_rank_that_connects_slowly_looks_seldom_whether_another_one_has_failed(monkeypatch, tmp_path):
+    looks: list[object] = []
+
+    class CountingStore(RendezvousStore):
+        def check(self, keys):
+            looks.append(keys)
+            return super().check(keys)
+
+    def connect(*_arguments):
+        threading.Event().wait(0.4)
+        return SimpleNamespace(_set_default_timeout=lambda _: None)
+
+    monkeypatch.setattr(gloo, "_connect", connect)
+    store = CountingStore(KeyFolder(tmp_path / "store"), threading.Event())
+    began = time.monotonic()
+    gloo.make_gloo(store, 0, 1, timedelta(seconds=30), lambda *_: None, threading.Event())
+    assert 1 < len(looks) <= 2 + (time.monotonic() - began) / gloo._FAILED_INTERVAL
 
 
 @pytest.mark.slow

@@ -44,6 +44,10 @@ from torch._C._distributed_c10d import FakeProcessGroup
 _ATTEMPT_TIMEOUTS = 2.0, 5.0, 10.0, 20.0
 """Seconds for the ranks to connect, in each attempt. The first one is ample unless another user interferes."""
 _POLL_INTERVAL = 0.002
+_FAILED_INTERVAL = 0.05
+"""Seconds between two looks at the key `failed`, which for ranks of other hosts is a question to the notebook's.
+
+The keys with which gloo connects take the same way, and must not wait behind those looks of all ranks."""
 _MAX_LISTENERS = 100
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER, which Python has no names for
 _DROP_ALL, _CUT_PAYLOAD = 0, 1
@@ -83,13 +87,16 @@ def make_gloo(
             attempt = _Attempt(listeners, keys, rank, size, min(timeout, timedelta(seconds=limit)))
             # The loop watches; the connecting itself runs on the thread of the attempt.
             deadline = time.monotonic() + limit
+            next_look = time.monotonic() + _FAILED_INTERVAL
             while not attempt.ended.wait(_POLL_INTERVAL) and time.monotonic() < deadline and not given_up.is_set():
                 if guarded:
                     listeners.admit_same_user()
                 elif listeners.has_foreign_connections():
                     break
-                if keys.check([_FAILED]):
-                    break
+                if time.monotonic() >= next_look:
+                    if keys.check([_FAILED]):
+                        break
+                    next_look = time.monotonic() + _FAILED_INTERVAL
             # Checked once more, because a foreign connection may have come between the last look and the end of the
             # attempt.
             if not attempt.backends or (not guarded and listeners.has_foreign_connections()):
