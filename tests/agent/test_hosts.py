@@ -215,6 +215,19 @@ def test_a_host_that_is_lost_costs_its_ranks_and_is_replaced_by_another_one(tmp_
 
 
 @pytest.mark.slow
+def test_a_rank_learns_that_another_one_has_moved_to_its_host(tmp_path, monkeypatch):
+    with cluster_on_hosts(tmp_path, monkeypatch, 2, [1, 1]) as (cluster, agents):
+        agents.start("--slots", "2", "--node", "2")
+        wait_until(lambda: sum(host.slots for host in cluster.hosts()) == 4, timeout=60, what="a third host is there")
+        for rank, size in ((0, "1"), (1, "2")):
+            agents.processes[rank].terminate()
+            wait_until(lambda rank=rank: cluster.status()[rank].state == "dead", timeout=30, what="the host is lost")
+            assert cluster.heal() is not None
+            cluster.run("import os; size = os.environ['LOCAL_WORLD_SIZE']")
+            assert cluster.pull("size") == [size, size]
+
+
+@pytest.mark.slow
 def test_a_killed_agent_takes_its_ranks_with_it_and_its_host_is_lost_at_once(tmp_path, monkeypatch):
     with cluster_on_hosts(tmp_path, monkeypatch, 2, [1], home=1, lost_after=300.0) as (cluster, agents):
         (agent,) = agents.processes

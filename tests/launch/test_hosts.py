@@ -112,6 +112,8 @@ def test_all_ranks_that_move_to_a_host_know_how_many_it_has(tmp_path):
     assert agent.hosts.move_lost((0, 1), {}) == []
     moved = [agent.hosts.seats[rank] for rank in (0, 1)]
     assert [(seat.host, seat.local_rank, seat.local_world_size) for seat in moved] == [("agent", 1, 3), ("agent", 2, 3)]
+    # So does the one that was there before.
+    assert (agent.hosts.seats[2].host, agent.hosts.seats[2].local_world_size) == ("agent", 3)
     # Once more, as while another rank waits for a host: nothing changes.
     assert agent.hosts.move_lost((0, 1), {}) == []
     assert [agent.hosts.seats[rank] for rank in (0, 1)] == moved

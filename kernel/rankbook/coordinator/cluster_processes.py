@@ -496,8 +496,9 @@ class ClusterProcesses:
             if time.monotonic() > deadline:
                 raise StartError(f"no host has a free slot for {name_ranks(missing)}; start an agent, then try again")
             time.sleep(0.05)
-        devices = tuple(seat.device for _, seat in sorted(hosts.seats.items()))
-        self.assignment = replace(self.assignment, devices=devices)
+        seats = [seat for _, seat in sorted(hosts.seats.items())]
+        self.assignment = replace(self.assignment, devices=tuple(seat.device for seat in seats))
+        driver.local_world_sizes = tuple(seat.local_world_size for seat in seats)
 
     def _ask_for_host(self, hosts: Hosts, missing: list[int], deadline: float, interrupted: Callable[[], bool]) -> None:
         assert self._engine is not None

@@ -278,7 +278,6 @@ class Hosts:
             HostSlots(HOME, platform.node(), sum(seat.host == HOME for seat in self.seats.values()))
         ]  # its ranks stay there
         missing = []
-        moved_to: set[str] = set()
         for rank in ranks:
             hosts = [*home, *self.slots]
             node = self.node_of(rank)
@@ -287,14 +286,12 @@ class Hosts:
             seat = seat or free_seat(self.seats[rank], self.seats.values(), hosts)
             if seat is None:
                 missing.append(rank)
-            elif seat is not self.seats[rank]:
+            else:
                 self.seats[rank] = seat
-                moved_to.add(seat.host)
-        # Only now it is known how many ranks these hosts have.
+        # Only now it is known how many ranks these hosts have, with those that were there before.
         sizes = ranks_per_node(self.seats.values(), self.slots)
-        for rank in ranks:
-            seat = self.seats[rank]
-            if seat.host in moved_to:
+        for rank, seat in self.seats.items():
+            if sizes.get(seat.host, seat.local_world_size) != seat.local_world_size:
                 self.seats[rank] = replace(seat, local_world_size=sizes[seat.host])
         return missing
 

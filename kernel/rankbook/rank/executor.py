@@ -349,15 +349,20 @@ class Executor:
             ):
                 return pack(self._move_state(message), store=None)
             case Regroup():
-                try:
-                    self._group.join(message.generation, message.world_size, anew=message.anew)
-                except (RuntimeError, OSError) as error:
-                    raise StartError(f"cannot form the process group: {error}") from error
-                # The old group's threads left free memory in the allocator's arenas.
-                os_utils.malloc_trim()
+                self._regroup(message)
             case _:
                 raise InvalidArgument(f"expected a task, got the message {type(message).__name__}")
         return None
+
+    def _regroup(self, message: Regroup) -> None:
+        if message.local_world_sizes:
+            os.environ["LOCAL_WORLD_SIZE"] = str(message.local_world_sizes[self._group.rank])
+        try:
+            self._group.join(message.generation, message.world_size, anew=message.anew)
+        except (RuntimeError, OSError) as error:
+            raise StartError(f"cannot form the process group: {error}") from error
+        # The old group's threads left free memory in the allocator's arenas.
+        os_utils.malloc_trim()
 
     def check_numbers(self, message: HashState | MeasureDifferences | MeasureGradients) -> object:
         """Return the result of a check of numbers. Main thread, between cells or at the end of an optimizer step."""
