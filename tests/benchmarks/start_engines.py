@@ -85,9 +85,10 @@ print(json.dumps(time.perf_counter() - began))
 def sleeps(place: Place) -> list[str]:
     """Return the command that measures two `sleep`s."""
     own, _, passed = " ".join(place.arguments).partition(" -- ")
+    hosts = place.arguments[1].split(",") if place.launcher == "ssh" else []
     words = {
         "fake": [["sleep", "0"]] * 2,
-        "ssh": [["ssh", *shlex.split(passed), host, "sleep", "0"] for host in ("127.0.0.1", "localhost")],
+        "ssh": [["ssh", *shlex.split(passed), host, "sleep", "0"] for host in hosts],
         "slurm": [["srun", "--nodes=2", "--ntasks-per-node=1", "--exclusive", "--mpi=none", "sleep", "0"]],
         "mpirun": [
             ["mpirun", "-np", "2", "--map-by", "ppr:1:node", *shlex.split(own), *shlex.split(passed), "sleep", "0"]

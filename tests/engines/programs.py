@@ -1,4 +1,4 @@
-"""Servers of the engines' tests: an ssh server, Slurm with two nodes, MPI over two namespaces, Ray with two nodes.
+"""Servers of the engines' tests: ssh and MPI over two namespaces, Slurm with two nodes, Ray with two nodes.
 
 Each is a context with its own configuration, keys and ports in a temporary folder, on the loopback interface or in
 namespaces of its own. It skips the test with the reason where the program is not installed.
@@ -66,40 +66,49 @@ def running(log: Path, *command: str, env: dict[str, str] | None = None) -> Iter
 
 
 @contextlib.contextmanager
-def ssh_server(folder: Path) -> Iterator[list[str]]:
-    """Run an ssh server on the loopback interface. Returns the options of ssh that reach it."""
+def ssh_hosts(folder: Path) -> Iterator[tuple[Network, list[str]]]:
+    """Make hosts with an ssh server each. Returns the engine's arguments too; run it on host `a`."""
     sshd, keygen, _ = need("sshd", "ssh-keygen", "ssh")
-    if os.geteuid() != 0:
-        pytest.skip("an ssh server needs root for its privilege separation folder")
     folder.chmod(0o700)
-    for name in ("host", "user"):
-        subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True, timeout=30)
-    Path("/run/sshd").mkdir(exist_ok=True)  # compiled into Debian's sshd
-    port = free_port()
-    settings = {
-        "Port": port,
-        "ListenAddress": "127.0.0.1",
-        "HostKey": folder / "host",
-        "AuthorizedKeysFile": folder / "user.pub",
-        "PidFile": folder / "pid",
-        "StrictModes": "no",  # pytest's folders belong to others in part
-        "UsePAM": "no",
-        "PasswordAuthentication": "no",
-        "MaxStartups": "100",
-    }
-    (folder / "sshd_config").write_text("".join(f"{name} {value}\n" for name, value in settings.items()))
-    with running(folder / "sshd.log", sshd, "-D", "-e", "-f", str(folder / "sshd_config")) as server:
+    with three_hosts() as network, contextlib.ExitStack() as stack:  # an ssh server needs root too
+        for name in ("host", "user"):
+            subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True, timeout=30)
+        Path("/run/sshd").mkdir(exist_ok=True)  # compiled into Debian's sshd
+        _bring_up_loopback(network)
+        for name in "bc":
+            config, log = folder / f"sshd-{name}", folder / f"sshd-{name}.log"
+            settings = {
+                "Port": 2222,
+                "ListenAddress": network.addresses[name],
+                "HostKey": folder / "host",
+                "AuthorizedKeysFile": folder / "user.pub",
+                "PidFile": folder / f"pid-{name}",
+                "StrictModes": "no",  # pytest's folders belong to others in part
+                "UsePAM": "no",
+                "PasswordAuthentication": "no",
+                "MaxStartups": "100",
+            }
+            config.write_text("".join(f"{key} {value}\n" for key, value in settings.items()))
+            inside = ("ip", "netns", "exec", network.namespace(name))
+            server = stack.enter_context(running(log, *inside, sshd, "-D", "-e", "-f", str(config)))
 
-        def listens() -> bool:
-            assert server.poll() is None, (folder / "sshd.log").read_text()
-            with socket.socket() as client:
-                return client.connect_ex(("127.0.0.1", port)) == 0
+            def listens(server: subprocess.Popen[bytes] = server, log: Path = log) -> bool:
+                assert server.poll() is None, log.read_text()
+                return "Server listening on" in log.read_text()
 
-        wait_until(listens, timeout=30, what="the ssh server listens")
-        yield [
-            *("-F", "/dev/null", "-p", str(port), "-i", str(folder / "user"), "-o", "IdentitiesOnly=yes"),
+            wait_until(listens, timeout=30, what="the ssh server listens")
+        options = [
+            *("-F", "/dev/null", "-p", "2222", "-i", str(folder / "user"), "-o", "IdentitiesOnly=yes"),
             *("-o", "StrictHostKeyChecking=no", "-o", f"UserKnownHostsFile={folder / 'known'}", "-o", "LogLevel=ERROR"),
         ]
+        machines = ",".join(network.addresses[name] for name in "bc")
+        yield network, ["--hosts", machines, "--folder", str(Path(__file__).parents[2]), "--", *options]
+
+
+def _bring_up_loopback(network: Network) -> None:
+    for name in network.addresses:
+        command = ["ip", "-n", network.namespace(name), "link", "set", "lo", "up"]
+        subprocess.run(command, check=True, capture_output=True, timeout=30)
 
 
 # Slurm --------------------------------------------------------------------------------------------------------------
@@ -205,9 +214,7 @@ def mpi_hosts(folder: Path) -> Iterator[tuple[Network, list[str]]]:
     """Make hosts between which mpirun can start processes. Returns its options too; run it on host `a`."""
     need("mpirun")
     with three_hosts() as network:
-        for name in network.addresses:
-            command = ["ip", "-n", network.namespace(name), "link", "set", "lo", "up"]
-            subprocess.run(command, check=True, capture_output=True, timeout=30)
+        _bring_up_loopback(network)
         shell = folder / "rsh"
         cases = " ".join(f"{address}) name={network.namespace(name)} ;;" for name, address in network.addresses.items())
         shell.write_text(_REMOTE_SHELL.format(cases=cases))

@@ -21,8 +21,8 @@ import pytest
 
 from rankbook.engines import AgentConnection, HostQueued
 from rankbook.engines.slurm import SlurmEngine
-from rankbook.engines.ssh import SshEngine
 from rankbook.testing import check_engine
+from tests.agent.namespaces import Network
 from tests.conftest import wait_until
 from tests.engines import programs
 
@@ -52,8 +52,9 @@ def place_of(launcher: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> It
     """Run the servers that a launcher needs."""
     monkeypatch.setenv("RANKBOOK_CONNECT_DIR", str(folder / "connect"))
     if launcher == "ssh":
-        with programs.ssh_server(folder) as options:
-            yield Place("ssh", ["--hosts", "127.0.0.1,localhost", "--folder", str(ROOT), "--", *options])
+        with programs.ssh_hosts(folder) as (network, options):
+            prefix = ["ip", "netns", "exec", network.namespace("a")]
+            yield Place("ssh", options, address=network.addresses["a"], prefix=prefix)
     elif launcher == "slurm":
         with programs.slurm_nodes(folder, monkeypatch):
             yield Place("slurm")
@@ -140,9 +141,18 @@ def test_nothing_is_left_after_a_stop_a_restart_and_the_death_of_a_kernel(launch
             assert steps[step]["seconds"] < 20  # on an idle machine within 10 s
 
 
+def check_on(network: Network, code: str) -> None:
+    """Run the suite for engines on host `a`, for the class `Engine` and the `options` that `code` defines."""
+    check = f"check_engine(lambda: Engine(options), address={network.addresses['a']!r})"
+    code = f"{code}\nfrom rankbook.testing import check_engine\n{check}"
+    command = ["ip", "netns", "exec", network.namespace("a"), sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
 def test_ssh_passes_the_suite(short_path):
-    with programs.ssh_server(short_path) as options:
-        check_engine(lambda: SshEngine(["--hosts", "127.0.0.1,localhost", "--folder", str(ROOT), "--", *options]))
+    with programs.ssh_hosts(short_path) as (network, options):
+        check_on(network, f"from rankbook.engines.ssh import SshEngine as Engine\noptions = {options!r}")
 
 
 def test_slurm_passes_the_suite_and_leaves_no_job(short_path, monkeypatch):
@@ -202,13 +212,7 @@ def test_a_notebook_runs_headless_on_the_nodes_of_a_batch_job(short_path, monkey
 
 def test_mpirun_passes_the_suite(short_path):
     with programs.mpi_hosts(short_path) as (network, options):
-        code = (
-            "from rankbook.testing import check_engine\nfrom rankbook.engines.mpirun import MpirunEngine\n"
-            f"check_engine(lambda: MpirunEngine({options!r}), address={network.addresses['a']!r})"
-        )
-        command = ["ip", "netns", "exec", network.namespace("a"), sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
-        assert done.returncode == 0, done.stderr
+        check_on(network, f"from rankbook.engines.mpirun import MpirunEngine as Engine\noptions = {options!r}")
 
 
 def test_ray_passes_the_suite(short_path, monkeypatch):
