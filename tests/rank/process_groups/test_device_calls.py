@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from rankbook.errors import CollectiveAborted
-from rankbook.rank.process_groups import recoverable_group
+from rankbook.rank.process_groups import device_calls, recoverable_group
 from rankbook.rank.process_groups.collective_log import OPS, CollectiveLog
-from rankbook.rank.process_groups.device_calls import DeviceQueue, DeviceWatcher
+from rankbook.rank.process_groups.device_calls import Cuda, DeviceQueue, DeviceWatcher
 from rankbook.rank.process_groups.recoverable_group import BackendGroup, RecoverableProcessGroup
 from tests.conftest import wait_until
 from tests.nccl_stand_in import Device, StandInGroup
@@ -273,3 +275,108 @@ def test_a_barrier_on_the_cpu_is_gloos(setting):
     backends = setting.make_backends({"cuda"})
     assert not backends.runs_on_device(OPS["barrier"], (options,), {})
     assert not backends.runs_on_device(OPS["barrier"], (), {"opts": options})
+
+
+def test_a_thread_that_queries_events_does_not_disturb_the_capture_of_a_graph(monkeypatch):
+    """In the default mode, a query of any thread makes a capture that is under way invalid."""
+    devices: list[torch.device] = []
+    modes: list[int] = []
+
+    def exchange(mode: Any) -> int:
+        modes.append(mode._obj.value)
+        return 0
+
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(
+        device_calls.ctypes, "CDLL", lambda _name: SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    )
+    Cuda(torch.device("cuda", 1)).bind_thread()
+    assert devices == [torch.device("cuda", 1)]
+    assert modes == [1]  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+
+def test_a_thread_is_bound_to_its_device_without_the_driver_of_cuda(monkeypatch):
+    def missing(name: str) -> ctypes.CDLL:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    monkeypatch.setattr(device_calls.ctypes, "CDLL", missing)
+    Cuda(torch.device("cuda", 0)).bind_thread()
+
+
+def test_a_work_is_not_queried_while_its_communicator_is_aborted(setting):
+    """Its query waits, with the GIL, for the lock that NCCL's abort holds."""
+    work = setting.reduce(is_async=True)
+    until(lambda: bool(work._launched.work))
+    setting.device.aborts_hang = True
+    setting.group.abort_with_cause("rank 1 raised ValueError")
+    until(lambda: setting.backends.queue.is_paused)
+    call = work._launched.work
+    assert call._query is not None
+    queries: list[int] = []
+    call._query = lambda: queries.append(1) or True
+    setting.watcher.wait(0.05)
+    setting.backends.queue.update()
+    assert not queries
+    setting.device.aborts_hang = False
+    until(lambda: not setting.pending())
+
+
+class FailedWork:
+    """Work of NCCL after an error: it counts as completed, although the device still executes it."""
+
+    def __init__(self, result: int | None) -> None:
+        self._result = result
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future_result(self) -> Any:
+        return SimpleNamespace(done=lambda: self._result is not None, value=lambda: self._result)
+
+
+@pytest.mark.parametrize(("result", "expected"), [(None, True), (0, True), (1, False), (2, False)])
+def test_a_work_with_an_error_has_not_ended_before_the_abort(setting, result, expected):
+    query = recoverable_group._WorkQuery(FailedWork(result), setting.backends)
+    assert query() is True  # a backend that finds no errors
+    setting.backends.finds_errors = True
+    assert query() is expected
+    setting.group.abort_with_cause("rank 1 raised ValueError")
+    assert query() is True
+
+
+def test_an_error_that_the_backend_finds_breaks_the_calls_off(setting, monkeypatch):
+    """NCCL's watchdog would abort the communicator later, without an error in the cell."""
+    monkeypatch.setattr(recoverable_group, "_CAUSE_TIMEOUT", 0.01)
+    breaks: list[int] = []
+    errors: list[str] = []
+    setting.group.on_break = lambda: breaks.append(1)
+    setting.backends.queue.get_error = lambda: errors[0] if errors else ""
+    setting.reduce()
+    assert not setting.cut
+    errors.append("TIMEOUT")
+    until(lambda: bool(setting.cut))
+    assert str(setting.cut[0]) == (
+        "a collective has taken longer than the timeout of its process group while this rank waited in "
+        "all_reduce #1 (float32[4]) at line 3"
+    )
+    assert breaks == [1]
+    assert setting.group.cut_since is not None
+    assert setting.log.report().broken
+
+
+def test_an_error_that_the_backend_finds_has_the_reason_of_the_notebook(setting):
+    setting.group.on_break = lambda: setting.group.set_cause("rank 1 was killed by SIGKILL")
+    setting.reduce()
+    setting.backends.queue.get_error = lambda: "COMM_ERROR"
+    until(lambda: bool(setting.cut))
+    assert str(setting.cut[0]).startswith("rank 1 was killed by SIGKILL while this rank waited in all_reduce")
+
+
+def test_an_error_that_the_backend_finds_in_an_idle_group_aborts_nothing(setting):
+    setting.device.held = False
+    setting.reduce()
+    until(lambda: not setting.pending())
+    setting.backends.queue.get_error = lambda: "COMM_ERROR"
+    setting.backends.queue.report_error()
+    assert not setting.backends.is_aborted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -114,3 +115,39 @@ def test_a_process_whose_first_attempt_to_join_has_failed_begins_from_scratch(ma
     with pytest.raises(EndOfTest):
         manager.join(2)
     assert left == ([] if has_joined else [True])
+
+
+def test_the_connections_of_nccl_are_not_among_those_that_an_abort_shuts_down(manager, monkeypatch):
+    """NCCL has an abort of its own, and would report an error first."""
+    opened: dict[str, socket.socket] = {}
+
+    def connect(name):
+        listener = socket.create_server(("127.0.0.1", 0))
+        opened[name] = socket.create_connection(listener.getsockname())
+        listener.close()
+
+    backend = SimpleNamespace(eager_connect_single_device=lambda _device: connect("nccl"))
+    monkeypatch.setattr(manager, "_create_inner_group", lambda *_: connect("gloo"), raising=False)
+    monkeypatch.setattr(manager, "_device_backends", lambda *_: [backend], raising=False)
+    manager.device = None
+    sockets = {}
+    manager._create_connected_group(sockets, None, WORLD, (0, 1), None)
+    assert opened["gloo"].fileno() in sockets
+    assert opened["nccl"].fileno() not in sockets
+    for connection in opened.values():
+        connection.close()
+
+
+def test_an_error_of_nccl_while_a_group_is_connected_says_its_reason_first(manager, monkeypatch):
+    def fail(_device):
+        raise dist.DistBackendError(
+            "NCCL error in: NCCLUtils.cpp:94, unhandled system error, NCCL version 2.27.3\nLast error:\n"
+            "Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"
+        )
+
+    monkeypatch.setattr(manager, "_create_inner_group", lambda *_: "group", raising=False)
+    backend = SimpleNamespace(eager_connect_single_device=fail)
+    monkeypatch.setattr(manager, "_device_backends", lambda *_: [backend], raising=False)
+    manager.device = None
+    with pytest.raises(dist.DistBackendError, match=r"^Error while creating shared memory.*/dev/shm is full"):
+        manager._create_connected_group({}, None, WORLD, (0, 1), None)

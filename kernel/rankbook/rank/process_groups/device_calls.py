@@ -8,6 +8,8 @@ thread of `DeviceWatcher` does that. All other threads read the flags that it se
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,6 +23,10 @@ _PAUSE = 0.005
 """Seconds between two queries while calls are unfinished. Every one takes the GIL from the main thread."""
 _SHORT_PAUSE = 0.0005
 """The same while a thread waits in `DeviceWatcher.wait`."""
+
+_DRIVER = "libcuda.so.1"
+_CAPTURE_THREAD_LOCAL = 1
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of the CUDA driver."""
 
 Query = Callable[[], bool]
 
@@ -50,6 +56,7 @@ class Cuda:
     def bind_thread(self) -> None:
         """See `DeviceInterface`. Without this, the first CUDA call of a thread creates a context on device 0."""
         torch.cuda.set_device(self._device)
+        _allow_queries_during_captures()
 
     def record(self) -> Query:
         """See `DeviceInterface`."""
@@ -62,6 +69,16 @@ class Cuda:
     def is_capturing(self) -> bool:
         """See `DeviceInterface`."""
         return torch.cuda.is_current_stream_capturing()
+
+
+def _allow_queries_during_captures() -> None:
+    """Let this thread query events while another one captures a graph.
+
+    `torch.cuda.graph` captures in the mode "global", in which a query of any thread fails and makes the capture
+    invalid. torch's watchdog of NCCL changes the mode of its thread too, but torch has no Python function for that.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another driver, such as that of ROCm
+        ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_THREAD_LOCAL)))
 
 
 class DeviceCall:
@@ -102,11 +119,19 @@ class DeviceQueue:
 
     The device executes the calls of a group in the order of their launches, so a finished one has no unfinished
     predecessor.
+
+    `get_error` returns the name of an error that the backend itself has found, or an empty string. `on_error` is called
+    with it, once, on the watcher's thread.
     """
 
     def __init__(self, watcher: DeviceWatcher) -> None:
         self.watcher = watcher
         self.log: CollectiveLog | None = None
+        self.is_paused = False
+        """True while the backend aborts its communicator, whose lock a query of a work would wait for with the GIL."""
+        self.get_error: Callable[[], str] = lambda: ""
+        self.on_error: Callable[[str], None] = lambda _error: None
+        self._has_reported = False
         self._calls: deque[DeviceCall] = deque()
         self._is_watched = False
 
@@ -130,7 +155,7 @@ class DeviceQueue:
     def update(self) -> None:
         """Ask the device what it has finished. Raises its error. The watcher's thread only."""
         count = len(self._calls)
-        if not count:
+        if not count or self.is_paused:
             return
         # Mostly everything is finished, or nothing is. In between, the first unfinished call is searched for.
         # One query for the newest call is enough if the device keeps up, and one more if it does not. Every query is a
@@ -149,6 +174,12 @@ class DeviceQueue:
                     unfinished = middle
         for _ in range(finished):
             self._drop()
+
+    def report_error(self) -> None:
+        """Call `on_error` if the backend has found an error. The watcher's thread only."""
+        if not self._has_reported and not self.is_paused and (error := self.get_error()):
+            self._has_reported = True
+            self.on_error(error)
 
     def forget(self) -> None:
         """Drop all calls: the device will not finish them. The watcher's thread only."""
@@ -242,6 +273,9 @@ class DeviceWatcher:
         while True:
             for queue in self._queues.copy():
                 try:
+                    # Before the update: once NCCL's watchdog has aborted the communicator, the device finishes the
+                    # calls without an error.
+                    queue.report_error()
                     queue.update()
                 except Exception as error:  # noqa: BLE001 - it stays: this device executes nothing any more
                     self._lose(error)

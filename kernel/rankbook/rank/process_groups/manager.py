@@ -11,6 +11,7 @@ processes of a rank: DataLoader workers and other multiprocessing children.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -46,8 +47,13 @@ from rankbook.rank.process_groups import (
 )
 from rankbook.rank.process_groups.collective_log import CollectiveCall, CollectiveLog, CurrentCell, FutureWork, Op
 from rankbook.rank.process_groups.device_calls import Cuda, DeviceInterface, DeviceQueue, DeviceWatcher
-from rankbook.rank.process_groups.gloo import make_gloo, make_unconnected, track_new_sockets
-from rankbook.rank.process_groups.recoverable_group import ABORT_LIMIT, BackendGroup, RecoverableProcessGroup
+from rankbook.rank.process_groups.gloo import Opened, make_gloo, make_unconnected, track_new_sockets
+from rankbook.rank.process_groups.recoverable_group import (
+    ABORT_LIMIT,
+    BackendGroup,
+    RecoverableProcessGroup,
+    describe_nccl_error,
+)
 from rankbook.rank.process_groups.store import generation_prefix, open_store
 
 JOIN_TIMEOUT = timedelta(seconds=60)
@@ -575,8 +581,9 @@ class GroupManager:
         # The value does not matter: the key says that this member is present.
         store.set(f"here-{member.rank}", "")
         self._wait_for_keys(store, [f"here-{rank}" for rank in range(len(ranks))])
-        with track_new_sockets() as sockets:
-            group = self._run_interruptibly(functools.partial(self._create_connected_group, store, name, ranks, member))
+        sockets: Opened = {}
+        create = functools.partial(self._create_connected_group, sockets, store, name, ranks, member)
+        group = self._run_interruptibly(create)
         backends = self._device_backends(group, member)
         if not backends:
             return BackendGroup(group, sockets, [])
@@ -584,6 +591,9 @@ class GroupManager:
         queue = DeviceQueue(self._watch_device(member))
         inner = BackendGroup(group, sockets, [backend.abort for backend in backends], queued_types, queue)
         inner.on_stuck = self._on_stuck
+        with contextlib.suppress(AttributeError, RuntimeError):  # a backend that looks for no errors
+            _error_of(backends)
+            inner.finds_errors, queue.get_error = True, functools.partial(_error_of, backends)
         return inner
 
     @staticmethod
@@ -602,16 +612,22 @@ class GroupManager:
         return self._watcher
 
     def _create_connected_group(
-        self, store: dist.Store, name: str, ranks: tuple[int, ...], member: _Member
+        self, sockets: Opened, store: dist.Store, name: str, ranks: tuple[int, ...], member: _Member
     ) -> dist.ProcessGroup:
         """Create the inner group. Connect NCCL, which would do so in the first collective.
 
         There, a rank would wait for the others where neither an abort nor an interrupt reaches it, and those that come
-        later than the store's timeout would find it gone. Here, all members have just met.
+        later than the store's timeout would find it gone. Here, all members have just met. `sockets` gets those of
+        gloo; NCCL has an abort of its own, and would report an error if its connections ended before.
         """
-        group = self._create_inner_group(store, name, ranks, member)
+        with track_new_sockets() as opened:
+            group = self._create_inner_group(store, name, ranks, member)
+        sockets.update(opened)
         for backend in self._device_backends(group, member):
-            backend.eager_connect_single_device(self.device)
+            try:
+                backend.eager_connect_single_device(self.device)
+            except RuntimeError as error:
+                raise describe_nccl_error(error) from None
         return group
 
     def _create_inner_group(
@@ -781,6 +797,12 @@ def make_backend(
         process_group = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
     process_group._set_sequence_number_for_group()
     return process_group
+
+
+def _error_of(backends: list[Any]) -> str:
+    """Return the name of the first error that NCCL's watchdog has found, or an empty string."""
+    names = (str(backend.get_error().name) for backend in backends)
+    return next((name for name in names if name != "SUCCESS"), "")
 
 
 _TASKS = Path("/proc/self/task")

@@ -23,6 +23,7 @@ Threads of a rank
     rankbook-connect  Makes an attempt to connect gloo (see `gloo.py`); may be left behind.
     rankbook-device   Asks the device which collectives it has finished, see "NCCL" below. Only with NCCL.
     rankbook-abort    Calls NCCL's abort for one inner group. It may hang, and is then left behind.
+    rankbook-error    Aborts a group after an error that NCCL's watchdog has found.
     rankbook-end      Destroys the inner group of an old generation, or of a group that the user has destroyed: the
                       destructor joins gloo's threads, which may never end.
     gloo*, pt_gloo*   C++ threads of gloo and torch. When one calls std::terminate(), the handler in `gloo.py` calls
@@ -90,7 +91,9 @@ NCCL. The above describes gloo, whose collectives wait on the host. NCCL's are q
    without one, the next cell names the models.
 5. A communicator is connected when its group is formed, and not in the first collective: there, neither an abort nor an
    interrupt would reach the wait for a rank that comes late. NCCL's watchdog neither ends the process nor writes dumps
-   (`launch/placement.py`); after `TORCH_NCCL_ASYNC_ERROR_HANDLING=2` it only aborts a communicator.
+   (`launch/placement.py`); after `TORCH_NCCL_ASYNC_ERROR_HANDLING=2` it only aborts a communicator, a minute after it
+   has found a timeout or a broken connection. The device would then go on with partial data. So `rankbook-device` asks
+   for such errors, and the group is aborted with a reason (`_on_backend_error`).
 6. A device that has reported an error such as a failed assertion executes nothing any more in this process
    (`DeviceWatcher.error`). The rank reports it in Done, its log counts as broken, and `heal` replaces it.
 
@@ -163,6 +166,9 @@ ABORT_LIMIT = 5.0
 _CAUSE_TIMEOUT = 1.5
 """Seconds to wait for the notebook's reason after a connection broke."""
 _DIFFERENT_TENSORS = "the tensors of a collective differ in size or type between ranks; it was aborted"
+_SUCCESS = 0
+"""c10d's WorkResult::SUCCESS. The result of a work is set after the work counts as completed, unless it is an error."""
+_BACKEND_ERRORS = {"TIMEOUT": "a collective has taken longer than the timeout of its process group"}
 _ABORTED_ELSEWHERE = "another rank aborted the collective (see the error of that rank)"
 
 
@@ -185,6 +191,8 @@ class BackendGroup:
         self.transport_failed = False
         self.queued_types = queued_types
         self.queue = queue
+        self.finds_errors = False
+        """True if the backends notice timeouts and broken connections themselves, and their works have results."""
         self.on_stuck: Callable[[], None] = lambda: None
         """Called on another thread when an abort has not returned within `ABORT_LIMIT` seconds."""
         self._sockets = sockets
@@ -215,8 +223,11 @@ class BackendGroup:
         with contextlib.suppress(RuntimeError):
             if self.queue is not None:
                 self.queue.watcher.accelerator.bind_thread()
+                self.queue.is_paused = True
             for abort in aborts:
                 abort()
+        if self.queue is not None:
+            self.queue.is_paused = False
         timer.cancel()
         ended.set()
 
@@ -277,6 +288,8 @@ class BackendGroup:
         last = [self.group]
         del self.group
         self._aborts = []  # the methods of the backends refer to them
+        if self.queue is not None:
+            self.queue.get_error = lambda: ""
         thread = threading.Thread(target=last.clear, name="rankbook-end", daemon=True)
         thread.start()
         thread.join(ABORT_TIMEOUT / 2)  # usually enough to free its descriptors before the next group is connected
@@ -287,6 +300,30 @@ class BackendGroup:
 
 
 _leaked: list[BackendGroup] = []
+
+
+class _WorkQuery:
+    """Query of an asynchronous call: True once the device has executed it.
+
+    NCCL counts a work with an error as completed, although the device executes it until the abort.
+    """
+
+    __slots__ = ("_inner", "_work")
+
+    def __init__(self, work: Any, inner: BackendGroup) -> None:  # noqa: ANN401 - torch's
+        self._work = work
+        self._inner = inner
+
+    def __call__(self) -> bool:
+        if not self._work.is_completed():
+            return False
+        if not self._inner.finds_errors or self._inner.is_aborted:
+            return True
+        try:
+            result = self._work.get_future_result()
+            return not result.done() or bool(result.value() == _SUCCESS)
+        except RuntimeError:  # a work without a result
+            return True
 
 
 class RecoverableProcessGroup(dist.ProcessGroup):
@@ -325,18 +362,21 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         self._broken_at: float | None = None
         self._futures_completed = False
         self._cause_set = threading.Event()
-        if inner.queue is not None:
-            inner.queue.log = log
+        self._use_queue(inner)
 
     # Failure and recovery
+
+    def _use_queue(self, inner: BackendGroup) -> None:
+        if inner.queue is not None:
+            inner.queue.log = self.log
+            inner.queue.on_error = self._on_backend_error
 
     def renew(self, inner: BackendGroup, generation: int) -> None:
         """Replace the inner group by `inner`, which has fresh connections, and restart the log."""
         # The old one first: its descriptors are free for the new connections.
         self._inner.end()
         self._inner = inner
-        if inner.queue is not None:
-            inner.queue.log = self.log
+        self._use_queue(inner)
         self._batch = None
         self._cause = None
         self._mismatch = False
@@ -386,9 +426,35 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         """Remember which calls an abort is about to cut short, and have the error raised in the cell."""
         unfinished = self._inner.unfinished()
         if unfinished:
-            if self.cut_since is None:
-                self.cut_since = unfinished[0].launched.began
+            self._remember_cut(unfinished[0].launched)
             self.on_cut(self.abort_error(unfinished[0].launched))
+
+    def _remember_cut(self, launched: CollectiveCall) -> None:
+        if self.cut_since is None:
+            self.cut_since = launched.began
+
+    def _on_backend_error(self, error: str) -> None:
+        """Abort the group, whose backend has found an error itself. The watcher's thread.
+
+        NCCL's watchdog would abort it a minute later, and the device finish the calls with partial data.
+        """
+        inner, unfinished = self._inner, self._inner.unfinished()
+        if unfinished and not inner.is_aborted:
+            self._remember_cut(unfinished[0].launched)
+            arguments = (inner, unfinished[0].launched, error)
+            threading.Thread(target=self._abort_after, args=arguments, name="rankbook-error", daemon=True).start()
+
+    def _abort_after(self, inner: BackendGroup, launched: CollectiveCall, error: str) -> None:
+        """Abort the group after an error that its backend has found, with the notebook's reason if there is one."""
+        self.log.broken = True
+        self.on_break()
+        self._cause_set.wait(_CAUSE_TIMEOUT)
+        if inner is not self._inner or inner.is_aborted:
+            return
+        self.set_cause(_BACKEND_ERRORS.get(error, f"NCCL has reported an error ({error}; see its messages)"))
+        if not inner.unfinished():  # the watchdog was faster
+            self.on_cut(self.abort_error(launched))
+        self._break_off()
 
     def end_device_calls(self) -> None:
         """Abort what a device has not finished, before a regroup. Main thread."""
@@ -538,7 +604,7 @@ class RecoverableProcessGroup(dist.ProcessGroup):
             self.log.end(key)
             return None if work is None else DeviceWork(work, self, launched)
         try:
-            query = accelerator.record() if work is None else work.is_completed
+            query = accelerator.record() if work is None else _WorkQuery(work, inner)
         except RuntimeError:  # the device has failed
             self.log.end(key)
             raise
