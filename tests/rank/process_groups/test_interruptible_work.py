@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from rankbook.errors import CollectiveAborted
 from rankbook.rank.process_groups import interruptible_work
@@ -121,3 +123,15 @@ def test_an_interrupt_in_a_group_that_is_being_aborted_gives_the_cause():
     with pytest.raises(CollectiveAborted, match="rank 1 exited with code 1 while this rank waited in barrier #2"):
         wait()
     assert [*group.log.pending()] == []
+
+
+def test_the_waiting_thread_uses_the_device_and_the_stream_of_its_caller(monkeypatch):
+    """gloo orders the result of a CUDA tensor on the current stream of the thread that waits."""
+    streams = iter(["a side stream", "the default stream"])
+    used: list[tuple[str, str]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: next(streams))
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda name: used.append((threading.current_thread().name, name)))
+    for _ in range(2):
+        assert Group().receive(Work())
+    assert used == [("rankbook-wait", "a side stream"), ("rankbook-wait", "the default stream")]

@@ -24,6 +24,7 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from rankbook.rank.process_groups.collective_log import CollectiveCall, CollectiveLog, FutureWork
@@ -267,7 +268,9 @@ class _Waiter:
     def begin(self, work: Any) -> None:  # noqa: ANN401 - torch's
         """Wait for `work` on the thread, which sets `ended` afterwards."""
         self.ended.clear()
-        self._works.put(work)
+        # gloo orders the result of a CUDA tensor on the current stream of the thread that waits.
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self._works.put((work, stream))
 
     def result(self) -> bool:
         """Return the result of the wait, or raise its exception, once.
@@ -287,12 +290,15 @@ class _Waiter:
         self._works.put(None)
 
     def _run(self) -> None:
-        while (work := self._works.get()) is not None:
+        while (item := self._works.get()) is not None:
+            work, stream = item
             try:
+                if stream is not None:
+                    torch.cuda.set_stream(stream)  # and with it the device; every wait sets its own
                 self._result = bool(work.wait())
             except BaseException as error:  # noqa: BLE001 - raised again, on the thread that waits for it
                 self._result = error
-            del work  # frees its tensors
+            del item, work  # frees its tensors
             self.ended.set()
 
 
