@@ -84,3 +84,9 @@ def test_nccl_neither_kills_ranks_nor_listens_on_the_network_by_default():
     assert environment["NCCL_SOCKET_IFNAME"] == environment["GLOO_SOCKET_IFNAME"] == "eth7"
     names = ("RETHROW_CUDA_ERRORS", "DUMP_ON_TIMEOUT", "ENABLE_MONITORING")
     assert {environment[f"TORCH_NCCL_{name}"] for name in names} == {"0"}
+    assert environment["NCCL_RAS_ENABLE"] == "0"
+
+
+def test_nccl_connects_the_ranks_when_a_group_is_formed():
+    assert rank_environment({}, {}, threads=1)["NCCL_RUNTIME_CONNECT"] == "0"
+    assert rank_environment({"NCCL_RUNTIME_CONNECT": "1"}, {}, threads=1)["NCCL_RUNTIME_CONNECT"] == "1"

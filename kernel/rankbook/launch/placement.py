@@ -112,6 +112,11 @@ def rank_environment(
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
+        # All connections of a ring or tree when a group is formed. NCCL would make them in the first collective, inside
+        # the call, where neither an abort nor an interrupt ends the wait for a rank that does not come.
+        "NCCL_RUNTIME_CONNECT": "0",
+        # Its service for diagnoses listens on a port that every user of the machine can reach.
+        "NCCL_RAS_ENABLE": "0",
         # Not the notebook's MPLBACKEND: it may name a backend that needs the kernel or a window. A rank sends its
         # figures by the inline backend.
         **{name: value for name, value in base.items() if name != "MPLBACKEND"},
