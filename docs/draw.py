@@ -99,7 +99,8 @@ def _struct(struct: type[msgspec.Struct]) -> str:
     }
     rows = []
     for field in msgspec.structs.fields(struct):
-        default = "" if field.required else f"`{field.default!r}`"
+        value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        default = "" if field.required else f"`{value!r}`"
         rows.append([f"`{field.name}`", f"`{annotations[field.name]}`", default])
     return f"{heading}\n\n{_table(['field', 'type', 'default'], rows)}" if rows else f"{heading}\n\nNo fields."
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from rankbook.protocol.forkserver import (
     CloseCluster,
@@ -30,7 +31,7 @@ from rankbook.protocol.forkserver import (
     RankForked,
 )
 from rankbook.protocol.messages import Done, RankReady, RunCell, Shutdown, Text, decode_from_forkserver
-from rankbook.rank import os_utils
+from rankbook.rank import forkserver, os_utils
 from rankbook.rank.forkserver import Child, Forkserver, RecentKills
 from rankbook.transport.framed_socket import MessageStream
 from rankbook.transport.zmq_link import ZmqHub
@@ -463,3 +464,45 @@ def test_the_exit_of_a_rank_kills_its_leftovers_and_no_new_rank(home, monkeypatc
         holder.wait()
         for _, write in pipes:
             os.close(write)
+
+
+class DeviceCount:
+    """CUDA of a torch build for GPUs: `visible` devices, of which torch can use all or none."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, error: str = "", crashes: bool = False) -> None:
+        self.error = error
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "device_count", self.crash if crashes else self.visible)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: not error)
+        monkeypatch.setattr(torch.cuda, "init", self.initialize)
+
+    @staticmethod
+    def visible() -> int:
+        return len(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").replace(",", ""))
+
+    @staticmethod
+    def crash() -> None:
+        os._exit(1)
+
+    def initialize(self) -> None:
+        raise RuntimeError(self.error)
+
+
+@pytest.mark.parametrize(("value", "devices"), [(None, 3), (b"1", 1), (b"", 0)])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_devices_are_counted_with_the_environment_of_the_notebook(monkeypatch, value, devices):
+    DeviceCount(monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # at the start of the forkserver
+    environment = {name: content for name, content in os.environb.items() if name != b"CUDA_VISIBLE_DEVICES"}
+    assert forkserver.count_devices(environment | ({} if value is None else {b"CUDA_VISIBLE_DEVICES": value})) == (
+        devices,
+        "",
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_devices_that_torch_cannot_use_are_not_counted_and_the_reason_is_told(monkeypatch):
+    DeviceCount(monkeypatch, error="The NVIDIA driver on your system is too old (found version 11040).\nUpdate it.")
+    assert forkserver.count_devices({}) == (0, "The NVIDIA driver on your system is too old (found version 11040).")
+    DeviceCount(monkeypatch, crashes=True)
+    assert forkserver.count_devices({}) == (0, "the process that counts the CUDA devices has crashed")

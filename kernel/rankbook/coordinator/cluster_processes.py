@@ -135,6 +135,8 @@ class ClusterProcesses:
                     self._wait_for_slots(n, timeout=timeout, interrupted=interrupts.take)
                 opened = forkserver.wait_opened(timeout=timeout, interrupted=interrupts.take)
                 self._port, self._cuda_devices = opened.master_port, opened.devices
+                if opened.problem:
+                    self._notes.append(f"the ranks of this host use the CPU: {opened.problem}")
                 if hosts is None:
                     self.assignment = assign_devices(n, opened.devices, backend=backend, cores=usable_cores())
                 else:

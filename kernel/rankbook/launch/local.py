@@ -148,7 +148,9 @@ class LocalLauncher:
 
     def request_open(self, folders: tuple[Path, ...], files: tuple[Path, ...] = ()) -> None:
         """Request that the forkserver opens a cluster, and removes `folders` and `files` however this process ends."""
-        self._stream.send(OpenCluster(folders=tuple(map(str, folders)), files=tuple(map(str, files))))
+        self._stream.send(
+            OpenCluster(folders=tuple(map(str, folders)), files=tuple(map(str, files)), env=dict(os.environb))
+        )
 
     def wait_opened(
         self, *, timeout: float = _IMPORT_TIMEOUT, interrupted: Callable[[], bool] = lambda: False

@@ -21,10 +21,14 @@ from rankbook.protocol.base import Message
 #
 # The connection also tells each side that the other one has ended: it closes with the process.
 class OpenCluster(Message, frozen=True):
-    """Prepare a cluster: choose its MASTER_PORT, and remove `folders` and `files` if the notebook process dies."""
+    """Prepare a cluster: choose its MASTER_PORT, and remove `folders` and `files` if the notebook process dies.
+
+    CUDA devices are counted with the variables of `env`, those of the notebook process at this moment.
+    """
 
     folders: tuple[str, ...]
     files: tuple[str, ...] = ()
+    env: dict[bytes, bytes] = msgspec.field(default_factory=dict)
 
 
 # `incarnation` counts the processes of a rank, from 1. A message about an earlier incarnation is recognized as such.
@@ -89,11 +93,12 @@ class ClusterOpened(Message, frozen=True):
     """Report that the cluster can start ranks.
 
     `master_port` is a free port of the loopback interface; nothing listens on it yet. `devices` is the number of
-    visible CUDA devices.
+    CUDA devices that torch can use. `problem` says why it is 0 although there are devices; empty otherwise.
     """
 
     master_port: int
     devices: int
+    problem: str = ""
 
 
 class RankForked(Message, frozen=True):

@@ -26,8 +26,9 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -216,32 +217,8 @@ class Forkserver:
         self._opened = message
         self._preload_from = time.monotonic() + _FIRST_RANKS_SECONDS
         self._locks = [lock for folder in message.folders if (lock := hold_folder(Path(folder))) is not None]
-        self._owner.send(ClusterOpened(master_port=_free_port(), devices=self._count_devices()))
-
-    def _count_devices(self) -> int:
-        """Return the number of CUDA devices, counted in a child process.
-
-        Counting may initialize CUDA, and a process that has initialized it cannot fork ranks.
-        """
-        import torch
-
-        if torch.version.cuda is None and torch.version.hip is None:
-            return 0
-        read, write = os.pipe()
-        # The child counts and exits without a destructor of CUDA's context. An empty answer means that it has crashed:
-        # no device can be used.
-        pid = os.fork()
-        if pid == 0:
-            # Whatever is raised, this copy of the forkserver must not run on.
-            try:
-                os.write(write, str(torch.cuda.device_count()).encode())
-            finally:
-                os._exit(0)
-        os.close(write)
-        with os.fdopen(read, "rb") as answer:
-            text = answer.read()
-        os.waitpid(pid, 0)
-        return int(text or 0)
+        devices, problem = count_devices(message.env)
+        self._owner.send(ClusterOpened(master_port=_free_port(), devices=devices, problem=problem))
 
     def _fork(self, message: ForkRank) -> None:
         out_read, out_write = os_utils.output_pipe()
@@ -358,6 +335,53 @@ class Forkserver:
     def _is_leftover(self, process: psutil.Process) -> bool:
         """Return True if a rank of this cluster started the process. Called when all ranks are gone."""
         return sys.platform == "linux" or os_utils.environment_of(process).get(_OWNER, "").startswith(self._token)
+
+
+def count_devices(env: Mapping[bytes, bytes]) -> tuple[int, str]:
+    """Return the number of CUDA devices that torch can use with the variables `env`, and why it can use none.
+
+    The reason is empty if there is no device. A child process counts: this may initialize CUDA, and a process that has
+    initialized it cannot fork ranks.
+    """
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return 0, ""
+    read, write = os.pipe()
+    # The child counts and exits without a destructor of CUDA's context. An empty answer means that it has crashed: no
+    # device can be used.
+    pid = os.fork()
+    if pid == 0:
+        # Whatever is raised, this copy of the forkserver must not run on.
+        try:
+            if env:
+                os.environb.clear()
+                os.environb.update(env)
+            os.write(write, "\n".join(map(str, _usable_devices())).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as answer:
+        number, _, problem = answer.read().decode(errors="replace").partition("\n")
+    os.waitpid(pid, 0)
+    return (int(number), problem) if number else (0, "the process that counts the CUDA devices has crashed")
+
+
+def _usable_devices() -> tuple[int, str]:
+    """Return the number of CUDA devices that torch can use, and why it can use none. Initializes CUDA."""
+    import torch
+
+    # Counted by the driver's library for management, which also finds devices that torch cannot use.
+    devices = torch.cuda.device_count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's warning is the reason below
+        if not devices or torch.cuda.is_available():
+            return devices, ""
+    try:
+        torch.cuda.init()
+    except Exception as error:  # noqa: BLE001 - shown in the notebook
+        return 0, next(iter(str(error).splitlines()), type(error).__name__)
+    return 0, "torch finds no CUDA device"
 
 
 def _free_port() -> int:
