@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,3 +77,21 @@ def test_a_model_with_a_new_reducer_keeps_its_communication_hook():
             calls.clear()
     finally:
         dist.destroy_process_group()
+
+
+def test_an_unpickled_model_moves_its_inputs_to_the_device_of_its_parameters():
+    """It has the number of the device that it was on when it was pickled."""
+    device = torch.device("cuda", 3)
+    model = SimpleNamespace(
+        device_ids=[0],
+        output_device=0,
+        device=torch.device("cuda", 0),
+        parameters=lambda: iter([SimpleNamespace(device=device)]),
+    )
+    states: list[dict[str, int]] = []
+    model_reset._with_own_device(lambda _model, state: states.append(state))(model, {"a": 1})
+    assert states == [{"a": 1}]
+    assert (model.device_ids, model.output_device, model.device) == ([3], 3, device)
+    on_cpu = SimpleNamespace(device_ids=None, output_device=None, device=torch.device("cpu"))
+    model_reset._with_own_device(lambda _model: None)(on_cpu)
+    assert on_cpu.output_device is None

@@ -90,3 +90,14 @@ def test_a_folder_and_a_module_that_are_not_there_are_named(tmp_path):
     assert fresh == {"kept": 2}
     assert adopted["imports"] == 0
     assert set(adopted["missing"]) == {"the current folder", "m"}
+
+
+def test_the_device_of_the_peer_becomes_that_of_the_new_rank(monkeypatch, tmp_path):
+    devices = {"own": torch.device("cuda", 0), "other": torch.device("cuda", 3), "host": torch.device("cpu")}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    packed = recovery.export_state(devices, {}, list(devices), SegmentStore(tmp_path))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    fresh: dict[str, Any] = {}
+    recovery.adopt_state(fresh, lambda: unpack(packed.payload, packed.frames, unlink=True, folder=tmp_path))
+    assert fresh == {"own": torch.device("cuda", 1), "other": torch.device("cuda", 3), "host": torch.device("cpu")}

@@ -37,7 +37,7 @@ def track_models() -> None:
         DistributedDataParallel.__init__ = _tracked(original)  # type: ignore[method-assign]
         restore = DistributedDataParallel.__setstate__
         # A copied or unpickled model is made without `__init__`.
-        DistributedDataParallel.__setstate__ = _tracked(restore)  # type: ignore[method-assign]
+        DistributedDataParallel.__setstate__ = _tracked(_with_own_device(restore))  # type: ignore[method-assign]
         build = DistributedDataParallel._ddp_init_helper
         DistributedDataParallel._ddp_init_helper = _with_hooks(build)  # type: ignore[method-assign]
 
@@ -49,6 +49,22 @@ def _tracked(original: Callable[..., None]) -> Callable[..., None]:
         _models.add(self)
 
     return make
+
+
+def _with_own_device(original: Callable[..., None]) -> Callable[..., None]:
+    """Return `__setstate__`, with the device of the parameters as that of the model, which moves its inputs there.
+
+    A pickled model has the number of the device that it was on.
+    """
+
+    @functools.wraps(original)
+    def restore(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
+        original(self, *args, **kwargs)
+        if self.device_ids:
+            self.device = next(self.parameters()).device
+            self.device_ids, self.output_device = [self.device.index], self.device.index
+
+    return restore
 
 
 def _with_hooks(original: Callable[..., None]) -> Callable[..., None]:

@@ -260,6 +260,8 @@ class _Reducer:
             return _group_here, (value.group_name,)
         if isinstance(value, DeviceMesh):
             return _reduce_mesh(value)
+        if type(value) is torch.device and _is_own_device(value):
+            return _own_device, ()
         if self._models is not None and (reduction := self._models.reduce(value)) is not NotImplemented:
             return reduction
         if isinstance(value, torch.Tensor):
@@ -372,6 +374,15 @@ def _complete_function(function: types.FunctionType, state: dict[str, Any]) -> N
             continue
     for name, value in state.items():
         setattr(function, name, value)
+
+
+def _is_own_device(device: torch.device) -> bool:
+    # Not in a forked child, which only tries whether a value can be pickled.
+    return device.type == "cuda" and torch.cuda.is_initialized() and device.index == torch.cuda.current_device()
+
+
+def _own_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _on_this_device(tensor: torch.Tensor, kind: type | None, requires_grad: bool) -> torch.Tensor:
