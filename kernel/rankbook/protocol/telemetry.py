@@ -188,16 +188,16 @@ class CheckpointSave(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # State of a rank ----------------------------------------------------------------------------------------------------
 
 
-# Example of a GPU with 80 GB of which the rank uses 30 GB: total 80, free 50, parameters 7, gradients 7, optimizer 14,
-# other 2. Views draw these five as one bar.
+# Example of a GPU with 80 GB of which the rank uses 30 GB and another program 10 GB: total 80, free 40, parameters 7,
+# gradients 7, optimizer 14, other 2. Views draw them as one bar.
 class MemoryUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Memory use of the rank's device, in bytes.
 
-    `total` is the sum of `parameters`, `gradients`, `optimizer`, `other` and `free`. On CUDA, `total` and `free` are
-    those of the device, which other processes can use as well; on a CPU, `total - free` is the resident size of the
-    process and `free` the machine's available memory. `parameters`, `gradients` and `optimizer` are held by the rank's
-    own models and optimizers; `other` is the rest, such as activations. `shared` is the part of a CPU rank's memory
-    that it shares with other processes.
+    On CUDA, `total` and `free` are those of the device, which other processes can use as well; on a CPU, `total - free`
+    is the resident size of the process and `free` the machine's available memory. `parameters`, `gradients` and
+    `optimizer` are held by the rank's own models and optimizers; `other` is the rest of this rank's memory, such as
+    activations and, on CUDA, what torch has reserved. `shared` is the part of a CPU rank's memory that it shares with
+    other processes.
     """
 
     total: int

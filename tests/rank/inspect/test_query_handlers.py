@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from rankbook.errors import InvalidArgument
 from rankbook.protocol import telemetry
 from rankbook.protocol.queries import GetStatistic, GetStatus, QueryFailed
-from rankbook.rank.inspect import object_discovery, shard_map, tensor_introspection
+from rankbook.rank.inspect import object_discovery, query_handlers, shard_map, tensor_introspection
 from rankbook.rank.inspect.query_handlers import GradientCounter, StatusHandler, Utilisation, compute_statistic
 from rankbook.rank.inspect.tensor_introspection import GilYield, list_variables
 
@@ -58,6 +58,35 @@ def test_a_tensor_that_takes_too_long_is_refused(monkeypatch):
         compute_statistic(0, torch.ones(10))
     with pytest.raises(InvalidArgument, match="cannot compute the minimum"):
         compute_statistic(0, torch.ones(2, dtype=torch.complex64))
+
+
+def test_a_statistic_waits_for_the_device_with_a_limit(monkeypatch):
+    """Its read would wait forever for a device that waits in a collective."""
+    events: list[object] = []
+    answers = iter([False, True])
+
+    class Event:
+        def record(self, stream):
+            events.append(stream)
+
+        def query(self):
+            return next(answers, False)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"stream of {device}")
+    query_handlers._wait_for_device(torch.device("cuda", 1))
+    assert events == ["stream of cuda:1"]
+    monkeypatch.setattr(query_handlers, "STATISTIC_TIMEOUT", 0.01)
+    with pytest.raises(InvalidArgument, match=r"cuda:1 has not executed within 0\.01 s what is"):
+        query_handlers._wait_for_device(torch.device("cuda", 1))
+
+
+def test_the_memory_of_a_shared_device_is_that_of_the_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (40, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 30)
+    memory = query_handlers.measure_memory(torch.device("cuda", 0), 7, 7, 14)
+    assert memory == telemetry.MemoryUse(80, 7, 7, 14, other=2, free=40, shared=0)
 
 
 def test_shared_parameters_count_once_and_inner_modules_are_not_listed():

@@ -316,6 +316,8 @@ def compute_statistic(rank: int, tensor: torch.Tensor) -> Statistic:
         raise InvalidArgument(f"cannot compute the minimum and maximum of a tensor of {tensor.dtype}, {tensor.layout}")
     if tensor.device.type == "meta":
         raise InvalidArgument("the tensor is on the meta device and has no values")
+    if tensor.device.type == "cuda":
+        _wait_for_device(tensor.device)
     # One pass: the mean is computed from the sum and the number of the finite values.
     start, read = time.monotonic(), 0
     low, high, total, finite, nans, infinities = float("inf"), float("-inf"), 0.0, 0, 0, 0
@@ -344,6 +346,23 @@ def compute_statistic(rank: int, tensor: torch.Tensor) -> Statistic:
     return Statistic(rank, low, total / finite, high, nans, infinities)
 
 
+def _wait_for_device(device: torch.device) -> None:
+    """Wait until `device` has executed what is queued, because a read would wait for it without a limit.
+
+    Raises `InvalidArgument` after `STATISTIC_TIMEOUT` seconds.
+    """
+    event = torch.cuda.Event()
+    event.record(torch.cuda.default_stream(device))
+    deadline = time.monotonic() + STATISTIC_TIMEOUT
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise InvalidArgument(
+                f"{device} has not executed within {STATISTIC_TIMEOUT} s what is queued on it: it computes, or waits "
+                "in a collective"
+            )
+        time.sleep(0.005)
+
+
 def _pieces(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
     """Yield the tensor in pieces of at most `most` elements, without copying the whole."""
     if tensor.numel() <= most:
@@ -363,24 +382,26 @@ def _pieces(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
 
 def measure_memory(device: torch.device, parameters: int, gradients: int, optimizer: int) -> MemoryUse | None:
     """Return the memory use in bytes, or None for a CUDA device that this rank has not initialized."""
+    tensor_bytes = parameters + gradients + optimizer
     if device.type == "cuda":
         # Asking for the memory would initialize CUDA on a rank that may not use it.
         if not torch.cuda.is_initialized():
             return None
         free, total = torch.cuda.mem_get_info(device)
-        shared = 0
+        # Not `total - free`: other ranks and programs may use the device as well.
+        used, shared = torch.cuda.memory_reserved(device), 0
     else:
         # A CPU rank has no memory of its own: what it could use is what it has plus what the machine has free.
         resident = psutil.Process().memory_info()
         free, shared = psutil.virtual_memory().available, getattr(resident, "shared", 0)
-        total = free + resident.rss
-    tensor_bytes = parameters + gradients + optimizer
+        used = resident.rss
+        total = free + used
     return MemoryUse(
         total=max(total, free + tensor_bytes),  # pages that were never written occupy no memory yet
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        other=max(0, total - free - tensor_bytes),
+        other=max(0, used - tensor_bytes),
         free=free,
         shared=shared,
     )
