@@ -419,3 +419,13 @@ def test_a_precision_that_the_device_cannot_do_is_refused(monkeypatch):
     settings.check_precision("fp16", device)
     with pytest.raises(InvalidArgument, match="the device of this rank is cpu; use 'bf16' or 'no'"):
         settings.check_precision("fp16", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_a_device_that_only_emulates_bf16_is_named(monkeypatch, caplog, supported):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or supported)
+    settings._warn_of_emulation("bf16", torch.device("cuda", 0))
+    settings._warn_of_emulation("bf16", torch.device("cpu"))
+    settings._warn_of_emulation("fp16", torch.device("cuda", 0))
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == ([] if supported else ["cuda:0 only emulates bf16, which is slow; use mixed_precision='fp16'"])

@@ -10,6 +10,7 @@ parameters are not changed.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import weakref
 from collections import OrderedDict
@@ -45,6 +46,8 @@ from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel
 from rankbook.runtime.strategies.tensor_parallel import TensorParallel
 from rankbook.runtime.trackers import Tracker, filter_trackers
 
+_log = logging.getLogger(__name__)
+
 PRECISIONS = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Values of `mixed_precision` and the dtypes that autocast uses for them."""
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -61,6 +64,12 @@ def check_precision(precision: str, device: torch.device) -> None:
         )
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
         raise InvalidArgument(f"mixed_precision='bf16' is not supported on {device}; use 'fp16' or 'no'")
+
+
+def _warn_of_emulation(precision: str, device: torch.device) -> None:
+    # A T4, for example, computes in bf16, but slower than in fp32.
+    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        _log.warning("%s only emulates bf16, which is slow; use mixed_precision='fp16'", device)
 
 
 def autocast(precision: str, device: torch.device, handler: AutocastKwargs) -> AbstractContextManager[Any]:
@@ -229,6 +238,7 @@ class AcceleratorSettings:
             self.state = AcceleratorState(mixed_precision=mixed_precision, cpu=cpu, dynamo_plugin=dynamo)
             # The precision may also come from the environment or from an earlier instance.
             check_precision(self.state.mixed_precision, self.state.device)
+            _warn_of_emulation(self.state.mixed_precision, self.state.device)
         except BaseException:
             if not was_there and PartialState._shared_state:
                 PartialState().destroy_process_group()

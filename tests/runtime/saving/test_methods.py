@@ -19,7 +19,7 @@ from rankbook.checkpoint.storage.local import LocalStorage
 from rankbook.errors import CheckpointError, InvalidArgument
 from rankbook.runtime import Accelerator, GradScalerKwargs, ProjectConfiguration, settings
 from rankbook.runtime.gradient_state import window
-from rankbook.runtime.saving import model_files
+from rankbook.runtime.saving import model_files, training_state
 from rankbook.runtime.state import AcceleratorState
 
 
@@ -508,3 +508,18 @@ def test_the_scale_of_fp16_goes_on(tmp_path, monkeypatch):
     fresh[0].load_state(tmp_path / "plain")  # without a scale: it begins anew
     assert fresh[0].scaler.get_scale() == 4
     window.scaler = None
+
+
+@pytest.mark.parametrize(("devices", "restored"), [(2, True), (1, False), (0, False)])
+def test_random_states_of_other_devices_are_not_restored_in_silence(monkeypatch, caplog, devices, restored):
+    state = {**training_state.random_state(), "cuda": ["of device 0", "of device 1"]}
+    states: list[list[str]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", states.append)
+    training_state.restore_random_state(state)
+    assert states == ([state["cuda"]] if restored else [])
+    told = [record.getMessage() for record in caplog.records]
+    assert told == (
+        [] if restored else [f"the random states of 2 CUDA devices are not restored: this process has {devices}"]
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from rankbook.errors import InvalidArgument
+from rankbook.formatting import plural
 from rankbook.runtime.config import ProjectConfiguration
 from rankbook.runtime.strategies.base import full_tensor
+
+_log = logging.getLogger(__name__)
 
 
 def full_state(model: nn.Module) -> dict[str, Any]:
@@ -53,8 +57,15 @@ def restore_random_state(state: dict[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     # The states are per device of the process. With another number of devices there is no correspondence between them.
-    if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    saved = len(state.get("cuda", ()))
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if saved == devices:
+        if saved:
+            torch.cuda.set_rng_state_all(state["cuda"])
+    elif saved:
+        _log.warning(
+            "the random states of %s are not restored: this process has %d", plural(saved, "CUDA device"), devices
+        )
 
 
 def write_object(value: object, file: Path) -> None:
