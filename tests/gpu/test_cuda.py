@@ -69,6 +69,15 @@ def test_cuda_that_is_initialised_in_the_notebook_is_in_nobodys_way(fresh_notebo
     assert fresh_notebook.ok("[t.device.type for t in y]").displays[-1]["text/plain"] == "['cpu', 'cpu']"
 
 
+def test_ranks_have_the_devices_that_are_visible_at_the_start(fresh_notebook):
+    fresh_notebook.ok("import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''")
+    assert "cpu" in fresh_notebook.ok("%distributed start -n 2").stdout
+    assert "cpu gloo 3.0 2.0 False" in fresh_notebook.ok(REDUCE).stdout
+    fresh_notebook.ok("%distributed stop")
+    fresh_notebook.ok("import os; os.environ['CUDA_VISIBLE_DEVICES'] = '0'")
+    assert "cuda:0" in fresh_notebook.ok("%distributed start -n 1").stdout
+
+
 def test_a_ddp_step_trains_on_the_device(fresh_notebook):
     fresh_notebook.ok("%distributed start -n 2")
     outcome = fresh_notebook.ok(

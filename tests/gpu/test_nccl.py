@@ -88,6 +88,13 @@ def when_said(notebook: Notebook, cell: str, strike: Callable[[], object]) -> Ou
     return notebook.finish(notebook.send(cell), timeout=60, seen=look)
 
 
+FSDP = """from torch.distributed.fsdp import fully_shard
+torch.manual_seed(0)
+sharded = fully_shard(torch.nn.Linear(64, 64).to(device))
+sharded(torch.ones(4, 64, device=device)).sum().item()
+"""
+
+
 WAITS = {
     "item": f"{REDUCE}t.sum().item()",
     "work": "t = torch.ones(4, device=device)\nwork = dist.all_reduce(t, async_op=True)\nwork.wait()\nt.tolist()",
@@ -96,13 +103,15 @@ WAITS = {
     "a barrier of gloo": "dist.barrier()",
     "objects": "dist.all_gather_object([None, None], 'an object')",
     "DDP backward": "step()\ntorch.cuda.synchronize()",
+    "FSDP2 forward": "sharded(torch.ones(4, 64, device=device)).sum().item()",
 }
+PREPARED = {"DDP backward": DDP, "FSDP2 forward": FSDP}
 
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_wait_for_a_rank_that_raised_is_broken_off(nccl, wait):
-    if wait == "DDP backward":
-        nccl.ok(f"%%distributed\n{DDP}")
+    if wait in PREPARED:
+        nccl.ok(f"%%distributed\n{PREPARED[wait]}")
     outcome = raise_on_rank_1(nccl, WAITS[wait], timeout=60)
     assert "CollectiveAborted: rank 1 raised ValueError" in outcome.traceback
     assert "went on" not in outcome.stdout
@@ -165,6 +174,33 @@ def test_a_killed_rank_is_healed_and_training_goes_on(nccl):
     nccl.ok("%distributed heal", timeout=120)
     outcome = nccl.ok("%%distributed\nfor _ in range(10): step()\nprint(ddp.module.weight.sum().item())", timeout=120)
     assert "[0-1] " in outcome.stdout
+
+
+def test_a_step_on_a_broken_off_gradient_is_taken_back(nccl):
+    nccl.ok(f"%%distributed\n{DDP}step()\nstep()\nbefore = [each.tolist() for each in ddp.parameters()]")
+    outcome = raise_on_rank_1(nccl, "step()\nddp.module.weight.sum().item()", timeout=60)
+    assert "CollectiveAborted" in outcome.traceback
+    outcome = nccl.ok("%%distributed\nprint([each.tolist() for each in ddp.parameters()] == before)")
+    assert "[0-1] True" in outcome.stdout
+
+
+def test_a_timeout_of_a_collective_is_an_error_and_does_not_end_the_process(nccl):
+    """NCCL's watchdog finds it, and would later let the device go on with partial data."""
+    outcome = nccl.run(
+        """%%distributed
+import time
+from datetime import timedelta
+sub = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+if rank == 1:
+    time.sleep(15)
+else:
+    t = torch.ones(4, device=device)
+    dist.all_reduce(t, group=sub)
+    print('sum', t.tolist())""",
+        timeout=60,
+    )
+    assert "longer than the timeout of its process group" in outcome.traceback
+    assert "sum" not in outcome.stdout
 
 
 def test_a_ring_of_three_exchanges_large_tensors():
