@@ -101,3 +101,15 @@ def test_the_device_of_the_peer_becomes_that_of_the_new_rank(monkeypatch, tmp_pa
     fresh: dict[str, Any] = {}
     recovery.adopt_state(fresh, lambda: unpack(packed.payload, packed.frames, unlink=True, folder=tmp_path))
     assert fresh == {"own": torch.device("cuda", 1), "other": torch.device("cuda", 3), "host": torch.device("cpu")}
+
+
+def test_a_tensor_of_a_device_keeps_its_attributes(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, _device: tensor)  # to the device of the new rank
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.group = "decay"
+    make, arguments, state, _, _, complete = recovery._reduce_tensor(weight)
+    copy = make(*arguments)
+    complete(copy, state)
+    assert isinstance(copy, torch.nn.Parameter)
+    assert (copy.group, copy.tolist(), copy.requires_grad) == ("decay", [1.0, 1.0], True)
+    assert recovery._reduce_tensor(torch.ones(2))[2] is None

@@ -274,8 +274,7 @@ class _Reducer:
                 return int, ()
             # Through the CPU to the device of the new rank, whose number may differ.
             if value.device.type == "cuda" and type(value) in (torch.Tensor, torch.nn.Parameter):
-                kind = torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else None
-                return _on_this_device, (value.detach().cpu(), kind, value.requires_grad)
+                return _reduce_tensor(value)
         return NotImplemented
 
 
@@ -374,6 +373,17 @@ def _complete_function(function: types.FunctionType, state: dict[str, Any]) -> N
             continue
     for name, value in state.items():
         setattr(function, name, value)
+
+
+def _reduce_tensor(value: torch.Tensor) -> tuple[Any, ...]:
+    kind = torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else None
+    make = (value.detach().cpu(), kind, value.requires_grad)
+    # The attributes that the program has set on the tensor.
+    return _on_this_device, make, vars(value) or None, None, None, _set_attributes
+
+
+def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    vars(tensor).update(attributes)
 
 
 def _is_own_device(device: torch.device) -> bool:

@@ -380,3 +380,16 @@ def test_an_error_that_the_backend_finds_in_an_idle_group_aborts_nothing(setting
     setting.backends.queue.get_error = lambda: "COMM_ERROR"
     setting.backends.queue.report_error()
     assert not setting.backends.is_aborted
+
+
+def test_the_abort_of_a_group_does_not_wait_for_the_device(setting):
+    """The kernels of one group may hold up the abort of another one, so that all of them begin first."""
+    setting.device.aborts_hang = True
+    setting.reduce()
+    setting.group.abort_device_calls()
+    assert setting.backends.is_aborted
+    assert setting.pending()
+    assert len(setting.cut) == 1
+    setting.device.aborts_hang = setting.device.held = False
+    setting.group.wait_device_calls()
+    assert not setting.pending()

@@ -164,8 +164,11 @@ class GroupManager:
             self._members.clear()
             c10d._world.group_count = 0  # a failed join has incremented it, and the ranks must agree
         # First of all: while a kernel of an old collective waits for its peers, CUDA can connect nothing.
+        # All at once: an abort frees device memory, for which CUDA waits until the kernels of other groups have ended.
         for member in self._foreground().values():
-            member.group.end_device_calls()
+            member.group.abort_device_calls()
+        for member in self._foreground().values():
+            member.group.wait_device_calls()
         groups, count, steps = self._agree_on_groups()
         # From here on every rank is in the new generation, so that no rank reads older keys any more.
         if self.rank == 0:
@@ -338,7 +341,10 @@ class GroupManager:
 
     def leave(self) -> None:
         """Destroy all process groups."""
-        for member in self._members.copy().values():
+        members = self._members.copy().values()
+        for member in members:  # all at once, as in `join`
+            member.group.abort_device_calls()
+        for member in members:
             member.group.leave()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -456,10 +456,15 @@ class RecoverableProcessGroup(dist.ProcessGroup):
             self.on_cut(self.abort_error(launched))
         self._break_off()
 
-    def end_device_calls(self) -> None:
-        """Abort what a device has not finished, before a regroup. Main thread."""
+    def abort_device_calls(self) -> None:
+        """Begin to abort what a device has not finished, before a regroup or when the rank leaves. Main thread."""
         if self._inner.queue is not None and not self.is_shut_down:
             self._note_cut()
+            self._inner.abort()
+
+    def wait_device_calls(self) -> None:
+        """Wait until the device has left what `abort_device_calls` has aborted. Main thread."""
+        if self._inner.queue is not None and not self.is_shut_down:
             self._inner.wait_aborted()
 
     def mark_lost(self, cause: str) -> None:
