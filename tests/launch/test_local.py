@@ -64,6 +64,11 @@ def stopped_launcher() -> Iterator[LocalLauncher]:
         launcher.terminate()
 
 
+def test_no_import_of_a_forkserver_initializes_cuda(stopped_launcher):
+    """torch looks for devices by other means than the driver: a process that has initialized it cannot fork ranks."""
+    assert psutil.Process(stopped_launcher.pid).environ()["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+
+
 def test_a_start_says_what_a_forkserver_that_does_not_answer_does(stopped_launcher, monkeypatch):
     monkeypatch.setattr(local, "_CLOSE_TIMEOUT", 0.5)
     pid = stopped_launcher.pid

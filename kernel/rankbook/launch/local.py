@@ -123,6 +123,9 @@ class LocalLauncher:
                 stdout=subprocess.DEVNULL,
                 # A file and not a pipe, because nobody reads it until an error is to be described.
                 stderr=self._stderr,
+                # Otherwise `torch.cuda.is_available()` initializes the driver, and a module that calls it while it is
+                # imported would make CUDA unusable in all ranks. They have the notebook's environment.
+                env={"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **os.environ},
                 # A session of its own, so that Ctrl-C at a terminal, and a signal to the notebook's process group, do
                 # not reach it.
                 start_new_session=True,
