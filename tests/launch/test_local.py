@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import msgspec
 import psutil
 import pytest
 
@@ -67,6 +68,17 @@ def stopped_launcher() -> Iterator[LocalLauncher]:
 def test_no_import_of_a_forkserver_initializes_cuda(stopped_launcher):
     """torch looks for devices by other means than the driver: a process that has initialized it cannot fork ranks."""
     assert psutil.Process(stopped_launcher.pid).environ()["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+
+
+def test_a_start_says_why_the_ranks_cannot_use_the_devices(monkeypatch, capsys):
+    wait = LocalLauncher.wait_opened
+
+    def wait_opened(launcher, **options):
+        return msgspec.structs.replace(wait(launcher, **options), problem="the driver is too old")
+
+    monkeypatch.setattr(LocalLauncher, "wait_opened", wait_opened)
+    with Cluster(1):
+        assert "the ranks of this host use the CPU: the driver is too old\n" in capsys.readouterr().out
 
 
 def test_a_start_says_what_a_forkserver_that_does_not_answer_does(stopped_launcher, monkeypatch):
