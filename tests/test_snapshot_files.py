@@ -90,7 +90,7 @@ def test_a_step_whose_scheduler_has_not_stepped_counts_only_if_there_is_no_other
 
 def test_a_rank_waits_for_the_last_snapshot_of_the_others(tmp_path):
     write(tmp_path, 1, 0, 4, 1)
-    wait_for_peers(tmp_path, [1], version(4, 1), timeout=0)
+    assert wait_for_peers(tmp_path, [1], version(4, 1), timeout=0) == [{version(4, 1)}]
     wait_for_peers(tmp_path, [1], version(3, 2), timeout=0)
     with pytest.raises(InvalidArgument, match="rank 1 has not made the step"):
         wait_for_peers(tmp_path, [1], version(4, 2), timeout=0)
@@ -114,6 +114,16 @@ def test_too_little_memory_is_refused_with_the_arithmetic(tmp_path, monkeypatch)
     check_memory(tmp_path, 100 << 20, 4)
     with pytest.raises(InvalidArgument, match=r"2 copies x 200 MB x 4 ranks = 1\.6 GB .* /dev/shm has 1\.07 GB free"):
         check_memory(tmp_path, 200_000_000, 4)
+
+
+def test_the_memory_of_the_present_snapshots_is_part_of_what_is_needed(tmp_path, monkeypatch):
+    size, reserve = 4 << 20, 64 << 20
+    SnapshotFile(tmp_path, 0, 0).allocate(size)
+    # Room for one more.
+    monkeypatch.setattr(snapshot_files, "free_memory", lambda _: (reserve + size + (1 << 16), "/dev/shm"))
+    check_memory(tmp_path, size, 1)
+    with pytest.raises(InvalidArgument, match=r"free without the present snapshots, of which"):
+        check_memory(tmp_path, 2 * size, 1)
 
 
 def test_the_age_is_that_of_the_oldest_part():

@@ -213,19 +213,24 @@ def merge_headers(found: Iterable[Mapping[int, list[SnapshotHeader]]]) -> dict[i
     return merged
 
 
-def wait_for_peers(folder: Path, ranks: Sequence[int], version: SnapshotVersion, *, timeout: float) -> None:
-    """Wait until all `ranks` have `version` or a later one, before the generation before it is overwritten.
+def wait_for_peers(
+    folder: Path, ranks: Sequence[int], version: SnapshotVersion, *, timeout: float
+) -> list[set[SnapshotVersion]]:
+    """Wait until all `ranks` have `version` or a later one, before a generation is overwritten. Return what they have.
 
     In a training loop whose ranks reduce gradients there is nothing to wait for: a rank that has made the next step
     has got the gradients of all others, which they have computed after the snapshot. Raises `InvalidArgument`.
     """
     wanted = (version.number, version.updates)
     deadline = time.monotonic() + timeout
+    versions = []
     for rank in ranks:
-        headers = [header_path(folder, rank, generation) for generation in GENERATIONS]
-        while not any(
-            (header.version.number, header.version.updates) >= wanted for header in map(read_header, headers) if header
-        ):
+        paths = [header_path(folder, rank, generation) for generation in GENERATIONS]
+        while True:
+            found = {header.version for header in map(read_header, paths) if header is not None}
+            if any((other.number, other.updates) >= wanted for other in found):
+                versions.append(found)
+                break
             if time.monotonic() > deadline:
                 raise InvalidArgument(
                     f"rank {rank} has not made the step of this rank's last snapshot after {timeout:.0f} s: protection "
@@ -233,18 +238,34 @@ def wait_for_peers(folder: Path, ranks: Sequence[int], version: SnapshotVersion,
                     "accelerator.protect(False) ends it"
                 )
             time.sleep(0.001)
+    return versions
 
 
 def check_memory(folder: Path, size: int, ranks: int) -> None:
-    """Raise `InvalidArgument` if two snapshots of `size` bytes of every rank do not fit into shared memory."""
+    """Raise `InvalidArgument` if two snapshots of `size` bytes of every rank do not fit into shared memory.
+
+    The memory that snapshots have already counts as free: they are part of what is needed.
+    """
     needed = len(GENERATIONS) * size * ranks
+    held = _held_memory(folder)
     free, place = free_memory(folder)
+    free += held
     if needed > free - _RESERVE:
         raise InvalidArgument(
             f"protection needs {len(GENERATIONS)} copies x {format_bytes(size)} x {plural(ranks, 'rank')} = "
-            f"{format_bytes(needed)} of shared memory, but {place} has {format_bytes(free)} free, of which "
-            f"{format_bytes(_RESERVE)} are kept for messages; enlarge it, or protect fewer ranks' state"
+            f"{format_bytes(needed)} of shared memory, but {place} has {format_bytes(free)} free"
+            f"{' without the present snapshots' if held else ''}, of which {format_bytes(_RESERVE)} are kept for "
+            "messages; enlarge it, or protect fewer ranks' state"
         )
+
+
+def _held_memory(folder: Path) -> int:
+    """Return the bytes that the snapshots in `folder` take, also those that are being allocated."""
+    held = 0
+    for path in list(folder.glob("snapshot-*.data")):
+        with contextlib.suppress(FileNotFoundError):  # its rank has just removed it
+            held += path.stat().st_blocks * 512
+    return held
 
 
 def free_memory(folder: Path) -> tuple[int, str]:

@@ -1,11 +1,40 @@
-"""Test what `protect` refuses. What it restores is tested in tests/faults/test_protect.py."""
+"""Test what `protect` refuses, and when it takes snapshots. What heal restores is tested in faults/test_protect.py."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from pathlib import Path
 
-from rankbook.errors import InvalidArgument
-from rankbook.runtime import optimizer, protection
+import pytest
+import torch
+from torch import nn
+
+from rankbook import snapshot_files
+from rankbook.errors import CollectiveAborted, InvalidArgument
+from rankbook.runtime import Accelerator, GradScalerKwargs, optimizer, prepared, protection, settings
+from rankbook.runtime.optimizer import AcceleratedOptimizer
+from rankbook.snapshot_files import SnapshotFile, SnapshotHeader, SnapshotPlace, SnapshotVersion, read_headers
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Make this process the only rank, with its snapshots in this folder."""
+    monkeypatch.setattr(snapshot_files, "this_place", SnapshotPlace(tmp_path, 0, 1))
+    monkeypatch.setattr(prepared, "_registered", {})  # objects of other tests
+    yield tmp_path
+    protection.end()
+
+
+def prepare(count: int = 2) -> tuple[list[nn.Module], list[AcceleratedOptimizer]]:
+    """Return prepared models, and an optimizer of each."""
+    models = [nn.Linear(1, 1) for _ in range(count)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    made = Accelerator(cpu=True).prepare(*models, *optimizers)
+    return made[:count], made[count:]
+
+
+def versions(folder: Path) -> list[SnapshotVersion]:
+    return [header.version for header in read_headers(folder, [0])[0]]
 
 
 @pytest.mark.parametrize("every", [-1, 1.5, True, "2"])
@@ -22,8 +51,6 @@ def test_a_process_that_is_no_rank_cannot_be_protected():
 
 
 def test_what_optimizers_and_models_outside_prepare_are_is_said():
-    import torch
-
     model = torch.nn.Linear(1, 1)
     namespace = {"model": model, "x": torch.ones(1), "steps": 3, "_private": 1, "rank": 2, "torch": torch}
     namespace["optimizer"] = torch.optim.SGD(namespace["model"].parameters())
@@ -33,3 +60,149 @@ def test_what_optimizers_and_models_outside_prepare_are_is_said():
         "steps": "a variable (int)",
         "optimizer": "an optimizer outside prepare()",
     }
+
+
+def test_a_snapshot_is_taken_when_all_optimizers_have_stepped_also_after_a_return(folder):
+    _models, (one, other) = prepare()
+    one.step()
+    other.step()
+    protection.protect(1)
+    for number in (1, 2):
+        one.step()
+        assert versions(folder)[0].number == number
+        other.step()
+        assert versions(folder)[0] == SnapshotVersion(number + 1, 0, number + 1)
+    one.step()
+    protection.set_interval(4)  # by a call that was aborted
+    assert protection.restore(versions(folder)[0], 4) == {"step": 3, "lost": 0, "refused": ""}
+    assert (one.steps, other.steps, protection.interval()) == (3, 3, 1)
+    one.step()
+    assert versions(folder)[0].number == 3
+    other.step()
+    assert versions(folder)[0] == SnapshotVersion(4, 0, 4)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_an_optimizer_of_another_training_delays_one_snapshot_and_does_not_count(folder, steps):
+    _models, (old, new) = prepare()
+    for _ in range(steps):
+        old.step()
+    protection.protect(1)
+    new.step()
+    assert versions(folder)[0].number == 1, "the other one may take part"
+    for number in range(2, 7):
+        new.step()
+        assert versions(folder)[0] == SnapshotVersion(number, 0, number)
+    old.step()
+    new.step()
+    assert versions(folder)[0].number == 7, "now both do"
+
+
+def test_a_snapshot_is_taken_at_the_last_of_two_optimizers_beside_one_of_another_training(folder):
+    _models, (old, one, other) = prepare(3)
+    old.step()
+    protection.protect(1)
+    taken = []
+    for _ in range(3):
+        for wrapper in (one, other):
+            before = versions(folder)[0]
+            wrapper.step()
+            taken.append(versions(folder)[0] != before)
+    assert taken == [False, False, False, True, False, True]
+
+
+def test_an_optimizer_that_another_rank_does_not_have_is_not_waited_for(folder, monkeypatch):
+    _models, (old,) = prepare(1)
+    old.step()
+    # The other rank was restarted since.
+    monkeypatch.setattr(protection, "gather", lambda value: [value, (0, False, set())] if len(value) == 3 else [value])
+    protection.protect(1)
+    _models_now, (new,) = prepare(1)
+    new.step()
+    assert versions(folder)[0].number == 2
+
+
+def test_a_new_optimizer_is_protected_from_its_first_step_on(folder):
+    def make() -> AcceleratedOptimizer:
+        _models, (wrapper,) = prepare(1)
+        wrapper.owner = [wrapper]  # a cycle of references
+        return wrapper
+
+    training = make()
+    protection.protect(1)
+    for _ in range(2):
+        training.step()
+    training = make()
+    training.step()
+    assert versions(folder)[0] == SnapshotVersion(4, 0, 1)
+
+
+def test_the_snapshot_that_all_ranks_have_stays_after_others_were_interrupted(folder, monkeypatch):
+    monkeypatch.setattr(snapshot_files, "this_place", SnapshotPlace(folder, 0, 2))
+    _models, (one, other) = prepare()
+    protection.protect(1)
+
+    def peer_takes(generation: int, version: SnapshotVersion) -> None:
+        file = SnapshotFile(folder, 1, generation)
+        file.allocate(1)
+        file.commit(SnapshotHeader(version, 0.0, 1, 1), b"")
+
+    peer_takes(0, versions(folder)[0])
+    one.step()
+    other.step()
+    # The other rank was interrupted before this step. They agree on the number, and it makes the next one first.
+    protection.continue_numbers(2)
+    peer_takes(1, SnapshotVersion(3, 0, 2))
+    one.step()
+    other.step()
+    assert [version.number for version in versions(folder)] == [3, 1]
+
+
+@pytest.mark.parametrize("error", [CollectiveAborted("rank 1 has died"), KeyboardInterrupt()])
+def test_snapshots_stay_if_the_ranks_are_protected_again_and_that_is_aborted(folder, monkeypatch, error):
+    _models, _optimizers = prepare()
+    accelerator = Accelerator(cpu=True)
+
+    def abort(_: object) -> None:
+        raise error
+
+    accelerator.protect(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(protection.RankSnapshots, "begin", abort)
+        with pytest.raises(type(error)):
+            accelerator.protect(3)
+    assert protection.interval() == 2
+    assert len(versions(folder)) == 1
+    with pytest.raises(InvalidArgument):
+        accelerator.protect(-1)
+    assert protection.interval() == 0
+    assert versions(folder) == []
+
+
+def test_the_end_removes_what_an_earlier_process_of_this_rank_has_left(folder):
+    file = SnapshotFile(folder, 0, 1)
+    file.allocate(8)
+    file.commit(SnapshotHeader(SnapshotVersion(1, 0, 1), 0.0, 8, 1), b"")
+    protection.protect(0)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_return_in_the_middle_of_a_step_ends_the_round_of_the_scaler(folder, monkeypatch):
+    monkeypatch.setattr(settings, "check_precision", lambda *_: None)  # which allows fp16 on CUDA devices only
+    accelerator = Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+    model = nn.Linear(1, 1, bias=False)
+    model, wrapper = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def begin_step() -> None:
+        accelerator.backward(model(torch.ones(1, 1)).sum() * 0.25)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)  # unscales the gradients
+
+    begin_step()
+    wrapper.step()
+    wrapper.zero_grad()
+    protection.protect(1)
+    begin_step()
+    assert protection.restore(versions(folder)[0], 1)["refused"] == ""
+    begin_step()
+    wrapper.step()
+    assert (wrapper.steps, accelerator.scaler.get_scale()) == (2, 8.0)

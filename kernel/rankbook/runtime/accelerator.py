@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankbook.errors import InvalidArgument
+from rankbook.errors import CollectiveAborted, InvalidArgument
 from rankbook.runtime import prepare, prepared, recovery
 from rankbook.runtime.comm.collectives import CollectiveMethods
 from rankbook.runtime.gradient_state import GradientState, window
@@ -241,11 +241,17 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         """
         from rankbook.runtime import protection
 
+        before = protection.interval()
         try:
             with self._raise_on_all("protect"):
                 protection.protect(int(every) if isinstance(every, bool) else every)
-        except BaseException:
-            protection.end()  # all ranks are protected, or none is
+        except BaseException as error:
+            # All ranks are protected, or none is. If the cell ends on all of them, since a rank has died or the user
+            # interrupts it, they stay protected as before: `heal` needs their snapshots.
+            if every and before and isinstance(error, (CollectiveAborted, KeyboardInterrupt)):
+                protection.set_interval(before)
+            else:
+                protection.end()
             raise
 
     def free_memory(self, *objects: Any) -> list[None]:  # noqa: ANN401 - anything

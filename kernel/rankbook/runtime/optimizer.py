@@ -246,6 +246,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             if unscaled:
                 optimizer.unscale()
 
+    def _is_in_round(self) -> bool:
+        return self._unscaled or self._stepped_after is not None
+
     @property
     def step_was_skipped(self) -> bool:
         """Return True if the last step was skipped because fp16 gradients overflowed."""
@@ -268,6 +271,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+def end_rounds() -> None:
+    """End the rounds of the scaler in the middle, when all gradients have been dropped. The scale stays."""
+    wrappers = tuple(_optimizers)
+    for scaler in {wrapper.scaler for wrapper in wrappers if wrapper.scaler is not None and wrapper._is_in_round()}:
+        scaler.update(scaler.get_scale())  # otherwise it would refuse to unscale the next gradients
+    for wrapper in wrappers:
+        wrapper._begin_round()
 
 
 class AcceleratedScheduler:

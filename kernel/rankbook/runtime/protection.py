@@ -29,7 +29,7 @@ import pickle
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
@@ -122,6 +122,10 @@ def end() -> None:
     global _active
     if _active is not None:
         _active.remove()
+    elif (place := snapshot_files.this_place) is not None:
+        # What a process before this one has left: a rank that was restarted need not be protected.
+        for generation in snapshot_files.GENERATIONS:
+            SnapshotFile(place.folder, place.rank, generation).remove()
     _active = optimizers.after_step = optimizers.after_scheduler = None
 
 
@@ -145,12 +149,18 @@ def next_number() -> int:
 def continue_numbers(number: int) -> None:
     """Count on from the highest number of all ranks, after they may have stopped at different steps."""
     if _active is not None:
-        _active.number = number
+        _active.continue_numbers(number)
 
 
 def interval() -> int:
     """Return the number of steps from one snapshot to the next; 0 without protection."""
     return _active.every if _active is not None else 0
+
+
+def set_interval(every: int) -> None:
+    """Take a snapshot after every `every` steps from now on."""
+    if _active is not None:
+        _active.every = every
 
 
 def models_in(version: SnapshotVersion) -> set[int]:
@@ -187,7 +197,12 @@ class RankSnapshots:
         # The number from which the intervals count, which all ranks share: that of the last `begin` or `restore`.
         self._first_number = 0
         self._serial = -1
+        # The steps since the last round of the optimizers that take part, and those that the last round went without.
         self._counts: weakref.WeakKeyDictionary[AcceleratedOptimizer, int] = weakref.WeakKeyDictionary()
+        self._idle: weakref.WeakSet[AcceleratedOptimizer] = weakref.WeakSet()
+        # The serial numbers of the optimizers that all ranks had at the last `begin` or `restore`, and the next one.
+        self._shared: set[int] = set()
+        self._next_serial = 0
         self._updates = 0
         # The updates that the last step had.
         self._usual_updates: int | None = None
@@ -201,11 +216,17 @@ class RankSnapshots:
     def after_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Count a step of `optimizer`, and take a snapshot if it completes the N-th step of all."""
         self._is_current = False
+        self._collect_garbage()
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         if not self._is_round_complete():
             return
-        for each in self._counts:
-            self._counts[each] = 0
+        if self._counts[optimizer] > 1:
+            # It has waited in vain for another one. This step is the first of a round without that one.
+            self._begin_round(self._counts)
+            self._counts[optimizer] = 1
+            if min(self._counts.values()) == 0:
+                return
+        self._begin_round(self._counts)
         self.number += 1
         if self._has_stepped:
             self._usual_updates = self._updates
@@ -225,17 +246,48 @@ class RankSnapshots:
     def _is_round_complete(self) -> bool:
         """Return True if all optimizers have stepped since the last round that take part in the training.
 
-        An optimizer that has never stepped takes part until another one has made its second step, and one that has
-        stepped until another one has made `_STALE_AFTER` more.
+        An optimizer that has not stepped since the protection began takes part until another one has made its second
+        step, and one that has stepped until another one has made `_STALE_AFTER` more.
         """
         counts = dict(self._counts)
         most = max(counts.values())
-        if most == 1:
-            counts |= {each: 0 for each in prepared.registered("optimizer").values() if each.steps == 0}
+        if most == 1 and self._find_unknown():
+            gc.collect()  # the answer must not depend on when a rank frees an optimizer that nothing refers to
+            counts |= dict.fromkeys(self._find_unknown(), 0)
         if most >= _STALE_AFTER:
             for each in [each for each, count in counts.items() if count == 0]:
                 del self._counts[each], counts[each]
         return min(counts.values()) > 0
+
+    def _find_unknown(self) -> list[AcceleratedOptimizer]:
+        """Return the optimizers of all ranks that may take part, although they have not stepped yet."""
+        return [
+            each
+            for serial, each in prepared.registered("optimizer").items()
+            if (serial in self._shared or serial >= self._next_serial)
+            and each not in self._counts
+            and each not in self._idle
+        ]
+
+    def _note_shared(self, serials: Iterable[set[int]]) -> None:
+        """Note which objects all ranks have, from the serial numbers of the objects of every rank."""
+        self._shared, self._next_serial = set.intersection(*serials), snapshot_files.next_serial
+
+    def _begin_round(self, stepping: Iterable[AcceleratedOptimizer]) -> None:
+        """Begin a round in which the optimizers `stepping` take part; others do if they step, or if there are none."""
+        self._counts = weakref.WeakKeyDictionary(dict.fromkeys(stepping, 0))
+        others: Iterable[AcceleratedOptimizer] = prepared.registered("optimizer").values() if self._counts else ()
+        self._idle = weakref.WeakSet(each for each in others if each not in self._counts)
+
+    def continue_numbers(self, number: int) -> None:
+        """Count on from `number`, the highest of all ranks, and begin the round anew, as the others do."""
+        self.number = number
+        self._counts = weakref.WeakKeyDictionary(dict.fromkeys(self._counts, 0))
+        self._idle.clear()
+
+    def stepping(self) -> list[AcceleratedOptimizer]:
+        """Return the optimizers that take part in the training, as far as they have stepped."""
+        return list(self._counts)
 
     # Snapshots
 
@@ -251,7 +303,9 @@ class RankSnapshots:
         """Take a snapshot outside of a step, if there is anything to protect. A collective."""
         # A rank may have been restarted since the others were protected. It may have prepared nothing yet, but takes a
         # snapshot with them: they wait for it before the next one.
-        numbers, prepared_any = zip(*gather((self.number, self._has_objects())), strict=True)
+        serials = set(prepared.registered("optimizer"))
+        numbers, prepared_any, found = zip(*gather((self.number, self._has_objects(), serials)), strict=True)
+        self._note_shared(found)
         self.number = self._first_number = max(numbers) + 1
         self._updates, self._has_stepped = 0, False
         if any(prepared_any):
@@ -266,11 +320,8 @@ class RankSnapshots:
 
         With `only_update`, into the last generation, which has the tensors of models and optimizers already.
         """
-        if (serial := snapshot_files.next_serial) != self._serial:
-            # Cells that were run again have left objects that only a collection frees, with all their memory.
-            gc.collect()
-            self._serial = serial
-        content, tensors, main = _flatten(collect())
+        self._collect_garbage()
+        content, tensors, main = _flatten({**collect(), "stepping": prepared.serials_of("optimizer", self._counts)})
         version = SnapshotVersion(self.number, self._updates, steps_made())
         generation = self._last_generation() if only_update else self._prepare(tensors)
         area = self._areas[generation]
@@ -289,15 +340,17 @@ class RankSnapshots:
         self._complete[generation] = version
         self.latest, self._is_current = header, True
 
+    def _collect_garbage(self) -> None:
+        """Free what cells that were run again have left: objects, with all their memory, that a collection frees."""
+        if (serial := snapshot_files.next_serial) != self._serial:
+            gc.collect()
+            self._serial = serial
+
     def _prepare(self, tensors: list[torch.Tensor]) -> int:
         """Return the generation to overwrite, after all ranks have completed the other one, and allocate memory."""
         layout = _layout_of(tensors)
         if self._copies is None:
-            if self.latest is not None:
-                snapshot_files.wait_for_peers(
-                    self._place.folder, self._peers, self.latest.version, timeout=PEER_TIMEOUT
-                )
-            generation = choose_generation(self._complete, self.latest.version if self.latest is not None else None)
+            generation = choose_generation(self._complete, self._wait_for_common())
             try:
                 self._areas[generation].prepare(layout)
             except OSError as error:
@@ -322,6 +375,17 @@ class RankSnapshots:
             if text := next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), ""):
                 raise InvalidArgument(text)
         return generation
+
+    def _wait_for_common(self) -> SnapshotVersion | None:
+        """Wait until all ranks have the last snapshot, or one after it. Return the newest one that all ranks have.
+
+        That is an earlier one if others were interrupted before they had taken the last one.
+        """
+        if self.latest is None:
+            return None
+        last = self.latest.version
+        peers = snapshot_files.wait_for_peers(self._place.folder, self._peers, last, timeout=PEER_TIMEOUT)
+        return max(set(self._complete.values()).intersection(*peers), default=last)
 
     def _last_generation(self) -> int:
         assert self.latest is not None
@@ -368,10 +432,14 @@ class RankSnapshots:
                 self.latest = snapshot_files.read_header(area.file.header)
             else:  # of steps that are repeated now
                 area.file.invalidate()
+        assert self.latest is not None
+        # As on all ranks. Some may have another one from a call of `protect` in which a rank has died.
+        self.every = self.latest.every
         self.number = self._first_number = version.number
         self._updates, self._is_current = version.updates, False
         self._has_stepped = False
-        self._counts.clear()
+        self._note_shared(content.prepared for content in contents)
+        self._begin_round(_optimizers_of(state["stepping"]))
         self._progress = _progress()
         self.find_hosts(version)
         if self._copies is not None:
@@ -415,10 +483,10 @@ class _Area:
         """Allocate memory for tensors of this layout. Raises `InvalidArgument` for too little memory, and OSError."""
         if layout == self.layout and self._views:
             return
-        self.free()
         offsets, size = _offsets_of(layout)
         # The other generation is allocated at the next step.
         snapshot_files.check_memory(self._place.folder, size, self.ranks_here)
+        self.free()
         memory = self.file.allocate(size)
         self._views = _views_of(memory, layout, offsets)
         self.data = view_bytes(memory, size)
@@ -596,6 +664,14 @@ def _unflatten(content: bytes, data: mmap.mmap | bytearray) -> dict[str, Any]:
 # Restoring ------------------------------------------------------------------------------------------------------------
 
 
+def _optimizers_of(serials: Sequence[int]) -> list[AcceleratedOptimizer]:
+    """Return the optimizers with these serial numbers.
+
+    A variable of the caller would keep them in its frame, which the traceback of an aborted return refers to.
+    """
+    return [wrapper for serial, wrapper in prepared.registered("optimizer").items() if serial in serials]
+
+
 def find_difference(state: dict[str, Any]) -> str:
     """Return why the stored state does not fit the objects of this rank; mostly nothing."""
     for serial, (_, raw) in prepared.current_models().items():
@@ -669,6 +745,7 @@ def end_step() -> None:
     """Drop the gradients of a step that has not ended, and begin a new window, on all ranks alike."""
     window.drop_gradients()
     window.abort(GradientState())
+    optimizers.end_rounds()
 
 
 def pack_state() -> tuple[bytes, bytes]:
@@ -710,7 +787,6 @@ def _restore_optimizer(stored: dict[str, Any], wrapper: AcceleratedOptimizer) ->
             for name, value in entries.items():
                 live[name] = _restored(live.get(name), value, parameter)
     wrapper.steps, wrapper._was_skipped = stored["steps"], stored["skipped"]
-    wrapper._begin_round()
 
 
 def _restored(live: Any, stored: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401 - a value of an optimizer's state
@@ -743,8 +819,13 @@ def _cloned(value: Any) -> Any:  # noqa: ANN401 - any state
 
 
 def steps_made() -> int:
-    """Return the number of optimizer steps to show: of several optimizers, that of the one with the fewest."""
-    return min((wrapper.steps for wrapper in prepared.registered("optimizer").values() if wrapper.steps), default=0)
+    """Return the number of optimizer steps to show: of several optimizers, that of the one with the fewest.
+
+    The protection knows which ones take part in the training. A variable may still refer to one of an earlier training.
+    """
+    stepping = _active.stepping() if _active is not None else []
+    wrappers = stepping or prepared.registered("optimizer").values()
+    return min((wrapper.steps for wrapper in wrappers if wrapper.steps), default=0)
 
 
 def _progress() -> tuple[Any, ...]:

@@ -40,13 +40,13 @@ def rows_of(strategy: Strategy) -> list[list[int]]:
     return [row.flatten().tolist() for row in mesh]
 
 
-def choose_row(rows: Sequence[Sequence[int]], steps: Mapping[int, int | None]) -> Sequence[int] | None:
+def choose_row(rows: Sequence[Sequence[int]], steps: Mapping[int, tuple[int, ...] | None]) -> Sequence[int] | None:
     """Return the row to copy from: of those whose ranks have made the same steps, the one that has made the most.
 
-    `steps` is None for a new rank. None if there is no such row.
+    `steps` are those of a rank's optimizers, None for a new rank. None if there is no such row.
     """
     whole = [row for row in rows if steps[row[0]] is not None and len({steps[rank] for rank in row}) == 1]
-    return max(whole, key=lambda row: steps[row[0]] or 0, default=None)
+    return max(whole, key=lambda row: steps[row[0]] or (), default=None)
 
 
 def restore(replaced: Collection[int]) -> RestoredSnapshot:
@@ -54,9 +54,17 @@ def restore(replaced: Collection[int]) -> RestoredSnapshot:
     rank = dist.get_rank()
     strategies = [strategy for strategy, _ in prepared.current_models().values() if rows_of(strategy)]
     rows = rows_of(strategies[0]) if strategies else []
-    own = None if rank in replaced else protection.steps_made()
-    answers = gather_objects((own, rows))
-    steps = {number: answer[0] for number, answer in enumerate(answers)}
+    # Of all optimizers, not only the number to show: a rank may have died between the steps of two.
+    steps_here = {serial: wrapper.steps for serial, wrapper in prepared.registered("optimizer").items()}
+    made = protection.steps_made()
+    answers = gather_objects((None if rank in replaced else steps_here, rows, made))
+    known = [set(answer[0]) for answer in answers if answer[0] is not None]
+    # A rank may still have an optimizer that nothing refers to.
+    common = sorted(set.intersection(*known)) if known else []
+    steps = {
+        number: None if answer[0] is None else tuple(answer[0][serial] for serial in common)
+        for number, answer in enumerate(answers)
+    }
     row = choose_row(rows, steps) if all(answer[1] == rows for answer in answers) else None
     if row is None:
         return RestoredSnapshot(step=0, lost=0, refused="no replica has all shards of one step")
@@ -74,6 +82,6 @@ def restore(replaced: Collection[int]) -> RestoredSnapshot:
         protection.restore_packed(sent[0])
     else:
         protection.end_step()
-    step = steps[row[0]] or 0
+    step = answers[row[0]][2]
     # One step more was begun, in which the rank has died.
-    return RestoredSnapshot(step=step, lost=max(0, (own or step) - step) + 1, refused="")
+    return RestoredSnapshot(step=step, lost=max(0, made - step) + 1, refused="")
