@@ -136,6 +136,7 @@ def test_the_age_is_that_of_the_oldest_part():
     assert (status.step, status.size, round(status.age)) == (9, 1000, 3)
     assert "protected every 2 steps: snapshot of step 9, 3" in str(status)
     assert "2 kB of shared memory" in str(status)
+    assert "4 kB of shared memory" in str(describe_protection(parts, now, copies=4))  # on two hosts
     assert describe_protection({0: [], 1: []}, now) is None
     alone = describe_protection({0: parts[0], 1: []}, now)
     assert "no snapshot that all ranks have" in str(alone)

@@ -63,7 +63,9 @@ def test_a_killed_rank_is_healed_on_its_own_host(hosts):
     cluster, _ = hosts
     training = Training(cluster, "fsdp", steps=30)
     host = cluster.status()[2].host
-    assert "protected every step: snapshot of step 0" in str(cluster.protection())
+    status = cluster.protection()
+    assert status is not None and status.copies == 4
+    assert "protected every step: snapshot of step 0" in str(status)
     training.kill(2, "backward", after=3)
     assert "back at step 3" in str(training.heal())
     assert cluster.status()[2].host == host

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from rankbook import InvalidArgument
+from rankbook import InvalidArgument, RankLostError
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.recovery import Healed
-from rankbook.coordinator.resize import Resized, check_room, find_differing, plan_resize, shrunk_devices
+from rankbook.coordinator.resize import (
+    Resized,
+    check_room,
+    describe_failure,
+    find_differing,
+    forget_handovers,
+    keep_devices,
+    plan_resize,
+    shrunk_devices,
+)
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import RankState
 from rankbook.errors import IllegalTransition
@@ -40,6 +50,12 @@ def test_the_plan_adds_up_the_bytes_and_compares_the_random_states():
     assert not plan.same_random
 
 
+def test_the_plan_compares_variables_without_groups_and_protects_as_the_ranks_that_are_protected():
+    ranks = {0: answer(groups=["group"]), 1: answer(every=5, digests={"group": "", "own": ""})}  # rank 0 was restarted
+    plan = plan_resize(ranks, 3)
+    assert (plan.every, plan.differing) == (5, {"own": (1,)})
+
+
 @pytest.mark.parametrize(
     ("randoms", "sharing", "rank", "expected"),
     [
@@ -64,11 +80,32 @@ def test_too_little_shared_memory_is_refused_with_the_arithmetic(tmp_path):
     check_room(tmp_path, 0)
 
 
+def test_shards_of_a_resize_that_has_not_begun_are_removed_and_the_plan_is_not(tmp_path):
+    (tmp_path / "resize-7-1" / "state").mkdir(parents=True)
+    (tmp_path / "resize-pending").touch()
+    forget_handovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["resize-pending"]
+
+
 @pytest.mark.parametrize(
     ("dead", "expected"), [([0], ("3", "1", "2")), ([3], ("0", "1", "2")), ([0, 3], ("2", "1")), ([1, 2], ("0", "3"))]
 )
 def test_the_highest_ranks_give_their_devices_to_the_numbers_of_dead_ones(dead, expected):
     assert shrunk_devices(("0", "1", "2", "3"), dead) == expected
+
+
+@pytest.mark.parametrize(
+    ("assigned", "current", "staying", "expected"),
+    [
+        (("0", "1", "2"), ("0", "1"), (0, 1), ("0", "1", "2")),
+        (("0", "1", "2", "3"), ("0", "3", "2"), (0, 1, 2), ("0", "3", "2", "1")),  # after `heal --shrink`
+        (("0", "1"), ("0", "3", "2"), (0, 1), ("0", "3")),
+        (("0", "1", "2"), ("0", "1"), (0,), ("0", "1", "2")),  # rank 1 has died meanwhile
+        (("0", "1", "0", "1"), ("0", "1", "0"), (0, 1, 2), ("0", "1", "0", "1")),
+    ],
+)
+def test_ranks_that_stay_keep_their_devices(assigned, current, staying, expected):
+    assert keep_devices(assigned, current, staying) == expected
 
 
 def test_description_of_a_resize():
@@ -91,6 +128,18 @@ def test_description_of_a_resize():
         "  mine: kept on rank 0, gone with ranks 1-2",
     ]
     assert str(Resized(2, 2)) == "there are 2 ranks already"
+    assert str(Resized(3, 2, unprotected="protection needs 2 GB")).splitlines()[-1] == (
+        "the training state is not protected any more: protection needs 2 GB"
+    )
+
+
+def test_a_resize_that_has_not_ended_is_completed_by_heal_unless_no_rank_is_left_that_stays():
+    pending = replace(plan_resize({0: answer(), 1: answer()}, 1), staying=(0,))
+    error = RankLostError("rank 0 was killed", (0,))
+    assert "%distributed heal completes it: nothing is lost" in describe_failure(pending, error, (0,))
+    failure = describe_failure(pending, error, ())
+    assert "no rank with variables to copy is left: stop the ranks with %distributed stop" in failure
+    assert "nothing is lost" not in failure
 
 
 # The state machine ------------------------------------------------------------------------------------------------

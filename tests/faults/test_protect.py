@@ -104,6 +104,7 @@ def test_the_status_names_the_step_and_the_memory_is_given_back(cluster):
 def test_too_little_memory_is_refused_with_the_arithmetic_on_all_ranks(cluster):
     cluster.run(SETUP)
     cluster.run(MODEL.format(accelerator=LAYOUTS["ddp"]))
+    cluster.protect(0)
     cluster.run("from rankbook import snapshot_files\nfree = snapshot_files.free_memory")
     cluster.run("snapshot_files.free_memory = lambda folder: (1000, '/dev/shm')")
     with pytest.raises(InvalidArgument, match=r"2 copies x .* x 4 ranks = .* but /dev/shm has 1.* free"):
@@ -133,6 +134,16 @@ def test_a_rank_that_dies_during_the_heal_costs_no_further_step(cluster):
     cluster.run("def die(*_):\n    os.kill(os.getpid(), signal.SIGKILL)\nprotection.restore_state = die", ranks="1")
     with pytest.raises(Exception, match="rank 1 was killed"):
         cluster.heal()
+    assert "back at step 3" in str(training.heal())
+    training.check(10)
+
+
+def test_a_rank_that_dies_while_the_ranks_are_protected_again_costs_no_further_step(cluster):
+    training = Training(cluster, "fsdp", steps=20)
+    cluster.run("losses = train(3)")
+    cluster.run("protection.RankSnapshots.take = lambda _: victim.die()", ranks="3")
+    with pytest.raises(RankbookError, match="rank 3 was killed"):
+        cluster.run("accelerator.protect()")
     assert "back at step 3" in str(training.heal())
     training.check(10)
 
@@ -173,6 +184,20 @@ def test_replicas_of_hybrid_sharding_restore_a_rank_without_protection(cluster_w
     )
     cluster.run("whole, loader = loader, batches\nlosses = train(10)\nloader = whole")
     assert cluster.pull("losses") == [losses[training.at : training.at + 10] for losses in training.expected]
+
+
+def test_a_rank_that_comes_back_from_a_replica_is_protected_again(cluster):
+    training = Training(cluster, "hsdp", steps=5)
+    training.kill(3, "forward", after=2)
+    for path in cluster._segments.folder.glob("snapshot-3-*"):
+        path.unlink()
+    healed = training.heal()
+    assert healed.restored_from == "replicas"
+    status = cluster.protection()
+    assert status is not None and status.step == training.at
+    cluster.run("losses = train(1)")
+    status = cluster.protection()
+    assert status is not None and status.step == training.at + 1
 
 
 def test_without_a_whole_replica_the_shards_are_lost(cluster):

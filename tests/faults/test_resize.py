@@ -190,8 +190,10 @@ def test_variables_that_differ_by_rank_are_listed(cluster):
     cluster.run("value = double(mine)\ntotal = torch.ones(1)\ndist.all_reduce(total)\ntotal = int(total)")
     assert cluster.pull("value") == [0, 6, 0]
     assert cluster.pull("total") == [3, 3, 3]
+    cluster.run("only = object()", ranks="2")  # cannot be compared
     report = str(cluster.resize(1))
     assert "ranks 1-2 have left" in report
+    assert "  only: gone with rank 2" in report
     assert "  mine: kept on rank 0, gone with ranks 1-2" in report
     cluster.run("value = double(mine + 1)")
     assert cluster.pull("value") == [2]
@@ -226,8 +228,11 @@ def test_a_rank_that_dies_during_a_resize_is_replaced(cluster, n, victim, tmp_pa
         f"if rank == {victim}:\n"
         "    resize._shard_again = lambda: os.kill(os.getpid(), signal.SIGKILL)"
     )
+    left = cluster._segments.folder / "resize-1-1"  # by a notebook's process that has ended while the ranks handed over
+    left.mkdir()
     report = epoch.resize(n, stays=1 - victim)
     assert f"rank {victim} died meanwhile and was replaced" in report
+    assert not left.exists()
     epoch.train(1000)
     assert sorted(epoch.seen) == list(range(SAMPLES))
 
@@ -249,6 +254,21 @@ def test_a_rank_that_dies_before_its_first_snapshot_after_a_resize_is_replaced(c
     assert status is not None and status.step == 4
     epoch.train(1000)
     assert sorted(epoch.seen) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_too_little_memory_for_the_snapshots_of_more_ranks_is_reported(cluster):
+    prepare(cluster, "ddp")
+    cluster.run(
+        "accelerator.protect()\n"
+        "from rankbook import snapshot_files\n"
+        "snapshot_files.free_memory = lambda _: (1000, '/dev/shm')"
+    )
+    report = str(cluster.resize(3))
+    assert "from 2 to 3 ranks" in report
+    assert "the training state is not protected any more: protection needs 2 copies x" in report
+    assert cluster.protection() is None
+    cluster.run("train(1)")
 
 
 def kill(cluster: Cluster, rank: int) -> None:

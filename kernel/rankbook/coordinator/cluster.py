@@ -31,7 +31,6 @@ from rankbook.coordinator.monitor import ANSWER_TIMEOUT, NonBlockingMonitor, Sta
 from rankbook.coordinator.reattach import ReattachedProcesses
 from rankbook.coordinator.records import read_record, write_record
 from rankbook.coordinator.recovery import (
-    RESTORED,
     Healed,
     Protection,
     ProtectionStatus,
@@ -50,8 +49,10 @@ from rankbook.coordinator.resize import (
     Resized,
     check_room,
     describe_failure,
+    forget_handovers,
     forget_pending,
     handover_folder,
+    keep_devices,
     plan_resize,
     read_pending,
     shrunk_devices,
@@ -709,6 +710,8 @@ class Cluster(ClusterQueries):
         if pending is not None:
             new = tuple(rank for rank in self._all_ranks if rank not in pending.staying)
             processes.discard(new, "was not completed because the notebook's process ended during a resize")
+        elif self._all_idle():  # nobody hands over any more
+            forget_handovers(self._segments.folder)
         restoring = read_heal_record(self._segments.folder)
         processes.discard(restoring, "was not restored because the notebook's process ended during a heal")
         remove_heal_record(self._segments.folder)
@@ -1009,8 +1012,11 @@ class Cluster(ClusterQueries):
         While other ranks run a cell, nothing is done, because that may take as long as the cell.
         """
         status = self.protection()
-        if status is not None and all(entry.state is RankState.IDLE for entry in self._state.ranks.values()):
+        if status is not None and self._all_idle():
             self.protect(status.every if len(new) < self.world_size else 0, timeout=timeout)
+
+    def _all_idle(self) -> bool:
+        return all(entry.state is RankState.IDLE for entry in self._state.ranks.values())
 
     def resize(self, n: int, *, timeout: float = START_TIMEOUT) -> Resized:
         """Change the number of ranks to `n`, in place; return what has become of the state.
@@ -1047,6 +1053,7 @@ class Cluster(ClusterQueries):
         folder = handover_folder(self._segments.folder, next(_resizes))
         try:
             if pending.meshes and pending.size:
+                forget_handovers(folder.parent)
                 check_room(folder.parent, pending.size)
                 folder.mkdir(mode=0o700)
                 pending = with_folder(pending, folder)
@@ -1078,7 +1085,7 @@ class Cluster(ClusterQueries):
         if pending.meshes or not any(rank < n for rank in alive):
             healed = self.heal(timeout=timeout)
             assert isinstance(healed, Healed)
-            if pending.meshes and not healed.restored.startswith(RESTORED):
+            if pending.meshes and not healed.restored_from:
                 raise RankLostError(
                     f"the shards of {name_ranks(dead)} are lost, so that there is no smaller layout to go on with: "
                     f"{healed}\nload a checkpoint",
@@ -1095,39 +1102,40 @@ class Cluster(ClusterQueries):
         """Change the ranks, and repeat that if a rank dies meanwhile."""
         self._resizing = True
         resized: Resized | None = None
-        is_protected = False
+        unprotected = ""
         try:
             for attempt in range(_RESIZE_ATTEMPTS):
                 try:
                     resized = self._change_ranks(pending, timeout)
                     remove_all(self._segments.folder)
                     # Before the shards are removed, which a rank needs that dies before it has a snapshot.
-                    is_protected = self._protect_again(pending.every, timeout)
+                    unprotected = self._protect_again(pending.every, timeout)
                 except (CellError, RankLostError, StartError, CellTimeout) as error:
-                    if attempt + 1 == _RESIZE_ATTEMPTS or not self._processes.state.live_ranks():
-                        raise RankLostError(describe_failure(pending, error), ()) from error
-                    pending = self._pending or pending
+                    pending, live = self._pending or pending, self._state.live_ranks()
+                    if attempt + 1 == _RESIZE_ATTEMPTS or not live:
+                        raise RankLostError(describe_failure(pending, error, live), ()) from error
                 else:
                     break
             assert resized is not None
             self._pending = None
             forget_pending(self._segments.folder, pending)
-            if not is_protected:  # now there is the memory of the shards
-                self.protect(pending.every, timeout=timeout)
+            if unprotected:  # now there is the memory of the shards
+                unprotected = self._protect_again(pending.every, timeout)
+                resized = replace(resized, unprotected=unprotected)
             if resized.healed is not None:
                 self._renew_number_watch(resized.healed.ranks)
             return resized
         finally:
             self._resizing = False
 
-    def _protect_again(self, every: int, timeout: float) -> bool:
-        """Protect the ranks as before the resize. Return False if they have too little memory for that."""
+    def _protect_again(self, every: int, timeout: float) -> str:
+        """Protect the ranks as before the resize. Return the reason if they have too little memory for that."""
         try:
             if every:
                 self.protect(every, timeout=timeout)
-        except InvalidArgument:
-            return False
-        return True
+        except InvalidArgument as error:
+            return next(iter(error.errors.values())).value if isinstance(error, CellError) else str(error)
+        return ""
 
     def _change_ranks(self, pending: PendingResize, timeout: float) -> Resized:
         deadline = time.monotonic() + timeout
@@ -1141,8 +1149,8 @@ class Cluster(ClusterQueries):
         self._processes.discard(tuple(rank for rank in new if rank in live), "is started again by the resize")
         try:
             assignment = self._processes.assign(pending.world_size)
-            if pending.devices:
-                assignment = replace(assignment, devices=pending.devices)
+            kept = keep_devices(assignment.devices, self._processes.assignment.devices, staying)
+            assignment = replace(assignment, devices=pending.devices or kept)
             try:
                 self._processes.resize(assignment, timeout=timeout)
             finally:
@@ -1254,7 +1262,7 @@ class Cluster(ClusterQueries):
                 self._processes.discard(chosen, "was not restored because heal failed or was interrupted")
                 raise
         self._renew_number_watch(chosen)
-        if not healed.restored.startswith(RESTORED):
+        if healed.restored_from != "snapshot":  # from a snapshot, the new ranks are protected already
             self._renew_protection(chosen, timeout)
         return healed
 
@@ -1315,7 +1323,7 @@ class Cluster(ClusterQueries):
             return str(adopted["refused"])
 
         refused = copy_variables(listed["names"], attempt)
-        outcome = describe_no_snapshot(headers, listed["last_saved"])
+        outcome, restored_from = describe_no_snapshot(headers, listed["last_saved"]), ""
         if version is not None or listed["replicas"]:
 
             def make_restore(cell: int) -> Message:
@@ -1329,10 +1337,12 @@ class Cluster(ClusterQueries):
             )
             if refused_snapshot:
                 return Healed(ranks, donor, restored=outcome, was_refused=True)
+            restored_from = "replicas" if version is None else "snapshot"
         # Only after the last attempt: until then the new ranks must not count as donors.
         self._processes.driver.post(ev.StateRestored(ranks, donor))
         missing = {**listed["missing"], **refused}
-        return replace(summarize_recovery(ranks, donor, adopted, missing, next(iter(lost_saves), "")), restored=outcome)
+        healed = summarize_recovery(ranks, donor, adopted, missing, next(iter(lost_saves), ""))
+        return replace(healed, restored=outcome, restored_from=restored_from)
 
     def _snapshot_headers(self, timeout: float) -> dict[int, list[SnapshotHeader]]:
         """Return the headers of the snapshots of all ranks. Those of other hosts are read by ranks of these hosts."""
@@ -1418,7 +1428,7 @@ class Cluster(ClusterQueries):
             headers = read_headers(self._segments.folder, self._all_ranks)
         else:
             headers = self._monitor.snapshots()
-        return describe_protection(headers, time.time())
+        return describe_protection(headers, time.time(), copies=self._processes.snapshot_copies)
 
     def stop(self) -> None:
         """Stop all ranks and remove their files except the logs. A second call does nothing."""

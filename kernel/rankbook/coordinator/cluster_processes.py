@@ -188,6 +188,12 @@ class ClusterProcesses:
             raise RankbookError(f"the coordinator failed ({self._driver.failure}); stop and start again")
         return self._driver
 
+    @property
+    def snapshot_copies(self) -> int:
+        """Return how many snapshots of a protected rank are in memory: two, with several hosts on two hosts each."""
+        hosts = {seat.host for seat in self._hosts.seats.values()} if self._hosts is not None else set()
+        return 4 if len(hosts) > 1 else 2
+
     # Start
 
     def launch(self, ranks: tuple[int, ...], *, timeout: float, world_size: int | None = None) -> None:

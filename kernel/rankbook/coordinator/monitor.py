@@ -488,7 +488,7 @@ def _name_of(processes: ClusterProcesses) -> str:
 def _protection_of(processes: ClusterProcesses, aggregator: StatusAggregator) -> str:
     """Describe the snapshots of the training state; "" without protection."""
     if processes.hosts is not None:
-        status = describe_protection(aggregator.snapshots(), time.time())
+        status = describe_protection(aggregator.snapshots(), time.time(), copies=processes.snapshot_copies)
         return "" if status is None else str(status)
     folder, ranks = processes.segments.folder, tuple(processes.state.ranks)
     # The frequent case, for which two files are looked for, whatever the number of ranks.

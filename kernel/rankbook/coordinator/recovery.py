@@ -28,7 +28,8 @@ class Healed:
     `missing` maps the names that could not be copied to the reasons. `donor` is None if the ranks start empty.
     `lost_save` describes a background save that was lost with a dead rank, if that was not said before. `restored`
     says to which step the protected training state has returned, or why it has not; empty without protection.
-    `was_refused`: a snapshot did not fit the objects that are prepared now.
+    `restored_from` is "snapshot" or "replicas" if it has returned. `was_refused`: a snapshot did not fit the objects
+    that are prepared now.
     """
 
     ranks: tuple[int, ...]
@@ -40,6 +41,7 @@ class Healed:
     lost_save: str = ""
     restored: str = ""
     was_refused: bool = False
+    restored_from: str = ""
 
     def __str__(self) -> str:
         verb = "was" if len(self.ranks) == 1 else "were"
@@ -78,20 +80,21 @@ def summarize_recovery(
 class ProtectionStatus:
     """Snapshots of the training state: the interval and the step of the last one that all ranks have.
 
-    `age` is in seconds, `size` the bytes of the snapshot on all ranks; two of them are in memory. `step` is None if
-    there is no snapshot that all ranks have.
+    `age` is in seconds, `size` the bytes of the snapshot on all ranks; `copies` of them are in memory. `step` is None
+    if there is no snapshot that all ranks have.
     """
 
     every: int
     step: int | None = None
     age: float = 0.0
     size: int = 0
+    copies: int = 2
 
     def __str__(self) -> str:
         interval = "every step" if self.every == 1 else f"every {self.every} steps"
         if self.step is None:
             return f"protected {interval}; no snapshot that all ranks have yet"
-        memory = f"{format_bytes(self.size)} of state, {format_bytes(2 * self.size)} of shared memory"
+        memory = f"{format_bytes(self.size)} of state, {format_bytes(self.copies * self.size)} of shared memory"
         return f"protected {interval}: snapshot of step {self.step}, {format_duration(self.age)} old, {memory}"
 
 
@@ -113,8 +116,13 @@ class Protection:
         return "\n".join(lines)
 
 
-def describe_protection(headers: Mapping[int, list[SnapshotHeader]], now: float) -> ProtectionStatus | None:
-    """Return the status of the protection from the headers of all ranks, None if no rank has a snapshot."""
+def describe_protection(
+    headers: Mapping[int, list[SnapshotHeader]], now: float, *, copies: int = 2
+) -> ProtectionStatus | None:
+    """Return the status of the protection from the headers of all ranks, None if no rank has a snapshot.
+
+    `copies` is the number of snapshots of a rank that are in memory.
+    """
     every = next((header.every for found in headers.values() for header in found), None)
     if every is None:
         return None
@@ -123,7 +131,8 @@ def describe_protection(headers: Mapping[int, list[SnapshotHeader]], now: float)
         return ProtectionStatus(every)
     chosen = [header for found in headers.values() for header in found if header.version == version]
     oldest = min(header.seconds for header in chosen)
-    return ProtectionStatus(every, version.step, max(0.0, now - oldest), sum(header.size for header in chosen))
+    size = sum(header.size for header in chosen)
+    return ProtectionStatus(every, version.step, max(0.0, now - oldest), size, copies)
 
 
 def summarize_restore(answers: Mapping[int, Mapping[str, Any]], replaced: Sequence[int]) -> tuple[str, bool]:
@@ -133,16 +142,12 @@ def summarize_restore(answers: Mapping[int, Mapping[str, Any]], replaced: Sequen
         return f"the protected state was not restored: {refused[0]}", True
     step = next(iter(answers.values()))["step"]
     lost = max((answer["lost"] for rank, answer in answers.items() if rank not in replaced), default=0)
-    text = f"{RESTORED}{step}: {plural(lost, 'step') if lost else 'no step'} to repeat"
+    text = f"back at step {step}: {plural(lost, 'step') if lost else 'no step'} to repeat"
     # A list of losses, or a counter of the user, is ahead by the steps to repeat.
     ahead = dict.fromkeys(name for answer in answers.values() for name in answer.get("unprotected", ()))
     if lost and ahead:
         text += f"\nnot part of the snapshot, and not set back: {', '.join(truncate_list(list(ahead), 8))}"
     return text, False
-
-
-RESTORED = "back at step "
-"""Beginning of the report that the protected state was restored."""
 
 
 def choose_snapshot(headers: Mapping[int, list[SnapshotHeader]]) -> tuple[SnapshotVersion | None, int]:

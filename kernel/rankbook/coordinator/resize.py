@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,8 @@ class Resized:
     `healed` is the report of the new ranks, None if there are none. `differing` maps the variables that differ by rank
     to the ranks that had them, and `groups` are the variables that have to be made again. `step` is the number of
     optimizer steps, 0 without a prepared optimizer. `replaced` are ranks that died meanwhile and were replaced. `died`
-    are the ranks without which `heal` goes on, and `restored` says to which step it has returned.
+    are the ranks without which `heal` goes on, and `restored` says to which step it has returned. `unprotected` is the
+    reason why the protection of before has ended; empty otherwise.
 
     Example::
 
@@ -104,6 +105,7 @@ class Resized:
     replaced: tuple[int, ...] = ()
     died: tuple[int, ...] = ()
     restored: str = ""
+    unprotected: str = ""
 
     def __str__(self) -> str:
         if self.former == self.world_size and self.healed is None:
@@ -125,6 +127,8 @@ class Resized:
             lines.append(f"{name_ranks(tuple(gone))} {'has' if len(gone) == 1 else 'have'} left")
         if self.replaced:
             lines.append(f"{name_ranks(self.replaced)} died meanwhile and {_was(self.replaced)} replaced")
+        if self.unprotected:
+            lines.append(f"the training state is not protected any more: {self.unprotected}")
         lines += self._describe_differing()
         if self.groups:
             lines.append(f"of {plural(self.former, 'rank')}, to be made again: {', '.join(self.groups)}")
@@ -169,9 +173,14 @@ def plan_resize(checks: Mapping[int, Mapping[str, Any]], world_size: int) -> Pen
         world_size=world_size,
         size=sum(check["size"] for check in checks.values()),
         meshes=tuple((device, tuple(map(tuple, sizes))) for device, sizes in first["meshes"]),
-        every=first["every"],
+        every=max(check["every"] for check in checks.values()),  # 0 on a rank that was restarted since
         step=first["steps"],
-        differing=find_differing({rank: check["digests"] for rank, check in checks.items()}),
+        differing=find_differing(
+            {
+                rank: {name: digest for name, digest in check["digests"].items() if name not in groups}
+                for rank, check in checks.items()
+            }
+        ),
         groups=tuple(groups),
         random=first["random"],
         same_random=len({check["random"] for check in checks.values()}) == 1,
@@ -223,16 +232,43 @@ def shrunk_devices(devices: Sequence[str], dead: Sequence[int]) -> tuple[str, ..
     return tuple(next(free) if rank in dead else devices[rank] for rank in range(count))
 
 
+def keep_devices(assigned: Sequence[str], current: Sequence[str], staying: Collection[int]) -> tuple[str, ...]:
+    """Return the devices after a resize: ranks that stay keep theirs, and new ones get what is left of `assigned`.
+
+    Example::
+
+        keep_devices(["cuda:0", "cuda:1", "cuda:2"], ["cuda:0", "cuda:2"], [0, 1])  # ('cuda:0', 'cuda:2', 'cuda:1')
+    """
+    free = list(assigned)
+    for rank in staying:
+        if current[rank] in free:
+            free.remove(current[rank])
+    return tuple(current[rank] if rank in staying else free.pop(0) for rank in range(len(assigned)))
+
+
 def handover_folder(folder: Path, number: int) -> Path:
     """Return the folder of the shards of one resize, in the cluster's shared memory."""
     return folder / f"resize-{os.getpid()}-{number}"
 
 
-def describe_failure(pending: PendingResize, error: BaseException) -> str:
-    """Return the error of a resize that has not ended, with what to do."""
+def forget_handovers(folder: Path) -> None:
+    """Remove the shards of all resizes, also of one that has ended with the notebook's process before it began."""
+    for path in list(folder.glob("resize-*")):
+        if path.is_dir():  # not the record of the plan
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def describe_failure(pending: PendingResize, error: BaseException, live: Collection[int]) -> str:
+    """Return the error of a resize that has not ended, with what to do. `live` are the ranks whose processes live."""
+    if set(pending.staying).isdisjoint(live):
+        advice = (
+            "no rank with variables to copy is left: stop the ranks with %distributed stop, start again, and load a "
+            "checkpoint"
+        )
+    else:
+        advice = "%distributed heal completes it: nothing is lost"
     return (
-        f"the resize to {plural(pending.world_size, 'rank')} has not ended ({type(error).__name__}: {error}); "
-        "%distributed heal completes it: nothing is lost"
+        f"the resize to {plural(pending.world_size, 'rank')} has not ended ({type(error).__name__}: {error}); {advice}"
     )
 
 

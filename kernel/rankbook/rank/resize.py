@@ -40,11 +40,11 @@ class ResizeCheck(TypedDict):
     """Answer to `CheckResize`.
 
     `problem`: why the state does not fit the new number of ranks; empty if it does. `size`: the bytes that this rank
-    hands over. `digests` of the variables that can be compared between ranks. `groups`: the variables that hold process
-    groups, device meshes or sharded tensors, which belong to the number of ranks before. `meshes`: those that all ranks
-    create. `every`: the interval of the protection, 0 without. `steps`: the optimizer steps made. `random`: the state
-    of the random generators. `sharing`: the number of ranks that will read the same batches, 1 without tensor
-    parallelism.
+    hands over. `digests` of the variables, empty for those that cannot be compared between ranks. `groups`: the
+    variables that hold process groups, device meshes or sharded tensors, which belong to the number of ranks before.
+    `meshes`: those that all ranks create. `every`: the interval of the protection, 0 without. `steps`: the optimizer
+    steps made. `random`: the state of the random generators. `sharing`: the number of ranks that will read the same
+    batches, 1 without tensor parallelism.
     """
 
     problem: str
@@ -83,8 +83,9 @@ def check(namespace: Mapping[str, Any], hidden: Mapping[str, Any], world_size: i
             continue
         if isinstance(value, (RecoverableProcessGroup, DeviceMesh, DTensor)):
             answer["groups"].append(name)
-        elif (digest := digest_of(value)) is not None:
-            answer["digests"][name] = digest
+        else:
+            # A value that cannot be compared counts as equal, but a rank may have none.
+            answer["digests"][name] = digest_of(value) or ""
     return answer
 
 
