@@ -312,9 +312,13 @@ class DistributedMagics(Magics):
         self._print(str(resized))
 
     def _command_protect(self, command: argparse.Namespace) -> None:
-        if command.every < 1:
+        if command.every is not None and command.state != "on":
+            raise InvalidArgument(
+                f"%distributed protect: --every goes with on: %distributed protect on --every {command.every}"
+            )
+        if command.every is not None and command.every < 1:
             raise InvalidArgument(f"%distributed protect: expected --every to be 1 or more, got {command.every}")
-        every = None if command.state is None else command.every if command.state == "on" else 0
+        every = None if command.state is None else (command.every or 1) if command.state == "on" else 0
         self._print(str(default_cluster.current().protect(every)))
 
     def _command_stop(self, _command: argparse.Namespace) -> None:

@@ -293,3 +293,11 @@ def test_rank_selections_are_completed_behind_the_last_comma():
     assert completions("%%distributed --ranks ") == ["all", "main", "0", "1", "2", "3"]
     assert completions("%%distributed -r 0,2,", ranks=12)[:3] == ["0,2,1", "0,2,3", "0,2,4"]
     assert completions("%%distributed --ranks ", ranks=0) == ["all", "main"]
+
+
+@pytest.mark.parametrize("line", ["protect --every 10", "protect off --every 10"])
+def test_an_interval_of_snapshots_without_on_is_refused(line):
+    from rankbook.magics.magics import DistributedMagics
+
+    with pytest.raises(InvalidArgument, match=r"--every goes with on: %distributed protect on --every 10"):
+        DistributedMagics._command_protect(None, parse_line(line))
