@@ -554,17 +554,22 @@ def test_script_attaches_to_the_ranks_of_an_earlier_script(runtime_dir):
     assert script("with rankbook.attach() as cluster: print(cluster.apply(lambda: 3), cluster.keep)") == "[3, 3] 30.0\n"
 
 
+def kill_in(notebook: Notebook, method: str, command: str) -> None:
+    """Kill the kernel where `command` calls this method of the cluster, and start the next kernel."""
+    notebook.ok(
+        "import os, signal\nfrom rankbook.coordinator.cluster import Cluster\n"
+        f"Cluster.{method} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    notebook.client.execute(command)
+    wait_until(lambda: not notebook.manager.is_alive(), timeout=60, what="the kernel's end")
+    restart(notebook)
+
+
 @pytest.mark.full
 def test_a_kernel_that_dies_during_a_resize_costs_no_variable(notebook):
     notebook.ok("%%distributed\nmine, data = rank + 1, torch.arange(3)")
     pids = ranks_of(notebook)
-    notebook.ok(
-        "import os, signal\nfrom rankbook.coordinator.cluster import Cluster\n"
-        "Cluster._copy_state = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    notebook.client.execute("%distributed resize 3")
-    wait_until(lambda: not notebook.manager.is_alive(), timeout=60, what="the kernel's end")
-    restart(notebook)
+    kill_in(notebook, "_copy_state", "%distributed resize 3")
     notebook.ok("%distributed attach")
     assert "%distributed heal completes it" in refusal(notebook, "%%distributed\nmine")
     assert "from 2 to 3 ranks" in notebook.ok("%distributed heal").stdout
@@ -581,14 +586,7 @@ def test_a_rank_that_was_being_healed_when_the_kernel_died_counts_as_dead(notebo
     notebook.ok("%%distributed\nmine = torch.arange(3)")
     notebook.ok("%distributed watch nan")
     notebook.run("%%distributed --ranks 1\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
-    # The new rank is in the process group, and has no variables.
-    notebook.ok(
-        "import os, signal\nfrom rankbook.coordinator.cluster import Cluster\n"
-        "Cluster._try_restore = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    notebook.client.execute("%distributed heal")
-    wait_until(lambda: not notebook.manager.is_alive(), timeout=60, what="the kernel's end")
-    restart(notebook)
+    kill_in(notebook, "_try_restore", "%distributed heal")  # the new rank is in the group, and has no variables
     attached = notebook.ok("%distributed attach").stdout
     assert "rank 1 was not restored because the notebook's process ended during a heal" in attached
     assert "dead" in notebook.ok("%distributed status").text
