@@ -103,6 +103,20 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
 
+def train_in_two_groups(plant, at):
+    """Take `at` steps of DDP with an optimizer for the blocks and another one for the head."""
+    torch.manual_seed(5)
+    net = Net()
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in (net.blocks, net.head)]
+    for step in range(1, at + 1):
+        model(torch.randn(4, 5, 8)).square().mean().backward()
+        if step == at:
+            plant(net, optimizers[1])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
 def poison(*ranks):
     return lambda x: PoisonGradient.apply(x) if rank in ranks else x * 1.0
 
@@ -246,13 +260,29 @@ CASES = {
         "norm > 1000",
         ["the gradient norm", "is above the limit of 1000, at step 2"],
     ),
+    "optimizer, the second one": (
+        (
+            "train_in_two_groups(\n"
+            "    lambda net, o: o.state[net.head.bias]['exp_avg'].mul_(math.nan if rank == 1 else 1.0), 2)"
+        ),
+        "nan",
+        ["NaN born on rank 1, in the optimizer's step, in `head` (parameter head.bias), at step 2"],
+    ),
+    "optimizer, bad gradients of the second one": (
+        "train_in_two_groups(lambda net, o: net.head.weight.grad.mul_(math.nan if rank == 2 else 1.0), 2)",
+        "nan",
+        ["NaN born on rank 2, in the gradient of `head`, between the backward pass and the optimizer's step"],
+    ),
     "one rank alone": (
         "if rank == 1:\n    train(change('blocks.1.gate', spoil(1)), 2, 'alone')",
         "nan",
         ["NaN born, in `blocks.1.gate` forward, at step 2, line 2"],
     ),
 }
-STANDARD = ("forward, code of a module, one rank", "backward, a module, one rank", "optimizer, its state on one rank")
+STANDARD = (
+    *("forward, code of a module, one rank", "backward, a module, one rank", "optimizer, its state on one rank"),
+    "optimizer, the second one",
+)
 
 
 @pytest.fixture(scope="module")
@@ -317,6 +347,23 @@ def test_watch_that_is_off_leaves_no_hook(cluster):
     )
     assert evaluate(cluster, hook_counts) == [(0, 0, 0, "torch._tensor")] * 3
     cluster.run("train(change('blocks.1.gate', spoil(1)), 2)")
+
+
+@pytest.mark.slow
+def test_optimizer_of_one_rank_may_step_after_that_of_all_ranks(cluster):
+    cluster.watch_numbers("nan", "norm > 1e9")
+    cluster.run(
+        "probe = nn.Linear(8, 1); sgd = torch.optim.SGD(probe.parameters(), lr=0.1)\n"
+        "net = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))\n"
+        "adam = torch.optim.AdamW(net.parameters())\n"
+        "for _ in range(2):\n"
+        "    net(torch.randn(4, 8)).square().mean().backward()\n"
+        "    if rank == 0: probe(torch.randn(4, 8)).mean().backward()\n"
+        "    adam.step()\n"
+        "    if rank == 0: sgd.step()\n"
+        "dist.barrier()",
+        timeout=60,
+    )
 
 
 @pytest.mark.slow

@@ -23,6 +23,9 @@ forward pass.
 Before an optimizer steps, all ranks that train together exchange one flag. If it is set on any of them, they exchange
 their reports, and all raise the same `NumericalError` (see `attribution.py`).
 
+A step may have several optimizers, which step one after another. What was seen in the step is kept for all of them, and
+forgotten when the next forward or backward pass begins.
+
 fp16. A `GradScaler` multiplies the loss so that infinite gradients are expected now and then; it then skips the step.
 So no check runs in its skipped steps, and `GradScaler.update` forgets what the backward pass has shown. A value that
 was non-finite in the forward pass, or in the loss before it is scaled, is an alarm nevertheless: no scale can mend it.
@@ -30,9 +33,11 @@ was non-finite in the forward pass, or in the loss before it is scaled, is an al
 
 from __future__ import annotations
 
+import cmath
 import functools
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -82,13 +87,18 @@ class _Call:
 class _First:
     """The first non-finite value of the step, before it is attributed to a module."""
 
-    __slots__ = ("call", "finite_grads", "inputs_kind", "kind", "later", "line", "phase", "positions")
+    __slots__ = (
+        "call", "finite_grads", "in_pass", "inputs_kind", "kind", "later", "line", "phase", "positions", "spoilt",
+    )  # fmt: skip
 
     def __init__(self, phase: str, kind: str, call: _Call | None, line: str, positions: dict[str, int]) -> None:
         self.phase, self.kind, self.call, self.line, self.positions = phase, kind, call, line, positions
         self.inputs_kind: str | None = None
         self.finite_grads: frozenset[int] = frozenset()
-        # Calls that ended after it, and whether their inputs were finite: the enclosing modules are among them.
+        # Calls that ended after it in the forward pass, and whether their inputs were finite: the enclosing modules are
+        # among them.
+        self.in_pass = True
+        self.spoilt = False  # whether the optimizer had made parameters non-finite before, in the same step
         self.later: list[tuple[_Call, bool]] = []
 
 
@@ -98,12 +108,17 @@ class NumberWatch:
     def __init__(self, conditions: Conditions) -> None:
         self.conditions = conditions
         self._removers: list[Callable[[], None]] = []
-        self._steps = 0
+        self._steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        # Models under DDP, and the ids of their parameters.
+        self._replicated: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
         self._busy = self._shared = False
-        self._line = ""
+        self._closure_of: torch.optim.Optimizer | None = None  # while an optimizer runs the passes itself
         self._reset()
 
     def _reset(self) -> None:
+        self._line = ""
+        # After the step of an optimizer: the number of launches, and the positions until then.
+        self._ended: tuple[int, dict[str, int]] | None = None
         self._first: _First | None = None
         self._finite_grads: set[int] = set()
         self._modules: dict[int, nn.Module] = {}
@@ -113,6 +128,25 @@ class NumberWatch:
         # On an accelerator: (phase, call, norm), read at the check.
         self._deferred: list[tuple[str, _Call | None, torch.Tensor]] = []
         self._deferred_launches: list[tuple[int, torch.Tensor]] = []
+
+    def _end_step(self) -> None:
+        """Forget the passes of the step, but not the collectives, for another optimizer of the same step."""
+        self._first = None
+        self._finite_grads = set()
+        self._scaled = False
+        self._deferred, self._deferred_launches = [], []
+        if len(self._launches) >= _MAX_LAUNCHES:  # no pass has begun for many steps
+            self._launches = []
+        self._ended = len(self._launches), dict(self._positions)
+
+    def _begin_step(self) -> None:
+        """Forget the step that has ended. Collectives after it are those of the next one, such as an all-gather."""
+        assert self._ended is not None
+        count, positions = self._ended
+        launches, deferred = self._launches[count:], [(index - count, norm) for index, norm in self._deferred_launches]
+        new = {group: number for group, number in self._positions.items() if number != positions.get(group)}
+        self._reset()
+        self._launches, self._deferred_launches, self._positions = launches, deferred, new
 
     # Hooks
 
@@ -154,17 +188,22 @@ class NumberWatch:
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         # A pass without gradients is no part of a step: what it computes reaches the step through a later module, or
-        # the loss. Code that is being compiled has no values.
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        # the loss. Code that is being compiled has no values, nor has a function inside of `torch.func.vmap`.
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return
+        if self._ended is not None:
+            self._begin_step()
         self._modules[id(module)] = module
-        call = _Call(module, (*args, *kwargs.values()) if kwargs else args)
-        if self._first is not None:
-            self._first.later.append((call, _kind_of_all(call.inputs) is None))
-            return
         if isinstance(module, DistributedDataParallel):
             self._wrapped = True
+            if module not in self._replicated:
+                self._replicated[module] = frozenset(map(id, module.parameters()))
             self._joined = self._joined or bool(module._join_config.enable)
+        call = _Call(module, (*args, *kwargs.values()) if kwargs else args)
+        if self._first is not None:
+            if self._first.in_pass:
+                self._first.later.append((call, _kind_of_all(call.inputs) is None))
+            return
         for tensor in call.inputs or ():
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
                 producer = self._producer(tensor)
@@ -205,11 +244,17 @@ class NumberWatch:
             self._finite_grads.add(id(module))
 
     def _before_backward(self, loss: torch.Tensor, *_: object) -> None:
+        if self._ended is not None:
+            self._begin_step()
         self._line = cell_line()
-        if self._first is None and not self._scaled:
+        if self._first is not None:
+            self._first.in_pass = False
+        elif not self._scaled:
             self._check(loss, at.LOSS, None)
 
     def _before_scale(self, _scaler: torch.amp.GradScaler, losses: object = (), *_: object) -> None:
+        if self._ended is not None:
+            self._begin_step()
         # The scaled loss may overflow without harm.
         self._scaled = True
         for loss in _tensors(losses):
@@ -223,9 +268,8 @@ class NumberWatch:
         if first is not None and first.phase in (at.FORWARD, at.LOSS):
             # The scaler has skipped the step, and would do so for ever. All ranks are here: their scalers have the
             # same gradients.
-            self._steps += 1
             self._shared = self._is_shared(())
-            self._agree(self._steps, (), (), 0.0)
+            self._agree(max(self._steps.values(), default=0) + 1, (), (), 0.0)
         self._reset()
 
     def _on_launch(
@@ -254,11 +298,12 @@ class NumberWatch:
     def _check(self, tensor: torch.Tensor, phase: str, call: _Call | None) -> bool:
         """Return False, and keep the first event, if `tensor` is not finite."""
         local = _local(tensor)
-        if not local.is_floating_point() or local.layout is not torch.strided or local.device.type == "meta":
+        if not _is_float(local) or local.layout is not torch.strided or local.device.type == "meta":
             return True
         if local.device.type != "cpu":
             if local.numel():
-                self._deferred.append((phase, call, torch.linalg.vector_norm(local, math.inf)))
+                # Detached: a graph would keep the output until the norm is read.
+                self._deferred.append((phase, call, torch.linalg.vector_norm(local.detach(), math.inf)))
             return True
         kind = kind_of(local)
         # -inf in an output is in order for many modules, such as masks and logarithms of probabilities.
@@ -268,9 +313,12 @@ class NumberWatch:
         return False
 
     def _keep_first(self, phase: str, kind: str, call: _Call | None) -> None:
-        line = self._line if phase == at.BACKWARD else cell_line()
+        line = (self._line if phase == at.BACKWARD else "") or cell_line()
         self._first = first = _First(phase, kind, call, line, dict(self._positions))
         first.finite_grads = frozenset(self._finite_grads)
+        if self._closure_of is not None:
+            parameters = (p for group in self._closure_of.param_groups for p in group["params"])
+            first.spoilt = not _all_finite([_local(parameter.detach()) for parameter in parameters])
         if phase == at.FORWARD and call is not None:
             first.inputs_kind = _kind_of_all(call.inputs)
 
@@ -296,19 +344,19 @@ class NumberWatch:
             elif not (kind == "inf" and phase == at.FORWARD and not self.conditions.inf):
                 self._keep_first(phase, kind, call)
                 assert self._first is not None
-                self._first.line = self._line
+                self._first.line = self._line or cell_line()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A fused optimizer is called although the scaler has found infinities, and skips the step by itself.
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf) > 0:
             return
-        self._steps += 1
-        # torch passes the optimizer itself as the first argument.
-        if len(args) > 1 or kwargs.get("closure") is not None:  # the closure computes the gradients inside of the step
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        self._closure_of = optimizer if _has_closure(args, kwargs) else None
+        if self._closure_of is not None:  # it computes the gradients inside of the step
             return
         self._read_deferred()
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = _parameters(optimizer)
         gradients: tuple[torch.Tensor, ...] = ()
         if self.conditions.nan or self.conditions.inf:
             tensors = [_gradient(p) for p in parameters]
@@ -316,29 +364,39 @@ class NumberWatch:
                 gradients = tuple(p for p, g in zip(parameters, tensors, strict=True) if kind_of(g) is not None)
         norm = self._norm_of(parameters) if self.conditions.norm is not None else 0.0
         self._shared = self._is_shared(parameters)
-        self._agree(step_of(optimizer, self._steps), gradients, parameters, norm)
-        modules = self._modules
-        self._reset()
-        self._modules = modules  # for names, until the optimizer has stepped
+        if self._first is not None and self._first.phase == at.BACKWARD and self._scaled and not gradients:
+            self._first = None  # in the graph of another optimizer, whose step the scaler will skip
+        self._agree(step_of(optimizer, self._steps[optimizer]), gradients, parameters, norm)
+        self._end_step()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del args, kwargs
         if not (self.conditions.nan or self.conditions.inf):
             return
         # A state that is not finite makes the parameter so, in the same step: only parameters are checked.
-        touched = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        touched = _parameters(optimizer)
         bad = None
         if not _all_finite([_local(parameter.detach()) for parameter in touched]):
             bad = next((parameter for parameter in touched if kind_of(_local(parameter)) is not None), None)
-        event = None
-        if bad is not None:
+        event: at.Event | None = None
+        inputs: tuple[Any, ...] | None = None
+        launches: tuple[at.Launch, ...] = ()
+        if _has_closure(args, kwargs):  # nothing was checked before the step
+            self._read_deferred()
+            self._shared, self._closure_of = self._is_shared(touched), None
+            if bad is not None and self._first is not None and not self._first.spoilt:
+                event, inputs = self._attribute_locally()
+                launches = tuple(self._describe_launches())
+            self._end_step()
+        if bad is not None and event is None:
             name = self._names().parameter(bad)
-            event = at.Event(
-                at.OPTIMIZER, _module_of(name), kind_of(_local(bad)) or "NaN", cell_line(), f"parameter {name}"
-            )
+            kind = kind_of(_local(bad)) or "NaN"
+            event = at.Event(at.OPTIMIZER, _module_of(name), kind, cell_line(), f"parameter {name}")
         if self._any_rank(event is not None):
-            step = step_of(optimizer, self._steps, done=True)
-            self._raise(at.RankReport(control_collectives.this_rank(), step, event), None)
+            step = step_of(optimizer, self._steps.get(optimizer, 0), done=True)
+            report = at.RankReport(
+                control_collectives.this_rank(), step, event, launches, has_inputs=inputs is not None
+            )
+            self._raise(report, inputs)
         self._modules = {}
 
     # Agreement of the ranks
@@ -347,10 +405,21 @@ class NumberWatch:
         """Return True if all ranks of the default group take this step together."""
         if not dist.is_initialized() or dist.get_world_size() == 1 or self._joined:
             return False
-        if self._wrapped or any(isinstance(parameter, DTensor) for parameter in parameters):
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
             return True
+        earlier: dict[str, int] = {}
+        if self._ended is None:
+            if self._wrapped:
+                return True
+        else:
+            # Another optimizer of the step. Rank 0 alone may have one, for a model of its own.
+            earlier = self._ended[1]
+            chosen = set(map(id, parameters))
+            if any(not chosen.isdisjoint(replicated) for replicated in self._replicated.values()):
+                return True
         # Gradients that the user's own code reduces.
-        return _default_group_name() in self._positions
+        name = _default_group_name()
+        return self._positions.get(name) != earlier.get(name)
 
     def _any_rank(self, flag: bool) -> bool:
         """Return True if a rank has set its flag. A collective if the step is shared."""
@@ -379,7 +448,8 @@ class NumberWatch:
             control_collectives.this_rank(),
             step,
             event,
-            tuple(self._describe_launches()),
+            # The other ranks' launches tell where a value comes from. Without theirs, the own ones would mislead.
+            tuple(self._describe_launches()) if self._shared or self._ended is None else (),
             tuple(self._names().parameter(parameter) for parameter in gradients),
             str(_gradient(gradients[0]).dtype).removeprefix("torch.") if gradients else "",
             kind_of(_gradient(gradients[0])) or "NaN" if gradients else "NaN",
@@ -459,9 +529,14 @@ class NumberWatch:
             return event(at.DATA, names.module(last.module)), last.inputs
         # The gradient of the output is the work of the modules that used it. Inner ones come before outer ones.
         finite_modules = first.finite_grads
-        for consumer in first.call.consumers:
-            if consumer.finite or id(consumer.module) in finite_modules:
-                return event(at.BACKWARD, names.module(consumer.module)), consumer.inputs
+        suspects = [c for c in first.call.consumers if c.finite or id(c.module) in finite_modules]
+        if suspects:
+            module = names.module(suspects[0].module)
+            # The gradient is the sum of theirs. Modules around a suspect only contain it.
+            inner = [c.module for c in suspects if not any(names.encloses(c.module, s.module) for s in suspects)]
+            others = dict.fromkeys(f"`{name}`" for m in inner if (name := names.module(m)) != module)
+            detail = f"or in {', '.join(others)}, with the same input" if others else ""
+            return event(at.BACKWARD, module, detail), suspects[0].inputs
         # No module used it: code of the innermost enclosing module did, or the loss.
         for parent in names.parents(first.call.module):
             if id(parent) in finite_modules and parent not in first.call.enclosing:
@@ -469,17 +544,17 @@ class NumberWatch:
         return event(at.LOSS, "loss", "its gradient"), None
 
     def _names(self) -> ModuleNames:
-        return ModuleNames(namespace(), self._modules.values())
+        return ModuleNames(namespace(), [*self._modules.values(), *self._replicated])
 
 
 def kind_of(tensor: torch.Tensor) -> str | None:
     """Return "NaN" or "inf" if an element of `tensor` is not finite, otherwise None."""
     values = tensor.detach()
-    if not values.is_floating_point() or not values.numel():
+    if not _is_float(values) or not values.numel():
         return None
     # In half precision a sum overflows early.
     total = values.sum(dtype=torch.float32) if values.dtype.itemsize < 4 else values.sum()
-    if math.isfinite(total.item()):
+    if cmath.isfinite(total.item()):
         return None
     if bool(torch.isnan(values).any()):
         return "NaN"
@@ -494,9 +569,24 @@ def _kind_of_all(value: object) -> str | None:
 def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Return False if an element of `tensors` may not be finite, so that they have to be looked at one by one."""
     if all(tensor.device.type == "cpu" for tensor in tensors):
-        return all(math.isfinite(tensor.sum().item()) for tensor in tensors)
+        return all(cmath.isfinite(tensor.sum().item()) for tensor in tensors)
     # One read for all: reading waits for the device.
     return math.isfinite(torch.nn.utils.get_total_norm(list(tensors), 2.0).item())
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    """Return True if the elements may be NaN."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    # torch passes the optimizer itself as the first argument.
+    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that have a gradient."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -506,7 +596,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     gradient = parameter.grad
     assert gradient is not None  # only parameters with gradients are checked
-    return _local(gradient)
+    gradient = _local(gradient)
+    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:

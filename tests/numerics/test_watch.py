@@ -1,0 +1,176 @@
+"""Test the number watch in one process: optimizers with a closure, several optimizers, complex numbers."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from rankbook.errors import NumericalError
+from rankbook.numerics import watch
+from rankbook.numerics.watch_conditions import Conditions
+
+
+@pytest.fixture(autouse=True)
+def _watch() -> Iterator[None]:
+    torch.manual_seed(0)
+    watch.set_conditions(Conditions(nan=True))
+    try:
+        yield
+    finally:
+        watch.set_conditions(Conditions())
+        watch.namespace().pop(watch.INPUTS_NAME, None)
+
+
+class PoisonGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, gradient):
+        return gradient * math.nan
+
+
+class Poison(nn.Module):
+    """The identity, with a gradient of NaN if `active`."""
+
+    active = False
+
+    def forward(self, x):
+        return PoisonGradient.apply(x) if self.active else x * 1.0
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.left, self.right = nn.Linear(2, 2), Poison(), Poison()
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.left(x) + self.right(x)
+
+
+class Spectral(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x) * self.factor, n=4)
+
+
+def test_complex_parameters_and_outputs_are_watched():
+    net = Spectral()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    net(torch.ones(2, 4)).square().sum().backward()
+    net.factor.grad[1] = complex(0.0, math.nan)
+    with pytest.raises(NumericalError, match=r"NaN born, in `factor` backward \(gradient of factor\), at step 2"):
+        optimizer.step()
+    assert watch.kind_of(torch.tensor([complex(math.inf, 0.0)])) == "inf"
+    assert watch.kind_of(torch.ones(2, dtype=torch.complex64).conj()) is None
+
+
+def test_gradients_of_single_samples_by_torch_func_are_no_obstacle():
+    net = nn.Linear(2, 1)
+
+    def loss(parameters, x):
+        return torch.func.functional_call(net, parameters, x).square().sum()
+
+    parameters = dict(net.named_parameters())
+    of_samples = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, torch.ones(3, 2))
+    assert of_samples["weight"].shape == (3, 1, 2)
+
+
+def test_sparse_gradients_are_watched():
+    net = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.tensor([1, 1, 2])).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    (net(torch.tensor([1, 3])) * torch.tensor([[1.0], [math.nan]])).sum().backward()
+    net.weight.grad = torch.sparse_coo_tensor([[1, 3]], [[1.0, 1.0], [math.nan, 1.0]], (4, 2))
+    watch._active._reset()  # only the gradient shows it
+    with pytest.raises(NumericalError, match="gradient of"):
+        optimizer.step()
+
+
+def test_closure_of_an_optimizer_is_attributed_to_the_pass_that_it_has_run():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)
+    data = torch.ones(3, 2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = net(data).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    data[0, 0] = math.nan
+    with pytest.raises(NumericalError, match="NaN born, in the data: the input of `Sequential`"):
+        optimizer.step(closure)
+
+
+def test_closure_whose_optimizer_spoils_the_parameters_is_not_at_fault():
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=math.inf, max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = net(torch.ones(3, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(NumericalError, match="born, in the optimizer's step, in "):
+        optimizer.step(closure)
+
+
+def test_optimizers_that_do_not_count_their_steps_are_counted_one_by_one():
+    nets = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    for step in range(1, 4):
+        x = torch.full((1, 2), math.nan if step == 3 else 1.0)
+        (nets[0](x).sum() + nets[1](torch.ones(1, 2)).sum()).backward()
+        if step == 3:
+            with pytest.raises(NumericalError, match="at step 3"):
+                optimizers[0].step()
+        else:
+            for optimizer in optimizers:
+                optimizer.step()
+
+
+def test_all_modules_that_share_a_bad_gradient_are_named():
+    net = Branches()
+    net.right.active = True
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(NumericalError, match=r"in `left` backward \(or in `right`, with the same input\), at step 1"):
+        optimizer.step()
+
+
+def test_passes_without_an_optimizer_keep_no_inputs():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    for _ in range(5):
+        net(torch.full((1, 2), math.nan)).sum().backward()
+    active = watch._active
+    assert active is not None and active._first is not None and len(active._first.later) == 2
+
+
+def test_backward_pass_of_autograd_has_its_own_line():
+    net = Branches()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    net.left.active = True
+    loss = net(torch.ones(1, 2)).sum()
+    line = inspect.currentframe().f_lineno + 1
+    torch.autograd.backward(loss)
+    with pytest.raises(NumericalError, match=rf"at step 2, test_watch.py line {line}"):
+        optimizer.step()
