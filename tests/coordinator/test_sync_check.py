@@ -65,6 +65,23 @@ def test_missing_entries_of_one_kind_are_one_finding():
     assert (finding.ranks, finding.reference) == ((2,), (0, 1))
 
 
+def test_a_tensor_that_is_not_sharded_on_one_rank_is_a_finding():
+    places = ["_S(0, 2) dp 0, S(1) tp 0", "_S(0, 2) dp 0, S(1) tp 1", "", "_S(0, 2) dp 1, S(1) tp 1"]
+    shards = replies(*(entry(digest=number, place=place) for number, place in enumerate(places)))
+    (finding,) = compare_hashes(shards).findings
+    assert (finding.ranks, finding.reference) == ((2,), (0, 1, 3))
+    assert finding.problem == "placement: _S(0, 2) dp, S(1) tp on ranks 0-1,3; whole on rank 2"
+    outside = replies(entry(place="S(0) dp 0"), entry(place="outside of the mesh"))
+    assert not compare_hashes(outside).findings
+
+
+def test_a_tensor_that_one_rank_cannot_read_is_a_finding():
+    answers = replies(entry(), entry(), []) | {2: StateHashes((), unreadable={"w": "it is on the meta device"})}
+    (finding,) = compare_hashes(answers).findings
+    assert (finding.name, finding.ranks, finding.reference) == ("w", (2,), (0, 1))
+    assert finding.problem == "cannot be read on rank 2: it is on the meta device"
+
+
 def test_another_dtype_or_shape_is_not_compared_further():
     comparison = compare_hashes(replies(entry(), entry(digest=2, dtype="bfloat16", nbytes=20)))
     assert [finding.problem for finding in comparison.findings] == ["dtype: float32 on rank 0; bfloat16 on rank 1"]

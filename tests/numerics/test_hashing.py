@@ -76,6 +76,25 @@ def test_difference_has_largest_gap_and_number_of_elements():
     assert compare_block(flags[0].view(torch.uint8), flags[1].view(torch.uint8), torch.bool) == (1.0, 1, 2, 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64], ids=str)
+def test_large_integers_that_float64_would_round_to_one_number_differ(dtype):
+    first, second = (torch.tensor([5, 2**60 + offset]).to(dtype).view(torch.uint8) for offset in (0, 1))
+    assert compare_block(first, second, dtype) == (1.0, 1, 2, 0)
+    assert compare_block(first, first, dtype) == (0.0, 0, 2, 0)
+    smaller = torch.tensor([2, 2**60]).to(dtype).view(torch.uint8)
+    assert compare_block(first, smaller, dtype) == (3.0, 1, 2, 0)
+
+
+def test_differences_of_small_floats_are_measured():
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        first, second = torch.tensor([1.0, 2.0, math.nan]).to(dtype), torch.tensor([1.0, 4.0, math.nan]).to(dtype)
+        assert compare_block(first.view(torch.uint8), second.view(torch.uint8), dtype) == (2.0, 1, 3, 0)
+        assert hash_blocks(first) == hash_blocks(first.clone()) != hash_blocks(second)
+    packed = [torch.tensor(values, dtype=torch.uint8) for values in ([1, 2, 3], [1, 2, 4])]
+    largest, *counts = compare_block(*packed, torch.float4_e2m1fn_x2)
+    assert math.isnan(largest) and counts == [1, 3, 0]
+
+
 def test_unreadable_tensors_are_refused():
     with pytest.raises(InvalidArgument, match="dense tensor"):
         hash_blocks(torch.eye(3).to_sparse())

@@ -259,6 +259,22 @@ def test_variables_are_compared_by_name(cluster):
         cluster.sync_check("nothing")
 
 
+def test_an_optimizer_that_one_rank_has_for_itself_is_no_difference(cluster):
+    code = """
+        build('ddp')
+        train(1)
+        probe = nn.Linear(2, 2)
+        adam = torch.optim.Adam(probe.parameters())
+        for _ in range(3 if rank == 0 else 0):
+            probe(torch.ones(1, 2)).sum().backward()
+            adam.step()
+        """
+    run(cluster, dedent(code))
+    report = cluster.sync_check()
+    assert report.ok, report
+    run(cluster, "del probe, adam")
+
+
 LOOP = """
 from os.path import exists
 def is_open(path):

@@ -8,6 +8,7 @@ asks the ranks.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -255,7 +256,11 @@ def _compare_presence(
         without = tuple(rank for rank in expected if rank in replies and rank not in by_rank)
         # A name that a rank lacks as a whole has been found already.
         without = tuple(rank for rank in without if not _is_missing(key, replies[rank]))
-        without = tuple(rank for rank in without if key not in replies[rank].unreadable)
+        unread = tuple(rank for rank in without if key in replies[rank].unreadable)
+        if unread:
+            problem = f"cannot be read on {name_ranks(unread)}: {replies[unread[0]].unreadable[key]}"
+            result.findings.append(Finding(key, first.kind, unread, tuple(by_rank), problem))
+            without = tuple(rank for rank in without if rank not in unread)
         if without:
             lacking.setdefault((first.kind, tuple(by_rank), without), []).append(key)
     for (kind, having, without), keys in lacking.items():
@@ -282,6 +287,10 @@ def _compare_layout(by_rank: Mapping[int, StateEntry], result: HashComparison) -
         ("shape", {rank: list(entry.shape) for rank, entry in by_rank.items()}),
         ("requires_grad", {rank: entry.trainable for rank, entry in by_rank.items()}),
     ]
+    if first.kind != "optimizer state":  # which may be a plain number for a shard of a single element
+        # A rank outside of the mesh has no coordinates, and no shard.
+        places = {rank: entry.place for rank, entry in by_rank.items() if entry.place != "outside of the mesh"}
+        facts.append(("placement", {rank: _placement(place) for rank, place in places.items()}))
     for fact, values in facts:
         groups = group_ranks((rank, str(value)) for rank, value in values.items())
         if len(groups) > 1:
@@ -296,6 +305,11 @@ def _compare_layout(by_rank: Mapping[int, StateEntry], result: HashComparison) -
             for name, ranks in ties.items()
         )
         result.findings.append(Finding(first.key, first.kind, others, reference, tied))
+
+
+def _placement(place: str) -> str:
+    """Return the placements and axes of a shard's place without its coordinates; "whole" for a whole tensor."""
+    return re.sub(r" \d+(?=,|$)", "", place) or "whole"
 
 
 def _compare_replicas(replicas: Mapping[int, StateEntry], result: HashComparison) -> None:

@@ -139,9 +139,16 @@ def compare_block(block: torch.Tensor, reference: torch.Tensor, dtype: torch.dty
         dtype: dtype of the elements.
 
     Two NaNs are equal, and so are 0.0 and -0.0. An element that is NaN or infinite in one block only counts as
-    differing and as nonfinite, and has no part in the largest difference.
+    differing and as nonfinite, and has no part in the largest difference. Without a way to read numbers of `dtype`, as
+    for packed ones, the bytes are compared, and the largest difference is NaN.
     """
-    mine, other = _wide(block, dtype), _wide(reference, dtype)
+    if dtype.itemsize == 8 and not dtype.is_floating_point and not dtype.is_complex:
+        return _compare_integers(block, reference, dtype)
+    try:
+        mine, other = _wide(block, dtype), _wide(reference, dtype)
+    except NotImplementedError:
+        differing = int((block != reference).view(-1, dtype.itemsize).any(1).sum())
+        return math.nan if differing else 0.0, differing, block.numel() // dtype.itemsize, 0
     differs = mine != other
     if mine.is_floating_point() or mine.is_complex():
         differs &= ~(mine.isnan() & other.isnan())
@@ -152,6 +159,17 @@ def compare_block(block: torch.Tensor, reference: torch.Tensor, dtype: torch.dty
     finite = gaps[gaps.isfinite()]
     largest = float(finite.max()) if finite.numel() else math.nan
     return largest, differing, mine.numel(), differing - finite.numel()
+
+
+def _compare_integers(block: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype) -> tuple[float, int, int, int]:
+    # float64 rounds large integers, so that neighbours would be equal.
+    mine, other = (part.clone().view(torch.int64) for part in (block, reference))
+    differs = mine != other
+    differing = int(differs.sum())
+    if not differing:
+        return 0.0, 0, mine.numel(), 0
+    gaps = (_wide(block, dtype)[differs] - _wide(reference, dtype)[differs]).abs()
+    return max(1.0, float(gaps.max())), differing, mine.numel(), 0
 
 
 def _wide(block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

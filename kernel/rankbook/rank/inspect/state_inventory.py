@@ -41,7 +41,8 @@ class _NoYield(GilYield):
 
 
 _no_yield = _NoYield()
-_PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS = (numpy.ndarray, numpy.generic, dict, list, tuple, set, frozenset)
 _MAX_DEPTH = 8
 
 
@@ -82,6 +83,11 @@ def hash_state(namespace: Mapping[str, object], names: tuple[str, ...]) -> State
                 entries.append(_hashed(item))
             except InvalidArgument as error:
                 inventory.unreadable[item.key] = str(error)
+            except (RuntimeError, TypeError) as error:
+                kind = type(item.tensor)
+                if not hasattr(kind, "__tensor_flatten__"):  # torch's protocol for tensors that consist of others
+                    raise
+                inventory.unreadable[item.key] = f"a {kind.__name__} does not give its bytes: {error}"
     return StateHashes(tuple(entries), inventory.steps, inventory.missing, inventory.skipped, inventory.unreadable)
 
 
@@ -158,10 +164,18 @@ class _Collector:
         self._added: set[str] = set()
         # Of every parameter: its model, its name there, and the ranks that hold replicas of it.
         self._owners: dict[int, tuple[str, str, tuple[int, ...]]] = {}
+        kept: set[int] = set()
         for name, tree in self._objects.trees.items():
             for key, _, tensor, _ in _tensors_with_aliases(tree):
                 self._owners.setdefault(id(tensor), (name, key, _ddp_ranks(tree)))
-        counted = map(tensor_introspection.steps_of_optimizer, self._objects.optimizers.values())
+            if is_kept_equal(tree):
+                kept |= {id(tensor) for _, _, tensor, _ in _tensors_with_aliases(tree)}
+        # A rank may have another optimizer for itself, which has taken other steps.
+        optimizers = list(self._objects.optimizers.values())
+        shared = [
+            o for o in optimizers if not kept.isdisjoint(map(id, tensor_introspection.parameters_of_optimizer(o)))
+        ]
+        counted = map(tensor_introspection.steps_of_optimizer, shared or optimizers)
         self.inventory.steps = max((count for count in counted if count is not None), default=None)
 
     def _add(self, item: StateItem) -> None:
@@ -268,10 +282,10 @@ class _Collector:
             self._add(StateItem(name, "random state", value.get_state()))
         elif "parts" in instance_dict(value) and "position" in instance_dict(value):
             self._add_loader(name, value)
-        elif is_a(value, numpy.ndarray) or type(value) in {*_PLAIN_VALUES, dict, list, tuple}:
-            self._add_leaves(name, "value", value)
         elif callable(state := getattr(value, "state_dict", None)):
             self._add_leaves(name, "state", state())
+        elif type(value) in _PLAIN_VALUES or any(is_a(value, kind) for kind in _CONTAINERS):
+            self._add_leaves(name, "value", value)
         else:
             raise InvalidArgument(
                 f"cannot compare {name!r}, a {type(value).__name__}: expected a tensor, a module, an optimizer, an "
@@ -348,12 +362,8 @@ class _Collector:
 
         These ranks hold the same activations, so they have to drop the same ones. Data-parallel ranks do not.
         """
-        drops = any(
-            is_a(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0  # type: ignore[operator]
-            for _, module in tree
-        )
         ranks = _tensor_parallel_ranks(tree)
-        if drops and len(ranks) > 1:
+        if len(ranks) > 1 and any(drops(module) for _, module in tree):
             self._add_random_states(("torch", "cuda"), ranks)
 
     def _add_random_states(self, kinds: tuple[str, ...], ranks: tuple[int, ...] = ()) -> None:
@@ -373,23 +383,36 @@ class _Collector:
                 self._add(StateItem(f"rng.{kind}", "random state", value=digest, ranks=ranks))
 
     def _add_leaves(self, key: str, kind: str, value: Any, depth: int = 0) -> None:  # noqa: ANN401 - any value
+        """Add the tensors and values in nested containers. What cannot be compared is named as unreadable."""
+        if is_a(value, numpy.generic):  # a number out of an array, such as a learning rate from numpy.cos
+            value = value.item()
         if depth > _MAX_DEPTH:
-            return
-        if is_a(value, torch.Tensor):
+            self.inventory.unreadable[key] = f"it is nested more than {_MAX_DEPTH} levels deep"
+        elif is_a(value, torch.Tensor):
             self._add(StateItem(key, kind, value))
         elif is_a(value, numpy.ndarray) and value.dtype.kind in "biufc":
             self._add(StateItem(key, kind, torch.from_numpy(numpy.ascontiguousarray(value))))
         elif type(value) in _PLAIN_VALUES:
-            text = repr(value)
-            if len(text) > 100:
-                text = f"{text[:60]}… ({blake2b(text.encode(), digest_size=8).hexdigest()})"
-            self._add(StateItem(key, kind, value=text))
+            self._add(StateItem(key, kind, value=_in_words(repr(value))))
+        elif type(value) in {set, frozenset}:  # their order is that of the hashes, which differ between processes
+            self._add(StateItem(key, kind, value=_in_words(f"{{{', '.join(sorted(map(repr, value)))}}}")))
         elif is_a(value, dict):
             for name, item in tensor_introspection.items(value):
                 self._add_leaves(f"{key}.{name}", kind, item, depth + 1)
-        elif type(value) in {list, tuple}:
+        elif is_a(value, list) or is_a(value, tuple):
             for index, item in enumerate(value):
                 self._add_leaves(f"{key}.{index}", kind, item, depth + 1)
+        elif is_a(value, torch.nn.Module) or is_a(value, torch.optim.Optimizer) or is_a(value, torch.Generator):
+            self._add_value(key, value)
+        else:
+            found = type(value).__name__ + (f" of {value.dtype}" if is_a(value, numpy.ndarray) else "")
+            self.inventory.unreadable[key] = f"it has the type {found}: expected tensors, numbers or strings"
+
+
+def _in_words(text: str) -> str:
+    if len(text) <= 100:
+        return text
+    return f"{text[:60]}… ({blake2b(text.encode(), digest_size=8).hexdigest()})"
 
 
 def is_kept_equal(tree: list[tuple[str, torch.nn.Module]]) -> bool:
@@ -401,6 +424,14 @@ def is_kept_equal(tree: list[tuple[str, torch.nn.Module]]) -> bool:
         or (averaged is not None and any(is_a(module, averaged) for _, module in tree))
         or any(is_dtensor(tensor) for _, _, tensor, _ in _tensors_with_aliases(tree))
     )
+
+
+def drops(module: torch.nn.Module) -> bool:
+    """Return True if a module has active dropout: a layer of torch, or a number that it passes to a function."""
+    attributes = instance_dict(module)
+    names = ["p"] if is_a(module, torch.nn.modules.dropout._DropoutNd) else [n for n in attributes if "dropout" in n]
+    values: list[Any] = [attributes[name] for name in names if name in attributes]
+    return attributes.get("training") is True and any(type(v) in {int, float} and 0 < v <= 1 for v in values)
 
 
 def _place(tensor: torch.Tensor) -> str:
