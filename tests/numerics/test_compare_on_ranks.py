@@ -188,6 +188,50 @@ EXPECTED = {
 }
 
 
+def complex_parameters():
+    """Return what `compare` and `gradients` say of a model with complex parameters and outputs, on 2 ranks."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from rankbook.numerics.commands import compare
+    from rankbook.numerics.gradients import local_gradients
+
+    class Spectrum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = nn.Parameter(torch.tensor([1.0, 2.0j, 1.0 - 1.0j]))
+
+        def forward(self, x):
+            return (torch.fft.rfft(x) * self.factor).conj()
+
+    torch.manual_seed(dist.get_rank())
+    net, batch = nn.Sequential(Spectrum()), torch.randn(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.5)
+
+    def step_with(divisor):
+        def step(model, optimizer, batch):
+            model(batch).abs().square().mean().backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size() if divisor else 1
+            optimizer.step()
+
+        return step
+
+    clean, summed = (compare(step_with(divisor), net, optimizer, batch) for divisor in (True, False))
+    net[0].factor.grad = torch.full((3,), 3.0 + 4.0j)
+    norm = local_gradients(net, "net").entries[0].norm
+    return clean.equal, summed.first.phase, summed.relation.kind, norm
+
+
+@pytest.mark.processes
+def test_complex_parameters_are_compared():
+    for equal, phase, relation, norm in run_ranks(complex_parameters):
+        assert (equal, phase, relation) == (True, "gradient", "×N")
+        assert norm == pytest.approx(75**0.5)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_planted_bugs_are_located_and_explained():

@@ -38,6 +38,13 @@ def test_relation_is_recognized(candidate, expected):
     assert kind(candidate) == expected
 
 
+def test_complex_tensors_are_compared_with_their_imaginary_parts():
+    reference = torch.complex(REFERENCE, REFERENCE.flip(0))
+    assert kind(reference * 4, reference) == "×N"
+    assert kind(reference.conj(), reference) == "other"
+    assert kind(reference, reference + 1j, start=reference) == "unchanged"
+
+
 def test_mask_is_recognized_although_both_have_zeros():
     values = REFERENCE + 5
     first = torch.rand(12, 6, generator=GENERATOR) > 0.3

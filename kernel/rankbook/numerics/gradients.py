@@ -88,6 +88,8 @@ def _norm(tensor: torch.Tensor) -> float:
     """Return the 2-norm, accumulated in float64 (float32 on a device without it)."""
     if tensor.layout is not torch.strided:
         tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
     dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
     pieces = tensor.reshape(-1).split(_PIECE)
     norms = [torch.linalg.vector_norm(piece.to(dtype)) for piece in pieces if piece.numel()]

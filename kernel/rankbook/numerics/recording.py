@@ -30,6 +30,7 @@ from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rankbook.numerics.layouts import Built, raw_optimizer
+from rankbook.numerics.relations import wide
 from rankbook.runtime.strategies.base import full_tensor, reshard
 
 START, FORWARD, LOSS, GRADIENT = "start", "forward", "loss", "gradient"
@@ -69,9 +70,8 @@ _WAVES: dict[int, torch.Tensor] = {}
 
 def summarize(tensor: torch.Tensor, note: str = "", change: float = 0.0) -> Summary:
     """Return the summary of a whole tensor. Two of them are compared by `difference`."""
-    values = tensor.detach()
-    # Booleans and integers are numbers, too.
-    flat = values.reshape(-1).to(torch.float64) if not values.is_complex() else torch.view_as_real(values).reshape(-1)
+    values = tensor.detach().resolve_conj().resolve_neg()
+    flat = wide(values).reshape(-1)  # booleans and integers are numbers, too
     size = flat.numel()
     wave = _WAVES.get(size)
     if wave is None or wave.device != flat.device:
@@ -147,7 +147,7 @@ class Recorder:
         self._keep_states(STATE)
         for name, parameter in self._names.items():
             whole = full_tensor(parameter.detach())
-            moved = float((whole.double() - self._starts[name].double()).norm())
+            moved = float((wide(whole) - wide(self._starts[name])).norm())
             self.keep((PARAMETER, name), whole, change=moved)
         for name, buffer in self.built.inner.named_buffers():
             self.keep((BUFFER, name), buffer)
@@ -221,7 +221,8 @@ def _averaged(own: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor
     world = _Solo.real
     if world is None:
         return own
-    total = torch.zeros_like(parameter, dtype=torch.float64) if own is None else own.detach().double()
+    kind = torch.complex128 if parameter.is_complex() else torch.float64
+    total = torch.zeros_like(parameter, dtype=kind) if own is None else own.detach().to(kind)
     present = torch.tensor([0.0 if own is None else 1.0], dtype=torch.float64, device=total.device)
     dist.all_reduce(total, group=world)
     dist.all_reduce(present, group=world)
@@ -233,7 +234,7 @@ def _averaged(own: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
+        if value.is_floating_point() or value.is_complex():
             yield value
     elif isinstance(value, (list, tuple)):
         for item in value:

@@ -25,6 +25,12 @@ class Relation:
     relative: float
 
 
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in float64. Complex numbers become a last dimension of their real and imaginary parts."""
+    values = tensor.detach()
+    return (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).double()
+
+
 def relative_difference(reference: torch.Tensor, candidate: torch.Tensor) -> float:
     """Return the norm of the difference, divided by the norm of `reference`; inf if shapes differ or one is not finite.
 
@@ -62,7 +68,7 @@ def classify(
         reference_dtype: data type in which `reference` was computed.
         candidate_dtype: data type in which `candidate` was computed.
     """
-    a, b = reference.detach().double(), candidate.detach().double()
+    a, b = wide(reference), wide(candidate)
     relative = relative_difference(a, b)
     if a.shape != b.shape:
         return Relation("shape", f"its shape is {list(b.shape)}, expected {list(a.shape)}", relative)
@@ -70,10 +76,11 @@ def classify(
         return Relation("not finite", "it is not finite", relative)
     # A generous bound: parts were computed in the same precision, and only the order of sums differs.
     close = 4 * tolerance
-    if start is not None and start.shape == b.shape and relative_difference(start.double(), b) <= close < relative:
+    before = None if start is None else wide(start)
+    if before is not None and before.shape == b.shape and relative_difference(before, b) <= close < relative:
         return Relation("unchanged", "the step has not changed it", relative)
     return (
-        _from_parts(b, [part.detach().double() for part in parts], close, relative)
+        _from_parts(b, [wide(part) for part in parts], close, relative)
         or _scaled(a, b, close, world_size, relative)
         or _shifted(a, b, close, world_size, relative)
         or _scaled_shards(a, b, close, world_size, relative)
