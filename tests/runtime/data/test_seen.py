@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import numpy
@@ -15,6 +16,8 @@ from rankbook.runtime.data.samplers import RoundPadding
 from rankbook.runtime.data.seen import RankSamples, SampleLog, merge_seen
 from rankbook.runtime.data.splits import describe_split, fingerprint_dataset, fingerprint_sampler
 from tests.rank_processes import run_ranks
+
+BAR_ROW = re.compile(r"<tr><th[^>]*>([^<]*)</th><td>(.*?)</td><td[^>]*>([^<]*)</td></tr>")
 
 
 def part(ids, length=6, **options):
@@ -33,6 +36,22 @@ def test_duplicates_and_losses_are_named():
     assert not seen.ok and seen.duplicates == {0: (0, 1), 2: (0, 0)} and seen.lost == [1, 4]
     assert "2 samples read more than once: 0 on ranks 0-1, 2 on rank 0, 2 times" in str(seen)
     assert "2 samples lost: 1, 4" in str(seen) and "<table>" in seen.bundle()["text/html"]
+
+
+def test_the_picture_has_a_bar_for_every_rank_and_for_what_was_lost():
+    seen = merge_seen({0: part([0, 2, 2]), 1: part([0, 3, 5], repeated=1)})
+    html = seen.bundle()["text/html"].rpartition("<caption>")[2]
+    bars = {name: (widths, text) for name, widths, text in BAR_ROW.findall(html)}
+    assert {name: text for name, (_, text) in bars.items()} == {
+        "rank 0": "3 read more than once",
+        "rank 1": "2 read once, 1 read more than once, 1 repeated to fill up",
+        "no rank": "2 lost",
+    }
+    assert [row[4] for row in seen.rows()] == ["1", "1"]  # sample 2 was read by rank 0 alone, twice
+    assert re.findall(r"width:([\d.]+)%", bars["rank 1"][0]) == ["50.00", "25.00", "25.00"]
+    assert "<caption>" not in merge_seen({0: part(range(6))}).bundle()["text/html"]
+    assert "<caption>" not in merge_seen({rank: part([rank]) for rank in range(64)}).bundle()["text/html"]
+    assert "<caption>" in merge_seen({0: part([], length=0), 1: part([], length=0)}).bundle()["text/html"]
 
 
 def test_nothing_is_lost_before_the_end_of_the_epoch_or_with_a_sampler_that_leaves_samples_out():
@@ -90,6 +109,19 @@ class Files(Dataset):
         return self.files[index]
 
 
+class Numbers:
+    """A dataset of another library, which says nothing but its length."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return index
+
+
 class PartSampler(Sampler):
     def __init__(self, length, rank, num_replicas):
         self.length, self.rank, self.num_replicas = length, rank, num_replicas
@@ -138,6 +170,7 @@ def test_sampler_of_another_world_is_seen():
     [
         (TensorDataset(torch.arange(6)), TensorDataset(torch.arange(6) + 6)),
         (Files(["a", "b"]), Files(["c", "d"])),
+        (Numbers(6), Numbers(5)),
         (Subset(DATA, [0, 1]), Subset(DATA, [2, 3])),
         (list(range(0, 8, 2)), list(range(1, 8, 2))),
         (numpy.zeros((3, 2)), numpy.ones((3, 2))),

@@ -7,6 +7,7 @@ and looks for samples that several ranks have read, and for samples that nobody 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ MAX_SAMPLES = 100_000_000
 """Samples of a pass that are recorded on one rank, which take 400 MB. Later ones are not."""
 _NAMED = 8
 """Samples that the report names."""
+_MAX_RANKS = 32
+"""Ranks in the picture."""
 
 
 class SampleLog:
@@ -137,10 +140,8 @@ class SeenSamples(TableResult):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the rows of the table, one per rank."""
-        shared: dict[int, int] = {}
-        for ranks in self.duplicates.values():
-            for rank in set(ranks):
-                shared[rank] = shared.get(rank, 0) + 1
+        several = [set(ranks) for ranks in self.duplicates.values()]
+        shared = Counter(rank for ranks in several if len(ranks) > 1 for rank in ranks)
         return [
             (
                 *(str(rank), f"{self.counts[rank]:,}", f"{self.batches[rank]:,}"),
@@ -152,6 +153,37 @@ class SeenSamples(TableResult):
             )
             for rank in self.counts
         ]
+
+    def bundle(self) -> dict[str, str]:
+        """See `TableResult`. The HTML also has a bar for every rank, and one for the samples that were lost."""
+        bundle = super().bundle()
+        bundle["text/html"] += self._picture()
+        return bundle
+
+    def _picture(self) -> str:
+        """Return the numbers of samples by rank as bars in HTML; "" for a single rank and for many ranks."""
+        from rankbook.widgets.rendering import CELL, GREY, ORANGE, SKY, VERMILLION, bar  # only where a result is shown
+
+        if not 1 < len(self.counts) <= _MAX_RANKS:
+            return ""
+        again = Counter(rank for ranks in self.duplicates.values() for rank in ranks)
+        bars: dict[str, list[tuple[str, int, str]]] = {
+            f"rank {rank}": [
+                ("read once", count - again[rank], SKY),
+                ("read more than once", again[rank], ORANGE),
+                ("repeated to fill up", self.repeated[rank], GREY),
+            ]
+            for rank, count in self.counts.items()
+        }
+        if self.lost:
+            bars["no rank"] = [("lost", len(self.lost), VERMILLION)]
+        longest = max(sum(amount for _, amount, _ in parts) for parts in bars.values())
+        rows = "".join(
+            f'<tr><th scope="row" style="{CELL}">{name}</th><td>{bar(parts, longest, width="16em")}</td>'
+            f'<td style="{CELL}">{", ".join(f"{amount:,} {label}" for label, amount, _ in parts if amount)}</td></tr>'
+            for name, parts in bars.items()
+        )
+        return f"<table><caption>samples by rank</caption><tbody>{rows}</tbody></table>"
 
 
 def _ranks(ranks: Any) -> str:  # noqa: ANN401 - an iterable of ranks

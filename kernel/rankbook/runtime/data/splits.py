@@ -7,6 +7,7 @@ the user's code except `__len__`.
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -135,7 +136,12 @@ def _rank_name(function: Any) -> str:  # noqa: ANN401 - a function
 
 def fingerprint_dataset(dataset: Any) -> int:  # noqa: ANN401 - any dataset
     """Return a positive number that is equal on all ranks for the same dataset, from its length and a few samples."""
-    return _number([*_describe(dataset, 0)])
+    length = ""
+    if hasattr(dataset, "__len__") and not isinstance(dataset, IterableDataset):
+        # A dataset need not know its length if its sampler does.
+        with contextlib.suppress(TypeError, NotImplementedError):
+            length = str(len(dataset))
+    return _number([length, *_describe(dataset, 0)])
 
 
 def fingerprint_sampler(loader: Any) -> int:  # noqa: ANN401 - a DataLoader
