@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 
 import pytest
@@ -291,3 +292,46 @@ def test_save_on_each_node_writes_one_file_per_node(tmp_path):
     alone = {"RANK": "{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     assert run_ranks(written, 2, str(tmp_path), environment=alone) == [0, 0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["False-0", "True-0", "True-1"]
+
+
+def clip_with_sequence_parallelism():
+    """Return norm and clamped gradients of a model under sequence parallelism, and those of one process."""
+    import copy
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    from rankbook.runtime.training import clip_norm, clip_values
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(2, 4, 4)
+    single = copy.deepcopy(model)
+    plan = {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=Shard(1)), "3": RowwiseParallel()}
+    model = parallelize_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
+    model(x.chunk(2, 1)[dist.get_rank()]).square().sum().backward()
+    single(x).square().sum().backward()
+    assert any(placement.is_partial() for placement in model[0].weight.grad.placements)
+    norm = float(clip_norm(list(model.parameters()), math.inf, 2, torch.device("cpu")))
+    expected = float(nn.utils.clip_grad_norm_(single.parameters(), math.inf))
+    clip_values(list(model.parameters()), 0.1)
+    nn.utils.clip_grad_value_(single.parameters(), 0.1)
+    gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    return (
+        norm,
+        expected,
+        max(float((gradient - p.grad).abs().max()) for gradient, p in zip(gradients, single.parameters(), strict=True)),
+    )
+
+
+def test_gradients_that_are_still_summands_are_clipped_like_their_sum():
+    for norm, expected, difference in run_ranks(clip_with_sequence_parallelism):
+        assert norm == pytest.approx(expected, rel=1e-4) and difference < 1e-5

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
@@ -289,7 +289,13 @@ def clip_values(parameters: Sequence[torch.Tensor], bound: float) -> None:
     plain = [tensor for tensor in parameters if tensor.grad is not None and not isinstance(tensor.grad, DTensor)]
     if plain:  # torch's function raises for an empty list
         clip_grad_value_(plain, bound)
-    # Elements are independent, so every rank clamps its own shard.
-    clip_local = [tensor.grad.to_local() for tensor in parameters if isinstance(tensor.grad, DTensor)]
-    for gradient in clip_local:
-        gradient.clamp_(-bound, bound)
+    for tensor in parameters:
+        gradient = tensor.grad
+        if not isinstance(gradient, DTensor):
+            continue
+        # Sequence parallelism leaves summands on the ranks, and the clamped summands do not add up to the clamped sum.
+        if any(placement.is_partial() for placement in gradient.placements):
+            whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+            tensor.grad = gradient = gradient.redistribute(placements=whole)
+        # Elements are independent, so every rank clamps its own shard.
+        gradient.to_local().clamp_(-bound, bound)
