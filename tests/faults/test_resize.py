@@ -256,6 +256,28 @@ def test_a_rank_that_dies_before_its_first_snapshot_after_a_resize_is_replaced(c
     assert sorted(epoch.seen) == list(range(SAMPLES))
 
 
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+def test_a_rank_that_dies_while_others_leave_is_replaced(cluster, monkeypatch):
+    prepare(cluster, "fsdp")
+    cluster.run("accelerator.protect()\ntrain(2)\nweights = weights_of(net)")
+    expected = cluster.pull("weights")[0]
+    processes = cluster._processes
+    change = processes.resize
+
+    def kill_before(*args: object, **options: object) -> None:
+        monkeypatch.undo()
+        kill(cluster, 1)
+        processes.wait_exits()
+        change(*args, **options)
+
+    monkeypatch.setattr(processes, "resize", kill_before)
+    assert "rank 1 died meanwhile and was replaced" in str(cluster.resize(2))
+    cluster.run("steps, weights = optimizer.steps, weights_of(net)")
+    assert cluster.pull("steps") == [2, 2]
+    for weights in cluster.pull("weights"):
+        assert all((one == other).all() for one, other in zip(weights, expected, strict=True))
+
+
 @pytest.mark.parametrize("cluster", [2], indirect=True)
 def test_too_little_memory_for_the_snapshots_of_more_ranks_is_reported(cluster):
     prepare(cluster, "ddp")

@@ -1152,7 +1152,7 @@ class Cluster(ClusterQueries):
             kept = keep_devices(assignment.devices, self._processes.assignment.devices, staying)
             assignment = replace(assignment, devices=pending.devices or kept)
             try:
-                self._processes.resize(assignment, timeout=timeout)
+                self._processes.resize(assignment, new, timeout=timeout)
             finally:
                 self._all_ranks = tuple(self._state.ranks)
             entering = {

@@ -34,7 +34,7 @@ from rankbook.coordinator.recovered_state import ReattachedDriver
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import RankState
 from rankbook.engines.engine import AgentConnection, make_engine
-from rankbook.errors import ClusterStopped, InvalidArgument, RankbookError, StartError
+from rankbook.errors import ClusterStopped, InvalidArgument, RankbookError, RankLostError, StartError
 from rankbook.formatting import plural
 from rankbook.launch import local
 from rankbook.launch.connection import connection_path, decode_connection, interface_addresses
@@ -249,10 +249,11 @@ class ClusterProcesses:
         """Return the devices of another number of ranks. Raises `InvalidArgument` if they do not suffice."""
         return assign_devices(world_size, self._cuda_devices, backend=self.assignment.backend, cores=usable_cores())
 
-    def resize(self, assignment: DeviceAssignment, *, timeout: float) -> None:
-        """Let the ranks beyond those of `assignment` exit, and start those that are missing.
+    def resize(self, assignment: DeviceAssignment, new: tuple[int, ...], *, timeout: float) -> None:
+        """Let the ranks beyond those of `assignment` exit, and start the ranks `new`.
 
-        All ranks leave their process groups and form new ones. Raises as `launch`.
+        All ranks leave their process groups and form new ones. Raises as `launch`, and `RankLostError` if a rank that
+        is not `new` has died: the caller would not give it any state.
         """
         driver, world_size = self.driver, len(assignment.devices)
         leaving = tuple(rank for rank in self.state.ranks if rank >= world_size)
@@ -264,16 +265,14 @@ class ClusterProcesses:
                 if time.monotonic() > max(deadline, driver.shutdown_manager.deadline + 1.0):
                     raise StartError(f"{name_ranks(leaving)} did not exit within {timeout:.0f} s")
                 driver.changed.wait(0.05)
-            missing = tuple(
-                rank
-                for rank in range(world_size)
-                if rank not in self.state.ranks or self.state.ranks[rank].state in ended
-            )
+            dead = tuple(rank for rank in self._dead(tuple(self.state.ranks)) if rank < world_size and rank not in new)
+            if dead:
+                raise RankLostError(f"{name_ranks(dead)} died while other ranks left", dead)
             # The devices of a former rank may be asked for until it is gone.
             if world_size >= len(self.assignment.devices):
                 self.assignment = assignment
         try:
-            self.launch(missing, timeout=timeout, world_size=world_size)
+            self.launch(new, timeout=timeout, world_size=world_size)
         finally:
             if len(self.state.ranks) == world_size:
                 self.assignment = assignment
