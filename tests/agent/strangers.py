@@ -40,13 +40,18 @@ def random_bytes(connection: Connection, count: int) -> None:
     chance = random.Random(1)
     sent = 0
     while sent < count:
-        with contextlib.suppress(OSError), socket.create_connection(_address(connection), 5) as stranger:
-            if chance.random() < 0.5:
-                stranger.sendall(GREETING)
-                sent += 1
-            while sent < count:
-                sent += 1
-                stranger.sendall(chance.randbytes(chance.randrange(1, 200)))
+        try:
+            with socket.create_connection(_address(connection), 5) as stranger:
+                if chance.random() < 0.5:
+                    stranger.sendall(GREETING)
+                    sent += 1
+                while sent < count:
+                    sent += 1
+                    stranger.sendall(chance.randbytes(chance.randrange(1, 200)))
+        except ConnectionRefusedError:
+            raise  # nothing listens any more, and nothing would ever be sent
+        except OSError:
+            continue
 
 
 def without_key(connection: Connection, count: int) -> None:
@@ -105,6 +110,7 @@ def member_socket(context: zmq.Context[zmq.Socket[bytes]], connection: Connectio
     member.curve_serverkey = connection.keys.server_public
     member.curve_publickey, member.curve_secretkey = connection.keys.client_public, connection.keys.client_secret
     member.sndhwm = 1000
+    member.sndtimeo = 30_000  # of a connection that does not come back, a send would wait for ever
     member.connect(f"tcp://{connection.address}:{connection.port}")
     return member
 
@@ -113,7 +119,11 @@ def _send_until_refused(stranger: zmq.Socket[bytes], connection: Connection) -> 
     events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     failures = stranger.get_monitor_socket(events)
     stranger.connect(f"tcp://{connection.address}:{connection.port}")
-    stranger.send_multipart(FIRST_PACKET)
+    # After an error of the protocol, such as a missing mechanism, libzmq does not reconnect: it ends the pipe of the
+    # connection. If it has done so before the message is sent, the DEALER has no pipe, and a blocking send never
+    # returns.
+    with contextlib.suppress(zmq.Again):
+        stranger.send_multipart(FIRST_PACKET, zmq.DONTWAIT)
     failures.poll(5_000)
     stranger.disable_monitor()
     failures.close()
