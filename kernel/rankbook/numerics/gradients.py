@@ -17,6 +17,7 @@ from rankbook.control_collectives import gather_objects
 from rankbook.errors import InvalidArgument
 from rankbook.numerics.hashing import place_of
 from rankbook.numerics.norms import GradientTable, merge_gradients
+from rankbook.numerics.relations import as_real
 from rankbook.protocol.numbers import GradientEntry, LocalGradients
 from rankbook.runtime.gradient_state import GradientState
 from rankbook.runtime.prepare import prepared_optimizers
@@ -88,10 +89,8 @@ def _norm(tensor: torch.Tensor) -> float:
     """Return the 2-norm, accumulated in float64 (float32 on a device without it)."""
     if tensor.layout is not torch.strided:
         tensor = tensor.coalesce().values()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
     dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
-    pieces = tensor.reshape(-1).split(_PIECE)
+    pieces = as_real(tensor).reshape(-1).split(_PIECE)
     norms = [torch.linalg.vector_norm(piece.to(dtype)) for piece in pieces if piece.numel()]
     return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 

@@ -25,10 +25,14 @@ class Relation:
     relative: float
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, with a last dimension of the real and imaginary parts of complex numbers."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in float64. Complex numbers become a last dimension of their real and imaginary parts."""
-    values = tensor.detach()
-    return (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).double()
+    """Return a tensor in float64. See `as_real` for complex numbers."""
+    return as_real(tensor.detach()).double()
 
 
 def relative_difference(reference: torch.Tensor, candidate: torch.Tensor) -> float:

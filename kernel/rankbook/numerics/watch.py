@@ -140,8 +140,12 @@ class NumberWatch:
         self._ended = len(self._launches), dict(self._positions)
 
     def _begin_step(self) -> None:
-        """Forget the step that has ended. Collectives after it are those of the next one, such as an all-gather."""
-        assert self._ended is not None
+        """Forget the step that has ended, if one has.
+
+        Collectives after it are those of the next one, such as an all-gather.
+        """
+        if self._ended is None:
+            return
         count, positions = self._ended
         launches, deferred = self._launches[count:], [(index - count, norm) for index, norm in self._deferred_launches]
         new = {group: number for group, number in self._positions.items() if number != positions.get(group)}
@@ -191,8 +195,7 @@ class NumberWatch:
         # the loss. Code that is being compiled has no values, nor has a function inside of `torch.func.vmap`.
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return
-        if self._ended is not None:
-            self._begin_step()
+        self._begin_step()
         self._modules[id(module)] = module
         if isinstance(module, DistributedDataParallel):
             self._wrapped = True
@@ -244,8 +247,7 @@ class NumberWatch:
             self._finite_grads.add(id(module))
 
     def _before_backward(self, loss: torch.Tensor, *_: object) -> None:
-        if self._ended is not None:
-            self._begin_step()
+        self._begin_step()
         self._line = cell_line()
         if self._first is not None:
             self._first.in_pass = False
@@ -253,8 +255,7 @@ class NumberWatch:
             self._check(loss, at.LOSS, None)
 
     def _before_scale(self, _scaler: torch.amp.GradScaler, losses: object = (), *_: object) -> None:
-        if self._ended is not None:
-            self._begin_step()
+        self._begin_step()
         # The scaled loss may overflow without harm.
         self._scaled = True
         for loss in _tensors(losses):
