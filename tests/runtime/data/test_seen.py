@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -122,6 +124,70 @@ class Numbers:
         return index
 
 
+class Wrapper(Dataset):
+    """A dataset that adds tokens or images to the samples of another one."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+
+class Cells:
+    """A column of an Arrow table, with the methods that pyarrow's has."""
+
+    def __init__(self, values):
+        self.values, self.nbytes = values, len(repr(values))
+
+    def __getitem__(self, index):
+        return Cells([self.values[index]])
+
+    def as_py(self):
+        return self.values[0]
+
+
+class Table:
+    """An Arrow table as `datasets` wraps it: rows are read by `fast_slice`."""
+
+    def __init__(self, **columns):
+        self.columns, self.column_names = columns, list(columns)
+
+    def fast_slice(self, offset, length):
+        return Table(**{name: values[offset : offset + length] for name, values in self.columns.items()})
+
+    def column(self, name):
+        return Cells(self.columns[self.column_names[name] if isinstance(name, int) else name])
+
+
+class Rows:
+    """A `datasets.Dataset`: `shard` takes a slice of the table, or every n-th of its rows."""
+
+    def __init__(self, table, length, indices=None, fingerprint="5f"):
+        self._data, self._indices, self._fingerprint, self.length = table, indices, fingerprint, length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        raise AssertionError("this would run the transforms of the user")
+
+    def shard(self, num_shards, index, contiguous=True):
+        length = self.length // num_shards
+        if contiguous:
+            return Rows(self._data.fast_slice(index * length, length), length, fingerprint=f"{index}")
+        return Rows(self._data, length, Table(indices=list(range(index, self.length, num_shards))), f"{index}")
+
+
+class ReadableRows(Rows):
+    @classmethod
+    def of(cls, rows):
+        return cls(rows._data, rows.length, rows._indices, rows._fingerprint)
+
+    def __getitem__(self, index):
+        return self._data.columns["tokens"][index][2]
+
+
 class PartSampler(Sampler):
     def __init__(self, length, rank, num_replicas):
         self.length, self.rank, self.num_replicas = length, rank, num_replicas
@@ -134,6 +200,8 @@ class PartSampler(Sampler):
 
 
 DATA = TensorDataset(torch.arange(12))
+# Tokens that begin and end alike, as those of a chat template with padding do.
+ROWS = Rows(Table(tokens=[[1, 2, *range(n, n + 9), 0, 0] for n in range(12)], label=[0] * 12), 12)
 
 
 @pytest.mark.parametrize(
@@ -174,12 +242,49 @@ def test_sampler_of_another_world_is_seen():
         (Subset(DATA, [0, 1]), Subset(DATA, [2, 3])),
         (list(range(0, 8, 2)), list(range(1, 8, 2))),
         (numpy.zeros((3, 2)), numpy.ones((3, 2))),
+        (SimpleNamespace(files=["a", "b"]), SimpleNamespace(files=["c", "d"])),
+        (ROWS.shard(2, 0), ROWS.shard(2, 1)),
+        (ROWS.shard(2, 0, contiguous=False), ROWS.shard(2, 1, contiguous=False)),
+        (Wrapper(ROWS.shard(2, 0)), Wrapper(ROWS.shard(2, 1))),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_datasets_with_other_samples_have_other_fingerprints(first, second):
     assert fingerprint_dataset(first) != fingerprint_dataset(second)
     assert fingerprint_dataset(first) == fingerprint_dataset(first) > 0
+
+
+def test_equal_rows_have_equal_fingerprints_however_they_were_made():
+    # `map` with a function that cannot be hashed makes a random fingerprint on every rank.
+    mapped = [Rows(ROWS._data, 12, fingerprint=fingerprint) for fingerprint in "ab"]
+    selected = Rows(ROWS._data, 12, Table(indices=list(range(12))))
+    assert len({fingerprint_dataset(rows) for rows in [*mapped, selected, ROWS]}) == 1
+
+
+def test_rows_that_cannot_be_read_are_no_error():
+    assert fingerprint_dataset(Rows(Table(), 0)) == fingerprint_dataset(Rows(Table(), 0)) > 0
+    broken = Rows(ROWS._data, 12, Table(indices=[]))
+    assert fingerprint_dataset(broken) == fingerprint_dataset(broken) > 0
+
+
+def test_the_datasets_library_is_read_as_the_imitation_of_these_tests():
+    datasets = pytest.importorskip("datasets")
+    from datasets.distributed import split_dataset_by_node
+
+    rows = datasets.Dataset.from_dict(ROWS._data.columns)
+    rows.set_transform(math.sqrt)  # raises an error when a sample is read
+    for split in (
+        lambda rank: rows.shard(2, rank, contiguous=True),
+        lambda rank: rows.shard(2, rank, contiguous=False),
+        lambda rank: split_dataset_by_node(rows, rank, 2),
+        lambda rank: rows.select(range(6 * rank, 6 * rank + 6)),
+        lambda rank: rows.shuffle(seed=rank),
+    ):
+        assert fingerprint_dataset(split(0)) != fingerprint_dataset(split(1))
+        assert fingerprint_dataset(split(0)) == fingerprint_dataset(split(0)) > 0
+    mapped = [rows.with_format(None).map(lambda row: row, new_fingerprint=f"{rank}") for rank in range(2)]
+    assert mapped[0]._fingerprint != mapped[1]._fingerprint
+    assert fingerprint_dataset(mapped[0]) == fingerprint_dataset(mapped[1]) == fingerprint_dataset(rows)
 
 
 def test_samplers_with_other_indices_have_other_fingerprints():
@@ -203,6 +308,7 @@ def on_ranks():
         ),
         "subset by rank": DataLoader(Subset(whole, range(rank, 10, 2)), batch_size=1),
         "slice by rank": DataLoader(TensorDataset(torch.arange(10)[rank::2]), batch_size=1),
+        "rows by rank": DataLoader(ReadableRows.of(ROWS.shard(2, rank)), batch_size=1),
         "sampler by rank": DataLoader(whole, batch_size=1, sampler=SubsetRandomSampler(range(rank, 10, 2))),
         "stream": DataLoader(Plain(), batch_size=2),
     }
@@ -246,6 +352,8 @@ def test_ranks_say_what_they_have_read_and_warn_of_what_was_split_before():
     assert "Subset takes one of 2 samples, from sample 1 on" in line
     assert "the datasets of the ranks differ" in first["slice by rank"][5] and not first["slice by rank"][4]
     assert "the dataset of rank 1 is not that of rank 0" in second["slice by rank"][3][0]
+    (line,) = second["rows by rank"][3]
+    assert "the dataset of rank 1 is not that of rank 0" in line and not first["rows by rank"][3]
     assert "the sampler of rank 1 is not that of rank 0" in second["sampler by rank"][3][0]
     assert not first["sampler by rank"][4] and first["stream"][0] == {0: 4, 1: 4}
     assert first["dispatched"] == second["dispatched"] == {0: 2, 1: 2}

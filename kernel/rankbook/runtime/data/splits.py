@@ -3,6 +3,10 @@
 `describe_split` looks at one rank's loader when it is prepared. `fingerprint_dataset` and `fingerprint_sampler` are
 compared between the ranks when the first pass begins. Both read attributes and a few samples in memory, and run none of
 the user's code except `__len__`.
+
+Samples are never read by `dataset[0]`: it may decode a file, take long, or draw random numbers, so that a random
+augmentation would make the samples of equal datasets differ, and the check would change the numbers that training
+draws. What is read instead is the stored data below: tensors, arrays, lists of files, and rows of Arrow tables.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ _COUNTS = ("num_replicas", "world_size", "num_processes", "num_shards")
 _MAX_DEPTH = 4
 _PREFIX = 1024
 """Bytes of a row that a fingerprint reads."""
+_MAX_CELL = 16 << 20
+"""Bytes of a cell of an Arrow table up to which its value is read: reading a longer list takes more than 0.1 s."""
 
 
 def describe_split(loader: Any, ranks: int, rank: int, *, dealt: bool = False) -> str:  # noqa: ANN401 - a DataLoader
@@ -186,14 +192,63 @@ def _describe(value: Any, depth: int) -> Iterator[str]:  # noqa: ANN401 - a data
     elif isinstance(value, TensorDataset):
         for tensor in value.tensors:
             yield from _describe(tensor, depth + 1)
-    elif isinstance(value, Dataset) and depth <= _MAX_DEPTH:
+    elif _is_arrow(value):
+        yield from _describe_rows(value)
+    elif (isinstance(value, Dataset) and depth <= _MAX_DEPTH) or depth == 0:
         if isinstance(value, Subset | ConcatDataset) and hasattr(value, "__len__"):
             yield str(len(value))
         # Not by `value[0]`, which is the user's code, may decode a file, and may draw random numbers.
         for name, item in sorted(getattr(value, "__dict__", {}).items()):
-            if isinstance(item, list | tuple | range | numpy.ndarray | torch.Tensor | Dataset):
+            if isinstance(item, list | tuple | range | numpy.ndarray | torch.Tensor | Dataset) or _is_arrow(item):
                 yield name
                 yield from _describe(item, depth + 1)
+
+
+def _is_arrow(value: Any) -> bool:  # noqa: ANN401 - any dataset
+    """Return True for a `datasets.Dataset`: an Arrow table, and the indices of its rows or None for all rows.
+
+    The library is not imported. The names are those of its versions 2.21 to 5.2, in which `shard`, `select` and
+    `split_dataset_by_node` take a slice of `_data` or set `_indices`.
+    """
+    attributes = getattr(value, "__dict__", {})
+    return "_indices" in attributes and hasattr(attributes.get("_data"), "fast_slice")
+
+
+def _describe_rows(dataset: Any) -> Iterator[str]:  # noqa: ANN401 - a datasets.Dataset
+    """Yield a description of the first and the last row as they are stored, before any transform and any decoding.
+
+    `_fingerprint` is not read: it is a random number if a function of `map` or `filter` cannot be hashed, and so
+    differs between ranks with equal rows.
+    """
+    # A missing method of another version, or an error of Arrow, which are subclasses of these.
+    with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError, OSError, NotImplementedError):
+        for index in (0, len(dataset) - 1):
+            row = index
+            if dataset._indices is not None:
+                row = dataset._indices.fast_slice(index, 1).column(0)[0].as_py()
+            cells = dataset._data.fast_slice(row, 1)
+            for name in cells.column_names:
+                cell = cells.column(name)
+                yield name
+                if cell.nbytes <= _MAX_CELL:
+                    yield _digest(repr(_ends_of(cell[0].as_py(), _PREFIX)).encode())
+
+
+def _ends_of(value: Any, count: int) -> Any:  # noqa: ANN401 - a value of Arrow, as Python's
+    """Return the beginning and the end of a nested value, `count` items in all.
+
+    Tokens and texts of different samples begin and end alike, with the same prompt or padding, so that one item at
+    either end would not tell them apart.
+    """
+    if isinstance(value, dict):
+        return {name: _ends_of(item, count) for name, item in value.items()}
+    half = count // 2
+    if isinstance(value, list):
+        items = value if len(value) <= count else [*value[:half], *value[-half:]]
+        return [_ends_of(item, max(4, count // 16)) for item in items]
+    if isinstance(value, str | bytes) and len(value) > count:
+        return value[:half], value[-half:]
+    return value
 
 
 def _describe_item(item: Any, depth: int) -> Iterator[str]:  # noqa: ANN401 - an item of a list
