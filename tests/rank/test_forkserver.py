@@ -255,6 +255,18 @@ def test_ranks_do_not_draw_each_others_random_numbers(home):
     assert len(set(first_draws + second_draws)) == 6
 
 
+def test_a_rank_collects_garbage_but_not_what_the_forkserver_has_imported(home):
+    home.fork()
+    collected = (
+        "import gc, weakref\n"
+        "class Cycle: pass\n"
+        "cycle = Cycle(); cycle.itself = cycle; reference = weakref.ref(cycle); del cycle\n"
+        "kept = [[] for _ in range(100_000)]  # of which every 700th starts a collection\n"
+        "print(reference() is None, gc.get_freeze_count() > 100_000)"
+    )
+    assert home.printed(collected) == "True True"
+
+
 @pytest.mark.parametrize(
     ("source", "code"),
     [
