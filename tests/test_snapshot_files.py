@@ -13,6 +13,8 @@ from rankbook.snapshot_files import (
     SnapshotFile,
     SnapshotHeader,
     SnapshotVersion,
+    TrainingPlace,
+    are_together,
     check_memory,
     latest_common,
     offsets_of,
@@ -86,6 +88,27 @@ def test_a_step_whose_scheduler_has_not_stepped_counts_only_if_there_is_no_other
     before, unfinished = header(3, 1), SnapshotHeader(version(4), 0.0, 8, 1, is_final=False)
     assert latest_common({0: [unfinished, before], 1: [unfinished, before]}) == version(3, 1)
     assert latest_common({0: [unfinished], 1: [unfinished, before]}) == version(4)
+
+
+def place(steps: dict[int, int], updates: int = 0, has_begun: bool = False, is_mixed: bool = False) -> TrainingPlace:
+    return TrainingPlace(min(steps.values(), default=0), steps, updates, has_begun, is_mixed, ())
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (place({0: 4}), place({0: 4}), True),
+        (place({0: 4}), place({0: 3}), False),
+        (place({0: 4}, updates=1), place({0: 4}), False),
+        (place({0: 4}, has_begun=True), place({0: 4}), False),
+        (place({0: 4}, has_begun=True), place({0: 4}, has_begun=True), True),
+        (place({0: 4}, is_mixed=True), place({0: 4}, is_mixed=True), False),
+        (place({0: 4, 1: 20}), place({0: 4, 1: 19}), False),  # two optimizers
+        (place({0: 4, 7: 9}), place({0: 4}), True),  # one of an earlier training, which a traceback keeps
+    ],
+)
+def test_ranks_are_together_if_they_can_go_on_from_one_step(one, other, expected):
+    assert are_together([one, other, one]) is expected
 
 
 def test_a_rank_waits_for_the_last_snapshot_of_the_others(tmp_path):

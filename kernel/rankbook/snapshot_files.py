@@ -55,6 +55,22 @@ class SnapshotHeader(msgspec.Struct, frozen=True):
     is_final: bool = True
 
 
+class TrainingPlace(msgspec.Struct, frozen=True):
+    """Where a rank is in a protected training.
+
+    `step` is the step to show. `steps` are those of the optimizers that take part, by serial number, and `updates` the
+    steps of schedulers since. `has_begun`: the next step has begun. `is_mixed`: a step or a return to a snapshot was
+    stopped in the middle, so the tensors may be of two steps. `snapshots` are the headers of the rank's snapshots.
+    """
+
+    step: int
+    steps: dict[int, int]
+    updates: int
+    has_begun: bool
+    is_mixed: bool
+    snapshots: tuple[SnapshotHeader, ...]
+
+
 class SnapshotPlace(msgspec.Struct, frozen=True):
     """Location of a rank's snapshots: the cluster's shared memory on the rank's host, and the number of the rank."""
 
@@ -187,6 +203,18 @@ def latest_common(headers: dict[int, list[SnapshotHeader]]) -> SnapshotVersion |
     common = set.intersection(*versions) if versions else set()
     not_final = {header.version for found in headers.values() for header in found if not header.is_final}
     return max(common - not_final or common, default=None)
+
+
+def are_together(places: Collection[TrainingPlace]) -> bool:
+    """Return True if ranks at these places have the state of one step, and can go on from there.
+
+    An optimizer that one of the ranks does not have does not count, such as one of an earlier training.
+    """
+    shared = set.intersection(*(set(place.steps) for place in places)) if places else set()
+    seen = {
+        (place.updates, place.has_begun, tuple(place.steps[serial] for serial in sorted(shared))) for place in places
+    }
+    return len(seen) <= 1 and not any(place.is_mixed for place in places)
 
 
 def remove_all(folder: Path) -> None:

@@ -11,10 +11,11 @@ import pytest
 
 import rankbook
 from rankbook import Cluster, InvalidArgument, RankLostError, TransferError
-from rankbook.coordinator.recovery import copy_variables, summarize_restore
+from rankbook.coordinator.recovery import copy_variables, describe_places, summarize_restore
 from rankbook.coordinator.states import RankEntry, RankState, choose_donor
 from rankbook.launch import local
 from rankbook.magics.views import ClusterViewSource
+from rankbook.snapshot_files import SnapshotHeader, SnapshotVersion, TrainingPlace
 from tests.conftest import wait_until
 
 pytestmark = pytest.mark.processes
@@ -314,6 +315,23 @@ def test_a_rank_killed_a_moment_ago_is_healed(cluster):
         os.kill(pid_of(cluster, 1), signal.SIGKILL)
         assert cluster.heal() is not None, f"nothing to heal in turn {turn}"
         assert cluster.pull("v_state", timeout=20) == [4, 4, 4]
+
+
+def test_ranks_at_different_steps_are_named_with_the_snapshot_that_all_have():
+    def place(step: int, *numbers: int, has_begun: bool = False, is_mixed: bool = False) -> TrainingPlace:
+        headers = tuple(SnapshotHeader(SnapshotVersion(number, 0, number), 0.0, 8, 1) for number in numbers)
+        return TrainingPlace(step, {0: step}, 0, has_begun, is_mixed, headers)
+
+    together = {rank: place(4, 4, 3, has_begun=True) for rank in range(3)}
+    assert describe_places(together) == ""
+    assert describe_places({0: place(4, 4, 3), 1: place(3, 3, 2), 2: place(4, 4, 3, has_begun=True)}) == (
+        "the ranks are at different places of the training: rank 0 is at step 4, rank 1 is at step 3, "
+        "rank 2 is at step 4, and has begun step 5; %distributed heal brings all ranks back to the snapshot of step 3"
+    )
+    assert describe_places({0: place(4), 1: place(3, is_mixed=True), 2: place(4)}) == (
+        "the ranks are at different places of the training: ranks 0,2 are at step 4, "
+        "rank 1 is in the middle of the optimizer's step 4; no snapshot of one step is on all ranks: load a checkpoint"
+    )
 
 
 def test_variables_that_were_not_set_back_are_named_if_steps_are_repeated():

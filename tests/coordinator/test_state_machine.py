@@ -22,6 +22,7 @@ from rankbook.coordinator.states import choose_donor
 from rankbook.errors import IllegalTransition
 from rankbook.protocol.messages import Collectives
 from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport, encode_members
+from rankbook.snapshot_files import TrainingPlace
 
 
 def only(actions: list[act.Action], kind: type) -> list[act.Action]:
@@ -690,6 +691,22 @@ def test_a_rank_that_was_launched_alone_is_empty_until_a_cell_succeeds_or_heal_r
     state.handle(ev.StateRestored((2,), 0))
     assert not state.ranks[2].empty
     assert state.ranks[2].since == first
+
+
+def test_a_failed_cell_that_has_left_the_ranks_at_different_steps_says_so():
+    def fail(*places: TrainingPlace | None) -> list[str]:
+        state = started(len(places))
+        cell, _ = submit(state, *range(len(places)))
+        actions: list[act.Action] = []
+        for rank, place in enumerate(places):
+            done = ev.CellDone(rank, 1, cell, failed=rank == 0, reason="raised ValueError", place=place)
+            actions = state.handle(done)
+        return [action.text for action in only(actions, act.NotifyUser)]
+
+    ahead, behind = (TrainingPlace(step, {0: step}, 0, False, False, ()) for step in (5, 4))
+    (text,) = fail(ahead, behind)
+    assert "rank 0 is at step 5, rank 1 is at step 4" in text
+    assert fail(ahead, ahead) == fail(ahead, None) == fail(None, None) == []
 
 
 def test_a_rank_that_has_lost_its_device_is_no_donor_and_keeps_the_group_from_being_formed():

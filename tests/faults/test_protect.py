@@ -10,12 +10,13 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
-from rankbook import Cluster, InvalidArgument, RankbookError
+from rankbook import CellError, Cluster, InvalidArgument, RankbookError
 from rankbook.launch import local
+from rankbook.output.merger import Emit, Stream
 from rankbook.snapshot_files import read_headers
 from tests.conftest import cluster_folders
 from tests.faults.protected import LAYOUTS, MODEL, MOMENTS, RANKS, SETUP, Training
@@ -146,6 +147,75 @@ def test_a_rank_that_dies_while_the_ranks_are_protected_again_costs_no_further_s
         cluster.run("accelerator.protect()")
     assert "back at step 3" in str(training.heal())
     training.check(10)
+
+
+@pytest.mark.parametrize(
+    ("layout", "moment", "step"), [("fsdp", "before", 3), ("fsdp_tp", "optimizer", 3), ("hsdp", "scheduler", 4)]
+)
+def test_ranks_that_an_error_has_left_at_different_steps_go_back_together(cluster, layout, moment, step):
+    training = Training(cluster, layout, steps=20)
+    cluster.run(IDENTITIES)
+    before = cluster.pull("identities")
+    # Rank 1 fails before it makes step 4, in the middle of it, or before its scheduler's step; the others go on.
+    cluster.run(FAIL.format(moment=moment, step=step), ranks="1")
+    said = told_by(cluster, "losses = train(10)")
+    assert "the ranks are at different places of the training: " in said
+    assert said.endswith("%distributed heal brings all ranks back to the snapshot of step 3"), said
+    healed = training.heal()
+    assert re.match(r"back at step 3: (1 step|2 steps) to repeat\n", str(healed)), healed
+    assert training.at == 3
+    cluster.run(IDENTITIES)
+    assert cluster.pull("identities") == before
+    assert cluster.heal() is None, "all ranks are at one step"
+    training.check(10)
+
+
+def test_ranks_that_were_stopped_at_one_step_do_not_go_back(cluster):
+    training = Training(cluster, "fsdp", steps=20, every=2)
+    training.check(3)
+    said = told_by(cluster, "raise RuntimeError('an error between two steps')")
+    assert "places" not in said
+    assert cluster.heal() is None
+    training.check(10)
+
+
+def test_a_return_that_was_stopped_in_the_middle_is_repeated(cluster):
+    training = Training(cluster, "fsdp", steps=20)
+    cluster.run(FAIL.format(moment="before", step=3), ranks="1")
+    told_by(cluster, "losses = train(10)")
+    cluster.run("whole = protection._restore_optimizer\ndef stop(*_):\n    raise RuntimeError", ranks="2")
+    cluster.run("protection._restore_optimizer = stop", ranks="2")
+    with pytest.raises(RankbookError):
+        cluster.heal()
+    cluster.run("protection._restore_optimizer = whole", ranks="2")
+    assert "back at step 3" in str(training.heal())
+    training.check(10)
+
+
+def told_by(cluster: Cluster, source: str) -> str:
+    """Run a cell that fails, and return what is shown below it."""
+    shown: list[str] = []
+
+    class Screen:
+        def emit(self, items: Sequence[Emit]) -> None:
+            shown.extend(item.text for item in items if isinstance(item, Stream))
+
+    with pytest.raises(CellError):
+        cluster.run(source, sink=Screen())
+    return "".join(shown).strip()
+
+
+FAIL = """
+class Stop(Exception):
+    pass
+
+def fail():
+    victim.rank = -1
+    raise Stop
+
+victim.die, victim.rank, victim.moment, victim.step = fail, rank, {moment!r}, {step}
+accelerator.backward = lambda loss, backward=accelerator.backward: (backward(loss), victim.is_due("before") and fail())
+"""
 
 
 @pytest.mark.slow

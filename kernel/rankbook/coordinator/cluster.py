@@ -37,6 +37,7 @@ from rankbook.coordinator.recovery import (
     choose_snapshot,
     copy_variables,
     describe_no_snapshot,
+    describe_places,
     describe_protection,
     heal_record,
     read_heal_record,
@@ -1199,13 +1200,15 @@ class Cluster(ClusterQueries):
         shrink: bool = False,
         timeout: float = START_TIMEOUT,
     ) -> Healed | Resized | None:
-        """Replace dead ranks by new ones with the variables of a healthy rank. None if there is nothing to replace.
+        """Replace dead ranks by new ones with the variables of a healthy rank. None if there is nothing to do.
 
         A rank whose device has failed for good counts as dead, although its process lives.
         The other ranks keep their variables, and process groups that they share with the new ranks are recreated. The
         donor is the healthy rank whose variables are the oldest. With `empty`, no variables are copied. Without a dead
-        rank, the ranks that are empty since their restart are healed. `ranks` may also name a rank that has run cells
-        since it was restarted alone; it loses the variables that these defined. After an error the ranks are dead.
+        rank, the ranks that are empty since their restart are healed. `ranks` may also name
+        a rank that has run cells since it was restarted alone; it loses the variables that these defined. If no rank is
+        to be replaced, and a cell has left the ranks of a protected training at different steps, all return to their
+        last common snapshot. After an error the new ranks are dead.
 
         With `shrink`, the cluster goes on without the dead ranks instead, as after `resize`: where their devices are
         gone. The highest ranks take the numbers of dead ones, in new processes on their own devices. Shards come from
@@ -1244,7 +1247,7 @@ class Cluster(ClusterQueries):
             verb = "is" if len(alive) == 1 else "are"
             raise InvalidArgument(f"{name_ranks(alive)} {verb} not dead; %distributed restart starts a new process")
         if not chosen:
-            return None
+            return None if empty or ranks is not None else self._return_to_snapshot(timeout)
         if donor is None and not empty:
             raise RankLostError(
                 "no rank with variables to copy is left; %distributed heal --empty starts with empty namespaces", chosen
@@ -1343,6 +1346,28 @@ class Cluster(ClusterQueries):
         missing = {**listed["missing"], **refused}
         healed = summarize_recovery(ranks, donor, adopted, missing, next(iter(lost_saves), ""))
         return replace(healed, restored=outcome, restored_from=restored_from)
+
+    def _return_to_snapshot(self, timeout: float) -> Healed | None:
+        """Return all ranks to their last common snapshot if a cell has left them at different places of the training.
+
+        None if they are together, or not protected.
+        """
+        if self.protection() is None or any(map(self._state.is_busy, self._state.ranks.values())):
+            return None
+        ask = dict.fromkeys(self._all_ranks, (lambda cell: Protect(cell=cell, every=None), ()))
+        places = {rank: report["place"] for rank, report in self._collect(ask, timeout, "heal").items()}
+        if None in places.values() or not describe_places(places):
+            return None
+        headers = self._snapshot_headers(timeout)
+        version, every = choose_snapshot(headers)
+        if version is None:
+            return Healed((), None, restored=describe_no_snapshot(headers, ""), was_refused=True)
+        # The reducers of DDP models are made anew, as at the step of the snapshot.
+        self._collect(dict.fromkeys(self._all_ranks, (lambda cell: AdoptState(cell=cell), ())), timeout, "heal")
+        make = lambda cell: RestoreSnapshot(cell=cell, version=version, every=every)  # noqa: E731 - used once
+        answers = self._collect(dict.fromkeys(self._all_ranks, (make, ())), timeout, "heal")
+        text, was_refused = summarize_restore(answers, ())
+        return Healed((), None, restored=text, was_refused=was_refused, restored_from="" if was_refused else "snapshot")
 
     def _snapshot_headers(self, timeout: float) -> dict[int, list[SnapshotHeader]]:
         """Return the headers of the snapshots of all ranks. Those of other hosts are read by ranks of these hosts."""

@@ -485,6 +485,7 @@ class Driver:
                 message.collectives,
                 message.groups,
                 message.lost_device,
+                message.place,
             )
         )
         # A late `Done` of a straggler: those who show the cell as still running must learn that it has ended.

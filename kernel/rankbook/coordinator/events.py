@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rankbook.coordinator.actions import Step
 from rankbook.coordinator.deadlock import CollectiveReport
 from rankbook.protocol.telemetry import GroupReport
+from rankbook.snapshot_files import TrainingPlace
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class CellDone:
     """A rank has finished a cell. `reason` says what it raised if it `failed`; it started `collectives` collectives.
 
     `groups` are the process groups in which it started them. `lost_device` is the error of a device that has failed for
-    good.
+    good. `place` is where it is in a protected training.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class CellDone:
     collectives: int = 0
     groups: tuple[GroupReport, ...] = ()
     lost_device: str = ""
+    place: TrainingPlace | None = None
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,15 @@ from typing import Any
 from rankbook.coordinator.records import read_record, remove_record, write_record
 from rankbook.errors import TransferError
 from rankbook.formatting import format_bytes, format_duration, plural, truncate_list
-from rankbook.ranks import name_ranks
-from rankbook.snapshot_files import SnapshotHeader, SnapshotVersion, latest_common
+from rankbook.ranks import group_ranks, name_ranks
+from rankbook.snapshot_files import SnapshotHeader, SnapshotVersion, TrainingPlace, are_together, latest_common
 
 
 @dataclass(frozen=True)
 class Healed:
     """Result of a heal: the replaced ranks, and the numbers of variables, functions and imports they received.
 
+    `ranks` is empty if no rank was replaced, and all have returned to a snapshot.
     `missing` maps the names that could not be copied to the reasons. `donor` is None if the ranks start empty.
     `lost_save` describes a background save that was lost with a dead rank, if that was not said before. `restored`
     says to which step the protected training state has returned, or why it has not; empty without protection.
@@ -44,6 +45,8 @@ class Healed:
     restored_from: str = ""
 
     def __str__(self) -> str:
+        if not self.ranks:
+            return self.restored
         verb = "was" if len(self.ranks) == 1 else "were"
         subject = f"{name_ranks(self.ranks)} {verb} healed"
         if self.donor is None:
@@ -169,6 +172,30 @@ def describe_no_snapshot(headers: Mapping[int, list[SnapshotHeader]], last_saved
         f"the protected state was not restored: there is no snapshot of one step that all ranks have{reason}; what is "
         f"sharded has to be loaded from a checkpoint{last_saved}"
     )
+
+
+def describe_places(places: Mapping[int, TrainingPlace]) -> str:
+    """Return where the ranks of a protected training are, and what to do, if they are not together; mostly nothing."""
+    if are_together(list(places.values())):
+        return ""
+    updates = {place.updates for place in places.values()}
+    groups = group_ranks((rank, _describe_place(place, len(updates) > 1)) for rank, place in places.items())
+    parts = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {where}" for where, ranks in groups.items()]
+    version = latest_common({rank: list(place.snapshots) for rank, place in places.items()})
+    remedy = (
+        "no snapshot of one step is on all ranks: load a checkpoint"
+        if version is None
+        else f"%distributed heal brings all ranks back to the snapshot of step {version.step}"
+    )
+    return f"the ranks are at different places of the training: {', '.join(parts)}; {remedy}"
+
+
+def _describe_place(place: TrainingPlace, with_updates: bool) -> str:
+    if place.is_mixed:
+        return f"in the middle of the optimizer's step {place.step + 1}"
+    begun = f", and has begun step {place.step + 1}" if place.has_begun else ""
+    updates = f" with {plural(place.updates, 'step')} of the scheduler" if with_updates else ""
+    return f"at step {place.step}{updates}{begun}"
 
 
 _HEALING = "heal-pending"

@@ -21,6 +21,7 @@ from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.deadlock import CHECK_AFTER_DONE, CHECK_INTERVAL, CollectiveMonitor
 from rankbook.coordinator.grace import GracePeriods
+from rankbook.coordinator.recovery import describe_places
 from rankbook.coordinator.states import (
     CELL_TABLE,
     RANK_TABLE,
@@ -255,11 +256,11 @@ class ClusterState:
         actions = [] if self.grouped else self._regroup_if_complete()  # an earlier attempt failed: try again
         actions += self._dispatch()
         if self.cells.get(event.cell) and self.cells[event.cell].state is CellState.QUEUED:
-            busy = tuple(rank for rank in event.ranks if self._is_busy(self.ranks[rank]))
+            busy = tuple(rank for rank in event.ranks if self.is_busy(self.ranks[rank]))
             actions.append(act.NotifyQueued(event.cell, busy))
         return actions
 
-    def _is_busy(self, rank: RankEntry) -> bool:
+    def is_busy(self, rank: RankEntry) -> bool:
         """Return True if the rank is busy from the user's point of view, who does not see internal cells."""
         cell = self.cells.get(rank.cell) if rank.cell is not None else None
         return rank.state is not RankState.IDLE and not (cell is not None and cell.internal)
@@ -310,6 +311,8 @@ class ClusterState:
         if cell is not None:
             cell.running.discard(event.rank)
             cell.answers[event.rank] = event.reason if event.failed else ""
+            if event.place is not None:
+                cell.places[event.rank] = event.place
             # Summed over all ranks. Zero means that no rank can have diverged from the others.
             cell.collectives += event.collectives
             self._collective_monitor.record_groups(event.rank, event.groups)
@@ -452,6 +455,9 @@ class ClusterState:
         if (broken or mismatch) and is_complete:
             why = "collectives were aborted" if broken else "collectives did not match"
             notices.append(act.NotifyUser(cell.cell, f"{why}: {_REGROUPED}"))
+        # A rank that is dead or still runs the cell has no place. `heal` is needed anyway, or can do nothing yet.
+        if unsure and len(cell.places) == len(cell.ranks) and (text := describe_places(cell.places)):
+            notices.append(act.NotifyUser(cell.cell, f"{text}\n"))
         return [*notices, act.EndCell(cell.cell, tuple(sorted(cell.running)), cell.interrupted, mismatch)]
 
     def _compare_collectives(self, cell: CellEntry) -> tuple[str, list[act.Action]]:

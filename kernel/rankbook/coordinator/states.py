@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from rankbook.snapshot_files import TrainingPlace
+
 
 class RankState(Enum):
     """State of a rank's process."""
@@ -150,6 +152,7 @@ class CellEntry:
 
     `answers` maps the other ranks to their errors, in words; empty if they succeeded. Together the ranks started
     `collectives` collectives, and `aborted` says that some were aborted. `defines_variables`: see `events.Submit`.
+    `places` says where the ranks of a protected training are.
     """
 
     cell: int
@@ -162,6 +165,7 @@ class CellEntry:
     answers: dict[int, str] = field(default_factory=dict)
     collectives: int = 0
     aborted: bool = False
+    places: dict[int, TrainingPlace] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:

@@ -45,7 +45,7 @@ from rankbook.protocol.forkserver import (
 from rankbook.protocol.numbers import HashState, MeasureDifferences, MeasureGradients
 from rankbook.protocol.queries import Answer, Question
 from rankbook.protocol.telemetry import GroupReport, Measure
-from rankbook.snapshot_files import SnapshotVersion
+from rankbook.snapshot_files import SnapshotVersion, TrainingPlace
 
 # Notebook to rank ---------------------------------------------------------------------------------------------------
 
@@ -569,7 +569,8 @@ class Done(Message, frozen=True):
 
     `payload` is the answer to `CallFunction` and `FetchValue`, or the `Measured` of a measured cell. `collectives`
     counts the collectives that the cell started on this rank, and `groups` has the state of their process groups.
-    `lost_device` is the error of a device that has failed for good, and executes nothing any more.
+    `lost_device` is the error of a device that has failed for good, and executes nothing any more. `place` is where the
+    rank is in a protected training.
     """
 
     cell: int
@@ -580,6 +581,7 @@ class Done(Message, frozen=True):
     collectives: int = 0
     groups: tuple[GroupReport, ...] = ()
     lost_device: str = ""
+    place: TrainingPlace | None = None
 
 
 class Collectives(Message, frozen=True):

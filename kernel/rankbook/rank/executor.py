@@ -88,7 +88,7 @@ from rankbook.rank.io.output_capture import OutputCapture
 from rankbook.rank.io.output_widget import OutputWidgetTarget
 from rankbook.rank.process_groups.manager import GroupManager
 from rankbook.rank.shell import RankShell
-from rankbook.snapshot_files import SnapshotHeader
+from rankbook.snapshot_files import SnapshotHeader, TrainingPlace
 from rankbook.transport.link import Frames, RankLink
 from rankbook.transport.serialization import Packed, pack, unpack
 from rankbook.transport.shared_memory import SegmentStore
@@ -112,6 +112,7 @@ _ASSIGNS_ACCELERATOR = re.compile(
 )
 
 
+_PROTECTION = "rankbook.runtime.protection"
 _REPORT_TIME = 2.0
 """Seconds by which an interrupt is postponed while the report of an error is made."""
 
@@ -239,8 +240,15 @@ class Executor:
             collectives=self._group.launched - launched,
             groups=self._group.report_used(),
             lost_device=lost_device,
+            place=self._place() if isinstance(message, (RunCell, CallFunction)) else None,
         )
         return done, packed.frames if packed else ()
+
+    @staticmethod
+    def _place() -> TrainingPlace | None:
+        """Return where this rank is in a protected training."""
+        protection = sys.modules.get(_PROTECTION)  # not imported if nothing was ever protected
+        return protection.training_place() if protection is not None else None
 
     def _tell_steps(self) -> None:
         """Tell the user which weights a regroup has replaced, or could not."""

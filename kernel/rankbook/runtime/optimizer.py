@@ -67,6 +67,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradient_state = GradientState()
         self.before_step: Callable[[], None] | None = None
         self.steps = 0
+        self.is_stepping = False
+        """True in the middle of a step, and after a step that did not end."""
         self._was_skipped = False
         self._begin_round()
         _optimizers.add(self)
@@ -111,6 +113,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict into the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
+        self.is_stepping = False
 
     def train(self) -> None:
         """Call `train()` of the wrapped optimizer, if defined (schedule-free optimizers have it)."""
@@ -151,9 +154,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.before_step()
         if self.scaler is not None:
             return self._scaled_step(self.scaler, closure)
+        self.is_stepping = True
         result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         self.steps += 1
-        self._was_skipped = False
+        self.is_stepping = self._was_skipped = False
         if after_step is not None:
             after_step(self)
         return result
@@ -172,6 +176,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         handle = self.optimizer.register_step_post_hook(
             lambda optimizer, *_: stepped.append(not getattr(optimizer, "found_inf", False))
         )
+        self.is_stepping = True
         try:
             # A disabled scaler passes the closure on.
             result = scaler.step(self.optimizer, closure) if closure is not None else scaler.step(self.optimizer)
@@ -180,6 +185,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._unscaled, self._unscaled_gradient, self._stepped_after = False, None, window.backwards
         self._was_skipped = not any(stepped)
         self.steps += not self._was_skipped
+        self.is_stepping = False
         sharing = self._sharing_scaler()
         # An optimizer that has gradients and has not stepped will use them in this round.
         if all(optimizer._stepped_after is not None or optimizer._first_gradient() is None for optimizer in sharing):

@@ -58,7 +58,7 @@ from rankbook.runtime.snapshot_copies import (
     view_bytes,
 )
 from rankbook.runtime.strategies.ddp import bucket_indices, set_buckets
-from rankbook.snapshot_files import SnapshotFile, SnapshotHeader, SnapshotPlace, SnapshotVersion
+from rankbook.snapshot_files import SnapshotFile, SnapshotHeader, SnapshotPlace, SnapshotVersion, TrainingPlace
 
 PEER_TIMEOUT = 60.0
 """Seconds to wait for the previous snapshot of the other ranks."""
@@ -69,12 +69,13 @@ _SHARDED = "sharded"
 
 
 class ProtectionReport(TypedDict):
-    """State of the protection. `every` is 0 if it is off, `step` is None if there is no snapshot yet."""
+    """State of the protection. `every` is 0 and `place` None if it is off, `step` None if there is no snapshot yet."""
 
     every: int
     step: int | None
     size: int
     unprotected: dict[str, str]
+    place: TrainingPlace | None
 
 
 class RestoredSnapshot(TypedDict):
@@ -137,7 +138,10 @@ def _activate(snapshots: RankSnapshots) -> None:
 
 def after_load() -> None:
     """Take a snapshot of state that was loaded: the last one is of the state before."""
+    for wrapper in prepared.registered("optimizer").values():
+        wrapper.is_stepping = False
     if _active is not None:
+        _active.is_restoring = False
         _active.begin()
 
 
@@ -177,7 +181,13 @@ def report(namespace: Mapping[str, Any], hidden: Mapping[str, Any]) -> Protectio
         step=latest.version.step if latest is not None else None,
         size=latest.size if latest is not None else 0,
         unprotected=find_unprotected(namespace, hidden),
+        place=training_place(),
     )
+
+
+def training_place() -> TrainingPlace | None:
+    """Return where this rank is in the training; None without protection."""
+    return _active.place() if _active is not None else None
 
 
 class RankSnapshots:
@@ -209,6 +219,8 @@ class RankSnapshots:
         self._has_stepped = False
         # True while the last snapshot is of the current step.
         self._is_current = False
+        self.is_restoring = False
+        """True while a return to a snapshot changes the objects, and after one that did not end."""
         self._progress: tuple[Any, ...] = ()
 
     # Called by prepared optimizers and schedulers
@@ -288,6 +300,22 @@ class RankSnapshots:
     def stepping(self) -> list[AcceleratedOptimizer]:
         """Return the optimizers that take part in the training, as far as they have stepped."""
         return list(self._counts)
+
+    def place(self) -> TrainingPlace:
+        """Return where this rank is in the training."""
+        wrappers = {
+            serial: wrapper
+            for serial, wrapper in prepared.registered("optimizer").items()
+            if wrapper in self._counts or not wrapper.steps
+        }
+        return TrainingPlace(
+            step=steps_made(),
+            steps={serial: wrapper.steps for serial, wrapper in wrappers.items()},
+            updates=self._updates,
+            has_begun=_progress() != self._progress,
+            is_mixed=self.is_restoring or any(wrapper.is_stepping for wrapper in wrappers.values()),
+            snapshots=tuple(snapshot_files.read_headers(self._place.folder, [self._place.rank])[self._place.rank]),
+        )
 
     # Snapshots
 
@@ -419,7 +447,9 @@ class RankSnapshots:
         refused = refused or find_missing_object(contents)
         if refused or state is None:
             return RestoredSnapshot(step=0, lost=0, refused=refused)
+        self.is_restoring = True
         restore_state(state)
+        self.is_restoring = False
         for serial, wrapped in prepared.registered("model").items():
             set_buckets(wrapped, contents[0].buckets.get(serial))
         self._complete = {
@@ -786,7 +816,7 @@ def _restore_optimizer(stored: dict[str, Any], wrapper: AcceleratedOptimizer) ->
                 del live[name]
             for name, value in entries.items():
                 live[name] = _restored(live.get(name), value, parameter)
-    wrapper.steps, wrapper._was_skipped = stored["steps"], stored["skipped"]
+    wrapper.steps, wrapper._was_skipped, wrapper.is_stepping = stored["steps"], stored["skipped"], False
 
 
 def _restored(live: Any, stored: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401 - a value of an optimizer's state

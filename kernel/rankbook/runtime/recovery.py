@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from rankbook.protocol import telemetry
+from rankbook.runtime import optimizer as optimizer_module
 from rankbook.runtime import prepare, prepared
 from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.optimizer import AcceleratedOptimizer
@@ -85,7 +86,7 @@ def _synchronize_replicas() -> None:
         return
     # All ranks take part in this collective, whatever they hold: a replacement rank may have fewer objects prepared.
     # If the counts differ, there is no common order for the broadcasts below, and nothing is copied.
-    local_steps = [optimizer.steps for optimizer in wrappers]
+    local_steps = [wrapper.steps for wrapper in wrappers]
     scalers = {id(wrapper.scaler): wrapper.scaler for wrapper in wrappers if wrapper.scaler is not None}
     scales = [scaler.state_dict() for scaler in scalers.values()]
     rows: list[Any] = [None] * dist.get_world_size()
@@ -116,10 +117,15 @@ def _synchronize_replicas() -> None:
             _is_sharded(wrapper) and any(rank_steps[index] != steps_by_rank[0][index] for rank_steps in steps_by_rank)
             for index, wrapper in enumerate(wrappers)
         )
+        remedy = (
+            "interrupt this cell, and %distributed heal brings all ranks back to the last snapshot"
+            if optimizer_module.after_step is not None  # the training is protected
+            else "load the last checkpoint with load_state"
+        )
         _log.warning(
             "The ranks had made different numbers of optimizer steps (%s); %s",
             counts,
-            "the shards of a model are from different steps now: load the last checkpoint with load_state."
+            f"the shards of a model are from different steps now: {remedy}."
             if mixed
             else "all continue with the weights of rank 0.",
         )
