@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from rankbook import control_groups
 from rankbook.errors import InvalidArgument
 from rankbook.formatting import format_bytes, plural
 
@@ -297,7 +298,10 @@ def _held_memory(folder: Path) -> int:
 
 
 def free_memory(folder: Path) -> tuple[int, str]:
-    """Return the free bytes of the shared memory of `folder`, and the place that limits them, for a message."""
+    """Return the free bytes of the shared memory of `folder`, and what limits them, for a message.
+
+    That is the size of the file system, the memory of the machine, or a limit of a container or a job.
+    """
     status = os.statvfs(folder)
     free, place = status.f_bavail * status.f_frsize, str(folder.parent)
     with contextlib.suppress(OSError, ValueError, StopIteration):
@@ -305,4 +309,8 @@ def free_memory(folder: Path) -> tuple[int, str]:
         available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
         if available < free:
             free, place = available, "the machine"
+    # The pages of shared memory count for the group of the process that writes them.
+    limit = control_groups.free_memory()
+    if limit is not None and limit < free:
+        free, place = limit, "the control group of this process"
     return free, place

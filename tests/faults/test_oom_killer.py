@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rankbook.rank.forkserver import find_counter
+from rankbook.control_groups import find_counter
 from tests.conftest import Notebook, running_kernel, wait_until
 from tests.faults.test_death import full_text, pids
 

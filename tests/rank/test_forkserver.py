@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 
+from rankbook.control_groups import RecentKills
 from rankbook.protocol.forkserver import (
     CloseCluster,
     ClusterClosed,
@@ -32,7 +33,7 @@ from rankbook.protocol.forkserver import (
 )
 from rankbook.protocol.messages import Done, RankReady, RunCell, Shutdown, Text, decode_from_forkserver
 from rankbook.rank import forkserver, os_utils
-from rankbook.rank.forkserver import Child, Forkserver, RecentKills
+from rankbook.rank.forkserver import Child, Forkserver
 from rankbook.transport.framed_socket import MessageStream
 from rankbook.transport.zmq_link import ZmqHub
 from tests.conftest import wait_until

@@ -6,7 +6,7 @@ notebook is gone: the sessions of all ranks are killed, the cluster's folders ar
 detached cluster first waits some time for another notebook to claim it.
 
 `Forkserver` is the main loop. `Ownership` tracks which notebook it serves: the one that started it, or one that has
-claimed a detached cluster since. `RecentKills` reads the OOM killer's counter of the control group, so that a rank's
+claimed a detached cluster since. `control_groups.RecentKills` reads the OOM killer's counter, so that a rank's
 exit by SIGKILL can be explained.
 """
 
@@ -30,11 +30,12 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import msgspec
 import psutil
 
+from rankbook.control_groups import RecentKills, find_counter
 from rankbook.errors import ProtocolError
 from rankbook.process_identity import hold_folder
 from rankbook.protocol.forkserver import (
@@ -598,108 +599,6 @@ class Ownership:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-
-
-_PROCESS = Path("/proc/self")
-_READ_INTERVAL = 1.0
-_RECENT_SECONDS = 10.0
-"""Seconds in which a kill counts as recent: a victim with much memory takes some time to exit."""
-
-
-def find_counter(process: Path = _PROCESS) -> Path | None:
-    """Return the file with the OOM kill count of our control group, or None.
-
-    The kernel counts a kill in the victim's group, whichever limit or shortage caused it (cgroup-v2.rst, `oom_kill`;
-    version 1 has the same line in `memory.oom_control`).
-    """
-    return next((file for file in _counters(process) if read_counter(file) is not None), None)
-
-
-def read_counter(file: Path) -> int | None:
-    """Return the number of OOM kills so far; None if the file does not count them."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:  # no memory controller, or the root group, which has no counter
-        return None
-    counts = [line.split()[1] for line in lines if line.startswith("oom_kill ")]
-    return int(counts[0]) if counts else None
-
-
-class RecentKills:
-    """Count the OOM killer's victims of the last seconds.
-
-    Older kills say nothing about a rank that exits now.
-    """
-
-    def __init__(self, counter: Path | None) -> None:
-        self._counter = counter
-        self._changes: deque[tuple[float, int]] = deque()
-        self._next = 0.0
-
-    def update(self, now: float) -> None:
-        """Read the counter, at most once a second; `now` is in seconds on any clock."""
-        if now >= self._next:
-            self._read(now)
-
-    def recent(self, now: float) -> int:
-        """Return the number of recent OOM kills; 0 if it is unknown."""
-        self._read(now)
-        # The difference between the newest and the oldest value in the window.
-        return self._changes[-1][1] - self._changes[0][1] if self._changes else 0
-
-    def _read(self, now: float) -> None:
-        self._next = now + _READ_INTERVAL
-        count = read_counter(self._counter) if self._counter is not None else None
-        if count is not None and (not self._changes or self._changes[-1][1] != count):
-            self._changes.append((now, count))
-        # One value from before the window stays, to which the later ones are compared.
-        while len(self._changes) > 1 and self._changes[1][0] < now - _RECENT_SECONDS:
-            self._changes.popleft()
-
-
-def _counters(process: Path) -> Iterator[Path]:
-    """Yield the files that may contain the counter.
-
-    A machine can mount both versions of control groups; the memory controller belongs to one of them.
-    """
-    try:
-        groups = (process / "cgroup").read_text().splitlines()
-        mounts = [_Mount(line) for line in (process / "mountinfo").read_text().splitlines()]
-    except OSError:  # not Linux
-        return
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        # Version 2 has one line without controllers, version 1 a line per controller.
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        kind, name = ("cgroup", "memory.oom_control") if controllers else ("cgroup2", "memory.events")
-        for mount in mounts:
-            if mount.kind == kind and (not controllers or "memory" in mount.options):
-                yield mount.folder_of(path) / name
-
-
-class _Mount:
-    """One line of `/proc/self/mountinfo` (proc_pid_mountinfo(5))."""
-
-    def __init__(self, line: str) -> None:
-        before, _, after = line.partition(" - ")
-        fields, kinds = before.split(), after.split()
-        self.root = PurePosixPath(_unescape(fields[3]))
-        self.point = Path(_unescape(fields[4]))
-        self.kind = kinds[0]
-        self.options = kinds[-1].split(",")
-
-    def folder_of(self, group: str) -> Path:
-        """Return the folder of the control group `group`.
-
-        A container sees its own group at the mount point, whatever the group's path is outside.
-        """
-        path = PurePosixPath(group)
-        return self.point / path.relative_to(self.root) if path.is_relative_to(self.root) else self.point
-
-
-def _unescape(text: str) -> str:
-    return text.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
 
 
 if __name__ == "__main__":

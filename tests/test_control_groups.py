@@ -1,4 +1,4 @@
-"""Test the counters of the OOM killer, with files as the kernel writes them."""
+"""Test the memory limits of control groups and the counters of the OOM killer, with files as the kernel writes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rankbook.rank.forkserver import RecentKills, find_counter, read_counter
+from rankbook import control_groups, snapshot_files
+from rankbook.control_groups import RecentKills, find_counter, free_memory, read_counter
 
 EVENTS = "low 0\nhigh 17\nmax 4031\noom 3\noom_kill {}\noom_group_kill 1\n"
 OOM_CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
@@ -102,3 +103,44 @@ def test_a_kill_counts_for_some_seconds(tmp_path):
     assert kills.recent(130.0) == 0, "whoever ends now was not"
     counter.write_text(EVENTS.format(8))
     assert kills.recent(130.1) == 1
+
+
+NO_LIMIT_1 = 9223372036854771712
+MEMORY_FILES = {
+    "version 1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "version 2": ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+@pytest.mark.parametrize("version", MEMORY_FILES)
+def test_the_narrowest_limit_of_the_group_and_those_around_it_counts(tmp_path, version):
+    limit, usage, inactive = MEMORY_FILES[version]
+    process = machine(tmp_path, **MACHINES[version])
+    own = (tmp_path / MACHINES[version]["file"]).parent
+
+    def write(folder: Path, maximum: int | str, used: int, cached: int) -> None:
+        (folder / limit).write_text(f"{maximum}\n")
+        (folder / usage).write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 1\nworkingset_{inactive} 5\n{inactive} {cached}\nshmem 7\n")
+
+    assert free_memory(process) is None
+    write(own, 5000, 2000, 300)
+    assert free_memory(process) == 3300
+    write(own.parent, 4000, 2500, 400)
+    assert free_memory(process) == 1900
+    write(own.parent, 2000, 2500, 0)
+    assert free_memory(process) == 0
+    write(own.parent, NO_LIMIT_1 if version == "version 1" else "max", 2500, 400)
+    assert free_memory(process) == 3300
+    (tmp_path / limit).write_text("1\n")  # outside of the file system of control groups
+    assert free_memory(process) == 3300
+
+
+def test_a_limit_below_the_shared_memory_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(control_groups, "free_memory", lambda: None)
+    free, place = snapshot_files.free_memory(tmp_path)
+    assert place in (str(tmp_path.parent), "the machine")
+    monkeypatch.setattr(control_groups, "free_memory", lambda: free + (1 << 40))
+    assert snapshot_files.free_memory(tmp_path)[1] == place
+    monkeypatch.setattr(control_groups, "free_memory", lambda: 4096)
+    assert snapshot_files.free_memory(tmp_path) == (4096, "the control group of this process")
