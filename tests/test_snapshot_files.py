@@ -20,6 +20,7 @@ from rankbook.snapshot_files import (
     offsets_of,
     read_headers,
     remove_all,
+    remove_rank,
     wait_for_peers,
 )
 
@@ -120,8 +121,10 @@ def test_a_rank_waits_for_the_last_snapshot_of_the_others(tmp_path):
 
 
 def test_removing_leaves_other_files(tmp_path):
-    write(tmp_path, 0, 0, 1)
-    write(tmp_path, 3, 1, 2)
+    for rank, generation in ((0, 0), (0, 1), (3, 1)):
+        write(tmp_path, rank, generation, 2)
+    remove_rank(tmp_path, 0)
+    assert {path.stem for path in tmp_path.iterdir()} == {"snapshot-3-1"}
     (tmp_path / "segment-1").touch()
     remove_all(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["segment-1"]

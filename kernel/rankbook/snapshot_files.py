@@ -225,6 +225,12 @@ def remove_all(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def remove_rank(folder: Path, rank: int) -> None:
+    """Remove the snapshots of one rank, such as those that an earlier process of this rank has left."""
+    for generation in GENERATIONS:
+        SnapshotFile(folder, rank, generation).remove()
+
+
 def remove_others(folder: Path, keep: Collection[int]) -> None:
     """Remove the snapshots of all ranks but those in `keep`."""
     for path in list(folder.glob("snapshot-*")):

@@ -111,8 +111,8 @@ def protect(every: int) -> None:
             "protection requires ranks of Rankbook: in a script, a process has no shared memory that outlives it; use "
             "save_state()"
         )
+    snapshot_files.remove_rank(place.folder, place.rank)  # what a process before this one has left
     snapshots = RankSnapshots(place, every)
-    snapshots.remove()  # what a process before this one has left
     snapshots.find_hosts(None)
     snapshots.begin()
     _activate(snapshots)
@@ -125,8 +125,7 @@ def end() -> None:
         _active.remove()
     elif (place := snapshot_files.this_place) is not None:
         # What a process before this one has left: a rank that was restarted need not be protected.
-        for generation in snapshot_files.GENERATIONS:
-            SnapshotFile(place.folder, place.rank, generation).remove()
+        snapshot_files.remove_rank(place.folder, place.rank)
     _active = optimizers.after_step = optimizers.after_scheduler = None
 
 
