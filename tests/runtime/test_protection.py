@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from rankbook import snapshot_files
 from rankbook.errors import CollectiveAborted, InvalidArgument
-from rankbook.runtime import Accelerator, GradScalerKwargs, optimizer, prepared, protection, settings
+from rankbook.runtime import Accelerator, GradScalerKwargs, optimizer, prepared, protection, set_seed, settings
 from rankbook.runtime.optimizer import AcceleratedOptimizer
 from rankbook.snapshot_files import SnapshotFile, SnapshotHeader, SnapshotPlace, SnapshotVersion, read_headers
 
@@ -156,6 +157,96 @@ def test_the_snapshot_that_all_ranks_have_stays_after_others_were_interrupted(fo
     one.step()
     other.step()
     assert [version.number for version in versions(folder)] == [3, 1]
+
+
+class Stopped(Exception):
+    pass
+
+
+class Loops:
+    """A training of one process, by loops that step their scheduler and read batches at different moments.
+
+    `evaluates` and `prefetch` stand for a loop with a scheduler's step per epoch, and one that reads a batch ahead.
+    """
+
+    def __init__(self) -> None:
+        set_seed(3)
+        self.accelerator = Accelerator(cpu=True)
+        model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        data = torch.randn(24, 2, generator=torch.Generator().manual_seed(7))
+        loaders = [DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=12)]
+        self.model, self.optimizer, self.scheduler, self.loader, self.held_out = self.accelerator.prepare(
+            model, optimizer, scheduler, *loaders
+        )
+        self.losses: dict[int, float] = {}
+        self.stop_at = -1
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        loss = self.model(batch).square().mean()
+        if self.optimizer.steps == self.stop_at:
+            raise Stopped
+        self.losses[self.optimizer.steps] = loss.item()
+        return loss
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def after_the_optimizer(self) -> None:
+        for batch in self.loader:
+            self.accelerator.backward(self.forward(batch))
+            self.step()
+            self.scheduler.step()
+
+    def in_the_next_iteration(self) -> None:
+        for batch in self.loader:
+            if self.optimizer.steps:
+                self.scheduler.step()
+            self.accelerator.backward(self.forward(batch))
+            self.step()
+
+    def prefetch(self) -> None:
+        batches = iter(self.loader)
+        batch = next(batches, None)
+        while batch is not None:
+            self.accelerator.backward(self.forward(batch))
+            batch = next(batches, None)
+            self.step()
+            self.scheduler.step()
+
+    def evaluates(self) -> None:
+        for batch in self.loader:
+            self.accelerator.backward(self.forward(batch))
+            self.step()
+        with torch.no_grad():
+            for batch in self.held_out:
+                self.model(batch)
+        self.scheduler.step()
+
+
+@pytest.mark.parametrize("stop_at", [4, 6])  # in the middle of an epoch, and at the first step of one
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("loop", ["after_the_optimizer", "in_the_next_iteration", "prefetch", "evaluates"])
+def test_a_return_continues_with_the_batch_and_the_rate_of_the_next_step(folder, loop, every, stop_at):
+    def train(loops: Loops, *, epochs: int) -> None:
+        for _ in range(epochs):
+            getattr(loops, loop)()
+
+    undisturbed = Loops()
+    train(undisturbed, epochs=5)
+    loops = Loops()
+    protection.protect(every)
+    loops.stop_at = stop_at
+    with pytest.raises(Stopped):
+        train(loops, epochs=3)
+    restored = protection.restore(versions(folder)[0], every)
+    assert stop_at - every < restored["step"] <= stop_at
+    loops.stop_at = -1
+    train(loops, epochs=3)
+    assert max(loops.losses) > stop_at + 5
+    assert loops.losses == {step: loss for step, loss in undisturbed.losses.items() if step in loops.losses}
 
 
 @pytest.mark.parametrize("error", [CollectiveAborted("rank 1 has died"), KeyboardInterrupt()])

@@ -205,6 +205,7 @@ class AccumulationWindow:
         divisor: number that the loss of a batch is divided by.
         step: number of batches since the start or the last end of a loader.
         backwards: number of calls of `Accelerator.backward`.
+        before_backward: called by `Accelerator.backward`, while the training state is protected (protection.py).
         scaler: loss scaler of the optimizers that are prepared now.
         parameters: returns the parameters of these optimizers.
         drop_gradients: clears the gradients of all prepared models and optimizers.
@@ -217,6 +218,7 @@ class AccumulationWindow:
         self.batches = 0
         self.step = 0
         self.backwards = 0
+        self.before_backward: Callable[[], None] | None = None
         self.divisor = 1
         self.in_batch = False
         self.scaler: torch.amp.GradScaler | None = None

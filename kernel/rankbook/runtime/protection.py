@@ -7,6 +7,11 @@ Which moment. A snapshot is taken at the end of `optimizer.step`, where the rand
 begins. With several optimizers, it is taken when all of them have stepped. A scheduler steps after its optimizer, so
 its step updates the snapshot (`updates` of the version); the tensors of models and optimizers are not copied again.
 
+Some loops are ahead of the step. One that reads the next batch before `optimizer.step` has another position than that
+of the batches that the step has used, so the positions of loaders are noted at the backward pass. And a scheduler may
+step at the beginning of the next iteration, when its loader has delivered the next batch. That is part of the next
+step, which is repeated with it.
+
 Which copy. The main thread copies the tensors into mapped memory before it goes on. A thread could copy during the next
 forward and backward pass, if nothing but the optimizer changed the weights. But a loop may exchange them for their
 average and evaluate, or clip them, and nobody sees a change through `parameter.data`: the version counter of a tensor
@@ -126,13 +131,14 @@ def end() -> None:
     elif (place := snapshot_files.this_place) is not None:
         # What a process before this one has left: a rank that was restarted need not be protected.
         snapshot_files.remove_rank(place.folder, place.rank)
-    _active = optimizers.after_step = optimizers.after_scheduler = None
+    _active = optimizers.after_step = optimizers.after_scheduler = window.before_backward = None
 
 
 def _activate(snapshots: RankSnapshots) -> None:
     global _active
     _active = snapshots
     optimizers.after_step, optimizers.after_scheduler = snapshots.after_step, snapshots.update
+    window.before_backward = snapshots.note_positions
 
 
 def after_load() -> None:
@@ -213,6 +219,8 @@ class RankSnapshots:
         self._shared: set[int] = set()
         self._next_serial = 0
         self._updates = 0
+        # The steps of schedulers since the last step, also those of the next step, which are no updates.
+        self._scheduled = 0
         # The updates that the last step had.
         self._usual_updates: int | None = None
         self._has_stepped = False
@@ -220,7 +228,11 @@ class RankSnapshots:
         self._is_current = False
         self.is_restoring = False
         """True while a return to a snapshot changes the objects, and after one that did not end."""
-        self._progress: tuple[Any, ...] = ()
+        # The number of backward passes and the positions of loaders at the last step, and the loaders that it has read.
+        self._progress: _Progress = (0, {})
+        self._read: set[int] = set()
+        # The positions and states of loaders at the backward pass, which the next snapshot contains.
+        self._positions: dict[int, tuple[_Position, Any]] = {}
 
     # Called by prepared optimizers and schedulers
 
@@ -239,20 +251,43 @@ class RankSnapshots:
                 return
         self._begin_round(self._counts)
         self.number += 1
+        before, self._progress = self._progress, _progress()
+        if before[0] == self._progress[0]:  # the backward pass was not that of the Accelerator
+            self._positions.clear()
+        self._read = {serial for serial, at in self._progress[1].items() if before[1].get(serial) != at}
         if self._has_stepped:
             self._usual_updates = self._updates
         elif self._usual_updates is None:
             self._usual_updates = len(prepared.registered("scheduler"))
-        self._updates, self._has_stepped = 0, True
-        self._progress = _progress()
+        self._updates, self._scheduled, self._has_stepped = 0, 0, True
         if (self.number - self._first_number) % self.every == 0:
             self.take()
 
     def update(self) -> None:
         """Store the state that a scheduler has changed after the step of the last snapshot."""
+        self._scheduled += 1
+        if self._has_begun():
+            return
         self._updates += 1
         if self._is_current:
             self.take(only_update=True)
+
+    def note_positions(self) -> None:
+        """Note the positions of the loaders that the next step may read, if it has a snapshot."""
+        if (self.number + 1 - self._first_number) % self.every == 0:
+            loaders, (_, before) = prepared.registered("loader"), self._progress
+            self._positions = {
+                serial: (at, loaders[serial].state_dict())
+                for serial, at in _positions().items()
+                if serial in self._read or before.get(serial) != at
+            }
+
+    def _has_begun(self) -> bool:
+        """Return True if a loader of the last step has delivered a batch since, or a backward pass has begun."""
+        backwards, positions = _progress()
+        return backwards != self._progress[0] or any(
+            positions.get(serial) != self._progress[1].get(serial) for serial in self._read
+        )
 
     def _is_round_complete(self) -> bool:
         """Return True if all optimizers have stepped since the last round that take part in the training.
@@ -310,8 +345,8 @@ class RankSnapshots:
         return TrainingPlace(
             step=steps_made(),
             steps={serial: wrapper.steps for serial, wrapper in wrappers.items()},
-            updates=self._updates,
-            has_begun=_progress() != self._progress,
+            updates=self._scheduled,
+            has_begun=self._has_begun(),
             is_mixed=self.is_restoring or any(wrapper.is_stepping for wrapper in wrappers.values()),
             snapshots=tuple(snapshot_files.read_headers(self._place.folder, [self._place.rank])[self._place.rank]),
         )
@@ -334,10 +369,11 @@ class RankSnapshots:
         numbers, prepared_any, found = zip(*gather((self.number, self._has_objects(), serials)), strict=True)
         self._note_shared(found)
         self.number = self._first_number = max(numbers) + 1
-        self._updates, self._has_stepped = 0, False
+        self._updates, self._scheduled, self._has_stepped = 0, 0, False
+        self._positions.clear()
         if any(prepared_any):
             self.take()
-            self._progress = _progress()
+            self._progress, self._read = _progress(), set(prepared.registered("loader"))
 
     def _has_objects(self) -> bool:
         return bool(prepared.registered("optimizer") or prepared.registered("model"))
@@ -348,7 +384,11 @@ class RankSnapshots:
         With `only_update`, into the last generation, which has the tensors of models and optimizers already.
         """
         self._collect_garbage()
-        content, tensors, main = _flatten({**collect(), "stepping": prepared.serials_of("optimizer", self._counts)})
+        state = {**collect(), "stepping": prepared.serials_of("optimizer", self._counts)}
+        # Of loaders that have delivered more since the backward pass.
+        now = _positions() if self._positions else {}
+        state["others"] |= {serial: then for serial, (at, then) in self._positions.items() if now.get(serial) != at}
+        content, tensors, main = _flatten(state)
         version = SnapshotVersion(self.number, self._updates, steps_made())
         generation = self._last_generation() if only_update else self._prepare(tensors)
         area = self._areas[generation]
@@ -433,7 +473,7 @@ class RankSnapshots:
 
     def restore(self, version: SnapshotVersion) -> RestoredSnapshot:
         """Return to the snapshot `version`, on all ranks or on none. A collective."""
-        lost = max(0, self.number - version.number) + (_progress() != self._progress)
+        lost = max(0, self.number - version.number) + self._has_begun()
         if self.read(version) is None:
             self._areas[0].free()  # its file will be another one
         problem = fetch_missing(self._place, version)
@@ -465,11 +505,12 @@ class RankSnapshots:
         # As on all ranks. Some may have another one from a call of `protect` in which a rank has died.
         self.every = self.latest.every
         self.number = self._first_number = version.number
-        self._updates, self._is_current = version.updates, False
-        self._has_stepped = False
+        self._updates = self._scheduled = version.updates
+        self._is_current = self._has_stepped = False
+        self._positions.clear()
         self._note_shared(content.prepared for content in contents)
         self._begin_round(_optimizers_of(state["stepping"]))
-        self._progress = _progress()
+        self._progress, self._read = _progress(), set(prepared.registered("loader"))
         self.find_hosts(version)
         if self._copies is not None:
             # Ranks may have moved: the second copies are made anew.
@@ -857,10 +898,20 @@ def steps_made() -> int:
     return min((wrapper.steps for wrapper in wrappers if wrapper.steps), default=0)
 
 
-def _progress() -> tuple[Any, ...]:
-    """Return what changes when a step begins: backward passes, and the positions of loaders."""
-    positions = [getattr(loader, "position", None) for loader in prepared.registered("loader").values()]
-    return (window.backwards, *((at.epoch, at.delivered) for at in positions if at is not None))
+_Position: TypeAlias = tuple[int, int]
+"""Epoch of a loader, and the number of batches that it has delivered in it."""
+_Progress: TypeAlias = tuple[int, dict[int, _Position]]
+
+
+def _progress() -> _Progress:
+    """Return what changes when a step begins: the number of backward passes, and the positions of loaders."""
+    return window.backwards, _positions()
+
+
+def _positions() -> dict[int, _Position]:
+    """Return the positions of the prepared loaders that have one, by serial number."""
+    positions = {serial: getattr(item, "position", None) for serial, item in prepared.registered("loader").items()}
+    return {serial: (at.epoch, at.delivered) for serial, at in positions.items() if at is not None}
 
 
 # What is not protected ------------------------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ class TrainingMethods(AcceleratorSettings):
         if divisor != 1:
             loss = loss / divisor
         window.backwards += 1
+        if window.before_backward is not None:
+            window.before_backward()
         if window.scaler is not None:
             window.scaler.scale(loss).backward(**kwargs)
         else:
