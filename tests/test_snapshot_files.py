@@ -118,6 +118,8 @@ def test_a_rank_waits_for_the_last_snapshot_of_the_others(tmp_path):
     wait_for_peers(tmp_path, [1], version(3, 2), timeout=0)
     with pytest.raises(InvalidArgument, match="rank 1 has not made the step"):
         wait_for_peers(tmp_path, [1], version(4, 2), timeout=0)
+    with pytest.raises(InvalidArgument, match=r"rank 2 has no snapshot after 0 s.*protect on protects all ranks"):
+        wait_for_peers(tmp_path, [1, 2], version(4, 1), timeout=0)
 
 
 def test_removing_leaves_other_files(tmp_path):

@@ -266,6 +266,11 @@ def wait_for_peers(
             if any((other.number, other.updates) >= wanted for other in found):
                 versions.append(found)
                 break
+            if time.monotonic() > deadline and not found:
+                raise InvalidArgument(
+                    f"rank {rank} has no snapshot after {timeout:.0f} s, unlike this rank: a rank that was started "
+                    "while others ran a cell is not protected yet; %distributed protect on protects all ranks"
+                )
             if time.monotonic() > deadline:
                 raise InvalidArgument(
                     f"rank {rank} has not made the step of this rank's last snapshot after {timeout:.0f} s: protection "
