@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,6 +137,23 @@ def test_a_new_optimizer_is_protected_from_its_first_step_on(folder):
     training = make()
     training.step()
     assert versions(folder)[0] == SnapshotVersion(4, 0, 1)
+
+
+def test_an_optimizer_that_only_the_traceback_of_an_error_keeps_is_not_waited_for(folder, monkeypatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError from ValueError()
+
+    _models, (training,) = prepare(1)
+    protection.protect(1)
+    training.step()
+    training.optimizer.register_step_post_hook(fail)
+    with pytest.raises(RuntimeError) as failed:
+        training.step()
+    monkeypatch.setattr(sys, "last_value", failed.value, raising=False)
+    del failed, training, _models
+    _models, (training,) = prepare(1)
+    training.step()
+    assert versions(folder)[0].number == 3
 
 
 def test_the_snapshot_that_all_ranks_have_stays_after_others_were_interrupted(folder, monkeypatch):

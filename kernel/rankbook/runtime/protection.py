@@ -31,7 +31,9 @@ import gc
 import io
 import mmap
 import pickle
+import sys
 import time
+import traceback
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -410,6 +412,12 @@ class RankSnapshots:
     def _collect_garbage(self) -> None:
         """Free what cells that were run again have left: objects, with all their memory, that a collection frees."""
         if (serial := snapshot_files.next_serial) != self._serial:
+            # The last error may keep an optimizer on the rank that has failed only, which would wait for it.
+            error, cleared = getattr(sys, "last_value", None), set[int]()
+            while error is not None and id(error) not in cleared:
+                cleared.add(id(error))
+                traceback.clear_frames(error.__traceback__)
+                error = error.__cause__ or error.__context__
             gc.collect()
             self._serial = serial
 
@@ -487,7 +495,11 @@ class RankSnapshots:
         if refused or state is None:
             return RestoredSnapshot(step=0, lost=0, refused=refused)
         self.is_restoring = True
-        restore_state(state)
+        try:
+            restore_state(state)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # as in `_collect_garbage`
+            raise
         self.is_restoring = False
         for serial, wrapped in prepared.registered("model").items():
             set_buckets(wrapped, contents[0].buckets.get(serial))
