@@ -23,17 +23,22 @@ class Network:
         self.received: tuple[list, list] = ([], [])
         self.now = 0.0
 
-    def step(self) -> None:
+    def step(self) -> int:
+        """Let both ends send once. Return the number of packets."""
         self.now += 0.01
+        count = 0
         for side, end in enumerate(self.ends):
             peer = 1 - side
-            packets = [packet for packet in end.packets(self.now) if self.random.random() >= self.loss]
+            sent = end.packets(self.now)
+            count += len(sent)
+            packets = [packet for packet in sent if self.random.random() >= self.loss]
             packets += [packet for packet in packets if self.random.random() < self.repeat]
             if self.random.random() < self.reorder:
                 self.random.shuffle(packets)
             for packet in packets:
                 for stream, frames in self.ends[peer].receive(packet, self.now):
                     self.received[peer].append((stream, [bytes(frame) for frame in frames]))
+        return count
 
     def cut(self) -> None:
         for end in self.ends:
@@ -42,7 +47,10 @@ class Network:
 
     def run(self, *, most: int = 100_000) -> None:
         for _ in range(most):
-            self.step()
+            deadlines = [due for end in self.ends if (due := end.deadline()) is not None]
+            # Nothing happens before the next deadline if nothing is on the way.
+            if not self.step() and deadlines:
+                self.now = max(self.now, min(deadlines))
             if not any(end.pending(stream) for end in self.ends for stream in (MESSAGES, VALUES)):
                 return
         raise AssertionError("packets are left")
@@ -119,8 +127,8 @@ def test_a_message_leaves_before_values_that_wait_and_the_window_bounds_what_is_
     assert end.pending(VALUES) == 64 << 20
 
 
-@pytest.mark.parametrize("rate", [10e6, 100e6, 1e9])
-def test_a_message_waits_at_most_50_ms_behind_values_on_a_network_of_any_speed(rate):
+@pytest.mark.parametrize("rate", [10e6, 12.5e6, 100e6, 1e9])
+def test_a_message_waits_at_most_50_ms_behind_values_on_a_network_from_100_mbit_on(rate):
     """Simulate a network that delivers `rate` bytes per second, in order, after 1 ms."""
     one, other = Session(), Session()
     for _ in range(64):
@@ -129,7 +137,7 @@ def test_a_message_waits_at_most_50_ms_behind_values_on_a_network_of_any_speed(r
     wire: list[tuple[float, Session, list, float | None]] = []
     for step in range(4_000):
         now += 0.001
-        if step > 1_000 and step % 50 == 0:
+        if step > 10 and step % 50 == 0:
             one.send(MESSAGES, [b"interrupt"])
         for packet in one.packets(now):
             free_at = max(free_at, now) + sum(map(len, packet)) / rate
@@ -144,7 +152,8 @@ def test_a_message_waits_at_most_50_ms_behind_values_on_a_network_of_any_speed(r
         wire.sort(key=lambda entry: entry[0])
         if one.pending(VALUES) < 8 << 20:
             one.send(VALUES, [bytes(1 << 20)] * 8)
-    assert delays and max(delays) <= (0.05 if rate > 20e6 else 2 * CHUNK / rate + 0.06)
+    # 100 Mbit/s, or what the least window takes.
+    assert delays and max(delays) <= (0.05 if rate >= 12.5e6 else 0.065)
     assert one.acknowledged(VALUES) >= 0.8 * min(rate, 200e6) * 4
 
 

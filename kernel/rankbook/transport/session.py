@@ -10,12 +10,13 @@ stream 0 (messages) go before those of stream 1 (values). A packet has at most `
 of bytes of a stream is unacknowledged, so that a message never waits behind more than a window of values on the wire.
 The window of stream 1 follows the delay of its acknowledgements, as in LEDBAT (RFC 6817): it grows while they come
 quickly, and shrinks when they come `_MOST_DELAY` seconds later than the quickest one. On a slow network a fixed window
-would lie in the buffers of ZeroMQ and TCP in front of the next message, and hold up an interrupt for seconds.
+would lie in the buffers of ZeroMQ and TCP in front of the next message, and hold up an interrupt for seconds. With a
+small window the packets are small too, so that several of them are on the way and are acknowledged one by one.
 
 A packet is a list of frames: a header (`_HEADER`) and the pieces of one message. Every piece but the last one ends a
 frame of the message; flags say whether the last one does, and whether it ends the message. The header acknowledges as
 well. A packet without pieces only acknowledges; it is sent when nothing else was for `_ACKNOWLEDGE_AFTER` seconds, or
-after `_ACKNOWLEDGE_BYTES` bytes.
+after `_ACKNOWLEDGE_BYTES` bytes, and for values at once: their window follows the time that this takes.
 
 A packet that is not the next one of its stream is dropped: an earlier one has been acknowledged already, and a later
 one will be sent again with those between, after a reconnect or after `_RESEND_AFTER` seconds without progress.
@@ -36,11 +37,12 @@ Packet = list[Bytes]
 
 STREAMS = 2
 CHUNK = 256 << 10
-"""Bytes in one packet."""
+"""Bytes in one packet, at most."""
+_LEAST_CHUNK = 64 << 10
+_CHUNKS_ON_THE_WAY = 8
 _WINDOW = 4 << 20
-_LEAST_WINDOW = 2 * CHUNK
-_FIRST_WINDOW = 1 << 20
-_MOST_DELAY = 0.015
+_LEAST_WINDOW = _CHUNKS_ON_THE_WAY * _LEAST_CHUNK
+_MOST_DELAY = 0.01
 _MAX_PIECES = 1000
 _MAX_MESSAGE = 1 << 30
 """Bytes of one message: larger values travel in parts."""
@@ -109,7 +111,7 @@ class Session:
         self.out_of_order = 0
         self._window = window
         self._out = [_Outgoing(window=window) for _ in range(STREAMS)]
-        self._out[-1].window = min(window, _FIRST_WINDOW)
+        self._out[-1].window = min(window, _LEAST_WINDOW)
         self._least_delay = math.inf
         self._in = [_Incoming() for _ in range(STREAMS)]
         self._acknowledge_at: float | None = None
@@ -171,7 +173,7 @@ class Session:
         self._progress_at = now
         for out in self._out:
             out.sent = 0
-        self._out[-1].window = min(self._window, _FIRST_WINDOW)
+        self._out[-1].window = min(self._window, _LEAST_WINDOW)
         self._least_delay = math.inf
         self._acknowledge_at = now
 
@@ -187,9 +189,10 @@ class Session:
         message = out.messages[0]
         pieces: list[memoryview] = []
         size = flags = 0
-        while out.frame < len(message) and size < CHUNK and len(pieces) < _MAX_PIECES:
+        chunk = min(CHUNK, max(_LEAST_CHUNK, out.window // _CHUNKS_ON_THE_WAY))
+        while out.frame < len(message) and size < chunk and len(pieces) < _MAX_PIECES:
             view = message[out.frame]
-            piece = view[out.offset : out.offset + CHUNK - size]
+            piece = view[out.offset : out.offset + chunk - size]
             pieces.append(piece)
             size += len(piece)
             out.offset += len(piece)
@@ -232,9 +235,10 @@ class Session:
         if any(count > out.next_number for count, out in zip(acknowledged, self._out, strict=True)):
             raise ProtocolError("invalid packet: it acknowledges what was not sent")
         for count, out in zip(acknowledged, self._out, strict=True):
+            before = out.acknowledged_bytes
             delay = self._acknowledged(out, count, now)
             if out is self._out[-1] and delay is not None:
-                self._follow_delay(out, delay, now)
+                self._follow_delay(out, delay, out.acknowledged_bytes - before, now)
         if kind == _ACKNOWLEDGE:
             return []
         return self._take(stream, flags, number, pieces, now)
@@ -251,10 +255,10 @@ class Session:
             delay = None if packet.sent_at is None else now - packet.sent_at
         return delay
 
-    def _follow_delay(self, out: _Outgoing, delay: float, now: float) -> None:
+    def _follow_delay(self, out: _Outgoing, delay: float, size: int, now: float) -> None:
         self._least_delay = min(self._least_delay, delay)
         if delay <= self._least_delay + _MOST_DELAY:
-            out.window = min(out.window + CHUNK // 4, self._window)
+            out.window = min(out.window + size // 2, self._window)  # by half in a round trip
         elif now >= out.shrink_at:
             # Once per round trip: the packets on the way were sent with the larger window.
             out.window = max(out.window * 3 // 4, _LEAST_WINDOW)
@@ -266,7 +270,8 @@ class Session:
         incoming = self._in[stream]
         size = sum(map(len, pieces))
         self._unacknowledged_bytes += size
-        late = 0.0 if self._unacknowledged_bytes >= _ACKNOWLEDGE_BYTES else _ACKNOWLEDGE_AFTER
+        at_once = stream == STREAMS - 1 or self._unacknowledged_bytes >= _ACKNOWLEDGE_BYTES
+        late = 0.0 if at_once else _ACKNOWLEDGE_AFTER
         self._acknowledge_at = min(self._acknowledge_at or now + late, now + late)
         if number != incoming.expected:
             # The peer has not received an acknowledgement, or one of its packets was lost.
