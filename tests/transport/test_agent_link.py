@@ -375,3 +375,50 @@ def test_a_port_at_which_nobody_listens_any_more_is_told_from_one_that_is_only_s
     silent = RefusalProbe("192.0.2.1", 9)
     assert [silent.look(now) for now in (0.0, 1.0, 9.0)] == [0.0] * 3
     silent.reset()
+
+
+@pytest.mark.parametrize("receiver", ["hub", "link"])
+def test_messages_come_before_values_that_arrived_earlier(pair, receiver):
+    link = pair.connect()
+    pair.until(lambda: pair.seen(link, Accepted))
+
+    def send(stream: int, frames: list[bytes]) -> None:
+        if receiver == "link":
+            pair.hub.send("agent-0", stream, frames)
+        else:
+            link.send(stream, frames)
+
+    def receive() -> list[bytes]:
+        end = link if receiver == "link" else pair.hub
+        if not end.has_message():
+            wait_readable(end.filenos(), 1.0)
+        return pair.texts(end.receive())
+
+    for _ in range(1000):  # until both arrive together
+        send(1, [b"value"])
+        send(0, [b"message"])
+        batches = [receive()]
+        while sum(map(len, batches)) < 2:
+            batches.append(receive())
+        if len(batches) == 1:
+            assert batches == [[b"message", b"value"]]
+            return
+    raise AssertionError("they never arrived together")
+
+
+@pytest.mark.parametrize("receiver", ["hub", "link"])
+def test_values_come_in_batches_of_limited_size(pair, receiver, monkeypatch):
+    monkeypatch.setattr(agent_link, "_MAX_RECEIVED_BYTES", 50_000)
+    link = pair.connect()
+    pair.until(lambda: pair.seen(link, Accepted))
+    parts = [bytes([number]) * 10_000 for number in range(20)]
+    batches: list[list[bytes]] = []
+    for part in parts:
+        pair.hub.send("agent-0", 1, [part]) if receiver == "link" else link.send(1, [part])
+    while sum(map(len, batches)) < len(parts):
+        pair.at_hub.clear()
+        pair.at_link.clear()
+        pair.poll()
+        batches.append(pair.texts(pair.at_hub if receiver == "hub" else pair.seen(link, LinkMessage)))
+    assert [part for batch in batches for part in batch] == parts
+    assert max(map(len, batches)) <= 5

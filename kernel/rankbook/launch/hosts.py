@@ -626,7 +626,8 @@ class Hosts:
         while any(not host.lost and host.unreachable_since is None for host in self._hosts.values()):
             if time.monotonic() > deadline:
                 break
-            agent_link.wait_readable(self.filenos(), 0.05)
+            if not self.hub.has_message():
+                agent_link.wait_readable(self.filenos(), 0.05)
             self.poll()
         for host in self._hosts.values():
             host.end_probe(for_good=True)

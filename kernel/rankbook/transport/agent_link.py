@@ -58,7 +58,8 @@ _MAX_HELLO = 64 << 10
 _MAX_BAD_PACKETS = 10
 _MAX_BAD_CONNECTIONS = 1000
 _MAX_RECEIVED = 500
-"""Packets that one call of `AgentHub.receive` handles."""
+_MAX_RECEIVED_BYTES = 2 << 20
+"""Packets and bytes that one call of `receive` handles, so that values do not keep the caller from its other work."""
 _IO_THREADS = 2
 """Threads of libzmq at the coordinator's end. libzmq gives a new connection to the one with the fewest connections.
 
@@ -234,7 +235,10 @@ class AgentHub:
             return _is_readable(self._socket) or _is_readable(self._zap)
 
     def receive(self) -> list[HubEvent]:
-        """Return what has happened since the last call. Raises nothing, whatever a peer has sent."""
+        """Return what has happened since the last call, messages before values.
+
+        Raises nothing, whatever a peer has sent.
+        """
         events: list[HubEvent] = []
         with self._lock:
             now = time.monotonic()
@@ -248,14 +252,15 @@ class AgentHub:
                 if not _is_readable(self._zap):
                     break
                 self._authenticate()
-            for _ in range(_MAX_RECEIVED):
-                if not _is_readable(self._socket):
-                    break
+            size = count = 0
+            while count < _MAX_RECEIVED and size < _MAX_RECEIVED_BYTES and _is_readable(self._socket):
                 connection, *packet = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                count += 1
+                size += sum(map(len, packet))
                 if not self._take(connection.bytes, [frame.buffer for frame in packet], now, events):
                     self._close_connection(connection)
             self._flush_all(now)
-        return events
+        return sorted(events, key=_is_value)
 
     def accept(self, agent: str) -> None:
         """Accept a new agent."""
@@ -503,11 +508,13 @@ class AgentLink:
         return self._reconnect_at is None and (_is_readable(self._socket) or _is_readable(self._monitor))
 
     def receive(self) -> list[LinkEvent]:
-        """Return what has happened since the last call."""
+        """Return what has happened since the last call, messages before values."""
         events: list[LinkEvent] = []
         now = time.monotonic()
-        while self._reconnect_at is None and _is_readable(self._socket):
+        size = 0
+        while size < _MAX_RECEIVED_BYTES and self._reconnect_at is None and _is_readable(self._socket):
             packet = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+            size += sum(map(len, packet))
             self._receive(packet, now, events)
         while self._reconnect_at is None and _is_readable(self._monitor):
             event, _ = _MONITOR_EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
@@ -517,7 +524,7 @@ class AgentLink:
                     self._connected = False
                     events.append(Unreachable())
         self._flush(now)
-        return events
+        return sorted(events, key=_is_value)
 
     def send(self, stream: int, frames: Sequence[Bytes]) -> None:
         """Send a message, also while the coordinator is not reached."""
@@ -545,7 +552,8 @@ class AgentLink:
         while self._connected and self._accepted and (remaining := deadline - time.monotonic()) > 0:
             if not self.pending(0) and not self.pending(1):
                 break
-            wait_readable(self.filenos(), min(0.05, remaining))
+            if not self.has_message():
+                wait_readable(self.filenos(), min(0.05, remaining))
             self.receive()
         if self._reconnect_at is None:
             self._close_socket(linger)
@@ -722,6 +730,11 @@ def _set_options(link_socket: zmq.Socket[bytes]) -> None:
     # The sessions bound what is on the way; a full queue would drop packets.
     link_socket.setsockopt(zmq.SNDHWM, 0)
     link_socket.setsockopt(zmq.LINGER, 0)
+
+
+def _is_value(event: HubEvent | LinkEvent) -> bool:
+    # To write a part of a value takes as long as to handle many messages.
+    return isinstance(event, LinkMessage) and event.stream > 0
 
 
 def _is_readable(link_socket: zmq.Socket[bytes]) -> bool:
