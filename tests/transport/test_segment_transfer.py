@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -133,3 +135,30 @@ def test_partial_segments_are_removed_at_the_end(receiver_store):
     assert files(receiver_store) == [other], "a reader may still open it"
     receiver.drop([other])
     assert files(receiver_store) == [] and not receiver.names
+
+
+def test_the_memory_of_a_large_segment_is_freed_by_another_thread_and_counts_as_free(receiver_store, monkeypatch):
+    receiver = SegmentReceiver(receiver_store)
+    receiver.receive(SegmentPart(NAME, 0, 5), b"large")
+    freed, room_was_asked_for, freed_by = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(shared_memory, "_WORTH_A_THREAD", 5)
+
+    def close(file: int) -> None:
+        room_was_asked_for.wait(30)
+        freed_by.append(threading.current_thread())
+        os.close(file)
+        freed.set()
+
+    def free_bytes(_: Path) -> int:
+        if freed.is_set():
+            return 1000
+        room_was_asked_for.set()
+        return 0
+
+    monkeypatch.setattr(shared_memory, "_free_later", close)
+    monkeypatch.setattr(shared_memory, "_free_bytes", free_bytes)
+    receiver.drop([NAME])
+    assert files(receiver_store) == [] and not freed_by, "this thread goes on"
+    other = NAME.replace("segment-1", "segment-2")
+    assert receiver.receive(SegmentPart(other, 0, 5), b"other") is None, "it has room"
+    assert [thread.name for thread in freed_by] == ["rankbook-free"]

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -264,3 +265,30 @@ def test_segments_of_a_dead_process_are_cleared_by_pid(store):
     store.clear(int(pid))
     assert [path.name for path in store.folder.iterdir()] == [ours.name]
     store.clear()
+
+
+def test_other_threads_run_while_a_large_value_is_copied():
+    memory, data = memoryview(bytearray(64 << 20)), bytes(64 << 20)
+    begun, ran = threading.Event(), threading.Event()
+
+    def run() -> None:
+        begun.wait()
+        ran.set()
+
+    thread = threading.Thread(target=run)
+    interval = sys.getswitchinterval()
+    # Only who releases the GIL loses it.
+    sys.setswitchinterval(1000)
+    try:
+        thread.start()
+        begun.set()
+        for _ in range(100):
+            shared_memory._copy(data, memory, 0)
+            if ran.is_set():
+                break
+        ran_meanwhile = ran.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        begun.set()
+        thread.join()
+    assert ran_meanwhile

@@ -876,9 +876,9 @@ class MirroredSegments(SegmentStore):
         super().__init__(folder, most_in_frames=MOST_IN_FRAMES)
         self.drop: Callable[[str], None] = lambda _name: None
 
-    def discard(self, name: str) -> None:
+    def discard(self, name: str, *, wait: bool = True) -> None:
         """See `SegmentStore`."""
-        super().discard(name)
+        super().discard(name, wait=wait)
         self.drop(name)
 
 

@@ -28,6 +28,7 @@ import platform
 import re
 import secrets
 import stat
+import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -51,6 +52,7 @@ _WRITE_AT_ONCE = 16 << 20  # bytes; an interrupt is handled between two writes
 _HUGE_PAGE = 2 << 20  # bytes, on x86-64 and, with pages of 4 KiB, on ARM; any other size is refused by the system
 _WORTH_HUGE_PAGES = 8 * _HUGE_PAGE  # bytes; `madvise` takes some 0.1 ms at least
 _COLLAPSE_AT_ONCE = 32 * _HUGE_PAGE
+_WORTH_A_THREAD = 16 << 20  # bytes, to free which takes 2 ms
 _MADV_COLLAPSE = 25  # Linux 6.1; Python's `mmap` module lacks it
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM}
 _INVALID_FILE = {errno.ELOOP, errno.EMLINK, errno.ENXIO}  # a symbolic link (EMLINK on BSD), a socket
@@ -91,6 +93,8 @@ class SegmentStore:
         self.least = least
         self._most_in_frames = most_in_frames
         self._existed = folder.exists()
+        # Threads that free the memory of removed segments.
+        self._freeing: list[threading.Thread] = []
 
     def write(self, buffers: Sequence[Sequence[Bytes]]) -> Segment | None:
         """Write one file with `buffers`, given as lists of pieces to concatenate.
@@ -137,9 +141,14 @@ class SegmentStore:
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if offset == 0 else 0)
         try:
             if offset == 0 and size > (_free_bytes(self.folder) - reserved) // 2:
-                raise TransferError(self._no_room(size))
+                while self._freeing:  # what was removed must not count as taken
+                    self._freeing.pop().join()
+                if size > (_free_bytes(self.folder) - reserved) // 2:
+                    raise TransferError(self._no_room(size))
             file = os.open(path, flags, 0o600)
             try:
+                # Not on huge pages: `madvise` waits for a kernel thread of every core, which halved the rate of a
+                # transfer beside other jobs.
                 with _remove_on_error(path):
                     _write_at(file, data, offset)
             finally:
@@ -186,10 +195,20 @@ class SegmentStore:
         finally:
             os.close(file)
 
-    def discard(self, name: str) -> None:
-        """Remove the segment `name`, if it exists. Raises `ProtocolError` for an invalid name."""
-        self._path(name).unlink(missing_ok=True)
+    def discard(self, name: str, *, wait: bool = True) -> None:
+        """Remove the segment `name`, if it exists. Raises `ProtocolError` for an invalid name.
+
+        Without `wait`, another thread frees the memory of a large one, which takes 0.1 s for a gigabyte of small pages.
+        """
+        path = self._path(name)
+        # The memory is freed with the last descriptor.
+        file = None if wait else _open_large(path)
+        path.unlink(missing_ok=True)
         self._failure_path(name).unlink(missing_ok=True)
+        if file is not None:
+            thread = threading.Thread(target=_free_later, args=(file,), name="rankbook-free", daemon=True)
+            self._freeing = [thread, *(freeing for freeing in self._freeing if freeing.is_alive())]
+            thread.start()
 
     def clear(self, pid: int | None = None, keep: Collection[str] = ()) -> None:
         """Remove all segments, or those of the dead process `pid`, except those named in `keep`."""
@@ -297,9 +316,16 @@ def _copy(data: Bytes, memory: memoryview, position: int) -> int:
     """Copy `data` to `position` in `memory`, as far as it reaches, and return the number of bytes copied."""
     view = memoryview(data)
     size = min(len(view), max(0, len(memory) - position))
+    if not size:
+        return 0
+    # An assignment to a slice would hold the GIL, and with it up the threads that handle messages. numpy releases it.
+    # It is imported here, because a notebook without large values does not need it.
+    import numpy as np
+
+    source, target = np.frombuffer(view, np.uint8), np.frombuffer(memory, np.uint8)
     for start in range(0, size, _WRITE_AT_ONCE):
         stop = min(start + _WRITE_AT_ONCE, size)
-        memory[position + start : position + stop] = view[start:stop]
+        target[position + start : position + stop] = source[start:stop]
     return size
 
 
@@ -310,6 +336,18 @@ def _write_at(file: int, data: Bytes, position: int) -> None:
         written = os.pwrite(file, view[:_WRITE_AT_ONCE], position)
         position += written
         view = view[written:]
+
+
+def _free_later(file: int) -> None:
+    os.close(file)
+
+
+def _open_large(path: Path) -> int | None:
+    """Return a descriptor of the file if it is so large that its removal takes time, else None."""
+    with contextlib.suppress(OSError):
+        if path.lstat().st_size >= _WORTH_A_THREAD:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    return None
 
 
 def _map(file: int, size: int, *, shared: bool = False) -> memoryview:
@@ -467,7 +505,7 @@ class SegmentReceiver:
     def drop(self, names: Iterable[str]) -> None:
         """Remove segments, whether they have arrived or not. The sender sends no more of them."""
         for name in names:
-            self._store.discard(name)
+            self._store.discard(name, wait=False)
             self.transfers.pop(name, None)
             self.settled.discard(name)
             self._refused.discard(name)
