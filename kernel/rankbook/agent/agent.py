@@ -61,7 +61,7 @@ from rankbook.protocol.agents import (
 )
 from rankbook.protocol.base import Message
 from rankbook.protocol.forkserver import ClusterOpened, ForkRank, KillRank, RankExited, RankForked
-from rankbook.protocol.messages import Done, FromForkserver, decode_from_rank, encode, message_segments
+from rankbook.protocol.messages import Display, Done, FromForkserver, decode_from_rank, encode, message_segments
 from rankbook.transport import agent_link
 from rankbook.transport.agent_link import AgentLink
 from rankbook.transport.framed_socket import RequestListener, modules_folder
@@ -77,6 +77,8 @@ _BATCH = 1 << 20
 """Bytes of messages of ranks that are sent to the coordinator as one message."""
 _LARGEST = 512 << 20
 """Bytes of one message of a rank that the link carries. Large values are segments, see `MOST_IN_FRAMES`."""
+_MOST_WAITING = 256 << 20
+"""Bytes that wait for the coordinator, above which displays are dropped."""
 _LONGEST_WAIT = 0.5
 """Seconds after which the parent process and the connection are looked at, without any event."""
 _FIRST_CONNECTION = 30.0
@@ -139,6 +141,7 @@ class Agent:
         self._sender = SegmentSender(self._segments)
         self._receiver = SegmentReceiver(self._segments)
         self._held: list[_Held] = []
+        self._drops_displays = False
         # The cells in whose answers segments stay here, by rank.
         self._stay: dict[int, int] = {}
         self._signal_read, self._signal_write = os.pipe()
@@ -412,6 +415,8 @@ class Agent:
                 self._send(HostNote(f"{text}, more than {format_bytes(_LARGEST)}"))
                 self._launcher.kill(*sender)
                 continue
+            if self._must_drop(sender.rank, data, size + message_size):
+                continue
             # A name of a segment in the bytes is not proof of one, but rare otherwise.
             needs, cell = _segments_of(data) if b"segment-" in bytes(data) else ((), None)
             if needs:
@@ -432,6 +437,25 @@ class Agent:
                 self._flush(senders, batch)
                 senders, batch, size = [], [], 0
         self._flush(senders, batch)
+
+    # While the coordinator is not reached, or reads slowly, messages of the ranks wait in the link. The ranks are not
+    # made to wait, because their control threads send over the same socket, and a rank that floods the link must still
+    # be interrupted. Most messages are bounded by themselves: a rank sends `MAX_CELL_OUTPUT` bytes of text in a cell,
+    # one result, and replies to what it was asked. Displays have no limit, and can be large. (Messages of widgets have
+    # none either, but are small, and a widget that misses one is wrong from then on.)
+    def _must_drop(self, rank: int, data: memoryview, size: int) -> bool:
+        """Return True for a display for which there is no room. The first one is reported."""
+        waiting = self._link.pending(MESSAGES) + size
+        if waiting <= _MOST_WAITING:
+            self._drops_displays &= waiting > _MOST_WAITING // 2
+            return False
+        if not _is_display(data):
+            return False
+        if not self._drops_displays:
+            self._drops_displays = True
+            text = f"displays of rank {rank} and perhaps of others were dropped"
+            self._send(HostNote(f"{text}: {format_bytes(_MOST_WAITING)} of output wait for the notebook"))
+        return True
 
     def _flush(self, senders: list[FromRank], frames: list[Bytes]) -> None:
         if senders:
@@ -530,6 +554,13 @@ def _segments_of(data: memoryview) -> tuple[tuple[str, ...], int | None]:
     except ProtocolError:  # the coordinator reports it
         return (), None
     return message_segments(message), message.cell if isinstance(message, Done) else None
+
+
+def _is_display(data: memoryview) -> bool:
+    try:
+        return isinstance(decode_from_rank(data), Display)
+    except ProtocolError:  # the coordinator reports it
+        return False
 
 
 def _frozen(frame: Bytes) -> bytes | memoryview:
