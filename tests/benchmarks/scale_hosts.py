@@ -32,6 +32,7 @@ from rankbook.coordinator import events as ev
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.running_cell import RunningCell
 from rankbook.coordinator.state_machine import ClusterState
+from rankbook.coordinator.states import RankState
 from rankbook.launch.connection import Connection, decode_connection
 from rankbook.launch.hosts import Hosts, HostsLauncher, HostsLink, MirroredSegments, local_versions
 from rankbook.launch.placement import place_ranks
@@ -323,8 +324,9 @@ def measure(world_size: int, rounds: int) -> dict[str, float]:
 def die(cluster: ScaledCluster) -> None:
     """Let every tenth rank exit, and wait until all are known to be dead."""
     cluster.submit("die")
-    dying = set(cluster.ranks[::10])
-    cluster.wait(lambda: not dying & set(cluster.state.live_ranks()))
+    dying = [cluster.state.ranks[rank] for rank in cluster.ranks[::10]]
+    # Asked after every event, in the process that is measured. The first one that lives ends the look.
+    cluster.wait(lambda: all(rank.state is RankState.DEAD for rank in dying))
 
 
 def main() -> int:

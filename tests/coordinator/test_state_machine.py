@@ -590,9 +590,11 @@ def test_the_reports_of_collectives_that_follow_from_deaths_are_not_requested_wi
     assert only(actions, act.RequestCollectives) == []
     (check,) = only(actions, act.ScheduleCheck)
     assert 0 < check.seconds < state.grace.death_interrupt / 2
-    assert only(state.handle(ev.CheckCollectives(1.01 + check.seconds)), act.RequestCollectives) == [
-        act.RequestCollectives((0, 1))
-    ]
+    now = 1.01 + check.seconds
+    assert only(state.handle(ev.CheckCollectives(now)), act.RequestCollectives) == [act.RequestCollectives((0, 1))]
+    state.handle(ev.RankGone(1, 1, "died"))
+    actions = state.handle(ev.LossReportDue(now + 0.01))
+    assert only(actions, act.SendLosses) and not only(actions, act.RequestCollectives), "the check has requested them"
 
 
 def test_death_aborts_ranks_that_wait_for_the_dead_and_interrupts_the_others():

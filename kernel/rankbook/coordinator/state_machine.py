@@ -211,8 +211,8 @@ class ClusterState:
         reason = "was restarted" if expected and rank.refork else event.reason
         actions: list[act.Action] = [act.NotifyRankLost(rank.rank, reason, cell, expected)]
         self._collective_monitor.forget(rank.rank)
-        live = self.live_ranks()
-        if not rank.refork and live:
+        # Not `live_ranks`: with 1,000 ranks it takes as long as the rest of this method.
+        if not rank.refork and self._state_counts[RankState.IDLE] + self._state_counts[RankState.BUSY]:
             self._unreported_losses[rank.rank] = f"rank {rank.rank} {event.reason}"
             actions.append(act.ScheduleLossReport())
         # Queued cells wait for a rank that is being restarted. They fail if it is gone for good.
@@ -428,7 +428,10 @@ class ClusterState:
         return []
 
     def _check_collectives(self, event: ev.CheckCollectives) -> list[act.Action]:
-        return self._collective_monitor.check(event.now, self.ranks, self.cells)
+        actions = self._collective_monitor.check(event.now, self.ranks, self.cells)
+        if any(isinstance(action, act.RequestCollectives) for action in actions):
+            self._next_request = event.now + _REQUEST_INTERVAL  # an exit need not request the same again
+        return actions
 
     def _interrupt_running(self, cell: CellEntry) -> list[act.Action]:
         return [act.SendInterrupt(cell.cell, tuple(sorted(cell.running)))] if cell.running else []
