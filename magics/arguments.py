@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from rankbook.engines.engine import engine_names
 from rankbook.errors import InvalidArgument
+from rankbook.launch.placement import DEVICES
 from rankbook.widgets.output_panel import VIEWS
 
 _HELP = ("-h", "--help")
@@ -163,6 +164,11 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
     start = add("start", "start the ranks: one per CUDA device, or two on the CPU")
     start.add_argument("-n", "--ranks", dest="n", type=int, metavar="N", help="number of ranks; also start N")
     start.add_argument("--backend", help="torch.distributed backend: gloo, nccl, cpu:gloo,cuda:nccl")
+    start.add_argument(
+        "--device",
+        choices=DEVICES,
+        help="cpu: hide the CUDA devices from the ranks; cuda: fail if torch can use none (default: cuda if possible)",
+    )
     start.add_argument(
         "--keep",
         nargs="?",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import HOSTS_TIMEOUT, Cluster
 from rankbook.errors import CellError, InvalidArgument, RankLostError
+from rankbook.launch.placement import choose_device
 from rankbook.magics.cell_handle import raise_cell_error, without_frames
 from rankbook.magics.output_panel import ask_for, sink_for
 from rankbook.runtime.launched_function import PRECISION, USE_CPU, run_launched
@@ -61,7 +62,8 @@ def notebook_launcher(
     running. Another number of ranks is replaced if they are idle and have no variables. The output appears below the
     cell as it arrives. `function` and `args` are pickled by value, including closures, lambdas and classes from cells.
     In the call `Accelerator()` has the precision `mixed_precision` ("no", "fp16", "bf16") and otherwise default
-    settings, and `os.environ` has the variables that the notebook has set since the ranks were started.
+    settings, and `os.environ` has the variables that the notebook has set since the ranks were started. If
+    ACCELERATE_USE_CPU is 1 at the start, the ranks use the CPU.
 
     With `num_nodes`, there are `num_processes` ranks on this host and on every other node: the call prints the command
     that starts an agent there, and waits for the agents up to ten minutes. `master_addr` and `use_port` are where this
@@ -138,7 +140,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     """
     __tracebackhide__ = True  # as above
     _check_call("debug_launcher", function, args, num_processes)
-    with Cluster(num_processes, backend="gloo") as cluster:
+    with Cluster(num_processes, backend="gloo", device="cpu") as cluster:
         return _call(cluster, function, args, {PRECISION: "no", USE_CPU: "yes"})
 
 
@@ -155,9 +157,10 @@ def _ranks_of_one_host(num_processes: int | None) -> Cluster:
     if num_processes in (None, cluster.world_size):
         return cluster
     _check_replaceable(cluster, f"num_processes={num_processes}")
-    # The new ranks are kept after the end of the kernel as the old ones were.
+    # The new ranks are on the devices of the old ones, and kept after the end of the kernel as these were.
     cluster.stop()
-    return default_cluster.start(num_processes, keep=cluster.keep or False)
+    device = choose_device(None, os.environ) or cluster.device
+    return default_cluster.start(num_processes, device=device, keep=cluster.keep or False)
 
 
 def _ranks_of_nodes(num_nodes: int, num_processes: int | None, master_addr: str, use_port: str) -> Cluster:

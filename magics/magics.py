@@ -230,6 +230,7 @@ class DistributedMagics(Magics):
         self._start(
             command.n,
             backend=command.backend,
+            device=command.device,
             keep=command.keep or False,
             # Other hosts are started by hand or by a job scheduler, which takes longer.
             timeout=command.timeout or (HOSTS_TIMEOUT if command.launcher else START_TIMEOUT),

@@ -15,10 +15,11 @@ class FakeCluster:
 
     instances: list[FakeCluster]
 
-    def __init__(self, n, *, backend, timeout, keep, hosts=None):  # noqa: ARG002 - as the real one
+    def __init__(self, n, *, backend, device, timeout, keep, hosts=None):  # noqa: ARG002 - as the real one
         threading.Event().wait(0.05)
         self.world_size = n or 2
         self.backend = backend or "gloo"
+        self.device = device or "cuda"
         self.keep = keep
         self.stopped, self.ended_because = False, ""
         self.instances.append(self)
@@ -56,6 +57,25 @@ def test_a_cluster_of_another_size_is_refused_until_the_first_is_stopped():
         default_cluster.start(2, backend="nccl")
     assert default_cluster.stop()
     assert default_cluster.start(4) is not first
+
+
+def test_a_cluster_on_other_devices_is_refused_until_the_first_is_stopped():
+    first = default_cluster.start(2, device="cpu")
+    assert default_cluster.start(device="cpu") is default_cluster.start() is first
+    refusal = "2 ranks are already running on the CPU; stop them first with %distributed stop"
+    with pytest.raises(InvalidArgument, match=f"^{refusal}$"):
+        default_cluster.start(device="cuda")
+    with pytest.raises(InvalidArgument, match="invalid device='gpu': expected 'cpu', 'cuda', or None"):
+        default_cluster.start(device="gpu")
+
+
+@pytest.mark.parametrize(("device", "stays"), [(None, True), ("cuda", True), ("cpu", False)])
+def test_ranks_that_were_started_in_the_background_give_way_to_those_on_another_device(device, stays):
+    default_cluster.prestart_ranks()
+    started = default_cluster.start(device=device)
+    unused = FakeCluster.instances[0]
+    assert (started is unused) is stays and unused.stopped is not stays
+    assert started.device == (device or "cuda")
 
 
 @pytest.mark.parametrize("go_on", [default_cluster.start, default_cluster.stop])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook.errors import InvalidArgument
-from rankbook.launch.placement import abort_grace, assign_devices, changed_variables, rank_environment
+from rankbook.launch.placement import abort_grace, assign_devices, changed_variables, choose_device, rank_environment
 
 
 def test_one_rank_per_cuda_device_with_nccl_beside_gloo(monkeypatch):
@@ -36,6 +36,29 @@ def test_default_number_of_ranks_without_gpus_is_two(monkeypatch):
     monkeypatch.setenv("RANKBOOK_RANKS", "many")
     with pytest.raises(InvalidArgument, match="invalid RANKBOOK_RANKS='many': expected a positive integer"):
         assign_devices(None, 0, backend=None, cores=2)
+
+
+@pytest.mark.parametrize(
+    ("device", "environment", "chosen"),
+    [
+        (None, {}, None),
+        ("cpu", {}, "cpu"),
+        ("cuda", {"ACCELERATE_USE_CPU": "1"}, "cuda"),
+        (None, {"ACCELERATE_USE_CPU": "true"}, "cpu"),
+        (None, {"ACCELERATE_USE_CPU": "0"}, None),
+        (None, {"RANKBOOK_DEVICE": "cpu"}, "cpu"),
+        (None, {"ACCELERATE_TORCH_DEVICE": "cpu"}, "cpu"),
+        (None, {"RANKBOOK_DEVICE": "cuda", "ACCELERATE_USE_CPU": "1"}, None),  # as the `Accelerator` reads them
+    ],
+)
+def test_the_ranks_use_the_device_that_an_accelerator_on_them_will_use(device, environment, chosen):
+    assert choose_device(device, environment) == chosen
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:1", ""])
+def test_another_device_is_refused(device):
+    with pytest.raises(InvalidArgument, match=f"^invalid device='{device}': expected 'cpu', 'cuda', or None"):
+        choose_device(device, {})
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 65, 100_000])

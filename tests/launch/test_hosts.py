@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from rankbook.launch import hosts
 from rankbook.launch.hosts import HOME, Hosts, HostsLink, MirroredSegments, local_versions
 from rankbook.launch.placement import HostSlots, place_ranks
-from rankbook.protocol.agents import HostDescription, HostReady, encode_description
+from rankbook.protocol.agents import CloseHost, HostDescription, HostReady, decode_to_agent, encode_description
+from rankbook.protocol.base import Message
 from rankbook.protocol.messages import Interrupt, encode
 from rankbook.transport.agent_link import Hello, LinkMessage, LivenessPort
 from tests.conftest import wait_until
@@ -42,16 +44,29 @@ def test_a_message_to_ranks_of_several_hosts_is_encoded_once_and_goes_to_every_h
 class OneAgent:
     """A link with one agent, and the hosts that use it."""
 
-    def __init__(self, folder: Path, port: int = 0, *, probed: bool = False, slots: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        port: int = 0,
+        *,
+        probed: bool = False,
+        slots: int = 1,
+        device: str | None = None,
+        **ready: Any,
+    ) -> None:
         self.closed: set[str] = set()
         description = HostDescription(name="node", pid="1", address="127.0.0.1", **local_versions())
-        ready = HostReady(slots=slots, devices=0, cores=1, port=1, liveness_port=port)
-        self.events = [Hello("agent", encode_description(description)), LinkMessage("agent", 0, [encode(ready)])]
+        message = HostReady(**{"slots": slots, "devices": 0, "cores": 1, "port": 1, "liveness_port": port, **ready})
+        self.events = [Hello("agent", encode_description(description)), LinkMessage("agent", 0, [encode(message)])]
+        self.sent: list[Message] = []
+        self.reported: list[str] = []
+        self.send = lambda _agent, _stream, frames: self.sent.append(decode_to_agent(frames[0]))
         self.accept = self.forget = lambda _: None
         self.run_timers = lambda _: []
         self.deadline = lambda: None
         self.pending = lambda *_: 0
-        self.hosts = Hosts(self, MirroredSegments(folder), None, lost_after=60.0, report=lambda _: None)
+        self.hosts = Hosts(self, MirroredSegments(folder), None, lost_after=60.0, report=self.reported.append)
+        self.hosts.device = device
         self.hosts.probe_agents = probed
 
     def receive(self) -> list[object]:
@@ -102,6 +117,37 @@ def test_a_port_that_refuses_from_the_start_says_nothing_about_the_agent(tmp_pat
     assert agent.poll(times=10) and not agent.hosts._tested
     agent.closed.add("agent")
     assert agent.poll(times=10)
+
+
+TOO_OLD = "the driver is too old"
+
+
+@pytest.mark.parametrize(
+    ("device", "ready", "devices", "what"),
+    [
+        (None, {"devices": 2}, 2, "2 CUDA devices"),
+        (None, {"problem": "no driver"}, 0, "1 cores"),
+        (None, {"problem": TOO_OLD, "unexpected": True}, 0, f"1 cores; {TOO_OLD}"),
+        ("cuda", {"devices": 1, "problem": TOO_OLD, "unexpected": True}, 1, f"1 CUDA devices; {TOO_OLD}"),
+        ("cpu", {"devices": 2}, 0, "1 cores"),
+        ("cpu", {"problem": TOO_OLD, "unexpected": True}, 0, "1 cores"),
+    ],
+)
+def test_the_devices_of_a_host_count_unless_the_ranks_are_to_use_the_cpu(tmp_path, device, ready, devices, what):
+    agent = OneAgent(tmp_path, device=device, **ready)
+    assert agent.poll(times=1)
+    assert [slots.devices for slots in agent.hosts.slots] == [devices] and not agent.hosts.lacks_device
+    assert agent.reported == [f"node has joined: 1 slot, {what}"]
+
+
+def test_a_host_without_a_device_that_torch_can_use_is_sent_away_if_all_ranks_are_to_have_one(tmp_path):
+    agent = OneAgent(tmp_path, device="cuda", problem=TOO_OLD)
+    assert not agent.poll(times=1) and agent.sent == [CloseHost()]
+    assert agent.hosts.lacks_device.startswith(f"no CUDA device can be used on node: {TOO_OLD}; to start the ranks on")
+    assert agent.reported == [], "the start that waits for it raises it"
+    later = OneAgent(tmp_path, device="cuda")
+    later.hosts.seats[0] = place_ranks(1, [HostSlots("other", "node1", slots=1, devices=1)])[0]
+    assert not later.poll(times=1) and later.reported == [later.hosts.lacks_device]
 
 
 def test_all_ranks_that_move_to_a_host_know_how_many_it_has(tmp_path):

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 
-import msgspec
 import psutil
 import pytest
 
 from rankbook.coordinator.cluster import Cluster
-from rankbook.errors import StartError
+from rankbook.errors import InvalidArgument, StartError
 from rankbook.launch import local
 from rankbook.launch.local import LocalLauncher
+from rankbook.launch.registry import find_detached
 
 pytestmark = pytest.mark.processes
 
@@ -70,15 +71,89 @@ def test_no_import_of_a_forkserver_initializes_cuda(stopped_launcher):
     assert psutil.Process(stopped_launcher.pid).environ()["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
 
 
-def test_a_start_says_why_the_ranks_cannot_use_the_devices(monkeypatch, capsys):
-    wait = LocalLauncher.wait_opened
+# A build of torch for GPUs, on a machine with two of them: torch calls it at the end of its import.
+GPUS = """
+import os, torch
 
-    def wait_opened(launcher, **options):
-        return msgspec.structs.replace(wait(launcher, **options), problem="the driver is too old")
+def count():
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
+    open(os.environ["COUNTED"], "a").write(f"{visible}\\n")
+    return len(visible.replace(",", ""))
 
-    monkeypatch.setattr(LocalLauncher, "wait_opened", wait_opened)
-    with Cluster(1):
-        assert "the ranks of this host use the CPU: the driver is too old\n" in capsys.readouterr().out
+def install():
+    torch.version.cuda = "13.0"
+    torch.cuda.device_count = count
+    torch.cuda.is_available = lambda: count() > 0
+    torch.cuda.get_arch_list = lambda: ["sm_80"]
+    torch.cuda.get_device_capability = lambda index: (5, 0)
+    torch.cuda.get_device_name = lambda index: "GTX 750"
+"""
+NO_KERNELS = r"torch \S+ has no kernels for cuda:0 \(GTX 750, compute capability 5.0\), only for sm_80; install another"
+
+
+@pytest.fixture
+def old_gpus(tmp_path, monkeypatch):
+    """Provide a machine with two GPUs that torch sees and has no kernels for; the file of who has counted them."""
+    package = tmp_path / "old_gpus-0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: old-gpus\nVersion: 0\n")
+    (package / "entry_points.txt").write_text("[torch.backends]\nold_gpus = old_gpus:install\n")
+    (tmp_path / "old_gpus.py").write_text(GPUS)
+    counted = tmp_path / "counted"
+    counted.touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("COUNTED", str(counted))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    local.shutdown_prestarted()
+    yield counted
+    local.shutdown_prestarted()
+
+
+def test_a_start_says_why_the_ranks_cannot_use_the_devices_unless_it_asks_for_the_cpu(old_gpus, capsys):
+    with Cluster(1) as cluster:
+        shown = capsys.readouterr().out
+        assert re.search(rf"^the ranks of this host use the CPU: {NO_KERNELS}", shown), shown
+        assert cluster.device == "cpu" and old_gpus.read_text().startswith("0,1\n")
+    old_gpus.write_text("")
+    with Cluster(1, device="cpu"):
+        assert capsys.readouterr().out == ""
+        assert old_gpus.read_text() == "", "no process has touched the devices"
+
+
+def test_a_start_that_asks_for_devices_which_torch_cannot_use_fails_and_says_why_and_what_to_do(old_gpus):
+    advice = "to start the ranks on the CPU, use %distributed start --device cpu, or rankbook.start"
+    with pytest.raises(StartError, match=f"^no CUDA device can be used: {NO_KERNELS}.*; {advice}"):
+        Cluster(1, device="cuda")
+    assert old_gpus.read_text()
+
+
+HIDDEN = "hidden = __import__('os').environ.get('CUDA_VISIBLE_DEVICES'), str(device), torch.cuda.is_available()"
+ON_CPU = ("", "cpu", False)
+
+
+@pytest.mark.usefixtures("old_gpus")
+def test_ranks_on_the_cpu_stay_there_after_a_restart_a_resize_and_for_another_notebook():
+    with Cluster(1, device="cpu", keep=60) as cluster:
+        cluster.run(f"{HIDDEN}\nimport rankbook\naccelerator = str(rankbook.Accelerator().device)")
+        assert cluster.pull("hidden") == [ON_CPU] and cluster.pull("accelerator") == ["cpu"]
+        assert (cluster.device, cluster.backend) == ("cpu", "gloo")
+        cluster.restart([0])
+        cluster.run(HIDDEN)
+        cluster.resize(2)
+        assert cluster.run(HIDDEN) and cluster.pull("hidden") == [ON_CPU] * 2
+        cluster._processes.detach()
+        (record,) = find_detached().records
+    with Cluster.adopt(record) as cluster:
+        cluster.restart([1])
+        assert cluster.run(HIDDEN) and cluster.pull("hidden") == [ON_CPU] * 2
+
+
+def test_nccl_on_the_cpu_is_refused_before_a_process_is_started(monkeypatch):
+    monkeypatch.setattr(local, "acquire_forkserver", pytest.fail)
+    with pytest.raises(InvalidArgument, match="nccl needs a CUDA device per rank: 2 ranks, 0 devices; use gloo"):
+        Cluster(2, backend="nccl", device="cpu")
+    with pytest.raises(InvalidArgument, match="invalid device='gpu': expected 'cpu', 'cuda', or None"):
+        Cluster(2, device="gpu")
 
 
 def test_a_start_says_what_a_forkserver_that_does_not_answer_does(stopped_launcher, monkeypatch):

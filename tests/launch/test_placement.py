@@ -134,6 +134,16 @@ def test_named_variables_are_inherited_and_those_of_the_host_are_not():
     }
 
 
+def test_no_device_is_visible_to_ranks_on_the_cpu():
+    seat = home_seat(0, ["cpu"], 1)
+    variables = {
+        device: place_variables(seat, world_size=1, address="127.0.0.1", port=5, device=device)
+        for device in (None, "cuda", "cpu")
+    }
+    assert variables["cpu"] == {"CUDA_VISIBLE_DEVICES": "", **variables["cuda"]}
+    assert variables[None] == variables["cuda"] and "CUDA_VISIBLE_DEVICES" not in variables["cuda"]
+
+
 def test_the_variables_are_those_of_torchrun():
     seat = place_ranks(6, [TWO_GPUS, FOUR_GPUS])[3]
     assert place_variables(seat, world_size=6, address="10.0.0.1", port=5) == {

@@ -15,6 +15,7 @@ CELL_OPTIONS = ("--ranks", "--background", "--out", "--timeout", "--time", "--pr
 START = {
     "n": None,
     "backend": None,
+    "device": None,
     "keep": None,
     "timeout": None,
     "launcher": None,
@@ -28,7 +29,8 @@ START = {
     "sync_code": "on",
 }
 START_OPTIONS = (
-    "-n, --backend, --keep, --timeout, --launcher, --nodes, --address, --port, --home, --lost-after, --sync-code, --env"
+    "-n, --backend, --device, --keep, --timeout, --launcher, --nodes, --address, --port, --home, --lost-after, "
+    "--sync-code, --env"
 )
 
 
@@ -115,6 +117,7 @@ def test_a_quote_that_is_not_closed_is_one_line():
         ("start", {**START, "n": None, "backend": None, "keep": None}),
         ("start -n 4", {**START, "n": 4, "backend": None, "keep": None}),
         ("start -n4 --backend cpu:gloo,cuda:nccl", {**START, "n": 4, "backend": "cpu:gloo,cuda:nccl", "keep": None}),
+        ("start --device cpu", {**START, "device": "cpu"}),
         ("start --keep", {**START, "n": None, "backend": None, "keep": 600.0}),
         ("start --keep -n 2", {**START, "n": 2, "backend": None, "keep": 600.0}),
         ("start --keep 3.5", {**START, "n": None, "backend": None, "keep": 3.5}),
@@ -162,6 +165,7 @@ def test_a_command_that_is_nearly_one_is_guessed():
         (parse_cell_line, "--tiem", "--time"),
         (parse_cell_line, "--view tab", "tabs"),
         (parse_line, "start --backed nccl", "--backend"),
+        (parse_line, "start --device cuad", "cuda"),
         (parse_line, "push x --rank 1", "--ranks"),
         (parse_line, "restart --ranks 1", "%distributed restart RANKS"),
         (parse_line, "sync-check --name model", "%distributed sync-check NAME"),
@@ -267,6 +271,7 @@ def test_commands_and_choices_are_completed():
     assert completions("%distributed auto ") == ["off", "on"]
     assert completions("%distributed view g") == completions("%%distributed --view g") == ["grid"]
     assert completions("%distributed start --backend g") == ["gloo"]
+    assert completions("%distributed start --device c") == ["cpu", "cuda"]
 
 
 def test_variables_are_those_of_the_notebook_to_push_and_else_those_of_the_ranks():

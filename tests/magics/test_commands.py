@@ -72,7 +72,17 @@ def test_start_reports_the_ranks_and_a_second_start_that_they_run(notebook):
     notebook.ok("%%distributed\nkept = 1")
     assert "2 ranks are already running" in notebook.ok("%distributed start").stdout
     assert "2 ranks are already running" in notebook.ok("%distributed start -n 2").stdout
+    assert "2 ranks are already running" in notebook.ok("%distributed start --device cpu").stdout
+    reported = refused(notebook, "%distributed start --device cuda")
+    assert "2 ranks are already running on the CPU; stop them first with %distributed stop" in reported
     assert notebook.ok("%%distributed\nprint(kept)").stdout == "[0-1] 1\n"
+
+
+def test_a_start_on_the_cpu_hides_the_devices_from_the_ranks(notebook):
+    notebook.ok("%distributed stop")
+    assert notebook.ok("%distributed start -n 2 --device cpu").stdout.startswith("2 ranks are ready: cpu, gloo, ")
+    hidden = "import os\nprint(repr(os.environ.get('CUDA_VISIBLE_DEVICES')), device)"
+    assert notebook.ok(f"%%distributed\n{hidden}").stdout == "[0-1] '' cpu\n"
 
 
 def test_start_with_another_number_or_backend_says_what_runs_and_how_to_end_it(notebook):

@@ -242,6 +242,18 @@ def test_launcher_starts_ranks_that_stay(fresh_notebook):
     assert str(pids) in fresh_notebook.ok("rankbook.notebook_launcher(os.getpid)").text
 
 
+def test_launched_functions_that_are_to_use_the_cpu_see_no_device(ranks):
+    seen = "lambda: (os.environ.get('CUDA_VISIBLE_DEVICES'), str(rankbook.PartialState().device))"
+    ranks.ok("import os\n%distributed stop\nos.environ['ACCELERATE_USE_CPU'] = '1'")
+    try:
+        assert (
+            ranks.ok(f"notebook_launcher({seen}, num_processes=2)", timeout=60).text == "[('', 'cpu'), ('', 'cpu')]\n"
+        )
+    finally:
+        ranks.ok("del os.environ['ACCELERATE_USE_CPU']")
+    assert ranks.ok(f"rankbook.debug_launcher({seen}, (), 1)", timeout=60).text == "[('', 'cpu')]\n"
+
+
 @pytest.mark.full
 def test_debug_launcher_starts_separate_ranks_on_the_cpu(ranks):
     before = set(ranks.processes())

@@ -479,43 +479,98 @@ def test_the_exit_of_a_rank_kills_its_leftovers_and_no_new_rank(home, monkeypatc
             os.close(write)
 
 
-class DeviceCount:
-    """CUDA of a torch build for GPUs: `visible` devices, of which torch can use all or none."""
+class FakeCuda:
+    """CUDA of a torch build for GPUs, of which torch can use those for which it has kernels, or none."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, error: str = "", crashes: bool = False) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], error: str = "", crashes: bool = False
+    ) -> None:
         self.error = error
+        self.capabilities = capabilities or ((8, 0),) * 3
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "device_count", self.crash if crashes else self.visible)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: not error)
         monkeypatch.setattr(torch.cuda, "init", self.initialize)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90a"])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: self.capabilities[index])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Card {index}")
 
-    @staticmethod
-    def visible() -> int:
-        return len(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").replace(",", ""))
+    def visible(self) -> int:
+        everything = ",".join(map(str, range(len(self.capabilities))))
+        return len(os.environ.get("CUDA_VISIBLE_DEVICES", everything).replace(",", ""))
 
     @staticmethod
     def crash() -> None:
         os._exit(1)
 
     def initialize(self) -> None:
-        raise RuntimeError(self.error)
+        raise RuntimeError(self.error or "No CUDA GPUs are available")
 
 
-@pytest.mark.parametrize(("value", "devices"), [(None, 3), (b"1", 1), (b"", 0)])
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (None, (3, "", False)),
+        (b"1", (1, "", False)),
+        (b"", (0, "No CUDA GPUs are available (with CUDA_VISIBLE_DEVICES='')", False)),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_devices_are_counted_with_the_environment_of_the_notebook(monkeypatch, value, devices):
-    DeviceCount(monkeypatch)
+def test_devices_are_counted_with_the_environment_of_the_notebook(monkeypatch, value, found):
+    FakeCuda(monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # at the start of the forkserver
     environment = {name: content for name, content in os.environb.items() if name != b"CUDA_VISIBLE_DEVICES"}
-    assert forkserver.count_devices(environment | ({} if value is None else {b"CUDA_VISIBLE_DEVICES": value})) == (
-        devices,
-        "",
-    )
+    environment |= {} if value is None else {b"CUDA_VISIBLE_DEVICES": value}
+    assert forkserver.count_devices(environment) == found
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_devices_that_torch_cannot_use_are_not_counted_and_the_reason_is_told(monkeypatch):
-    DeviceCount(monkeypatch, error="The NVIDIA driver on your system is too old (found version 11040).\nUpdate it.")
-    assert forkserver.count_devices({}) == (0, "The NVIDIA driver on your system is too old (found version 11040).")
-    DeviceCount(monkeypatch, crashes=True)
-    assert forkserver.count_devices({}) == (0, "the process that counts the CUDA devices has crashed")
+    FakeCuda(monkeypatch, error="The NVIDIA driver on your system is too old (found version 11040).\nUpdate it.")
+    too_old = "The NVIDIA driver on your system is too old (found version 11040)."
+    assert forkserver.count_devices({}) == (0, too_old, True)
+    FakeCuda(monkeypatch, crashes=True)
+    assert forkserver.count_devices({}) == (0, "the process that counts the CUDA devices has crashed", True)
+
+
+@pytest.mark.parametrize(("capabilities", "usable"), [([(8, 6), (5, 0)], 1), ([(5, 0), (8, 6)], 0)])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_devices_from_the_first_on_for_which_torch_has_no_kernels_are_not_counted(monkeypatch, capabilities, usable):
+    FakeCuda(monkeypatch, *capabilities)
+    old = capabilities.index((5, 0))
+    device = f"cuda:{old} (Card {old}, compute capability 5.0)"
+    problem = f"torch {torch.__version__} has no kernels for {device}, only for sm_75 sm_80 sm_90a"
+    advice = "install another build of torch, or choose other devices with CUDA_VISIBLE_DEVICES"
+    assert forkserver.count_devices({}) == (usable, f"{problem}; {advice}", True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "runs"),
+    [
+        ((8, 0), ["sm_80"], True),
+        ((8, 9), ["sm_75", "sm_80"], True),
+        ((7, 5), ["sm_80"], False),
+        ((9, 0), ["sm_80"], False),
+        ((9, 0), ["sm_80", "compute_80"], True),
+        ((9, 0), ["sm_90a"], True),
+        ((12, 1), ["sm_120a"], False),
+        ((12, 1), ["sm_120f"], True),
+        ((9, 4), ["gfx942"], True),
+        ((5, 0), [], True),
+    ],
+)
+def test_kernels_for_a_device_are_of_its_generation_or_compiled_by_the_driver(capability, architectures, runs):
+    assert forkserver.has_kernels(capability, architectures) is runs
+
+
+@pytest.mark.parametrize("has_device", [False, True])
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_machine_without_a_device_needs_no_explanation_unless_it_is_asked_for(monkeypatch, has_device):
+    monkeypatch.setattr(forkserver, "_has_nvidia_device", lambda: has_device)
+    without_cuda = f"torch {torch.__version__} is built without CUDA; install a build with CUDA to use a GPU"
+    assert forkserver.count_devices({}) == (0, without_cuda, has_device)
+    assert forkserver.count_devices({b"CUDA_VISIBLE_DEVICES": b""}) == (0, without_cuda, False)
+    FakeCuda(monkeypatch, error="Found no NVIDIA driver on your system.")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert forkserver.count_devices({}) == (0, "Found no NVIDIA driver on your system.", has_device)

@@ -368,9 +368,10 @@ class Agent:
 
     def _handle_report(self, report: FromForkserver) -> None:
         match report:
-            case ClusterOpened(port, devices):
+            case ClusterOpened(port, devices, problem, unexpected):
                 slots = self._slots if self._slots is not None else devices or 1
-                self._send(HostReady(slots, devices, usable_cores(), port, self._liveness.port))
+                cores, liveness_port = usable_cores(), self._liveness.port
+                self._send(HostReady(slots, devices, cores, port, liveness_port, problem, unexpected))
             case RankForked(rank, incarnation, pid):
                 self._pids[rank] = (incarnation, pid)
                 self._send(report)

@@ -664,8 +664,10 @@ class Cluster(ClusterQueries):
 
     `n` None: one rank per CUDA device, or two ranks on the CPU; the environment variable RANKBOOK_RANKS overrides this.
     `backend` is a torch.distributed backend; the default is nccl plus gloo if every rank has a CUDA device of its own,
-    otherwise gloo. `timeout` is in seconds. `keep`: the seconds that the ranks outlive this process, for another one to
-    attach to them. `grace`: the grace periods. `hosts`: how ranks on other hosts are started.
+    otherwise gloo. `device`: "cpu" puts the ranks on the CPU and hides CUDA devices from them, "cuda" raises an error
+    if torch can use no CUDA device; None is "cuda" if it can use one, and otherwise "cpu". `timeout` is in seconds.
+    `keep`: the seconds that the ranks outlive this process, for another one to attach to them. `grace`: the grace
+    periods. `hosts`: how ranks on other hosts are started.
     Raises `StartError`, `InvalidArgument`.
 
     A cluster is a context manager that stops its ranks on exit.
@@ -687,12 +689,15 @@ class Cluster(ClusterQueries):
         n: int | None = None,
         *,
         backend: str | None = None,
+        device: str | None = None,
         timeout: float = START_TIMEOUT,
         keep: float | None = None,
         grace: GracePeriods | None = None,
         hosts: HostOptions | None = None,
     ) -> None:
-        self._set_processes(ClusterProcesses(n, backend=backend, timeout=timeout, keep=keep, grace=grace, hosts=hosts))
+        self._set_processes(
+            ClusterProcesses(n, backend=backend, device=device, timeout=timeout, keep=keep, grace=grace, hosts=hosts)
+        )
 
     @classmethod
     def adopt(cls, record: ClusterRecord, *, sink: Sink | None = None) -> Self:
@@ -732,8 +737,12 @@ class Cluster(ClusterQueries):
         if self.stopped:
             return "<Cluster: stopped>"
         states = ", ".join(f"{rank}: {self._state_of(rank)}" for rank in self._state.ranks)
-        device = self._processes.assignment.devices[0].split(":")[0]
-        return f"<Cluster of {self.world_size} on {device}, {self.backend}; {states}>"
+        return f"<Cluster of {self.world_size} on {self.device}, {self.backend}; {states}>"
+
+    @property
+    def device(self) -> str:
+        """Return the type of the ranks' devices: "cuda" if a rank has a CUDA device, otherwise "cpu"."""
+        return "cpu" if set(self._processes.assignment.devices) == {"cpu"} else "cuda"
 
     @property
     def backend(self) -> str:

@@ -48,6 +48,8 @@ from rankbook.launch.placement import (
     abort_grace,
     assign_devices,
     choose_backend,
+    choose_device,
+    describe_no_device,
     home_seat,
     inherited_variables,
     place_ranks,
@@ -56,7 +58,7 @@ from rankbook.launch.placement import (
     usable_cores,
 )
 from rankbook.launch.registry import ClusterRecord, DetachedRank, process_start_time, session_id, write_record
-from rankbook.protocol.forkserver import ForkRank
+from rankbook.protocol.forkserver import ClusterOpened, ForkRank
 from rankbook.ranks import name_ranks
 from rankbook.transport.shared_memory import SegmentStore
 from rankbook.transport.zmq_link import ZmqHub
@@ -75,6 +77,7 @@ _numbers = itertools.count(1)
 class ClusterProcesses:
     """Start `n` ranks (see `launch.placement.assign_devices`) and wait until they form one process group.
 
+    `device`: "cpu", "cuda", or None for CUDA devices if torch can use some.
     `keep`: the seconds that the ranks survive this process, for another one to attach to them (reattach.py).
     `environment` is that of this process at the start, or at the attachment. Raises `StartError`, `InvalidArgument`;
     then all processes and files have been removed.
@@ -91,6 +94,7 @@ class ClusterProcesses:
     _hub: ZmqHub | HostsLink | None
     _hosts: Hosts | None
     _cuda_devices: int
+    device: str | None
     _connection_file: Path | None = None
     _engine: EngineMonitor | None = None
 
@@ -100,6 +104,7 @@ class ClusterProcesses:
         *,
         backend: str | None,
         timeout: float,
+        device: str | None = None,
         keep: float | None = None,
         grace: GracePeriods | None = None,
         hosts: HostOptions | None = None,
@@ -109,12 +114,14 @@ class ClusterProcesses:
         if hosts is not None and keep is not None:
             raise InvalidArgument("keep is not available with ranks on other hosts: they end with the notebook")
         self.grace = grace or GracePeriods(raised=abort_grace())
+        self.device = choose_device(device, os.environ)
         self._init_state(f"{os.getpid()}-{next(_numbers)}", keep, secrets.token_hex(32) if keep is not None else "")
         # From the first process to the last: an interrupt in between would leave processes and folders that nobody
         # removes. `open` and `launch` look for interrupts themselves, because they may take minutes.
         with deferred_interrupts() as interrupts:
-            if n is not None:
-                assign_devices(n, 0, backend=None, cores=usable_cores())  # reject invalid values early
+            if n is not None:  # reject invalid values early
+                on_cpu = self.device == "cpu" and hosts is None
+                assign_devices(n, 0, backend=backend if on_cpu else None, cores=usable_cores())
             self._launcher = forkserver = local.acquire_forkserver()
             try:
                 self._folders = make_folders(None if keep is None else self._launcher.pid)
@@ -127,7 +134,8 @@ class ClusterProcesses:
             try:
                 # First of all, because from here on the forkserver removes the folders and files if this process dies.
                 files = () if hosts is None else (connection_path(self.key),)
-                forkserver.request_open((self._folders.sockets, self._folders.segments), files)
+                folders = (self._folders.sockets, self._folders.segments)
+                forkserver.request_open(folders, files, device=self.device or "")
                 self._hub = ZmqHub(self._folders.sockets)
                 if hosts is not None:
                     self._listen(hosts, forkserver, self._hub)
@@ -135,8 +143,8 @@ class ClusterProcesses:
                     self._wait_for_slots(n, timeout=timeout, interrupted=interrupts.take)
                 opened = forkserver.wait_opened(timeout=timeout, interrupted=interrupts.take)
                 self._port, self._cuda_devices = opened.master_port, opened.devices
-                if opened.problem:
-                    self._notes.append(f"the ranks of this host use the CPU: {opened.problem}")
+                if hosts is None or hosts.home:
+                    self._check_devices(opened)
                 if hosts is None:
                     self.assignment = assign_devices(n, opened.devices, backend=backend, cores=usable_cores())
                 else:
@@ -158,6 +166,14 @@ class ClusterProcesses:
             except BaseException:
                 self.stop()
                 raise
+
+    def _check_devices(self, opened: ClusterOpened) -> None:
+        """Say why ranks of this host cannot use its CUDA devices. Raises `StartError` if they are to use some."""
+        if self.device == "cuda" and not opened.devices:
+            raise StartError(describe_no_device(opened.problem))
+        if opened.unexpected:
+            where = "" if opened.devices else "the ranks of this host use the CPU: "
+            self._notes.append(f"{where}{opened.problem}")
 
     def _init_state(self, key: str, keep: float | None, token: str) -> None:
         self.key = key
@@ -329,13 +345,13 @@ class ClusterProcesses:
         world_size, threads = len(self.assignment.devices), self.assignment.threads
         if self._hosts is None:
             seat = home_seat(rank, self.assignment.devices, threads)
-            variables = place_variables(seat, world_size=world_size, address="127.0.0.1", port=self._port)
+            address, port = "127.0.0.1", self._port
+            variables = place_variables(seat, world_size=world_size, address=address, port=port, device=self.device)
             environment = rank_environment(os.environ, variables, threads=threads)
         else:
             seat = self._hosts.seats[rank]
-            variables = place_variables(
-                seat, world_size=world_size, address=self._hosts.address_of(0), port=self._hosts.port_of(0, self._port)
-            )
+            address, port = self._hosts.address_of(0), self._hosts.port_of(0, self._port)
+            variables = place_variables(seat, world_size=world_size, address=address, port=port, device=self.device)
             environment = self._environment_on(self._hosts, seat, variables)
         return ForkRank(
             rank=rank,
@@ -387,6 +403,7 @@ class ClusterProcesses:
             engine = options.launcher
             name = str(getattr(engine, "name", "") or type(engine).__name__)
         self._hosts, self._connection_file = listen(options, self.key, self._folders.segments, report=_report)
+        self._hosts.device = self.device
         launcher = HostsLauncher(forkserver, self._hosts)
         self._hub, self._launcher = HostsLink(hub, self._hosts, launcher), launcher
         self._engine = EngineMonitor(engine, name, grace=self.grace.save + _SAVE_MARGIN, perform=self._perform)
@@ -420,6 +437,8 @@ class ClusterProcesses:
             self._show_notes()
             if interrupted():
                 raise KeyboardInterrupt
+            if hosts.lacks_device:
+                raise StartError(hosts.lacks_device)
             if problem := engine.state.start_problem():
                 raise StartError(f"{plural(missing, 'slot')} cannot be had: {problem}")
             remaining = deadline - time.monotonic()
@@ -615,6 +634,7 @@ class ClusterProcesses:
             master_port=self._port,
             backend=self.assignment.backend,
             threads=self.assignment.threads,
+            device=self.device,
             session=session_id(),
             created=self._created,
             notebook_started=process_start_time(os.getpid()) or 0.0,

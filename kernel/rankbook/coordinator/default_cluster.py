@@ -17,12 +17,15 @@ from rankbook.engines.engine import Engine
 from rankbook.errors import InvalidArgument, NoClusterError, RankbookError
 from rankbook.launch import local
 from rankbook.launch.hosts import LOST_AFTER, HostOptions
+from rankbook.launch.placement import choose_device
 from rankbook.launch.registry import find_detached
 from rankbook.output.merger import Stream
 from rankbook.protocol import telemetry
 
 KEEP_SECONDS = 600.0
 """Default number of seconds that kept ranks stay without a notebook."""
+
+_DEVICES = {"cpu": "the CPU", "cuda": "CUDA devices"}
 
 _current: Cluster | None = None
 # Held during a whole start, which may take a minute. Functions that only read `_current` do not take it.
@@ -40,7 +43,7 @@ class _Prestarted:
     def run(self) -> None:
         """Start the cluster. The thread's target."""
         try:
-            self.cluster = _start(None, None, START_TIMEOUT, None)
+            self.cluster = _start(None, None, None, START_TIMEOUT, None)
         except RankbookError as error:
             # Only errors of Rankbook. Any other exception is a bug, which `threading.excepthook` prints.
             self.error = error  # raised for the first caller that needs the ranks
@@ -55,8 +58,8 @@ _prestarted: _Prestarted | None = None
 def prestart_ranks() -> None:
     """Start the notebook's cluster in the background. The first use waits for it and raises its error.
 
-    A cluster that is still unused is stopped when another number of ranks or backend is requested, or ranks are
-    attached.
+    A cluster that is still unused is stopped when another number of ranks, backend or device is requested, or ranks
+    are attached.
     """
     global _prestarted
     _prestarted = _Prestarted()
@@ -106,6 +109,7 @@ def start(
     n: int | None = None,
     *,
     backend: str | None = None,
+    device: str | None = None,
     timeout: float = START_TIMEOUT,
     keep: bool | float = False,
     launcher: str | Engine | None = None,
@@ -120,8 +124,10 @@ def start(
 ) -> Cluster:
     """Start the notebook's cluster, or return the running one if it has `n` ranks. Raises the errors of `Cluster`.
 
-    `keep`: the ranks survive this process, for ten minutes or the given number of seconds, and `attach` finds them
-    again. Raises `InvalidArgument` if a cluster of another size, backend or `keep` is running.
+    `device` is "cpu", which hides CUDA devices from the ranks, or "cuda", which raises `StartError` if torch can use
+    none; by default the ranks use CUDA devices if torch can. `keep`: the ranks survive this process, for ten minutes or
+    the given number of seconds, and `attach` finds them again. Raises `InvalidArgument` if a cluster of another size,
+    backend, device or `keep` is running.
 
     `launcher` starts ranks on other hosts: "ssh", "slurm", "mpirun" and "ray" start an agent on each of them, "env"
     prints the command, and another package or a `rankbook.engines.Engine` object may start them too. The call waits up
@@ -140,6 +146,7 @@ def start(
         cluster.pull("x")  # [tensor([0, 0]), tensor([1, 1])]
     """
     _check_not_on_rank()
+    choose_device(device, {})  # refused before an unused cluster is stopped
     seconds = KEEP_SECONDS if keep is True else float(keep) or None
     if seconds is not None and not 0 < seconds < threading.TIMEOUT_MAX:
         raise InvalidArgument(f"keep must be True, False or a positive number of seconds, got {keep}")
@@ -153,25 +160,41 @@ def start(
     # not fit.
     if prestarted is not None and prestarted.cluster is not None and prestarted.cluster is default_or_none():
         unused = prestarted.cluster
-        differs = n not in (None, unused.world_size) or backend not in (None, unused.backend)
+        differs = (
+            n not in (None, unused.world_size)
+            or backend not in (None, unused.backend)
+            or device not in (None, unused.device)
+        )
         if differs or seconds is not None or options is not None:
             unused.stop()
-    return _start(n, backend, timeout, seconds, options)
+    return _start(n, backend, device, timeout, seconds, options)
 
 
 def _start(
-    n: int | None, backend: str | None, timeout: float, seconds: float | None, options: HostOptions | None = None
+    n: int | None,
+    backend: str | None,
+    device: str | None,
+    timeout: float,
+    seconds: float | None,
+    options: HostOptions | None = None,
 ) -> Cluster:
     global _current
     with _starting:  # a second thread waits for the first one's cluster
         running = default_or_none()
         if running is None:
-            _current = running = Cluster(n, backend=backend, timeout=timeout, keep=seconds, hosts=options)
+            _current = running = Cluster(
+                n, backend=backend, device=device, timeout=timeout, keep=seconds, hosts=options
+            )
         elif n not in (None, running.world_size) or backend not in (None, running.backend):
             resize = "" if n in (None, running.world_size) else f", or change their number with %distributed resize {n}"
             raise InvalidArgument(
                 f"{running.world_size} ranks ({running.backend}) are already running;"
                 f" stop them first with %distributed stop{resize}"
+            )
+        elif device not in (None, running.device):
+            raise InvalidArgument(
+                f"{running.world_size} ranks are already running on {_DEVICES[running.device]};"
+                " stop them first with %distributed stop"
             )
         elif options is not None and not running.hosts():
             raise InvalidArgument(

@@ -111,6 +111,7 @@ class ReattachedProcesses(ClusterProcesses):
         self._folders = ClusterPaths(Path(record.sockets), Path(record.segments), Path(record.logs))
         self._port = record.master_port
         self.assignment = DeviceAssignment(record.devices, record.backend, record.threads)
+        self.device = record.device
         self._cuda_devices = len({device for device in record.devices if device != "cpu"})
         self.segments = SegmentStore(self._folders.segments)
         # An interrupt between the claim and the registration would leave ranks that nobody owns until the process ends.

@@ -43,7 +43,7 @@ from rankbook.formatting import format_bytes, plural
 from rankbook.launch.code_sync import ModuleFolder, SentModules
 from rankbook.launch.connection import Connection, choose_address, write_connection
 from rankbook.launch.local import LocalLauncher
-from rankbook.launch.placement import HOME, HostSlots, RankSeat, free_seat, ranks_per_node
+from rankbook.launch.placement import HOME, HostSlots, RankSeat, describe_no_device, free_seat, ranks_per_node
 from rankbook.process_identity import ProcessInfo
 from rankbook.protocol.agents import (
     MESSAGES,
@@ -173,6 +173,10 @@ class Hosts:
         self._keys = keys
         self._lost_after = lost_after
         self.modules: ModuleFolder | None = None
+        self.device: str | None = None
+        """Type of device that all ranks are to have; None for CUDA devices where there are some."""
+        self.lacks_device = ""
+        """Why a host was refused that has no such device."""
         self.probe_agents = False
         self._hosts: dict[str, Host] = {}
         # New hosts, with the end of the time in which their probe is tested.
@@ -493,6 +497,14 @@ class Hosts:
             raise ProtocolError(f"invalid number of slots: {slots}")
         if not 0 <= ready.liveness_port < 1 << 16:
             raise ProtocolError(f"invalid port: {ready.liveness_port}")
+        if self.device == "cpu":
+            devices = 0
+        elif not devices and self.device == "cuda":
+            self.lacks_device = describe_no_device(ready.problem[:500], host.name)
+            if self.seats:  # a start that waits for hosts raises it
+                self.report(self.lacks_device)
+            self._send(host.id, CloseHost())
+            return
         description = host.description
         host.port = ready.port
         if self.probe_agents and ready.liveness_port and host.probe is None:
@@ -512,7 +524,8 @@ class Hosts:
             machine=description.name,
         )
         what = f"{devices} CUDA devices" if devices else f"{cores} cores"
-        self.report(f"{host.name} has joined: {plural(slots, 'slot')}, {what}")
+        problem = f"; {ready.problem[:500]}" if ready.unexpected and self.device != "cpu" else ""
+        self.report(f"{host.name} has joined: {plural(slots, 'slot')}, {what}{problem}")
 
     def _process_of(self, host: Host, rank: int, incarnation: int) -> _Process:
         """Return the process, which must be the newest one of its rank and run on this host. Raises `ProtocolError`."""

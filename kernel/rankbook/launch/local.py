@@ -149,11 +149,13 @@ class LocalLauncher:
         """See `Launcher`."""
         return self._stream.fileno()
 
-    def request_open(self, folders: tuple[Path, ...], files: tuple[Path, ...] = ()) -> None:
-        """Request that the forkserver opens a cluster, and removes `folders` and `files` however this process ends."""
-        self._stream.send(
-            OpenCluster(folders=tuple(map(str, folders)), files=tuple(map(str, files)), env=dict(os.environb))
-        )
+    def request_open(self, folders: tuple[Path, ...], files: tuple[Path, ...] = (), *, device: str = "") -> None:
+        """Request that the forkserver opens a cluster, and removes `folders` and `files` however this process ends.
+
+        With the `device` "cpu", CUDA devices are not counted.
+        """
+        names, paths = tuple(map(str, folders)), tuple(map(str, files))
+        self._stream.send(OpenCluster(folders=names, files=paths, env=dict(os.environb), device=device))
 
     def wait_opened(
         self, *, timeout: float = _IMPORT_TIMEOUT, interrupted: Callable[[], bool] = lambda: False

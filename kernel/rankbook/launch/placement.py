@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rankbook.errors import InvalidArgument
+from rankbook.runtime.launch_environment import read_flag, read_text
 
 DEFAULT_CPU_RANKS = 2
 _MAX_RANKS_PER_CORE = 8
@@ -62,6 +63,36 @@ def default_ranks(cuda_devices: int) -> int:
             raise InvalidArgument(f"invalid RANKBOOK_RANKS={setting!r}: expected a positive integer")
         return int(setting)
     return cuda_devices or DEFAULT_CPU_RANKS
+
+
+DEVICES = ("cpu", "cuda")
+"""Types of devices that a start may ask for."""
+
+
+def choose_device(device: str | None, environment: Mapping[str, str]) -> str | None:
+    """Return the type of device that the ranks are to have: "cpu", "cuda", or None for CUDA devices if there are some.
+
+    Without `device`, the variables decide that let an `Accelerator` use the CPU. Raises `InvalidArgument` for another
+    value.
+    """
+    if device is not None and device not in DEVICES:
+        raise InvalidArgument(
+            f"invalid device={device!r}: expected 'cpu', 'cuda', or None for CUDA if there is a device"
+        )
+    if device is None:
+        chosen = read_text("RANKBOOK_DEVICE", "ACCELERATE_TORCH_DEVICE", environment=environment)
+        on_cpu = read_flag("ACCELERATE_USE_CPU", environment=environment) if chosen is None else chosen == "cpu"
+        return "cpu" if on_cpu else None
+    return device
+
+
+def describe_no_device(problem: str, host: str = "") -> str:
+    """Return the error for a start that asks for CUDA devices, none of which can be used because of `problem`."""
+    where = f" on {host}" if host else ""
+    return (
+        f"no CUDA device can be used{where}: {problem or 'there is none'}; to start the ranks on the CPU, use "
+        "%distributed start --device cpu, or rankbook.start(device='cpu')"
+    )
 
 
 def abort_grace() -> float:
@@ -308,9 +339,15 @@ def inherited_variables(environment: Mapping[str, str], names: Collection[str] =
     }
 
 
-def place_variables(seat: RankSeat, *, world_size: int, address: str, port: int) -> dict[str, str]:
-    """Return the variables that torchrun sets, for the rank at `seat`. `address` is that of rank 0's host."""
+def place_variables(
+    seat: RankSeat, *, world_size: int, address: str, port: int, device: str | None = None
+) -> dict[str, str]:
+    """Return the variables that torchrun sets, for the rank at `seat`. `address` is that of rank 0's host.
+
+    With the `device` "cpu", no CUDA device is visible to the rank, whatever the code on it asks for.
+    """
     return {
+        **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
         "RANK": str(seat.rank),
         "LOCAL_RANK": str(seat.local_rank),
         "WORLD_SIZE": str(world_size),

@@ -47,7 +47,8 @@ class ClusterRecord:
     `notebook` is the process id of its owner, `forkserver` that of its forkserver. `session` is the owner's notebook
     file as named by Jupyter, or empty. `created`, `started` (of the forkserver) and `notebook_started` are seconds
     since the epoch. `seconds` is how long the cluster waits for a new owner. `interrupted` names the cell that the
-    owner interrupted just before it ended. `protocol` is the version of the messages that the ranks understand.
+    owner interrupted just before it ended. `device` is the type of device that the start has asked for. `protocol` is
+    the version of the messages that the ranks understand.
     """
 
     key: str
@@ -69,6 +70,7 @@ class ClusterRecord:
     created: float = 0.0
     notebook_started: float = 0.0
     interrupted: str = ""
+    device: str | None = None
     protocol: int = PROTOCOL_VERSION
 
     @property

@@ -102,7 +102,8 @@ class SegmentRefused(Message, frozen=True):
 class HostReady(Message, frozen=True):
     """Report that the host can start ranks: its slots, CUDA devices and CPU cores, and a free TCP port.
 
-    The agent listens at `liveness_port` for as long as its process lives (0: at none).
+    The agent listens at `liveness_port` for as long as its process lives (0: at none). `problem` and `unexpected` are
+    those of `ClusterOpened`.
     """
 
     slots: int
@@ -110,6 +111,8 @@ class HostReady(Message, frozen=True):
     cores: int
     port: int
     liveness_port: int = 0
+    problem: str = ""
+    unexpected: bool = False
 
 
 class HostFailed(Message, frozen=True):

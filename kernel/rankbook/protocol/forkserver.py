@@ -23,12 +23,14 @@ from rankbook.protocol.base import Message
 class OpenCluster(Message, frozen=True):
     """Prepare a cluster: choose its MASTER_PORT, and remove `folders` and `files` if the notebook process dies.
 
-    CUDA devices are counted with the variables of `env`, those of the notebook process at this moment.
+    CUDA devices are counted with the variables of `env`, those of the notebook process at this moment. If `device` is
+    "cpu", they are not: the ranks will not use them.
     """
 
     folders: tuple[str, ...]
     files: tuple[str, ...] = ()
     env: dict[bytes, bytes] = msgspec.field(default_factory=dict)
+    device: str = ""
 
 
 # `incarnation` counts the processes of a rank, from 1. A message about an earlier incarnation is recognized as such.
@@ -93,12 +95,14 @@ class ClusterOpened(Message, frozen=True):
     """Report that the cluster can start ranks.
 
     `master_port` is a free port of the loopback interface; nothing listens on it yet. `devices` is the number of
-    CUDA devices that torch can use. `problem` says why it is 0 although there are devices; empty otherwise.
+    CUDA devices that torch can use. `problem` says why it is 0, or why a device is left out; empty otherwise.
+    `unexpected`: the machine has such devices nonetheless, so the user should know.
     """
 
     master_port: int
     devices: int
     problem: str = ""
+    unexpected: bool = False
 
 
 class RankForked(Message, frozen=True):

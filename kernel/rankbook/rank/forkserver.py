@@ -17,8 +17,10 @@ import gc
 import hmac
 import importlib
 import importlib.util
+import json
 import mmap
 import os
+import re
 import secrets
 import select
 import shutil
@@ -28,9 +30,10 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import psutil
@@ -89,6 +92,9 @@ They would wait for it, and a forkserver that still imports torch on the same co
 
 _PRELOAD = b"RANKBOOK_PRELOAD"
 """Environment variable: `start` imports `PRELOAD_WHEN_IDLE` before the first rank is forked, not only when idle."""
+
+_VISIBLE = b"CUDA_VISIBLE_DEVICES"
+_ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)([a-z]?)")
 
 _OWNER = "RANKBOOK_OWNER"
 """Environment variable of all processes that a rank's cells start. Its value names the cluster and the rank."""
@@ -218,8 +224,9 @@ class Forkserver:
         self._opened = message
         self._preload_from = time.monotonic() + _FIRST_RANKS_SECONDS
         self._locks = [lock for folder in message.folders if (lock := hold_folder(Path(folder))) is not None]
-        devices, problem = count_devices(message.env)
-        self._owner.send(ClusterOpened(master_port=_free_port(), devices=devices, problem=problem))
+        # A driver that hangs is a reason to ask for the CPU.
+        found = DeviceCount(0) if message.device == "cpu" else count_devices(message.env)
+        self._owner.send(ClusterOpened(_free_port(), found.usable, found.problem, found.unexpected))
 
     def _fork(self, message: ForkRank) -> None:
         out_read, out_write = os_utils.output_pipe()
@@ -338,16 +345,24 @@ class Forkserver:
         return sys.platform == "linux" or os_utils.environment_of(process).get(_OWNER, "").startswith(self._token)
 
 
-def count_devices(env: Mapping[bytes, bytes]) -> tuple[int, str]:
-    """Return the number of CUDA devices that torch can use with the variables `env`, and why it can use none.
+class DeviceCount(NamedTuple):
+    """Number of CUDA devices that torch can use, and why it can use no more. See `ClusterOpened`."""
 
-    The reason is empty if there is no device. A child process counts: this may initialize CUDA, and a process that has
-    initialized it cannot fork ranks.
+    usable: int
+    problem: str = ""
+    unexpected: bool = False
+
+
+def count_devices(env: Mapping[bytes, bytes]) -> DeviceCount:
+    """Count the CUDA devices that torch can use with the variables `env`.
+
+    A child process counts: this may initialize CUDA, and a process that has initialized it cannot fork ranks.
     """
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:
-        return 0, ""
+        problem = f"torch {torch.__version__} is built without CUDA; install a build with CUDA to use a GPU"
+        return DeviceCount(0, problem, unexpected=_has_nvidia_device() and _VISIBLE not in env)
     read, write = os.pipe()
     # The child counts and exits without a destructor of CUDA's context. An empty answer means that it has crashed: no
     # device can be used.
@@ -358,31 +373,83 @@ def count_devices(env: Mapping[bytes, bytes]) -> tuple[int, str]:
             if env:
                 os.environb.clear()
                 os.environb.update(env)
-            os.write(write, "\n".join(map(str, _usable_devices())).encode())
+            os.write(write, json.dumps(_usable_devices()).encode())
         finally:
             os._exit(0)
     os.close(write)
-    with os.fdopen(read, "rb") as answer:
-        number, _, problem = answer.read().decode(errors="replace").partition("\n")
+    with os.fdopen(read, "rb") as stream:
+        answer = stream.read()
     os.waitpid(pid, 0)
-    return (int(number), problem) if number else (0, "the process that counts the CUDA devices has crashed")
+    if not answer:
+        return DeviceCount(0, "the process that counts the CUDA devices has crashed", unexpected=True)
+    return DeviceCount(*json.loads(answer))
 
 
-def _usable_devices() -> tuple[int, str]:
-    """Return the number of CUDA devices that torch can use, and why it can use none. Initializes CUDA."""
+def _usable_devices() -> DeviceCount:
+    """Count the CUDA devices that torch can use. Initializes CUDA."""
     import torch
 
     # Counted by the driver's library for management, which also finds devices that torch cannot use.
     devices = torch.cuda.device_count()
+    is_chosen = _VISIBLE in os.environb
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's warning is the reason below
-        if not devices or torch.cuda.is_available():
-            return devices, ""
+        warnings.simplefilter("ignore")  # torch's warnings are the reasons below
+        if not devices or not torch.cuda.is_available():
+            return DeviceCount(0, _no_device(), unexpected=devices > 0 or (_has_nvidia_device() and not is_chosen))
+        architectures = torch.cuda.get_arch_list()
+        for index in range(devices):
+            major, minor = torch.cuda.get_device_capability(index)
+            if not has_kernels((major, minor), architectures):
+                device = f"cuda:{index} ({torch.cuda.get_device_name(index)}, compute capability {major}.{minor})"
+                problem = f"torch {torch.__version__} has no kernels for {device}, only for {' '.join(architectures)}"
+                # Ranks have successive devices, and by default the slowest ones are last.
+                advice = "install another build of torch, or choose other devices with CUDA_VISIBLE_DEVICES"
+                return DeviceCount(index, f"{problem}; {advice}", unexpected=True)
+    return DeviceCount(devices)
+
+
+def _no_device() -> str:
+    """Return why torch finds no CUDA device, in the words of the error that it raises for the first use."""
+    import torch
+
     try:
         torch.cuda.init()
     except Exception as error:  # noqa: BLE001 - shown in the notebook
-        return 0, next(iter(str(error).splitlines()), type(error).__name__)
-    return 0, "torch finds no CUDA device"
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+    else:
+        reason = "torch finds no CUDA device"
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        reason += f" (with CUDA_VISIBLE_DEVICES={visible!r})"
+    return reason
+
+
+def has_kernels(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
+    """Return True if a build of torch for `architectures` runs on a CUDA device of this compute capability.
+
+    Machine code (`sm_80`) runs on devices of the same major version and at least this minor version; code for the
+    driver's compiler (`compute_90`) on all devices of at least this version; code with an "a" (`sm_90a`) on devices of
+    exactly this version.
+
+    Example::
+
+        has_kernels((8, 9), ["sm_75", "sm_80", "sm_90"])  # True
+        has_kernels((5, 0), ["sm_75", "sm_80", "sm_90"])  # False
+    """
+    version = 10 * capability[0] + capability[1]
+    known = [match for name in architectures if (match := _ARCHITECTURE.fullmatch(name))]
+    if not known:  # ROCm has other names
+        return True
+    for kind, number, letter in (match.groups() for match in known):
+        built_for = int(number)
+        is_compatible = kind == "compute" or built_for // 10 == capability[0]
+        if built_for == version or (built_for < version and is_compatible and letter != "a"):
+            return True
+    return False
+
+
+def _has_nvidia_device() -> bool:
+    """Return True if the driver of an NVIDIA GPU has made its device file, which torch need not be able to use."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _free_port() -> int:
