@@ -11,7 +11,7 @@ import pytest
 
 import rankbook
 from rankbook import Cluster, InvalidArgument, RankLostError, TransferError
-from rankbook.coordinator.recovery import copy_variables, describe_places, summarize_restore
+from rankbook.coordinator.recovery import choose_random, copy_variables, describe_places, summarize_restore
 from rankbook.coordinator.states import RankEntry, RankState, choose_donor
 from rankbook.launch import local
 from rankbook.magics.views import ClusterViewSource
@@ -38,6 +38,21 @@ class Rejecting:
         if self.together and self.together <= set(names):
             return "they clash"
         return "".join(f"no {name}" for name in names if name in self.bad)
+
+
+@pytest.mark.parametrize(
+    ("states", "chosen"),
+    [
+        ({0: b"a", 2: b"a"}, (b"a", False)),
+        ({0: b"a", 2: b"b"}, (b"a", True)),
+        ({0: b"a", 2: b""}, (b"a", True)),
+        ({0: b"a"}, (b"a", False)),
+        ({0: b"", 2: b"b"}, (b"", False)),
+        ({0: b"", 2: b""}, (b"", False)),
+    ],
+)
+def test_a_new_rank_continues_with_random_numbers_that_all_others_have_in_common(states, chosen):
+    assert choose_random(states, 0) == chosen
 
 
 def test_variables_are_transferred_together_if_none_fails():

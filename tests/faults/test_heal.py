@@ -148,6 +148,24 @@ def test_cell_after_a_death_names_restart_and_heal(three):
     assert "[0-2] model True" in three.ok(EQUAL, timeout=20).stdout
 
 
+DRAW = """%%distributed
+import random
+drawn = [torch.rand(1).item(), random.random(), np.random.rand()]
+everyone = [None] * world_size
+dist.all_gather_object(everyone, drawn)
+print("common", [len(set(numbers)) == 1 for numbers in zip(*everyone)], "different", len(set(map(str, everyone))))
+"""
+
+
+@pytest.mark.parametrize(("seed", "drawn"), [("0", "common [True, True, True]"), ("rank", "different 3")])
+def test_a_new_rank_draws_the_random_numbers_of_the_others_only_if_they_were_seeded_alike(three, seed, drawn):
+    three.ok(f"%%distributed\nimport rankbook\nrankbook.set_seed({seed})")
+    assert drawn in three.ok(DRAW).stdout
+    kill(three, 1)
+    three.ok("%distributed heal")
+    assert drawn in three.ok(DRAW).stdout
+
+
 BAD = """%%distributed --ranks 0,2
 class Bad:
     def __reduce__(self):

@@ -44,7 +44,7 @@ def test_every_message_belongs_to_a_direction():
     assert directed == kinds | {*QueryRequest.__subclasses__(), *QueryReply.__subclasses__()}
 
 
-WIRE = (4, "9a641c96a2a109d0")
+WIRE = (4, "7019c91969d22bc5")
 """The protocol's version, and a digest of the messages and their fields that it stands for."""
 
 

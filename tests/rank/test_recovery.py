@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rankbook.rank import recovery
+from rankbook.transport import tensors
 from rankbook.transport.serialization import unpack
 from rankbook.transport.shared_memory import SegmentStore
 
@@ -103,13 +106,44 @@ def test_the_device_of_the_peer_becomes_that_of_the_new_rank(monkeypatch, tmp_pa
     assert fresh == {"own": torch.device("cuda", 1), "other": torch.device("cuda", 3), "host": torch.device("cpu")}
 
 
-def test_a_tensor_of_a_device_keeps_its_attributes(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, _device: tensor)  # to the device of the new rank
-    weight = torch.nn.Parameter(torch.ones(2))
-    weight.group = "decay"
-    make, arguments, state, _, _, complete = recovery._reduce_tensor(weight)
-    copy = make(*arguments)
-    complete(copy, state)
-    assert isinstance(copy, torch.nn.Parameter)
-    assert (copy.group, copy.tolist(), copy.requires_grad) == ("decay", [1.0, 1.0], True)
-    assert recovery._reduce_tensor(torch.ones(2))[2] is None
+def test_tensors_of_a_device_share_memory_on_the_device_of_the_new_rank_and_are_copied_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(tensors, "_device_type", lambda _: "meta")  # as if this were another device
+    copies = []
+    fetch = tensors._SentSlice._fetch
+    monkeypatch.setattr(
+        tensors._SentSlice, "_fetch", lambda sent, low, size: copies.append(size) or fetch(sent, low, size)
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300, bias=False), torch.nn.Linear(300, 300, bias=False))
+    model[1].weight = model[0].weight
+    model[0].weight.group = "decay"
+    peer = {"model": model, "row": model[0].weight.detach()[5], "same": model[0].weight}
+    fresh, adopted = taken_over(peer, {}, tmp_path)
+    assert adopted["missing"] == {} and adopted["variables"] == 3
+    weight = fresh["model"][0].weight
+    assert fresh["same"] is weight is fresh["model"][1].weight
+    assert (weight.device.type, weight.group, weight.requires_grad) == ("meta", "decay", True)
+    assert fresh["row"].untyped_storage()._cdata == weight.untyped_storage()._cdata
+    assert fresh["row"].storage_offset() == 5 * 300
+    assert copies == [300 * 300 * 4]
+
+
+def test_random_numbers_go_on_unless_nobody_has_seeded_them(monkeypatch):
+    def draws():
+        return torch.rand(1).item(), random.random(), np.random.rand()  # noqa: NPY002
+
+    with torch.random.fork_rng(devices=[]):
+        monkeypatch.setattr(recovery, "first_seed", torch.seed())
+        draws()
+        assert recovery.seeded_random_state() == b""
+        torch.manual_seed(7)
+        state = recovery.seeded_random_state()
+        own = draws()
+        recovery.continue_random(state, None)
+        assert draws() == own
+        recovery.continue_random(b"", None)
+        assert draws() != own
+        others = []
+        for number in (1, 2, 1):
+            recovery.continue_random(state, number)
+            others.append(draws())
+        assert others[0] == others[2] != others[1] and own not in others

@@ -25,6 +25,7 @@ import torch
 
 from rankbook.errors import ProtocolError, TransferError
 from rankbook.protocol.messages import Buffer, Payload
+from rankbook.transport import tensors
 from rankbook.transport.serialization import pack, unpack
 from rankbook.transport.shared_memory import SegmentStore
 
@@ -409,7 +410,7 @@ def test_default_device_of_the_receiver_is_ignored(store):
 
 @pytest.mark.parametrize("by", ["segment", "frames"])
 def test_memory_of_another_device_is_fetched_once_and_only_where_it_is_used(store, monkeypatch, by):
-    monkeypatch.setattr("rankbook.transport.tensors._is_on_cpu", lambda _: False)  # as if this were that device
+    monkeypatch.setattr(tensors, "_device_type", lambda _: "meta")  # as if this were that device
     base = torch.arange(LARGE)
     value = (base, base[5:], torch.empty(0), torch.tensor(3.5), base)
     received, size = sent(value, store, by=by)
@@ -420,6 +421,41 @@ def test_memory_of_another_device_is_fetched_once_and_only_where_it_is_used(stor
     part, size = sent(base[5:10], store, by=by)
     assert same(part, base[5:10])
     assert size < 2000
+
+
+def test_memory_of_another_device_is_in_the_hosts_memory_in_parts(store, monkeypatch):
+    monkeypatch.setattr(tensors, "_device_type", lambda _: "meta")
+    monkeypatch.setattr(tensors, "_FETCHED_AT_ONCE", 1 << 20)
+    fetch, held, sizes = tensors._SentSlice._fetch, [], []
+
+    def fetch_and_count(sent, low, size):
+        held.append(weakref.ref(view := fetch(sent, low, size)))
+        sizes.append(size)
+        assert sum(reference() is not None for reference in held) == 1, "the part before is freed"
+        return view
+
+    monkeypatch.setattr(tensors._SentSlice, "_fetch", fetch_and_count)
+    value = [torch.arange(LARGE), torch.arange(LARGE + 5).flip(0)]  # 8 MiB each
+    received, _ = sent(value, store)
+    assert all(map(same, value, received))
+    assert sizes == [1 << 20] * 16 + [40], "every byte is copied once"
+
+
+def test_tensors_of_a_device_arrive_on_the_receivers_own_if_it_is_asked_for(store, monkeypatch):
+    monkeypatch.setattr(tensors, "_device_type", lambda _: "meta")
+    weight = torch.nn.Parameter(torch.arange(1.0 * LARGE).reshape(1024, -1))
+    weight.group = "decay"
+    value = (weight, weight.detach()[5:], weight.detach().t(), torch.empty(0), torch.tensor(3))
+    packed = pack(value, store=store, keep_devices=True)
+    received = unpack(packed.payload, packed.frames, unlink=True, folder=store.folder)
+    assert all(
+        tensor.device.type == "meta" and tensor.shape == sent.shape
+        for tensor, sent in zip(received, value, strict=True)
+    )
+    assert isinstance(received[0], torch.nn.Parameter) and received[0].requires_grad and received[0].group == "decay"
+    assert received[2].stride() == value[2].stride() and received[1].storage_offset() == 5 * 1024
+    storages = {tensor.untyped_storage()._cdata for tensor in received}
+    assert len(storages) == 3, "the first three share one"
 
 
 @pytest.mark.gpu

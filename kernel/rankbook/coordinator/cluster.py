@@ -34,6 +34,7 @@ from rankbook.coordinator.recovery import (
     Healed,
     Protection,
     ProtectionStatus,
+    choose_random,
     choose_snapshot,
     copy_variables,
     describe_no_snapshot,
@@ -94,12 +95,14 @@ from rankbook.protocol.messages import (
     Assign,
     CallFunction,
     CheckResize,
+    DescribeRandom,
     ExportState,
     FetchValue,
     HandOver,
     ListSnapshots,
     ListState,
     Message,
+    Payload,
     Protect,
     RestoreReplicas,
     RestoreSnapshot,
@@ -1308,6 +1311,11 @@ class Cluster(ClusterQueries):
         version, every = choose_snapshot(headers)
         make_list = lambda cell: ListState(cell, version, replaced, handed_over)  # noqa: E731 - used once
         listed = self._collect({donor: (make_list, ())}, timeout, "heal")[donor]
+        random, seeded = b"", False
+        if not handed_over:  # a resize has its own
+            others = [rank for rank, entry in self._state.ranks.items() if rank not in ranks and not entry.empty]
+            describe = (lambda cell: DescribeRandom(cell=cell), ())
+            random, seeded = choose_random(self._collect(dict.fromkeys(others, describe), timeout, "heal"), donor)
         adopted: dict[str, Any] = {}
         lost_saves: list[str] = []
 
@@ -1318,8 +1326,12 @@ class Cluster(ClusterQueries):
             make_export = lambda cell, stays: ExportState(  # noqa: E731 - used once
                 cell, tuple(names), stays, version, replaced, handed_over
             )
+
+            def make_adopt(cell: int, rank: int, payload: Payload) -> AdoptState:
+                return AdoptState(cell=cell, payload=payload, random=random, seeded=rank if seeded else None)
+
             try:
-                adopted, lost = self._try_restore(donor, ranks, make_export, deadline - time.monotonic())
+                adopted, lost = self._try_restore(donor, ranks, make_export, make_adopt, deadline - time.monotonic())
             except RankLostError:
                 losses = [self._state.ranks[rank].loss or "" for rank in ranks]
                 crashes = [loss for loss in losses if has_ended_itself(loss)]
@@ -1393,6 +1405,7 @@ class Cluster(ClusterQueries):
         donor: int,
         ranks: tuple[int, ...],
         make_export: Callable[[int, bool], ExportState],
+        make_adopt: Callable[[int, int, Payload], AdoptState],
         timeout: float,
     ) -> tuple[Any, list[str]]:
         """Export variables from `donor` by the message that `make_export` returns, and adopt them on the new `ranks`.
@@ -1412,7 +1425,9 @@ class Cluster(ClusterQueries):
             return {"refused": error.errors[donor].value if donor in error.errors else str(error)}, []
         payload, frames = export.values[donor]
         try:
-            restarted_ranks = {rank: (lambda cell: AdoptState(cell=cell, payload=payload), frames) for rank in ranks}
+            restarted_ranks = {
+                rank: (lambda cell, rank=rank: make_adopt(cell, rank, payload), frames) for rank in ranks
+            }
             # The other ranks take part without a payload: they rebuild the reducers of their DDP models, so that all
             # ranks agree on the buckets.
             adopting = {

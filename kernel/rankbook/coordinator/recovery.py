@@ -159,6 +159,22 @@ def choose_snapshot(headers: Mapping[int, list[SnapshotHeader]]) -> tuple[Snapsh
     return latest_common(dict(headers)), every
 
 
+def choose_random(states: Mapping[int, bytes], donor: int) -> tuple[bytes, bool]:
+    """Return the random state from which new ranks begin, and whether they are to begin with other numbers than its.
+
+    `states` are those of the ranks with variables; empty for a rank whose generators nobody has seeded. Ranks that were
+    seeded alike have the same numbers, so that a new one continues with them. If their numbers differ, those of the
+    dead rank are lost, and a new rank must not draw what another one draws. Without a seed it keeps those of its start.
+
+    Example::
+
+        choose_random({0: b"a", 2: b"a"}, donor=0)  # (b'a', False)
+        choose_random({0: b"a", 2: b"b"}, donor=0)  # (b'a', True)
+    """
+    state = states[donor]
+    return state, bool(state) and any(other != state for other in states.values())
+
+
 def describe_no_snapshot(headers: Mapping[int, list[SnapshotHeader]], last_saved: str) -> str:
     """Return what there is to say if no snapshot is of all ranks; nothing if no rank has one.
 

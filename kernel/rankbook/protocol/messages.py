@@ -309,10 +309,19 @@ class AdoptState(Message, frozen=True):
     """Load the state that a peer exported.
 
     Without a payload, the rank is a survivor: it prepares its replicated models for the rank that loads the state.
+    `random` and `seeded` are as in `EnterWorld`; if `random` is empty, the rank keeps the random numbers of its start.
     """
 
     cell: int
     payload: Payload | None = None
+    random: bytes = b""
+    seeded: int | None = None
+
+
+class DescribeRandom(Message, frozen=True):
+    """Answer with the state of the random generators, empty if no code has seeded torch's."""
+
+    cell: int
 
 
 class Protect(Message, frozen=True):
@@ -614,7 +623,7 @@ class Stack(Message, frozen=True):
 _Check = HashState | MeasureDifferences | MeasureGradients
 _Protection = Protect | ListSnapshots | RestoreSnapshot | RestoreReplicas
 _Resize = CheckResize | HandOver | EnterWorld | TakeOver
-_Copy = ListState | ExportState | AdoptState
+_Copy = ListState | ExportState | AdoptState | DescribeRandom
 Task = RunCell | CallFunction | Assign | FetchValue | _Copy | Regroup | _Check | _Protection | _Resize
 """Tasks of a rank's main thread, executed one at a time; it answers every task with `Done`."""
 # The control thread handles these at once, beside a running task.

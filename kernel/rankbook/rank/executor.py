@@ -38,6 +38,7 @@ from rankbook.protocol.messages import (
     Clear,
     Collectives,
     DapToRank,
+    DescribeRandom,
     Display,
     Done,
     EnterWorld,
@@ -338,9 +339,12 @@ class Executor:
                 if isinstance(message, ListState):
                     return pack(recovery.list_state(namespace, hidden, shards=shards), store=None)
                 return recovery.export_state(namespace, hidden, message.names, self._segments, shards=shards)
+            case DescribeRandom():
+                return pack(recovery.seeded_random_state(), store=None)
             case AdoptState(payload=payload):
                 open_state = None if payload is None else partial(self._unpack, payload, frames)
                 adopted = recovery.adopt_state(self._shell.user_ns, open_state)
+                recovery.continue_random(message.random, message.seeded)
                 adopted["lost_save"] = shutdown.lost_saves(self._cell_files())
                 return pack(adopted, store=None)
             case HashState() | MeasureDifferences() | MeasureGradients():

@@ -127,7 +127,7 @@ def _adopt_notebook_environment(request: ForkRank) -> None:
     random.seed()
     numpy.random.seed()  # noqa: NPY002 - user code may use the global state
     # The generators of accelerators are made in the rank, with seeds of their own.
-    torch.default_generator.seed()
+    recovery.first_seed = torch.default_generator.seed()
     torch.set_num_threads(request.threads)
 
 

@@ -15,6 +15,8 @@ import contextlib
 import faulthandler
 import importlib
 import os
+import pickle
+import random
 import select
 import signal
 import struct
@@ -23,9 +25,11 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -151,7 +155,8 @@ def export_state(
         folder=str(Path.cwd()),
         watch=watch.active_conditions() if watch is not None else None,
     )
-    return pack(state, store=store, reduce=_Reducer(namespace, shards=shards))
+    # Tensors go to the device of the new rank, whose number may differ.
+    return pack(state, store=store, reduce=_Reducer(namespace, shards=shards), keep_devices=True)
 
 
 def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedState] | None) -> AdoptedState:
@@ -272,9 +277,6 @@ class _Reducer:
             # data.
             if not self._with_data and (placements or type(value) in (torch.Tensor, torch.nn.Parameter)):
                 return int, ()
-            # Through the CPU to the device of the new rank, whose number may differ.
-            if value.device.type == "cuda" and type(value) in (torch.Tensor, torch.nn.Parameter):
-                return _reduce_tensor(value)
         return NotImplemented
 
 
@@ -375,17 +377,6 @@ def _complete_function(function: types.FunctionType, state: dict[str, Any]) -> N
         setattr(function, name, value)
 
 
-def _reduce_tensor(value: torch.Tensor) -> tuple[Any, ...]:
-    kind = torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else None
-    make = (value.detach().cpu(), kind, value.requires_grad)
-    # The attributes that the program has set on the tensor.
-    return _on_this_device, make, vars(value) or None, None, None, _set_attributes
-
-
-def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    vars(tensor).update(attributes)
-
-
 def _is_own_device(device: torch.device) -> bool:
     # Not in a forked child, which only tries whether a value can be pickled.
     return device.type == "cuda" and torch.cuda.is_initialized() and device.index == torch.cuda.current_device()
@@ -395,11 +386,46 @@ def _own_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _on_this_device(tensor: torch.Tensor, kind: type | None, requires_grad: bool) -> torch.Tensor:
-    moved = tensor.to("cuda")  # the current device is the rank's own
-    if kind is not None:
-        return torch.nn.Parameter(moved, requires_grad=requires_grad)
-    return moved.requires_grad_(requires_grad)
+def random_state() -> bytes:
+    """Return the state of the generators of Python, numpy and torch, and of that of the rank's device."""
+    cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else None
+    state = np.random.get_state(legacy=True)  # noqa: NPY002 - user code draws from this state
+    return pickle.dumps((random.getstate(), state, torch.get_rng_state().numpy().tobytes(), cuda))
+
+
+def set_random_state(state: bytes) -> None:
+    """Continue with the random numbers of another rank."""
+    python, numpy, cpu, cuda = pickle.loads(state)
+    random.setstate(python)
+    np.random.set_state(numpy)  # noqa: NPY002
+    torch.set_rng_state(torch.frombuffer(bytearray(cpu), dtype=torch.uint8))
+    if cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(cuda), dtype=torch.uint8))
+
+
+def seed_from(state: bytes, number: int) -> None:
+    """Begin other random numbers than those of `state`, the same ones for the same `number`."""
+    seed = int.from_bytes(blake2b(state, digest_size=8, salt=number.to_bytes(8, "little")).digest(), "little")
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002
+    torch.manual_seed(seed % (1 << 63))
+
+
+def continue_random(state: bytes, seeded: int | None) -> None:
+    """Continue with the random numbers of `state`, or if `seeded` is not None with others, see `EnterWorld`."""
+    if state and seeded is None:
+        set_random_state(state)
+    elif state:
+        seed_from(state, seeded or 0)
+
+
+first_seed: int | None = None
+"""Seed of torch's generator at the start of the rank, which no other rank has."""
+
+
+def seeded_random_state() -> bytes:
+    """Return the state of the random generators, empty if no code has seeded torch's."""
+    return b"" if torch.initial_seed() == first_seed else random_state()
 
 
 VALUE_SECONDS = 10.0

@@ -7,14 +7,11 @@ training is the concern of runtime/resize.py, which is not imported unless a cel
 from __future__ import annotations
 
 import os
-import pickle
-import random
 import sys
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any, TypedDict
 
-import numpy as np
 import torch
 from msgspec import structs
 from torch.distributed import distributed_c10d
@@ -23,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from rankbook import snapshot_files
 from rankbook.protocol.messages import EnterWorld
-from rankbook.rank import model_reset
+from rankbook.rank import model_reset, recovery
 from rankbook.rank.process_groups.recoverable_group import RecoverableProcessGroup
 
 _RUNTIME = "rankbook.runtime.accelerator"
@@ -61,7 +58,15 @@ class ResizeCheck(TypedDict):
 def check(namespace: Mapping[str, Any], hidden: Mapping[str, Any], world_size: int) -> ResizeCheck:
     """Describe this rank for a change to `world_size` ranks. Changes nothing."""
     answer = ResizeCheck(
-        problem="", size=0, digests={}, groups=[], meshes=(), every=0, steps=0, random=random_state(), sharing=1
+        problem="",
+        size=0,
+        digests={},
+        groups=[],
+        meshes=(),
+        every=0,
+        steps=0,
+        random=recovery.random_state(),
+        sharing=1,
     )
     save = sys.modules.get(_SAVES)
     if save is not None and not save.wait_for_saves(_SAVE_TIMEOUT):
@@ -130,31 +135,6 @@ def _parts_of(value: object) -> Iterator[Any]:
         raise TypeError("cannot be compared")
 
 
-def random_state() -> bytes:
-    """Return the state of the generators of Python, numpy and torch, and of that of the rank's device."""
-    cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_initialized() else None
-    state = np.random.get_state(legacy=True)  # noqa: NPY002 - user code draws from this state
-    return pickle.dumps((random.getstate(), state, torch.get_rng_state().numpy().tobytes(), cuda))
-
-
-def set_random_state(state: bytes) -> None:
-    """Continue with the random numbers of another rank."""
-    python, numpy, cpu, cuda = pickle.loads(state)
-    random.setstate(python)
-    np.random.set_state(numpy)  # noqa: NPY002
-    torch.set_rng_state(torch.frombuffer(bytearray(cpu), dtype=torch.uint8))
-    if cuda is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(cuda), dtype=torch.uint8))
-
-
-def seed_from(state: bytes, number: int) -> None:
-    """Begin other random numbers than those of `state`, the same ones for the same `number`."""
-    seed = int.from_bytes(blake2b(state, digest_size=8, salt=number.to_bytes(8, "little")).digest(), "little")
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))  # noqa: NPY002
-    torch.manual_seed(seed % (1 << 63))
-
-
 def enter_world(namespace: dict[str, Any], hidden: Mapping[str, Any], message: EnterWorld) -> None:
     """Adapt this rank to the number of ranks of the process group, which has been formed. A collective."""
     world_size = message.world_size
@@ -173,10 +153,7 @@ def enter_world(namespace: dict[str, Any], hidden: Mapping[str, Any], message: E
         from rankbook.runtime import resize
 
         resize.enter_world(message.meshes)
-    if message.random and message.seeded is None:
-        set_random_state(message.random)
-    elif message.random:
-        seed_from(message.random, message.seeded or 0)
+    recovery.continue_random(message.random, message.seeded)
 
 
 def hand_over(folder: str) -> None:

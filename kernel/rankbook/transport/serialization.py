@@ -31,7 +31,7 @@ import cloudpickle
 
 from rankbook.errors import ProtocolError, TransferError
 from rankbook.protocol.messages import Buffer, Payload
-from rankbook.transport.shared_memory import Bytes, SegmentStore
+from rankbook.transport.shared_memory import Bytes, Pieces, SegmentStore, present_bytes
 
 if TYPE_CHECKING:
     from rankbook.transport.tensors import Storages
@@ -59,18 +59,24 @@ Reduce = Callable[[object], Any]  # like pickle's `reducer_override`, and called
 
 
 def pack(
-    value: object, *, store: SegmentStore | None, names: Sequence[str] = (), reduce: Reduce | None = None
+    value: object,
+    *,
+    store: SegmentStore | None,
+    names: Sequence[str] = (),
+    reduce: Reduce | None = None,
+    keep_devices: bool = False,
 ) -> Packed:
     """Pickle `value`, with its large buffers in one file of `store` if that is worth it and fits.
 
     Buffers are copied exactly once, by this function, so that the value may be changed as soon as it returns. Without a
-    store (another host), or without room in it, they become frames. `names` is the user's name of the value, or, when
+    store (another host), or without room in it, they become frames. With `keep_devices`, tensors of an accelerator
+    arrive on the receiver's own, and not on the CPU. `names` is the user's name of the value, or, when
     it is a tuple of several values, of its elements; the entries of a dict are named by their keys.
 
     Raises `TransferError`, which names the part that cannot be pickled and the path to it.
     """
     try:
-        pickled = _pickle(value, reduce)
+        pickled = _pickle(value, reduce, keep_devices=keep_devices)
     except MemoryError as error:
         raise TransferError("cannot send the value: not enough memory to pickle it") from error
     except Exception as error:
@@ -140,7 +146,7 @@ def unpack(payload: Payload, frames: Sequence[Bytes], *, unlink: bool, folder: P
 class _Pickled:
     """The pickle and its out-of-band buffers, as lists of pieces. `owner` keeps their memory alive."""
 
-    buffers: list[Sequence[Bytes]]
+    buffers: list[Pieces]
     owner: object
 
 
@@ -178,14 +184,14 @@ class _BufferCollector:
         self.buffers.append(buffer)
         return False
 
-    def views(self) -> Iterator[memoryview]:
+    def pieces(self) -> Iterator[Pieces]:
         """Yield the bytes of the buffers."""
         for buffer in self.buffers:
             if self._is_placeholder(buffer):
                 assert self.storages is not None
-                yield self.storages.fetch(buffer)
+                yield self.storages.pieces(buffer)
             else:
-                yield buffer.raw()
+                yield [buffer.raw()]
 
     def _is_placeholder(self, buffer: pickle.PickleBuffer) -> bool:
         return self.storages is not None and self.storages.is_placeholder(buffer)
@@ -220,15 +226,15 @@ class _PayloadPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle
         return super().reducer_override(value)
 
 
-def _pickle(value: object, reduce: Reduce | None) -> _Pickled:
-    file, collector = _Chunks(), _BufferCollector(_storages())
+def _pickle(value: object, reduce: Reduce | None, *, keep_devices: bool) -> _Pickled:
+    file, collector = _Chunks(), _BufferCollector(_storages(keep_devices=keep_devices))
     _PayloadPickler(file, collector, reduce).dump(value)
     # The first pass records which parts of storages are used; a second one sends only these, see `Storages.trimmed`.
     trimmed = collector.storages.trimmed() if collector.storages is not None else None
     if trimmed is not None:
         file, collector = _Chunks(), _BufferCollector(trimmed)
         _PayloadPickler(file, collector, reduce).dump(value)
-    return _Pickled([file.chunks, *([view] for view in collector.views())], collector)
+    return _Pickled([file.chunks, *collector.pieces()], collector)
 
 
 def _attempt(value: object, reduce: Reduce | None = None) -> BaseException | None:
@@ -242,29 +248,29 @@ def _attempt(value: object, reduce: Reduce | None = None) -> BaseException | Non
     return None
 
 
-def _storages() -> Storages | None:
+def _storages(*, keep_devices: bool = False) -> Storages | None:
     # Importing torch here would cost seconds in a notebook that only sends plain values.
     if sys.modules.get("torch") is None:
         return None  # no tensor can exist
     from rankbook.transport.tensors import Storages
 
-    return Storages()
+    return Storages(keep_devices=keep_devices)
 
 
 # Where buffers travel -----------------------------------------------------------------------------------------------
 
 
-def _pack_in_frames(outside: Sequence[Sequence[Bytes]]) -> Packed:
+def _pack_in_frames(outside: Sequence[Pieces]) -> Packed:
     buffers = tuple(Buffer(_size(pieces)) for pieces in outside)
     return Packed(Payload(buffers), [_snapshot(pieces) for pieces in outside], ())
 
 
-def _snapshot(pieces: Sequence[Bytes]) -> bytes:
+def _snapshot(pieces: Pieces) -> bytes:
     """Join the pieces into one copy: a frame leaves when its socket is ready, and the value may change before."""
-    return b"".join(pieces)  # returns a single bytes object itself
+    return b"".join(map(present_bytes, pieces))  # returns a single bytes object itself
 
 
-def _size(pieces: Sequence[Bytes]) -> int:
+def _size(pieces: Pieces) -> int:
     return sum(map(len, pieces))
 
 

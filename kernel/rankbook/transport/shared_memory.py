@@ -31,7 +31,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os import getpid
 from pathlib import Path
@@ -41,6 +41,27 @@ from rankbook.formatting import format_bytes
 from rankbook.protocol.agents import SegmentFailed, SegmentPart, SegmentRefused
 
 Bytes = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class DeferredBytes:
+    """`size` bytes that `fetch` copies from another device when they are written, and not before."""
+
+    size: int
+    fetch: Callable[[], memoryview]
+
+    def __len__(self) -> int:
+        return self.size
+
+
+Pieces = Sequence[Bytes | DeferredBytes]
+"""A buffer, as pieces to concatenate."""
+
+
+def present_bytes(piece: Bytes | DeferredBytes) -> Bytes:
+    """Return the bytes of a piece, which may have to be fetched."""
+    return piece.fetch() if isinstance(piece, DeferredBytes) else piece
+
 
 MOST_IN_FRAMES = 64 << 20
 """Bytes that may cross to another host in the frames of a message, where every later message waits for them."""
@@ -96,7 +117,7 @@ class SegmentStore:
         # Threads that free the memory of removed segments.
         self._freeing: list[threading.Thread] = []
 
-    def write(self, buffers: Sequence[Sequence[Bytes]]) -> Segment | None:
+    def write(self, buffers: Sequence[Pieces]) -> Segment | None:
         """Write one file with `buffers`, given as lists of pieces to concatenate.
 
         Returns None if the file would take more than half of the free space, or does not fit. Half, because torch's
@@ -252,7 +273,7 @@ class SegmentStore:
         return f"a value of {format_bytes(size)} does not fit into {self.folder}, which does not exist any more"
 
 
-def _buffer_offsets(buffers: Sequence[Sequence[Bytes]]) -> tuple[tuple[int, ...], int]:
+def _buffer_offsets(buffers: Sequence[Pieces]) -> tuple[tuple[int, ...], int]:
     offsets, end = [], 0
     for pieces in buffers:
         # Rounded up, so that every buffer is aligned like memory that torch has allocated.
@@ -276,16 +297,18 @@ def _remove_on_error(path: Path) -> Iterator[None]:
         raise
 
 
-def _write_file(path: Path, buffers: Sequence[Sequence[Bytes]], offsets: Sequence[int], size: int) -> None:
+def _write_file(path: Path, buffers: Sequence[Pieces], offsets: Sequence[int], size: int) -> None:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         memory = _huge_pages(file, size) if size >= _WORTH_HUGE_PAGES else memoryview(b"")
         for pieces, offset in zip(buffers, offsets, strict=True):
             position = offset
             for piece in pieces:
-                copied = _copy(piece, memory, position)
-                _write_at(file, memoryview(piece)[copied:], position + copied)
+                data = present_bytes(piece)
+                copied = _copy(data, memory, position)
+                _write_at(file, memoryview(data)[copied:], position + copied)
                 position += len(piece)
+                del data  # before the next piece is fetched
     finally:
         os.close(file)
 

@@ -7,6 +7,9 @@ arrive on the CPU. Three things differ: of a storage, only the parts that the te
 `data[:32]` costs 32 rows; a conjugated or negated view arrives as its values; and a tensor in shared memory cannot be
 resized in place, as if it came from `torch.from_numpy` (its `.clone()` can).
 
+With `keep_devices`, tensors of an accelerator arrive on the receiver's current one. Memory of an accelerator is copied
+to the host when it is written, and in parts, so that the host never has the whole value twice.
+
 This module reduces dense tensors and Parameters. Other kinds (sparse, quantized, nested, meta, DTensor, any subclass)
 use torch's own reduction, which leads to dense tensors and storages that are reduced by this module in turn.
 
@@ -21,14 +24,19 @@ import ctypes
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pickle import PickleBuffer
 from typing import Any, cast
 
 import torch
 
+from rankbook.transport.shared_memory import DeferredBytes
+
 _ALIGNMENT = 64  # slices of a storage begin at a multiple, so that views of every dtype stay aligned
 _WORTH_TRIMMING = 1 << 20  # bytes to save, below which a value is not pickled a second time
 _SPARSE_USE = 4  # a view that uses less than 1/4 of the bytes it spans, such as one column of many, is copied first
+
+_FETCHED_AT_ONCE = 64 << 20  # bytes of an accelerator's memory that are in the host's memory beside the segment
 
 Reduction = tuple[Any, ...]
 
@@ -61,7 +69,8 @@ class StorageSlice:
 class Storages:
     """The storages of the tensors in one pickle. It must outlive the buffers that it returned."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_devices: bool = False) -> None:
+        self._keep_devices = keep_devices
         self._slices: dict[int, list[StorageSlice]] = {}  # slices to send; a storage without an entry is sent whole
         self._uses: dict[int, list[StorageUse]] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -82,12 +91,12 @@ class Storages:
         return NotImplemented
 
     def is_placeholder(self, buffer: PickleBuffer) -> bool:
-        """Return True if the buffer is an empty placeholder for memory of another device, which `fetch` copies."""
+        """Return True if the buffer is an empty placeholder for memory of another device, see `pieces`."""
         return id(buffer) in self._placeholders
 
-    def fetch(self, buffer: PickleBuffer) -> memoryview:
-        """Return the bytes of a placeholder, copied to the CPU."""
-        return self._placeholders[id(buffer)].fetch()
+    def pieces(self, buffer: PickleBuffer) -> list[DeferredBytes]:
+        """Return the bytes of a placeholder, which are copied to the CPU when they are needed."""
+        return self._placeholders[id(buffer)].pieces()
 
     def trimmed(self) -> Storages | None:
         """Return the storages for a second pass that sends less, or None if that would save little.
@@ -95,7 +104,7 @@ class Storages:
         Tensors that overlap or touch stay in one slice, because they may alias one another.
         """
         # Only storages of which a part is unused get an entry. The others are sent whole, as in the first pass.
-        trimmed_storages, saved = Storages(), 0
+        trimmed_storages, saved = Storages(keep_devices=self._keep_devices), 0
         for key, uses in self._uses.items():
             total = self._storages[key].nbytes()
             slices, size = _required_slices(uses)
@@ -155,7 +164,7 @@ class Storages:
         key = (self._key(storage), low, high)
         # One object per slice. pickle's memo recognizes the object, and refers to the first one when it comes again.
         if key not in self._sent:
-            self._sent[key] = sent = _SentSlice(storage, low, high)
+            self._sent[key] = sent = _SentSlice(storage, low, high, keep_device=self._keep_devices)
             if not _is_on_cpu(storage):
                 self._placeholders[id(sent.buffer)] = sent
         return self._sent[key]
@@ -169,24 +178,33 @@ class Storages:
 class _SentSlice:
     """A slice of a storage. pickle's memo makes it a single storage on the receiver."""
 
-    def __init__(self, storage: torch.UntypedStorage, low: int, high: int) -> None:
+    def __init__(self, storage: torch.UntypedStorage, low: int, high: int, *, keep_device: bool) -> None:
         self._storage = storage
         self._low = low
         self._size = high - low
-        self._fetched: torch.Tensor | None = None
+        self._device = _device_type(storage) if keep_device else "cpu"
         self.buffer = PickleBuffer(
             _memory(storage.data_ptr() + low, self._size) if _is_on_cpu(storage) else bytearray()
         )
 
     def __reduce_ex__(self, protocol: object) -> Reduction:
-        return restore_storage, (self.buffer,)
+        return restore_storage, (self.buffer,) if self._device == "cpu" else (self.buffer, self._device)
 
-    def fetch(self) -> memoryview:
+    def pieces(self) -> list[DeferredBytes]:
+        """Return the bytes in parts, so that the host's memory holds one of them and not the whole value twice."""
+        starts = range(0, self._size, _FETCHED_AT_ONCE)
+        sizes = [min(_FETCHED_AT_ONCE, self._size - start) for start in starts]
+        return [
+            DeferredBytes(size, partial(self._fetch, self._low + start, size))
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+
+    def _fetch(self, low: int, size: int) -> memoryview:
         alias = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
-        # As bytes: `cpu` of the original dtype would not copy the gaps between strided elements. Kept, because the
-        # memory belongs to it.
-        self._fetched = alias.set_(self._storage, self._low, (self._size,), (1,)).cpu()
-        return _memory(self._fetched.data_ptr(), self._size)
+        # As bytes: `cpu` of the original dtype would not copy the gaps between strided elements. The array keeps the
+        # memory for as long as the view.
+        view: memoryview = alias.set_(self._storage, low, (size,), (1,)).cpu().numpy().data
+        return view
 
 
 def _reduction(tensor: torch.Tensor, source: torch.Tensor, sent: _SentSlice, low: int = 0) -> Reduction:
@@ -211,11 +229,15 @@ def _reduction(tensor: torch.Tensor, source: torch.Tensor, sent: _SentSlice, low
     return restore_tensor, arguments, dict(tensor.__dict__), None, None, restore_attributes
 
 
-def restore_storage(buffer: bytearray | memoryview) -> torch.UntypedStorage:
-    """Return a storage that rests on `buffer`, without a copy."""
+def restore_storage(buffer: bytearray | memoryview, device: str = "cpu") -> torch.UntypedStorage:
+    """Return a storage that rests on `buffer`, without a copy; with a copy on another type of device.
+
+    That is the current one of this type: in a rank, the rank's own.
+    """
     if not len(buffer):
-        return torch.UntypedStorage(0)
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+        return torch.UntypedStorage(0, device=device)
+    data = torch.frombuffer(buffer, dtype=torch.uint8)
+    return (data if device == "cpu" else data.to(device)).untyped_storage()
 
 
 def restore_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
@@ -234,7 +256,7 @@ def restore_tensor(
 ) -> torch.Tensor:
     """Return the tensor as a leaf without a graph."""
     # `set_` gives the tensor the received storage, without a copy and without a graph.
-    tensor = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, size, stride)
+    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
     if is_parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)
@@ -300,7 +322,11 @@ def _clusters(uses: Sequence[StorageUse]) -> Iterator[tuple[int, int, list[Stora
 
 
 def _is_on_cpu(storage: torch.UntypedStorage) -> bool:
-    return storage.device.type == "cpu"
+    return _device_type(storage) == "cpu"
+
+
+def _device_type(storage: torch.UntypedStorage) -> str:
+    return storage.device.type
 
 
 def _memory(address: int, size: int) -> memoryview:
