@@ -1,7 +1,6 @@
 """Ranks on the stand-in for NCCL: a fault ends the waits for the device, tells why, and costs nothing else.
 
-Not shown here, because a CPU has nothing like it: contexts on other devices, the variables of the real watchdog, and
-graphs.
+Not shown here, because a CPU has nothing like it: contexts on other devices, and the variables of the real watchdog.
 """
 
 from __future__ import annotations
@@ -297,17 +296,91 @@ def test_a_restart_of_an_idle_rank_waits_for_nobody(stand_in):
     stand_in.ok("%%distributed\nfrom tests.nccl_stand_in import current_device\nstand_in = current_device()")
 
 
-def test_nccl_error_text_is_shown_to_the_user(stand_in):
+NCCL_ERROR = (
+    "NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.27.3\\nncclInvalidUsage: This usually reflects "
+    "invalid usage of NCCL library.\\nLast error:\\n"
+)
+
+
+@pytest.mark.parametrize("call", ["dist.all_reduce(torch.ones(2))", "dist.new_group([0, 1])"])
+def test_nccl_error_text_is_shown_to_the_user(stand_in, call):
     outcome = stand_in.run(
-        """%%distributed
-if rank == 0:
-    def refuse(*_):
-        raise dist.DistBackendError(
-            "NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.27.3\\nncclInvalidUsage: This usually "
-            "reflects invalid usage of NCCL library.\\nLast error:\\nDuplicate GPU detected : rank 0 and rank 1")
-    dist.group.WORLD._inner.group.allreduce = refuse
-    dist.all_reduce(torch.ones(2))""",
+        f"""%%distributed
+stand_in.refusal = "{NCCL_ERROR}Duplicate GPU detected : rank 0 and rank 1"
+try:
+    {call}
+finally:
+    stand_in.refusal = ''""",
         timeout=20,
     )
     assert "DistBackendError: Duplicate GPU detected : rank 0 and rank 1" in outcome.traceback
     assert "CollectiveAborted" not in outcome.traceback
+
+
+WORKS = {
+    "synchronous": "dist.all_reduce(t, group=sub)",
+    "asynchronous": "work = dist.all_reduce(t, group=sub, async_op=True)\n        work.wait()",
+}
+
+
+@pytest.mark.parametrize("kind", WORKS)
+def test_a_collective_that_exceeds_the_timeout_of_its_group_is_broken_off(stand_in, tmp_path, kind):
+    """The watchdog only notes it, and aborts the communicator a minute later without an error."""
+    outcome = stand_in.run(
+        f"""%%distributed
+import pathlib, time
+from datetime import timedelta
+sub, ended = dist.new_group([0, 1], timeout=timedelta(seconds=0.5)), pathlib.Path({str(tmp_path / "ended")!r})
+t = torch.ones(2)
+if rank == 0:
+    try:
+        {WORKS[kind]}
+        t.tolist()
+        print("went on")
+    finally:
+        ended.touch()
+while not ended.exists(): time.sleep(0.05)""",
+        timeout=30,
+    )
+    assert re.search(
+        r"CollectiveAborted: a collective has taken longer than the timeout of its process group while this rank "
+        r"waited in all_reduce #1 \(float32\[2\]\) at line \d+",
+        outcome.traceback,
+    ), outcome.traceback
+    assert "went on" not in outcome.stdout
+
+
+def test_a_connection_that_nccl_has_lost_breaks_its_collectives_off(stand_in):
+    outcome = stand_in.run(
+        """%%distributed
+t = torch.ones(2)
+if rank == 0:
+    dist.group.WORLD._get_backend(torch.device('cpu')).break_connection()
+dist.all_reduce(t, async_op=True).wait()
+t.tolist()
+print("went on")""",
+        timeout=20,
+    )
+    assert "CollectiveAborted: NCCL has reported an error (COMM_ERROR" in outcome.traceback, outcome.traceback
+    assert "[0] went on" not in outcome.stdout
+
+
+def test_a_graph_is_recorded_beside_collectives_that_the_device_has_not_finished(stand_in):
+    outcome = stand_in.ok(
+        """%%distributed
+stand_in.held = True
+before, t = torch.ones(2), torch.full((2,), rank + 1.0)
+dist.all_reduce(before)  # `rankbook-device` asks for its end all the while
+pending = dist.group.WORLD.log.report().pending
+import time
+with stand_in.capture() as graph:
+    dist.all_reduce(t)
+    time.sleep(0.2)  # which makes a recording invalid if that thread may not ask
+counted = len(pending), len(dist.group.WORLD.log.report().pending)
+stand_in.held = False
+for _ in range(2):
+    graph.replay()
+print(before.tolist(), t.tolist(), counted)""",
+        timeout=20,
+    )
+    assert "[0-1] [2.0, 2.0] [6.0, 6.0] (1, 1)" in outcome.stdout

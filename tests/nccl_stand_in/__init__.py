@@ -12,6 +12,9 @@ What behaves as with NCCL
     calling thread, where neither an abort nor an interrupt reaches it; `eager_connect_single_device` builds it earlier.
     A send before a recv on both ranks hangs if the message is larger than `group.BUFFER_BYTES` and not coalesced.
     Collectives that do not match hang. An error on the device is sticky: everything afterwards raises it.
+    A watchdog finds what takes longer than the group's timeout, and lost connections: `get_error` says so, works count
+    as completed with a result that is no success, while the device goes on, and much later the communicator is aborted.
+    What is recorded in a graph is executed by its replays, and a query of another thread makes the recording invalid.
 
 What differs
     There is one queue and no streams: compute that follows an asynchronous collective is executed after it, even before

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 import torch
@@ -40,32 +41,61 @@ class Operation:
 class Event:
     """A place in the queue, as `torch.cuda.Event` records it."""
 
-    def __init__(self, device: Device, operation: Operation | None) -> None:
+    def __init__(self, device: Device, operation: Operation | None, graph: Graph | None = None) -> None:
         self._device = device
         self._operation = operation
+        self._graph = graph
 
     def query(self) -> bool:
         """Return True if everything before the event has been executed. Raises the device's sticky error.
 
         Hangs while `Device.queries_hang` is set, as a query of CUDA does while another thread has the context's lock.
         """
+        self._device.check_capture(self._graph)
         wait_as_in_c(lambda: not self._device.queries_hang)
         self._device.raise_error()
         return self._operation is None or self._operation.done
 
+    @property
+    def is_done(self) -> bool:
+        """Return True if everything before the event has been executed. For the stand-in itself: never hangs."""
+        return self._operation is None or self._operation.done
+
     def synchronize(self) -> None:
         """Wait for everything before the event. Raises the device's sticky error."""
+        self._device.check_capture(self._graph)
         operation = self._operation
         if operation is not None:
             wait_as_in_c(lambda: operation.done or self._device.error is not None)
         self._device.raise_error()
 
 
+class Graph:
+    """Operations that were recorded and not executed, as in a CUDA graph. `error`: why the recording is invalid."""
+
+    def __init__(self, device: Device) -> None:
+        self.operations: list[Operation] = []
+        self.error = ""
+        self._device = device
+
+    def replay(self) -> Event:
+        """Queue all operations, as one."""
+        if self.error:
+            raise DeviceError(self.error)
+        return self._device.submit("graph", self._run)
+
+    def _run(self) -> None:
+        for operation in self.operations:
+            assert operation.run is not None
+            operation.run()
+
+
 class Device:
     """A queue of operations, and the thread that executes them in order.
 
     `held`: nothing further begins. `delay`: seconds before every operation. `queries_hang`: see `Event.query`.
-    `aborts_hang`: an abort of a group does not return. Tests set these at any time, on any thread.
+    `aborts_hang`: an abort of a group does not return. `refusal`: the error of NCCL with which launches and connections
+    fail. Tests set these at any time, on any thread.
     """
 
     def __init__(self) -> None:
@@ -73,7 +103,11 @@ class Device:
         self.delay = 0.0
         self.queries_hang = False
         self.aborts_hang = False
+        self.refusal = ""
         self.error: str | None = None
+        self._graph: Graph | None = None
+        self._capturing_thread = 0
+        self._relaxed_threads: set[int] = set()
         self._queue: SimpleQueue[Operation | None] = SimpleQueue()
         self._operations: deque[Operation] = deque()
         self._last: Operation | None = None
@@ -88,6 +122,10 @@ class Device:
         Waits while `QUEUE_LENGTH` operations are queued.
         """
         self.raise_error()
+        if self.is_capturing:
+            assert self._graph is not None
+            self._graph.operations.append(operation := Operation(name, run))
+            return Event(self, operation, self._graph)
         if len(self._operations) >= QUEUE_LENGTH:
             wait_as_in_c(lambda: len(self._operations) < QUEUE_LENGTH or self.error is not None)
             self.raise_error()
@@ -103,7 +141,7 @@ class Device:
 
     def record(self) -> Event:
         """Return an event behind everything that is queued now."""
-        return Event(self, self._last)
+        return Event(self, None, self._graph) if self.is_capturing else Event(self, self._last)
 
     def synchronize(self) -> None:
         """Wait for everything that is queued. Raises the device's sticky error. No exception ends the wait."""
@@ -114,9 +152,50 @@ class Device:
         if self.error is not None:
             raise DeviceError(self.error)
 
+    # Graphs
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Record what this thread submits during the block in a graph.
+
+        As with the mode "global" of CUDA, a query or a wait of any thread makes the recording invalid, except queries
+        of threads that have called `relax_thread`.
+        """
+        self._capturing_thread = threading.get_ident()
+        self._graph = graph = Graph(self)
+        try:
+            yield graph
+        finally:
+            self._graph = None
+        if graph.error:
+            raise DeviceError("CUDA error: operation failed due to a previous error during capture")
+
+    @property
+    def is_capturing(self) -> bool:
+        """Return True while what this thread submits is recorded."""
+        return self._graph is not None and self._capturing_thread == threading.get_ident()
+
+    def relax_thread(self) -> None:
+        """Let this thread ask for events while another one records, as the mode "thread_local" of CUDA does."""
+        self._relaxed_threads.add(threading.get_ident())
+
+    def check_capture(self, graph: Graph | None = None) -> None:
+        """Raise an error, and make a recording invalid, if this thread asks for an event that it may not ask for.
+
+        `graph` is the recording to which the event belongs.
+        """
+        thread = threading.get_ident()
+        if self._graph is not None and (self.is_capturing or thread not in self._relaxed_threads):
+            graph = self._graph
+        if graph is not None:
+            graph.error = "CUDA error: operation not permitted when stream is capturing"
+            raise DeviceError(graph.error)
+
     @property
     def is_idle(self) -> bool:
         """Return True if an operation that is submitted now would be executed at once."""
+        if self.is_capturing:
+            return False
         return not (self._operations or self.held or self.delay or self.error) or self._owner != os.getpid()
 
     @property

@@ -6,16 +6,18 @@ waits until all members have, and computes the outputs. The names are those of P
 
 from __future__ import annotations
 
+import math
 import pickle
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType, WorkResult
 
 from tests.nccl_stand_in.device import Device, Event, current_device, poll, wait_as_in_c
 
@@ -25,6 +27,14 @@ PARTIAL = 77
 BUFFER_BYTES = 1 << 16
 """A send of more bytes is not finished before its recv has begun, as with NCCL's buffers."""
 
+WATCHDOG_PATIENCE = 60.0
+"""Seconds after which the watchdog aborts a communicator in which it has found an error."""
+
+_RESULTS = {
+    ErrorType.TIMEOUT: int(WorkResult.TIMEOUT),
+    ErrorType.COMM_ERROR: int(WorkResult.COMM_ERROR),
+    ErrorType.REMOTE_ERROR: int(WorkResult.COMM_ERROR),
+}
 _ABORTED = "NCCL communicator was aborted on rank {}."
 _ALL = "all"
 
@@ -44,6 +54,7 @@ class _Communicator:
         self.rank = rank
         self.ranks = ranks
         self.aborted = threading.Event()
+        self.broken = False
         self.begun = 0
         self.messages: Counter[tuple[int, int]] = Counter()
         self._old: str | None = None
@@ -91,7 +102,7 @@ class _Communicator:
 
         def check() -> bool:
             nonlocal over
-            over = not self.aborted.is_set() and is_over()
+            over = not (self.aborted.is_set() or self.broken) and is_over()
             return over or self.aborted.is_set()
 
         poll(check)
@@ -128,8 +139,9 @@ class _Call:
 class StandInWork(dist._Work):
     """The work of an asynchronous collective: `wait` orders, and returns at once."""
 
-    def __init__(self, event: Event | None, outputs: Tensors, source: int | None = None) -> None:
+    def __init__(self, group: StandInGroup, event: Event | None, outputs: Tensors, source: int | None = None) -> None:
         super().__init__()
+        self._group = group
         self._event = event  # None in a batch, whose work has it
         self._outputs = outputs
         self._source = source
@@ -142,10 +154,22 @@ class StandInWork(dist._Work):
         """Do what `wait` does, as the work of NCCL."""
 
     def is_completed(self) -> bool:
-        """Return True if the device has executed the collective, or an abort has ended it."""
-        return self._event is None or self._event.query()
+        """Return True if the device has executed the collective, or an abort has ended it, or its group has an error.
+
+        In the last case, the device still executes it.
+        """
+        return self._event is None or self._event.query() or self._group.has_error
 
     is_success = is_completed
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """Return a future of the result, a `WorkResult`. It has no value before the watchdog knows it."""
+        future: torch.futures.Future[int] = torch.futures.Future()
+        if self._event is None or self._event.query():
+            future.set_result(int(WorkResult.SUCCESS))
+        elif self._group.has_error:
+            future.set_result(_RESULTS[self._group.get_error()])
+        return future
 
     def exception(self) -> None:
         """Return None: there is no exception, not even of an abort."""
@@ -187,6 +211,9 @@ class StandInGroup(dist.ProcessGroup):
         self._timeout = timeout or timedelta(minutes=10)
         self._communicators: dict[str, _Communicator] = {}
         self._aborted = False
+        self._error = ErrorType.SUCCESS
+        self._calls: deque[tuple[float, Event]] = deque()
+        self._watchdog: threading.Thread | None = None
         self._group_name = self._group_desc = ""
         self._batch: list[_Call] | None = None
 
@@ -211,6 +238,7 @@ class StandInGroup(dist.ProcessGroup):
             raise dist.DistBackendError(_ABORTED.format(self._rank))
         communicator = self._communicators.get(name)
         if communicator is None:
+            self._refuse()
             ranks = list(range(self._size)) if ranks is None else ranks
             store = dist.PrefixStore(f"communicator-{name}", self._store)
             if self._rank == ranks[0]:
@@ -241,6 +269,52 @@ class StandInGroup(dist.ProcessGroup):
         for communicator in self._communicators.copy().values():
             communicator.aborted.set()
 
+    # Errors that the group finds itself
+
+    def get_error(self) -> ErrorType:
+        """Return the error that the watchdog has found, or SUCCESS."""
+        return self._error
+
+    @property
+    def has_error(self) -> bool:
+        """Return True if the watchdog has found an error, and nobody has aborted the group yet."""
+        return self._error != ErrorType.SUCCESS and not self._aborted
+
+    def break_connection(self) -> None:
+        """Lose the connection to the peers: collectives hang, and the watchdog reports an error."""
+        for communicator in self._communicators.copy().values():
+            communicator.broken = True
+        self._error = ErrorType.COMM_ERROR
+
+    def _follow(self, event: Event) -> None:
+        """Let the watchdog follow a call. It does not follow what is recorded in a graph."""
+        if self.device.is_capturing:
+            return
+        self._calls.append((time.monotonic(), event))
+        if self._watchdog is None:
+            self._watchdog = threading.Thread(target=self._watch, name="stand-in-nccl-watchdog", daemon=True)
+            self._watchdog.start()
+
+    def _watch(self) -> None:
+        """Find collectives that take longer than the timeout, and abort the communicators, but only much later."""
+        self.device.relax_thread()
+        found = math.inf
+        while not self._aborted and self.device.error is None:
+            while self._calls and self._calls[0][1].is_done:
+                self._calls.popleft()
+            now, timeout = time.monotonic(), self._timeout.total_seconds()
+            if self._calls and now - self._calls[0][0] > timeout and self._error == ErrorType.SUCCESS:
+                self._error = ErrorType.TIMEOUT
+            if self._error != ErrorType.SUCCESS:
+                found = min(found, now)
+            if now - found > WATCHDOG_PATIENCE:
+                self.abort()
+            time.sleep(min(0.1, timeout / 10))
+
+    def _refuse(self) -> None:
+        if self.device.refusal:
+            raise dist.DistBackendError(self.device.refusal)
+
     def shutdown(self) -> None:
         """Abort the group, where ProcessGroupNCCL would wait for all ranks."""
         self.abort()
@@ -248,12 +322,13 @@ class StandInGroup(dist.ProcessGroup):
     # Launching
 
     def _launch(self, call: _Call, outputs: Tensors, *, is_async: bool, source: int | None = None) -> Any:
+        self._refuse()
         call.outputs = outputs
         if self._batch is not None:
             self._batch.append(call)
-            return StandInWork(None, outputs, source)
+            return StandInWork(self, None, outputs, source)
         event = self._submit(call.name, [call])
-        return StandInWork(event, outputs, source) if is_async else None
+        return StandInWork(self, event, outputs, source) if is_async else None
 
     def _submit(self, name: str, calls: list[_Call]) -> Event:
         def run() -> None:
@@ -262,7 +337,9 @@ class StandInGroup(dist.ProcessGroup):
             for call in sorted(calls, key=lambda call: call.name == "send"):  # these wait for what the others receive
                 call.complete()
 
-        return self.device.submit(name, run)
+        event = self.device.submit(name, run)
+        self._follow(event)
+        return event
 
     def _collective(
         self, name: str, opts: Any, inputs: Tensors, outputs: Tensors, compute: Compute, *alike: Any
@@ -270,9 +347,15 @@ class StandInGroup(dist.ProcessGroup):
         """Launch a collective. `alike` is what NCCL needs to be equal on all ranks."""
         self.device.raise_error()
         communicator = self._communicator()
-        communicator.begun += 1
-        key = str(communicator.begun)
         signature = (name, *alike)
+        key = ""
+
+        # At the execution, of which a graph may have many.
+        def publish() -> None:
+            nonlocal key
+            communicator.begun += 1
+            key = str(communicator.begun)
+            communicator.publish(key, signature, inputs)
 
         def complete() -> bool:
             tensors = communicator.collect(key, signature)
@@ -280,7 +363,7 @@ class StandInGroup(dist.ProcessGroup):
                 compute(tensors)
             return tensors is not None
 
-        call = _Call(name, communicator, lambda: communicator.publish(key, signature, inputs), complete)
+        call = _Call(name, communicator, publish, complete)
         return self._launch(call, outputs, is_async=opts is None or opts.asyncOp)
 
     def _start_coalescing(self, _device: object) -> None:
@@ -291,7 +374,7 @@ class StandInGroup(dist.ProcessGroup):
         if not batch:
             return None
         outputs = [output for call in batch for output in call.outputs]
-        return StandInWork(self._submit("coalesced", batch), outputs)
+        return StandInWork(self, self._submit("coalesced", batch), outputs)
 
     # Collectives
 
@@ -539,7 +622,7 @@ class StandInGroup(dist.ProcessGroup):
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout, of which only a watchdog would make use."""
+        """Set the timeout, of which the watchdog makes use."""
         self._timeout = timeout
 
     _set_default_timeout = set_timeout

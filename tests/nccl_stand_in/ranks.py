@@ -34,7 +34,8 @@ class StandInAccelerator:
         self._device = current_device()
 
     def bind_thread(self) -> None:
-        """Do nothing: there is one device per process."""
+        """Let this thread ask for events while another one records a graph. There is one device per process."""
+        self._device.relax_thread()
 
     def record(self) -> Any:
         """Return the query of an event behind everything that is queued now. Raises the sticky error."""
@@ -42,8 +43,8 @@ class StandInAccelerator:
         return self._device.record().query
 
     def is_capturing(self) -> bool:
-        """Return False: there are no graphs."""
-        return False
+        """Return True while what this thread submits is recorded in a graph."""
+        return self._device.is_capturing
 
 
 _entered: list[Any] = []

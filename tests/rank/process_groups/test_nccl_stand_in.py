@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import functools
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType, WorkResult
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from tests.conftest import wait_until
 from tests.nccl_stand_in import BUFFER_BYTES, PARTIAL, Device, DeviceError, StandInGroup, on_device
+from tests.nccl_stand_in import group as group_module
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -239,6 +242,88 @@ def test_a_watchdog_ends_the_process_when_a_collective_does_not_end(lonely):
 
 
 # Abort
+
+
+def test_the_watchdog_of_a_group_finds_what_takes_longer_than_its_timeout(lonely, monkeypatch):
+    monkeypatch.setattr(group_module, "WATCHDOG_PATIENCE", 0.3)
+    tensor = torch.ones(4)
+    lonely.set_timeout(timedelta(seconds=0.1))
+    assert lonely.get_error() == ErrorType.SUCCESS
+    work = lonely.allreduce([tensor], ASYNC())
+    assert not work.is_completed() and not work.get_future_result().done()
+    until(lambda: lonely.get_error() == ErrorType.TIMEOUT)
+    # The work says that it has ended, while the device still waits.
+    assert work.is_completed() and work.get_future_result().value() == int(WorkResult.TIMEOUT)
+    assert lonely.device.pending == ["all_reduce"]
+    until(lambda: not lonely.device.pending)
+    assert tensor.tolist() == [PARTIAL, PARTIAL, 1, 1], "the watchdog has aborted the communicator, without an error"
+
+
+def test_a_work_that_the_device_has_executed_has_a_result(ranks):
+    works = ranks.at_once(lambda group: group.allreduce([torch.ones(2)], ASYNC()))
+    ranks.synchronize()
+    assert [work.get_future_result().value() for work in works] == [int(WorkResult.SUCCESS)] * 2
+
+
+def test_a_lost_connection_is_an_error_of_the_group_and_the_device_waits_on(ranks):
+    ranks[0].break_connection()
+    works = ranks.at_once(lambda group: group.allreduce([torch.ones(2)], ASYNC()))
+    assert ranks[0].get_error() == ErrorType.COMM_ERROR
+    assert works[0].is_completed() and works[0].get_future_result().value() == int(WorkResult.COMM_ERROR)
+    until(lambda: not ranks[1].device.pending)
+    assert ranks[0].device.pending == ["all_reduce"]
+    ranks[0].abort()
+    until(lambda: not ranks[0].device.pending)
+
+
+def test_launches_and_connections_fail_with_the_error_that_a_test_sets(make_ranks):
+    ranks = make_ranks(2)
+    ranks[0].device.refusal = "NCCL error in: NCCLUtils.cpp:94"
+    for refused in (ranks[0].eager_connect_single_device, lambda: ranks[0].allreduce([torch.ones(1)])):
+        with pytest.raises(dist.DistBackendError, match="NCCL error in"):
+            refused()
+
+
+# Graphs
+
+
+def test_a_graph_executes_what_it_has_recorded_as_often_as_it_is_replayed(ranks):
+    totals = [torch.full((2,), rank + 1.0) for rank in range(2)]
+
+    def record(group):
+        with group.device.capture() as graph, on_device(group.device):
+            assert group.allreduce([totals[group.rank()]], sync()) is None
+            totals[group.rank()].mul_(2)
+        return graph
+
+    graphs = ranks.at_once(record)
+    assert [total.tolist() for total in totals] == [[1, 1], [2, 2]]
+    for expected in (6, 24):  # 2 x (1 + 2), and 2 x (6 + 6)
+        for graph in graphs:
+            graph.replay()
+        ranks.synchronize()
+        assert [total.tolist() for total in totals] == [[expected] * 2] * 2
+
+
+def test_a_query_of_a_thread_makes_a_recording_invalid_unless_the_thread_is_relaxed(lonely, ranks):
+    event = lonely.device.record()
+    not_permitted = functools.partial(pytest.raises, DeviceError, match="not permitted when stream is capturing")
+    ask_from_thread = lambda: ranks.threads.submit(event.query).result()  # noqa: E731 - as the other two
+    for ask in (ask_from_thread, event.query, lonely.device.synchronize):
+        capture = lonely.device.capture()
+        capture.__enter__()
+        with not_permitted():
+            ask()
+        with pytest.raises(DeviceError, match="due to a previous error during capture"):
+            capture.__exit__(None, None, None)
+
+    def ask_relaxed():
+        lonely.device.relax_thread()
+        return event.query()
+
+    with lonely.device.capture() as graph:
+        assert ranks.threads.submit(ask_relaxed).result()
+    assert not graph.error
 
 
 def test_an_aborted_collective_ends_with_partial_data_and_raises_nothing(lonely):
