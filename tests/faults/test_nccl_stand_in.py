@@ -203,11 +203,13 @@ def test_an_interrupt_ends_a_wait_for_the_device(stand_in):
 
 def test_a_rank_answers_while_its_device_does_not(stand_in):
     """The control thread asks no device."""
-    stand_in.ok("%%distributed\nstand_in.held = stand_in.queries_hang = True")
+    stand_in.ok("%%distributed\nmodel = torch.nn.Linear(2, 2)\nstand_in.held = stand_in.queries_hang = True")
     message = stand_in.send(
         f"%%distributed --background\nimport time\n{REDUCE}while stand_in.held: time.sleep(0.05)\nprint(t.tolist())"
     )
     outcome = stand_in.finish(message)
+    statistic = stand_in.run("import rankbook; rankbook.current().statistic('model', 'weight', 0, timeout=20)")
+    assert "has not executed within 1.5 s what is queued on it" in statistic.traceback
     for _ in range(3):
         output = stand_in.ok("%distributed status").text
         assert len(re.findall("running|waiting", output)) == 2, output

@@ -30,6 +30,8 @@ def environment() -> dict[str, str]:
 class StandInAccelerator:
     """The stand-in device of this process, as Rankbook asks it (`device_calls.DeviceInterface`)."""
 
+    type = "cpu"
+
     def __init__(self, _device: torch.device | None = None) -> None:
         self._device = current_device()
 

@@ -69,6 +69,7 @@ from rankbook.protocol.queries import (
     CheckNumbers,
     GetCompletions,
     GetInspection,
+    GetStatistic,
     GetValue,
     Hint,
     Hold,
@@ -98,9 +99,10 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from rankbook.rank.inspect.evaluate import Evaluator
-    from rankbook.rank.inspect.query_handlers import StatusHandler
+    from rankbook.rank.inspect.query_handlers import StatisticHandler, StatusHandler
     from rankbook.rank.inspect.step_hold import HoldHandler
     from rankbook.rank.measurement import Measurement
+    from rankbook.rank.process_groups.device_calls import DeviceWatcher
 
 
 # A text search and not a parser, because every cell is searched. A false match, in a string for example, creates an
@@ -591,6 +593,8 @@ class Executor:
         """Queue a query for a background thread, which sends the answer. Any thread."""
         if isinstance(question, GetValue):
             answer_in_thread(self._link.send, self._make_evaluator, question)
+        elif isinstance(question, GetStatistic):  # it may wait for the device
+            answer_in_thread(self._link.send, self._make_statistic_handler, question)
         elif isinstance(question, (GetCompletions, GetInspection)):  # a thread of its own: a status query may take long
             self._completion_queries.put(question)
         elif isinstance(question, (HoldAtStep, CheckNumbers)):
@@ -614,6 +618,15 @@ class Executor:
         from rankbook.rank.inspect.query_handlers import StatusHandler
 
         return StatusHandler(self, self._group.rank, self._group.device)
+
+    def _make_statistic_handler(self) -> StatisticHandler:
+        from rankbook.rank.inspect.query_handlers import StatisticHandler
+
+        return StatisticHandler(self, self._group.rank)
+
+    def device_watcher(self) -> DeviceWatcher | None:
+        """Return the watcher of the rank's device; None if the rank computes on the CPU. Any thread."""
+        return self._group.device_watcher()
 
     def _make_evaluator(self) -> Evaluator:
         from rankbook.rank.inspect.evaluate import Evaluator

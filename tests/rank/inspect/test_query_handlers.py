@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -15,8 +17,17 @@ from rankbook.errors import InvalidArgument
 from rankbook.protocol import telemetry
 from rankbook.protocol.queries import GetStatistic, GetStatus, QueryFailed
 from rankbook.rank.inspect import object_discovery, query_handlers, shard_map, tensor_introspection
-from rankbook.rank.inspect.query_handlers import GradientCounter, StatusHandler, Utilisation, compute_statistic
+from rankbook.rank.inspect.query_handlers import (
+    GradientCounter,
+    StatisticHandler,
+    StatusHandler,
+    Utilisation,
+    compute_statistic,
+)
 from rankbook.rank.inspect.tensor_introspection import GilYield, list_variables
+from rankbook.rank.process_groups.device_calls import DeviceWatcher
+from tests.nccl_stand_in import Device, DeviceError
+from tests.nccl_stand_in.ranks import StandInAccelerator
 
 
 def inventory(namespace):
@@ -60,25 +71,66 @@ def test_a_tensor_that_takes_too_long_is_refused(monkeypatch):
         compute_statistic(0, torch.ones(2, dtype=torch.complex64))
 
 
-def test_a_statistic_waits_for_the_device_with_a_limit(monkeypatch):
+@pytest.fixture
+def device() -> Iterator[Device]:
+    """Provide a device that begins nothing."""
+    device = Device()
+    device.held = True
+    yield device
+    device.held = device.queries_hang = False
+    device.end()
+
+
+class Accelerator(StandInAccelerator):
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+
+def test_a_statistic_waits_for_the_device_with_a_limit(monkeypatch, device):
     """Its read would wait forever for a device that waits in a collective."""
-    events: list[object] = []
-    answers = iter([False, True])
-
-    class Event:
-        def record(self, stream):
-            events.append(stream)
-
-        def query(self):
-            return next(answers, False)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"stream of {device}")
-    query_handlers._wait_for_device(torch.device("cuda", 1))
-    assert events == ["stream of cuda:1"]
+    watcher = DeviceWatcher(Accelerator(device), lambda _error: None)
+    tensor = torch.zeros(3)
     monkeypatch.setattr(query_handlers, "STATISTIC_TIMEOUT", 0.01)
-    with pytest.raises(InvalidArgument, match=r"cuda:1 has not executed within 0\.01 s what is"):
-        query_handlers._wait_for_device(torch.device("cuda", 1))
+    event = device.submit("fill", lambda: tensor.fill_(2))
+    with pytest.raises(InvalidArgument, match=r"cpu has not executed within 0\.01 s what is queued on it"):
+        compute_statistic(0, tensor, watcher)
+    monkeypatch.setattr(query_handlers, "STATISTIC_TIMEOUT", 20.0)
+    device.held = False
+    assert compute_statistic(0, tensor, watcher).mean == 2 and event.is_done
+    device.poison()
+    with pytest.raises(DeviceError, match="device-side assert"):
+        compute_statistic(0, tensor, watcher)
+
+
+def test_statistics_that_wait_for_a_device_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(query_handlers, "STATISTIC_TIMEOUT", 0.01)
+    model = torch.nn.Linear(2, 1)
+    torch.nn.init.constant_(model.weight, 1.5)
+    handler, question = StatisticHandler(_Work({"model": model}), 0), GetStatistic(1, "model", "weight")
+    assert handler.answer(question).statistic.mean == 1.5
+    with query_handlers._statistic_lock:
+        refused = handler.answer(question)
+    assert refused == QueryFailed(1, "an earlier statistic of this rank still waits for its device")
+    assert handler.answer(question).statistic.mean == 1.5
+
+
+def test_a_driver_that_hangs_keeps_no_status_waiting(monkeypatch):
+    hanging, calls = threading.Event(), []
+
+    def measure(*_):
+        calls.append(threading.current_thread())
+        hanging.wait(20)
+        return telemetry.MemoryUse(8, 0, 0, 0, 0, 8, 0)
+
+    monkeypatch.setattr(query_handlers, "measure_memory", measure)
+    handler = StatusHandler(_Work({}), 0, torch.device("cuda", 0))
+    ask = GetStatus(1, True, -1, True, False)
+    start = time.monotonic()
+    assert [handler.answer(ask).sample.memory for _ in range(2)] == [None, None]
+    assert time.monotonic() - start < 5 and len(calls) == 1
+    hanging.set()
+    calls[0].join(20)
+    assert handler.answer(ask).sample.memory.total == 8
 
 
 def test_the_memory_of_a_shared_device_is_that_of_the_rank(monkeypatch):
@@ -198,6 +250,9 @@ class _Work:
     def run_when_idle(self, function):
         function()
 
+    def device_watcher(self):
+        return None
+
 
 def test_second_query_reports_only_changed_holdings():
     work = _Work({"model": torch.nn.Linear(2, 2)})
@@ -209,7 +264,7 @@ def test_second_query_reports_only_changed_holdings():
     assert handler.answer(GetStatus(1, True, first.version, False, False)).holdings is None  # not yet due
     assert len(handler.answer(GetStatus(1, True, first.version, True, False)).holdings) == 2
     assert handler.answer(GetStatus(1, False, -1, False, False)).sample.memory is None
-    assert isinstance(handler.answer(GetStatistic(1, "model", "nothing")), QueryFailed)
+    assert isinstance(StatisticHandler(work, 0).answer(GetStatistic(1, "model", "nothing")), QueryFailed)
 
 
 def test_counters_are_always_current_and_searches_become_rarer(monkeypatch):

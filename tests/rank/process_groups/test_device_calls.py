@@ -18,13 +18,15 @@ from rankbook.rank.process_groups.collective_log import OPS, CollectiveLog
 from rankbook.rank.process_groups.device_calls import Cuda, DeviceQueue, DeviceWatcher
 from rankbook.rank.process_groups.recoverable_group import BackendGroup, RecoverableProcessGroup
 from tests.conftest import wait_until
-from tests.nccl_stand_in import Device, StandInGroup
+from tests.nccl_stand_in import Device, DeviceError, StandInGroup
 
 TENSOR = torch.ones(4)
 
 
 class OnDevice:
     """The device of a test, as Rankbook asks it. `threads` are those that have asked."""
+
+    type = "cpu"
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -233,6 +235,31 @@ def test_a_probe_finds_a_failed_device_and_does_not_wait_for_a_busy_one(setting)
     assert setting.watcher.probe() is None
     setting.device.poison()
     assert setting.watcher.probe() is setting.lost[0]
+
+
+def test_a_function_is_called_once_the_device_has_executed_what_was_queued_before(setting, capsys):
+    called: list[str] = []
+    setting.device.submit("something", lambda: called.append("executed"))
+    setting.watcher.run_when_done(lambda: called.append(threading.current_thread().name))
+    setting.watcher.run_when_done(lambda: called.append(1 / 0))
+    setting.watcher.wait(0.05)
+    assert called == []
+    setting.device.held = False
+    until(lambda: called == ["executed", "rankbook-device"])
+    setting.watcher.run_when_done(lambda: called.append("later"))
+    until(lambda: called[-1] == "later")
+    assert setting.lost == [], "an error of a function is none of the device"
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_functions_that_wait_for_a_device_that_fails_are_called(setting):
+    called: list[bool] = []
+    setting.device.submit("something", lambda: None)
+    setting.watcher.run_when_done(lambda: called.append(True))
+    setting.device.poison()
+    until(lambda: called == [True])
+    with pytest.raises(DeviceError):
+        setting.watcher.run_when_done(lambda: called.append(False))
 
 
 def test_calls_captured_by_a_graph_are_not_tracked(setting):

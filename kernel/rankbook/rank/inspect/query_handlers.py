@@ -1,13 +1,14 @@
 """Answer the notebook's status queries on background threads, while the main thread runs a cell.
 
-`StatusHandler` answers queries for status, details, shards and statistics, and limits how often the namespace is
-searched. `compute_statistic` reads a tensor in pieces; `measure_memory`, `GradientCounter` and `Utilisation` measure
-the device. No query initializes CUDA or runs user code. The threads are in query_threads.py; this module is imported by
-the first query.
+`StatusHandler` answers queries for status, details and shards, and limits how often the namespace is searched.
+`StatisticHandler` answers those for statistics: `compute_statistic` reads a tensor in pieces. `measure_memory`,
+`GradientCounter` and `Utilisation` measure the device. No query initializes CUDA or runs user code, and none waits for
+a device without a limit. The threads are in query_threads.py; this module is imported by the first query.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import sys
@@ -46,6 +47,7 @@ from rankbook.rank.inspect import object_discovery, tensor_introspection
 from rankbook.rank.inspect.gradient_norms import GradientMeter
 from rankbook.rank.inspect.object_discovery import MeasuredObjects
 from rankbook.rank.inspect.tensor_introspection import GilYield, list_variables
+from rankbook.rank.process_groups.device_calls import DeviceWatcher
 from rankbook.snapshot_files import SnapshotHeader
 
 _MAX_LOAD = {True: 1 / 200, False: 1 / 50}
@@ -58,6 +60,8 @@ _COUNT_TIMEOUT = 0.02
 """Seconds that a search waits for the count of gradients; a later count appears in the next answer."""
 _NORMS_TIMEOUT = 0.1
 """Seconds that a single query waits for the norms of gradients."""
+_MEASURE_TIMEOUT = 0.1
+"""Seconds that a query waits for the driver's numbers about a device."""
 # Completed saves that are remembered until a view asks for them.
 _LAST_SAVES = 16
 _PROTECTION = "rankbook.runtime.protection"
@@ -87,6 +91,9 @@ class MainThreadStatus(Protocol):
     def run_when_idle(self, function: Callable[[], None]) -> None:
         """Call `function` on the main thread between two tasks: now, if no task runs."""
 
+    def device_watcher(self) -> DeviceWatcher | None:
+        """Return the watcher of the rank's device; None if the rank computes on the CPU."""
+
 
 class StatusHandler:
     """Answers status queries for `rank`, which computes on `device`."""
@@ -104,6 +111,7 @@ class StatusHandler:
         self._memory: MemoryUse | None = None
         self._gradients = GradientCounter(main_thread.run_when_idle)
         self._norms = GradientMeter(main_thread.run_when_idle, lambda: main_thread.cell)
+        self._measuring: threading.Thread | None = None
         # All 0.0, so that the first query measures at once.
         self._due = self._last_search = self._search_cost = 0.0
         self._pause = _SEARCH_PAUSES[0]
@@ -129,11 +137,8 @@ class StatusHandler:
                     return shard_map.shard_reply(
                         token, self._main_thread.namespace(), name, self._rank, GilYield(), others=others
                     )
-                case GetStatistic(token, name, key):
-                    from rankbook.rank.inspect import shard_map
-
-                    tensor = shard_map.find_tensor(self._main_thread.namespace(), name, key, GilYield())
-                    return StatisticReply(token, compute_statistic(self._rank, tensor))
+                case GetStatistic():
+                    raise InvalidArgument("expected another query: a statistic has a thread of its own")
         except RankbookError as error:
             return QueryFailed(question.token, str(error))
 
@@ -248,6 +253,17 @@ class StatusHandler:
         self._due = 0.0  # measure at once, with the new objects
 
     def _measure(self) -> None:
+        """Measure the device's memory, for at most `_MEASURE_TIMEOUT` seconds: a later result is in the next answer."""
+        if self._device.type != "cuda":
+            self._measure_now()
+            return
+        # A call of the driver may hang while another thread waits for the device.
+        if self._measuring is None or not self._measuring.is_alive():
+            self._measuring = threading.Thread(target=self._measure_now, name="rankbook-measure", daemon=True)
+            self._measuring.start()
+        self._measuring.join(_MEASURE_TIMEOUT)
+
+    def _measure_now(self) -> None:
         measured = self._measured
         assert measured is not None
         self._memory = measure_memory(self._device, measured.parameters, self._gradients.bytes, measured.optimizer)
@@ -295,8 +311,33 @@ class StatusHandler:
 
 STATISTIC_TIMEOUT = 1.5
 """Maximum seconds for a statistic."""
-_PIECE = {"cpu": 30_000, "cuda": 1 << 24}
+_PIECE = {"cpu": 30_000, "cuda": 1 << 22}
 """Elements per piece and device type. torch splits work between threads from 32768 elements on."""
+_statistic_lock = threading.Lock()
+
+
+class StatisticHandler:
+    """Answers a query for the statistic of a tensor of `rank`, on a thread of its own."""
+
+    def __init__(self, main_thread: MainThreadStatus, rank: int) -> None:
+        self._main_thread = main_thread
+        self._rank = rank
+
+    def answer(self, question: GetStatistic) -> Answer:
+        """Answer a query, or return `QueryFailed` with the reason."""
+        from rankbook.rank.inspect import shard_map
+
+        # One at a time: those that a device keeps waiting must not pile up.
+        if not _statistic_lock.acquire(timeout=STATISTIC_TIMEOUT):
+            return QueryFailed(question.token, "an earlier statistic of this rank still waits for its device")
+        try:
+            tensor = shard_map.find_tensor(self._main_thread.namespace(), question.name, question.key, GilYield())
+            statistic = compute_statistic(self._rank, tensor, self._main_thread.device_watcher())
+            return StatisticReply(question.token, statistic)
+        except RankbookError as error:
+            return QueryFailed(question.token, str(error))
+        finally:
+            _statistic_lock.release()
 
 
 def _snapshots() -> tuple[SnapshotHeader, ...]:
@@ -307,21 +348,22 @@ def _snapshots() -> tuple[SnapshotHeader, ...]:
     return tuple(snapshot_files.read_headers(place.folder, [place.rank])[place.rank])
 
 
-def compute_statistic(rank: int, tensor: torch.Tensor) -> Statistic:
+def compute_statistic(rank: int, tensor: torch.Tensor, watcher: DeviceWatcher | None = None) -> Statistic:
     """Compute minimum, mean and maximum of the local elements. Values that change meanwhile may be old or new.
 
-    Raises `InvalidArgument` for data without an order, and for more than can be read in `STATISTIC_TIMEOUT` seconds.
+    `watcher` is that of the rank's device, if it has one. Raises `InvalidArgument` for data without an order, for more
+    than can be read in `STATISTIC_TIMEOUT` seconds, and if the device does not come to it in that time.
     """
     if tensor.is_complex() or tensor.is_quantized or tensor.layout is not torch.strided:
         raise InvalidArgument(f"cannot compute the minimum and maximum of a tensor of {tensor.dtype}, {tensor.layout}")
     if tensor.device.type == "meta":
         raise InvalidArgument("the tensor is on the meta device and has no values")
-    if tensor.device.type == "cuda":
-        _wait_for_device(tensor.device)
+    if watcher is not None and tensor.device.type == watcher.accelerator.type:
+        _wait_for_device(watcher, tensor.device)
     # One pass: the mean is computed from the sum and the number of the finite values.
     start, read = time.monotonic(), 0
-    low, high, total, finite, nans, infinities = float("inf"), float("-inf"), 0.0, 0, 0, 0
-    with torch.no_grad():
+    low, high, total, finite, nans = float("inf"), float("-inf"), 0.0, 0, 0
+    with torch.no_grad(), _side_stream(tensor.device):
         # In pieces, so that the time limit can be checked, and no copy of the whole tensor is made.
         for piece in _pieces(tensor.detach(), _PIECE.get(tensor.device.type, 1 << 20)):
             if time.monotonic() - start > STATISTIC_TIMEOUT:
@@ -332,35 +374,43 @@ def compute_statistic(rank: int, tensor: torch.Tensor) -> Statistic:
             # float64 is exact for integers up to 2**53. On CUDA it would be slow.
             values = piece.to(torch.float64) if tensor.device.type == "cpu" else piece.to(torch.float32)
             # NaN and infinity are counted on their own. Minimum, mean and maximum of the other values are still useful.
-            finite_values = values[values.isfinite()] if tensor.is_floating_point() else values
-            if tensor.is_floating_point() and finite_values.numel() < values.numel():
-                nans += int(values.isnan().sum())
-                infinities += int(values.isinf().sum())
-            if finite_values.numel():
-                low, high = min(low, float(finite_values.min())), max(high, float(finite_values.max()))
-                total += float(finite_values.sum(dtype=torch.float64))
-                finite += finite_values.numel()
-            read += piece.numel()
+            is_finite = values.isfinite()
+            # Read at once: on a device, every read waits.
+            numbers = torch.stack(
+                [
+                    values.where(is_finite, torch.inf).min().double(),
+                    values.where(is_finite, -torch.inf).max().double(),
+                    values.where(is_finite, 0.0).sum(dtype=torch.float64),
+                    is_finite.sum().double(),
+                    values.isnan().sum().double(),
+                ]
+            ).tolist()
+            low, high, total = min(low, numbers[0]), max(high, numbers[1]), total + numbers[2]
+            finite, nans, read = finite + int(numbers[3]), nans + int(numbers[4]), read + piece.numel()
+    infinities = read - finite - nans
     if not finite:
         return Statistic(rank, None, None, None, nans, infinities)
     return Statistic(rank, low, total / finite, high, nans, infinities)
 
 
-def _wait_for_device(device: torch.device) -> None:
-    """Wait until `device` has executed what is queued, because a read would wait for it without a limit.
+def _side_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which kernels for `device` do not wait behind those that the program queues meanwhile."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
 
-    Raises `InvalidArgument` after `STATISTIC_TIMEOUT` seconds.
+
+def _wait_for_device(watcher: DeviceWatcher, device: torch.device) -> None:
+    """Wait until the rank's device has executed what is queued now, because a read would wait without a limit.
+
+    Raises `InvalidArgument` after `STATISTIC_TIMEOUT` seconds, and the error of a device that has failed.
     """
-    event = torch.cuda.Event()
-    event.record(torch.cuda.default_stream(device))
-    deadline = time.monotonic() + STATISTIC_TIMEOUT
-    while not event.query():
-        if time.monotonic() > deadline:
-            raise InvalidArgument(
-                f"{device} has not executed within {STATISTIC_TIMEOUT} s what is queued on it: it computes, or waits "
-                "in a collective"
-            )
-        time.sleep(0.005)
+    watcher.accelerator.bind_thread()
+    executed = threading.Event()
+    watcher.run_when_done(executed.set)
+    if not executed.wait(STATISTIC_TIMEOUT):
+        raise InvalidArgument(
+            f"{device} has not executed within {STATISTIC_TIMEOUT} s what is queued on it: it computes, or waits in a "
+            "collective"
+        )
 
 
 def _pieces(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:

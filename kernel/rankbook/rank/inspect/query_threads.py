@@ -1,8 +1,8 @@
 """Background threads that answer queries while the main thread runs a cell.
 
 `QueryThreads` is the thread for repeated queries (one for status, one for completion, one for pauses at a step),
-started by the first query; an expression to evaluate gets a thread of its own (`answer_in_thread`). What answers is
-imported by the first query.
+started by the first query. An expression to evaluate and a statistic get a thread of their own (`answer_in_thread`).
+What answers is imported by the first query.
 """
 
 from __future__ import annotations
@@ -93,17 +93,18 @@ class QueryThreads(Generic[_Q]):
 
 
 def answer_in_thread(
-    send: Callable[[Answer], None], make_handler: Callable[[], QueryHandler[GetValue]], question: GetValue
+    send: Callable[[Answer], None], make_handler: Callable[[], QueryHandler[_Q]], question: _Q
 ) -> None:
     """Answer a query on a thread of its own, because it may be slow and other queries would wait. Any thread."""
+    kind = "peek" if isinstance(question, GetValue) else "query"
 
     def run() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             answer = make_handler().answer(question)
         except BaseException as error:  # noqa: BLE001 - as above
-            answer = _failed("peek", question, error)
-        _send(send, "peek", question, answer)
+            answer = _failed(kind, question, error)
+        _send(send, kind, question, answer)
 
     _thread.start_new_thread(run, ())
 

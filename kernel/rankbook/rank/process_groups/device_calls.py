@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -32,7 +33,9 @@ Query = Callable[[], bool]
 
 
 class DeviceInterface(Protocol):
-    """Interface of the device of a rank."""
+    """Interface of the device of a rank. `type` is the device type of its tensors."""
+
+    type: str
 
     def bind_thread(self) -> None:
         """Make the rank's device the current one of this thread. Called before the first query of a thread."""
@@ -49,6 +52,8 @@ class DeviceInterface(Protocol):
 
 class Cuda:
     """The CUDA device of a rank."""
+
+    type = "cuda"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -195,6 +200,47 @@ class DeviceQueue:
         self._calls.popleft()  # last, so that the queue is empty only once nothing of it is in the log
 
 
+class _Waiting:
+    """Functions that wait until the device has executed what was queued before, with the query of every one.
+
+    They may belong to several streams, so that every one is asked for.
+    """
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[Query, Callable[[], None]]] = deque()
+        self._is_watched = False
+
+    def add(self, query: Query, function: Callable[[], None]) -> None:
+        """Wait with `function` until `query` is True. Any thread."""
+        self._calls.append((query, function))
+
+    def report_error(self) -> None:
+        """Do nothing: there is no backend that finds errors."""
+
+    def update(self) -> None:
+        """Call the functions whose time has come. Raises the error of the device."""
+        for _ in range(len(self._calls)):
+            query, function = self._calls[0]
+            is_done = query()
+            self._calls.popleft()
+            if is_done:
+                _call(function)
+            else:
+                self._calls.append((query, function))
+
+    def forget(self) -> None:
+        """Call all functions: the device executes nothing any more, as they will see."""
+        while self._calls:
+            _call(self._calls.popleft()[1])
+
+
+def _call(function: Callable[[], None]) -> None:
+    try:
+        function()
+    except Exception:  # noqa: BLE001 - an error of the function is none of the device
+        traceback.print_exc()
+
+
 class DeviceWatcher:
     """The thread that asks the device which calls it has finished.
 
@@ -205,14 +251,24 @@ class DeviceWatcher:
         self.accelerator = accelerator
         self.error: Exception | None = None
         self._on_lost = on_lost
-        self._queues: list[DeviceQueue] = []
+        self._queues: list[DeviceQueue | _Waiting] = []
+        self._functions = _Waiting()
         self._changed = threading.Condition()
         self._work = threading.Event()
         self._hurry = threading.Event()
         self._waiting = 0
         self._thread: threading.Thread | None = None
 
-    def watch(self, queue: DeviceQueue) -> None:
+    def run_when_done(self, function: Callable[[], None]) -> None:
+        """Call `function` on the watcher's thread once the device has executed what this thread has queued so far.
+
+        It is also called if the device fails, so that nobody waits for it in vain. It must not take long: the watcher
+        looks after collectives. Any thread that has called `bind_thread`. Raises the error of a failed device.
+        """
+        self._functions.add(self.accelerator.record(), function)
+        self.watch(self._functions)
+
+    def watch(self, queue: DeviceQueue | _Waiting) -> None:
         """Query `queue` until it is empty."""
         with self._changed:
             if not queue._is_watched:

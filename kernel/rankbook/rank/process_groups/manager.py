@@ -463,11 +463,16 @@ class GroupManager:
         while watcher.error is None and any(entry.group.waits_for_device() for entry in self._foreground().values()):
             watcher.wait(_CHECK_INTERVAL)
 
-    def lost_device(self) -> str:
-        """Return the error of a device that has failed for good and executes nothing any more, or an empty string."""
+    def device_watcher(self) -> DeviceWatcher | None:
+        """Return the watcher of the rank's device; None if the rank computes on the CPU. Any thread."""
         if self._watcher is None and self.device.type == "cuda" and torch.cuda.is_initialized():
             self._watcher = DeviceWatcher(Cuda(self.device), self._on_device_lost)
-        error = None if self._watcher is None else self._watcher.probe()
+        return self._watcher
+
+    def lost_device(self) -> str:
+        """Return the error of a device that has failed for good and executes nothing any more, or an empty string."""
+        watcher = self.device_watcher()
+        error = None if watcher is None else watcher.probe()
         return "" if error is None else next(iter(str(error).splitlines()), type(error).__name__)
 
     def _on_device_lost(self, error: Exception) -> None:
