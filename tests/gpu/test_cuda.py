@@ -78,6 +78,35 @@ def test_ranks_have_the_devices_that_are_visible_at_the_start(fresh_notebook):
     assert "cuda:0" in fresh_notebook.ok("%distributed start -n 1").stdout
 
 
+def test_ranks_on_the_cpu_of_a_machine_with_devices_touch_none(fresh_notebook):
+    assert "2 ranks are ready: cpu, gloo" in fresh_notebook.ok("%distributed start -n 2 --device cpu").stdout
+    assert "cpu gloo 3.0 2.0 False" in fresh_notebook.ok(REDUCE).stdout
+    code = "import rankbook\nprint(rankbook.Accelerator().device, torch.cuda.is_available())"
+    assert "[0-1] cpu False" in fresh_notebook.ok(f"%%distributed\n{code}", timeout=60).stdout
+    refused = fresh_notebook.run("%distributed start --device cuda")
+    assert "2 ranks are already running on the CPU" in refused.stderr + refused.traceback
+    fresh_notebook.ok("%distributed stop")
+    assert "cuda:0" in fresh_notebook.ok("%distributed start -n 1 --device cuda").stdout
+    assert "[0] cuda:0" in fresh_notebook.ok(REDUCE).stdout
+
+
+def test_a_start_that_asks_for_devices_which_are_hidden_fails_and_says_so(fresh_notebook):
+    fresh_notebook.ok("import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''")
+    refused = fresh_notebook.run("%distributed start --device cuda")
+    assert "no CUDA device can be used" in refused.traceback + refused.stderr
+    assert "CUDA_VISIBLE_DEVICES=''" in refused.traceback + refused.stderr
+
+
+def test_ranks_are_forked_from_a_process_that_has_not_initialised_cuda(fresh_notebook):
+    fresh_notebook.ok("%distributed start -n 1")
+    code = "print('bad fork', torch.cuda._is_in_bad_fork())"
+    assert "[0] bad fork False" in fresh_notebook.ok(f"%%distributed\n{code}").stdout
+    # Also those of a later start, by the same process.
+    fresh_notebook.ok("%distributed stop")
+    fresh_notebook.ok("%distributed start -n 1")
+    assert "[0] bad fork False" in fresh_notebook.ok(f"%%distributed\n{code}").stdout
+
+
 def test_a_ddp_step_trains_on_the_device(fresh_notebook):
     fresh_notebook.ok("%distributed start -n 2")
     outcome = fresh_notebook.ok(

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import psutil
 import pytest
 
-from tests.conftest import Notebook, Outcome, running_kernel
+from tests.conftest import Notebook, Outcome, running_kernel, wait_until
 from tests.faults.injection import raise_on_rank_1
 from tests.gpu.test_cuda import cuda_devices
 
@@ -37,6 +38,7 @@ def _of_rank(base, place, **options):
 _processes.rank_environment = _of_rank
 """
 REDUCE = "t = torch.full((4,), rank + 1.0, device=device)\ndist.all_reduce(t)\n"
+INDENTED_REDUCE = REDUCE.replace("\n", "\n    ").rstrip()
 DDP = """from torch.nn.parallel import DistributedDataParallel
 torch.manual_seed(0)
 ddp = DistributedDataParallel(torch.nn.Linear(64, 64).to(device), device_ids=[device])
@@ -50,9 +52,9 @@ step()
 
 
 @contextlib.contextmanager
-def nccl_ranks(count: int, *, hosts: bool = True) -> Iterator[Notebook]:
+def nccl_ranks(count: int, *, hosts: bool = True, variables: Mapping[str, str] | None = None) -> Iterator[Notebook]:
     """Run a kernel with ranks that share cuda:0 and use NCCL."""
-    with running_kernel(env={"RANKBOOK_ABORT_GRACE": "0.3"}) as notebook:
+    with running_kernel(env={"RANKBOOK_ABORT_GRACE": "0.3", **(variables or {})}) as notebook:
         notebook.ok(PLACE.replace("HOSTS", str(hosts)))
         started = notebook.run(f"%distributed start -n {count}", timeout=120)
         proof = (
@@ -90,6 +92,12 @@ def when_said(notebook: Notebook, cell: str, strike: Callable[[], object]) -> tu
     return outcome, time.monotonic() - struck[0]
 
 
+def test_ranks_on_one_device_reduce_tensors_of_the_device_and_of_the_cpu(nccl):
+    outcome = nccl.ok(f"%%distributed\n{REDUCE}c = torch.ones(2)\ndist.all_reduce(c)\nprint(t.tolist(), c.tolist())")
+    assert "[0-1] [3.0, 3.0, 3.0, 3.0] [2.0, 2.0]" in outcome.stdout
+    assert "[0-1] cpu:gloo,cuda:nccl" in nccl.ok("%%distributed\nprint(dist.get_backend_config())").stdout
+
+
 FSDP = """from torch.distributed.fsdp import fully_shard
 torch.manual_seed(0)
 sharded = fully_shard(torch.nn.Linear(64, 64).to(device))
@@ -123,8 +131,26 @@ def test_a_wait_for_a_rank_that_raised_is_broken_off(nccl, measured, wait):
 def test_a_wait_in_the_first_collective_is_broken_off(nccl):
     nccl.ok("%%distributed\nsub = dist.new_group([0, 1])")
     code = "t = torch.ones(4, device=device)\ndist.all_reduce(t, group=sub)\nt.tolist()"
-    outcome = raise_on_rank_1(nccl, code, timeout=60)
-    assert "CollectiveAborted" in outcome.traceback
+    # The first one of a new group, and the first one after the group was formed anew.
+    for _ in range(2):
+        outcome = raise_on_rank_1(nccl, code, timeout=60)
+        assert "CollectiveAborted" in outcome.traceback
+
+
+def test_the_status_answers_while_ranks_wait_for_the_device(nccl):
+    """The control thread makes no CUDA call: one hangs while the main thread waits for the device."""
+    cell = f"import time\nif rank == 1:\n    while not go: time.sleep(0.05)\n{REDUCE}print(t.tolist())"
+    nccl.ok("%%distributed\ngo = False")
+    message = nccl.send(f"%%distributed --background\n{cell}")
+    outcome = nccl.finish(message)
+    waits = "waiting in all_reduce"
+    wait_until(lambda: waits in nccl.ok("%distributed stacks").text, timeout=30, what="rank 0 waits for the device")
+    for _ in range(5):
+        begun = time.monotonic()
+        text = nccl.ok("%distributed status").text
+        assert time.monotonic() - begun < 1 and "unresponsive" not in text, text
+    nccl.ok("%distributed peek globals().update(go=True) --ranks 1")
+    nccl.follow(message, outcome, lambda so_far: "[3.0, 3.0, 3.0, 3.0]" in so_far.stdout, timeout=60)
 
 
 def test_a_cell_does_not_end_before_its_collectives(nccl):
@@ -209,6 +235,120 @@ else:
     assert "sum" not in outcome.stdout
 
 
+@pytest.mark.timeout(240)
+def test_the_watchdog_of_nccl_ends_no_process_after_a_timeout_also_none_that_heal_has_started():
+    """Its monitor would end a process by the key of a dump in the store, long after the error that caused it."""
+    with nccl_ranks(2, variables={"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5"}) as notebook:
+        outcome = notebook.run(
+            """%%distributed
+import time
+from datetime import timedelta
+sub = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+if rank == 0:
+    dist.all_reduce(torch.ones(4, device=device), group=sub)
+    torch.cuda.synchronize()
+else:
+    time.sleep(10)  # longer than the timeout""",
+            timeout=60,
+        )
+        assert "longer than the timeout of its process group" in outcome.traceback
+        processes = "%%distributed\nimport os\nprint('pid', os.getpid())"
+        pids = dict(re.findall(r"\[(\d)\] pid (\d+)", notebook.ok(processes).stdout))
+        psutil.Process(int(pids["1"])).kill()
+        wait_until(lambda: "dead" in notebook.ok("%distributed status").text, timeout=30, what="the death of rank 1")
+        notebook.ok("%distributed heal", timeout=120)
+        pids = dict(re.findall(r"\[(\d)\] pid (\d+)", notebook.ok(processes).stdout))
+        # Six times the timeout of the watchdog's heartbeat, in which both ranks use the device.
+        notebook.ok(
+            f"%%distributed\nimport time\nfor _ in range(30):\n    time.sleep(1)\n    {INDENTED_REDUCE}", timeout=90
+        )
+        assert dict(re.findall(r"\[(\d)\] pid (\d+)", notebook.ok(processes).stdout)) == pids
+
+
+HEALED = """%%distributed
+weight = model[0].weight
+other = [None, None]
+dist.all_gather_object(other, [
+    weight is model[1].weight, weight.group, weight.device == device, row.untyped_storage().data_ptr() ==
+    weight.untyped_storage().data_ptr(), row.storage_offset(), generator.device == device, where == device,
+    [tensor.sum().item() for tensor in large], torch.rand(2).tolist(), torch.rand(2, device=device).tolist()])
+print("same", other[0] == other[1], other[0][:7])
+"""
+
+
+def test_heal_brings_tensors_of_the_device_back_as_they_were_and_copies_them_once(nccl):
+    if psutil.disk_usage("/dev/shm").free < 9 << 30:
+        pytest.skip("wants 9 GB of shared memory")
+    nccl.ok(
+        """%%distributed
+import os, rankbook
+rankbook.set_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).to(device)
+model[1].weight = model[0].weight
+model[0].weight.group = "decay"
+row, where, generator = model[0].weight.detach()[5], device, torch.Generator(device)
+large = [torch.full((1 << 28,), float(number), device=device) for number in range(4)]  # 1 GB each"""
+    )
+    output = nccl.ok("%%distributed\nprint('pid', os.getpid())").stdout
+    pids = {int(rank): int(pid) for rank, pid in re.findall(r"\[(\d)\] pid (\d+)", output)}
+    psutil.Process(pids[1]).kill()
+    wait_until(lambda: "dead" in nccl.ok("%distributed status").text, timeout=30, what="the death of rank 1")
+    with peak_memory(pids[0]) as peak:
+        healed = nccl.ok("%distributed heal", timeout=120)
+    assert "not copied" not in healed.stdout, healed.stdout
+    assert "same True [True, 'decay', True, True, 320, True, True]" in nccl.ok(HEALED, timeout=60).stdout
+    # The segment is 4 GB of shared memory, of which the donor maps what it writes.
+    assert peak[0] < 1.3 * 4 * (1 << 30), f"the donor and the segment took {peak[0] / (1 << 30):.1f} GB"
+
+
+@contextlib.contextmanager
+def peak_memory(pid: int) -> Iterator[list[int]]:
+    """Provide a list with the largest use of memory during the block: the process's own, and the shared memory."""
+
+    def use() -> int:
+        memory = psutil.Process(pid).memory_info()
+        return int(memory.rss - memory.shared + psutil.disk_usage("/dev/shm").used)
+
+    before, peak, ended = use(), [0], threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.01):
+            peak[0] = max(peak[0], use() - before)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_the_scale_of_fp16_is_one_value_on_all_ranks_after_a_break_off(nccl):
+    nccl.ok(
+        """%%distributed
+from rankbook import Accelerator, set_seed
+set_seed(0)
+accelerator = Accelerator(mixed_precision="fp16")
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.Adam(model.parameters())
+model, optimizer = accelerator.prepare(model, optimizer)
+def train(factor=1.0):
+    accelerator.backward((factor * model(torch.ones(4, 64, device=device))).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+train()""",
+        timeout=60,
+    )
+    # The step of rank 0 overflows, and would lower its scale.
+    outcome = raise_on_rank_1(nccl, "train(float('inf'))\naccelerator.scaler.get_scale()", timeout=60)
+    assert "CollectiveAborted" in outcome.traceback
+    report = (
+        "scales = [None, None]\ndist.all_gather_object(scales, accelerator.scaler.get_scale())\nprint(len(set(scales)))"
+    )
+    assert "[0-1] 1" in nccl.ok(f"%%distributed\ntrain()\n{report}", timeout=60).stdout
+
+
 def test_a_ring_of_three_exchanges_large_tensors():
     with nccl_ranks(3) as notebook:
         outcome = notebook.ok(
@@ -232,6 +372,8 @@ def test_device_side_assert_is_reported_and_its_rank_can_be_healed():
         assert "has failed and executes nothing any more" in outcome.stderr
         assert "device lost" in notebook.ok("%distributed status").text
         assert "[1] 6" in notebook.ok("%%distributed --ranks 1\nprint(kept)").stdout
+        notebook.ok("%distributed pull kept --ranks 0")
+        assert notebook.ok("kept").displays[-1]["text/plain"] == "[5]", "the rank lives, and what it has on the CPU"
         output = notebook.ok("%distributed heal", timeout=120).stdout
         assert "rank 0 was healed with the state of rank 1" in output
         assert "[0-1] 6" in notebook.ok("%%distributed\nprint(kept)").stdout
@@ -284,5 +426,12 @@ print(len(pending), len(list(dist.group.WORLD.log.pending())))""",
         assert "[0] 0 1" in outcome.stdout
 
 
-def test_a_restart_of_an_idle_rank_waits_for_nobody(nccl):
-    nccl.ok("%distributed restart 1", timeout=60)
+def test_a_restart_of_an_idle_rank_waits_for_nobody(nccl, measured):
+    """Check that it leaves at once: NCCL's own way to end a communicator waits for all ranks of the machine."""
+    output = nccl.ok("%%distributed\nimport os\nprint('pid', os.getpid())").stdout
+    leaving = psutil.Process(int(re.findall(r"\[1\] pid (\d+)", output)[0]))
+    message, begun = nccl.send("%distributed restart 1"), time.monotonic()
+    psutil.wait_procs([leaving], timeout=60)
+    measured.setdefault("restart to the end of the idle rank's process", []).append(time.monotonic() - begun)
+    assert time.monotonic() - begun < 1
+    assert nccl.finish(message, timeout=60).status == "ok"
