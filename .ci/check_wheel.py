@@ -1,8 +1,8 @@
-"""Compare a wheel with the sources that it was built from.
+"""Compare a wheel and a source distribution with the sources that they were built from.
 
 Usage:
 
-    python .ci/check_wheel.py WHEEL             compare the files in the wheel with the sources
+    python .ci/check_wheel.py WHEEL SDIST       compare the files in both with the sources
     python .ci/check_wheel.py --import WHEEL    import all modules, with an interpreter that has the wheel installed
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import tarfile
 import zipfile
 from email import message_from_string
 from pathlib import Path
@@ -21,6 +22,11 @@ NOT_SHIPPED = {".pyc", ".ipynb", ".md"}  # files in a package folder that do not
 KERNELSPEC = {  # where Jupyter finds the kernel after a normal install
     f"share/jupyter/kernels/rankbook/{name}"
     for name in ("kernel.json", "logo-32x32.png", "logo-64x64.png", "logo-svg.svg")
+}
+
+SDIST = {  # what the source distribution has beside the packages; tests and documentation stay in the repository
+    *("CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "README.md", "constraints.txt", "pyproject.toml"),
+    *("PKG-INFO", "setup.cfg"),  # written by setuptools
 }
 
 
@@ -64,6 +70,20 @@ def problems_of(wheel: Path) -> list[str]:
     return problems
 
 
+def problems_of_sdist(sdist: Path) -> list[str]:
+    """Return the problems of the source distribution, one line per problem."""
+    with tarfile.open(sdist) as archive:
+        links = [member.name for member in archive.getmembers() if member.islnk() or member.issym()]
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if not member.isdir()}
+    names = {name for name in names if not name.startswith("kernel/rankbook.egg-info/")}
+    expected = SDIST | {f"kernel/{name}" for name in expected_files()}
+    return [
+        *(f"not a file: {name}" for name in sorted(links)),  # `magics` and `widgets` must not be links
+        *(f"missing: {name}" for name in sorted(expected - names)),
+        *(f"unexpected: {name}" for name in sorted(names - expected)),
+    ]
+
+
 def modules_of(wheel: Path) -> list[str]:
     """Return the names of the modules in the wheel."""
     with zipfile.ZipFile(wheel) as archive:
@@ -76,13 +96,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--import", dest="imports", action="store_true", help="import all modules of the wheel")
     parser.add_argument("wheel", type=Path)
+    parser.add_argument("sdist", type=Path, nargs="?")
     args = parser.parse_args()
     modules = modules_of(args.wheel)
     if args.imports:
         where = {Path(str(importlib.import_module(name).__file__)).is_relative_to(sys.prefix) for name in modules}
         problems = [] if where == {True} else [f"some modules were not imported from {sys.prefix}"]
     else:
-        problems = problems_of(args.wheel)
+        problems = problems_of(args.wheel) + (problems_of_sdist(args.sdist) if args.sdist else [])
     for problem in problems:
         print(problem, file=sys.stderr)
     if not problems:
