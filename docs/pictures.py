@@ -182,11 +182,16 @@ def take_export(notebook: Notebook, folder: Path, places: dict[str, int]) -> Non
 
 
 def picture(output: Locator) -> bytes:
-    """Return the picture of a part of a page, without the pointer."""
+    """Return the picture of a part of a page, without the pointer, while the page stands still."""
     output.scroll_into_view_if_needed()
     output.page.mouse.move(2, 2)
-    output.page.wait_for_timeout(300)
-    return output.screenshot()
+    for _ in range(20):
+        before = output.bounding_box()
+        output.page.wait_for_timeout(300)
+        png = output.screenshot()
+        if output.bounding_box() == before:  # a view above may have grown, which moves this one
+            return png
+    raise TimeoutError("the page did not stand still")
 
 
 def write(png: bytes, file: Path) -> None:
