@@ -10,6 +10,20 @@ pip_setting() { # the value of one of pip's settings, from its files or its envi
   python3 -m pip config list | sed -n "s/^[^=]*\.$1='\(.*\)'$/\1/p" | head -n 1
 }
 
+# The packages of Colab's image, which are the lower bounds in pyproject.toml, without torch and ipywidgets: Kaggle's image
+# has others. nbclient 0.11 needs a newer traitlets.
+hosted_pins="ipython==7.34.0 ipykernel==6.17.1 jupyter_client==7.4.9 traitlets==5.7.1 nbclient<0.11 psutil==5.9.5"
+
+find_python() { # print the path of an interpreter, on PATH or in pyenv's folder: `find_python 3.12`
+  local found
+  if command -v "python$1" >/dev/null && "python$1" --version >/dev/null 2>&1; then
+    command -v "python$1"
+    return
+  fi
+  found=$(ls -d "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1."*/bin/python 2>/dev/null | sort -V | tail -n 1)
+  [[ $found ]] && echo "$found"
+}
+
 # install PYTHON ARGUMENT...: as `pip install ARGUMENT...` in the environment of PYTHON, by uv, which takes a fraction of
 # pip's time. uv does not read pip's settings, so the two that decide where packages come from are passed on; what uv
 # cannot install, pip does. After `uv_options=--compile-bytecode` it compiles all bytecode at once, as pip does: where
