@@ -294,8 +294,13 @@ class DistributedMagics(Magics):
                 self._print(_queued_message(cell, cell.waiting_behind).rstrip())
 
     def _command_interrupt(self, command: argparse.Namespace) -> None:
-        hit = default_cluster.current().interrupt(command.ranks)
-        self._print(f"interrupted {name_ranks(hit)}" if hit else "no cell is running on these ranks")
+        cluster = default_cluster.current()
+        chosen = set(cluster.select(command.ranks))
+        queued = [cell.label for cell in cluster.cells() if cell.started is None and not chosen.isdisjoint(cell.ranks)]
+        hit = cluster.interrupt(command.ranks)
+        done = [f"interrupted {name_ranks(hit)}"] if hit else []
+        done += [f"removed {', '.join(queued)} from the queue"] if queued else []
+        self._print("; ".join(done) or "no cell is running on these ranks")
 
     def _command_restart(self, command: argparse.Namespace) -> None:
         cluster = default_cluster.current()
@@ -413,7 +418,8 @@ class DistributedMagics(Magics):
         cluster = default_cluster.current()
         ranks = cluster.select(command.ranks)
         self._shell.user_ns[target] = cluster.pull(command.name, ranks=ranks)
-        self._print(f"{target}: a list with the values of {name_ranks(ranks)}, in this order")
+        values, order = ("value", "") if len(ranks) == 1 else ("values", ", in this order")
+        self._print(f"{target}: a list with the {values} of {name_ranks(ranks)}{order}")
 
     def _command_watch(self, command: argparse.Namespace) -> None:
         if not command.conditions:

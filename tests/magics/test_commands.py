@@ -187,6 +187,16 @@ def test_interrupt_command_reports_the_interrupted_ranks(notebook):
     assert "no cell is running on these ranks" in notebook.ok("%distributed interrupt").stdout
 
 
+def test_interrupt_command_names_the_cells_that_it_removes_from_the_queue(notebook, tmp_path):
+    gate = Gate(tmp_path / "gate")
+    notebook.ok(f"%%distributed --background --ranks 0\n{gate.wait}")
+    queued = notebook.ok("%%distributed --background\n1")
+    removed = f"removed cell [{queued.count}] from the queue\n"
+    assert notebook.ok("%distributed interrupt 1").stdout == removed
+    gate.open()
+    notebook.ok("%%distributed\n1")
+
+
 @pytest.mark.parametrize("command", ["interrupt", "restart"])
 def test_ranks_that_are_not_there_are_one_line(notebook, command):
     assert "valid ranks are 0-1" in refused(notebook, f"%distributed {command} 7")
