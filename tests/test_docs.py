@@ -6,6 +6,7 @@ import argparse
 import ast
 import importlib
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import textwrap
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -77,6 +79,39 @@ def test_every_link_within_the_repository_leads_to_a_file_and_a_heading_of_it(pa
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert broken == []
+
+
+BARE_LINK = re.compile(r"(?:\]\(|(?<!`))<?(https?:[^\s<>`)]*)")
+EXAMPLES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*.ipynb"))
+
+
+def malformed(text: str) -> list[str]:
+    """Return the links to other sites that no browser would open, or that are not encrypted."""
+    bad = []
+    for link in BARE_LINK.findall(FENCE.sub("", text)):
+        parts = urlsplit(link.rstrip(".,:"))
+        if parts.scheme != "https" or not re.fullmatch(r"([a-z0-9-]+\.)+[a-z]{2,}(:\d+)?", parts.netloc):
+            bad.append(link)
+    return bad
+
+
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES, "CITATION.cff", "pyproject.toml"])
+def test_links_to_other_sites_are_well_formed(page):
+    assert malformed((ROOT / page).read_text()) == []
+
+
+def test_malformed_links_are_found():
+    assert malformed("<https://semver.org/>, see [torch](https://docs.pytorch.org/docs/stable/fsdp.html#x).") == []
+    text = "[a](http://semver.org) [b](https://semver) https:/semver.org. [c](https://)"
+    assert malformed(text) == ["http://semver.org", "https://semver", "https:/semver.org.", "https://"]
+
+
+def test_examples_link_to_files_that_exist():
+    for example in EXAMPLES:
+        cells = json.loads((ROOT / example).read_text())["cells"]
+        text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        targets = [link for link, _ in LINK.findall(text) if "://" not in link]
+        assert [target for target in targets if not (ROOT / "examples" / target.partition("#")[0]).exists()] == []
 
 
 def test_links_and_anchors_are_found():
