@@ -2,7 +2,8 @@
 
 The `text` block that follows a Python block is the output of its cell. It must be what the cell has printed, except for
 what `VARIES` replaces, the last digits of numbers, the width of spaces and lines, and the places where a page writes …
-A block of the class `by-hand` shows what a person has caused beside the cell, and is not compared.
+A block of the class `by-hand` is not compared: it shows what a person has caused beside the cell, a live view that is
+filled later, or an order that depends on the time.
 """
 
 from __future__ import annotations
