@@ -137,6 +137,10 @@ class SnapshotFile:
 
     def commit(self, header: SnapshotHeader, content: bytes) -> None:
         """Make the generation valid, after its data has been written. `content` describes the data."""
+        # The header is the commit: it is complete or absent, because a rename is atomic. The data needs no such care,
+        # since it is only read if there is a header, and `invalidate` has removed that before the data changed. Shared
+        # memory needs no fsync either: it is lost with the machine anyway, and a killed process leaves what it has
+        # written.
         encoded = msgspec.msgpack.encode(header)
         draft = self.header.with_suffix(".draft")
         with draft.open("wb") as file:
@@ -152,6 +156,8 @@ class SnapshotFile:
         header = read_header(self.header)
         if header is None or header.version != version:
             return None
+        # Nothing is written between the two reads: a rank reads its own files, on the thread that writes them, or those
+        # of another rank while all ranks take part in `heal`. Only headers are read at any time.
         raw = self.header.read_bytes()
         start = _HEADER_LENGTH + int.from_bytes(raw[:_HEADER_LENGTH], "little")
         with self._data.open("rb") as file:
@@ -200,8 +206,15 @@ def latest_common(headers: dict[int, list[SnapshotHeader]]) -> SnapshotVersion |
     same step. Then the one before counts, which is complete everywhere. It also counts if all ranks were stopped
     between the steps of the optimizer and the scheduler: the loop would go on without the step of the scheduler.
     """
+    # Two generations suffice because no rank overwrites its older one before all ranks have the newer one
+    # (`wait_for_peers`). So at any moment the ranks' sets of versions have one in common: the version that the slowest
+    # rank has completed last.
     versions = [{header.version for header in found} for found in headers.values()]
     common = set.intersection(*versions) if versions else set()
+    # Example: the optimizer makes step 5, and a snapshot of it is taken. Then the scheduler steps, and the snapshot is
+    # updated. If the ranks stop between the two, all of them have step 5 without its scheduler. Going on from there
+    # would skip the scheduler's step, since the loop begins with the next batch; so step 4 counts, if all ranks have
+    # it.
     not_final = {header.version for found in headers.values() for header in found if not header.is_final}
     return max(common - not_final or common, default=None)
 
@@ -277,6 +290,8 @@ def wait_for_peers(
                     "requires that all ranks step their optimizers and schedulers together; "
                     "accelerator.protect(False) ends it"
                 )
+            # The header is a file, for whose appearance one can only poll. It is nearly always there: the wait is for
+            # ranks that train without reducing gradients.
             time.sleep(0.001)
     return versions
 

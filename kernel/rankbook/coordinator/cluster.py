@@ -1062,6 +1062,9 @@ class Cluster(ClusterQueries):
         self._processes.wait_exits()
         self._check_available(self._all_ranks)
         make = lambda cell: CheckResize(cell=cell, world_size=n)  # noqa: E731 - used once
+        # Up to the assignment of `self._pending` nothing has changed, and an error leaves everything as it was. After
+        # it the resize goes forward only: the shards of the former ranks are in the folder, and any attempt can begin
+        # from them.
         pending = plan_resize(self._collect(dict.fromkeys(self._all_ranks, (make, ())), timeout, "resize"), n)
         folder = handover_folder(self._segments.folder, next(_resizes))
         try:
@@ -1117,6 +1120,9 @@ class Cluster(ClusterQueries):
         resized: Resized | None = None
         unprotected = ""
         try:
+            # An attempt that fails is repeated with the ranks that live. Ranks that died count as new in the next
+            # attempt, and those that were new before are started again, because they may have a part of the state. What
+            # is never repeated is the hand-over: the files outlive the ranks that wrote them.
             for attempt in range(_RESIZE_ATTEMPTS):
                 try:
                     resized = self._change_ranks(pending, timeout)
@@ -1156,6 +1162,7 @@ class Cluster(ClusterQueries):
         live = self._state.live_ranks()
         staying = tuple(rank for rank in pending.staying if rank in live)
         self._pending = replace(pending, staying=staying)
+        # Before the first rank leaves: another notebook process can complete the resize from the record.
         store_pending(self._segments.folder, self._pending)
         new = tuple(rank for rank in range(pending.world_size) if rank not in staying)
         # Those of an attempt before may have got a part of the state.
@@ -1264,6 +1271,8 @@ class Cluster(ClusterQueries):
             raise RankLostError(
                 "no rank with variables to copy is left; %distributed heal --empty starts with empty namespaces", chosen
             )
+        # From here on there are ranks whose state is of no step. The record says so to the next notebook process, if
+        # this one is killed: it discards them. If this process lives, the `except` below does the same.
         with heal_record(self._segments.folder, () if donor is None else chosen):
             try:
                 self._processes.launch(chosen, timeout=timeout)
@@ -1310,6 +1319,11 @@ class Cluster(ClusterQueries):
         deadline = time.monotonic() + timeout
         version, every = choose_snapshot(headers)
         make_list = lambda cell: ListState(cell, version, replaced, handed_over)  # noqa: E731 - used once
+        # Heal has two phases. In the first one the new ranks get the variables of one donor, without the shards that
+        # only the dead ranks had (`attempt`). In the second one all ranks, old and new, return to one step: to the last
+        # snapshot that is complete, or to the state of replicas (`make_restore`). The first phase copies to the new
+        # ranks only. The second one changes all ranks, so it comes last, and it begins with a check on every rank: all
+        # of them return to that step, or none does (`RankSnapshots.restore`).
         listed = self._collect({donor: (make_list, ())}, timeout, "heal")[donor]
         random, seeded = b"", False
         if not handed_over:  # a resize has its own
@@ -1346,8 +1360,13 @@ class Cluster(ClusterQueries):
             lost_saves.extend(lost)
             return str(adopted["refused"])
 
+        # All variables travel in one pickle, because they share objects: an optimizer refers to the parameters of a
+        # model, and a closure to both. If one cannot be unpickled, all are refused, and `copy_variables` searches for
+        # it with fewer names.
         refused = copy_variables(listed["names"], attempt)
         outcome, restored_from = describe_no_snapshot(headers, listed["last_saved"]), ""
+        # The second phase. Without a snapshot or replicas there is nothing to return to: the new ranks go on with the
+        # donor's state, and the others with theirs.
         if version is not None or listed["replicas"]:
 
             def make_restore(cell: int) -> Message:

@@ -195,6 +195,8 @@ def find_differing(digests: Mapping[int, Mapping[str, str]]) -> dict[str, tuple[
 
         find_differing({0: {"x": "a", "y": "b"}, 1: {"x": "a", "y": "c"}})  # {'y': (0, 1)}
     """
+    # Digests and not values are compared, so that no variable travels. A variable that some ranks do not have is listed
+    # as well, since a new rank gets the donor's.
     ranks_with: defaultdict[str, list[int]] = defaultdict(list)
     values: defaultdict[str, set[str]] = defaultdict(set)
     for rank, of_rank in digests.items():
@@ -227,6 +229,8 @@ def shrunk_devices(devices: Sequence[str], dead: Sequence[int]) -> tuple[str, ..
 
         shrunk_devices(["cuda:0", "cuda:1", "cuda:2"], [0])  # ('cuda:2', 'cuda:1')
     """
+    # Ranks are numbered without gaps, but a device that is gone cannot be given to another number. So the ranks with
+    # the highest numbers end, and their devices go to new processes that take the numbers of the dead ones.
     count = len(devices) - len(dead)
     free = iter([device for rank, device in enumerate(devices) if rank >= count and rank not in dead])
     return tuple(next(free) if rank in dead else devices[rank] for rank in range(count))
@@ -239,6 +243,9 @@ def keep_devices(assigned: Sequence[str], current: Sequence[str], staying: Colle
 
         keep_devices(["cuda:0", "cuda:1", "cuda:2"], ["cuda:0", "cuda:2"], [0, 1])  # ('cuda:0', 'cuda:2', 'cuda:1')
     """
+    # A rank that stays has its tensors on its device and cannot change it. `assigned` is the assignment of a fresh
+    # start, as a list of devices with repetitions where ranks share one: what the ranks that stay use is taken out of
+    # it, and the rest goes to new ranks in order.
     free = list(assigned)
     for rank in staying:
         if current[rank] in free:

@@ -121,6 +121,8 @@ def list_state(namespace: dict[str, Any], hidden: Mapping[str, Any], *, shards: 
             missing[name] = "the exporting rank is not a member of this group; create the group again on all ranks"
         else:
             values[name] = value
+    # The list is made before the export, in which one variable that cannot be pickled would cost all others. It is
+    # found out in a forked child (`check_pickling`), because the code of a user's class may crash or never return.
     reducer = _Reducer(namespace, with_data=False, shards=shards)
     missing |= check_pickling(values, reducer)
     names = [name for name in values if name not in missing]
@@ -146,6 +148,7 @@ def export_state(
         for name, value in namespace.items()
         if isinstance(value, types.ModuleType) and not name.startswith("_") and name not in hidden
     }
+    # One pickle for all variables: objects that several of them refer to are one object on the new rank, too.
     variables = {name: namespace[name] for name in names if name in namespace}
     watch = sys.modules.get(_WATCH)
     state = ExportedState(

@@ -48,6 +48,8 @@ class Announcement(NamedTuple):
 
 def choose_generation(complete: dict[int, SnapshotVersion], kept: SnapshotVersion | None) -> int:
     """Return the generation to overwrite: not the one with the version `kept`, and rather the older one."""
+    # The generation that all ranks have is the only one that a lost host could be restored from, so it stays until the
+    # other one is complete everywhere. The rest is the choice between an incomplete generation and an older one.
     free = [generation for generation in GENERATIONS if kept is None or complete.get(generation) != kept]
     # An incomplete generation first.
     return min(free, key=lambda generation: (generation in complete, complete.get(generation)))
@@ -67,6 +69,8 @@ def find_target(rank: int, hosts: Sequence[Sequence[int]]) -> int | None:
     if len(hosts) == 1:
         return None
     at = next(index for index, ranks in enumerate(hosts) if rank in ranks)
+    # A ring of hosts: every host keeps the copies of one other host and sends to one. The loss of one host loses no
+    # snapshot; that of two neighbours does.
     following = hosts[(at + 1) % len(hosts)]
     return following[hosts[at].index(rank) % len(following)]
 
@@ -136,12 +140,17 @@ class SnapshotCopies:
 
         Raises OSError if there is no memory for another size than that of the announcement.
         """
+        # Three rounds, because a receiver must know the size of what it receives: lengths, then the header and the
+        # description of the tensors, then the tensors. With a scheduler's update only the tensors from `start` on are
+        # sent; those before are in the copy already.
         record = torch.frombuffer(bytearray(pickle.dumps((header, content))), dtype=torch.uint8)
         lengths = {rank: torch.zeros(3, dtype=torch.int64) for rank in self._files}
         self._transfer(torch.tensor([len(record), start, len(data)]), lengths)
         records = {rank: torch.empty(int(length[0]), dtype=torch.uint8) for rank, length in lengths.items()}
         self._transfer(record, records)
         files = {rank: self._files[rank][self._generations[rank]] for rank in self._files}
+        # The order is that of a rank's own snapshot: invalid, data, valid. If the sender's host is lost in the middle,
+        # this generation has no header, and the other one is complete.
         for file in files.values():
             file.invalidate()
         parts = {rank: self._memory_of(rank, int(length[2]))[int(length[1]) :] for rank, length in lengths.items()}
@@ -167,6 +176,8 @@ def fetch_missing(place: SnapshotPlace, version: SnapshotVersion) -> str:
     """
     ranks = range(place.world_size)
     headers = snapshot_files.read_headers(place.folder, ranks)
+    # All ranks compute the same list of transfers from the same gathered holdings, so that sends and receives match
+    # without a further message. They are made one after the other: only the ranks of a lost host need one.
     present = [rank for rank in ranks if version in [header.version for header in headers[rank]]]
     holdings = gather_objects(present)
     for rank in ranks:
@@ -209,6 +220,9 @@ def _receive(place: SnapshotPlace, version: SnapshotVersion, source: int) -> Non
 
 def transfer(sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]) -> None:
     """Send tensors of one dimension to ranks, and fill others by what ranks send."""
+    # In parts of at most `_AT_ONCE` bytes, since a backend without support for the CPU needs a buffer on the device for
+    # every part. All parts of one round travel together, so that two hosts that send to each other do not wait for each
+    # other.
     device = control_device()
     for start in range(0, max((len(tensor) for _, tensor in [*sent, *received]), default=0), _AT_ONCE):
         operations = [

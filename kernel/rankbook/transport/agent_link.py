@@ -407,6 +407,9 @@ class AgentHub:
             raise ProtocolError("invalid first packet of an agent")
         agent, resumes, hello = bytes(packet[1]).decode("ascii"), bytes(packet[2]) == b"1", bytes(packet[3])
         known = self._peers.get(agent)
+        # An agent that resumes has a session with unacknowledged packets. It can only continue with the hub that has
+        # the other end of it. After the hub has given the host up, the ranks there count as dead and may have been
+        # replaced, so that the agent must not come back with them.
         if agent in self._forgotten or (known is None and resumes):
             refused = _Peer(connection)
             self._send_frames(refused, [_REFUSE, b"the notebook has given this host up while it was not reached"])
@@ -419,6 +422,8 @@ class AgentHub:
         # The same agent over a new connection. What came over the old one is not read any more.
         self._agents.pop(known.connection, None)
         self._agents[connection] = agent
+        # The session stays and only the connection is exchanged: numbers go on, and both ends send again what the other
+        # one has not acknowledged. Neither end can know how much of it the old connection has delivered.
         known.connection = connection
         known.session.reconnected(now)
         if known.accepted:
@@ -563,6 +568,8 @@ class AgentLink:
         self._reconnect_at = None
         self._socket = self._context.socket(zmq.DEALER)
         _set_options(self._socket)
+        # libzmq does not connect again by itself: it would do so silently, and packets would be lost between two
+        # connections without a `reconnected` of the session. A broken connection ends this socket (`_disconnect`).
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server_public)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.client_public)
@@ -593,6 +600,8 @@ class AgentLink:
         elif kind == _ACCEPT:
             self._pause = _FIRST_PAUSE
             first, self._accepted, self._connected = not self._accepted, True, True
+            # At the first connection nothing was sent before. Afterwards, packets may have been lost with the
+            # connection.
             if not first:
                 self._session.reconnected(now)
             events.append(Accepted() if first else Reachable())

@@ -147,13 +147,20 @@ class Session:
             self.reconnected(now)
         packets: list[Packet] = []
         for stream, out in enumerate(self._out):
-            # Those of an earlier connection first.
+            # Those of an earlier connection first. The peer drops what it has already: it is cheaper to send a packet
+            # twice than to ask which ones have arrived. A packet that is sent again has no send time, because its
+            # acknowledgement may be that of the first copy, and its delay would then be wrong (Karn's algorithm, RFC
+            # 6298).
             while out.sent < len(out.packets):
                 out.packets[out.sent].sent_at = None
                 packets.append(self._packet(stream, out.packets[out.sent]))
                 out.sent += 1
+            # The streams are visited in order, so the messages of stream 0 are cut before the values of stream 1. A
+            # packet of values that was cut earlier is not overtaken, which is why the window of stream 1 is small: it
+            # is the most that a message waits for.
             while out.messages and out.packet_bytes < out.window:
                 number, flags, pieces = self._cut(out)
+                # Nothing was on the way, so the time without progress counts from now.
                 if not out.packets:
                     self._progress_at = now
                 packet = _SentPacket(number, flags, pieces, sum(map(len, pieces)), now)
@@ -161,6 +168,8 @@ class Session:
                 out.packet_bytes += packet.size
                 out.sent += 1
                 packets.append(self._packet(stream, packet))
+        # Every packet carries the acknowledgement of both streams. One of its own is needed only if there is nothing
+        # else to send.
         if packets:
             self._clear_acknowledgement()
         elif self._acknowledge_at is not None and now >= self._acknowledge_at:
@@ -173,6 +182,8 @@ class Session:
         self._progress_at = now
         for out in self._out:
             out.sent = 0
+        # The new connection may take another way through the network, so neither the window nor the shortest delay of
+        # the old one says anything about it. The acknowledgement tells the peer what it need not send again.
         self._out[-1].window = min(self._window, _LEAST_WINDOW)
         self._least_delay = math.inf
         self._acknowledge_at = now
@@ -191,6 +202,8 @@ class Session:
         size = flags = 0
         chunk = min(CHUNK, max(_LEAST_CHUNK, out.window // _CHUNKS_ON_THE_WAY))
         while out.frame < len(message) and size < chunk and len(pieces) < _MAX_PIECES:
+            # A slice of the view, not a copy: the bytes are copied once, by ZeroMQ or by the kernel. An empty frame is
+            # a piece of no bytes, which ends its frame like any other one.
             view = message[out.frame]
             piece = view[out.offset : out.offset + chunk - size]
             pieces.append(piece)
@@ -232,6 +245,7 @@ class Session:
         pieces = packet[1:]
         if kind not in (_DATA, _ACKNOWLEDGE) or stream >= STREAMS or flags > (_ENDS_FRAME | _ENDS_MESSAGE):
             raise ProtocolError(f"invalid packet: kind {kind}, stream {stream}, flags {flags}")
+        # Before anything changes: an acknowledgement of packets that were never sent must not remove any.
         if any(count > out.next_number for count, out in zip(acknowledged, self._out, strict=True)):
             raise ProtocolError("invalid packet: it acknowledges what was not sent")
         for count, out in zip(acknowledged, self._out, strict=True):
@@ -246,6 +260,8 @@ class Session:
     def _acknowledged(self, out: _Outgoing, count: int, now: float) -> float | None:
         """Remove the packets below `count`. Return the delay of the newest one, or None if it is not known."""
         delay = None
+        # Acknowledgements are cumulative: `count` is the next number that the peer expects. A lost one is made up for
+        # by any later one, and an old one that arrives late removes nothing.
         while out.packets and out.packets[0].number < count:
             packet = out.packets.popleft()
             out.packet_bytes -= packet.size
@@ -256,6 +272,9 @@ class Session:
         return delay
 
     def _follow_delay(self, out: _Outgoing, delay: float, size: int, now: float) -> None:
+        # The shortest delay is that of the empty path. What exceeds it is time in queues, most of which this stream has
+        # filled itself. The window grows slowly (by a quarter in a round trip) and shrinks by a quarter,
+        # as TCP's congestion control does, so that two sessions on one line find a balance.
         self._least_delay = min(self._least_delay, delay)
         if delay <= self._least_delay + _MOST_DELAY:
             out.window = min(out.window + size // 2, self._window)  # by half in a round trip
@@ -282,11 +301,14 @@ class Session:
             return []
         if not pieces or size > CHUNK or incoming.size + size > _MAX_MESSAGE or len(incoming.frames) > _MAX_FRAMES:
             raise ProtocolError(f"invalid packet: {size} bytes in {len(pieces)} pieces")
+        # From here on the packet counts as received. All checks come before, since a packet that is refused must not be
+        # acknowledged.
         incoming.expected += 1
         incoming.size += size
         for position, piece in enumerate(pieces):
             incoming.pieces.append(piece)
             if position < len(pieces) - 1 or flags & _ENDS_FRAME:
+                # Most frames have one piece, which is passed on without a copy.
                 whole = incoming.pieces[0] if len(incoming.pieces) == 1 else b"".join(incoming.pieces)
                 incoming.frames.append(whole)
                 incoming.pieces = []
