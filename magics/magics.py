@@ -16,9 +16,9 @@ from IPython.display import display
 
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import HOSTS_TIMEOUT, START_TIMEOUT, Cluster, RankStatus
-from rankbook.coordinator.deferred_interrupts import deferred_interrupts, set_ending_check
 from rankbook.coordinator.liveness import RESTART_ADVICE_AFTER, restart_advice
 from rankbook.coordinator.running_cell import RunningCell, Sink
+from rankbook.coordinator.wait import deferred_interrupts, set_ending_check
 from rankbook.errors import InvalidArgument, RankbookError
 from rankbook.formatting import PACKAGE_MAGICS, PACKAGE_NOTE, plural, suggest
 from rankbook.ipython_compat import MAGIC_WRAPPER_FRAMES, cell_numbers

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 
 from rankbook.coordinator.cluster import Cluster
-from rankbook.coordinator.evaluate import Peeked
+from rankbook.coordinator.queries import Peeked
 from rankbook.errors import InvalidArgument
 from rankbook.formatting import format_bytes, is_users, plural, shorten_library_path, suggest
 from rankbook.launch.hosts import HostStatus

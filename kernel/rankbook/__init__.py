@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     # For type checkers and editors, which do not run `lazy_imports`. tests/test_public_surface.py holds the names.
     from rankbook.coordinator.cluster import Cluster, RankStatus
     from rankbook.coordinator.default_cluster import attach, current, start, stop
-    from rankbook.coordinator.evaluate import Peeked
+    from rankbook.coordinator.queries import Peeked
     from rankbook.coordinator.recovery import Healed
     from rankbook.coordinator.resize import Resized
     from rankbook.coordinator.sync_check import Finding, SyncReport
@@ -127,7 +127,7 @@ __getattr__, __dir__ = lazy_imports(
         "rankbook.coordinator.resize": ("Resized",),
         "rankbook.coordinator.sync_check": ("Finding", "SyncReport"),
         "rankbook.numerics.norms": ("GradientTable", "ParameterGradient"),
-        "rankbook.coordinator.evaluate": ("Peeked",),
+        "rankbook.coordinator.queries": ("Peeked",),
         "rankbook.coordinator.default_cluster": ("attach", "current", "start", "stop"),
         "rankbook.errors": (
             "BadRequest",

@@ -27,7 +27,7 @@ from rankbook import (
     StartError,
     TransferError,
 )
-from rankbook.coordinator.grace import GracePeriods
+from rankbook.coordinator.states import GracePeriods
 from rankbook.launch import local
 from rankbook.process_identity import OWNER_FILE
 from tests.conftest import Gate, cluster_folders, wait_until

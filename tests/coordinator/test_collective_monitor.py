@@ -9,8 +9,7 @@ import pytest
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator.deadlock import CHECK_INTERVAL, CollectiveMonitor, CollectiveReport
-from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.states import CellEntry, CellState, RankEntry, RankState
+from rankbook.coordinator.states import CellEntry, CellState, GracePeriods, RankEntry, RankState
 from rankbook.protocol.messages import Collectives
 from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport, encode_members
 

@@ -16,10 +16,10 @@ import pytest
 from rankbook.coordinator import driver
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.driver import Driver
-from rankbook.coordinator.exit_status import describe_exit
-from rankbook.coordinator.grace import GracePeriods
+from rankbook.coordinator.liveness import describe_exit
 from rankbook.coordinator.running_cell import CellEnded, InputQuestion, RunningCell
 from rankbook.coordinator.state_machine import ClusterState, RankState
+from rankbook.coordinator.states import GracePeriods
 from rankbook.errors import StartError
 from rankbook.output.merger import OutputMerger, Stream
 from rankbook.process_identity import ProcessInfo, process_info

@@ -9,7 +9,7 @@ import time
 import pytest
 
 import rankbook
-from rankbook.coordinator.evaluate import check_expression
+from rankbook.coordinator.queries import check_expression
 from rankbook.errors import CellError, InvalidArgument
 from tests.conftest import wait_until
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankbook.coordinator.exit_status import describe_crash, describe_failure
+from rankbook.coordinator.liveness import describe_crash, describe_failure
 from rankbook.coordinator.running_cell import RunningCell
 from rankbook.protocol.messages import Done, ErrorReport
 from rankbook.transport import serialization

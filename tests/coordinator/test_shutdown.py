@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from rankbook.coordinator.driver import ShutdownManager
-from rankbook.coordinator.grace import GracePeriods
+from rankbook.coordinator.states import GracePeriods
 
 GRACE = GracePeriods(leave=0.25)
 

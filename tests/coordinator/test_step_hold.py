@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankbook.coordinator.step_hold import Target, choose
+from rankbook.coordinator.queries import Target, choose
 from rankbook.protocol.queries import HoldReply
 
 

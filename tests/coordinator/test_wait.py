@@ -7,10 +7,9 @@ import threading
 
 import pytest
 
-from rankbook.coordinator import deferred_interrupts as deferred_interrupts_module
 from rankbook.coordinator import wait
-from rankbook.coordinator.deferred_interrupts import deferred_interrupts
-from rankbook.coordinator.wait import wait_for_cell
+from rankbook.coordinator import wait as deferred_interrupts_module
+from rankbook.coordinator.wait import deferred_interrupts, wait_for_cell
 from rankbook.protocol.messages import InputReply, InputRequest, Interrupt, RunCell, Text
 from tests.conftest import wait_until
 from tests.coordinator.test_driver import SOON, DriverHarness, Keeper

@@ -14,7 +14,7 @@ import pytest
 from rankbook import Cluster, RankLostError, StartError
 from rankbook.coordinator import cluster_processes
 from rankbook.coordinator.engine_monitor import LoseHost
-from rankbook.coordinator.grace import GracePeriods
+from rankbook.coordinator.states import GracePeriods
 from rankbook.engines import HostEnded, HostOutput
 from rankbook.launch.connection import decode_connection
 from rankbook.launch.hosts import HostOptions

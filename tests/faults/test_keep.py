@@ -249,7 +249,7 @@ def test_an_interrupt_of_a_cell_on_kept_ranks_takes_less_than_a_second(notebook,
 @pytest.mark.full
 def test_attach_says_that_a_cell_was_interrupted_just_before_the_kernel_ended(notebook, runtime_dir):
     notebook.ok(
-        "from rankbook.coordinator import deferred_interrupts\ndeferred_interrupts._is_ending = None"
+        "from rankbook.coordinator import wait\nwait._is_ending = None"
     )  # as where the request to shut down comes late
     begin_in_foreground(notebook, runtime_dir)
     notebook.manager.restart_kernel(now=False)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rankbook.coordinator.evaluate import Peeked
+from rankbook.coordinator.queries import Peeked
 from rankbook.magics.reports import describe_peeks
 
 

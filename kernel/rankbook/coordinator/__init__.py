@@ -7,20 +7,17 @@ Imports neither torch nor IPython. The theory of operation is in driver.py.
     state_machine.py        pure state machine: events in, actions out
     events.py               events of the state machine
     actions.py              actions of the state machine
-    states.py               states and transition tables of ranks and cells
+    states.py               states and transition tables of ranks and cells; grace periods, in seconds
     deadlock.py             deadlock and mismatch detection for collectives
-    grace.py                grace periods, in seconds
     driver.py               driver thread, message receiver, timers, graceful shutdown
     cluster_processes.py    processes and resources of one cluster, from start to stop
     running_cell.py         one cell: tasks, output, input questions, result
-    wait.py                 waiting for a cell on the main thread: input, interrupts, liveness warnings
-    deferred_interrupts.py  SIGINT, deferred while Rankbook waits
-    exit_status.py          description of a rank's exit or failure, recovery of its last output
-    liveness.py             stack requests and unresponsive ranks
+    wait.py                 waiting for a cell on the main thread: input, deferred interrupts, liveness warnings
+    liveness.py             stack requests and unresponsive ranks; description of a rank's exit, and its last output
     monitor.py              status monitoring for views, maps of shards
-    evaluate.py             evaluation, completion and inspection on running ranks
+    queries.py              evaluation, completion and inspection on running ranks; pauses of all ranks at one step
     channels.py             queries, comms of widgets and debugger messages, to and from ranks
-    recovery.py             heal: hand over variables to the replacement of a dead rank
+    recovery.py             heal: hand over variables to the replacement of a dead rank; records of what is under way
     reattach.py             attach to a detached cluster: handshake, replay, takeover
     recovered_state.py      state machine and driver of an attached cluster
 """

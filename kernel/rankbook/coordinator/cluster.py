@@ -22,14 +22,10 @@ from typing import Any, Self
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.channels import CommChannels, DapChannels
 from rankbook.coordinator.cluster_processes import ClusterProcesses
-from rankbook.coordinator.deferred_interrupts import deferred_interrupts
-from rankbook.coordinator.evaluate import COMPLETION_TIMEOUT, CompletionClient, Peeked, peek
-from rankbook.coordinator.exit_status import has_ended_itself
-from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.liveness import describe_unresponsive
+from rankbook.coordinator.liveness import describe_unresponsive, has_ended_itself
 from rankbook.coordinator.monitor import ANSWER_TIMEOUT, NonBlockingMonitor, StatusMonitor
+from rankbook.coordinator.queries import COMPLETION_TIMEOUT, CompletionClient, Peeked, StepHold, peek
 from rankbook.coordinator.reattach import ReattachedProcesses
-from rankbook.coordinator.records import read_record, write_record
 from rankbook.coordinator.recovery import (
     Healed,
     Protection,
@@ -42,9 +38,11 @@ from rankbook.coordinator.recovery import (
     describe_protection,
     heal_record,
     read_heal_record,
+    read_record,
     remove_heal_record,
     summarize_recovery,
     summarize_restore,
+    write_record,
 )
 from rankbook.coordinator.resize import (
     PendingResize,
@@ -62,8 +60,7 @@ from rankbook.coordinator.resize import (
     with_folder,
 )
 from rankbook.coordinator.running_cell import RunningCell, Sink, StatusHeader
-from rankbook.coordinator.states import RankState, choose_donor
-from rankbook.coordinator.step_hold import StepHold
+from rankbook.coordinator.states import GracePeriods, RankState, choose_donor
 from rankbook.coordinator.sync_check import (
     EqualHistory,
     HashComparison,
@@ -71,7 +68,7 @@ from rankbook.coordinator.sync_check import (
     add_differences,
     compare_hashes,
 )
-from rankbook.coordinator.wait import Ask, ask_in_terminal, wait_for_cell
+from rankbook.coordinator.wait import Ask, ask_in_terminal, deferred_interrupts, wait_for_cell
 from rankbook.errors import (
     CellError,
     CellTimeout,

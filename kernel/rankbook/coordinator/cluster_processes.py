@@ -25,14 +25,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.deferred_interrupts import deferred_interrupts, describe_interrupt
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.engine_monitor import Action, EngineMonitor, LoseHost, SaveAndStop, Show
-from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.liveness import describe_unresponsive
 from rankbook.coordinator.recovered_state import ReattachedDriver
 from rankbook.coordinator.state_machine import ClusterState
-from rankbook.coordinator.states import RankState
+from rankbook.coordinator.states import GracePeriods, RankState
+from rankbook.coordinator.wait import deferred_interrupts, describe_interrupt
 from rankbook.engines.engine import AgentConnection, make_engine
 from rankbook.errors import ClusterStopped, InvalidArgument, RankbookError, RankLostError, StartError
 from rankbook.formatting import plural

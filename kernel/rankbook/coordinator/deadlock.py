@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from rankbook.coordinator import actions as act
-from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.states import CellEntry, CellState, RankEntry, RankState
+from rankbook.coordinator.states import CellEntry, CellState, GracePeriods, RankEntry, RankState
 from rankbook.protocol.messages import Collectives
 from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport, Members, decode_members
 from rankbook.ranks import format_ranks, group_ranks, name_ranks

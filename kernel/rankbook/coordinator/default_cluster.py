@@ -10,9 +10,9 @@ import threading
 from collections.abc import Sequence
 
 from rankbook.coordinator.cluster import START_TIMEOUT, Cluster
-from rankbook.coordinator.deferred_interrupts import deferred_interrupts
 from rankbook.coordinator.reattach import select_detached
 from rankbook.coordinator.running_cell import Sink
+from rankbook.coordinator.wait import deferred_interrupts
 from rankbook.engines.engine import Engine
 from rankbook.errors import InvalidArgument, NoClusterError, RankbookError
 from rankbook.launch import local

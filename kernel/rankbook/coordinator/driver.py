@@ -62,12 +62,18 @@ from dataclasses import dataclass
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.deadlock import CollectiveReport
-from rankbook.coordinator.exit_status import describe_exit, describe_failure, read_remains, replay_remains
-from rankbook.coordinator.grace import GracePeriods
-from rankbook.coordinator.liveness import LivenessTracker, RankProcess, describe_straggler
+from rankbook.coordinator.liveness import (
+    LivenessTracker,
+    RankProcess,
+    describe_exit,
+    describe_failure,
+    describe_straggler,
+    read_remains,
+    replay_remains,
+)
 from rankbook.coordinator.running_cell import OutputFlusher, RunningCell, input_unavailable
 from rankbook.coordinator.state_machine import ClusterState
-from rankbook.coordinator.states import RankEntry, RankState
+from rankbook.coordinator.states import GracePeriods, RankEntry, RankState
 from rankbook.errors import ProtocolError, RankbookError, UnreadableMessage
 from rankbook.launch.local import Launcher
 from rankbook.protocol.forkserver import ForkRank, RankExited, RankForked

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from rankbook.coordinator.cluster_processes import ClusterProcesses, register_for_exit
-from rankbook.coordinator.deferred_interrupts import deferred_interrupts
-from rankbook.coordinator.exit_status import describe_exit, describe_failure
+from rankbook.coordinator.liveness import describe_exit, describe_failure
 from rankbook.coordinator.recovered_state import (
     ReattachedDriver,
     RecoveredCell,
@@ -35,6 +34,7 @@ from rankbook.coordinator.recovered_state import (
     RecoveredState,
 )
 from rankbook.coordinator.running_cell import RunningCell, Sink
+from rankbook.coordinator.wait import deferred_interrupts
 from rankbook.errors import InvalidArgument, NoClusterError, StartError, UnreadableMessage
 from rankbook.formatting import plural
 from rankbook.launch.local import ReattachedLauncher

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from rankbook.coordinator import actions as act
 from rankbook.coordinator.deadlock import CHECK_AFTER_DONE
 from rankbook.coordinator.driver import Driver
-from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.running_cell import RunningCell
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import CellEntry as CellOfState
-from rankbook.coordinator.states import CellStep, RankStep
+from rankbook.coordinator.states import CellStep, GracePeriods, RankStep
 from rankbook.launch.local import Launcher
 from rankbook.launch.placement import abort_grace
 from rankbook.protocol.forkserver import ForkRank

@@ -4,6 +4,9 @@ The exported payloads are passed on as they are, never unpickled here. `states.c
 
 While new ranks get their state, a file in the cluster's folder names them (`heal_record`). If the notebook's process
 ends meanwhile, the next one that attaches to the ranks discards those, which have the state of no step.
+
+Such a record is one file, in MessagePack (`write_record`; resize.py has another one). It is written before what it
+describes begins, and removed when it has ended, because a notebook's process may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -12,13 +15,38 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from rankbook.coordinator.records import read_record, remove_record, write_record
+import msgspec
+
 from rankbook.errors import TransferError
 from rankbook.formatting import format_bytes, format_duration, plural, truncate_list
 from rankbook.ranks import group_ranks, name_ranks
 from rankbook.snapshot_files import SnapshotHeader, SnapshotVersion, TrainingPlace, are_together, latest_common
+from rankbook.transport.shared_memory import ensure_private_folder
+
+_T = TypeVar("_T")
+
+
+def write_record(folder: Path, name: str, value: object) -> None:
+    """Write the record `name`, or replace it by one with another value."""
+    ensure_private_folder(folder)
+    draft = folder / f"{name}.draft"
+    draft.write_bytes(msgspec.msgpack.encode(value))
+    draft.replace(folder / name)
+
+
+def read_record(folder: Path, name: str, kind: type[_T]) -> _T | None:
+    """Return the value of the record `name`, which is of type `kind`, or None without this record."""
+    try:
+        return msgspec.msgpack.decode((folder / name).read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+
+
+def remove_record(folder: Path, name: str) -> None:
+    """Remove the record `name`, if there is one."""
+    (folder / name).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rankbook.coordinator.records import read_record, remove_record, write_record
-from rankbook.coordinator.recovery import Healed
+from rankbook.coordinator.recovery import Healed, read_record, remove_record, write_record
 from rankbook.errors import InvalidArgument
 from rankbook.formatting import format_bytes, plural
 from rankbook.protocol.messages import EnterWorld

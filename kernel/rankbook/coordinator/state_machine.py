@@ -20,7 +20,6 @@ from typing import Any
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.deadlock import CHECK_AFTER_DONE, CHECK_INTERVAL, CollectiveMonitor
-from rankbook.coordinator.grace import GracePeriods
 from rankbook.coordinator.recovery import describe_places
 from rankbook.coordinator.states import (
     CELL_TABLE,
@@ -28,6 +27,7 @@ from rankbook.coordinator.states import (
     CellEntry,
     CellState,
     CellStep,
+    GracePeriods,
     RankEntry,
     RankState,
     RankStep,

@@ -3,7 +3,7 @@
 The ranks of a training loop are never at the same step when the notebook asks them. A check of what they hold has to
 read it at the end of one and the same step. So the notebook names a step that no rank has reached yet, every rank
 pauses at its end, and when all of them do, the checks run on their main threads: also those that are collectives. The
-coordinator's half is `coordinator/step_hold.py`.
+coordinator's half is `coordinator/queries.py`.
 
 The main thread pauses inside of `optimizer.step()`, after the optimizer has done its work, or between two cells. It
 continues when the notebook says so, when it names a later step, and after the limit. An interrupt ends the pause and
