@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from rankbook.agent.identity import read_identity
 from rankbook.engines.engine import (
     OWN_KEY,
     AgentConnection,
@@ -32,6 +31,7 @@ from rankbook.engines.engine import (
     HostQueued,
     HostStarted,
     Limits,
+    read_identity,
     slots_per_host,
 )
 from rankbook.engines.processes import Job, ProcessEngine

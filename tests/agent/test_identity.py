@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankbook.agent.identity import TaskIdentity, read_identity
+from rankbook.engines.engine import TaskIdentity, read_identity
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "GROUP_RANK": "1"}
 SLURM = {

@@ -152,7 +152,7 @@ def check_on(network: Network, code: str) -> None:
 
 def test_ssh_passes_the_suite(short_path):
     with programs.ssh_hosts(short_path) as (network, options):
-        check_on(network, f"from rankbook.engines.ssh import SshEngine as Engine\noptions = {options!r}")
+        check_on(network, f"from rankbook.engines.processes import SshEngine as Engine\noptions = {options!r}")
 
 
 def test_slurm_passes_the_suite_and_leaves_no_job(short_path, monkeypatch):
@@ -212,7 +212,7 @@ def test_a_notebook_runs_headless_on_the_nodes_of_a_batch_job(short_path, monkey
 
 def test_mpirun_passes_the_suite(short_path):
     with programs.mpi_hosts(short_path) as (network, options):
-        check_on(network, f"from rankbook.engines.mpirun import MpirunEngine as Engine\noptions = {options!r}")
+        check_on(network, f"from rankbook.engines.processes import MpirunEngine as Engine\noptions = {options!r}")
 
 
 def test_ray_passes_the_suite(short_path, monkeypatch):

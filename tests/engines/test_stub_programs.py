@@ -15,10 +15,9 @@ import pytest
 from rankbook.coordinator.engine_monitor import EngineState
 from rankbook.engines import AgentConnection, HostEnded, HostOutput, HostQueued, HostStarted, Limits
 from rankbook.engines.engine import make_engine
-from rankbook.engines.mpirun import MpirunEngine
+from rankbook.engines.processes import MpirunEngine, SshEngine
 from rankbook.engines.ray import _RayHost
 from rankbook.engines.slurm import SlurmEngine, read_queue
-from rankbook.engines.ssh import SshEngine
 from rankbook.errors import InvalidArgument, StartError
 from rankbook.testing import check_engine
 from tests.conftest import wait_until

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankbook.agent.agent import Agent, AgentRefused, HostLost
-from rankbook.agent.identity import read_identity
-from rankbook.engines.engine import OWN_KEY
+from rankbook.engines.engine import OWN_KEY, read_identity
 from rankbook.errors import InvalidArgument, RankbookError
 from rankbook.launch.connection import CONNECT, Connection, decode_connection
 from rankbook.launch.local import LocalLauncher

@@ -1,7 +1,8 @@
-"""Programs that an engine runs on the notebook's host: ssh, srun, mpirun.
+"""Programs that an engine runs on the notebook's host, and the engines `ssh`, `mpirun` and `env`.
 
-A `Job` is one of them, under a supervisor that ends it together with the notebook. `ProcessEngine` is the part that
-engines with one job per host, or one for all hosts, have in common.
+A `Job` is one program, under a supervisor that ends it together with the notebook. `ProcessEngine` is the part that
+engines with one job per host, or one for all hosts, have in common. `SshEngine` starts one agent per machine, over one
+ssh connection each, and `MpirunEngine` one per node of Open MPI. `EnvEngine` prints the lines for the user to run.
 """
 
 from __future__ import annotations
@@ -9,19 +10,32 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
 
 from rankbook.engines import supervisor
-from rankbook.engines.engine import AgentConnection, EngineEvent, HostEnded, HostOutput, HostStarted, Limits
+from rankbook.engines.engine import (
+    AgentConnection,
+    EngineEvent,
+    HostEnded,
+    HostOutput,
+    HostStarted,
+    Limits,
+    Notice,
+    slots_per_host,
+    split_arguments,
+)
 from rankbook.errors import InvalidArgument, StartError
+from rankbook.formatting import plural
 
 _MAX_READ = 1 << 16
 _LAST_OUTPUT = 600
@@ -241,3 +255,170 @@ class StepEngine(ProcessEngine):
     def read_line(self, host: int | None, line: str) -> list[EngineEvent]:
         """Return the events that a line of other output stands for."""
         return [HostOutput(host, f"{line}\n")]
+
+
+# The first value of an option counts for ssh, so that what the user passes goes before. No question can be answered,
+# and a machine that does not answer is given up. Nothing is written to a terminal.
+_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=10")
+
+
+class SshEngine(ProcessEngine):
+    """`--launcher ssh --hosts a,b,c`. With `--nodes 2`, the third machine replaces a lost one.
+
+    The connection goes over the standard input of ssh. The agent ends with its ssh connection, because the process that
+    has started it on its host does.
+    """
+
+    name = "ssh"
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        super().__init__()
+        own, self._passed = split_arguments(arguments)
+        parser = OptionParser(self.name)
+        parser.add_argument("--hosts", required=True)
+        parser.add_argument("--python", default=sys.executable)
+        parser.add_argument("--folder")
+        options = parser.parse_args(own)
+        self._machines = [machine for machine in options.hosts.split(",") if machine]
+        self._python: str = options.python
+        self._folder: str | None = options.folder
+        if not self._machines or any(machine.startswith("-") for machine in self._machines):
+            raise InvalidArgument(f"invalid --hosts {options.hosts!r}: expected names such as node1,me@node2")
+        self._machine_of: dict[int, str] = {}
+        self._slots = 0
+
+    def start(self, hosts: int | None, slots: int, connection: AgentConnection) -> None:
+        """See `Engine`."""
+        self.connection = connection
+        count = hosts or len(self._machines)
+        if count > len(self._machines):
+            raise InvalidArgument(f"{count} nodes need as many machines, but --hosts has {len(self._machines)}")
+        self._slots = slots_per_host(slots, count)
+        for machine in self._machines[:count]:
+            self._connect(machine)
+
+    def replace(self, host: int, *, wait: bool) -> int | None:  # noqa: ARG002
+        """See `Engine`. An unused machine, or the same one again: it may be that only the agent has ended."""
+        unused = [machine for machine in self._machines if machine not in self._machine_of.values()]
+        machine = unused[0] if unused else self._machine_of.get(host)
+        return None if machine is None else self._connect(machine)
+
+    def _connect(self, machine: str) -> int:
+        assert self.connection is not None
+        number = len(self._machine_of)
+        self._machine_of[number] = machine
+        # `exec`: the agent is then a child of the ssh server's process, and ends when the connection does.
+        command = f"exec {shlex.join(self.connection.command(number, self._slots, python=self._python))}"
+        if self._folder is not None:
+            command = f"cd {shlex.quote(self._folder)} && {command}"
+        self.start_job(number, ["ssh", *self._passed, *_OPTIONS, machine, command])
+        self.pending.append(HostStarted(number, machine))
+        return number
+
+
+class MpirunEngine(StepEngine):
+    """`--launcher mpirun --hostfile FILE`, or `--nodes N` where mpirun knows the nodes from a scheduler.
+
+    The connection goes over the standard input, which mpirun copies to all processes. A lost node cannot be replaced:
+    an MPI job has a fixed number of processes.
+    """
+
+    name = "mpirun"
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        super().__init__()
+        own, self._passed = split_arguments(arguments)
+        parser = OptionParser(self.name)
+        parser.add_argument("--hostfile")
+        parser.add_argument("--python", default=sys.executable)
+        options = parser.parse_args(own)
+        self._hostfile: str | None = options.hostfile
+        self._python: str = options.python
+
+    def start(self, hosts: int | None, slots: int, connection: AgentConnection) -> None:
+        """See `Engine`."""
+        self.connection = connection
+        count = hosts or self._count_hosts()
+        command = [
+            *("mpirun", "-np", str(count), "--map-by", "ppr:1:node", "--bind-to", "none", "--stdin", "all"),
+            # The supervisors exit with 0, but one of them may be killed.
+            *("--mca", "orte_abort_on_non_zero_status", "0"),
+            *(() if self._hostfile is None else ("--hostfile", self._hostfile)),
+            *self._passed,
+        ]
+        agent = self.supervised("OMPI_COMM_WORLD_RANK", None, slots_per_host(slots, count), self._python)
+        self.start_job(None, [*command, *agent])
+
+    def replace(self, host: int, *, wait: bool) -> int | None:  # noqa: ARG002
+        """See `Engine`."""
+        return None
+
+    def _count_hosts(self) -> int:
+        if self._hostfile is None:
+            raise InvalidArgument(
+                "--launcher mpirun needs --hostfile FILE, or --nodes N where a scheduler has the nodes"
+            )
+        try:
+            text = Path(self._hostfile).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgument(f"cannot read --hostfile {self._hostfile}: {error}") from error
+        names = {line.split("#")[0].split()[0] for line in text.splitlines() if line.split("#")[0].strip()}
+        if not names:
+            raise InvalidArgument(f"--hostfile {self._hostfile} has no host")
+        return len(names)
+
+
+class EnvEngine:
+    """The agents are started by hand. Their ends are known from their connections alone."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        OptionParser("env").parse_args(list(arguments))
+        self._connection: AgentConnection | None = None
+        self._events: list[EngineEvent] = []
+        self._next = 1 << 20  # numbers that no agent has
+        self._per_host: int | None = None
+
+    def start(self, hosts: int | None, slots: int, connection: AgentConnection) -> None:
+        """See `Engine`."""
+        self._connection = connection
+        self._per_host = None if hosts is None else slots_per_host(slots, hosts)
+        self._events.append(Notice(describe_start(connection, slots, self._per_host)))
+
+    def events(self) -> Iterable[EngineEvent]:
+        """See `Engine`."""
+        events, self._events = self._events, []
+        return events
+
+    def replace(self, host: int, *, wait: bool) -> int | None:  # noqa: ARG002
+        """See `Engine`. Someone has to start the agent, so that it has to be waited for."""
+        if not wait or self._connection is None:
+            return None
+        self._events.append(Notice(describe_start(self._connection, 1, self._per_host)))
+        self._next += 1
+        return self._next
+
+    def limits(self) -> Limits:
+        """See `Engine`."""
+        return Limits()
+
+    def stop(self) -> None:
+        """See `Engine`. The agents end because the notebook tells them to."""
+
+
+def describe_start(connection: AgentConnection, missing: int, per_host: int | None = None) -> str:
+    """Return the lines that start agents for `missing` ranks, of which a host takes `per_host`."""
+    name = shlex.quote(str(connection.file))
+    from_file = shlex.join(connection.command(None, per_host, source=str(connection.file)))
+    from_input = shlex.join(connection.command(None, per_host))
+    by_torchrun = f"-m {connection.module} --connect {name}" + ("" if per_host is None else f" --slots {per_host}")
+    return "\n".join(
+        (
+            f"waiting for {plural(missing, 'slot')}: start one agent per node, in one of these ways",
+            "(--slots N offers N ranks; the default is one per CUDA device)",
+            f"  on the node            {from_file}",
+            f"  by ssh                 ssh NODE {from_input} < {name}",
+            f"  in a Slurm allocation  srun --ntasks-per-node 1 {from_file}",
+            f"  by torchrun            torchrun --nnodes N --nproc-per-node 1 {by_torchrun}",
+            f"  by Open MPI            mpirun --map-by ppr:1:node {from_file}",
+        )
+    )
