@@ -176,7 +176,7 @@ MUTANTS = (
         "output/test_cell_result.py",
     ),
     Mutant(
-        "kernel/rankbook/launch/paths.py",
+        "kernel/rankbook/launch/registry.py",
         "if is_abandoned(folder):",
         "if True:",
         "launch/test_paths.py",

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from rankbook.errors import StartError
-from rankbook.launch import paths
-from rankbook.launch.paths import make_folders
+from rankbook.launch import registry
+from rankbook.launch.registry import make_folders
 from rankbook.process_identity import OWNER_FILE, PATIENCE, claim_folder, hold_folder
 
 
@@ -145,7 +145,7 @@ def test_a_full_folder_is_reported_as_full(short_path, monkeypatch):
     def full(**_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(paths.tempfile, "mkdtemp", full)
+    monkeypatch.setattr(registry.tempfile, "mkdtemp", full)
     with pytest.raises(StartError, match="No space left on device"):
         make_folders()
 

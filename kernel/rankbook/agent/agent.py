@@ -34,8 +34,8 @@ from rankbook.formatting import format_bytes
 from rankbook.launch.code_sync import digest
 from rankbook.launch.connection import Connection, interface_addresses
 from rankbook.launch.local import LocalLauncher
-from rankbook.launch.paths import make_folders
 from rankbook.launch.placement import rank_environment, usable_cores
+from rankbook.launch.registry import make_folders
 from rankbook.process_identity import process_info
 from rankbook.protocol.agents import (
     MESSAGES,

@@ -38,7 +38,6 @@ from rankbook.formatting import plural
 from rankbook.launch import local
 from rankbook.launch.connection import connection_path, decode_connection, interface_addresses
 from rankbook.launch.hosts import HostOptions, Hosts, HostsLauncher, HostsLink, listen
-from rankbook.launch.paths import ClusterPaths, make_folders
 from rankbook.launch.placement import (
     HOME,
     DeviceAssignment,
@@ -56,7 +55,15 @@ from rankbook.launch.placement import (
     rank_environment,
     usable_cores,
 )
-from rankbook.launch.registry import ClusterRecord, DetachedRank, process_start_time, session_id, write_record
+from rankbook.launch.registry import (
+    ClusterPaths,
+    ClusterRecord,
+    DetachedRank,
+    make_folders,
+    process_start_time,
+    session_id,
+    write_record,
+)
 from rankbook.protocol.forkserver import ClusterOpened, ForkRank
 from rankbook.ranks import name_ranks
 from rankbook.transport.shared_memory import SegmentStore

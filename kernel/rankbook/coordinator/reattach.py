@@ -38,9 +38,8 @@ from rankbook.coordinator.wait import deferred_interrupts
 from rankbook.errors import InvalidArgument, NoClusterError, StartError, UnreadableMessage
 from rankbook.formatting import plural
 from rankbook.launch.local import ReattachedLauncher
-from rankbook.launch.paths import ClusterPaths
 from rankbook.launch.placement import DeviceAssignment
-from rankbook.launch.registry import ClusterRecord, DetachedCluster, session_id
+from rankbook.launch.registry import ClusterPaths, ClusterRecord, DetachedCluster, session_id
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import Stream
 from rankbook.protocol.forkserver import RankExited

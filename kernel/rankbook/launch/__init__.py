@@ -2,8 +2,7 @@
 
 local.py         the Protocol of a launcher; ranks on this machine, through a forkserver; reattaching to a detached
                  cluster
-registry.py      records of detached clusters
-paths.py         folders for sockets, shared memory and logs
+registry.py      folders for sockets, shared memory and logs; records of detached clusters
 hosts.py         ranks on other hosts: the coordinator's side of the agents
 placement.py     which rank runs on which host and device
 connection.py    the file with which an agent connects
