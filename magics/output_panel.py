@@ -19,7 +19,7 @@ from rankbook.errors import RankbookError
 from rankbook.output.by_rank import BlockAdded, BlockRemoved, ByRankOutput, Change, OutputBlock, TextAppended
 from rankbook.output.cell_result import CellResult, RankOutcome
 from rankbook.output.merger import ClearOutput, Emit, RichOutput, Stream
-from rankbook.protocol.base import RESULT, VIEW
+from rankbook.protocol import RESULT, VIEW
 from rankbook.ranks import format_ranks
 from rankbook.widgets.live_view import still_metadata, widget_metadata
 from rankbook.widgets.output_panel import CellPanel, choice_of, is_live, piece_html, skeleton, text_of, with_rows

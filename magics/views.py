@@ -26,8 +26,7 @@ from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster
 from rankbook.errors import CheckpointError, InvalidArgument
 from rankbook.numerics.norms import GradientTable
-from rankbook.protocol import telemetry
-from rankbook.protocol.base import VIEW
+from rankbook.protocol import VIEW, telemetry
 from rankbook.protocol.telemetry import CheckpointFolder, StoredCheckpoint, Struct
 from rankbook.ranks import name_ranks
 from rankbook.widgets.checkpoints import CheckpointsView

@@ -44,7 +44,7 @@ from IPython.display import display
 from msgspec import Struct
 
 from rankbook.errors import RankbookError
-from rankbook.protocol.base import WIDGET_VIEW
+from rankbook.protocol import WIDGET_VIEW
 from rankbook.protocol.telemetry import CheckpointFolder
 
 Message = Mapping[str, Any]

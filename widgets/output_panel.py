@@ -22,7 +22,7 @@ from typing import Any
 import traitlets
 
 from rankbook.output.by_rank import BlockAdded, BlockRemoved, Change, OutputBlock, OutputHeader, TextAppended
-from rankbook.protocol.base import WIDGET_VIEW
+from rankbook.protocol import WIDGET_VIEW
 from rankbook.ranks import format_ranks, name_ranks
 from rankbook.widgets.live_view import STATIC, EarlyMessageWidget
 from rankbook.widgets.rendering import rank_color, to_html

@@ -17,17 +17,17 @@ import pytest
 from rankbook import Cluster
 from rankbook.launch.connection import Connection, decode_connection
 from rankbook.launch.hosts import local_versions
-from rankbook.protocol.agents import (
+from rankbook.protocol.forkserver import (
     FromRank,
     FromRanks,
     HostDescription,
     HostNote,
     HostReady,
+    RankExited,
     SegmentPart,
     StoreRequest,
     encode_description,
 )
-from rankbook.protocol.forkserver import RankExited
 from rankbook.protocol.messages import Buffer, Done, Payload, encode
 from rankbook.transport.agent_link import Accepted, AgentLink, wait_readable
 from tests.agent import strangers

@@ -36,18 +36,20 @@ from rankbook.coordinator.states import RankState
 from rankbook.launch.connection import Connection, decode_connection
 from rankbook.launch.hosts import Hosts, HostsLauncher, HostsLink, MirroredSegments, local_versions
 from rankbook.launch.placement import place_ranks
-from rankbook.protocol.agents import (
+from rankbook.protocol.forkserver import (
     MESSAGES,
     CloseHost,
+    ForkRank,
     FromRank,
     FromRanks,
     HostDescription,
     HostReady,
+    RankExited,
+    RankForked,
     ToRanks,
     decode_to_agent,
     encode_description,
 )
-from rankbook.protocol.forkserver import ForkRank, RankExited, RankForked
 from rankbook.protocol.messages import (
     Abort,
     Collectives,

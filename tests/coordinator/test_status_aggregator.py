@@ -6,8 +6,7 @@ import msgspec
 
 from rankbook.coordinator.monitor import NormsMerger, RankView, StatusAggregator, stragglers_of
 from rankbook.coordinator.states import RankState
-from rankbook.protocol.numbers import GradientEntry, LocalGradients
-from rankbook.protocol.queries import ModelGradients, RankSample, StatusReply
+from rankbook.protocol.queries import GradientEntry, LocalGradients, ModelGradients, RankSample, StatusReply
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankPlacement
 
 HOLDING = Holding("model", "model", "Net", parameters=3, bytes=12)

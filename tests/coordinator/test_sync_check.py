@@ -8,7 +8,7 @@ import pytest
 
 from rankbook.coordinator import sync_check
 from rankbook.coordinator.sync_check import EqualHistory, Finding, SyncReport, add_differences, compare_hashes
-from rankbook.protocol.numbers import PieceDifference, StateEntry, StateHashes
+from rankbook.protocol.queries import PieceDifference, StateEntry, StateHashes
 
 
 def entry(key="w", digest=1, *, blocks=1, **options):

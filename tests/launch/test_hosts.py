@@ -11,8 +11,8 @@ import pytest
 from rankbook.launch import hosts
 from rankbook.launch.hosts import HOME, Hosts, HostsLink, MirroredSegments, local_versions
 from rankbook.launch.placement import HostSlots, place_ranks
-from rankbook.protocol.agents import CloseHost, HostDescription, HostReady, decode_to_agent, encode_description
-from rankbook.protocol.base import Message
+from rankbook.protocol import Message
+from rankbook.protocol.forkserver import CloseHost, HostDescription, HostReady, decode_to_agent, encode_description
 from rankbook.protocol.messages import Interrupt, encode
 from rankbook.transport.agent_link import Hello, LinkMessage, LivenessPort
 from tests.conftest import wait_until

@@ -8,7 +8,7 @@ import pytest
 
 from rankbook.errors import InvalidArgument
 from rankbook.numerics.norms import merge_gradients
-from rankbook.protocol.numbers import GradientEntry, LocalGradients
+from rankbook.protocol.queries import GradientEntry, LocalGradients
 
 
 def merged(*ranks, **options):

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from rankbook.errors import ProtocolError
-from rankbook.protocol import agents, messages
-from rankbook.protocol.base import PROTOCOL_VERSION
+from rankbook.protocol import PROTOCOL_VERSION, forkserver, messages
 from rankbook.protocol.queries import QueryReply, QueryRequest
 
 
@@ -34,7 +33,7 @@ def test_an_unknown_type_an_unknown_field_and_the_wrong_direction_are_protocol_e
 DIRECTIONS = (
     *(messages.ToRank, messages.FromRank),
     *(messages.ToForkserver, messages.FromForkserver),
-    *(agents.ToAgent, agents.FromAgent),
+    *(forkserver.ToAgent, forkserver.FromAgent),
 )
 
 
@@ -61,11 +60,11 @@ def test_the_first_message_of_an_agent_keeps_its_format():
     """Keep these bytes: every version must be able to refuse every other one."""
     recorded = {"name": "node1", "rankbook": "0.1", "protocol": "4", "torch": "2.9", "python": "3.12", "pid": "7"}
     data = msgspec.msgpack.encode({**recorded, "of a later version": "ignored"})
-    description = agents.decode_description(data)
+    description = forkserver.decode_description(data)
     assert {name: getattr(description, name) for name in recorded} == recorded
     assert description.address == description.node == description.rank == "", "an earlier version does not have them"
-    again = msgspec.msgpack.decode(agents.encode_description(description))
+    again = msgspec.msgpack.decode(forkserver.encode_description(description))
     assert recorded.items() <= again.items() and all(isinstance(value, str) for value in again.values())
     for invalid in (b"", b"\xc1", msgspec.msgpack.encode(["name"]), msgspec.msgpack.encode({"name": 1})):
         with pytest.raises(ProtocolError):
-            agents.decode_description(invalid)
+            forkserver.decode_description(invalid)

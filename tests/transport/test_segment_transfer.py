@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rankbook.errors import ProtocolError, TransferError
-from rankbook.protocol.agents import SegmentFailed, SegmentPart, SegmentRefused
+from rankbook.protocol.forkserver import SegmentFailed, SegmentPart, SegmentRefused
 from rankbook.transport import shared_memory
 from rankbook.transport.shared_memory import PART_SIZE, SegmentReceiver, SegmentSender, SegmentStore
 

@@ -15,7 +15,7 @@ from anywidget._util import enable_custom_widget_manager_once
 
 from rankbook.magics.output_panel import as_message
 from rankbook.output.merger import RichOutput
-from rankbook.protocol.base import RESULT, WIDGET_VIEW
+from rankbook.protocol import RESULT, WIDGET_VIEW
 from rankbook.widgets import live_view
 from rankbook.widgets.checkpoints import CheckpointsView
 from rankbook.widgets.dashboard import Dashboard

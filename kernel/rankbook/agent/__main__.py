@@ -16,8 +16,8 @@ from rankbook.engines.engine import OWN_KEY, read_identity
 from rankbook.errors import InvalidArgument, RankbookError
 from rankbook.launch.connection import CONNECT, Connection, decode_connection
 from rankbook.launch.local import LocalLauncher
-from rankbook.protocol.agents import HostDescription, encode_description
-from rankbook.protocol.base import PROTOCOL_VERSION
+from rankbook.protocol import PROTOCOL_VERSION
+from rankbook.protocol.forkserver import HostDescription, encode_description
 from rankbook.transport.agent_link import AgentLink, source_address
 
 

@@ -37,20 +37,26 @@ from rankbook.launch.local import LocalLauncher
 from rankbook.launch.placement import rank_environment, usable_cores
 from rankbook.launch.registry import make_folders
 from rankbook.process_identity import process_info
-from rankbook.protocol.agents import (
+from rankbook.protocol import Message
+from rankbook.protocol.forkserver import (
     MESSAGES,
     VALUES,
     CloseHost,
+    ClusterOpened,
     DropSegments,
+    ForkRank,
     FromRank,
     FromRanks,
     HostFailed,
     HostLeaving,
     HostNote,
     HostReady,
+    KillRank,
     ModuleFiles,
     ModuleRequest,
     ProcessState,
+    RankExited,
+    RankForked,
     SegmentFailed,
     SegmentPart,
     SegmentRefused,
@@ -59,8 +65,6 @@ from rankbook.protocol.agents import (
     ToRanks,
     decode_to_agent,
 )
-from rankbook.protocol.base import Message
-from rankbook.protocol.forkserver import ClusterOpened, ForkRank, KillRank, RankExited, RankForked
 from rankbook.protocol.messages import Display, Done, FromForkserver, decode_from_rank, encode, message_segments
 from rankbook.transport import agent_link
 from rankbook.transport.agent_link import AgentLink

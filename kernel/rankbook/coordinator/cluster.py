@@ -107,14 +107,14 @@ from rankbook.protocol.messages import (
     Stack,
     TakeOver,
 )
-from rankbook.protocol.numbers import (
+from rankbook.protocol.queries import (
+    Completion,
     HashState,
     MeasureDifferences,
     MeasureGradients,
     PieceDifference,
     StateHashes,
 )
-from rankbook.protocol.queries import Completion
 from rankbook.protocol.telemetry import Measure, Placement, RankDetail, ShardMap, Statistic, Variable
 from rankbook.ranks import format_ranks, name_ranks, parse_ranks
 from rankbook.snapshot_files import SnapshotHeader, merge_headers, read_headers, remove_all

@@ -28,7 +28,6 @@ from rankbook.coordinator.states import RankState
 from rankbook.errors import InvalidArgument, RankbookError, RankLostError
 from rankbook.formatting import strip_ansi, truncate_list
 from rankbook.numerics.norms import merge_gradients
-from rankbook.protocol.numbers import LocalGradients
 from rankbook.protocol.queries import (
     Answer,
     Box,
@@ -37,6 +36,7 @@ from rankbook.protocol.queries import (
     GetShards,
     GetStatistic,
     GetStatus,
+    LocalGradients,
     ModelGradients,
     QueryFailed,
     Question,

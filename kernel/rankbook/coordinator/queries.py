@@ -25,7 +25,6 @@ from rankbook.coordinator.cluster_processes import ClusterProcesses
 from rankbook.coordinator.driver import Driver
 from rankbook.errors import InvalidArgument, RankbookError
 from rankbook.formatting import plural
-from rankbook.protocol.numbers import HashState, MeasureDifferences, MeasureGradients
 from rankbook.protocol.queries import (
     Answer,
     CheckNumbers,
@@ -34,10 +33,13 @@ from rankbook.protocol.queries import (
     GetCompletions,
     GetInspection,
     GetValue,
+    HashState,
     Hint,
     HoldAtStep,
     HoldReply,
     InspectionReply,
+    MeasureDifferences,
+    MeasureGradients,
     NumbersReply,
     QueryFailed,
     ValueReply,

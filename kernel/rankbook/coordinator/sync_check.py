@@ -16,7 +16,7 @@ from typing import Any
 
 from rankbook.formatting import format_3g, format_bytes, format_count, format_duration, plural, truncate_list
 from rankbook.numerics.tables import MAX_ROWS, TableResult
-from rankbook.protocol.numbers import Piece, PieceDifference, StateEntry, StateHashes
+from rankbook.protocol.queries import Piece, PieceDifference, StateEntry, StateHashes
 from rankbook.ranks import format_ranks, group_ranks, name_ranks
 
 MAX_BLOCKS = 4096

@@ -45,20 +45,25 @@ from rankbook.launch.connection import Connection, choose_address, write_connect
 from rankbook.launch.local import LocalLauncher
 from rankbook.launch.placement import HOME, HostSlots, RankSeat, describe_no_device, free_seat, ranks_per_node
 from rankbook.process_identity import ProcessInfo
-from rankbook.protocol.agents import (
+from rankbook.protocol import PROTOCOL_VERSION, Message
+from rankbook.protocol.forkserver import (
     MESSAGES,
     VALUES,
     CloseHost,
     DropSegments,
+    ForkRank,
     FromRanks,
     HostDescription,
     HostFailed,
     HostLeaving,
     HostNote,
     HostReady,
+    KillRank,
     ModuleFiles,
     ModuleRequest,
     ProcessState,
+    RankExited,
+    RankForked,
     SegmentFailed,
     SegmentPart,
     SegmentRefused,
@@ -68,8 +73,6 @@ from rankbook.protocol.agents import (
     decode_description,
     decode_from_agent,
 )
-from rankbook.protocol.base import PROTOCOL_VERSION, Message
-from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
 from rankbook.protocol.messages import ExportState, FromForkserver, FromRank, Task, encode, message_segments
 from rankbook.transport import agent_link
 from rankbook.transport.agent_link import AgentHub, ClockOffset, RefusalProbe, make_keys

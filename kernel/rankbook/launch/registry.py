@@ -30,7 +30,7 @@ import psutil
 from rankbook.errors import StartError
 from rankbook.formatting import plural
 from rankbook.process_identity import claim_folder, is_abandoned
-from rankbook.protocol.base import PROTOCOL_VERSION
+from rankbook.protocol import PROTOCOL_VERSION
 
 # `sun_path` has 108 bytes on Linux and 104 on macOS, with the final zero. The folder's name and the longest file name
 # have to fit in.

@@ -18,7 +18,7 @@ from rankbook.errors import InvalidArgument
 from rankbook.numerics.hashing import place_of
 from rankbook.numerics.norms import GradientTable, merge_gradients
 from rankbook.numerics.relations import as_real
-from rankbook.protocol.numbers import GradientEntry, LocalGradients
+from rankbook.protocol.queries import GradientEntry, LocalGradients
 from rankbook.runtime.gradient_state import GradientState
 from rankbook.runtime.prepare import prepared_optimizers
 from rankbook.runtime.strategies.base import reshard

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rankbook.errors import InvalidArgument
 from rankbook.formatting import format_3g, format_count, plural, suggest
 from rankbook.numerics.tables import TableResult
-from rankbook.protocol.numbers import GradientEntry, LocalGradients
+from rankbook.protocol.queries import GradientEntry, LocalGradients
 from rankbook.ranks import name_ranks
 
 _TOLERANCE = 1e-4

@@ -14,7 +14,7 @@ from typing import Any
 
 from rankbook.output.interleave import ClearItem, DisplayItem, Ranks, Rows, SingleItem, TextBatch
 from rankbook.output.terminal import LiveDisplays, TerminalRow
-from rankbook.protocol.base import StreamName
+from rankbook.protocol import StreamName
 
 _MAX_BLOCK_TEXT = 16 << 10
 """Characters after which lines go to a new block."""

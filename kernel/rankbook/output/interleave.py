@@ -17,7 +17,7 @@ from typing import ClassVar, cast
 
 from rankbook.formatting import format_bytes, plural
 from rankbook.output.terminal import TerminalStream
-from rankbook.protocol.base import StreamName
+from rankbook.protocol import StreamName
 from rankbook.protocol.messages import Clear, Display, OutputBarrier, Text, TextCut
 
 Ranks = tuple[int, ...]

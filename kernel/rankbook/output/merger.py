@@ -86,7 +86,7 @@ from rankbook.output.interleave import (
     interleave,
 )
 from rankbook.output.terminal import LiveDisplays, TerminalRow
-from rankbook.protocol.base import VIEW, StreamName
+from rankbook.protocol import VIEW, StreamName
 from rankbook.protocol.messages import Clear, Display, OutputBarrier, Text, TextCut
 from rankbook.ranks import format_ranks, name_ranks
 

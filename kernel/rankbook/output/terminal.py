@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 
 from rankbook.formatting import ANSI_ESCAPE, strip_ansi
-from rankbook.protocol.base import StreamName
+from rankbook.protocol import StreamName
 
 MAX_LIVE_WIDTH = 1000
 """Maximum number of characters of a live row. No terminal is wider, so a longer row is not a progress bar."""

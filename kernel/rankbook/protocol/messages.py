@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from rankbook.errors import ProtocolError
-from rankbook.protocol.base import Message as Message  # noqa: PLC0414 - re-exported with the messages
+from rankbook.protocol import Message as Message  # noqa: PLC0414 - re-exported with the messages
 from rankbook.protocol.forkserver import (
     CloseCluster,
     ClusterClosed,
@@ -42,8 +42,7 @@ from rankbook.protocol.forkserver import (
     RankExited,
     RankForked,
 )
-from rankbook.protocol.numbers import HashState, MeasureDifferences, MeasureGradients
-from rankbook.protocol.queries import Answer, Question
+from rankbook.protocol.queries import Answer, HashState, MeasureDifferences, MeasureGradients, Question
 from rankbook.protocol.telemetry import GroupReport, Measure
 from rankbook.snapshot_files import SnapshotVersion, TrainingPlace
 

@@ -28,7 +28,7 @@ from rankbook import snapshot_files
 from rankbook.errors import CollectiveAborted, InvalidArgument, RankbookError, StartError
 from rankbook.formatting import suggest
 from rankbook.ipython_compat import asyncio_loop, cell_numbers
-from rankbook.protocol.base import WIDGET_VIEW
+from rankbook.protocol import WIDGET_VIEW
 from rankbook.protocol.messages import (
     Abort,
     AdoptState,
@@ -64,17 +64,19 @@ from rankbook.protocol.messages import (
     TakeOver,
     ToRank,
 )
-from rankbook.protocol.numbers import HashState, MeasureDifferences, MeasureGradients
 from rankbook.protocol.queries import (
     CheckNumbers,
     GetCompletions,
     GetInspection,
     GetStatistic,
     GetValue,
+    HashState,
     Hint,
     Hold,
     HoldAtStep,
     Look,
+    MeasureDifferences,
+    MeasureGradients,
     Question,
 )
 from rankbook.protocol.telemetry import Measure

@@ -42,7 +42,7 @@ from traitlets.config import Config
 from rankbook.errors import TransferError
 from rankbook.formatting import PACKAGE_MAGICS, PACKAGE_NOTE
 from rankbook.ipython_compat import cell_numbers
-from rankbook.protocol.base import RESULT, WIDGET_VIEW
+from rankbook.protocol import RESULT, WIDGET_VIEW
 from rankbook.rank.io import comms
 from rankbook.rank.tracebacks import text_of
 from rankbook.transport.serialization import set_cell_numbers

@@ -38,7 +38,7 @@ from pathlib import Path
 
 from rankbook.errors import ProtocolError, TransferError
 from rankbook.formatting import format_bytes
-from rankbook.protocol.agents import SegmentFailed, SegmentPart, SegmentRefused
+from rankbook.protocol.forkserver import SegmentFailed, SegmentPart, SegmentRefused
 
 Bytes = bytes | bytearray | memoryview
 

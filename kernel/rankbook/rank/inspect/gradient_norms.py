@@ -21,8 +21,7 @@ from torch.optim.optimizer import Optimizer
 
 from rankbook.numerics import step_ends
 from rankbook.numerics.hashing import place_of
-from rankbook.protocol.numbers import GradientEntry, LocalGradients
-from rankbook.protocol.queries import ModelGradients
+from rankbook.protocol.queries import GradientEntry, LocalGradients, ModelGradients
 from rankbook.rank.inspect import tensor_introspection
 
 _WATCHED_SECONDS = 5.0

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rankbook.control_collectives import control_device
 from rankbook.errors import InvalidArgument
 from rankbook.numerics.hashing import BLOCK, block_of, check_readable, compare_block, hash_blocks, place_of
-from rankbook.protocol.numbers import Piece, PieceDifference, StateEntry, StateHashes
+from rankbook.protocol.queries import Piece, PieceDifference, StateEntry, StateHashes
 from rankbook.rank.inspect import object_discovery, tensor_introspection
 from rankbook.rank.inspect.shard_map import resolve_variable
 from rankbook.rank.inspect.tensor_introspection import GilYield, instance_dict, is_a, is_dtensor, loaded_class
@@ -48,7 +48,7 @@ _MAX_DEPTH = 8
 
 @dataclass
 class StateItem:
-    """An entry of the inventory, with the local tensor in place of its hashes. See `protocol.numbers.StateEntry`."""
+    """An entry of the inventory, with the local tensor in place of its hashes. See `protocol.queries.StateEntry`."""
 
     key: str
     kind: str
@@ -64,7 +64,7 @@ class StateItem:
 
 @dataclass
 class Inventory:
-    """State that the names refer to on this rank. See `protocol.numbers.StateHashes`."""
+    """State that the names refer to on this rank. See `protocol.queries.StateHashes`."""
 
     items: list[StateItem] = field(default_factory=list)
     steps: int | None = None

@@ -26,14 +26,20 @@ from torch.optim.optimizer import Optimizer
 
 from rankbook.errors import InvalidArgument
 from rankbook.numerics import step_ends
-from rankbook.protocol.numbers import (
+from rankbook.protocol.queries import (
+    Answer,
+    CheckNumbers,
     HashState,
+    Hold,
+    HoldAtStep,
+    HoldReply,
     LocalGradients,
     MeasureDifferences,
     MeasureGradients,
+    NumbersReply,
+    QueryFailed,
     StateHashes,
 )
-from rankbook.protocol.queries import Answer, CheckNumbers, Hold, HoldAtStep, HoldReply, NumbersReply, QueryFailed
 
 Check = HashState | MeasureDifferences | MeasureGradients
 

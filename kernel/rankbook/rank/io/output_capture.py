@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rankbook.protocol.base import StreamName
+from rankbook.protocol import StreamName
 from rankbook.protocol.messages import MAX_CELL_OUTPUT, Text, TextCut
 from rankbook.rank import os_utils
 from rankbook.transport.output_journal import OutputJournal

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankbook.output.merger import ClearOutput, Emit, RichOutput, Stream
-from rankbook.protocol.base import StreamName
+from rankbook.protocol import StreamName
 from rankbook.protocol.messages import ErrorReport
 from rankbook.rank import tracebacks
 from rankbook.rank.io import comms
