@@ -27,7 +27,7 @@ from rankbook.magics.cell_handle import CellHandle, raise_cell_error, status_lin
 from rankbook.magics.comm_bridge import CommBridge
 from rankbook.magics.output_panel import JupyterSink, ask_for, sink_for
 from rankbook.magics.profiling import Measuring
-from rankbook.numerics.watch_conditions import parse_conditions
+from rankbook.numerics.settings import parse_conditions
 from rankbook.output.cell_result import CellResult
 from rankbook.output.merger import Stream
 from rankbook.ranks import name_ranks

@@ -4,7 +4,7 @@ The views draw plain data and do not know the cluster: they get it through the p
 JavaScript and CSS of the widgets are in static/.
 
 live_view.py     base widget and models of live views; early delivery of messages, throttling, display helpers
-rendering.py     palette, SVG elements, bars, tables, ANSI colours as HTML, a cell's state
+rendering.py     palette, SVG elements, bars, tables, results as tables, ANSI colours as HTML, a cell's state
 placement.py     hosts, devices and ranks
 shards.py        shards of a variable's tensors
 checkpoints.py   running saves and the checkpoints in a folder

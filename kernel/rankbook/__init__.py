@@ -65,9 +65,9 @@ if TYPE_CHECKING:
     from rankbook.magics import load_ipython_extension, unload_ipython_extension
     from rankbook.magics.launchers import debug_launcher, notebook_launcher
     from rankbook.magics.views import checkpoints, dashboard, gradients, placement, shards
-    from rankbook.numerics.commands import compare, watch_numbers
+    from rankbook.numerics import compare, watch_numbers
     from rankbook.numerics.norms import GradientTable, ParameterGradient
-    from rankbook.numerics.step_layout import Layout
+    from rankbook.numerics.settings import Layout
     from rankbook.output.cell_result import CellResult, RankOutcome
     from rankbook.runtime import *  # noqa: F403 - its list of names is the only one
 
@@ -145,8 +145,8 @@ __getattr__, __dir__ = lazy_imports(
             "StartError",
             "TransferError",
         ),
-        "rankbook.numerics.commands": ("compare", "watch_numbers"),
-        "rankbook.numerics.step_layout": ("Layout",),
+        "rankbook.numerics": ("compare", "watch_numbers"),
+        "rankbook.numerics.settings": ("Layout",),
         "rankbook.output.cell_result": ("CellResult", "RankOutcome"),
         "rankbook.magics.views": ("checkpoints", "dashboard", "gradients", "placement", "shards"),
         "rankbook.magics.launchers": ("debug_launcher", "notebook_launcher"),

@@ -64,7 +64,7 @@ def measure(width: int, layers: int, batch: int, length: int, rounds: int, condi
 
     for _ in range(3):
         step()
-    from rankbook.numerics.commands import watch_numbers
+    from rankbook.numerics import watch_numbers
 
     seconds: dict[str, list[tuple[float, float]]] = {"bare": [], "off": [], "on": []}
     order = random.Random(1)

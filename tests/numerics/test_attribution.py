@@ -4,7 +4,7 @@ import pytest
 
 from rankbook.errors import InvalidArgument
 from rankbook.numerics.attribution import Event, Launch, RankReport, attribute
-from rankbook.numerics.watch_conditions import Conditions, parse_conditions
+from rankbook.numerics.settings import Conditions, parse_conditions
 
 
 def launches(*, bad_inputs: tuple[int, ...] = (), bad_outputs: tuple[int, ...] = ()) -> tuple[Launch, ...]:

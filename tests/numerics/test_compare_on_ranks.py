@@ -45,7 +45,7 @@ def planted_bugs():  # noqa: C901 - one set of processes for all
     from torch.nn.parallel import DistributedDataParallel
 
     from rankbook import AcceleratorState
-    from rankbook.numerics.commands import compare
+    from rankbook.numerics import compare
 
     rank, world = dist.get_rank(), dist.get_world_size()
     found = {}
@@ -194,7 +194,7 @@ def complex_parameters():
     import torch.distributed as dist
     from torch import nn
 
-    from rankbook.numerics.commands import compare
+    from rankbook.numerics import compare
     from rankbook.numerics.gradients import local_gradients
 
     class Spectrum(nn.Module):
@@ -248,8 +248,8 @@ def clean_layouts():
     import torch.nn.functional as F
     from torch.nn.parallel import DistributedDataParallel
 
-    from rankbook.numerics.commands import compare
-    from rankbook.numerics.layouts import Layout
+    from rankbook.numerics import compare
+    from rankbook.numerics.recording import Layout
     from rankbook.runtime.config import ParallelismConfig
     from rankbook.runtime.training import clip_norm
 
@@ -331,7 +331,7 @@ def check_preserved():
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from rankbook.numerics.commands import compare
+    from rankbook.numerics import compare
 
     net, optimizer, batch = model_and_data(dist.get_rank(), dropout=0.5, norm=True)
     model = DistributedDataParallel(net)
@@ -374,7 +374,7 @@ def prepared_objects():
     from torch.utils.data import DataLoader, TensorDataset
 
     from rankbook import Accelerator, InvalidArgument
-    from rankbook.numerics.commands import compare
+    from rankbook.numerics import compare
 
     rank = torch.distributed.get_rank()
     accelerator = Accelerator()

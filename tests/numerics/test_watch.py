@@ -12,7 +12,7 @@ from torch import nn
 
 from rankbook.errors import NumericalError
 from rankbook.numerics import watch
-from rankbook.numerics.watch_conditions import Conditions
+from rankbook.numerics.settings import Conditions
 
 
 @pytest.fixture(autouse=True)

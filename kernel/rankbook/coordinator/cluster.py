@@ -82,9 +82,9 @@ from rankbook.formatting import plural
 from rankbook.launch.hosts import HostOptions, HostStatus
 from rankbook.launch.placement import changed_variables
 from rankbook.launch.registry import ClusterRecord
-from rankbook.numerics.commands import watch_numbers
+from rankbook.numerics import watch_numbers
 from rankbook.numerics.norms import GradientTable, merge_gradients
-from rankbook.numerics.watch_conditions import parse_conditions
+from rankbook.numerics.settings import parse_conditions
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import OutputView
 from rankbook.protocol.messages import (

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rankbook.formatting import format_3g, format_bytes, format_count, format_duration, plural, truncate_list
-from rankbook.numerics.tables import MAX_ROWS, TableResult
 from rankbook.protocol.queries import Piece, PieceDifference, StateEntry, StateHashes
 from rankbook.ranks import format_ranks, group_ranks, name_ranks
+from rankbook.widgets.rendering import MAX_ROWS, TableResult
 
 MAX_BLOCKS = 4096
 """Blocks that are compared in all, which are 4 GiB. If more differ, some of every tensor are compared."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from rankbook.errors import InvalidArgument
 from rankbook.formatting import format_3g, format_count, plural, suggest
-from rankbook.numerics.tables import TableResult
 from rankbook.protocol.queries import GradientEntry, LocalGradients
 from rankbook.ranks import name_ranks
+from rankbook.widgets.rendering import TableResult
 
 _TOLERANCE = 1e-4
 """Relative difference of the norms of two replicas from which on they count as different."""

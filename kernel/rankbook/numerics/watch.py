@@ -55,7 +55,7 @@ from rankbook.errors import NumericalError
 from rankbook.numerics import attribution as at
 from rankbook.numerics import step_ends
 from rankbook.numerics.naming import ModuleNames, cell_line, namespace
-from rankbook.numerics.watch_conditions import Conditions
+from rankbook.numerics.settings import Conditions
 from rankbook.protocol import telemetry
 
 INPUTS_NAME = "nonfinite_inputs"

@@ -19,10 +19,10 @@ from torch.utils.data.sampler import SubsetRandomSampler
 
 from rankbook.control_collectives import gather_objects, this_rank
 from rankbook.formatting import plural, truncate_list
-from rankbook.numerics.tables import TableResult
 from rankbook.ranks import format_ranks
 from rankbook.runtime.data.samplers import WHOLE, RoundPadding, SeedableRandomSampler
 from rankbook.runtime.data.splits import fingerprint_dataset
+from rankbook.widgets.rendering import TableResult
 
 MAX_SAMPLES = 100_000_000
 """Samples of a pass that are recorded on one rank, which take 400 MB. Later ones are not."""
