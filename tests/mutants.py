@@ -232,10 +232,10 @@ MUTANTS = (
         "rank/test_replay_buffer.py",
     ),
     Mutant(
-        "kernel/rankbook/rank/io/output_capture.py",
+        "kernel/rankbook/rank/output_capture.py",
         "        self._room -= size\n",
         "",
-        "rank/io/test_output_capture.py",
+        "rank/test_output_capture.py",
     ),
     Mutant(
         "kernel/rankbook/rank/recovery.py",

@@ -12,7 +12,7 @@ from IPython.core.compilerop import CachingCompiler
 
 from rankbook import ipython_compat
 from rankbook.ipython_compat import cell_numbers, ipykernel_version, name_cells, replace_ipykernel_comm
-from rankbook.rank.io.comms import RankComm
+from rankbook.rank.comms import RankComm
 from rankbook.transport.serialization import CellSources
 
 

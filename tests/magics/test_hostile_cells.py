@@ -187,7 +187,7 @@ def test_an_error_of_300_megabytes_is_cut_before_it_travels(ranks):
 )
 def test_invalid_frame_of_a_rank_kills_at_most_that_rank(fresh_notebook, cut):
     fresh_notebook.ok("%distributed start -n 2")
-    code = "from rankbook.rank.io import comms\nlink = comms._registry.link\nhead = link._sender\n"
+    code = "from rankbook.rank import comms\nlink = comms._registry.link\nhead = link._sender\n"
     outcome = fresh_notebook.run(f"%%distributed -r 1\n{code}link._up.send({cut})\nimport time; time.sleep(1)")
     if "head" in cut:
         assert outcome.status == "error"

@@ -61,7 +61,7 @@ def test_innermost_line_of_user_code_names_its_cell_or_file(tmp_path):
 READ_WHILE_GARBAGE_IS_COLLECTED = """
 import gc, sys, threading, time
 from rankbook.rank import tracebacks
-from rankbook.rank.inspect.evaluate import read_locals
+from rankbook.rank.inspect.query_threads import read_locals
 
 class ReleasesTheGil:
     def __init__(self): self.cycle = self

@@ -1,6 +1,6 @@
 """Modules of the notebook's folder for the ranks of other hosts, which cannot see it.
 
-A rank that imports a module asks for it by name (`rank.module_sync`), through its agent. `ModuleFolder` finds the file
+A rank that imports a module asks for it by name (`rank.main`), through its agent. `ModuleFolder` finds the file
 in the notebook's folder, and nothing outside of it. What was sent is remembered per host, with the version of the file,
 so that it is sent once, and again before the next cell if it has changed.
 

@@ -3,20 +3,20 @@
 Talks to the notebook's process only by the messages of `rankbook.protocol`.
 
 forkserver.py     imports torch once; forks, kills and reaps ranks; ownership of a detached cluster
-main.py           entry point of a rank: set-up, task loop, shutdown
+main.py           entry point of a rank: set-up, task loop, shutdown; imports of the notebook's modules on another host
 control_thread.py receives messages while the main thread works; interrupts
 executor.py       runs one task (a cell, a call, an assignment) and reports its error
 shell.py          the IPython shell of the cells, and its display
 tracebacks.py     error reports with short tracebacks
+output_capture.py captures what the cells print, from Python, C++ and subprocesses
+comms.py          comms of the rank's widgets; the output in an `Output` widget
 debugger.py       debugpy's engine, connected to the notebook
 measurement.py    times of a cell, time waiting for other ranks, and a profile
-module_sync.py    imports modules of the notebook's folder on another host
 recovery.py       transfers variables to the rank that replaces a dead one
 model_reset.py    resets DDP and FSDP2 models after a failed step
 replay_buffer.py  messages of a detached rank that no owner has received
 shutdown.py       background saves, exit functions and open files before exit
 os_utils.py       signals, pipes, sockets, killing processes; builtins that a cell has replaced
 inspect/          queries answered beside a running cell: completion, evaluation, memory, shards
-io/               output capture, Output widgets, comms
 process_groups/   process groups that survive aborts, their store, and their log of collectives
 """

@@ -46,9 +46,8 @@ from rankbook.protocol.messages import (
     ToRank,
 )
 from rankbook.protocol.queries import QueryRequest, Question
-from rankbook.rank import os_utils
-from rankbook.rank.io import comms
-from rankbook.rank.io.output_capture import OutputCapture
+from rankbook.rank import comms, os_utils
+from rankbook.rank.output_capture import OutputCapture
 from rankbook.transport.link import RankLink
 
 READ_AFTER = 0.01

@@ -80,16 +80,15 @@ from rankbook.protocol.queries import (
     Question,
 )
 from rankbook.protocol.telemetry import Measure
-from rankbook.rank import os_utils, recovery, shutdown, tracebacks
+from rankbook.rank import comms, os_utils, recovery, shutdown, tracebacks
+from rankbook.rank.comms import OutputWidgetTarget
 from rankbook.rank.control_thread import Interrupts, Task
 from rankbook.rank.debugger import Debuggee
 from rankbook.rank.inspect import oom, tensor_introspection
 from rankbook.rank.inspect.completion import CompletionHandler
-from rankbook.rank.inspect.query_threads import QueryThreads, answer_in_thread
+from rankbook.rank.inspect.query_threads import Evaluator, QueryThreads, answer_in_thread
 from rankbook.rank.inspect.tensor_introspection import GilYield
-from rankbook.rank.io import comms
-from rankbook.rank.io.output_capture import OutputCapture
-from rankbook.rank.io.output_widget import OutputWidgetTarget
+from rankbook.rank.output_capture import OutputCapture
 from rankbook.rank.process_groups.manager import GroupManager
 from rankbook.rank.shell import RankShell
 from rankbook.snapshot_files import SnapshotHeader, TrainingPlace
@@ -100,7 +99,6 @@ from rankbook.transport.shared_memory import SegmentStore
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from rankbook.rank.inspect.evaluate import Evaluator
     from rankbook.rank.inspect.query_handlers import StatisticHandler, StatusHandler
     from rankbook.rank.inspect.step_hold import HoldHandler
     from rankbook.rank.measurement import Measurement
@@ -631,8 +629,6 @@ class Executor:
         return self._group.device_watcher()
 
     def _make_evaluator(self) -> Evaluator:
-        from rankbook.rank.inspect.evaluate import Evaluator
-
         self._evaluator = self._evaluator or Evaluator(self, self._group.device)
         return self._evaluator
 

@@ -1,16 +1,27 @@
-"""Entry point of a rank's process: set-up after the fork, the main thread's task loop, and graceful shutdown."""
+"""Entry point of a rank's process: set-up after the fork, the main thread's task loop, and graceful shutdown.
+
+On a host other than the notebook's, `ModuleSync` stands before Python's own search for files. It asks this host's agent
+for every module that may lie in the notebook's folder, and the agent puts the file into a folder of this host that is
+the first one of `sys.path`. Then Python's own search finds it. A file that was sent is replaced when it changes, before
+the next cell, so that `%autoreload` sees the change.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import os
 import random
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 
 import numpy
 import torch
@@ -20,18 +31,17 @@ from rankbook import snapshot_files
 from rankbook.protocol import telemetry
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.protocol.messages import ErrorReport, RankReady, ShutdownDelayed, StartFailed
-from rankbook.rank import os_utils, recovery, shutdown, tracebacks
+from rankbook.rank import comms, os_utils, recovery, shutdown, tracebacks
+from rankbook.rank.comms import OutputWidgetHook
 from rankbook.rank.control_thread import MIN_FAILURE_INTERVAL, ControlThread, Interrupts
 from rankbook.rank.executor import Executor
-from rankbook.rank.io import comms
-from rankbook.rank.io.output_capture import OutputCapture, RateLimit
-from rankbook.rank.io.output_widget import OutputWidgetHook
+from rankbook.rank.output_capture import OutputCapture, RateLimit
 from rankbook.rank.process_groups import gloo
 from rankbook.rank.process_groups.manager import GroupManager
 from rankbook.rank.replay_buffer import OFFER_SECONDS, DetachableLink
 from rankbook.rank.shell import RankShell, make_shell
 from rankbook.snapshot_files import SnapshotPlace
-from rankbook.transport.framed_socket import modules_folder
+from rankbook.transport.framed_socket import modules_folder, request
 from rankbook.transport.link import RankLink, Sender
 from rankbook.transport.output_journal import crash_path, journal_path
 from rankbook.transport.shared_memory import MOST_IN_FRAMES, SegmentStore
@@ -210,8 +220,6 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     )
     os_utils.record_originals()
     if request.modules:
-        from rankbook.rank.module_sync import ModuleSync
-
         ModuleSync(modules_folder(request.modules), request.modules, Path.cwd()).install()
     _run_tasks(control, executor)
     # After the control thread has ended: exit functions and saves are user code, whose output `capture.end` sends.
@@ -253,3 +261,50 @@ def _shut_down(link: RankLink, group: GroupManager, patience: float) -> None:
         print(trouble, file=sys.__stderr__, flush=True)
     else:  # an unfinished save may still use the group's collectives
         group.leave()
+
+
+TIMEOUT = 60.0
+"""Seconds that an import waits for the notebook's host. After that, only what lies on this host can be imported."""
+
+
+class ModuleSync(MetaPathFinder):
+    """Ask the agent at the socket `agent` for modules, which it puts into `folder`.
+
+    `working_directory` is the rank's. Packages there may lack a module, or have an old one.
+    """
+
+    def __init__(self, folder: Path, agent: str, working_directory: Path) -> None:
+        self._folder = folder
+        self._agent = agent
+        self._working_directory = working_directory
+
+    def install(self) -> None:
+        """Put this finder before Python's search for files, and the folder first on `sys.path`."""
+        position = sys.meta_path.index(PathFinder) if PathFinder in sys.meta_path else len(sys.meta_path)
+        sys.meta_path.insert(position, self)
+        sys.path.insert(0, str(self._folder))
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:  # noqa: ARG002
+        """See `importlib.abc.MetaPathFinder`. Finds nothing itself."""
+        folder = str(self._folder)
+        if path is None:
+            # The state of a rank of another host has its `sys.path`.
+            if folder not in sys.path:
+                sys.path.insert(0, folder)
+            if name in sys.stdlib_module_names or name == "rankbook":
+                return
+        elif not any(
+            Path(entry).is_relative_to(root) for entry in path for root in (self._folder, self._working_directory)
+        ):
+            return
+        # The threads of the rank itself must not wait for the network.
+        if threading.current_thread().name.startswith("rankbook-"):
+            return
+        # Without an agent, in a process that has outlived it: what lies here can be imported.
+        with contextlib.suppress(OSError):
+            if request(self._agent, name.encode(), timeout=TIMEOUT):
+                importlib.invalidate_caches()
+        if isinstance(path, list) and name.count("."):
+            package = str(self._folder / name.rpartition(".")[0].replace(".", "/"))
+            if package not in path and Path(package).is_dir():
+                path.insert(0, package)

@@ -41,7 +41,7 @@ from rankbook.protocol.messages import (
 from rankbook.transport.link import Frames, RankLink
 
 MAX_BYTES = 16 << 20
-"""Maximum size in bytes; the oldest output is dropped first. `io/output_capture.py` limits text on its own."""
+"""Maximum size in bytes; the oldest output is dropped first. `rank/output_capture.py` limits text on its own."""
 OFFER_SECONDS = 0.2
 """Seconds to wait for a full link before checking if the owner still exists."""
 

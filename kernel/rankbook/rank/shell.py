@@ -43,7 +43,7 @@ from rankbook.errors import TransferError
 from rankbook.formatting import PACKAGE_MAGICS, PACKAGE_NOTE
 from rankbook.ipython_compat import cell_numbers
 from rankbook.protocol import RESULT, WIDGET_VIEW
-from rankbook.rank.io import comms
+from rankbook.rank import comms
 from rankbook.rank.tracebacks import text_of
 from rankbook.transport.serialization import set_cell_numbers
 

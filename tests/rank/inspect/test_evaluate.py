@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rankbook.protocol.queries import GetValue
-from rankbook.rank.inspect.evaluate import Evaluator, describe, names_in, read_locals
+from rankbook.rank.inspect.query_threads import Evaluator, describe, names_in, read_locals
 from rankbook.rank.process_groups import interruptible_work
 from tests.conftest import wait_until
 

@@ -44,8 +44,7 @@ from rankbook.protocol.queries import (
 )
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankDetail, Statistic, Struct
 from rankbook.rank.inspect import object_discovery, tensor_introspection
-from rankbook.rank.inspect.gradient_norms import GradientMeter
-from rankbook.rank.inspect.object_discovery import MeasuredObjects
+from rankbook.rank.inspect.object_discovery import GradientMeter, MeasuredObjects
 from rankbook.rank.inspect.tensor_introspection import GilYield, list_variables
 from rankbook.rank.process_groups.device_calls import DeviceWatcher
 from rankbook.snapshot_files import SnapshotHeader

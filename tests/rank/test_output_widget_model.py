@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rankbook.output.merger import ClearOutput, RichOutput, Stream
-from rankbook.rank.io.output_widget import CUT, MAX_TEXT, Error, OutputWidgetModel, apply_carriage_returns
+from rankbook.rank.comms import CUT, MAX_TEXT, Error, OutputWidgetModel, apply_carriage_returns
 
 
 def stream(text, name="stdout"):

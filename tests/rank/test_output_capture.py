@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rankbook.protocol.messages import Text, TextCut
-from rankbook.rank.io import output_capture
-from rankbook.rank.io.output_capture import MAX_CELL_OUTPUT, TAIL_BYTES, RateLimit
+from rankbook.rank import output_capture
+from rankbook.rank.output_capture import MAX_CELL_OUTPUT, TAIL_BYTES, RateLimit
 
 pytestmark = pytest.mark.processes
 
@@ -21,7 +21,7 @@ import contextlib, ctypes, multiprocessing, os, pickle, resource, select, subpro
 from pathlib import Path
 answer = os.dup(1)
 from rankbook.rank import os_utils
-from rankbook.rank.io.output_capture import MAX_CELL_OUTPUT, OutputCapture
+from rankbook.rank.output_capture import MAX_CELL_OUTPUT, OutputCapture
 
 sent, shields = [], []
 @contextlib.contextmanager
@@ -353,7 +353,7 @@ def test_the_end_of_a_cell_keeps_the_pace_too(tmp_path):
     _, reported = run(
         tmp_path,
         """
-from rankbook.rank.io.output_capture import RateLimit
+from rankbook.rank.output_capture import RateLimit
 capture._rate_limit = RateLimit(rate=400_000, burst=20_000, window=1 << 20)
 capture.begin(1)
 os.write(1, b"x" * 60_000)

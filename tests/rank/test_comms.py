@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from rankbook.protocol.messages import CommToRank
-from rankbook.rank.io.comms import HeldMessages
+from rankbook.rank.comms import HeldMessages
 
 
 class Rank:
