@@ -91,8 +91,7 @@ def planted_bugs():  # noqa: C901 - one set of processes for all
     # Ranks of one tensor-parallel group that draw other random numbers.
     from rankbook.runtime.config import Handlers, ParallelismConfig
     from rankbook.runtime.strategies.base import StrategySetup
-    from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel
-    from rankbook.runtime.strategies.tensor_parallel import TensorParallel
+    from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel, TensorParallel
 
     net, _, batch = model_and_data(0, dropout=0.5)
     net.tp_plan = {"3": "colwise", "5": "rowwise"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rankbook.runtime.replicas import choose_row
+from rankbook.runtime.strategies.transfer import choose_row
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,9 @@ from rankbook.numerics.recording import (
 from rankbook.numerics.relations import Relation, classify
 from rankbook.numerics.settings import Layout, parse_layout
 from rankbook.ranks import name_ranks
-from rankbook.runtime.comm.tree import concatenate, find_batch_size, slice_tensors
 from rankbook.runtime.data.loader_base import PreparedLoader
 from rankbook.runtime.optimizer import AcceleratedOptimizer
+from rankbook.runtime.tree import concatenate, find_batch_size, slice_tensors
 from rankbook.widgets.rendering import ORANGE, VERMILLION, colour_grid, table
 
 _STEPS = {

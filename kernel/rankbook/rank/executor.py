@@ -406,9 +406,9 @@ class Executor:
         from rankbook.runtime import protection
 
         if isinstance(message, RestoreReplicas):
-            from rankbook.runtime import replicas
+            from rankbook.runtime.strategies import transfer
 
-            return replicas.restore(message.replaced)
+            return transfer.restore_from_replicas(message.replaced)
         if isinstance(message, RestoreSnapshot):
             restored = protection.restore(message.version, message.every)
             unprotected = protection.find_unprotected(self._shell.user_ns, self._shell.user_ns_hidden)

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 _models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _STATES = "torch.distributed.fsdp._fully_shard._fsdp_state"
-_RUNTIME = "rankbook.runtime.recovery"
+_RUNTIME = "rankbook.runtime.accelerator"
 
 
 def track_models() -> None:

@@ -249,9 +249,9 @@ class _Reducer:
 
             covered = protection.models_in(shards.snapshot)
         elif "rankbook.runtime.accelerator" in sys.modules:  # otherwise no model is prepared
-            from rankbook.runtime import replicas
+            from rankbook.runtime.strategies.transfer import replicated_models
 
-            covered = replicas.replicated_models(shards.replaced)
+            covered = replicated_models(shards.replaced)
         self.restores = bool(covered)
         if covered:
             from rankbook.runtime.strategies.transfer import ModelPickling

@@ -3,11 +3,13 @@
 The runtime does not depend on notebooks: the same code runs in a Rankbook rank, under torchrun, or in a single process.
 Public names are imported when they are first used.
 
-    accelerator.py         Accelerator: prepare and release objects, trackers
+    accelerator.py         Accelerator: prepare and release objects, trackers; recovery after an aborted collective
     settings.py            the Accelerator's constructor and readable settings; mixed precision
     training.py            the Accelerator's training methods: backward, accumulation, clipping, autocast, profiling
     prepare.py             preparation of models, optimizers, loaders and schedulers
     prepared.py            registry of prepared models and of replaced parameters
+    collectives.py         gather, broadcast, reduce, pad, and object collectives; the methods of the `Accelerator`
+    tree.py                operations on nested containers of tensors
     process_state.py       PartialState: rank, device and process group; splitting of inputs
     state.py               AcceleratorState: PartialState with the settings of training
     gradient_state.py      GradientState and the window of gradient accumulation
@@ -18,8 +20,6 @@ Public names are imported when they are first used.
     memory.py              release memory; find a batch size that fits
     logging.py             get_logger and tqdm
     trackers.py            experiment trackers
-    recovery.py            consistent state of all ranks after an aborted collective
-    comm/                  collectives over nested containers
     data/                  prepared loaders, samplers, dispatcher, random numbers
     saving/                checkpoints and model files
     strategies/            DDP, FSDP2 and tensor parallelism
@@ -33,7 +33,7 @@ from rankbook.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from rankbook.runtime.accelerator import Accelerator
-    from rankbook.runtime.comm.collectives import (
+    from rankbook.runtime.collectives import (
         broadcast,
         broadcast_object_list,
         gather,
@@ -41,15 +41,6 @@ if TYPE_CHECKING:
         pad_across_processes,
         reduce,
         trim,
-    )
-    from rankbook.runtime.comm.tree import (
-        concatenate,
-        convert_to_fp32,
-        find_batch_size,
-        honor_type,
-        recursively_apply,
-        send_to_device,
-        slice_tensors,
     )
     from rankbook.runtime.config import (
         AutocastKwargs,
@@ -68,8 +59,13 @@ if TYPE_CHECKING:
         TorchDynamoPlugin,
         TorchTensorParallelConfig,
     )
-    from rankbook.runtime.data.dispatcher import DataLoaderDispatcher
-    from rankbook.runtime.data.loaders import DataLoaderShard, SkipDataLoader, prepare_data_loader, skip_first_batches
+    from rankbook.runtime.data.loaders import (
+        DataLoaderDispatcher,
+        DataLoaderShard,
+        SkipDataLoader,
+        prepare_data_loader,
+        skip_first_batches,
+    )
     from rankbook.runtime.data.rng import set_seed, synchronize_rng_states
     from rankbook.runtime.data.samplers import (
         BatchSamplerShard,
@@ -92,6 +88,15 @@ if TYPE_CHECKING:
         Tracker,
         WandBTracker,
         filter_trackers,
+    )
+    from rankbook.runtime.tree import (
+        concatenate,
+        convert_to_fp32,
+        find_batch_size,
+        honor_type,
+        recursively_apply,
+        send_to_device,
+        slice_tensors,
     )
 
 __all__ = [
@@ -182,8 +187,8 @@ __getattr__, __dir__ = lazy_imports(
             "TorchDynamoPlugin",
             "TorchTensorParallelConfig",
         ),
-        "rankbook.runtime.data.dispatcher": ("DataLoaderDispatcher",),
         "rankbook.runtime.data.loaders": (
+            "DataLoaderDispatcher",
             "DataLoaderShard",
             "SkipDataLoader",
             "prepare_data_loader",
@@ -200,7 +205,7 @@ __getattr__, __dir__ = lazy_imports(
             "set_seed",
             "synchronize_rng_states",
         ),
-        "rankbook.runtime.comm.collectives": (
+        "rankbook.runtime.collectives": (
             "broadcast",
             "broadcast_object_list",
             "gather",
@@ -233,7 +238,7 @@ __getattr__, __dir__ = lazy_imports(
             "WandBTracker",
             "filter_trackers",
         ),
-        "rankbook.runtime.comm.tree": (
+        "rankbook.runtime.tree": (
             "concatenate",
             "convert_to_fp32",
             "find_batch_size",

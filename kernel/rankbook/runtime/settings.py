@@ -42,8 +42,7 @@ from rankbook.runtime.process_state import DistributedType, PartialState
 from rankbook.runtime.state import AcceleratorState
 from rankbook.runtime.strategies.base import SingleDevice, Strategy, StrategySetup
 from rankbook.runtime.strategies.ddp import DataParallel
-from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel
-from rankbook.runtime.strategies.tensor_parallel import TensorParallel
+from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel, TensorParallel
 from rankbook.runtime.trackers import Tracker, filter_trackers
 
 _log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from rankbook.runtime.comm.collectives import reduce
+from rankbook.runtime.collectives import reduce
 from rankbook.runtime.config import AutocastKwargs, ProfileKwargs
 from rankbook.runtime.gradient_state import AccumulateContext, window
 from rankbook.runtime.prepare import wrapper_of

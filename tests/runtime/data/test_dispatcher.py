@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from rankbook.errors import PeerFailedError
 from rankbook.runtime import GradientState, gather_object, prepare_data_loader, skip_first_batches
-from rankbook.runtime.data.dispatcher import FIRST_BYTES, LARGE, pack, unpack
+from rankbook.runtime.data.loaders import FIRST_BYTES, LARGE, pack, unpack
 from tests.rank_processes import run_ranks
 
 

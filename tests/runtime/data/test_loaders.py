@@ -32,7 +32,7 @@ from rankbook.runtime import (
     prepare_data_loader,
     skip_first_batches,
 )
-from rankbook.runtime.comm.collectives import trim
+from rankbook.runtime.collectives import trim
 from rankbook.runtime.config import DataLoaderConfiguration
 from rankbook.runtime.data import rng
 from rankbook.runtime.data.loaders import DataLoaderShard, data_parallel_layout, data_parallel_rank

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from rankbook.runtime import GradientState, prepare_data_loader
-from rankbook.runtime.data import dispatcher, rng
-from rankbook.runtime.data.dispatcher import DataLoaderDispatcher
+from rankbook.runtime.data import loaders, rng
+from rankbook.runtime.data.loaders import DataLoaderDispatcher
 from rankbook.runtime.gradient_state import AccumulationWindow
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
@@ -193,12 +193,12 @@ def wire(monkeypatch):
 
     def send(message, rank, _group):
         tensors = list(message)
-        content = dispatcher.unpack(lambda into: into.copy_(tensors.pop(0)))
+        content = loaders.unpack(lambda into: into.copy_(tensors.pop(0)))
         if content is not None:
             current[-1].sent[rank] = content
         return []
 
-    monkeypatch.setattr(dispatcher, "send", send)
+    monkeypatch.setattr(loaders, "send", send)
     read = Ranks.read
     monkeypatch.setattr(Ranks, "read", lambda self, stop=None: current.append(self) or read(self, stop))
 

@@ -15,8 +15,14 @@ from torch.utils.data.sampler import Sampler, SubsetRandomSampler
 
 import rankbook
 from rankbook.runtime.data.samplers import RoundPadding
-from rankbook.runtime.data.seen import RankSamples, SampleLog, merge_seen
-from rankbook.runtime.data.splits import describe_split, fingerprint_dataset, fingerprint_sampler
+from rankbook.runtime.data.seen import (
+    RankSamples,
+    SampleLog,
+    describe_split,
+    fingerprint_dataset,
+    fingerprint_sampler,
+    merge_seen,
+)
 from tests.rank_processes import run_ranks
 
 BAR_ROW = re.compile(r"<tr><th[^>]*>([^<]*)</th><td>(.*?)</td><td[^>]*>([^<]*)</td></tr>")

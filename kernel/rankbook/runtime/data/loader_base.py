@@ -2,7 +2,7 @@
 
 `PreparedLoader.__iter__` runs one pass. At its start all ranks agree on seed, epoch and position (`_begin`); then it
 counts the batches, so that a checkpoint can resume after the last one. Which samples a rank gets is decided in
-samplers.py, and reading them is the task of the subclasses (loaders.py, dispatcher.py). `iterate_local` reads in this
+samplers.py, and reading them is the task of the subclasses (loaders.py, loaders.py). `iterate_local` reads in this
 process or in torch's workers. `build_loader_parts` makes the parts of a prepared loader of the user's loader.
 """
 
@@ -22,9 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, _DatasetKind
 from rankbook.control_collectives import control_device
 from rankbook.errors import InvalidArgument
 from rankbook.protocol import telemetry
-from rankbook.runtime.comm.tree import send_to_device
 from rankbook.runtime.config import require_stateful_dataloader
-from rankbook.runtime.data import splits
 from rankbook.runtime.data import stateful as reader_state
 from rankbook.runtime.data.batch_reader import FetchedBatch, IterableReader, MapReader, WorkerInit, identity
 from rankbook.runtime.data.batch_requests import (
@@ -43,10 +41,18 @@ from rankbook.runtime.data.samplers import (
     IterableDatasetShard,
     RoundPadding,
 )
-from rankbook.runtime.data.seen import SeenSamples, gather_seen, parts_of
+from rankbook.runtime.data.seen import (
+    SeenSamples,
+    difference_warning,
+    fingerprint_dataset,
+    fingerprint_sampler,
+    gather_seen,
+    parts_of,
+)
 from rankbook.runtime.data.stateful import ReadPosition, StatefulIterable, StatefulReader, is_stateful
 from rankbook.runtime.gradient_state import GradientState
 from rankbook.runtime.process_state import PartialState
+from rankbook.runtime.tree import send_to_device
 
 # Seeds are unsigned 64-bit numbers. They travel as two halves in an int64 tensor, see `_broadcast_from_first`.
 _LOW = (1 << 32) - 1
@@ -429,7 +435,7 @@ class PreparedLoader(DataLoader[Any]):
         parts = self.parts
         if self.position.run or parts.split_reported or len(parts.tickets.ranks) > 1 or parts.deal is None:
             return 0, 0
-        return splits.fingerprint_dataset(parts.source.dataset), splits.fingerprint_sampler(parts.source)
+        return fingerprint_dataset(parts.source.dataset), fingerprint_sampler(parts.source)
 
     def _arrivals(self) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
         raise NotImplementedError
@@ -462,7 +468,7 @@ def _broadcast_from_first(
     high, low, epoch, skip, batches, samples, *first_fingerprints = values.tolist()
     for what, mine, first in zip(("dataset", "sampler"), fingerprints, first_fingerprints, strict=True):
         if mine and first and mine != first:
-            warnings.warn(splits.difference_warning(what, dist.get_rank()), stacklevel=4)
+            warnings.warn(difference_warning(what, dist.get_rank()), stacklevel=4)
             break
     if [batches, samples] != sums:  # this rank has loaded another state
         earlier = (EarlierDeal(1, 0, batches, samples),) if batches else ()

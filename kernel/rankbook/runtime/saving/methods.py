@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from rankbook import control_collectives
 from rankbook.errors import InvalidArgument
 from rankbook.formatting import plural
-from rankbook.runtime.comm.collectives import gather_object
+from rankbook.runtime.collectives import gather_object
 from rankbook.runtime.gradient_state import window
 from rankbook.runtime.prepare import unwrap
 from rankbook.runtime.prepared import note_registered

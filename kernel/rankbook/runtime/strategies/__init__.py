@@ -4,6 +4,6 @@ Optimizers, loaders and precision are the same for all strategies, and are handl
 
     base.py             the `Strategy` interface, `StrategySetup`, device meshes, single device, unsharding
     ddp.py              replicas that average their gradients (DistributedDataParallel)
-    fsdp2.py            sharded parameters, gradients and optimizer state (fully_shard)
-    tensor_parallel.py  layers split over ranks by a plan, and sharded over the data-parallel ranks
+    fsdp2.py            sharded parameters, gradients and optimizer state (fully_shard); layers split over ranks by a
+                        plan
 """

@@ -10,8 +10,8 @@ import torch
 
 from rankbook import control_collectives
 from rankbook.errors import InvalidArgument, TransferError
-from rankbook.runtime.comm import collectives
-from rankbook.runtime.comm.collectives import (
+from rankbook.runtime import collectives
+from rankbook.runtime.collectives import (
     broadcast,
     broadcast_object_list,
     gather,

@@ -30,7 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from rankbook import control_collectives
 from rankbook.control_collectives import control_device
 from rankbook.errors import InvalidArgument, TransferError
-from rankbook.runtime.comm.tree import (
+from rankbook.runtime.data.samplers import WHOLE, RoundPadding
+from rankbook.runtime.process_state import PartialState
+from rankbook.runtime.settings import AcceleratorSettings
+from rankbook.runtime.strategies.base import mesh_for
+from rankbook.runtime.tree import (
     children,
     concatenate,
     describe,
@@ -40,10 +44,6 @@ from rankbook.runtime.comm.tree import (
     rebuild,
     send_to_device,
 )
-from rankbook.runtime.data.samplers import WHOLE, RoundPadding
-from rankbook.runtime.process_state import PartialState
-from rankbook.runtime.settings import AcceleratorSettings
-from rankbook.runtime.strategies.base import mesh_for
 
 _T = TypeVar("_T")
 REDUCTIONS = ("mean", "sum", "min", "max")

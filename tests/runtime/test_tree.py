@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from rankbook.errors import InvalidArgument
-from rankbook.runtime.comm.tree import (
+from rankbook.runtime.tree import (
     concatenate,
     convert_to_fp32,
     describe,

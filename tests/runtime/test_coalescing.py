@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankbook.runtime.comm import collectives
-from rankbook.runtime.comm.collectives import as_bytes, make_buckets, rows_from_bytes, split_like
+from rankbook.runtime import collectives
+from rankbook.runtime.collectives import as_bytes, make_buckets, rows_from_bytes, split_like
 
 TYPES = (torch.bool, torch.int16, torch.float32, torch.float64, torch.complex64, torch.bfloat16, torch.float8_e4m3fn)
 SHAPES = st.lists(st.integers(0, 3), min_size=1, max_size=3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rankbook.errors import InvalidArgument
-from rankbook.runtime.comm.collectives import trim
+from rankbook.runtime.collectives import trim
 from rankbook.runtime.data.samplers import WHOLE, RoundPadding
 
 UNEVEN = RoundPadding((2, 1, 0), 2, (0, 1))
