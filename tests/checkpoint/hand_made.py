@@ -20,9 +20,8 @@ from rankbook.checkpoint.format.manifest import (
     pieces,
 )
 from rankbook.checkpoint.format.torch_zip import locate_tensor
-from rankbook.checkpoint.storage import steps
-from rankbook.checkpoint.storage.base import Storage
-from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.storage import Storage, steps
+from rankbook.checkpoint.storage.backends import storage_of
 
 
 def saved_bytes(value) -> bytes:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rankbook.checkpoint.consistency import RankGroup
+from rankbook.checkpoint.async_save import SaveProgress
 from rankbook.checkpoint.format.manifest import as_bytes
 from rankbook.checkpoint.loading import Loader, StrictHandling, find_checkpoint
 from rankbook.checkpoint.local_state import LoadRequest, local_state_of
-from rankbook.checkpoint.progress import SaveProgress
 from rankbook.checkpoint.saving import PlanHistory, Writer
 from rankbook.checkpoint.storage.steps import CheckpointLocation
+from rankbook.control_collectives import RankGroup
 
 
 class InMemory:

@@ -81,7 +81,7 @@ def reported(tmp_path_factory):
 def context(folder):
     import torch.distributed as dist
 
-    from rankbook.checkpoint.storage.local import storage_of
+    from rankbook.checkpoint.storage.backends import storage_of
 
     return dist.get_rank(), dist.get_world_size(), Gate(storage_of(folder))
 
@@ -225,7 +225,7 @@ def test_error_of_the_progress_callback_does_not_fail_the_async_save(folder):
 
     rank, world, _ = context(folder)
     reported = []
-    logging.getLogger("rankbook.checkpoint.progress").addFilter(lambda record: reported.append(record.getMessage()))
+    logging.getLogger("rankbook.checkpoint.async_save").addFilter(lambda record: reported.append(record.getMessage()))
 
     def raises(progress):
         if rank == 1 and progress.phase == "writing":

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rankbook.checkpoint.storage import steps
-from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.storage.backends import storage_of
 from rankbook.cli import main as cli
 from tests.checkpoint.hand_made import write_checkpoint
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rankbook.checkpoint import consistency
-from rankbook.checkpoint.consistency import Failure, RankGroup, RanksFailed
+from rankbook import control_collectives
+from rankbook.control_collectives import Failure, RankGroup, RanksFailed
 from rankbook.errors import CheckpointError, InvalidArgument
 from tests.rank_processes import run_ranks
 
@@ -27,7 +27,7 @@ def attempts(folder):
     import torch.distributed as dist
 
     import rankbook.checkpoint as rc
-    from rankbook.checkpoint.storage.local import storage_of
+    from rankbook.checkpoint.storage.backends import storage_of
 
     rank = dist.get_rank()
     state = {"w": torch.arange(4.0), "lr": 0.5}
@@ -164,10 +164,10 @@ def test_every_rank_raises_the_same_and_the_last_checkpoint_stays(tmp_path):
 
 def test_invalid_argument_on_a_single_rank_is_raised_unchanged():
     with pytest.raises(InvalidArgument, match=r"^mine$"):
-        consistency.check_same_arguments("save", lambda: (_ for _ in ()).throw(InvalidArgument("mine")), step=1)
+        control_collectives.check_same_arguments("save", lambda: (_ for _ in ()).throw(InvalidArgument("mine")), step=1)
     with pytest.raises(OSError, match="disk"):
-        consistency.check_same_arguments("save", lambda: (_ for _ in ()).throw(OSError("disk")))
-    assert consistency.check_same_arguments("save", lambda: 7, step=1) == 7
+        control_collectives.check_same_arguments("save", lambda: (_ for _ in ()).throw(OSError("disk")))
+    assert control_collectives.check_same_arguments("save", lambda: 7, step=1) == 7
 
 
 def failed(errors, rank=0):

@@ -110,8 +110,7 @@ def failed_saves(kind, folder, background):
 
     from rankbook.checkpoint import load, save, verify
     from rankbook.checkpoint.storage import steps
-    from rankbook.checkpoint.storage.fsspec import RemoteStorage
-    from rankbook.checkpoint.storage.local import storage_of
+    from rankbook.checkpoint.storage.backends import RemoteStorage, storage_of
 
     rank, world = dist.get_rank(), dist.get_world_size()
     plain = storage_of(folder) if kind == "local" else RemoteStorage(f"file://{folder}", fsspec.filesystem("file"))

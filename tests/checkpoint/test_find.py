@@ -7,7 +7,7 @@ import torch
 
 import rankbook.checkpoint as rc
 from rankbook.checkpoint.loading import find_checkpoint
-from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.storage.backends import storage_of
 from rankbook.errors import CheckpointError
 
 

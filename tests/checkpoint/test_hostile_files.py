@@ -19,7 +19,7 @@ from rankbook.checkpoint import CheckpointError, ShardedObject, ShardedTensor, l
 from rankbook.checkpoint.format import manifest as manifests
 from rankbook.checkpoint.format.dcp_metadata import read_metadata
 from rankbook.checkpoint.format.torch_zip import check_opcodes
-from rankbook.checkpoint.storage.local import LocalStorage, storage_of
+from rankbook.checkpoint.storage.backends import LocalStorage, storage_of
 from rankbook.cli import main as cli
 from tests.checkpoint.hand_made import write_checkpoint
 

@@ -14,7 +14,7 @@ from tests.conftest import Notebook, check_nothing_left, leftovers
 CELLS = """%%distributed
 import os, threading
 from rankbook.checkpoint import load, save, steps
-from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.storage.backends import storage_of
 from tests.checkpoint import generations
 from tests.checkpoint.test_async_save import Gate
 folder = {folder!r}

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import rankbook.checkpoint as rc
-from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.storage.backends import storage_of
 from rankbook.errors import CheckpointError
 from tests.checkpoint.simulated import save_ranks
 from tests.checkpoint.test_reshard import DTYPES, bits, grid, numbered

@@ -102,7 +102,7 @@ def check(folder, root, kill, saved):
     """Check that the old or the new step is complete, and that leftovers are reported and removed by the next save."""
     from rankbook.checkpoint import save, steps, verify
     from rankbook.checkpoint.storage import steps as folders
-    from rankbook.checkpoint.storage.local import storage_of
+    from rankbook.checkpoint.storage.backends import storage_of
     from rankbook.cli import main as cli
 
     generations_loaded = rank_processes.run_forked(WORLD, folder, lambda rank: loaded(rank, root))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rankbook.checkpoint import CheckpointError, ShardedObject, ShardedTensor, load, load_metadata, save
-from rankbook.checkpoint.storage.local import LocalStorage
+from rankbook.checkpoint.storage.backends import LocalStorage
 from tests.rank_processes import run_ranks
 
 KEYS = [f"t{number}" for number in range(4)]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rankbook.checkpoint import async_save, progress
-from rankbook.checkpoint.progress import SaveProgress
+from rankbook.checkpoint import async_save
+from rankbook.checkpoint.async_save import SaveProgress
 from rankbook.protocol import telemetry
 
 
 def test_progress_reports_every_phase_and_bytes_at_intervals(monkeypatch):
     clock = iter(range(1000))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock) / 100)  # a hundredth for each look at it
+    monkeypatch.setattr(async_save.time, "monotonic", lambda: next(clock) / 100)  # a hundredth for each look at it
     reports = []
     save_progress = SaveProgress("runs", background=True, on_progress=reports.append)
     save_progress.name, save_progress.step, save_progress.total = "step-3", 3, 400

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 PREPARE = """%%distributed
 import os
 from rankbook.checkpoint import ShardedTensor, save
-from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.storage.backends import storage_of
 from tests.checkpoint.test_async_save import Gate
 folder = {folder!r}
 

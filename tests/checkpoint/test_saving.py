@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import rankbook.checkpoint as rc
-from rankbook.checkpoint import consistency, saving
+from rankbook import control_collectives
+from rankbook.checkpoint import saving
 from rankbook.checkpoint.format.manifest import PIECE
 from rankbook.checkpoint.planning.save_plan import PlanCache
 from rankbook.checkpoint.saving import PlanHistory, Writer
@@ -188,7 +189,7 @@ def test_an_unchanged_layout_is_reported_by_its_digests(tmp_path, monkeypatch):
 def test_an_interrupt_anywhere_leaves_nothing_and_the_step_can_be_saved(tmp_path, monkeypatch):
     rc.save(STATE, tmp_path, step=1)
 
-    class Interrupting(consistency.RankGroup):
+    class Interrupting(control_collectives.RankGroup):
         def exchange(self, work, combine):
             super().exchange(work, combine)
             raise KeyboardInterrupt  # between two collectives, where nobody catches it

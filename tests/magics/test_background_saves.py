@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 SAVE = """%%distributed
 import threading
 from rankbook.checkpoint import save
-from rankbook.checkpoint.storage.local import LocalStorage
+from rankbook.checkpoint.storage.backends import LocalStorage
 
 plainly, gate = LocalStorage.write, threading.Event()
 
@@ -60,7 +60,7 @@ def test_save_that_takes_too_long_is_reported_as_lost(ranks, tmp_path):
 def test_a_failure_that_nobody_was_reported_is_reported_by_the_handle_the_next_save_and_the_end(ranks, tmp_path):
     fails = (
         "%%distributed\nfrom rankbook.checkpoint import async_save, save\n"
-        "from rankbook.checkpoint.storage.local import LocalStorage\n"
+        "from rankbook.checkpoint.storage.backends import LocalStorage\n"
         "def full(*_):\n    raise OSError('the disk is full')\n"
         f"LocalStorage.write = full\nhandle = save({{'x': torch.ones(2)}}, {str(tmp_path)!r}, async_=True)\n"
     )

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from rankbook.checkpoint.format.manifest import encode
 from rankbook.checkpoint.storage import steps
-from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.storage.backends import storage_of
 from rankbook.errors import CheckpointError, InvalidArgument
 from rankbook.magics.views import CheckpointBrowser
 from tests.checkpoint.hand_made import write_checkpoint

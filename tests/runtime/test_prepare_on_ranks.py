@@ -375,7 +375,7 @@ def save_and_load(folder):
         raise OSError("the disk is full")
 
     if rank == 1:
-        from rankbook.checkpoint.storage.local import LocalStorage
+        from rankbook.checkpoint.storage.backends import LocalStorage
 
         LocalStorage.write = fail
     with pytest.raises(CheckpointError, match=r"rank 1: OSError: the disk is full"):

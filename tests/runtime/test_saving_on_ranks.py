@@ -209,7 +209,7 @@ def write_files(folder):
     accelerator.save_model(model, folder, max_shard_size=400)
     tensors = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 
-    from rankbook.checkpoint.storage.local import LocalStorage
+    from rankbook.checkpoint.storage.backends import LocalStorage
 
     if accelerator.process_index == 0:
 

@@ -5,11 +5,9 @@ The public names are imported on first use. The modules are:
 Saving and loading (collectives):
 
     saving.py        `save`: plan, write and commit; the theory of operation of the commit
-    async_save.py    copy the data and save it in a background thread; `SaveHandle`
+    async_save.py    copy the data and save it in a background thread; `SaveHandle`; progress reports
     loading.py       `load`, `load_plain`, `load_metadata`: find, plan, verify and fill
     local_state.py   one rank's part of a state dict, for saving and loading
-    consistency.py   collectives that propagate errors; the check that arguments agree
-    progress.py      progress reports to the user's callback and to telemetry
 
 state_dict/, from models to shards:
 
@@ -33,12 +31,10 @@ format/, the files of a checkpoint:
     dcp_metadata.py     checkpoints of torch.distributed.checkpoint
     safetensors.py      the safetensors format
 
-storage/, the place where files are stored:
+storage/, the `Storage` protocol and its implementations:
 
-    base.py     the `Storage` protocol
-    local.py    local and mounted folders
-    fsspec.py   object stores and other file systems of fsspec
-    steps.py    a folder of steps: claim, commit, latest, sweep, retention
+    backends.py   local and mounted folders; object stores and other file systems of fsspec
+    steps.py      a folder of steps: claim, commit, latest, sweep, retention
 
 tools/, offline:
 

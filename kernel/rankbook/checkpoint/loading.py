@@ -2,7 +2,7 @@
 
 `load` is a collective, and the number of ranks may differ from the number that saved. Every rank passes a sharded state
 dict that describes what it wants. A load has four phases, and no rank raises alone between their collectives
-(`consistency.RankGroup`):
+(`control_collectives.RankGroup`):
 
 1. Find: rank 0 chooses the checkpoint, reads its manifest and broadcasts it (`find_checkpoint`).
 
@@ -39,7 +39,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rankbook.checkpoint.consistency import RankGroup, RanksFailed, check_same_arguments, folder_key
 from rankbook.checkpoint.format import dcp_metadata, tensor_io
 from rankbook.checkpoint.format.manifest import COMMON, MANIFEST, PIECE, Manifest, StoredObject, crc32
 from rankbook.checkpoint.format.structure import decode, sizes_match
@@ -47,9 +46,9 @@ from rankbook.checkpoint.format.tensor_io import ChunkDamage, data_matches, enve
 from rankbook.checkpoint.format.torch_zip import is_plain, zip_is_intact
 from rankbook.checkpoint.local_state import LoadRequest, LocalTensor, request_everything
 from rankbook.checkpoint.planning.load_plan import CAST_HINT, ChunkRead, ReadPlan, plan_read
-from rankbook.checkpoint.storage import steps
-from rankbook.checkpoint.storage.base import ASIDE, SHARED_FOLDER, Storage, read_all, read_range, sees_file
-from rankbook.checkpoint.storage.local import Folder, storage_of
+from rankbook.checkpoint.storage import ASIDE, SHARED_FOLDER, Storage, read_all, read_range, sees_file, steps
+from rankbook.checkpoint.storage.backends import Folder, storage_of
+from rankbook.control_collectives import RankGroup, RanksFailed, check_same_arguments, folder_key
 from rankbook.errors import CheckpointError, InvalidArgument
 from rankbook.formatting import truncate_list
 from rankbook.ranks import abbreviate_ranks, group_ranks

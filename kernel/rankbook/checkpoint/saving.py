@@ -68,9 +68,9 @@ A checkpoint with a custom name, as `Accelerator.save_state` makes them, is comm
 does the Accelerator for its numbered folders.
 
 **Errors.** No rank raises between two collectives, since the others would wait for it. An exception in a rank's work is
-sent in place of its result (`consistency.RankGroup`), so all ranks end the exchange together and raise one error that
-names every failed rank with its reason. If a rank dies, the connections of the process group break; the other ranks
-raise torch's error, with a note.
+sent in place of its result (`control_collectives.RankGroup`), so all ranks end the exchange together and raise one
+error that names every failed rank with its reason. If a rank dies, the connections of the process group break; the
+other ranks raise torch's error, with a note.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rankbook.checkpoint import async_save
-from rankbook.checkpoint.async_save import SaveHandle
-from rankbook.checkpoint.consistency import RankGroup, RanksFailed, check_same_arguments, folder_key
+from rankbook.checkpoint.async_save import SaveHandle, SaveProgress
 from rankbook.checkpoint.format import tensor_io
 from rankbook.checkpoint.format.manifest import (
     COMMON,
@@ -119,10 +118,10 @@ from rankbook.checkpoint.format.manifest import (
 from rankbook.checkpoint.local_state import LocalState, local_state_of
 from rankbook.checkpoint.planning.local_plan import LocalPlan
 from rankbook.checkpoint.planning.save_plan import Assignment, PlanCache, SavePlan, plan_save
-from rankbook.checkpoint.progress import SaveProgress
-from rankbook.checkpoint.storage.base import SHARED_FOLDER, sees_file
-from rankbook.checkpoint.storage.local import Folder, storage_of
+from rankbook.checkpoint.storage import SHARED_FOLDER, sees_file
+from rankbook.checkpoint.storage.backends import Folder, storage_of
 from rankbook.checkpoint.storage.steps import OWNER, CheckpointLocation, RetentionPolicy, check_int
+from rankbook.control_collectives import RankGroup, RanksFailed, check_same_arguments, folder_key
 from rankbook.errors import CheckpointError, InvalidArgument
 from rankbook.protocol.telemetry import CheckpointSave
 

@@ -169,11 +169,11 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from rankbook.checkpoint.storage import local, steps
+    from rankbook.checkpoint.storage import backends, steps
     from rankbook.checkpoint.tools.verify import verify
 
     # `--all` of a folder without steps, such as a single checkpoint, verifies that one.
-    which = (steps.finished_steps(local.storage_of(args.path)) if args.all else []) or [args.step]
+    which = (steps.finished_steps(backends.storage_of(args.path)) if args.all else []) or [args.step]
     intact = True
     for step in which:
         report = verify(args.path, step)
@@ -184,12 +184,12 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _convert(args: argparse.Namespace) -> int:
     from rankbook.checkpoint.format import safetensors
-    from rankbook.checkpoint.storage import local
+    from rankbook.checkpoint.storage import backends
     from rankbook.checkpoint.tools import convert
 
     # The direction follows from the source: safetensors files are imported, anything else is exported.
     into_checkpoint = args.path.endswith(safetensors.SUFFIX) or any(
-        name.endswith(safetensors.SUFFIX) for name in local.storage_of(args.path).list()
+        name.endswith(safetensors.SUFFIX) for name in backends.storage_of(args.path).list()
     )
     if into_checkpoint:
         done = convert.from_safetensors(args.path, args.target, step=args.step or 0)

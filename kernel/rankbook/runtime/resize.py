@@ -31,7 +31,7 @@ from rankbook.checkpoint.local_state import local_state_of
 from rankbook.checkpoint.saving import save_aside
 from rankbook.checkpoint.state_dict.models import load_sharded_state_dicts, sharded_state_dicts
 from rankbook.checkpoint.state_dict.state_dicts import local_part
-from rankbook.checkpoint.storage.local import LocalStorage
+from rankbook.checkpoint.storage.backends import LocalStorage
 from rankbook.checkpoint.storage.steps import CheckpointLocation
 from rankbook.errors import InvalidArgument
 from rankbook.runtime import prepared, protection

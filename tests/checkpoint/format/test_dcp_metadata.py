@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from rankbook.checkpoint.format.dcp_metadata import manifest_from_dcp, rank_of, read_metadata
 from rankbook.checkpoint.format.manifest import ITEM_BYTES
-from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.storage.backends import storage_of
 from rankbook.errors import CheckpointError
 
 STATE = {

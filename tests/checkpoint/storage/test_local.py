@@ -8,10 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankbook.checkpoint.storage import local
-from rankbook.checkpoint.storage.base import ASIDE, Storage, read_all
-from rankbook.checkpoint.storage.fsspec import RemoteStorage
-from rankbook.checkpoint.storage.local import LocalStorage, storage_of
+from rankbook.checkpoint.storage import ASIDE, Storage, backends, read_all
+from rankbook.checkpoint.storage.backends import LocalStorage, RemoteStorage, storage_of
 
 
 @pytest.fixture(params=["local", "local without exchange", "memory"])
@@ -19,7 +17,7 @@ def storage(request, tmp_path, monkeypatch) -> Storage:
     if request.param == "memory":
         return storage_of(f"memory://{uuid.uuid4().hex}/run")
     if request.param == "local without exchange":
-        monkeypatch.setattr(local, "_exchange", lambda *_: False)
+        monkeypatch.setattr(backends, "_exchange", lambda *_: False)
     return storage_of(tmp_path / "run")
 
 
@@ -159,7 +157,7 @@ def test_two_folders_are_exchanged_atomically(tmp_path, monkeypatch):
     storage = LocalStorage(tmp_path)
     storage.write("old/manifest.json", [b"old"])
     storage.write("new/manifest.json", [b"new"])
-    monkeypatch.setattr(local, "_remove_folder", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(backends, "_remove_folder", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         storage.move("new", "old")
     assert read_all(storage, "old/manifest.json") == b"new"
@@ -172,7 +170,7 @@ def test_move_without_exchange_keeps_one_folder_readable_at_all_times(tmp_path, 
     storage.write("old/manifest.json", [b"old"])
     storage.write("new/manifest.json", [b"new"])
     calls = []
-    real = local.Path.rename
+    real = backends.Path.rename
 
     def rename(self, target):
         calls.append(target)
@@ -180,8 +178,8 @@ def test_move_without_exchange_keeps_one_folder_readable_at_all_times(tmp_path, 
             raise KeyboardInterrupt
         return real(self, target)
 
-    monkeypatch.setattr(local, "_exchange", lambda *_: False)
-    monkeypatch.setattr(local.Path, "rename", rename)
+    monkeypatch.setattr(backends, "_exchange", lambda *_: False)
+    monkeypatch.setattr(backends.Path, "rename", rename)
     with pytest.raises(KeyboardInterrupt):
         storage.move("new", "old")
     where = "old" if broken_off == 1 else "old" + ASIDE
@@ -192,7 +190,7 @@ def test_remove_deletes_the_manifest_first(tmp_path, monkeypatch):
     storage = LocalStorage(tmp_path)
     for name in ("manifest.json", ".metadata", "data"):
         storage.write(f"step/{name}", [b"x"])
-    monkeypatch.setattr(local.shutil, "rmtree", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(backends.shutil, "rmtree", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         storage.remove("step")
     assert storage.list("step") == {"data": 1}

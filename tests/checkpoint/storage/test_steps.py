@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 
 from rankbook import process_identity
-from rankbook.checkpoint.storage import local, steps
-from rankbook.checkpoint.storage.base import NewFiles, read_all
-from rankbook.checkpoint.storage.fsspec import RemoteStorage
-from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.storage import NewFiles, backends, read_all, steps
+from rankbook.checkpoint.storage.backends import RemoteStorage, storage_of
 from rankbook.errors import CheckpointError, InvalidArgument
 
 
@@ -25,7 +23,7 @@ def storage(request, tmp_path, monkeypatch):
     if request.param == "memory":
         return storage_of(f"memory://{uuid.uuid4().hex}/run")
     if request.param == "local without exchange":
-        monkeypatch.setattr(local, "_exchange", lambda *_: False)
+        monkeypatch.setattr(backends, "_exchange", lambda *_: False)
     return storage_of(tmp_path / "run")
 
 
@@ -181,10 +179,10 @@ def broken_off_after(storage, monkeypatch, operations):
             monkeypatch.setattr(storage._filesystem, name, limited(getattr(storage._filesystem, name)))
         return
     for name in ("rename", "replace", "unlink", "mkdir"):
-        monkeypatch.setattr(local.Path, name, limited(getattr(local.Path, name)))
-    monkeypatch.setattr(local, "_exchange", limited(local._exchange))
-    monkeypatch.setattr(local, "_write_all", limited(local._write_all))
-    monkeypatch.setattr(local.shutil, "rmtree", limited(local.shutil.rmtree))
+        monkeypatch.setattr(backends.Path, name, limited(getattr(backends.Path, name)))
+    monkeypatch.setattr(backends, "_exchange", limited(backends._exchange))
+    monkeypatch.setattr(backends, "_write_all", limited(backends._write_all))
+    monkeypatch.setattr(backends.shutil, "rmtree", limited(backends.shutil.rmtree))
 
 
 def read_complete_step(storage, folder):

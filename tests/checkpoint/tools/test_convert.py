@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 import rankbook.checkpoint as rc
 from rankbook.checkpoint.format import safetensors, tensor_io
 from rankbook.checkpoint.format.manifest import StoredTensor
-from rankbook.checkpoint.storage import local, steps
-from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.storage import backends, steps
+from rankbook.checkpoint.storage.backends import storage_of
 from rankbook.checkpoint.tools import convert
 from rankbook.checkpoint.tools.convert import from_safetensors, read_tensor, to_safetensors
 from rankbook.checkpoint.tools.verify import verify
@@ -118,7 +118,7 @@ def test_a_tensor_with_a_hole_is_not_written(tmp_path):
 
 @pytest.mark.slow
 def test_conversion_holds_one_tensor_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(backends, "_MAX_BYTES", 1000)
     write_checkpoint(tmp_path / "run", 3, tensors=9, rows=100)
     alive, most = [], []
     real = convert.read_tensor

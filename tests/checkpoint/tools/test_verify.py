@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from rankbook.checkpoint.format.manifest import PIECE, Chunk, decode, encode, pieces
-from rankbook.checkpoint.storage.local import LocalStorage, storage_of
+from rankbook.checkpoint.storage.backends import LocalStorage, storage_of
 from rankbook.checkpoint.tools import verify as module
 from rankbook.checkpoint.tools.verify import check_pieces, damaged_pieces, verify
 from rankbook.errors import CheckpointError

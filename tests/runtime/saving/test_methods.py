@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankbook.checkpoint import async_save, load_metadata, load_plain, verify
-from rankbook.checkpoint.storage.local import LocalStorage
+from rankbook.checkpoint.storage.backends import LocalStorage
 from rankbook.errors import CheckpointError, InvalidArgument
 from rankbook.runtime import Accelerator, GradScalerKwargs, ProjectConfiguration, settings
 from rankbook.runtime.gradient_state import window

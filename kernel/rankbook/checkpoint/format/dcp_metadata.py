@@ -33,7 +33,7 @@ from rankbook.checkpoint.format.manifest import (
 )
 from rankbook.checkpoint.format.structure import decode, find_problems
 from rankbook.checkpoint.format.torch_zip import locate_tensor
-from rankbook.checkpoint.storage.base import Storage, read_all
+from rankbook.checkpoint.storage import Storage, read_all
 from rankbook.errors import CheckpointError
 
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -17,8 +17,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rankbook.checkpoint.format.manifest import ITEM_BYTES
-from rankbook.checkpoint.storage.base import Storage, read_all
-from rankbook.checkpoint.storage.local import LocalStorage
+from rankbook.checkpoint.storage import Storage, read_all
+from rankbook.checkpoint.storage.backends import LocalStorage
 from rankbook.errors import CheckpointError, InvalidArgument
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rankbook.checkpoint.format import manifest as manifests
 from rankbook.checkpoint.format.manifest import ITEM_BYTES, PIECE, Chunk, Manifest, StoredTensor, dense
-from rankbook.checkpoint.storage.base import check_path
+from rankbook.checkpoint.storage import check_path
 from rankbook.errors import CheckpointError
 from rankbook.formatting import escape_unprintable, truncate_list
 

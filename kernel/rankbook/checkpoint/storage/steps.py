@@ -13,7 +13,7 @@ Every change is a sequence of single storage operations, in an order in which an
 could be loaded before can still be loaded.
 
 Several processes may save different steps into one folder at the same time. A process that claims, commits, removes or
-sweeps steps holds the storage's lock meanwhile (`base.locked_folder`). A claim is a file that is created exclusively.
+sweeps steps holds the storage's lock meanwhile (`locked_folder`). A claim is a file that is created exclusively.
 Therefore, even without locks, on NFS or an object store, only one of two processes that save the same step gets the
 claim, and the other one raises an error.
 
@@ -37,8 +37,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from rankbook.checkpoint.format.manifest import MANIFEST, METADATA
-from rankbook.checkpoint.storage.base import ASIDE, NewFiles, Storage, is_link, locked_folder, read_all, read_range
-from rankbook.checkpoint.storage.local import storage_of
+from rankbook.checkpoint.storage import ASIDE, NewFiles, Storage, is_link, locked_folder, read_all, read_range
+from rankbook.checkpoint.storage.backends import storage_of
 from rankbook.errors import CheckpointError, InvalidArgument
 from rankbook.process_identity import PATIENCE, ProcessIdentity, identify, machine, start_time_of
 

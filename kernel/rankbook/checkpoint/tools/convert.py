@@ -19,9 +19,8 @@ from rankbook.checkpoint.format.dcp_metadata import read_manifest
 from rankbook.checkpoint.format.manifest import COMMON, ITEM_BYTES, Buffer, Chunk, Manifest, piece_bytes
 from rankbook.checkpoint.format.structure import MAX_LISTED, sizes_match
 from rankbook.checkpoint.planning.load_plan import find_coverage_errors
-from rankbook.checkpoint.storage import steps
-from rankbook.checkpoint.storage.base import Storage
-from rankbook.checkpoint.storage.local import Folder, storage_of
+from rankbook.checkpoint.storage import Storage, steps
+from rankbook.checkpoint.storage.backends import Folder, storage_of
 from rankbook.checkpoint.tools import verify
 from rankbook.errors import CheckpointError
 
@@ -151,8 +150,8 @@ def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: in
     memory, so they may be larger than it. Raises `CheckpointError` if a file is damaged.
     """
     # Imported here: these modules import torch, which the other direction does not need.
+    from rankbook.checkpoint.async_save import SaveProgress
     from rankbook.checkpoint.local_state import LocalState, LocalTensor
-    from rankbook.checkpoint.progress import SaveProgress
     from rankbook.checkpoint.saving import PlanHistory, Writer
     from rankbook.checkpoint.state_dict.sharded_tensor import ShardedTensor
     from rankbook.checkpoint.storage.steps import CheckpointLocation

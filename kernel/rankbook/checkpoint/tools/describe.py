@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from rankbook.checkpoint.format.dcp_metadata import read_manifest
 from rankbook.checkpoint.format.manifest import StoredTensor, known_ranks
-from rankbook.checkpoint.storage import steps
-from rankbook.checkpoint.storage.base import Storage
-from rankbook.checkpoint.storage.local import Folder, storage_of
+from rankbook.checkpoint.storage import Storage, steps
+from rankbook.checkpoint.storage.backends import Folder, storage_of
 from rankbook.errors import CheckpointError
 from rankbook.formatting import escape_unprintable, format_bytes, plural
 from rankbook.ranks import format_ranks

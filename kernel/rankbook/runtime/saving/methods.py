@@ -59,7 +59,7 @@ class SavingMethods(AcceleratorSettings):
         if not self.should_save_model:
             return
         if safe_serialization:
-            from rankbook.checkpoint.storage.local import storage_of
+            from rankbook.checkpoint.storage.backends import storage_of
             from rankbook.runtime.saving import model_files
 
             model_files.write_file(storage_of(Path(f).parent), Path(f).name, obj)
@@ -82,7 +82,7 @@ class SavingMethods(AcceleratorSettings):
         that is neither a number of bytes nor a text such as "200MB", and for a state dict with other values than
         tensors.
         """
-        from rankbook.checkpoint.storage.local import storage_of
+        from rankbook.checkpoint.storage.backends import storage_of
         from rankbook.runtime.saving import model_files
 
         most = model_files.parse_size(max_shard_size)

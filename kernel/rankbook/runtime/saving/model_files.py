@@ -22,7 +22,7 @@ from torch import nn
 
 from rankbook.checkpoint.format import safetensors
 from rankbook.checkpoint.format.tensor_io import raw_bytes
-from rankbook.checkpoint.storage.base import Storage
+from rankbook.checkpoint.storage import Storage
 from rankbook.errors import InvalidArgument
 from rankbook.runtime.strategies.base import full_tensor
 

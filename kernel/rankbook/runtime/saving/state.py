@@ -32,8 +32,8 @@ from rankbook.checkpoint.local_state import local_state_of
 from rankbook.checkpoint.saving import Saved, save_contents
 from rankbook.checkpoint.state_dict.models import load_sharded_state_dicts, sharded_state_dicts
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject
-from rankbook.checkpoint.storage.base import ASIDE
-from rankbook.checkpoint.storage.local import LocalStorage, storage_of
+from rankbook.checkpoint.storage import ASIDE
+from rankbook.checkpoint.storage.backends import LocalStorage, storage_of
 from rankbook.checkpoint.storage.steps import (
     PARTIAL,
     CheckpointLocation,

@@ -115,7 +115,7 @@ def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
     if newest.parent != folder or not project.automatic_checkpoint_naming:
         return
     from rankbook.checkpoint.storage import steps
-    from rankbook.checkpoint.storage.local import LocalStorage
+    from rankbook.checkpoint.storage.backends import LocalStorage
 
     storage = LocalStorage(folder)
     # Two traces of an incomplete save: its draft folder, and the file that names the process that writes there. A save
