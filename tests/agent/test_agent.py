@@ -11,7 +11,7 @@ from rankbook.agent import agent as agent_module
 from rankbook.agent.agent import Agent
 from rankbook.protocol.forkserver import FromRanks, HostNote, decode_from_agent
 from rankbook.protocol.messages import Display, Done, FromRank, Text, decode_from_rank, encode_from_rank
-from rankbook.transport.link import Sender
+from rankbook.transport import Sender
 
 
 class Link:

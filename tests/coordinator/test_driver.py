@@ -47,7 +47,7 @@ from rankbook.protocol.messages import (
     Text,
 )
 from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport, encode_members
-from rankbook.transport.link import Sender
+from rankbook.transport import Sender
 from tests.conftest import wait_until
 from tests.coordinator.fork_requests import request
 from tests.transport.memory_link import MemoryHub, MemoryRank

@@ -15,7 +15,7 @@ from rankbook.coordinator.running_cell import CellEnded, RunningCell
 from rankbook.coordinator.state_machine import RankState
 from rankbook.magics.output_panel import as_message
 from rankbook.protocol.messages import FromRank, Regroup
-from rankbook.transport.link import Sender
+from rankbook.transport import Sender
 from tests.conftest import wait_until
 from tests.coordinator.test_driver import SOON, DriverHarness, exited
 

@@ -36,7 +36,7 @@ from rankbook.protocol.messages import (
     RunCell,
     Text,
 )
-from rankbook.transport.link import Sender
+from rankbook.transport import Sender
 from tests.coordinator.test_driver import DriverHarness, Keeper, request
 from tests.coordinator.test_state_machine import waits
 

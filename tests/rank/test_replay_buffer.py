@@ -34,7 +34,7 @@ from rankbook.protocol.messages import (
 )
 from rankbook.protocol.queries import GetCompletions, GetInspection, GetStatus, GetValue
 from rankbook.rank.replay_buffer import DetachableLink, ReplayBuffer
-from rankbook.transport.link import Frames
+from rankbook.transport import Frames
 
 TOKEN = "secret"
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 
 from rankbook.protocol.messages import FromRank, Message, ToRank, decode_to_rank, encode, encode_from_rank
-from rankbook.transport.link import Frames, Sender, read_from_rank
+from rankbook.transport import Frames, Sender, read_from_rank
 
 _Item = tuple[bytes, list[memoryview]]
 

@@ -11,7 +11,7 @@ import pytest
 
 from rankbook.errors import StartError
 from rankbook.protocol.messages import Clear, Interrupt, RankReady, Shutdown
-from rankbook.transport.link import Sender
+from rankbook.transport import Sender
 from rankbook.transport.zmq_link import ZmqHub, ZmqRank
 from tests.transport.memory_link import MemoryHub
 

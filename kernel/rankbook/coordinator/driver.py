@@ -105,7 +105,7 @@ from rankbook.protocol.messages import (
     TextCut,
 )
 from rankbook.protocol.queries import QueryReply
-from rankbook.transport.link import HubLink, Sender
+from rankbook.transport import HubLink, Sender
 
 _EXIT_DELAY = 0.02
 """Seconds after a rank's exit during which its last messages may still be on the link."""

@@ -55,7 +55,7 @@ from rankbook.protocol.messages import (
     TextCut,
 )
 from rankbook.ranks import group_ranks, name_ranks
-from rankbook.transport.link import HubLink, Sender
+from rankbook.transport import HubLink, Sender
 from rankbook.transport.shared_memory import SegmentStore
 from rankbook.transport.zmq_link import ZmqHub
 

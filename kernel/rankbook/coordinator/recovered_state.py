@@ -21,7 +21,7 @@ from rankbook.launch.local import Launcher
 from rankbook.launch.placement import abort_grace
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.protocol.messages import Acknowledge, Done, FromRank
-from rankbook.transport.link import HubLink, Sender
+from rankbook.transport import HubLink, Sender
 
 
 @dataclass(frozen=True)

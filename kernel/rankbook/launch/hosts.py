@@ -74,9 +74,8 @@ from rankbook.protocol.forkserver import (
     decode_from_agent,
 )
 from rankbook.protocol.messages import ExportState, FromForkserver, FromRank, Task, encode, message_segments
-from rankbook.transport import agent_link
+from rankbook.transport import Frames, Sender, agent_link, read_from_rank
 from rankbook.transport.agent_link import AgentHub, ClockOffset, RefusalProbe, make_keys
-from rankbook.transport.link import Frames, Sender, read_from_rank
 from rankbook.transport.shared_memory import AHEAD, MOST_IN_FRAMES, Bytes, SegmentReceiver, SegmentSender, SegmentStore
 from rankbook.transport.store_keys import KeyFolder, perform
 from rankbook.transport.zmq_link import ZmqHub

@@ -45,7 +45,7 @@ from rankbook.protocol.messages import CommFromRank, CommToRank, ErrorReport
 from rankbook.rank import tracebacks
 from rankbook.rank.output_capture import OutputCapture
 from rankbook.rank.tracebacks import text_of
-from rankbook.transport.link import RankLink
+from rankbook.transport import RankLink
 
 _Kind = Literal["open", "msg", "close"]
 

@@ -48,7 +48,7 @@ from rankbook.protocol.messages import (
 from rankbook.protocol.queries import QueryRequest, Question
 from rankbook.rank import comms, os_utils
 from rankbook.rank.output_capture import OutputCapture
-from rankbook.transport.link import RankLink
+from rankbook.transport import RankLink
 
 READ_AFTER = 0.01
 """Seconds from the first output in the pipes to reading it. Reading takes the GIL from the main thread.

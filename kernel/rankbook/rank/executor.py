@@ -92,7 +92,7 @@ from rankbook.rank.output_capture import OutputCapture
 from rankbook.rank.process_groups.manager import GroupManager
 from rankbook.rank.shell import RankShell
 from rankbook.snapshot_files import SnapshotHeader, TrainingPlace
-from rankbook.transport.link import Frames, RankLink
+from rankbook.transport import Frames, RankLink
 from rankbook.transport.serialization import Packed, pack, unpack
 from rankbook.transport.shared_memory import SegmentStore
 

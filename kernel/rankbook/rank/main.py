@@ -41,8 +41,8 @@ from rankbook.rank.process_groups.manager import GroupManager
 from rankbook.rank.replay_buffer import OFFER_SECONDS, DetachableLink
 from rankbook.rank.shell import RankShell, make_shell
 from rankbook.snapshot_files import SnapshotPlace
+from rankbook.transport import RankLink, Sender
 from rankbook.transport.framed_socket import modules_folder, request
-from rankbook.transport.link import RankLink, Sender
 from rankbook.transport.output_journal import crash_path, journal_path
 from rankbook.transport.shared_memory import MOST_IN_FRAMES, SegmentStore
 from rankbook.transport.zmq_link import ZmqRank

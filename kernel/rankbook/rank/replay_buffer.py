@@ -38,7 +38,7 @@ from rankbook.protocol.messages import (
     ToRank,
     encode_from_rank,
 )
-from rankbook.transport.link import Frames, RankLink
+from rankbook.transport import Frames, RankLink
 
 MAX_BYTES = 16 << 20
 """Maximum size in bytes; the oldest output is dropped first. `rank/output_capture.py` limits text on its own."""

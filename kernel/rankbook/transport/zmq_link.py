@@ -22,7 +22,7 @@ import zmq
 
 from rankbook.errors import StartError, UnreadableMessage
 from rankbook.protocol.messages import FromRank, Message, ToRank, decode_to_rank, encode, encode_from_rank
-from rankbook.transport.link import Frames, Sender, read_from_rank
+from rankbook.transport import Frames, Sender, read_from_rank
 from rankbook.transport.shared_memory import ensure_private_folder
 
 _SENDER = struct.Struct("<II")
