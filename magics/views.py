@@ -13,8 +13,9 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Lock
-from typing import Any, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
+import traitlets
 from IPython.display import display
 
 from rankbook.checkpoint.format.dcp_metadata import read_manifest
@@ -29,11 +30,10 @@ from rankbook.numerics.norms import GradientTable
 from rankbook.protocol import VIEW, telemetry
 from rankbook.protocol.telemetry import CheckpointFolder, StoredCheckpoint, Struct
 from rankbook.ranks import name_ranks
-from rankbook.widgets.checkpoints import CheckpointsView
-from rankbook.widgets.dashboard import Dashboard
-from rankbook.widgets.live_view import LiveView
-from rankbook.widgets.placement import PlacementView
-from rankbook.widgets.shards import ShardsView
+from rankbook.widgets.checkpoints import CheckpointsModel, CheckpointsView
+from rankbook.widgets.live_view import CheckpointSource, ClusterSource, LiveView, script
+from rankbook.widgets.placement import PlacementModel, PlacementView
+from rankbook.widgets.shards import ShardsModel, ShardsView
 
 Folder = str | os.PathLike[str]
 
@@ -453,3 +453,44 @@ def _seconds(created: str) -> float | None:
         return datetime.datetime.fromisoformat(created).timestamp()
     except ValueError:
         return None
+
+
+class Dashboard(LiveView):
+    """Placement, shards and checkpoints as tabs. Only the visible tab is updated."""
+
+    _esm = script(
+        "placement",
+        "shards",
+        "checkpoints",
+        "dashboard",
+        last='export default mount("dashboard", '
+        "{placement: drawPlacement, shards: drawShards, checkpoints: drawCheckpoints}, tabs);",
+    )
+    # The traits of all three models, under the names that `LiveView` sets.
+    placement_fixed = traitlets.Unicode("{}").tag(sync=True)
+    placement_state = traitlets.Unicode("{}").tag(sync=True)
+    shards_fixed = traitlets.Unicode("{}").tag(sync=True)
+    shards_state = traitlets.Unicode("{}").tag(sync=True)
+    checkpoints_fixed = traitlets.Unicode("{}").tag(sync=True)
+    checkpoints_state = traitlets.Unicode("{}").tag(sync=True)
+
+    # Of the notebook process: all cells share it.
+    _open: ClassVar[Dashboard | None] = None
+
+    def __init__(
+        self, source: ClusterSource, checkpoint_source: CheckpointSource | None = None, *, variable: str = ""
+    ) -> None:
+        super().__init__(
+            [PlacementModel(source), ShardsModel(source, variable), CheckpointsModel(source, checkpoint_source)]
+        )
+
+    @classmethod
+    def reopen(
+        cls, source: ClusterSource, checkpoint_source: CheckpointSource | None = None, *, variable: str = ""
+    ) -> Dashboard:
+        """Open the dashboard in this cell, and close the one that is open elsewhere in the notebook."""
+        # Two open dashboards would query the ranks twice.
+        if cls._open is not None:
+            cls._open.replace_by_message("The dashboard was opened again in another cell.")
+        cls._open = cls(source, checkpoint_source, variable=variable)
+        return cls._open

@@ -251,7 +251,7 @@ def test_every_folder_with_modules_is_a_package():
 def test_notebook_process_imports_no_torch():
     """Neither the extension with its imports nor a public name outside the runtime brings torch or the ranks' code."""
     code = (
-        "import sys, rankbook, rankbook.magics.magics, rankbook.widgets.dashboard, rankbook.jupyter.kernel\n"
+        "import sys, rankbook, rankbook.magics.magics, rankbook.magics.views, rankbook.jupyter.kernel\n"
         "from rankbook.coordinator import cluster\n"
         "for name in set(rankbook.__all__) - set(rankbook.runtime.__all__):\n    getattr(rankbook, name)\n"
         "print(*sorted(name for name in ('torch', 'rankbook.rank') if name in sys.modules))"

@@ -8,6 +8,5 @@ rendering.py     palette, SVG elements, bars, tables, results as tables, ANSI co
 placement.py     hosts, devices and ranks
 shards.py        shards of a variable's tensors
 checkpoints.py   running saves and the checkpoints in a folder
-dashboard.py     placement, shards and checkpoints as tabs
 output_panel.py  a cell's output by rank
 """

@@ -106,9 +106,7 @@ def run(options: Any) -> int:
         try:
             feed = f"feed = FakeFeed({options.ranks}, {options.parameters}); feed.ask('shards', name='model')"
             ticks = f"saves_ = saves; saves = lambda part, ranks: saves_(part, ranks={options.ranks})"
-            first = (
-                "import ipywidgets, anywidget\nfrom rankbook.widgets.dashboard import Dashboard\nDashboard(FakeFeed())"
-            )
+            first = "import ipywidgets, anywidget\nfrom rankbook.magics.views import Dashboard\nDashboard(FakeFeed())"
             name = server.write(
                 "bench",
                 f"{feed}\n{ticks}\nfeed.tick(kinds=('placement', 'saves'))",

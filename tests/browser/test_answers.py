@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
+from rankbook.magics.views import Dashboard
 from rankbook.protocol.telemetry import Holding
-from rankbook.widgets.dashboard import Dashboard
 from rankbook.widgets.live_view import to_json
 from rankbook.widgets.placement import dynamic_data, static_data
 from rankbook.widgets.shards import static_data as shards_of

@@ -16,7 +16,7 @@ VIEWS = {
     "placement": "from rankbook.widgets.placement import PlacementView\nPlacementView(feed)",
     "shards": "from rankbook.widgets.shards import ShardsView\nShardsView(feed, 'model')",
     "checkpoints": "from rankbook.widgets.checkpoints import CheckpointsView\nCheckpointsView(feed, FakeCheckpoints())",
-    "dashboard": "from rankbook.widgets.dashboard import Dashboard\nDashboard.reopen(feed, FakeCheckpoints())",
+    "dashboard": "from rankbook.magics.views import Dashboard\nDashboard.reopen(feed, FakeCheckpoints())",
 }
 FEED = "feed = FakeFeed(8, 20)\nfeed.last['saves'] = saves(0.5)"
 GRAVE = {"serious", "critical"}

@@ -27,7 +27,7 @@ CHECKPOINTS = (
     "CheckpointsView(feed, checkpoints)"
 )
 DASHBOARD = (
-    "from rankbook.widgets.dashboard import Dashboard\nfeed, checkpoints = FakeFeed(4), FakeCheckpoints()\n"
+    "from rankbook.magics.views import Dashboard\nfeed, checkpoints = FakeFeed(4), FakeCheckpoints()\n"
     "feed.last['saves'] = saves(0.5)\nDashboard.reopen(feed, checkpoints, variable='model')"
 )
 

@@ -14,11 +14,11 @@ import pytest
 from anywidget._util import enable_custom_widget_manager_once
 
 from rankbook.magics.output_panel import as_message
+from rankbook.magics.views import Dashboard
 from rankbook.output.merger import RichOutput
 from rankbook.protocol import RESULT, WIDGET_VIEW
 from rankbook.widgets import live_view
 from rankbook.widgets.checkpoints import CheckpointsView
-from rankbook.widgets.dashboard import Dashboard
 from rankbook.widgets.placement import PlacementView
 from rankbook.widgets.shards import ShardsView
 from tests.conftest import wait_until
