@@ -17,6 +17,7 @@ from rankbook.errors import InvalidArgument, StartError
 from rankbook.launch import local
 from rankbook.launch.local import LocalLauncher
 from rankbook.launch.registry import find_detached
+from tests.conftest import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -68,7 +69,11 @@ def stopped_launcher() -> Iterator[LocalLauncher]:
 
 def test_no_import_of_a_forkserver_initializes_cuda(stopped_launcher):
     """torch looks for devices by other means than the driver: a process that has initialized it cannot fork ranks."""
-    assert psutil.Process(stopped_launcher.pid).environ()["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+    process = psutil.Process(stopped_launcher.pid)
+    # In the middle of `execve` the environment is empty.
+    wait_until(lambda: bool(process.environ()), timeout=10, what="the forkserver has its environment")
+    assert process.environ()["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+    process.resume()  # else the launcher waits for its end for the whole grace period
 
 
 # A build of torch for GPUs, on a machine with two of them: torch calls it at the end of its import.
