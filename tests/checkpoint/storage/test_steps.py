@@ -128,6 +128,21 @@ def test_latest_that_names_a_removed_step_is_an_error(storage):
         steps.locate(storage)
 
 
+def test_the_latest_step_is_found_while_another_process_saves_the_next_one_and_removes_it(storage, monkeypatch):
+    save(storage, 10)
+    read_latest = steps.read_latest
+
+    def read_before_the_next_save(of):
+        monkeypatch.setattr(steps, "read_latest", read_latest)
+        latest = read_latest(of)
+        save(storage, 20)
+        steps.retain(storage, keep=1)
+        return latest
+
+    monkeypatch.setattr(steps, "read_latest", read_before_the_next_save)
+    assert steps.locate(storage) == "step-20"
+
+
 def test_a_folder_without_manifest_is_no_finished_step(storage):
     save(storage, 40)
     storage.write("step-60/.metadata", [b"x"])

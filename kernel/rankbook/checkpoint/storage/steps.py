@@ -178,9 +178,11 @@ def locate(storage: Storage, step: int | Literal["latest"] | None = "latest") ->
         return folder_of(storage, number)
     if is_checkpoint(storage.list()):
         return ""
-    if (latest := read_latest(storage)) is None:
-        raise CheckpointError(f"{storage}: no checkpoint found; {_describe_steps(storage)}")
-    return folder_of(storage, latest)
+    while (latest := read_latest(storage)) is not None:
+        if (name := _find_folder(storage, latest, storage.list())) is not None:
+            return name
+        # Another process has saved the next step and removed this one since `latest` was read.
+    raise CheckpointError(f"{storage}: no checkpoint found; {_describe_steps(storage)}")
 
 
 def is_checkpoint(names: Collection[str]) -> bool:
