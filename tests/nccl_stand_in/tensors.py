@@ -29,13 +29,21 @@ _HOST_TAGS = {
 }
 _CHANGES_STORAGE = {"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"}
 _INTEGERS = (torch.int32, torch.int64)
+_replacing = threading.RLock()
 
 
 @contextlib.contextmanager
 def on_device(device: Device | None = None) -> Iterator[Device]:
-    """Execute the tensor operations of this thread on `device` (default: `current_device()`) during the block."""
+    """Execute the tensor operations of this thread on `device` (default: `current_device()`) during the block.
+
+    Methods of `torch.Tensor` are replaced meanwhile. So blocks of two threads may not overlap: the one that ends last
+    would put the other one's methods back, for good.
+    """
     device = device or current_device()
+    if not _replacing.acquire(blocking=False):
+        raise RuntimeError("on_device is in use on another thread")
     with contextlib.ExitStack() as stack:
+        stack.callback(_replacing.release)
         stack.enter_context(_DeviceMode(device))
         for name in _READS:
             stack.enter_context(_replaced(torch.Tensor, name, _synchronized(device, getattr(torch.Tensor, name))))

@@ -296,7 +296,7 @@ def test_a_graph_executes_what_it_has_recorded_as_often_as_it_is_replayed(ranks)
             totals[group.rank()].mul_(2)
         return graph
 
-    graphs = ranks.at_once(record)
+    graphs = [record(group) for group in ranks.groups]
     assert [total.tolist() for total in totals] == [[1, 1], [2, 2]]
     for expected in (6, 24):  # 2 x (1 + 2), and 2 x (6 + 6)
         for graph in graphs:
