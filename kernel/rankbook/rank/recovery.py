@@ -416,10 +416,12 @@ def seed_from(state: bytes, number: int) -> None:
 
 def continue_random(state: bytes, seeded: int | None) -> None:
     """Continue with the random numbers of `state`, or if `seeded` is not None with others, see `EnterWorld`."""
-    if state and seeded is None:
+    if not state:
+        return
+    if seeded is None:
         set_random_state(state)
-    elif state:
-        seed_from(state, seeded or 0)
+    else:
+        seed_from(state, seeded)
 
 
 first_seed: int | None = None
