@@ -57,7 +57,7 @@ class SnapshotHeader(msgspec.Struct, frozen=True):
 
 
 class TrainingPlace(msgspec.Struct, frozen=True):
-    """Where a rank is in a protected training.
+    """Place of a rank in a protected training.
 
     `step` is the step to show. `steps` are those of the optimizers that take part, by serial number, and `updates` the
     steps of schedulers since. `has_begun`: the next step has begun. `is_mixed`: a step or a return to a snapshot was
@@ -197,6 +197,11 @@ def read_headers(folder: Path, ranks: Sequence[int]) -> dict[int, list[SnapshotH
         for rank in ranks
     }
     return {rank: sorted(found, key=lambda header: header.version, reverse=True) for rank, found in headers.items()}
+
+
+def read_own_headers(place: SnapshotPlace) -> tuple[SnapshotHeader, ...]:
+    """Return the headers of the snapshots of the rank at `place`, as `read_headers` does."""
+    return tuple(read_headers(place.folder, [place.rank])[place.rank])
 
 
 def latest_common(headers: dict[int, list[SnapshotHeader]]) -> SnapshotVersion | None:

@@ -350,7 +350,7 @@ class RankSnapshots:
             updates=self._scheduled,
             has_begun=self._has_begun(),
             is_mixed=self.is_restoring or any(wrapper.is_stepping for wrapper in wrappers.values()),
-            snapshots=tuple(snapshot_files.read_headers(self._place.folder, [self._place.rank])[self._place.rank]),
+            snapshots=snapshot_files.read_own_headers(self._place),
         )
 
     # Snapshots

@@ -344,7 +344,7 @@ def _snapshots() -> tuple[SnapshotHeader, ...]:
     place = snapshot_files.this_place
     if place is None or _PROTECTION not in sys.modules:
         return ()
-    return tuple(snapshot_files.read_headers(place.folder, [place.rank])[place.rank])
+    return snapshot_files.read_own_headers(place)
 
 
 def compute_statistic(rank: int, tensor: torch.Tensor, watcher: DeviceWatcher | None = None) -> Statistic:
