@@ -20,9 +20,9 @@ from IPython.display import display
 
 from rankbook.checkpoint.format.dcp_metadata import read_manifest
 from rankbook.checkpoint.format.manifest import MANIFEST, Manifest
+from rankbook.checkpoint.inspection import verify
 from rankbook.checkpoint.storage import steps
 from rankbook.checkpoint.storage.backends import storage_of
-from rankbook.checkpoint.tools.verify import verify
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster
 from rankbook.errors import CheckpointError, InvalidArgument

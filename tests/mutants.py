@@ -132,10 +132,10 @@ MUTANTS = (
         "runtime/test_gradient_accumulation.py",
     ),
     Mutant(
-        "kernel/rankbook/checkpoint/tools/verify.py",
+        "kernel/rankbook/checkpoint/inspection.py",
         "if joined and joined[-1][1] == start:",
         "if joined and joined[-1][1] > start:",
-        "checkpoint/tools/test_verify.py::test_adjacent_damaged_pieces_are_named_as_one_range",
+        "checkpoint/test_verify.py::test_adjacent_damaged_pieces_are_named_as_one_range",
     ),
     # The notebook's side.
     Mutant(
@@ -288,10 +288,10 @@ MUTANTS = (
         "checkpoint/storage/test_steps.py::test_retention_keeps_steps_above_the_latest",
     ),
     Mutant(
-        "kernel/rankbook/checkpoint/tools/verify.py",
+        "kernel/rankbook/checkpoint/inspection.py",
         "(size := self._names[file.name]) != file.size:",
         "(size := self._names[file.name]) < file.size:",
-        "checkpoint/tools/test_verify.py::test_bytes_appended_to_a_file_are_reported",
+        "checkpoint/test_verify.py::test_bytes_appended_to_a_file_are_reported",
     ),
     Mutant(
         "kernel/rankbook/checkpoint/format/manifest.py",

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from rankbook.checkpoint import load_plain, steps, verify
+from rankbook.checkpoint.inspection import describe_folder
 from rankbook.checkpoint.storage import steps as folders
 from rankbook.checkpoint.storage.backends import storage_of
-from rankbook.checkpoint.tools.describe import describe_folder
 from rankbook.errors import CheckpointError
 from tests.rank_processes import run_ranks
 

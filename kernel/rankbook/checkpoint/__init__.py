@@ -9,6 +9,11 @@ Saving and loading (collectives):
     loading.py       `load`, `load_plain`, `load_metadata`: find, plan, verify and fill
     local_state.py   one rank's part of a state dict, for saving and loading
 
+Offline tools:
+
+    inspection.py    describe a checkpoint or a folder; compare every byte with its checksum
+    conversion.py    convert to and from safetensors
+
 state_dict/, from models to shards:
 
     sharded_tensor.py   `ShardedTensor`, `ShardedObject`, factories
@@ -35,12 +40,6 @@ storage/, the `Storage` protocol and its implementations:
 
     backends.py   local and mounted folders; object stores and other file systems of fsspec
     steps.py      a folder of steps: claim, commit, latest, sweep, retention
-
-tools/, offline:
-
-    verify.py     compare every byte with its checksum
-    describe.py   print the content of a checkpoint or folder
-    convert.py    convert to and from safetensors
 """
 
 from __future__ import annotations
@@ -51,6 +50,7 @@ from rankbook.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from rankbook.checkpoint.async_save import SaveHandle
+    from rankbook.checkpoint.inspection import Report, verify
     from rankbook.checkpoint.loading import StrictHandling, load, load_metadata, load_plain
     from rankbook.checkpoint.saving import Saved, save
     from rankbook.checkpoint.state_dict.models import load_sharded_state_dict, sharded_state_dict
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
         is_main_replica,
     )
     from rankbook.checkpoint.storage.steps import remove, steps
-    from rankbook.checkpoint.tools.verify import Report, verify
     from rankbook.errors import CheckpointError, CheckpointingException
 
 __all__ = [
@@ -123,7 +122,7 @@ __getattr__, __dir__ = lazy_imports(
             "Saved",
             "save",
         ),
-        "rankbook.checkpoint.tools.verify": (
+        "rankbook.checkpoint.inspection": (
             "Report",
             "verify",
         ),

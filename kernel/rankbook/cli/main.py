@@ -155,22 +155,22 @@ def _checkpoint(args: argparse.Namespace) -> int:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    from rankbook.checkpoint.tools.describe import describe_folder
+    from rankbook.checkpoint.inspection import describe_folder
 
     sys.stdout.write(describe_folder(args.path) + "\n")
     return 0
 
 
 def _show(args: argparse.Namespace) -> int:
-    from rankbook.checkpoint.tools.describe import describe
+    from rankbook.checkpoint.inspection import describe
 
     sys.stdout.write(describe(args.path, args.step) + "\n")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from rankbook.checkpoint.inspection import verify
     from rankbook.checkpoint.storage import backends, steps
-    from rankbook.checkpoint.tools.verify import verify
 
     # `--all` of a folder without steps, such as a single checkpoint, verifies that one.
     which = (steps.finished_steps(backends.storage_of(args.path)) if args.all else []) or [args.step]
@@ -183,18 +183,18 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
+    from rankbook.checkpoint.conversion import from_safetensors, to_safetensors
     from rankbook.checkpoint.format import safetensors
     from rankbook.checkpoint.storage import backends
-    from rankbook.checkpoint.tools import convert
 
     # The direction follows from the source: safetensors files are imported, anything else is exported.
     into_checkpoint = args.path.endswith(safetensors.SUFFIX) or any(
         name.endswith(safetensors.SUFFIX) for name in backends.storage_of(args.path).list()
     )
     if into_checkpoint:
-        done = convert.from_safetensors(args.path, args.target, step=args.step or 0)
+        done = from_safetensors(args.path, args.target, step=args.step or 0)
     else:
-        done = convert.to_safetensors(args.path, args.target, step=args.step)
+        done = to_safetensors(args.path, args.target, step=args.step)
     size = format_bytes(done.nbytes)
     sys.stdout.write(f"{done.tensors} tensors, {size}: {', '.join(f'{args.target}/{name}' for name in done.files)}\n")
     if done.left_out:

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from rankbook.checkpoint import inspection as module
 from rankbook.checkpoint.format.manifest import PIECE, Chunk, decode, encode, pieces
+from rankbook.checkpoint.inspection import check_pieces, damaged_pieces, verify
 from rankbook.checkpoint.storage.backends import LocalStorage, storage_of
-from rankbook.checkpoint.tools import verify as module
-from rankbook.checkpoint.tools.verify import check_pieces, damaged_pieces, verify
 from rankbook.errors import CheckpointError
 from tests.checkpoint.hand_made import write_checkpoint
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rankbook.checkpoint import inspection
 from rankbook.checkpoint.format import safetensors
 from rankbook.checkpoint.format.dcp_metadata import read_manifest
 from rankbook.checkpoint.format.manifest import COMMON, ITEM_BYTES, Buffer, Chunk, Manifest, piece_bytes
@@ -21,7 +22,6 @@ from rankbook.checkpoint.format.structure import MAX_LISTED, sizes_match
 from rankbook.checkpoint.planning.load_plan import find_coverage_errors
 from rankbook.checkpoint.storage import Storage, steps
 from rankbook.checkpoint.storage.backends import Folder, storage_of
-from rankbook.checkpoint.tools import verify
 from rankbook.errors import CheckpointError
 
 MAX_BYTES = 5_000_000_000
@@ -81,8 +81,8 @@ def _read_chunk(
         raise CheckpointError(f"{storage}/{path}/{file}: key {key!r}: the file is truncated")
     # Rounded up. A chunk of another program may have no checksums at all; then nothing is compared.
     count = -(-chunk.nbytes // piece_bytes(chunk))
-    if bad := verify.check_pieces(chunk, 0, count, data.data):
-        raise CheckpointError(f"{storage}: {verify.damaged_pieces(manifest, key, chunk, bad, path)}")
+    if bad := inspection.check_pieces(chunk, 0, count, data.data):
+        raise CheckpointError(f"{storage}: {inspection.damaged_pieces(manifest, key, chunk, bad, path)}")
     return data
 
 

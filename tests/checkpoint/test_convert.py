@@ -16,13 +16,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import rankbook.checkpoint as rc
+from rankbook.checkpoint import conversion
+from rankbook.checkpoint.conversion import from_safetensors, read_tensor, to_safetensors
 from rankbook.checkpoint.format import safetensors, tensor_io
 from rankbook.checkpoint.format.manifest import StoredTensor
+from rankbook.checkpoint.inspection import verify
 from rankbook.checkpoint.storage import backends, steps
 from rankbook.checkpoint.storage.backends import storage_of
-from rankbook.checkpoint.tools import convert
-from rankbook.checkpoint.tools.convert import from_safetensors, read_tensor, to_safetensors
-from rankbook.checkpoint.tools.verify import verify
 from rankbook.errors import CheckpointError, InvalidArgument
 from tests.checkpoint.hand_made import write_checkpoint
 
@@ -121,7 +121,7 @@ def test_conversion_holds_one_tensor_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(backends, "_MAX_BYTES", 1000)
     write_checkpoint(tmp_path / "run", 3, tensors=9, rows=100)
     alive, most = [], []
-    real = convert.read_tensor
+    real = conversion.read_tensor
 
     def read(*args):
         gc.collect()
@@ -130,7 +130,7 @@ def test_conversion_holds_one_tensor_in_memory(tmp_path, monkeypatch):
         alive.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(convert, "read_tensor", read)
+    monkeypatch.setattr(conversion, "read_tensor", read)
     to_safetensors(tmp_path / "run", tmp_path / "hf")
     assert max(most) <= 1
 

@@ -1,1 +1,0 @@
-"""Verify, describe and convert checkpoints."""
