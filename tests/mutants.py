@@ -276,10 +276,10 @@ MUTANTS = (
     ),
     # Checkpoints.
     Mutant(
-        "kernel/rankbook/checkpoint/planning/save_plan.py",
+        "kernel/rankbook/checkpoint/save_plan.py",
         "if same_common and inputs == self._signatures else",
         "if inputs == self._signatures else",
-        "checkpoint/planning/test_save_plan.py",
+        "checkpoint/test_save_plan.py",
     ),
     Mutant(
         "kernel/rankbook/checkpoint/storage/steps.py",
@@ -300,16 +300,16 @@ MUTANTS = (
         "checkpoint/format/test_manifest.py",
     ),
     Mutant(
-        "kernel/rankbook/checkpoint/planning/load_plan.py",
+        "kernel/rankbook/checkpoint/load_plan.py",
         "starts[1:] > ends[:-1] + gap",
         "starts[1:] >= ends[:-1] + gap",
-        "checkpoint/planning/test_load_plan.py",
+        "checkpoint/test_load_plan.py",
     ),
     Mutant(
-        "kernel/rankbook/checkpoint/planning/local_plan.py",
+        "kernel/rankbook/checkpoint/local_plan.py",
         "same = (volume == chunk_volumes(extents)) & (measure == _measures(np.zeros_like(extents), extents))",
         "same = volume == chunk_volumes(extents)",
-        "checkpoint/planning/test_save_plan.py",
+        "checkpoint/test_save_plan.py",
     ),
     Mutant(
         "kernel/rankbook/checkpoint/format/manifest.py",

@@ -19,8 +19,8 @@ import time
 
 import numpy as np
 
-from rankbook.checkpoint.planning.local_plan import ChunkTable, LocalPlan, LocalShard
-from rankbook.checkpoint.planning.save_plan import PlanCache, plan_save
+from rankbook.checkpoint.local_plan import ChunkTable, LocalPlan, LocalShard
+from rankbook.checkpoint.save_plan import PlanCache, plan_save
 
 LIMITS = {"plan": 3.0, "again": 0.3}
 """Seconds."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rankbook.checkpoint.load_plan import plan_read
 from rankbook.checkpoint.loading import MAX_LISTED, CheckpointRead, find_checkpoint
 from rankbook.checkpoint.local_state import LoadRequest, LocalTensor
-from rankbook.checkpoint.planning.load_plan import plan_read
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor
 from rankbook.errors import CheckpointError
 from tests.checkpoint.simulated import InMemory, save_ranks

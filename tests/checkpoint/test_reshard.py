@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankbook.checkpoint.format.manifest import PIECE
+from rankbook.checkpoint.load_plan import plan_read
 from rankbook.checkpoint.loading import CheckpointRead, find_checkpoint
 from rankbook.checkpoint.local_state import LocalTensor
-from rankbook.checkpoint.planning.load_plan import plan_read
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor, ShardedTensorFactory
 from rankbook.errors import CheckpointError
 from tests.checkpoint.boxes import cuts, shapes

@@ -15,7 +15,7 @@ import rankbook.checkpoint as rc
 from rankbook import control_collectives
 from rankbook.checkpoint import saving
 from rankbook.checkpoint.format.manifest import PIECE
-from rankbook.checkpoint.planning.save_plan import PlanCache
+from rankbook.checkpoint.save_plan import PlanCache
 from rankbook.checkpoint.saving import PlanHistory, Writer
 from rankbook.errors import CheckpointError, InvalidArgument
 from tests.checkpoint.simulated import InMemory

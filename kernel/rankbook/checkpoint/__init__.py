@@ -9,6 +9,12 @@ Saving and loading (collectives):
     loading.py       `load`, `load_plain`, `load_metadata`: find, plan, verify and fill
     local_state.py   one rank's part of a state dict, for saving and loading
 
+Plans, pure data:
+
+    local_plan.py    one rank's declaration of its chunks, as compact arrays; do chunks cover a tensor exactly once?
+    save_plan.py     which rank writes which chunk
+    load_plan.py     which bytes of which file are read into which slice
+
 Offline tools:
 
     inspection.py    describe a checkpoint or a folder; compare every byte with its checksum
@@ -20,12 +26,6 @@ state_dict/, from models to shards:
     state_dicts.py      take sharded state dicts apart and assemble them; DTensors; choice of replicas
     models.py           sharded state dicts of models and optimizers
     layout.py           position of a shard in its global tensor, and of its bytes in a file
-
-planning/, pure data:
-
-    local_plan.py   one rank's declaration of its chunks, as compact arrays; do chunks cover a tensor exactly once?
-    save_plan.py    which rank writes which chunk
-    load_plan.py    which bytes of which file are read into which slice
 
 format/, the files of a checkpoint:
 

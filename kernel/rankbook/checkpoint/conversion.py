@@ -19,7 +19,7 @@ from rankbook.checkpoint.format import safetensors
 from rankbook.checkpoint.format.dcp_metadata import read_manifest
 from rankbook.checkpoint.format.manifest import COMMON, ITEM_BYTES, Buffer, Chunk, Manifest, piece_bytes
 from rankbook.checkpoint.format.structure import MAX_LISTED, sizes_match
-from rankbook.checkpoint.planning.load_plan import find_coverage_errors
+from rankbook.checkpoint.load_plan import find_coverage_errors
 from rankbook.checkpoint.storage import Storage, steps
 from rankbook.checkpoint.storage.backends import Folder, storage_of
 from rankbook.errors import CheckpointError

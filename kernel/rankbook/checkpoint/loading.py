@@ -6,7 +6,7 @@ dict that describes what it wants. A load has four phases, and no rank raises al
 
 1. Find: rank 0 chooses the checkpoint, reads its manifest and broadcasts it (`find_checkpoint`).
 
-2. Plan: every rank plans its reads (`planning/load_plan.py`), and rank 0 decides about keys that do not match
+2. Plan: every rank plans its reads (`load_plan.py`), and rank 0 decides about keys that do not match
    (`decide_keys`).
 
 3. Verify: every rank reads its objects and the common part, and compares the bytes of its tensors with their checksums.
@@ -44,8 +44,8 @@ from rankbook.checkpoint.format.manifest import COMMON, MANIFEST, PIECE, Manifes
 from rankbook.checkpoint.format.structure import decode, sizes_match
 from rankbook.checkpoint.format.tensor_io import ChunkDamage, data_matches, envelope_matches, read_into, verify_chunk
 from rankbook.checkpoint.format.torch_zip import is_plain, zip_is_intact
+from rankbook.checkpoint.load_plan import CAST_HINT, ChunkRead, ReadPlan, plan_read
 from rankbook.checkpoint.local_state import LoadRequest, LocalTensor, request_everything
-from rankbook.checkpoint.planning.load_plan import CAST_HINT, ChunkRead, ReadPlan, plan_read
 from rankbook.checkpoint.storage import ASIDE, SHARED_FOLDER, Storage, read_all, read_range, sees_file, steps
 from rankbook.checkpoint.storage.backends import Folder, storage_of
 from rankbook.control_collectives import RankGroup, RanksFailed, check_same_arguments, folder_key

@@ -20,8 +20,8 @@ import torch
 
 from rankbook.checkpoint.format.manifest import Manifest
 from rankbook.checkpoint.format.tensor_io import dtype_named, object_blob
-from rankbook.checkpoint.planning.load_plan import WantedChunk
-from rankbook.checkpoint.planning.local_plan import LocalPlan, LocalShard
+from rankbook.checkpoint.load_plan import WantedChunk
+from rankbook.checkpoint.local_plan import LocalPlan, LocalShard
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor, is_main_replica
 from rankbook.checkpoint.state_dict.state_dicts import nest, normalize_path, partition
 

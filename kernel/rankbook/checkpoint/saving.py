@@ -115,9 +115,9 @@ from rankbook.checkpoint.format.manifest import (
     encode,
     now,
 )
+from rankbook.checkpoint.local_plan import LocalPlan
 from rankbook.checkpoint.local_state import LocalState, local_state_of
-from rankbook.checkpoint.planning.local_plan import LocalPlan
-from rankbook.checkpoint.planning.save_plan import Assignment, PlanCache, SavePlan, plan_save
+from rankbook.checkpoint.save_plan import Assignment, PlanCache, SavePlan, plan_save
 from rankbook.checkpoint.storage import SHARED_FOLDER, sees_file
 from rankbook.checkpoint.storage.backends import Folder, storage_of
 from rankbook.checkpoint.storage.steps import OWNER, CheckpointLocation, RetentionPolicy, check_int

@@ -8,7 +8,7 @@ import torch
 from rankbook.checkpoint.format import tensor_io
 from rankbook.checkpoint.format.manifest import PIECE, Chunk, pieces
 from rankbook.checkpoint.format.tensor_io import ChunkDamage, data_matches, dtype_named, envelope_matches, read_into
-from rankbook.checkpoint.planning.load_plan import ChunkRead, ReadItem
+from rankbook.checkpoint.load_plan import ChunkRead, ReadItem
 
 START = 100
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rankbook.checkpoint.format.manifest import PIECE, Chunk, crc32, piece_bytes
-from rankbook.checkpoint.planning.load_plan import ChunkRead, ReadItem
+from rankbook.checkpoint.load_plan import ChunkRead, ReadItem
 
 NEVER = frozenset({"collections.defaultdict", "collections.deque"})
 """Classes that torch's restricted unpickler cannot fill, even when they are allowed."""

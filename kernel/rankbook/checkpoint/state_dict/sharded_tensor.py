@@ -1,7 +1,7 @@
 """Entries of a sharded state dict: the mapping from local tensors and objects to global ones.
 
 The names, fields and methods are those of Megatron-Core's `dist_checkpointing.mapping`. An entry is validated on its
-own; whether the shards of all ranks fit together is checked by `planning.save_plan`.
+own; whether the shards of all ranks fit together is checked by `save_plan.plan_save`.
 """
 
 from __future__ import annotations

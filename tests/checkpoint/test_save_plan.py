@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankbook.checkpoint.planning.local_plan import LocalPlan, LocalShard, itemsize
-from rankbook.checkpoint.planning.save_plan import PlanCache, plan_save
+from rankbook.checkpoint.local_plan import LocalPlan, LocalShard, itemsize
+from rankbook.checkpoint.save_plan import PlanCache, plan_save
 from rankbook.errors import CheckpointError
 from tests.checkpoint.boxes import cuts, replaced, shapes
 

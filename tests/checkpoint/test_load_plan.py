@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankbook.checkpoint.format.manifest import Chunk, Manifest, StoredFile, StoredTensor
-from rankbook.checkpoint.planning.load_plan import WantedChunk, plan_read
+from rankbook.checkpoint.load_plan import WantedChunk, plan_read
 from tests.checkpoint.boxes import cuts, replaced, shapes
 
 

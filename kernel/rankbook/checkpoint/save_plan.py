@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rankbook.checkpoint.planning.local_plan import (
+from rankbook.checkpoint.local_plan import (
     ChunkBoxes,
     ChunkTable,
     Integers,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rankbook.checkpoint.format.manifest import Chunk, Manifest, StoredTensor
-from rankbook.checkpoint.planning.local_plan import (
+from rankbook.checkpoint.local_plan import (
     ChunkBoxes,
     Integers,
     coverage_errors,
