@@ -29,8 +29,7 @@ state_dict/, from models to shards:
 
 format/, the files of a checkpoint:
 
-    manifest.py         `manifest.json`: chunks with their positions and checksums; CRC-32
-    structure.py        validation of a manifest: indices, extents, strides
+    manifest.py         `manifest.json`: chunks with their positions and checksums, and its validation; CRC-32
     tensor_io.py        write tensors as `torch.save` does; read stored chunks into tensors and verify them
     torch_zip.py        the zip format of `torch.save`; the check of a pickle before it is read
     dcp_metadata.py     checkpoints of torch.distributed.checkpoint

@@ -17,8 +17,16 @@ import numpy as np
 from rankbook.checkpoint import inspection
 from rankbook.checkpoint.format import safetensors
 from rankbook.checkpoint.format.dcp_metadata import read_manifest
-from rankbook.checkpoint.format.manifest import COMMON, ITEM_BYTES, Buffer, Chunk, Manifest, piece_bytes
-from rankbook.checkpoint.format.structure import MAX_LISTED, sizes_match
+from rankbook.checkpoint.format.manifest import (
+    COMMON,
+    ITEM_BYTES,
+    MAX_LISTED,
+    Buffer,
+    Chunk,
+    Manifest,
+    piece_bytes,
+    sizes_match,
+)
 from rankbook.checkpoint.load_plan import find_coverage_errors
 from rankbook.checkpoint.storage import Storage, steps
 from rankbook.checkpoint.storage.backends import Folder, storage_of

@@ -35,10 +35,10 @@ from rankbook.checkpoint.format.manifest import (
     as_bytes,
     crc32,
     decode,
+    find_problems,
     known_ranks,
     piece_bytes,
 )
-from rankbook.checkpoint.format.structure import find_problems
 from rankbook.checkpoint.format.torch_zip import open_zip, without_checksums
 from rankbook.checkpoint.load_plan import find_coverage_errors
 from rankbook.checkpoint.storage import Storage, read_all, steps

@@ -40,8 +40,16 @@ import torch
 import torch.distributed as dist
 
 from rankbook.checkpoint.format import dcp_metadata, tensor_io
-from rankbook.checkpoint.format.manifest import COMMON, MANIFEST, PIECE, Manifest, StoredObject, crc32
-from rankbook.checkpoint.format.structure import decode, sizes_match
+from rankbook.checkpoint.format.manifest import (
+    COMMON,
+    MANIFEST,
+    PIECE,
+    Manifest,
+    StoredObject,
+    crc32,
+    decode_valid,
+    sizes_match,
+)
 from rankbook.checkpoint.format.tensor_io import ChunkDamage, data_matches, envelope_matches, read_into, verify_chunk
 from rankbook.checkpoint.format.torch_zip import is_plain, zip_is_intact
 from rankbook.checkpoint.load_plan import CAST_HINT, ChunkRead, ReadPlan, plan_read
@@ -477,7 +485,7 @@ def _read(storage: Storage, folder: str) -> CheckpointRef:
     prefix = f"{folder}/" if folder else ""
     if MANIFEST in storage.list(folder):
         where = f"{storage}/{prefix}{MANIFEST}"
-        manifest = decode(read_all(storage, f"{prefix}{MANIFEST}"), where)
+        manifest = decode_valid(read_all(storage, f"{prefix}{MANIFEST}"), where)
         step = steps.parse_step(folder.removesuffix(ASIDE))
         # The root of a storage may have any name, a step's folder may not.
         if folder and manifest.step != step:

@@ -30,8 +30,9 @@ from rankbook.checkpoint.format.manifest import (
     StoredFile,
     StoredObject,
     StoredTensor,
+    decode_valid,
+    find_problems,
 )
-from rankbook.checkpoint.format.structure import decode, find_problems
 from rankbook.checkpoint.format.torch_zip import locate_tensor
 from rankbook.checkpoint.storage import Storage, read_all
 from rankbook.errors import CheckpointError
@@ -107,7 +108,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     """
     path = f"{folder}/{MANIFEST}" if folder else MANIFEST
     try:
-        return decode(read_all(storage, path), f"{storage}/{path}")
+        return decode_valid(read_all(storage, path), f"{storage}/{path}")
     except FileNotFoundError:
         return manifest_from_dcp(storage, folder)
 
