@@ -45,8 +45,15 @@ from rankbook.runtime.config import (
 )
 from rankbook.runtime.optimizer import AcceleratedOptimizer
 from rankbook.runtime.settings import MixedForward, check_precision, install_forward
-from rankbook.runtime.strategies.base import FSDP_STATE_KEYS, Strategy, StrategySetup, full_tensor, plain_class, reshard
-from rankbook.runtime.strategies.ddp import DataParallel
+from rankbook.runtime.strategies.base import (
+    FSDP_STATE_KEYS,
+    DataParallel,
+    Strategy,
+    StrategySetup,
+    full_tensor,
+    plain_class,
+    reshard,
+)
 from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel, TensorParallel
 
 

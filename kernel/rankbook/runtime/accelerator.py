@@ -43,7 +43,7 @@ from rankbook.runtime.prepared import PrepareContext
 from rankbook.runtime.saving.methods import SavingMethods
 from rankbook.runtime.settings import AcceleratorSettings
 from rankbook.runtime.state import AcceleratorState
-from rankbook.runtime.strategies.ddp import DataParallel
+from rankbook.runtime.strategies.base import DataParallel
 from rankbook.runtime.trackers import InactiveTracker, make_tracker
 from rankbook.runtime.training import TrainingMethods
 

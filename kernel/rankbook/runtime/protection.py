@@ -64,7 +64,7 @@ from rankbook.runtime.snapshot_copies import (
     latest_complete,
     view_bytes,
 )
-from rankbook.runtime.strategies.ddp import bucket_indices, set_buckets
+from rankbook.runtime.strategies.base import bucket_indices, set_buckets
 from rankbook.snapshot_files import SnapshotFile, SnapshotHeader, SnapshotPlace, SnapshotVersion, TrainingPlace
 
 PEER_TIMEOUT = 60.0

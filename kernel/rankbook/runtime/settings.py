@@ -40,8 +40,7 @@ from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.prepared import note_registered
 from rankbook.runtime.process_state import DistributedType, PartialState
 from rankbook.runtime.state import AcceleratorState
-from rankbook.runtime.strategies.base import SingleDevice, Strategy, StrategySetup
-from rankbook.runtime.strategies.ddp import DataParallel
+from rankbook.runtime.strategies.base import DataParallel, SingleDevice, Strategy, StrategySetup
 from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel, TensorParallel
 from rankbook.runtime.trackers import Tracker, filter_trackers
 
