@@ -12,7 +12,7 @@ output_capture.py captures what the cells print, from Python, C++ and subprocess
 comms.py          comms of the rank's widgets; the output in an `Output` widget
 debugger.py       debugpy's engine, connected to the notebook
 measurement.py    times of a cell, time waiting for other ranks, and a profile
-recovery.py       transfers variables to the rank that replaces a dead one
+recovery.py       transfers variables to the rank that replaces a dead one; adapts a rank to another number of ranks
 model_reset.py    resets DDP and FSDP2 models after a failed step
 replay_buffer.py  messages of a detached rank that no owner has received
 shutdown.py       background saves, exit functions and open files before exit

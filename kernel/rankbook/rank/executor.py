@@ -420,18 +420,16 @@ class Executor:
     def _move_state(self, message: _Protection | _Resize) -> object:
         if isinstance(message, (Protect, ListSnapshots, RestoreSnapshot, RestoreReplicas)):
             return self._protect(message)
-        from rankbook.rank import resize
-
         namespace, hidden = self._shell.user_ns, self._shell.user_ns_hidden
         match message:
             case CheckResize():
-                return resize.check(namespace, hidden, message.world_size)
+                return recovery.check_resize(namespace, hidden, message.world_size)
             case HandOver():
-                resize.hand_over(message.folder)
+                recovery.hand_over(message.folder)
             case EnterWorld():
-                resize.enter_world(namespace, hidden, message)
+                recovery.enter_world(namespace, hidden, message)
             case TakeOver():
-                resize.take_over(message.folder)
+                recovery.take_over(message.folder)
         return None
 
     def _run_measured(self, message: RunCell, request: Measure) -> None:

@@ -1,6 +1,6 @@
 """Change of the number of ranks: adapt the prepared objects of this rank, and move the shards of models.
 
-The order of events, on every rank that stays (rank/resize.py, coordinator/resize.py):
+The order of events, on every rank that stays (rank/recovery.py, coordinator/resize.py):
 
 1. `find_problem` looks whether the objects fit the new number of ranks. Nothing has changed yet.
 2. `hand_over`, on all ranks before the change: the shards of models and of their optimizers are saved in a folder of
