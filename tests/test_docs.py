@@ -261,7 +261,7 @@ def options_of(parser: argparse.ArgumentParser) -> set[str]:
     return names.union(*(options_of(command) for group in groups for command in group.choices.values()))
 
 
-@pytest.mark.parametrize("module", ["rankbook.cli.main", "rankbook.agent.__main__"])
+@pytest.mark.parametrize("module", ["rankbook.cli.main", "rankbook.agent"])
 def test_the_reference_names_every_option_of_a_command_line(module):
     page = (DOCS / "reference" / "command-line.md").read_text()
     options = options_of(importlib.import_module(module)._parser()) - {"--help"}

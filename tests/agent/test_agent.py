@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankbook.agent import agent as agent_module
-from rankbook.agent.agent import Agent
+from rankbook import agent as agent_module
+from rankbook.agent import Agent
 from rankbook.protocol.forkserver import FromRanks, HostNote, decode_from_agent
 from rankbook.protocol.messages import Display, Done, FromRank, Text, decode_from_rank, encode_from_rank
 from rankbook.transport import Sender

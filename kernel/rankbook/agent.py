@@ -1,4 +1,4 @@
-"""The agent's main loop: ranks of this host on one side, the connection to the coordinator on the other.
+"""The agent: represents another host. `python -m rankbook.agent --connect FILE` offers its slots to a notebook.
 
 To its forkserver and its ranks an agent is what the notebook's process is at home: it has the same `LocalLauncher`, the
 same `ZmqHub` and the same folders. What its ranks send, it relays to the coordinator as it is, and what comes from
@@ -18,8 +18,12 @@ ended, and on SIGTERM, SIGHUP, SIGINT and SIGUSR2. If it is killed itself, the f
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib.metadata
 import os
+import platform
+import secrets
 import signal
 import sys
 import time
@@ -29,15 +33,16 @@ from pathlib import Path
 
 import msgspec
 
-from rankbook.errors import ProtocolError, RankbookError, UnreadableMessage
+from rankbook.engines.engine import OWN_KEY, read_identity
+from rankbook.errors import InvalidArgument, ProtocolError, RankbookError, UnreadableMessage
 from rankbook.formatting import format_bytes
 from rankbook.launch.code_sync import digest
-from rankbook.launch.connection import Connection, interface_addresses
+from rankbook.launch.connection import CONNECT, Connection, decode_connection, interface_addresses
 from rankbook.launch.local import LocalLauncher
 from rankbook.launch.placement import rank_environment, usable_cores
 from rankbook.launch.registry import make_folders
 from rankbook.process_identity import process_info
-from rankbook.protocol import Message
+from rankbook.protocol import PROTOCOL_VERSION, Message
 from rankbook.protocol.forkserver import (
     MESSAGES,
     VALUES,
@@ -47,6 +52,7 @@ from rankbook.protocol.forkserver import (
     ForkRank,
     FromRank,
     FromRanks,
+    HostDescription,
     HostFailed,
     HostLeaving,
     HostNote,
@@ -64,10 +70,11 @@ from rankbook.protocol.forkserver import (
     StoreRequest,
     ToRanks,
     decode_to_agent,
+    encode_description,
 )
 from rankbook.protocol.messages import Display, Done, FromForkserver, decode_from_rank, encode, message_segments
 from rankbook.transport import agent_link
-from rankbook.transport.agent_link import AgentLink
+from rankbook.transport.agent_link import AgentLink, source_address
 from rankbook.transport.framed_socket import RequestListener, modules_folder
 from rankbook.transport.output_journal import journal_path, read_crash, read_journal
 from rankbook.transport.shared_memory import AHEAD, Bytes, SegmentReceiver, SegmentSender, SegmentStore
@@ -583,3 +590,136 @@ def _not_started(request: ForkRank, reason: str) -> RankExited:
         stderr=b"",
         reason=f"could not be started: {reason}",
     )
+
+
+# Command line ---------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the agent and return the exit code: 0 after a stop, 1 after any other end, 2 for invalid arguments."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _serve(_read_connection(options.connect), options)
+    except AgentRefused as error:
+        _report(f"the notebook refused this host: {error}")
+        return 1
+    except InvalidArgument as error:
+        _report(str(error))
+        return 2
+    except RankbookError as error:
+        _report(str(error))
+        return 1
+
+
+def _serve(connection: Connection, options: argparse.Namespace) -> int:
+    """Offer this host until the end, also after the notebook has given it up. Return the exit code."""
+    # First of all: the forkserver imports torch, which takes longer than everything below.
+    launcher = LocalLauncher()
+    try:
+        if connection.has_own_key and options.connect == "-":
+            _wait_allowed(connection)
+        while True:
+            try:
+                reason = _make_agent(connection, launcher, options).run()
+            except HostLost as error:
+                _report(f"{error}; starting again")
+                launcher = LocalLauncher()
+                continue
+            _report(f"ends because {reason}")
+            return 0 if reason == "the cluster was stopped" else 1
+    finally:
+        launcher.terminate()
+
+
+def _report(text: str) -> None:
+    sys.stderr.write(f"rankbook.agent: {text}\n")
+    sys.stderr.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rankbook.agent",
+        description="Offer this host to a notebook that waits with `%%distributed start --launcher env`.".replace(
+            "%%", "%"
+        ),
+    )
+    parser.add_argument(
+        "--connect",
+        metavar="FILE",
+        help=f"connection file that the notebook has written; - reads it from standard input, and the variable"
+        f" {CONNECT} may hold its text",
+    )
+    parser.add_argument("--slots", type=_positive, metavar="N", help="ranks that this host takes (one per CUDA device)")
+    parser.add_argument("--node", type=int, metavar="N", help="number of this node, from 0, for the order of the ranks")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _read_connection(name: str | None) -> Connection:
+    # Removed at once: the ranks inherit this process's environment.
+    text = os.environ.pop(CONNECT, "")
+    if name is None:
+        if not text:
+            raise InvalidArgument("no connection file: use --connect FILE, or --connect - for standard input")
+        return decode_connection(text, CONNECT)
+    if name == "-":
+        return decode_connection(sys.stdin.readline(), "standard input")
+    try:
+        return decode_connection(Path(name).read_text(encoding="utf-8"), name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(
+            f"cannot read {name} ({getattr(error, 'strerror', None) or error}): the notebook writes it when it starts"
+            " and removes it when it stops; use --connect - if the hosts do not share a folder"
+        ) from error
+
+
+def _wait_allowed(connection: Connection) -> None:
+    """Say the public key, and wait for a line that says that the notebook allows it."""
+    sys.stdout.write(f"{OWN_KEY}{connection.keys.client_public.decode()}\n")
+    sys.stdout.flush()
+    # If who has started this process ends, so does the input.
+    if not sys.stdin.readline():
+        raise InvalidArgument("the launcher has ended before the notebook knew the key of this agent")
+
+
+def _make_agent(connection: Connection, launcher: LocalLauncher, options: argparse.Namespace) -> Agent:
+    identity = read_identity(os.environ)
+    # A launcher that has started several tasks on this node has started one agent per rank.
+    is_task = options.slots is None and (identity.local_size or 1) > 1
+    node = options.node if options.node is not None else identity.node
+    # Without a number of its own, the node of a single task has that of the task.
+    if node is None and not is_task:
+        node = identity.rank
+    address = source_address(connection.address, connection.port)
+    description = HostDescription(
+        name=os.environ.get("SLURMD_NODENAME") or platform.node(),
+        rankbook=_version("rankbook"),
+        protocol=str(PROTOCOL_VERSION),
+        torch=_version("torch"),
+        python=".".join(platform.python_version_tuple()[:2]),
+        pid=str(os.getpid()),
+        address=address,
+        node="" if node is None else str(node),
+        rank=str(identity.rank) if is_task else "",
+        local_rank=str(identity.local_rank) if is_task and identity.local_rank is not None else "",
+    )
+    link = AgentLink(
+        connection.address, connection.port, connection.keys, secrets.token_hex(8), encode_description(description)
+    )
+    return Agent(connection, link, launcher, address=address, slots=1 if is_task else options.slots)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

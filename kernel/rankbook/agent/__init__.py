@@ -1,1 +1,0 @@
-"""The agent: the process that represents another host. `python -m rankbook.agent --connect FILE` runs it."""
