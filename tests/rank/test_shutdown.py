@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankbook.rank.shutdown import wait_for_saves
+from rankbook.rank.main import wait_for_saves
 
 MODULE = "rankbook.checkpoint.async_save"
 

@@ -15,7 +15,6 @@ measurement.py    times of a cell, time waiting for other ranks, and a profile
 recovery.py       transfers variables to the rank that replaces a dead one; adapts a rank to another number of ranks
 model_reset.py    resets DDP and FSDP2 models after a failed step
 replay_buffer.py  messages of a detached rank that no owner has received
-shutdown.py       background saves, exit functions and open files before exit
 os_utils.py       signals, pipes, sockets, killing processes; builtins that a cell has replaced
 inspect/          queries answered beside a running cell: completion, evaluation, memory, shards
 process_groups/   process groups that survive aborts, their store, and their log of collectives

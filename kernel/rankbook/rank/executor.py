@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from bdb import BdbQuit
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from os import getpid
 from subprocess import CalledProcessError
@@ -80,7 +80,7 @@ from rankbook.protocol.queries import (
     Question,
 )
 from rankbook.protocol.telemetry import Measure
-from rankbook.rank import comms, os_utils, recovery, shutdown, tracebacks
+from rankbook.rank import comms, os_utils, recovery, tracebacks
 from rankbook.rank.comms import OutputWidgetTarget
 from rankbook.rank.control_thread import Interrupts, Task
 from rankbook.rank.debugger import Debuggee
@@ -320,14 +320,14 @@ class Executor:
                     self._provide_accelerator(message.source)
                 self._tell_steps()
                 # Before and after the cell: a background save may fail between two cells or during one.
-                shutdown.report_lost_saves(self._cell_files())
+                _report_lost_saves(self._cell_files())
                 try:
                     if message.measure is None:
                         self._shell.run(message.source, message.number, message.file, session=message.session)
                     else:
                         self._run_measured(message, message.measure)
                 finally:
-                    shutdown.report_lost_saves(self._cell_files())
+                    _report_lost_saves(self._cell_files())
             case CallFunction():
                 function, args, kwargs = self._unpack(message.payload, frames)
                 return pack(function(*args, **kwargs), store=self._segments)
@@ -347,7 +347,7 @@ class Executor:
                 open_state = None if payload is None else partial(self._unpack, payload, frames)
                 adopted = recovery.adopt_state(self._shell.user_ns, open_state)
                 recovery.continue_random(message.random, message.seeded)
-                adopted["lost_save"] = shutdown.lost_saves(self._cell_files())
+                adopted["lost_save"] = _lost_saves(self._cell_files())
                 return pack(adopted, store=None)
             case HashState() | MeasureDifferences() | MeasureGradients():
                 return pack(self.check_numbers(message), store=self._segments)
@@ -713,3 +713,17 @@ def cancel_pending_tasks() -> None:
     for task in tasks:
         task.cancel()
     loop.run_until_complete(asyncio.wait(tasks, timeout=0.2))  # user code may ignore the cancellation
+
+
+def _report_lost_saves(cells: Mapping[str, int]) -> None:
+    """Print the error of a failed background save to the running cell's stderr."""
+    if message := _lost_saves(cells):
+        with contextlib.suppress(Exception):  # the cell may have replaced sys.stderr
+            print(f"rankbook: {message}", file=sys.stderr, flush=True)  # noqa: T201 - the cell's output
+
+
+def _lost_saves(cells: Mapping[str, int]) -> str:
+    """Return a message about a background save that failed, once; `cells` has the numbers of the cells by file."""
+    # Only a cell that saves in the background has imported the module.
+    saving = sys.modules.get("rankbook.checkpoint.async_save")
+    return "" if saving is None else str(saving.lost_saves(cells))

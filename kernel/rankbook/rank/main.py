@@ -1,5 +1,8 @@
 """Entry point of a rank's process: set-up after the fork, the main thread's task loop, and graceful shutdown.
 
+Before its process ends, a rank waits for background saves, calls the exit functions of cells, and flushes open files.
+This imports nothing that the user's code has not imported.
+
 On a host other than the notebook's, `ModuleSync` stands before Python's own search for files. It asks this host's agent
 for every module that may lie in the notebook's folder, and the agent puts the file into a folder of this host that is
 the first one of `sys.path`. Then Python's own search finds it. A file that was sent is replaced when it changes, before
@@ -8,15 +11,20 @@ the next cell, so that `%autoreload` sees the change.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
+import io
 import os
 import random
+import stat
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
@@ -31,7 +39,7 @@ from rankbook import snapshot_files
 from rankbook.protocol import telemetry
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.protocol.messages import ErrorReport, RankReady, ShutdownDelayed, StartFailed
-from rankbook.rank import comms, os_utils, recovery, shutdown, tracebacks
+from rankbook.rank import comms, os_utils, recovery, tracebacks
 from rankbook.rank.comms import OutputWidgetHook
 from rankbook.rank.control_thread import MIN_FAILURE_INTERVAL, ControlThread, Interrupts
 from rankbook.rank.executor import Executor
@@ -79,7 +87,7 @@ def run_rank(
         os.dup2(outputs[3], 2)
         # Before the rest of the set-up, so that a crash in it leaves its stacks too.
         _enable_faulthandler(request)
-        shutdown.clear_atexit()
+        _clear_atexit()
         _adopt_notebook_environment(request)
         link = _make_link(request, is_owned)
         try:
@@ -249,18 +257,81 @@ def _run_tasks(control: ControlThread, executor: Executor) -> None:
         executor.execute(task)
 
 
+# Graceful shutdown ----------------------------------------------------------------------------------------------------
+
+
 def _shut_down(link: RankLink, group: GroupManager, patience: float) -> None:
     def request_delay(seconds: float) -> None:
         link.send(ShutdownDelayed(seconds=seconds))
 
     # The order matters: a save needs the process groups, exit functions may still print, and the groups are destroyed
     # last.
-    trouble = shutdown.wait_for_saves(patience, request_delay)
-    shutdown.run_atexit(patience, request_delay)
+    trouble = wait_for_saves(patience, request_delay)
+    _run_atexit(patience, request_delay)
     if trouble:
         print(trouble, file=sys.__stderr__, flush=True)
     else:  # an unfinished save may still use the group's collectives
         group.leave()
+
+
+def wait_for_saves(patience: float, request_delay: Callable[[float], None]) -> str:
+    """Wait at most `patience` seconds for a background save; return a message if it failed or did not finish.
+
+    Returns an empty string otherwise. Calls `request_delay(seconds)` first if there is a save to wait for.
+    """
+    saving = sys.modules.get("rankbook.checkpoint.async_save")
+    handle = None if saving is None else saving.current_save()
+    if handle is None:
+        return ""
+    if not handle.done:
+        request_delay(patience)
+        saving.wait_for_saves(patience)  # type: ignore[union-attr]  # loaded: there is a handle
+    # The save goes on until the process ends, but nobody may wait for it any longer.
+    if not handle.done:
+        return f"{handle!r} did not finish within {patience:g} s of the shutdown and is lost"
+    if handle.error is None or handle.error_retrieved:
+        return ""
+    handle.error_retrieved = True
+    return f"{handle!r} in the background"
+
+
+def _run_atexit(patience: float, request_delay: Callable[[float], None]) -> None:
+    """Call the exit functions that cells registered with `atexit`, and flush open files, as Python does at exit.
+
+    Experiment trackers upload their last steps this way. Calls `request_delay(seconds)` first if there are functions to
+    call, to ask the notebook for that time.
+    """
+    # One function, weakref's, is always registered.
+    if atexit._ncallbacks() > 1 or any(finalizer.atexit for finalizer in list(weakref.finalize._registry)):  # type: ignore[attr-defined]
+        request_delay(patience)
+    atexit._run_exitfuncs()  # prints exceptions and continues
+    # The process ends by `os._exit`, which flushes no Python buffers.
+    _write_files()
+
+
+def _write_files() -> None:
+    """Flush regular files that are still open."""
+    # A text layer writes into the buffer below it, so it is flushed first.
+    layers = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)  # outer layers first
+    files = [file for file in gc.get_objects() if type(file) in layers]
+    for file in sorted(files, key=lambda file: layers.index(type(file))):
+        with contextlib.suppress(OSError, ValueError):  # full disk, closed file, or no file descriptor
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # flushing a pipe could block
+                file.flush()
+
+
+def _clear_atexit() -> None:
+    """Drop the exit functions that the forkserver registered for itself. Called when a rank starts."""
+    # They were registered for the forkserver's own exit, and the child has inherited them.
+    atexit._clear()
+    # `weakref.finalize` has a registry of its own. Its entries would remove, for example, temporary folders that the
+    # forkserver still uses.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # for example of temporary folders
+        finalizer.atexit = False
+    atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # weakref registers it only once
+
+
+# Modules of the notebook's folder -------------------------------------------------------------------------------------
 
 
 TIMEOUT = 60.0
