@@ -10,6 +10,7 @@ import pytest
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.deadlock import CHECK_AFTER_DONE
+from rankbook.coordinator.driver import ReattachedDriver
 from rankbook.coordinator.reattach import (
     OutputReplay,
     ReattachHandshake,
@@ -18,8 +19,7 @@ from rankbook.coordinator.reattach import (
     recovered_tasks,
     select_detached,
 )
-from rankbook.coordinator.recovered_state import ReattachedDriver, RecoveredClusterState
-from rankbook.coordinator.state_machine import RankState
+from rankbook.coordinator.state_machine import RankState, RecoveredClusterState
 from rankbook.errors import InvalidArgument, NoClusterError
 from rankbook.launch.registry import ClusterRecord, DetachedCluster, DetachedRank
 from rankbook.output.merger import Emit, Stream

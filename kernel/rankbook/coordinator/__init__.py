@@ -4,7 +4,7 @@ Imports neither torch nor IPython. The theory of operation is in driver.py.
 
     cluster.py              public API: `Cluster` and `RankStatus`
     default_cluster.py      the notebook's default cluster: start, attach, stop
-    state_machine.py        pure state machine: events in, actions out
+    state_machine.py        pure state machine: events in, actions out; its state after a reattachment
     events.py               events of the state machine
     actions.py              actions of the state machine
     states.py               states and transition tables of ranks and cells; grace periods, in seconds
@@ -19,5 +19,4 @@ Imports neither torch nor IPython. The theory of operation is in driver.py.
     channels.py             queries, comms of widgets and debugger messages, to and from ranks
     recovery.py             heal: hand over variables to the replacement of a dead rank; records of what is under way
     reattach.py             attach to a detached cluster: handshake, replay, takeover
-    recovered_state.py      state machine and driver of an attached cluster
 """

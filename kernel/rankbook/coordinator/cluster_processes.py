@@ -25,10 +25,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.driver import Driver
+from rankbook.coordinator.driver import Driver, ReattachedDriver
 from rankbook.coordinator.engine_monitor import Action, EngineMonitor, LoseHost, SaveAndStop, Show
 from rankbook.coordinator.liveness import describe_unresponsive
-from rankbook.coordinator.recovered_state import ReattachedDriver
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import GracePeriods, RankState
 from rankbook.coordinator.wait import deferred_interrupts, describe_interrupt

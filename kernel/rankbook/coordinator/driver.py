@@ -2,7 +2,8 @@
 
 This page is the theory of operation of the coordinator. `Driver` runs the thread. Its helpers are `TimerQueue`
 (callbacks that are due later), `MessageReceiver` (receives messages, and handles those that are unreadable or make a
-handler raise) and `ShutdownManager` (asks a rank to exit and kills it after a grace period).
+handler raise) and `ShutdownManager` (asks a rank to exit and kills it after a grace period). `ReattachedDriver`, for
+a kept cluster, also acknowledges finished cells to the ranks, which keep their messages until then.
 
 Threads. A cluster has one driver thread. Only this thread receives: the ranks' messages on the hub link, process events
 from the launcher, and expired timers. Only this thread merges and shows the ranks' output and ends cells. Every other
@@ -56,7 +57,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from rankbook.coordinator import actions as act
@@ -72,13 +73,14 @@ from rankbook.coordinator.liveness import (
     replay_remains,
 )
 from rankbook.coordinator.running_cell import OutputFlusher, RunningCell, input_unavailable
-from rankbook.coordinator.state_machine import ClusterState
+from rankbook.coordinator.state_machine import ClusterState, RecoveredClusterState
 from rankbook.coordinator.states import GracePeriods, RankEntry, RankState
 from rankbook.errors import ProtocolError, RankbookError, UnreadableMessage
 from rankbook.launch.local import Launcher
 from rankbook.protocol.forkserver import ForkRank, RankExited, RankForked
 from rankbook.protocol.messages import (
     Abort,
+    Acknowledge,
     Clear,
     Collectives,
     CommFromRank,
@@ -751,3 +753,71 @@ class ShutdownManager:
             # The process may have exited long ago. The forkserver then knows no child of this incarnation and does
             # nothing.
             self._launcher.kill(rank, incarnation)
+
+
+# Kept clusters --------------------------------------------------------------------------------------------------------
+
+
+class ReattachedDriver(Driver):
+    """Driver of a kept cluster, whose ranks keep messages until they are acknowledged.
+
+    A cell is acknowledged to its ranks once its end has been shown, and to stragglers once their late `Done` has
+    arrived.
+    """
+
+    kept = True
+
+    def __init__(
+        self, state: ClusterState, hub: HubLink, launcher: Launcher, request: Callable[[int, int, str], ForkRank]
+    ) -> None:
+        super().__init__(state, hub, launcher, request)
+        self._unacknowledged: list[tuple[act.EndCell, tuple[int, ...]]] = []
+
+    def resume(
+        self,
+        state: RecoveredClusterState,
+        cells: Iterable[RunningCell],
+        ended: Iterable[RunningCell],
+        later: Iterable[tuple[Sender, FromRank, list[memoryview]]],
+    ) -> None:
+        """Acknowledge the `ended` cells, continue `cells`, handle the `later` messages. Called before `start`."""
+        # Their output has been shown, so the ranks can drop their copies.
+        for cell in ended:
+            self._acknowledge(cell.cell, cell.ranks)
+        # As in `Driver.submit`, the cells are stored before actions are performed on them.
+        with self.changed:
+            for cell in cells:
+                self._cells[cell.cell] = cell
+                self._flusher.add(cell.cell)
+            for action in state.resume():
+                self._perform(action)
+        # At last: they are newer than everything that was recovered.
+        for received in later:
+            self._receiver.take(*received)
+
+    def _perform(self, action: act.Action) -> None:
+        super()._perform(action)
+        if isinstance(action, act.EndCell):
+            # Acknowledged when the driver thread has ended the cell, not now: if this process died in between, the
+            # output would be lost.
+            self._unacknowledged.append((action, self._cells[action.cell].ranks))
+
+    def _end_cells(self) -> None:
+        super()._end_cells()
+        # `_ending` contains the cells that are still to be ended.
+        for pending in [pending for pending in self._unacknowledged if pending[0] not in self._ending]:
+            self._unacknowledged.remove(pending)
+            action, ranks = pending
+            self._acknowledge(action.cell, [rank for rank in ranks if rank not in action.stragglers])
+
+    def _done(self, rank: int, incarnation: int, message: Done, frames: list[memoryview]) -> None:
+        cell = self._cells.get(message.cell)
+        # Read before the message is handled, which may end the cell.
+        late = cell is None or cell.result is not None
+        super()._done(rank, incarnation, message, frames)
+        if late:
+            self._acknowledge(message.cell, (rank,))
+
+    def _acknowledge(self, cell: int, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._hub.send(rank, Acknowledge(cell=cell))

@@ -25,20 +25,16 @@ from pathlib import Path
 from typing import TypeGuard
 
 from rankbook.coordinator.cluster_processes import ClusterProcesses, register_for_exit
+from rankbook.coordinator.driver import ReattachedDriver
 from rankbook.coordinator.liveness import describe_exit, describe_failure
-from rankbook.coordinator.recovered_state import (
-    ReattachedDriver,
-    RecoveredCell,
-    RecoveredClusterState,
-    RecoveredRank,
-    RecoveredState,
-)
 from rankbook.coordinator.running_cell import RunningCell, Sink
+from rankbook.coordinator.state_machine import RecoveredCell, RecoveredClusterState, RecoveredRank, RecoveredState
+from rankbook.coordinator.states import GracePeriods
 from rankbook.coordinator.wait import deferred_interrupts
 from rankbook.errors import InvalidArgument, NoClusterError, StartError, UnreadableMessage
 from rankbook.formatting import plural
 from rankbook.launch.local import ReattachedLauncher
-from rankbook.launch.placement import DeviceAssignment
+from rankbook.launch.placement import DeviceAssignment, abort_grace
 from rankbook.launch.registry import ClusterPaths, ClusterRecord, DetachedCluster, session_id
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import Stream
@@ -145,7 +141,8 @@ class ReattachedProcesses(ClusterProcesses):
             hub, pids, incarnations, token=record.token, since=launcher.owner_lost_at, timeout=_HANDSHAKE_TIMEOUT
         )
         self.state = state = RecoveredClusterState(
-            recovered_state(len(record.ranks), incarnations, launcher.exited, reports)
+            recovered_state(len(record.ranks), incarnations, launcher.exited, reports),
+            grace=GracePeriods(raised=abort_grace()),
         )
         state.reserve_incarnations(unknown)
         replay = OutputReplay(reports, cluster_key=record.key, sink=sink, exits=launcher.exited)

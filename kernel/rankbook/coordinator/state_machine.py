@@ -8,6 +8,9 @@ from the `Journal`.
 A rank's process is forked, then connects. Once every rank has connected, an internal *regroup* cell puts all ranks into
 one process group, ahead of the queued cells. The same cell reconnects the group after an abort, and after any error
 that may have left the ranks at different collectives.
+
+After a reattachment, `RecoveredClusterState` starts with the ranks and cells that reattach.py finds (`RecoveredState`).
+It brings them into their states by the regular steps of the tables, and is an ordinary `ClusterState` from then on.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rankbook.coordinator import actions as act
@@ -552,3 +556,76 @@ class Journal:
     def recent_events(self, newest: int = 20) -> str:
         """Return the newest entries, oldest first, one per line."""
         return "\n".join(f"  {entry!r}" for entry in list(self._entries)[-newest:])
+
+
+# Reattachment ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RecoveredRank:
+    """A rank as it was found. `loss` says how its process ended, if it has."""
+
+    rank: int
+    incarnation: int
+    loss: str | None = None
+
+
+@dataclass(frozen=True)
+class RecoveredCell:
+    """A cell of `ranks` that `running` still run. `internal`: it forms the group. See `states.CellEntry`."""
+
+    cell: int
+    ranks: tuple[int, ...]
+    running: tuple[int, ...]
+    answers: Mapping[int, str]
+    collectives: int = 0
+    internal: bool = False
+
+
+@dataclass(frozen=True)
+class RecoveredState:
+    """Initial state of a reattached cluster.
+
+    `grouped`: all ranks are in one process group or about to be. `stale`: a cell failed meanwhile that may have left
+    the ranks at different collectives.
+    """
+
+    ranks: tuple[RecoveredRank, ...]
+    cells: tuple[RecoveredCell, ...]
+    last_cell: int
+    generation: int
+    grouped: bool
+    stale: bool = False
+
+
+class RecoveredClusterState(ClusterState):
+    """A `ClusterState` that starts with live ranks and running cells."""
+
+    def __init__(self, recovered: RecoveredState, *, grace: GracePeriods | None = None) -> None:
+        super().__init__(len(recovered.ranks), grace=grace)
+        # The numbers continue, because the ranks identify their messages by them.
+        self._last_cell, self.generation = recovered.last_cell, recovered.generation
+        for recovered_rank in recovered.ranks:
+            rank = self.ranks[recovered_rank.rank]
+            rank.incarnation, rank.loss = recovered_rank.incarnation, recovered_rank.loss
+            # By the regular steps, so that no state can be set that the tables do not allow.
+            self._move(rank, RankStep.FORK)
+            self._move(rank, RankStep.HELLO if recovered_rank.loss is None else RankStep.EXIT)
+        for task in recovered.cells:
+            # The cell keeps its number. Ranks that have ended it are in `answers`.
+            cell = CellEntry(task.cell, task.ranks, internal=task.internal, running=set(task.running))
+            cell.answers, cell.collectives = dict(task.answers), task.collectives
+            self._step(cell, CellStep.DISPATCH)
+            self.cells[task.cell] = cell
+            for number in task.running:
+                self._move(self.ranks[number], RankStep.TASK)
+                self.ranks[number].cell = task.cell
+        self.grouped, self._stale = recovered.grouped, recovered.stale
+
+    def resume(self) -> list[act.Action]:
+        """Return the first actions: form the group anew if needed, and check collectives soon.
+
+        While no notebook was attached, a rank of a cell may have failed, with others waiting for it since.
+        """
+        checks = [act.ScheduleCheck(CHECK_AFTER_DONE)] if any(not cell.internal for cell in self.cells.values()) else []
+        return [*checks, *self._regroup_if_complete(), *self._dispatch()]
