@@ -37,7 +37,7 @@ from rankbook.widgets.shards import ShardsModel, ShardsView
 
 Folder = str | os.PathLike[str]
 
-# Repeated from runtime/saving/state.py, whose import would load torch into the notebook process.
+# Repeated from runtime/training_checkpoint.py, whose import would load torch into the notebook process.
 ACCELERATOR_KEY = "rankbook.runtime"
 """Key of the metadata that `Accelerator.save_state` writes into a checkpoint."""
 

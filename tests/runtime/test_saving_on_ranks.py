@@ -223,7 +223,7 @@ def write_files(folder):
 
 
 def test_sharded_model_is_written_completely_and_a_full_disk_raises_on_all_ranks(tmp_path):
-    from tests.runtime.saving.test_methods import read
+    from tests.runtime.test_saving import read
 
     (tensors, _) = run_ranks(write_files, 2, str(tmp_path))
     assert len(list(tmp_path.glob("model-*-of-00002.safetensors"))) == 2

@@ -6,6 +6,9 @@ Public names are imported when they are first used.
     accelerator.py         Accelerator: prepare and release objects, trackers; recovery after an aborted collective
     settings.py            the Accelerator's constructor and readable settings; mixed precision
     training.py            the Accelerator's training methods: backward, accumulation, clipping, autocast, profiling
+    saving.py              the Accelerator's saving methods; numbered checkpoints
+    training_checkpoint.py content of a training checkpoint
+    model_files.py         model files for other programs (safetensors, torch.save)
     prepare.py             preparation of models, optimizers, loaders and schedulers
     prepared.py            registry of prepared models and of replaced parameters
     collectives.py         gather, broadcast, reduce, pad, and object collectives; the methods of the `Accelerator`
@@ -21,7 +24,6 @@ Public names are imported when they are first used.
     logging.py             get_logger and tqdm
     trackers.py            experiment trackers
     data/                  prepared loaders, samplers, dispatcher, random numbers
-    saving/                checkpoints and model files
     strategies/            DDP, FSDP2 and tensor parallelism
 """
 

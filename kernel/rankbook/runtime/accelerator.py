@@ -1,7 +1,7 @@
 """Prepare and release models, optimizers, loaders and schedulers: the `Accelerator` class.
 
 The class is composed of mix-ins: settings (settings.py), training (training.py), collectives (collectives.py), saving
-(saving/methods.py), and experiment tracking, which this module defines.
+(saving.py), and experiment tracking, which this module defines.
 
 This module also recovers the training state after an aborted collective, and connects the accumulation window to
 prepared objects (`install`). The ranks may have failed at different batches: some may have taken an optimizer step that
@@ -40,7 +40,7 @@ from rankbook.runtime.prepare import (
     release_model,
 )
 from rankbook.runtime.prepared import PrepareContext
-from rankbook.runtime.saving.methods import SavingMethods
+from rankbook.runtime.saving import SavingMethods
 from rankbook.runtime.settings import AcceleratorSettings
 from rankbook.runtime.state import AcceleratorState
 from rankbook.runtime.strategies.base import DataParallel

@@ -51,9 +51,9 @@ from rankbook.control_collectives import gather_objects as gather
 from rankbook.errors import InvalidArgument
 from rankbook.runtime import optimizer as optimizers
 from rankbook.runtime import prepared
+from rankbook.runtime.data.rng import random_state, restore_random_state
 from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from rankbook.runtime.saving import training_state
 from rankbook.runtime.settings import AcceleratorSettings
 from rankbook.runtime.snapshot_copies import (
     Announcement,
@@ -673,7 +673,7 @@ def _optimizer_state(wrapper: AcceleratedOptimizer) -> dict[str, Any]:
 
 
 def _random_state() -> bytes:
-    state = training_state.random_state()
+    state = random_state()
     state["torch"] = state["torch"].numpy().tobytes()
     state["cuda"] = [each.numpy().tobytes() for each in state.get("cuda", ())]
     kind, keys, *rest = state["numpy"]
@@ -687,7 +687,7 @@ def _restore_random_state(stored: bytes) -> None:
     state["cuda"] = [_tensor_of(each, torch.uint8) for each in state["cuda"]]
     kind, keys, *rest = state["numpy"]
     state["numpy"] = (kind, _tensor_of(keys, torch.int64), *rest)
-    training_state.restore_random_state(state)
+    restore_random_state(state)
 
 
 def _tensor_of(data: bytes, dtype: torch.dtype) -> torch.Tensor:

@@ -151,7 +151,7 @@ def hand_over(folder: str) -> None:
 
 def take_over(folder: str) -> None:
     """Load the shards of all models and their optimizers from `folder`. A collective."""
-    from rankbook.runtime.saving.state import select_stored
+    from rankbook.runtime.training_checkpoint import select_stored
 
     models, optimizers = _parts()
     checkpoint = f"{folder}/{_NAME}"

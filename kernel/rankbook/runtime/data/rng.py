@@ -12,7 +12,7 @@ this batch, which is then read again (`BatchRng.read`). A warning says so if the
 made anew in every call is not reachable between calls: with a fixed seed it draws the same numbers every time.
 
 `set_seed` seeds the global generators of this process, and `synchronize_rng_states` copies generator states from rank 0
-to all ranks.
+to all ranks. `random_state` returns the states of all global generators, for a checkpoint or a snapshot.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import random
 import types
 import warnings
@@ -36,9 +37,12 @@ from torch.utils.data import TensorDataset, default_collate, default_convert, ge
 
 from rankbook.control_collectives import control_device
 from rankbook.errors import InvalidArgument
+from rankbook.formatting import plural
 from rankbook.runtime.process_state import PartialState
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 MOST_ITEMS = 256
 """Of a longer list or dict, only this many items are searched, and all items that are generators themselves."""
@@ -473,3 +477,37 @@ def _set_state(name: str, state: Any, generator: torch.Generator | None) -> None
         np.random.set_state(state)  # noqa: NPY002
     else:
         random.setstate(state)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of the generators of Python, numpy, torch and all CUDA devices."""
+    # The keys of NumPy's Mersenne Twister are uint32, for which torch has only limited support. They are stored as an
+    # int64 tensor, so that the checkpoint has no NumPy object in it.
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - user code draws from this state
+    state: dict[str, Any] = {
+        "random": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Restore the generators from a state returned by `random_state`."""
+    version, internal, gauss = state["random"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    # The states are per device of the process. With another number of devices there is no correspondence between them.
+    saved = len(state.get("cuda", ()))
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if saved == devices:
+        if saved:
+            torch.cuda.set_rng_state_all(state["cuda"])
+    elif saved:
+        _log.warning(
+            "the random states of %s are not restored: this process has %d", plural(saved, "CUDA device"), devices
+        )

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from rankbook.checkpoint import async_save, load_metadata, load_plain, verify
 from rankbook.checkpoint.storage.backends import LocalStorage
 from rankbook.errors import CheckpointError, InvalidArgument
-from rankbook.runtime import Accelerator, GradScalerKwargs, ProjectConfiguration, settings
+from rankbook.runtime import Accelerator, GradScalerKwargs, ProjectConfiguration, model_files, settings
+from rankbook.runtime.data import rng
 from rankbook.runtime.gradient_state import window
-from rankbook.runtime.saving import model_files, training_state
 from rankbook.runtime.state import AcceleratorState
 
 
@@ -512,12 +512,12 @@ def test_the_scale_of_fp16_goes_on(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("devices", "restored"), [(2, True), (1, False), (0, False)])
 def test_random_states_of_other_devices_are_not_restored_in_silence(monkeypatch, caplog, devices, restored):
-    state = {**training_state.random_state(), "cuda": ["of device 0", "of device 1"]}
+    state = {**rng.random_state(), "cuda": ["of device 0", "of device 1"]}
     states: list[list[str]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torch.cuda, "set_rng_state_all", states.append)
-    training_state.restore_random_state(state)
+    rng.restore_random_state(state)
     assert states == ([state["cuda"]] if restored else [])
     told = [record.getMessage() for record in caplog.records]
     assert told == (

@@ -8,7 +8,7 @@ Order of loading. Checks come before changes: read the manifest, check that all 
 match the stored tensors with the models and optimizers, and let the loaders accept their states, which they do for any
 number of ranks. Then the tensors are read into the models and optimizers, and the other objects are restored.
 
-This module is imported on the first save or load. Folders, hooks and numbering are in methods.py and training_state.py.
+This module is imported on the first save or load. Folders, hooks and numbering are in saving.py.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from rankbook.checkpoint.storage.steps import (
     step_name,
 )
 from rankbook.errors import CheckpointError, InvalidArgument
+from rankbook.runtime.data.rng import random_state, restore_random_state
 from rankbook.runtime.data.stateful import ReadPosition
-from rankbook.runtime.saving import training_state
 
 RaiseOnAll = Callable[[str], AbstractContextManager[None]]
 """Context manager for a block that may fail on some ranks, and then raises on all."""
@@ -150,7 +150,7 @@ def write_state(
     # A user's `state_dict` may raise on one rank. All ranks have to know before the collective save begins.
     with raise_on_all("save_state"):
         objects = {name: item.state_dict() for name, item in parts.objects.items()}
-        random = training_state.random_state()
+        random = random_state()
     state = {
         **sharded_state_dicts(parts.models, parts.optimizers, states=states),
         # The fifth argument is the replica: rank 0 is replica 0, which is the one that is written. `readers` and random
@@ -211,7 +211,7 @@ def read_state(
                 item.load_state_dict(objects[name])
         # The random states come last, so that nothing of the loading itself draws from the restored generators.
         if objects.get(_RANDOM) is not None:
-            training_state.restore_random_state(objects[_RANDOM])
+            restore_random_state(objects[_RANDOM])
 
 
 def _is_loader(name: str) -> bool:

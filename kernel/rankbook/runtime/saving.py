@@ -1,11 +1,13 @@
 """Saving methods of the `Accelerator`: `save_state`, `load_state`, `save_model` and `save`.
 
 The methods select the folder, call hooks, number the checkpoints, and report a failure of one rank to all. The content
-of a checkpoint is defined in state.py, and a model's own files in model_files.py; both are imported on first use.
+of a checkpoint is defined in training_checkpoint.py, and a model's own files in model_files.py; both are imported on
+first use.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -15,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -22,16 +25,17 @@ from rankbook import control_collectives
 from rankbook.errors import InvalidArgument
 from rankbook.formatting import plural
 from rankbook.runtime.collectives import gather_object
+from rankbook.runtime.config import ProjectConfiguration
 from rankbook.runtime.gradient_state import window
 from rankbook.runtime.prepare import unwrap
 from rankbook.runtime.prepared import note_registered
 from rankbook.runtime.process_state import PartialState
-from rankbook.runtime.saving import training_state
 from rankbook.runtime.settings import AcceleratorSettings
+from rankbook.runtime.strategies.base import full_tensor
 
 if TYPE_CHECKING:
     from rankbook.checkpoint.async_save import SaveHandle
-    from rankbook.runtime.saving.state import TrainingParts
+    from rankbook.runtime.training_checkpoint import TrainingParts
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +51,7 @@ class SavingMethods(AcceleratorSettings):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the model's state dict with full tensors on every rank. A collective if the model is sharded."""
-        return training_state.full_state(self.unwrap_model(model) if unwrap else model)
+        return full_state(self.unwrap_model(model) if unwrap else model)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:  # noqa: ANN401
         """Write `obj` with `torch.save` on rank 0, or on one rank per machine if the project is configured so.
@@ -60,11 +64,11 @@ class SavingMethods(AcceleratorSettings):
             return
         if safe_serialization:
             from rankbook.checkpoint.storage.backends import storage_of
-            from rankbook.runtime.saving import model_files
+            from rankbook.runtime import model_files
 
             model_files.write_file(storage_of(Path(f).parent), Path(f).name, obj)
         else:
-            training_state.write_object(obj, Path(f))
+            write_object(obj, Path(f))
 
     def save_model(
         self,
@@ -83,7 +87,7 @@ class SavingMethods(AcceleratorSettings):
         tensors.
         """
         from rankbook.checkpoint.storage.backends import storage_of
-        from rankbook.runtime.saving import model_files
+        from rankbook.runtime import model_files
 
         most = model_files.parse_size(max_shard_size)
         storage = storage_of(save_directory)
@@ -112,11 +116,11 @@ class SavingMethods(AcceleratorSettings):
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, states, folder)` before every `save_state`. Returns a handle with `remove`."""
-        return training_state.register_hook(self._save_hooks, hook)
+        return register_hook(self._save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, folder)` before every `load_state`. Returns a handle with `remove`."""
-        return training_state.register_hook(self._load_hooks, hook)
+        return register_hook(self._load_hooks, hook)
 
     @overload
     def save_state(
@@ -153,7 +157,7 @@ class SavingMethods(AcceleratorSettings):
         earlier background save has failed and the error was not yet reported; the folder is left unchanged then.
         """
         from rankbook.checkpoint.saving import Saved
-        from rankbook.runtime.saving import state as checkpoints
+        from rankbook.runtime import training_checkpoint as checkpoints
 
         with self._raise_on_all("save_state"):
             folder = self._output_folder(output_dir)
@@ -177,7 +181,7 @@ class SavingMethods(AcceleratorSettings):
         names = {id(state): name for name, state in before.items()}
         remaining = {names.get(id(state), name): state for name, state in zip(before, states, strict=False)}
         # Older checkpoints are removed only after the new one is complete, on rank 0.
-        limit = partial(training_state.keep_latest, self.project_configuration, Path(folder))
+        limit = partial(keep_latest, self.project_configuration, Path(folder))
         # With `async_` the state has been copied when this returns, and a background thread writes the files.
         done = checkpoints.write_state(
             parts, remaining, folder, raise_on_all=self._raise_on_all, async_=async_, on_commit=limit
@@ -212,14 +216,14 @@ class SavingMethods(AcceleratorSettings):
         These checks come before any prepared object changes, see `rankbook.checkpoint.load`.
         """
         from rankbook.checkpoint.async_save import wait_for_saves
-        from rankbook.runtime.saving import state as checkpoints
+        from rankbook.runtime import training_checkpoint as checkpoints
 
         # The save of a rank ends only after rank 0 has committed the checkpoint, so every rank sees it afterwards.
         wait_for_saves()  # the requested checkpoint may still be written in the background
         project = self.project_configuration
         with self._raise_on_all("load_state"):
             # Every rank reads the folder for itself. On a shared file system all find the same step.
-            folder = os.fspath(input_dir) if input_dir is not None else str(training_state.latest_folder(project))
+            folder = os.fspath(input_dir) if input_dir is not None else str(latest_folder(project))
             if input_dir is not None and (latest := checkpoints.latest_step(folder)) is not None:
                 name, count = latest
                 PartialState().print(f"load_state: {name} is the latest of {plural(count, 'checkpoint')} in {folder}")
@@ -233,7 +237,7 @@ class SavingMethods(AcceleratorSettings):
             self._training_parts(models), folder, raise_on_all=self._raise_on_all, strict=strict, allow=allow
         )
         # Continue to number after the loaded checkpoint, which would be overwritten otherwise.
-        if input_dir is None and (number := training_state.checkpoint_number(Path(folder))) is not None:
+        if input_dir is None and (number := checkpoint_number(Path(folder))) is not None:
             project.iteration = max(project.iteration, number + 1)
         # Gradients that were accumulated before the load belong to other weights.
         window.abort(self.gradient_state)
@@ -241,7 +245,7 @@ class SavingMethods(AcceleratorSettings):
             protection.after_load()
 
     def _training_parts(self, models: list[Any]) -> TrainingParts:
-        from rankbook.runtime.saving import state as checkpoints
+        from rankbook.runtime import training_checkpoint as checkpoints
 
         objects_by_kind = {
             "scheduler": self._schedulers,
@@ -267,7 +271,7 @@ class SavingMethods(AcceleratorSettings):
             )
         folder = project.checkpoints / f"checkpoint_{project.iteration}"
         # Only rank 0 looks: `_raise_on_all` of the caller makes its error known to the others.
-        if self.is_main_process and training_state.is_complete(folder):
+        if self.is_main_process and is_complete(folder):
             raise InvalidArgument(
                 f"checkpoint {folder} already exists: load_state() continues after the latest one, or set another "
                 "iteration or project_dir in ProjectConfiguration"
@@ -297,3 +301,93 @@ class SavingMethods(AcceleratorSettings):
         first = next((rank for rank, message in enumerate(failures) if message is not None), None)
         if first is not None:
             raise InvalidArgument(f"{what} failed on rank {first}: {failures[first]}")
+
+
+def full_state(model: nn.Module) -> dict[str, Any]:
+    """Return the model's state dict with full tensors on every rank. A collective if it is sharded."""
+    # All ranks gather the tensors in the same order, that of the state dict.
+    return {
+        name: full_tensor(value) if isinstance(value, torch.Tensor) else value
+        for name, value in model.state_dict().items()
+    }
+
+
+def write_object(value: object, file: Path) -> None:
+    """Write a file atomically: to a temporary name first, then renamed."""
+    # In the same folder, since a rename is atomic only within a file system.
+    draft = file.with_name(f"{file.name}.writing")
+    torch.save(value, draft)
+    draft.replace(file)
+
+
+def register_hook(hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+    """Add `hook` to `hooks`, and return a handle that removes it."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+# Numbered checkpoints -------------------------------------------------------------------------------------------------
+
+
+def numbered_folders(project: ProjectConfiguration) -> list[Path]:
+    """Return the project's complete numbered checkpoints, oldest first."""
+    folders = [folder for folder in project.checkpoints.glob("checkpoint_*") if checkpoint_number(folder) is not None]
+    return sorted(
+        (folder for folder in folders if is_complete(folder)), key=lambda folder: checkpoint_number(folder) or 0
+    )
+
+
+def checkpoint_number(folder: Path) -> int | None:
+    """Return the number of a numbered checkpoint's folder, None for other folders."""
+    # `checkpoint_3` has the number 3. Drafts and folders that were set aside have a suffix, and no number.
+    start, _, number = folder.name.rpartition("_")
+    return int(number) if start == "checkpoint" and number.isdecimal() else None
+
+
+def is_complete(folder: Path) -> bool:
+    """Return True if the folder contains a complete checkpoint."""
+    # A commit renames the complete draft to the folder's name, with the manifest in it.
+    return (folder / "manifest.json").is_file()
+
+
+def latest_folder(project: ProjectConfiguration) -> Path:
+    """Return the project's latest numbered checkpoint. Raises `InvalidArgument` if there is none."""
+    folders = numbered_folders(project)
+    if not folders:
+        raise InvalidArgument(f"no checkpoint found in {project.checkpoints}: pass a folder to load_state()")
+    return folders[-1]
+
+
+def keep_latest(project: ProjectConfiguration, newest: Path) -> None:
+    """Remove the oldest checkpoints beyond the project's limit, never the `newest`, and incomplete ones.
+
+    A folder that cannot be removed is tried again after the next save. Incomplete checkpoints that another process is
+    writing are kept.
+    """
+    folder = project.checkpoints
+    if newest.parent != folder or not project.automatic_checkpoint_naming:
+        return
+    from rankbook.checkpoint.storage import steps
+    from rankbook.checkpoint.storage.backends import LocalStorage
+
+    storage = LocalStorage(folder)
+    # Two traces of an incomplete save: its draft folder, and the file that names the process that writes there. A save
+    # that was killed at the right moment leaves the second one without the first.
+    drafts = [
+        path for path in folder.glob("checkpoint_*.partial") if checkpoint_number(path.with_suffix("")) is not None
+    ]
+    claims = [path.with_suffix("") for path in folder.glob(f"checkpoint_*{steps.PARTIAL}{steps.OWNER}")]
+    outdated = [
+        folder / name
+        for draft in dict.fromkeys([*drafts, *claims])
+        if steps.writer_of(storage, draft.name) is None  # otherwise another process is saving there
+        for name in (draft.name, draft.name + steps.OWNER)
+    ]
+    # `newest` may have a lower number than others, if the user has set the iteration back; it is kept in any case.
+    if project.total_limit is not None:
+        earlier = [path for path in numbered_folders(project) if path != newest]
+        outdated += earlier[: max(0, len(earlier) + 1 - project.total_limit)]
+    for path in outdated:
+        with contextlib.suppress(OSError):
+            storage.remove(path.name)
