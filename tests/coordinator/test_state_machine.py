@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.deadlock import CollectiveReport
+from rankbook.coordinator.deadlock import CHECK_AFTER_DONE, CHECK_INTERVAL, CollectiveReport
 from rankbook.coordinator.state_machine import (
     CELL_TABLE,
     RANK_TABLE,
@@ -370,6 +370,20 @@ def waits(rank: int, cell: int, ranks: tuple[int, ...], *, number: int = 1, at: 
     return ev.CollectivesReceived(
         rank, 1, CollectiveReport(Collectives(token=0, cell=cell, line=3, groups=(report,)), at)
     )
+
+
+def test_only_the_first_reply_after_a_check_or_a_start_schedules_an_early_check():
+    state = started(4)
+    cell, _ = submit(state, 0, 1, 2)
+    replies = [act.ScheduleCheck(CHECK_AFTER_DONE)], []
+    for rank, expected in zip((2, 1), replies, strict=True):
+        assert only(state.handle(ev.CellDone(rank, 1, cell)), act.ScheduleCheck) == expected
+    # The start of a cell replaces a check that is due, so the next reply schedules one again.
+    other, actions = submit(state, 1, 2, 3)
+    assert only(actions, act.ScheduleCheck) == [act.ScheduleCheck(CHECK_INTERVAL)]
+    assert only(state.handle(ev.CellDone(3, 1, other)), act.ScheduleCheck) == [act.ScheduleCheck(CHECK_AFTER_DONE)]
+    state.handle(ev.CheckCollectives(1.0))
+    assert only(state.handle(ev.CellDone(2, 1, other)), act.ScheduleCheck) == [act.ScheduleCheck(CHECK_AFTER_DONE)]
 
 
 def test_a_wait_for_a_rank_that_raised_is_aborted_and_the_group_formed_again_before_the_next_cell():

@@ -168,6 +168,7 @@ class Driver:
         self._receiver = MessageReceiver(hub, state.ranks, self._receive, self.cell_of, launcher.kill)
         self._next_check: float | None = None
         self._closing = False
+        self._notify_due = False
         self._watched_files: tuple[int, ...] = (launcher.fileno(),)
         # A daemon thread, because the interpreter joins all other threads before it calls the functions of `atexit`,
         # and the one that stops the clusters is such a function. Any other thread would make the notebook's process
@@ -203,7 +204,7 @@ class Driver:
             # messages of two decisions in the other order.
             for action in self.state.handle(event):
                 self._perform(action)
-            self.changed.notify_all()
+            self._notify()
         # After the lock has been released: otherwise the driver thread would wake up only to wait for the lock.
         self.wake()
 
@@ -213,6 +214,17 @@ class Driver:
         # own. After `_closing`, the link may have been closed already.
         if threading.get_ident() != self._thread.ident and not self._closing:
             self._hub.wake()
+
+    def _notify(self) -> None:
+        """Wake the threads that wait for a change, with `changed` held; on the driver thread, at the end of its round.
+
+        A thread that wakes up competes for the interpreter. With one wake-up for each of 1,000 replies, it would take
+        as long as the replies.
+        """
+        if threading.get_ident() == self._thread.ident:
+            self._notify_due = True
+        else:
+            self.changed.notify_all()
 
     def reply(self, rank: int, reply: InputReply) -> None:
         """Send the user's answer to a rank that called `input()`. Any thread."""
@@ -375,7 +387,8 @@ class Driver:
             self._fail(error)
 
     # The order matters. A rank's messages come first, because they were sent before its exit. Ends of cells come after
-    # all events of this round, and last the output, which may be due because of any of them.
+    # all events of this round, then the threads that wait for them, and last the output, which may be due because of
+    # any of them.
     def _handle(self, received: bool, files: set[int]) -> None:
         if received:
             self._receiver.receive()
@@ -395,6 +408,10 @@ class Driver:
             self._next_check = None
             self.post(ev.CheckCollectives(now))
         self._end_cells()
+        if self._notify_due:
+            self._notify_due = False
+            with self.changed:
+                self.changed.notify_all()
         self._flusher.flush(time.monotonic())
 
     def _seconds_to_deadline(self) -> float | None:
@@ -436,8 +453,7 @@ class Driver:
                     self._recent.append(oldest)
                     break
             # Wakes `ClusterProcesses.launch`, which waits until no internal cell is left.
-            with self.changed:
-                self.changed.notify_all()
+            self._notify_due = True
 
     def _receive(self, sender: Sender, message: FromRank, frames: list[memoryview]) -> None:
         # `MessageReceiver` has dropped the messages of earlier incarnations.

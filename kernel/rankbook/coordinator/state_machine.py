@@ -63,6 +63,8 @@ class ClusterState:
         self._unreported_losses: dict[int, str] = {}
         self._next_request = -math.inf
         self._collective_monitor = CollectiveMonitor(self.grace)
+        # Whether a check was scheduled after a `Done` and has not come yet: another one would not be earlier.
+        self._check_is_near = False
         self._queue: list[int] = []
         self._last_cell = 0
         self._launches = 0
@@ -269,6 +271,9 @@ class ClusterState:
         cell = self.cells.get(rank.cell) if rank.cell is not None else None
         return rank.state is not RankState.IDLE and not (cell is not None and cell.internal)
 
+    def _are_idle(self, ranks: Iterable[int]) -> bool:
+        return all(self.ranks[rank].state is RankState.IDLE for rank in ranks)
+
     def live_ranks(self) -> tuple[int, ...]:
         """Return the ranks that can answer a query: those that are idle or busy."""
         # Called after every death. The look-up of a state's name would take most of the time.
@@ -288,7 +293,9 @@ class ClusterState:
         needed: set[int] = set()
         for number in tuple(self._queue):
             cell = self.cells[number]
-            if not needed.isdisjoint(cell.ranks) or any(self.ranks[r].state is not RankState.IDLE for r in cell.ranks):
+            # The number first: the states of 1,000 ranks would be looked at after the reply of each of them.
+            too_few = self._state_counts[RankState.IDLE] < len(cell.ranks)
+            if too_few or not needed.isdisjoint(cell.ranks) or not self._are_idle(cell.ranks):
                 needed.update(cell.ranks)
                 continue
             self._queue.remove(number)
@@ -299,6 +306,7 @@ class ClusterState:
                 self.ranks[rank].cell = number
             actions.append(act.SendTask(number, cell.ranks))
             if not cell.internal:
+                self._check_is_near = False  # it replaces a check that is due
                 actions.append(act.ScheduleCheck(CHECK_INTERVAL))
         return actions
 
@@ -330,7 +338,8 @@ class ClusterState:
                 self.grouped = False
             actions += self._end_if_complete(cell)
             # The other ranks may now wait for this one in a collective, so they are checked soon.
-            if cell.running and not cell.internal:
+            if cell.running and not cell.internal and not self._check_is_near:
+                self._check_is_near = True
                 actions.append(act.ScheduleCheck(CHECK_AFTER_DONE))
         elif event.collectives:  # late reply: the rank may have diverged, so the group is stale
             self._stale = True
@@ -432,6 +441,7 @@ class ClusterState:
         return []
 
     def _check_collectives(self, event: ev.CheckCollectives) -> list[act.Action]:
+        self._check_is_near = False
         actions = self._collective_monitor.check(event.now, self.ranks, self.cells)
         if any(isinstance(action, act.RequestCollectives) for action in actions):
             self._next_request = event.now + _REQUEST_INTERVAL  # an exit need not request the same again

@@ -17,6 +17,9 @@ from rankbook.snapshot_files import TrainingPlace
 class RankState(Enum):
     """State of a rank's process."""
 
+    # A member is unique. Enum's own method hashes the name, in Python: a third of the time of a step for 1,000 ranks.
+    __hash__ = object.__hash__
+
     ABSENT = auto()
     STARTING = auto()
     IDLE = auto()
@@ -27,6 +30,8 @@ class RankState(Enum):
 
 class RankStep(Enum):
     """Steps of a rank, which move it to another state."""
+
+    __hash__ = object.__hash__
 
     FORK = auto()
     HELLO = auto()

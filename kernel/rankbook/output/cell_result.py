@@ -283,7 +283,7 @@ class ResultBuilder:
             error=done.error if done is not None else None,
             loss=messages.loss if done is None else None,
             still_running=messages.still_running and done is None,
-            truncated=messages.truncated or any(buffer.truncated for buffer in streams.values()),
+            truncated=messages.truncated or (bool(streams) and any(buffer.truncated for buffer in streams.values())),
         )
 
 

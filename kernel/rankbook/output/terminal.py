@@ -90,6 +90,11 @@ class TerminalRow:
         return self.text.rstrip(" ") if self.rewritten else self.text
 
     @property
+    def unused(self) -> bool:
+        """True if nothing was ever written to the row."""
+        return not (self.length or self.rewritten) and self.column is None and self.display is None
+
+    @property
     def empty(self) -> bool:
         """True if nothing visible is left in the row."""
         # A row that was rewritten to blanks, or that has only colours, shows nothing.
@@ -217,6 +222,8 @@ class TerminalStream:
 
     def end(self, now: float) -> str | None:
         """End the stream: return the unfinished rows that are not shown in a live display, as lines."""
+        if not (self._escape or self._bytes) and len(self._rows) == 1 and self._rows[0].unused:
+            return None
         # An incomplete character or escape sequence will not be completed any more.
         text = self._escape + self._bytes.decode("utf-8", "replace")
         self._escape, self._bytes = "", b""

@@ -73,6 +73,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 _OFFSETS = 16
 """Round trips of which the shortest tells the offset of an agent's clocks."""
 _CLOCKS = struct.Struct("<dd")
+# As plain numbers: to combine zmq's flags takes as long as to send a small frame.
+_MORE, _LAST, _READABLE = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK), int(zmq.POLLIN)
 _WITHOUT_COPY = 64 << 10
 """Bytes from which a frame is handed to libzmq without a copy; below, copying is faster."""
 
@@ -254,7 +256,7 @@ class AgentHub:
                 self._authenticate()
             size = count = 0
             while count < _MAX_RECEIVED and size < _MAX_RECEIVED_BYTES and _is_readable(self._socket):
-                connection, *packet = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                connection, *packet = _receive_frames(self._socket)
                 count += 1
                 size += sum(map(len, packet))
                 if not self._take(connection.bytes, [frame.buffer for frame in packet], now, events):
@@ -475,7 +477,7 @@ class AgentHub:
     def _send_frames(self, peer: _Peer, frames: Sequence[Bytes]) -> None:
         # A connection that has ended is not known any more. The session sends again over the next one.
         try:
-            self._socket.send(peer.connection, zmq.SNDMORE | zmq.NOBLOCK)
+            self._socket.send(peer.connection, _MORE)
             _send_frames(self._socket, frames)
         except zmq.ZMQError as error:
             agent = self._agents.get(peer.connection)
@@ -518,7 +520,7 @@ class AgentLink:
         now = time.monotonic()
         size = 0
         while size < _MAX_RECEIVED_BYTES and self._reconnect_at is None and _is_readable(self._socket):
-            packet = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+            packet = [frame.buffer for frame in _receive_frames(self._socket)]
             size += sum(map(len, packet))
             self._receive(packet, now, events)
         while self._reconnect_at is None and _is_readable(self._monitor):
@@ -747,11 +749,18 @@ def _is_value(event: HubEvent | LinkEvent) -> bool:
 
 
 def _is_readable(link_socket: zmq.Socket[bytes]) -> bool:
-    return bool(int(link_socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(link_socket.getsockopt(zmq.EVENTS)) & _READABLE)
+
+
+def _receive_frames(link_socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    # As `recv_multipart`, which asks the socket after every frame whether there is another one.
+    frames = [link_socket.recv(_LAST, copy=False)]
+    while frames[-1].more:
+        frames.append(link_socket.recv(_LAST, copy=False))
+    return frames
 
 
 def _send_frames(link_socket: zmq.Socket[bytes], frames: Sequence[Bytes]) -> None:
     last = len(frames) - 1
     for number, frame in enumerate(frames):
-        flags = zmq.NOBLOCK | (zmq.SNDMORE if number < last else 0)
-        link_socket.send(frame, flags, copy=len(frame) < _WITHOUT_COPY)
+        link_socket.send(frame, _MORE if number < last else _LAST, copy=len(frame) < _WITHOUT_COPY)
