@@ -88,7 +88,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, 
             yield cluster, book
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_ranks_import_modules_of_the_notebooks_folder_and_see_changes(shared):
     cluster, book = shared
@@ -105,7 +105,7 @@ def test_ranks_import_modules_of_the_notebooks_folder_and_see_changes(shared):
     assert [result.text(rank) for rank in (0, 1)] == ["(100, 2)", "(101, 2)"]
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_module_that_the_notebook_does_not_have_either_is_the_usual_error(shared):
     cluster, book = shared
@@ -145,7 +145,7 @@ def test_workers_of_a_rank_import_what_it_has_imported(shared):
         assert cluster.run(code.format(method), ranks=[1], timeout=120).text(1) == "[0, 1, 2, 3]"
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_healed_rank_imports_them_too(shared):
     cluster, book = shared

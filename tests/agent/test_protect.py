@@ -59,6 +59,7 @@ def snapshot_files(cluster: Cluster) -> list[list[str]]:
     return cluster.pull("files")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_healed_on_its_own_host(hosts):
     cluster, _ = hosts
     training = Training(cluster, "fsdp", steps=30)
@@ -74,6 +75,7 @@ def test_a_killed_rank_is_healed_on_its_own_host(hosts):
     assert f"snapshot of step {training.at}" in str(cluster.protection())
 
 
+@pytest.mark.slow
 def test_every_snapshot_has_a_copy_on_the_next_host_and_all_memory_is_given_back(hosts):
     cluster, _ = hosts
     Training(cluster, "ddp", steps=5)

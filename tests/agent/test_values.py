@@ -48,6 +48,7 @@ def kill(cluster: Cluster, rank: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_the_state_of_a_healed_rank_stays_on_the_host_that_it_shares_with_the_donor(three, monkeypatch):
     three.run("value = torch.arange(1_000_000)")
     crossed: list[str] = []
@@ -62,6 +63,7 @@ def test_the_state_of_a_healed_rank_stays_on_the_host_that_it_shares_with_the_do
     assert three.run("value.sum().item()", ranks=[2]).text(2) == "499999500000"
 
 
+@pytest.mark.slow
 def test_the_state_of_a_healed_rank_crosses_to_a_host_without_a_donor(three):
     three.run("value = torch.arange(1_000_000)")
     kill(three, 0)
@@ -71,6 +73,7 @@ def test_the_state_of_a_healed_rank_crosses_to_a_host_without_a_donor(three):
     assert not any(host.segments for host in hosts_of(three)._hosts.values()), "no copy is left"
 
 
+@pytest.mark.slow
 def test_a_transfer_that_takes_more_than_a_second_shows_how_far_it_is(three, monkeypatch, capsys):
     hosts = hosts_of(three)
     (host,) = hosts._hosts.values()
@@ -127,6 +130,7 @@ def test_a_host_that_is_lost_in_the_middle_fails_only_its_transfer(tmp_path, mon
 NO_ROOM = r"5 MB does not fit into the shared memory of .*: 10 kB are free in .*; send it in smaller parts, or make"
 
 
+@pytest.mark.slow
 def test_a_value_without_room_in_this_hosts_memory_costs_only_its_transfer(three, monkeypatch):
     three.run("value = bytes(5_000_000)")
     monkeypatch.setattr(shared_memory, "_free_bytes", lambda _: 10_000)

@@ -152,7 +152,7 @@ def growth(code, *arguments):
 BOMB = b"\x80\x02N" + b"r" + struct.pack("<I", 2**27) + b"."
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timeout(220)
 def test_nine_bytes_of_metadata_take_no_memory(tmp_path):
     assert len(BOMB) == 9

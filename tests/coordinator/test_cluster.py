@@ -607,6 +607,7 @@ def test_invalid_number_of_ranks_is_refused_before_the_start(two, count):
     assert (children(), own_folders()) == before
 
 
+@pytest.mark.slow
 def test_start_that_exceeds_its_timeout_is_abandoned_and_leaves_no_processes(two):
     before = own_folders()
     with pytest.raises(StartError, match="not ready within"):

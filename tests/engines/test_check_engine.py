@@ -127,6 +127,7 @@ def test_a_job_gets_its_text_and_its_output_and_end_are_read():
         Job(["no-such-program"])
 
 
+@pytest.mark.slow
 def test_a_job_that_ignores_sigterm_is_killed_with_what_it_has_started():
     code = "trap '' TERM; sleep 1000 & echo $!; wait; sleep 1000"
     job = Job(["bash", "-c", code])

@@ -59,6 +59,7 @@ def agents() -> set[int]:
     }
 
 
+@pytest.mark.slow
 def test_a_killed_agent_is_replaced_as_long_as_the_engine_has_hosts():
     engine = FakeEngine(2, spare=1)
     with on(engine) as cluster:
@@ -140,6 +141,7 @@ class MakesKeys(FakeEngine):
         return events
 
 
+@pytest.mark.slow
 def test_agents_without_a_key_make_one_and_are_accepted_when_it_is_allowed():
     with on(MakesKeys(2), 2) as cluster:
         assert cluster.run(REDUCE).text(0) == "[3.0, 3.0]"

@@ -44,7 +44,12 @@ IDENTITIES = "identities = [id(item) for item in (model, net, optimizer, schedul
 
 @pytest.mark.parametrize(
     ("layout", "moment", "rank"),
-    [("ddp", "backward", 0), ("fsdp", "commit", 3), ("hsdp", "forward", 2), ("fsdp_tp", "scheduler", 1)],
+    [
+        ("ddp", "backward", 0),
+        pytest.param("fsdp", "commit", 3, marks=pytest.mark.slow),
+        pytest.param("hsdp", "forward", 2, marks=pytest.mark.slow),
+        ("fsdp_tp", "scheduler", 1),
+    ],
 )
 def test_a_killed_rank_comes_back_at_the_same_step_with_the_same_losses(cluster, layout, moment, rank):
     training = Training(cluster, layout, steps=20)
@@ -73,6 +78,7 @@ def test_a_rank_that_dies_between_two_cells_costs_no_step(cluster):
     assert "back at step 2: no step to repeat" in str(training.heal())
 
 
+@pytest.mark.slow
 def test_snapshots_of_every_third_step_cost_up_to_three_steps(cluster):
     training = Training(cluster, "fsdp", steps=20, every=3)
     training.kill(1, "forward", after=5)
@@ -129,6 +135,7 @@ def test_a_lost_snapshot_is_named_and_the_rank_comes_back_without(cluster):
     assert cluster.protection() is None
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_during_the_heal_costs_no_further_step(cluster):
     training = Training(cluster, "fsdp", steps=20)
     training.kill(3, "forward", after=3)
@@ -139,6 +146,7 @@ def test_a_rank_that_dies_during_the_heal_costs_no_further_step(cluster):
     training.check(10)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_the_ranks_are_protected_again_costs_no_further_step(cluster):
     training = Training(cluster, "fsdp", steps=20)
     cluster.run("losses = train(3)")
@@ -150,7 +158,12 @@ def test_a_rank_that_dies_while_the_ranks_are_protected_again_costs_no_further_s
 
 
 @pytest.mark.parametrize(
-    ("layout", "moment", "step"), [("fsdp", "before", 3), ("fsdp_tp", "optimizer", 3), ("hsdp", "scheduler", 4)]
+    ("layout", "moment", "step"),
+    [
+        ("fsdp", "before", 3),
+        pytest.param("fsdp_tp", "optimizer", 3, marks=pytest.mark.slow),
+        pytest.param("hsdp", "scheduler", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_that_an_error_has_left_at_different_steps_go_back_together(cluster, layout, moment, step):
     training = Training(cluster, layout, steps=20)
@@ -179,6 +192,7 @@ def test_ranks_that_were_stopped_at_one_step_do_not_go_back(cluster):
     training.check(10)
 
 
+@pytest.mark.slow
 def test_a_return_that_was_stopped_in_the_middle_is_repeated(cluster):
     training = Training(cluster, "fsdp", steps=20)
     cluster.run(FAIL.format(moment="before", step=3), ranks="1")
@@ -280,6 +294,7 @@ def test_without_a_whole_replica_the_shards_are_lost(cluster):
     assert training.expected
 
 
+@pytest.mark.slow
 def test_a_layout_of_before_can_be_prepared_again_after_its_rank_was_replaced(cluster):
     Training(cluster, "hsdp", steps=3, protect=False)
     cluster.run("del model, net, optimizer, scheduler, loader, accelerator")

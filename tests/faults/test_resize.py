@@ -153,7 +153,7 @@ class Epoch:
     ("cluster", "layout", "sizes"),
     [
         (2, "ddp", (3, 2)),
-        (3, "fsdp", (2, 3)),
+        pytest.param(3, "fsdp", (2, 3), marks=pytest.mark.slow),
         *(
             pytest.param(4, layout, sizes, marks=pytest.mark.full)
             for layout, sizes in {
@@ -218,7 +218,9 @@ def test_a_layout_that_does_not_fit_changes_nothing(cluster):
         cluster.resize(0)
 
 
-@pytest.mark.parametrize(("cluster", "n", "victim"), [(3, 2, 0), (2, 3, 1)], indirect=["cluster"])
+@pytest.mark.parametrize(
+    ("cluster", "n", "victim"), [(3, 2, 0), pytest.param(2, 3, 1, marks=pytest.mark.slow)], indirect=["cluster"]
+)
 def test_a_rank_that_dies_during_a_resize_is_replaced(cluster, n, victim, tmp_path):
     epoch = Epoch(cluster, "fsdp", tmp_path)
     epoch.train(4)
@@ -256,6 +258,7 @@ def test_a_rank_that_dies_before_its_first_snapshot_after_a_resize_is_replaced(c
     assert sorted(epoch.seen) == list(range(SAMPLES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", [3], indirect=True)
 def test_a_rank_that_dies_while_others_leave_is_replaced(cluster, monkeypatch):
     prepare(cluster, "fsdp")

@@ -136,6 +136,7 @@ HIDDEN = "hidden = __import__('os').environ.get('CUDA_VISIBLE_DEVICES'), str(dev
 ON_CPU = ("", "cpu", False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("old_gpus")
 def test_ranks_on_the_cpu_stay_there_after_a_restart_a_resize_and_for_another_notebook():
     with Cluster(1, device="cpu", keep=60) as cluster:

@@ -68,7 +68,14 @@ def test_the_ranks_and_their_variables_stay_through_a_hundred_calls(ranks):
     assert "[0, 10]" in ranks.ok("rankbook.current().pull('kept')").text
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "fork",
+        pytest.param("spawn", marks=pytest.mark.slow),
+        pytest.param("forkserver", marks=pytest.mark.full),
+    ],
+)
 def test_loaders_of_classes_from_cells_have_workers_of_any_start_method(ranks, method):
     ranks.ok(
         "import torch\nclass Squares(torch.utils.data.Dataset):\n    def __len__(self): return 6\n"
@@ -242,6 +249,7 @@ def test_launcher_starts_ranks_that_stay(fresh_notebook):
     assert str(pids) in fresh_notebook.ok("rankbook.notebook_launcher(os.getpid)").text
 
 
+@pytest.mark.slow
 def test_launched_functions_that_are_to_use_the_cpu_see_no_device(ranks):
     seen = "lambda: (os.environ.get('CUDA_VISIBLE_DEVICES'), str(rankbook.PartialState().device))"
     ranks.ok("import os\n%distributed stop\nos.environ['ACCELERATE_USE_CPU'] = '1'")

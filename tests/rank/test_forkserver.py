@@ -191,7 +191,7 @@ def test_forkserver_reports_its_versions(server):
     assert server.up.python == sys.version.split()[0]
 
 
-@pytest.mark.parametrize("when", ["start", "idle"])
+@pytest.mark.parametrize("when", [pytest.param("start", marks=pytest.mark.slow), "idle"])
 def test_optimizer_imports_are_preloaded_on_request(when):
     home = Home()
     try:
@@ -205,6 +205,7 @@ def test_optimizer_imports_are_preloaded_on_request(when):
     assert imported == str(when == "start")
 
 
+@pytest.mark.slow
 def test_nothing_is_preloaded_while_the_first_ranks_of_a_cluster_are_expected():
     home = Home()
     try:

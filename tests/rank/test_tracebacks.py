@@ -89,7 +89,7 @@ print("survived")
 """
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_stack_of_the_main_thread_is_read_while_garbage_is_collected():
     run = subprocess.run(
         [sys.executable, "-c", READ_WHILE_GARBAGE_IS_COLLECTED],

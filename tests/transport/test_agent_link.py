@@ -172,6 +172,7 @@ def test_random_bytes_before_the_handshake_do_not_affect_other_connections(pair)
     pair.until(lambda: pair.texts(pair.at_hub) == [b"still here"])
 
 
+@pytest.mark.slow
 def test_random_frames_of_a_member_are_dropped_and_counted_and_memory_comes_back(pair):
     member = pair.connect(name="member")
     pair.until(lambda: pair.seen(member, Accepted))

@@ -361,7 +361,14 @@ def over_a_mesh(sizes):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("sizes", [{"dp_replicate": 2, "tp": 2}, {"tp": 2, "dp_shard": 2}, {"tp": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"dp_replicate": 2, "tp": 2}, marks=pytest.mark.slow),
+        {"tp": 2, "dp_shard": 2},
+        pytest.param({"tp": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_of_one_tensor_parallel_group_are_sent_the_same(sizes):
     ranks = run_ranks(over_a_mesh, 2 ** len(sizes), sizes)
     if len(sizes) == 1:
