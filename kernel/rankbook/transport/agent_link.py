@@ -208,6 +208,7 @@ class AgentHub:
         self._bad_packets: dict[bytes, int] = {}
         self._forgotten: set[str] = set()
         self._last_poll = time.monotonic()
+        self._timers_due = -math.inf  # by the last call of `deadline`
         self._context = zmq.Context(_IO_THREADS)
         # Before the other socket, which asks it about its first connection.
         self._zap = self._context.socket(zmq.REP)
@@ -249,6 +250,7 @@ class AgentHub:
                 for peer in self._peers.values():
                     peer.last_received += now - self._last_poll
             self._last_poll = now
+            senders: set[bytes] = set()
             # No more than some packets: a peer that sends without a pause must not keep the caller here.
             for _ in range(_MAX_RECEIVED):
                 if not _is_readable(self._zap):
@@ -259,9 +261,13 @@ class AgentHub:
                 connection, *packet = _receive_frames(self._socket)
                 count += 1
                 size += sum(map(len, packet))
+                senders.add(connection.bytes)
                 if not self._take(connection.bytes, [frame.buffer for frame in packet], now, events):
                     self._close_connection(connection)
-            self._flush_all(now)
+            # Others have nothing to send before their timers.
+            for sender in senders:
+                if sender in self._agents:
+                    self._flush(self._peers[self._agents[sender]], now)
         return sorted(events, key=_is_value)
 
     def accept(self, agent: str) -> None:
@@ -322,16 +328,19 @@ class AgentHub:
         return 0.0 if peer is None else time.monotonic() - peer.last_received
 
     def deadline(self) -> float | None:
-        """Return the time of the next timer."""
+        """Return the time of the next timer. Before it, `run_timers` does nothing."""
         with self._lock:
             times = [peer.next_ping for peer in self._peers.values()]
             times += [due for peer in self._peers.values() if (due := peer.session.deadline()) is not None]
-            return min(times, default=None)
+            self._timers_due = min(times, default=math.inf)
+            return self._timers_due if times else None
 
     def run_timers(self, now: float) -> list[HubEvent]:
         """Ask silent agents for a sign of life, and return those that have given none for too long."""
         events: list[HubEvent] = []
         with self._lock:
+            if now < self._timers_due:
+                return []
             for agent, peer in self._peers.items():
                 if now >= peer.next_ping:
                     peer.next_ping = now + _PING_INTERVAL
@@ -339,7 +348,7 @@ class AgentHub:
                 if peer.reachable and now - peer.last_received > _UNREACHABLE_AFTER:
                     peer.reachable = False
                     events.append(Unreachable(agent))
-            self._flush_all(now)
+                self._flush(peer, now)
         return events
 
     def close(self, linger: float = 0.5) -> None:
@@ -464,10 +473,6 @@ class AgentHub:
         peer = self._peers.pop(agent, None)
         if peer is not None:
             self._agents.pop(peer.connection, None)
-
-    def _flush_all(self, now: float) -> None:
-        for peer in self._peers.values():
-            self._flush(peer, now)
 
     def _flush(self, peer: _Peer, now: float) -> None:
         if peer.accepted:
