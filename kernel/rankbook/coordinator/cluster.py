@@ -1391,18 +1391,21 @@ class Cluster(ClusterQueries):
         """
         if self.protection() is None or any(map(self._state.is_busy, self._state.ranks.values())):
             return None
-        ask = dict.fromkeys(self._all_ranks, (lambda cell: Protect(cell=cell, every=None), ()))
-        places = {rank: report["place"] for rank, report in self._collect(ask, timeout, "heal").items()}
+        deadline = time.monotonic() + timeout
+
+        def ask(make: Callable[[int], Message]) -> dict[int, Any]:
+            return self._collect(dict.fromkeys(self._all_ranks, (make, ())), deadline - time.monotonic(), "heal")
+
+        places = {rank: report["place"] for rank, report in ask(lambda cell: Protect(cell=cell, every=None)).items()}
         if None in places.values() or not describe_places(places):
             return None
-        headers = self._snapshot_headers(timeout)
+        headers = self._snapshot_headers(deadline - time.monotonic())
         version, every = choose_snapshot(headers)
         if version is None:
             return Healed((), None, restored=describe_no_snapshot(headers, ""), was_refused=True)
         # The reducers of DDP models are made anew, as at the step of the snapshot.
-        self._collect(dict.fromkeys(self._all_ranks, (lambda cell: AdoptState(cell=cell), ())), timeout, "heal")
-        make = lambda cell: RestoreSnapshot(cell=cell, version=version, every=every)  # noqa: E731 - used once
-        answers = self._collect(dict.fromkeys(self._all_ranks, (make, ())), timeout, "heal")
+        ask(lambda cell: AdoptState(cell=cell))
+        answers = ask(lambda cell: RestoreSnapshot(cell=cell, version=version, every=every))
         text, was_refused = summarize_restore(answers, ())
         return Healed((), None, restored=text, was_refused=was_refused, restored_from="" if was_refused else "snapshot")
 
