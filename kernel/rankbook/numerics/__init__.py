@@ -6,7 +6,7 @@
     step_ends.py         ends of optimizer steps, for views and checks that must not read in the middle of a step
     watch.py             number watch of a rank: hooks on modules, gradients, collectives and optimizers
     attribution.py       on which rank, in which module and phase a non-finite value was born (pure code)
-    comparison.py        `compare`: where a step in two layouts parts first; a training step made of a loss function
+    comparison.py        `compare`: where a step in two layouts differs first; a training step made of a loss function
     settings.py          layouts of `compare` and conditions of `watch_numbers`, as the user writes them
     recording.py         copies of a model in a layout; record of a step there: summaries of its tensors, as whole ones
     relations.py         relation of two tensors: a factor, a missing rank, another mask, a precision (pure functions)
@@ -70,7 +70,7 @@ def compare(
     layouts: Sequence[str | Layout] = ("one rank", "current"),
     also: Mapping[str, Any] | None = None,
 ) -> Comparison:
-    """Run one training step in two layouts, and find the first tensor in which they part.
+    """Run one training step in two layouts, and find the first tensor that differs.
 
     Args:
         step: the step, called as `step(model, optimizer, batch)`. It computes the loss and calls `backward()`, and

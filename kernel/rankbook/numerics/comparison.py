@@ -1,4 +1,4 @@
-"""Comparison of one training step in two layouts: where they part first, by how much, and what explains it.
+"""Comparison of one training step in two layouts: where they differ first, by how much, and what explains it.
 
 `compare_layouts` runs the step twice in each layout. The first pass records summaries of all tensors on all ranks
 (`recording.py`), from which `first_difference` finds the first tensor that differs; the second pass records this tensor
@@ -133,7 +133,8 @@ class Comparison:
         label = _LABELS[first.phase].format(first.name)
         size = "" if not math.isfinite(first.size) else f" by {first.size:.2g} (tolerance {first.tolerance:.2g})"
         explained = first.text or (self.relation.text if self.relation is not None else "")
-        return f"{a} and {b} part{before} at the {label}{where}{size}" + (f": {explained}" if explained else "")
+        reason = f": {explained}" if explained else ""
+        return f"{a} and {b} differ{before}, first at the {label}{where}{size}{reason}"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         del include, exclude
@@ -168,7 +169,7 @@ class Comparison:
                 cells.append((label, colour))
             rows.append((module or "(root)", cells))
         more = len(modules) - len(rows)
-        caption = "tensors above the tolerance, by module and phase; ▶ is where the layouts part first"
+        caption = "tensors above the tolerance, by module and phase; ▶ is where the layouts differ first"
         caption += f"; {more:,} more modules are not shown" if more > 0 else ""
         return colour_grid("module", [phase for phase, *_ in self.phases], rows, caption)
 
