@@ -75,6 +75,7 @@ html_theme_options = {
     "footer_end": [],
 }
 html_show_sourcelink = False
+html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
 
 PACKAGES = ("rankbook", "rankbook.checkpoint", "rankbook.engines", "rankbook.testing")
 """Packages whose public names the reference must contain. `rankbook` has all names of `rankbook.runtime`."""

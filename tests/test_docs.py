@@ -149,9 +149,7 @@ def test_the_magics_that_replace_those_of_nbdistributed_exist():
         (arguments.parse_line if marks == "%" else arguments.parse_cell_line)(line)  # raises on an unknown one
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/howto/from-accelerate.md"]
-)
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
 def test_files_named_on_pages_exist(page):
     names = re.findall(r"`([\w./-]+/[\w.-]*\.(?:py|ipynb|md|toml))`", (ROOT / page).read_text())
     names += re.findall(

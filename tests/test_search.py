@@ -108,6 +108,12 @@ def index(tmp_path_factory) -> Index:
         ("accelerate launch", "howto/from-accelerate"),
         ("trusted", "explanation/what-is-trusted"),
         ("variables when rank dies", "tutorials/dead-ranks"),
+        ("different loss DDP FSDP2", "howto/compare-layouts"),
+        ("diverge", "howto/compare-layouts"),
+        ("resume", "tutorials/checkpoints"),
+        ("protect", "explanation/what-protection-guarantees"),
+        ("rank died", "tutorials/dead-ranks"),
+        ("install", "tutorials/first-cell"),
     ],
 )
 def test_the_search_finds_the_page(index, query, page):
