@@ -416,8 +416,9 @@ class Driver:
 
     def _seconds_to_deadline(self) -> float | None:
         """Return the seconds until the next deadline; None without one."""
-        # Another thread may have added an end after `_end_cells` has run. It must not wait for the next message.
-        if self._ending:
+        # Another thread may have added an end after `_end_cells` has run. It must not wait for the next message, nor
+        # must a thread that an event of the output wakes.
+        if self._ending or self._notify_due:
             return 0.0
         due = [self._timers.next, self._flusher.deadline, self._next_loss_report]
         # Without a cell there is nothing to check, and an idle notebook should not wake up.
