@@ -316,11 +316,17 @@ class SshEngine(ProcessEngine):
         return number
 
 
+_NO_ROUTE = "ORTE does not know how to route a message"
+
+
 class MpirunEngine(StepEngine):
     """`--launcher mpirun --hostfile FILE`, or `--nodes N` where mpirun knows the nodes from a scheduler.
 
     The connection goes over the standard input, which mpirun copies to all processes. A lost node cannot be replaced:
     an MPI job has a fixed number of processes.
+
+    Open MPI 4 now and then finds no route to a node, with the same command that works a moment later. Then nothing has
+    run on any host, and mpirun is started once more.
     """
 
     name = "mpirun"
@@ -334,6 +340,8 @@ class MpirunEngine(StepEngine):
         options = parser.parse_args(own)
         self._hostfile: str | None = options.hostfile
         self._python: str = options.python
+        self._command: list[str] = []
+        self._is_repeated = False
 
     def start(self, hosts: int | None, slots: int, connection: AgentConnection) -> None:
         """See `Engine`."""
@@ -347,7 +355,21 @@ class MpirunEngine(StepEngine):
             *self._passed,
         ]
         agent = self.supervised("OMPI_COMM_WORLD_RANK", None, slots_per_host(slots, count), self._python)
-        self.start_job(None, [*command, *agent])
+        self._command = [*command, *agent]
+        self.start_job(None, self._command)
+
+    def events(self) -> Iterable[EngineEvent]:
+        """See `Engine`."""
+        events: list[EngineEvent] = []
+        for event in super().events():
+            match event:
+                case HostEnded(None, reason) if _NO_ROUTE in reason and not self._is_repeated:
+                    self._is_repeated = True
+                    self.start_job(None, self._command)
+                    events.append(HostOutput(None, "mpirun found no route to a node, and is started once more\n"))
+                case _:
+                    events.append(event)
+        return events
 
     def replace(self, host: int, *, wait: bool) -> int | None:  # noqa: ARG002
         """See `Engine`."""
