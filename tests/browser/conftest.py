@@ -102,7 +102,8 @@ def own_kernel(browser, tmp_path, monkeypatch) -> Iterator[Callable]:
             stack.callback(server.close)
             server.theme("JupyterLab Light")
             write_notebook(folder / "own.ipynb", sources)
-            opened = Notebook(stack.enter_context(open_page(browser, tmp_path)), server, "own.ipynb")
+            page = stack.enter_context(open_page(browser, tmp_path))
+            opened = Notebook(page, server, "own.ipynb", kernel="Python 3 (Rankbook, 2 ranks)")
             stack.callback(opened.shut_down)
             return opened
 

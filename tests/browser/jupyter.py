@@ -113,10 +113,10 @@ class Server:
 
 
 class Notebook:
-    """A notebook in a page, as a person sees it."""
+    """A notebook in a page, as a person sees it. `kernel` is the name to choose where the page asks for a kernel."""
 
-    def __init__(self, page: Page, server: Server, name: str, front_end: str = "lab") -> None:
-        self.page, self.server, self.name = page, server, name
+    def __init__(self, page: Page, server: Server, name: str, front_end: str = "lab", *, kernel: str = "") -> None:
+        self.page, self.server, self.name, self.kernel = page, server, name, kernel
         self.dialogs: list[str] = []
         page.goto(server.url(name, front_end))
         self.wait_open()
@@ -137,6 +137,9 @@ class Notebook:
         while dialog.count():
             self.dialogs.append(dialog.first.inner_text())
             print("dialog:", self.dialogs[-1])
+            # On a busy machine, JupyterLab may open the notebook before it knows the kernels, and asks then.
+            if self.kernel and (choice := dialog.first.locator("select")).count():
+                choice.first.select_option(label=self.kernel)
             dialog.first.locator("button.jp-mod-accept").last.click()
             self.page.wait_for_timeout(100)
 
