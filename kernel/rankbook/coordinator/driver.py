@@ -169,6 +169,7 @@ class Driver:
         self._next_check: float | None = None
         self._closing = False
         self._notify_due = False
+        self._thread_id: int | None = None
         self._watched_files: tuple[int, ...] = (launcher.fileno(),)
         # A daemon thread, because the interpreter joins all other threads before it calls the functions of `atexit`,
         # and the one that stops the clusters is such a function. Any other thread would make the notebook's process
@@ -199,12 +200,18 @@ class Driver:
 
     def post(self, event: ev.Event) -> None:
         """Pass an event to the state machine and perform the resulting actions. Any thread."""
+        is_driver = threading.get_ident() == self._thread_id
         with self.changed:
             # Decide and perform under one lock. If the lock were released in between, two threads could send the
             # messages of two decisions in the other order.
             for action in self.state.handle(event):
                 self._perform(action)
-            self._notify()
+            # The driver thread wakes others once, at the end of its round. A thread that wakes up competes for the
+            # interpreter: one wake-up for each of 1,000 replies would take as long as the replies.
+            if is_driver:
+                self._notify_due = True
+                return
+            self.changed.notify_all()
         # After the lock has been released: otherwise the driver thread would wake up only to wait for the lock.
         self.wake()
 
@@ -212,19 +219,8 @@ class Driver:
         """Make the driver thread check its queue and its timers. Any thread."""
         # The driver thread computes its deadline anew after every event that it handles, so it needs no wake-up of its
         # own. After `_closing`, the link may have been closed already.
-        if threading.get_ident() != self._thread.ident and not self._closing:
+        if threading.get_ident() != self._thread_id and not self._closing:
             self._hub.wake()
-
-    def _notify(self) -> None:
-        """Wake the threads that wait for a change, with `changed` held; on the driver thread, at the end of its round.
-
-        A thread that wakes up competes for the interpreter. With one wake-up for each of 1,000 replies, it would take
-        as long as the replies.
-        """
-        if threading.get_ident() == self._thread.ident:
-            self._notify_due = True
-        else:
-            self.changed.notify_all()
 
     def reply(self, rank: int, reply: InputReply) -> None:
         """Send the user's answer to a rank that called `input()`. Any thread."""
@@ -378,6 +374,7 @@ class Driver:
     # Driving
 
     def _run(self) -> None:
+        self._thread_id = threading.get_ident()
         try:
             while not self._closing:
                 received, files = self._hub.wait(self._seconds_to_deadline(), self._watched_files)
@@ -461,6 +458,8 @@ class Driver:
         rank, incarnation = sender
         self.liveness.record_message(rank)
         match message:
+            case Done():  # first, since every rank sends one for every cell
+                self._done(rank, incarnation, message, frames)
             case RankReady():
                 self.post(ev.RankConnected(rank, incarnation))
             case StartFailed():
@@ -471,8 +470,6 @@ class Driver:
                 self.liveness.dispatch(rank, message, frames)
             case Collectives():
                 self.post(ev.CollectivesReceived(rank, incarnation, CollectiveReport(message, time.monotonic())))
-            case Done():
-                self._done(rank, incarnation, message, frames)
             # A rank may ask after the end of its cell: from a background thread, or as a straggler.
             case InputRequest():
                 cell = self._cells.get(message.cell)

@@ -539,9 +539,10 @@ class Hosts:
     def _receive_from_ranks(self, host: Host, message: FromRanks, frames: list[memoryview]) -> None:
         host.segments.update(message.stay)
         position = 0
-        for rank, incarnation, count in ((item.rank, item.incarnation, item.frames) for item in message.senders):
-            data, *rest = frames[position : position + count]
-            position += count
+        for item in message.senders:
+            rank, incarnation = item.rank, item.incarnation
+            data, *rest = frames[position : position + item.frames]
+            position += item.frames
             process = self._processes.get(rank)
             # A process that was replaced meanwhile may have sent it, so that this is not an error.
             if process is None or (process.host, process.incarnation) != (host.id, incarnation):
