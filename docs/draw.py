@@ -106,7 +106,7 @@ def _struct(struct: type[msgspec.Struct]) -> str:
 
 
 def _signature(event: type) -> str:
-    fields = (f"{member.name}: {member.type}" for member in dataclasses.fields(event))
+    fields = (f"{name}: {kind}" for name, kind in inspect.get_annotations(event).items())
     return f"{event.__name__}({', '.join(fields)})"
 
 
