@@ -21,14 +21,13 @@ from rankbook.checkpoint.format.manifest import (
     COMMON,
     ITEM_BYTES,
     MAX_LISTED,
-    Buffer,
     Chunk,
     Manifest,
     piece_bytes,
     sizes_match,
 )
 from rankbook.checkpoint.load_plan import find_coverage_errors
-from rankbook.checkpoint.storage import Storage, steps
+from rankbook.checkpoint.storage import Buffer, Storage, steps
 from rankbook.checkpoint.storage.backends import Folder, storage_of
 from rankbook.errors import CheckpointError
 

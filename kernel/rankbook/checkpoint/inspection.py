@@ -27,7 +27,6 @@ from rankbook.checkpoint.format.manifest import (
     COMMON,
     MANIFEST,
     METADATA,
-    Buffer,
     Chunk,
     Manifest,
     StoredObject,
@@ -41,7 +40,7 @@ from rankbook.checkpoint.format.manifest import (
 )
 from rankbook.checkpoint.format.torch_zip import open_zip, without_checksums
 from rankbook.checkpoint.load_plan import find_coverage_errors
-from rankbook.checkpoint.storage import Storage, read_all, steps
+from rankbook.checkpoint.storage import Buffer, Storage, read_all, steps
 from rankbook.checkpoint.storage.backends import Folder, storage_of
 from rankbook.errors import CheckpointError
 from rankbook.formatting import escape_unprintable, format_bytes, plural

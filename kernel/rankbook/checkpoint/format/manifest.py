@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rankbook.checkpoint.storage import check_path
+from rankbook.checkpoint.storage import Buffer, check_path
 from rankbook.errors import CheckpointError
 from rankbook.formatting import escape_unprintable, truncate_list
 
@@ -37,7 +37,6 @@ try:
 except ImportError:  # isal has no wheel for this processor
     _crc32 = zlib.crc32
 
-Buffer = bytes | bytearray | memoryview
 
 crc32: Callable[..., int] = _crc32
 """`zlib.crc32`, or isal's, which is five times as fast: CRC-32 dominates the CPU time of a checked save or load."""

@@ -14,10 +14,9 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from rankbook.checkpoint.format.manifest import Buffer
+Buffer = bytes | bytearray | memoryview
 
 CHECKPOINT_FILES = ("manifest.json", ".metadata")
 """Files that make a folder a checkpoint. When a folder cannot be moved or removed in one operation, these files are

@@ -30,8 +30,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from rankbook.checkpoint.format.manifest import Buffer, as_bytes
-from rankbook.checkpoint.storage import ASIDE, CHECKPOINT_FILES, Storage, add_filename, check_path
+from rankbook.checkpoint.format.manifest import as_bytes
+from rankbook.checkpoint.storage import ASIDE, CHECKPOINT_FILES, Buffer, Storage, add_filename, check_path
 
 _MAX_PARTS, _MAX_BYTES = 512, 1024 * 1024  # per writev, except for a single larger part; IOV_MAX is 1024
 _FLUSH_INTERVAL = 32 * 1024 * 1024  # bytes after which a flush to disk is started
