@@ -413,8 +413,8 @@ class Driver:
 
     def _seconds_to_deadline(self) -> float | None:
         """Return the seconds until the next deadline; None without one."""
-        # Another thread may have added an end after `_end_cells` has run. It must not wait for the next message, nor
-        # must a thread that an event of the output wakes.
+        # Another thread may have added an end after `_end_cells` has run, and an event may have been posted while
+        # output was shown. Neither must wait for the next message.
         if self._ending or self._notify_due:
             return 0.0
         due = [self._timers.next, self._flusher.deadline, self._next_loss_report]

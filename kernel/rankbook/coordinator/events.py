@@ -38,7 +38,7 @@ class RankGone:
 
 @dataclass(frozen=True)
 class LossReportDue:
-    """All exits that have been received are handled. `now` is in seconds, on any monotonic clock."""
+    """The exits received so far are handled. `now` is in seconds, on any monotonic clock."""
 
     now: float
 
