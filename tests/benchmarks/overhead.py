@@ -2,9 +2,10 @@
 
 In the same two ranks, the same network is wrapped twice: by DDP over Rankbook's group, and by DDP over a group of
 torch's own gloo, on connections of its own. With `--stand-in`, both are on the stand-in for NCCL, whose device executes
-later. Steps come in pairs, one of each, in an order that both ranks draw from the same seed, so that whatever else the
-machine does affects both alike. Small collectives of both groups are timed in the same way. A round has fresh ranks,
-and another model is built first. The step is small enough that the cost can be seen in it.
+later. With `--nccl`, both are on NCCL, on one rank with a GPU, where nothing hides the cost of a call. Steps come in
+pairs, one of each, in an order that both ranks draw from the same seed, so that whatever else the machine does affects
+both alike. Small collectives of both groups are timed in the same way. A round has fresh ranks, and another model is
+built first. The step is small enough that the cost can be seen in it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,17 @@ def plain_stand_in():
     group.eager_connect_single_device()
     return known(group, 'stand_in', store)
 
+def plain_nccl():
+    \"\"\"A process group of torch's own, with NCCL.\"\"\"
+    store = dist.PrefixStore('plain', dist.group.WORLD.get_group_store())
+    backend = dist.ProcessGroupNCCL(store, rank, world_size)
+    group = dist.ProcessGroup(store, rank, world_size)
+    kind = dist.ProcessGroup.BackendType.NCCL
+    group._set_default_backend(kind)
+    backend._set_sequence_number_for_group()
+    group._register_backend(device, kind, backend)
+    return known(group, 'nccl', store)
+
 def plain_gloo():
     \"\"\"A process group that torch has made all by itself: no object of ours is between DDP and gloo.\"\"\"
     store = dist.PrefixStore('plain', dist.group.WORLD.get_group_store())
@@ -60,7 +72,7 @@ def known(group, backend, store):
 def model(group):
     torch.manual_seed(3)
     layers = [make() for _ in range(LAYERS) for make in (lambda: torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU)]
-    return DistributedDataParallel(torch.nn.Sequential(*layers), process_group=group)
+    return DistributedDataParallel(torch.nn.Sequential(*layers).to(device), process_group=group)
 
 plain = plain_BACKEND()
 assert not isinstance(plain, recoverable_group.RecoverableProcessGroup)
@@ -69,13 +81,15 @@ names = ['plain', 'rankbook'] if FIRST else ['rankbook', 'plain']
 models = {name: model(plain if name == 'plain' else None) for name in names}
 assert models['plain'].process_group is plain
 optimizers = {name: torch.optim.SGD(each.parameters(), 1e-3) for name, each in models.items()}
-inputs = torch.randn(BATCH, WIDTH)
+inputs = torch.randn(BATCH, WIDTH, device=device)
 
 def step(name):
     began = time.perf_counter()
     optimizers[name].zero_grad()
     models[name](inputs).square().mean().backward()
     optimizers[name].step()
+    if device.type == 'cuda':
+        torch.cuda.synchronize()
     return time.perf_counter() - began
 
 for _ in range(10):
@@ -93,7 +107,7 @@ gc.enable()
 print('measured', json.dumps(seconds))"""
 
 COLLECTIVES = """%%distributed
-small = torch.ones(4)
+small = torch.ones(4, device=device)
 groups = {'plain': plain, 'rankbook': dist.group.WORLD}
 def collective(name):
     began = time.perf_counter()
@@ -122,12 +136,12 @@ print('measured', json.dumps(seconds))"""
 def main() -> int:
     options = _options()
     seed = random.randrange(1_000_000) if options.seed is None else options.seed
-    backend = "stand_in" if options.stand_in else "gloo"
+    backend = "stand_in" if options.stand_in else "nccl" if options.nccl else "gloo"
     values = {"LAYERS": options.layers, "WIDTH": options.width, "BATCH": options.batch, "PAIRS": options.pairs}
     seconds: dict[str, list[float]] = {"plain": [], "rankbook": []}
     added: list[float] = []
     for number in range(options.rounds):
-        with open_injector(2, stand_in=options.stand_in) as injector:
+        with open_injector(1 if options.nccl else 2, stand_in=options.stand_in) as injector:
             injector.notebook.ok(_filled(SETUP, {**values, "FIRST": number % 2, "BACKEND": backend}), timeout=300)
             measured = _measured(injector, _filled(MEASURE, {**values, "SEED": seed + number}))
             calls = _measured(injector, _filled(COLLECTIVES, {"SEED": seed + number}))
@@ -178,6 +192,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=512, metavar="N", help="of each layer; 512")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="few, so that communication matters; 8")
     parser.add_argument("--stand-in", action="store_true", help="on the stand-in for NCCL, not on gloo")
+    parser.add_argument("--nccl", action="store_true", help="on NCCL, on one rank with a GPU")
     parser.add_argument("--seed", type=int, help="of the order of steps; a random one, printed")
     return parser.parse_args()
 

@@ -45,7 +45,7 @@ class Net(torch.nn.Module):
 def train(count):
     for batch in loader:
         seen.extend(batch.tolist())
-        x = torch.sin(batch[:, None] * torch.arange(1.0, 9.0))
+        x = torch.sin(batch[:, None] * torch.arange(1.0, 9.0, device=batch.device))
         accelerator.backward(model(x).square().mean())
         optimizer.step()
         scheduler.step()

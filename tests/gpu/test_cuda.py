@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-COUNT = "import torch; print(torch.cuda.device_count())"
-DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+from tests.gpu.ranks import ON_CUDA, cuda_devices
 
-
-@functools.cache
-def cuda_devices() -> int:
-    """Count the CUDA devices in another process: this one must not initialize CUDA."""
-    if not any(driver.exists() for driver in DRIVERS):
-        return 0
-    reported = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)
-    return int(reported.stdout)
-
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda_devices() == 0, reason="torch sees no CUDA device on this machine"),
-]
+pytestmark = ON_CUDA
 
 REDUCE = """%%distributed
 t = torch.full((4, 4), float(rank + 1), device=device)
@@ -123,6 +104,7 @@ print(round(model.module.weight.sum().item(), 4))""",
     assert "[0-1] " in outcome.stdout
 
 
+@pytest.mark.device_alone
 def test_out_of_memory_error_names_the_holders_and_frees_the_memory(fresh_notebook):
     fresh_notebook.ok("%distributed start -n 1")
     fresh_notebook.ok("%%distributed\nkept = torch.zeros(1 << 20, device=device)")

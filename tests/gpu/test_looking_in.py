@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import json
 
-import pytest
+from tests.gpu.ranks import ON_CUDA
 
-from tests.gpu.test_cuda import cuda_devices
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda_devices() == 0, reason="torch sees no CUDA device on this machine"),
-]
+pytestmark = ON_CUDA
 
 
-def test_peek_that_waits_for_the_device_does_not_block_the_rank(fresh_notebook):
-    fresh_notebook.ok("%distributed start -n 1")
-    fresh_notebook.ok("%%distributed\nx = torch.ones(8, device=device)")
-    assert fresh_notebook.ok("%distributed peek x.sum().item()").stdout == "[0] 8.0\n"
+def test_peek_that_waits_for_the_device_does_not_block_the_rank(preloaded):
+    preloaded.ok("%distributed start -n 1")
+    preloaded.ok("%%distributed\nx = torch.ones(8, device=device)")
+    assert preloaded.ok("%distributed peek x.sum().item()").stdout == "[0] 8.0\n"
     cell = "for _ in range(20): torch.cuda._sleep(1_000_000_000)\ntorch.cuda.synchronize()\nprint('done')"
-    message = fresh_notebook.send(f"%%distributed --background\n{cell}")
-    outcome = fresh_notebook.finish(message)
-    assert "(8,)" in fresh_notebook.ok("%distributed peek tuple(x.shape)").stdout
-    refused = fresh_notebook.run("%distributed peek x.sum().item() --timeout 0.3")
+    message = preloaded.send(f"%%distributed --background\n{cell}")
+    outcome = preloaded.finish(message)
+    assert "(8,)" in preloaded.ok("%distributed peek tuple(x.shape)").stdout
+    refused = preloaded.run("%distributed peek x.sum().item() --timeout 0.3")
     assert refused.status == "error" and "timed out after 0.3 s; reading a CUDA tensor" in refused.stderr
-    assert "synchronize" in fresh_notebook.ok("%distributed stacks").stdout
-    fresh_notebook.follow(message, outcome, lambda so_far: "done" in so_far.stdout, timeout=60)
-    assert fresh_notebook.ok("%distributed peek x.sum().item()").stdout == "[0] 8.0\n"
+    assert "synchronize" in preloaded.ok("%distributed stacks").stdout
+    preloaded.follow(message, outcome, lambda so_far: "done" in so_far.stdout, timeout=60)
+    assert preloaded.ok("%distributed peek x.sum().item()").stdout == "[0] 8.0\n"
 
 
-def test_a_profile_has_the_kernels_of_the_device(tmp_path, fresh_notebook):
-    fresh_notebook.ok("%distributed start -n 1")
+def test_a_profile_has_the_kernels_of_the_device(tmp_path, preloaded):
+    preloaded.ok("%distributed start -n 1")
     file = tmp_path / "run.json"
     cell = "y = torch.ones(512, 512, device=device)\nfor _ in range(5): y = y @ y\ndist.all_reduce(y)"
-    outcome = fresh_notebook.ok(f"%%distributed --time --profile={file}\n{cell}\ntorch.cuda.synchronize()")
+    outcome = preloaded.ok(f"%%distributed --time --profile={file}\n{cell}\ntorch.cuda.synchronize()")
     (text,) = [display["text/plain"] for display in outcome.displays if display["text/plain"].startswith("op")]
     assert {line.split("  ")[1].strip() for line in text.splitlines()[1:]} >= {"cpu", "cuda"} or " cuda " in text
     events = json.loads(file.read_text())["traceEvents"]

@@ -1,9 +1,4 @@
-"""Faults of ranks that use NCCL, two or three of them on one CUDA device.
-
-NCCL refuses two ranks on one device, which it tells by the host and the bus. With another NCCL_HOSTID for every rank it
-takes them for several hosts, and they talk over the loopback interface. NVIDIA does not support that, so the fixture
-first proves one all_reduce, and skips with NCCL's words otherwise.
-"""
+"""Faults of ranks that use NCCL, two or three of them on one CUDA device (see `tests.gpu.ranks`)."""
 
 from __future__ import annotations
 
@@ -11,33 +6,17 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
 
 from tests.conftest import Notebook, Outcome, running_kernel, wait_until
 from tests.faults.injection import raise_on_rank_1
-from tests.gpu.test_cuda import cuda_devices
+from tests.gpu.ranks import ON_CUDA, REDUCE, nccl_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda_devices() == 0, reason="torch sees no CUDA device on this machine"),
-    pytest.mark.timeout(180),
-]
+pytestmark = [*ON_CUDA, pytest.mark.timeout(180)]
 
-PLACE = """
-from rankbook.coordinator import cluster_processes as _processes
-from rankbook.launch.placement import DeviceAssignment as _Assignment
-_processes.assign_devices = lambda n, *_, **__: _Assignment(('cuda:0',) * (n or 2), 'cpu:gloo,cuda:nccl', 1)
-_environment = _processes.rank_environment
-def _of_rank(base, place, **options):
-    own = {'NCCL_HOSTID': f'rank-{place["RANK"]}'} if HOSTS else {}
-    return {**_environment(base, place, **options), 'NCCL_SOCKET_IFNAME': 'lo', 'NCCL_NET': 'Socket',
-            'NCCL_IB_DISABLE': '1', 'NCCL_P2P_DISABLE': '1', 'NCCL_SHM_DISABLE': '1', 'NCCL_NVLS_ENABLE': '0', **own}
-_processes.rank_environment = _of_rank
-"""
-REDUCE = "t = torch.full((4,), rank + 1.0, device=device)\ndist.all_reduce(t)\n"
 INDENTED_REDUCE = REDUCE.replace("\n", "\n    ").rstrip()
 DDP = """from torch.nn.parallel import DistributedDataParallel
 torch.manual_seed(0)
@@ -49,34 +28,6 @@ def step():
     optimizer.step()
 step()
 """
-
-
-@contextlib.contextmanager
-def nccl_ranks(count: int, *, hosts: bool = True, variables: Mapping[str, str] | None = None) -> Iterator[Notebook]:
-    """Run a kernel with ranks that share cuda:0 and use NCCL."""
-    with running_kernel(env={"RANKBOOK_ABORT_GRACE": "0.3", **(variables or {})}) as notebook:
-        notebook.ok(PLACE.replace("HOSTS", str(hosts)))
-        started = notebook.run(f"%distributed start -n {count}", timeout=120)
-        proof = (
-            notebook.run(f"%%distributed\n{REDUCE}print(t.tolist())", timeout=60) if started.status == "ok" else started
-        )
-        if hosts and proof.status != "ok":
-            pytest.skip(f"NCCL does not let ranks share a device: {(proof.traceback or proof.text)[-600:]}")
-        yield notebook
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Notebook]:
-    with nccl_ranks(2) as notebook:
-        yield notebook
-
-
-@pytest.fixture
-def nccl(ranks: Notebook) -> Iterator[Notebook]:
-    """Return the module's kernel, whose ranks must have a working group afterwards."""
-    yield ranks
-    outcome = ranks.ok(f"%%distributed\n{REDUCE}c = torch.ones(2)\ndist.all_reduce(c)\nprint(t[0].item(), c[0].item())")
-    assert outcome.stdout.count("3.0 2.0") >= 1
 
 
 def when_said(notebook: Notebook, cell: str, strike: Callable[[], object]) -> tuple[Outcome, float]:
@@ -100,7 +51,7 @@ def test_ranks_on_one_device_reduce_tensors_of_the_device_and_of_the_cpu(nccl):
 
 FSDP = """from torch.distributed.fsdp import fully_shard
 torch.manual_seed(0)
-sharded = fully_shard(torch.nn.Linear(64, 64).to(device))
+sharded = fully_shard(torch.nn.Linear(64, 64).to(device), reshard_after_forward=True)
 sharded(torch.ones(4, 64, device=device)).sum().item()
 """
 
@@ -123,7 +74,7 @@ def test_a_wait_for_a_rank_that_raised_is_broken_off(nccl, measured, wait):
     if wait in PREPARED:
         nccl.ok(f"%%distributed\n{PREPARED[wait]}")
     outcome = raise_on_rank_1(nccl, WAITS[wait], timeout=60)
-    measured.setdefault("cell in which a rank raises (grace period 0.3 s)", []).append(outcome.seconds)
+    measured("cell in which a rank raises (grace period 0.3 s)", outcome.seconds)
     assert "CollectiveAborted: rank 1 raised ValueError" in outcome.traceback
     assert "went on" not in outcome.stdout
 
@@ -137,10 +88,11 @@ def test_a_wait_in_the_first_collective_is_broken_off(nccl):
         assert "CollectiveAborted" in outcome.traceback
 
 
-def test_the_status_answers_while_ranks_wait_for_the_device(nccl):
+def test_the_status_answers_while_ranks_wait_for_the_device(nccl, tmp_path):
     """The control thread makes no CUDA call: one hangs while the main thread waits for the device."""
-    cell = f"import time\nif rank == 1:\n    while not go: time.sleep(0.05)\n{REDUCE}print(t.tolist())"
-    nccl.ok("%%distributed\ngo = False")
+    go = tmp_path / "go"
+    wait = f"    while not os.path.exists({str(go)!r}): time.sleep(0.05)"
+    cell = f"import os, time\nif rank == 1:\n{wait}\n{REDUCE}print(t.tolist())"
     message = nccl.send(f"%%distributed --background\n{cell}")
     outcome = nccl.finish(message)
     waits = "waiting in all_reduce"
@@ -149,7 +101,7 @@ def test_the_status_answers_while_ranks_wait_for_the_device(nccl):
         begun = time.monotonic()
         text = nccl.ok("%distributed status").text
         assert time.monotonic() - begun < 1 and "unresponsive" not in text, text
-    nccl.ok("%distributed peek globals().update(go=True) --ranks 1")
+    go.touch()
     nccl.follow(message, outcome, lambda so_far: "[3.0, 3.0, 3.0, 3.0]" in so_far.stdout, timeout=60)
 
 
@@ -171,15 +123,16 @@ def test_a_rank_that_comes_late_finds_the_others_waiting(nccl):
 def test_an_interrupt_ends_a_wait_for_the_device(nccl, measured):
     cell = f"%%distributed\nimport time\nprint('now')\nif rank == 1: time.sleep(60)\n{REDUCE}t.tolist()"
     outcome, seconds = when_said(nccl, cell, nccl.interrupt)
-    measured.setdefault("interrupt to the end of the cell", []).append(seconds)
+    measured("interrupt to the end of the cell", seconds)
     assert outcome.ename in ("KeyboardInterrupt", "CollectiveAborted")
 
 
 @pytest.mark.parametrize(
     ("one", "words"),
     [
-        ("dist.broadcast(t, 0)", "rank 0 began all_reduce float32[4] sum, rank 1 broadcast"),
-        ("dist.all_reduce(torch.ones(8, device=device))", "rank 0 gave float32[4], rank 1 float32[8]"),
+        ("dist.broadcast(t, 0)", r"rank 0 began all_reduce float32\[4\]"),
+        # NCCL tells nothing of these two: it ends both, or one of them, with a wrong result.
+        ("dist.all_reduce(torch.ones(8, device=device))", r"rank 0 gave float32\[4\].*, rank 1 float32\[8\]"),
     ],
     ids=["operations", "shapes"],
 )
@@ -190,7 +143,7 @@ def test_mismatched_collectives_are_reported(nccl, one, words):
         timeout=60,
     )
     assert outcome.status == "error"
-    assert words.split(" sum")[0] in outcome.traceback
+    assert re.search(words, outcome.traceback)
 
 
 def test_a_killed_rank_is_healed_and_training_goes_on(nccl, measured):
@@ -199,7 +152,7 @@ def test_a_killed_rank_is_healed_and_training_goes_on(nccl, measured):
     pid = int(re.findall(r"\[1\] pid (\d+)", output)[0])
     cell = f"%%distributed\nimport time\nprint('now')\nif rank == 1: time.sleep(60)\n{REDUCE}t.tolist()"
     outcome, seconds = when_said(nccl, cell, lambda: psutil.Process(pid).kill())
-    measured.setdefault("SIGKILL to the end of the cell", []).append(seconds)
+    measured("SIGKILL to the end of the cell", seconds)
     assert "rank 1 was killed by SIGKILL" in outcome.traceback
     assert "[0]" in nccl.ok("%%distributed --ranks 0\nprint(torch.ones(3, device=device).sum().item())").stdout
     nccl.ok("%distributed heal", timeout=120)
@@ -279,6 +232,7 @@ print("same", other[0] == other[1], other[0][:7])
 def test_heal_brings_tensors_of_the_device_back_as_they_were_and_copies_them_once(nccl):
     if psutil.disk_usage("/dev/shm").free < 9 << 30:
         pytest.skip("wants 9 GB of shared memory")
+    nccl.ok("%distributed restart", timeout=60)  # a sharded model of another test cannot be healed
     nccl.ok(
         """%%distributed
 import os, rankbook
@@ -385,6 +339,7 @@ def test_nccl_error_text_is_shown_to_the_user():
         assert "Duplicate GPU detected" in outcome.traceback + outcome.text
 
 
+@pytest.mark.device_alone
 def test_breaking_off_often_leaves_neither_memory_nor_threads(nccl):
     count = (
         "%%distributed\nimport os\n"
@@ -432,6 +387,6 @@ def test_a_restart_of_an_idle_rank_waits_for_nobody(nccl, measured):
     leaving = psutil.Process(int(re.findall(r"\[1\] pid (\d+)", output)[0]))
     message, begun = nccl.send("%distributed restart 1"), time.monotonic()
     psutil.wait_procs([leaving], timeout=60)
-    measured.setdefault("restart to the end of the idle rank's process", []).append(time.monotonic() - begun)
+    measured("restart to the end of the idle rank's process", time.monotonic() - begun)
     assert time.monotonic() - begun < 1
     assert nccl.finish(message, timeout=60).status == "ok"

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.test_cuda import cuda_devices
+from tests.gpu.ranks import ON_CUDA, cuda_devices
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(cuda_devices() == 0, reason="torch sees no CUDA device on this machine"),
-]
+pytestmark = ON_CUDA
 
 PREPARED = """%%distributed
 from rankbook import Accelerator, set_seed
@@ -39,19 +36,19 @@ print(accelerator.device.type, "learnt")"""
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_prepared_loop_learns(fresh_notebook, ranks, precision):
-    fresh_notebook.ok(f"%distributed start -n {ranks}")
-    outcome = fresh_notebook.ok(PREPARED.format(precision=precision), timeout=120)
+def test_a_prepared_loop_learns(preloaded, ranks, precision):
+    preloaded.ok(f"%distributed start -n {ranks}")
+    outcome = preloaded.ok(PREPARED.format(precision=precision), timeout=120)
     assert "cuda learnt" in outcome.stdout
     if precision == "fp16":
-        reported = fresh_notebook.ok("%%distributed --ranks 0\nprint(accelerator.scaler.get_scale() > 0)").stdout
+        reported = preloaded.ok("%%distributed --ranks 0\nprint(accelerator.scaler.get_scale() > 0)").stdout
         assert reported == "[0] True\n"
 
 
-def test_save_during_training_is_loaded_bit_for_bit(fresh_notebook, tmp_path):
-    fresh_notebook.ok("%distributed start -n 2")
-    fresh_notebook.ok(PREPARED.format(precision="fp16"), timeout=120)
-    outcome = fresh_notebook.ok(
+def test_save_during_training_is_loaded_bit_for_bit(preloaded, tmp_path):
+    preloaded.ok("%distributed start -n 2")
+    preloaded.ok(PREPARED.format(precision="fp16"), timeout=120)
+    outcome = preloaded.ok(
         f"""%%distributed
 folder = {str(tmp_path / "state")!r}
 saving = accelerator.save_state(folder, async_=True)
@@ -68,13 +65,13 @@ print(all(torch.equal(before[name], after[name]) for name in before), accelerato
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(0, id="nccl")])
-def test_a_wait_on_the_device_is_aborted_and_training_goes_on(fresh_notebook, ranks):
+def test_a_wait_on_the_device_is_aborted_and_training_goes_on(preloaded, ranks):
     ranks = ranks or cuda_devices()
     if ranks < 2:
         pytest.skip("nccl between ranks wants two devices")
-    fresh_notebook.ok(f"%distributed start -n {ranks}")
-    fresh_notebook.ok(PREPARED.format(precision="no"), timeout=120)
-    failed = fresh_notebook.run(
+    preloaded.ok(f"%distributed start -n {ranks}")
+    preloaded.ok(PREPARED.format(precision="no"), timeout=120)
+    failed = preloaded.run(
         "%%distributed\nif rank == 1: raise ValueError('not me')\nt = torch.ones(8, device=device)\n"
         "dist.all_reduce(t)\nprint(t.sum().item())",
         timeout=60,
@@ -82,13 +79,13 @@ def test_a_wait_on_the_device_is_aborted_and_training_goes_on(fresh_notebook, ra
     assert failed.status == "error"
     assert "rank 1: ValueError: not me" in failed.traceback
     assert "CollectiveAborted" in failed.traceback
-    outcome = fresh_notebook.ok("%%distributed\nprint('on', epoch() < losses[0])", timeout=120)
+    outcome = preloaded.ok("%%distributed\nprint('on', epoch() < losses[0])", timeout=120)
     assert f"[0-{ranks - 1}] on True" in outcome.stdout
 
 
-def test_a_launched_function_has_the_device_also_when_the_notebook_has_initialised_cuda(fresh_notebook):
-    fresh_notebook.ok("import torch, rankbook; here = torch.ones(3, device='cuda')")
-    outcome = fresh_notebook.ok(
+def test_a_launched_function_has_the_device_also_when_the_notebook_has_initialised_cuda(preloaded):
+    preloaded.ok("import torch, rankbook; here = torch.ones(3, device='cuda')")
+    outcome = preloaded.ok(
         "def where(x):\n    from rankbook import Accelerator\n"
         "    return str(Accelerator().device.type), x.sum().item()\n"
         "rankbook.notebook_launcher(where, (here,), num_processes=2)"
@@ -96,12 +93,12 @@ def test_a_launched_function_has_the_device_also_when_the_notebook_has_initialis
     assert outcome.displays[-1]["text/plain"] == "[('cuda', 3.0), ('cuda', 3.0)]"
 
 
-def test_memory_of_a_device_equals_that_of_torch(fresh_notebook):
-    fresh_notebook.ok("%distributed start -n 1")
-    fresh_notebook.ok(PREPARED.format(precision="no"), timeout=120)
-    fresh_notebook.ok("%%distributed\ntold = torch.cuda.mem_get_info(device)[1]")
-    fresh_notebook.ok("%distributed pull told")
-    outcome = fresh_notebook.ok(
+def test_memory_of_a_device_equals_that_of_torch(preloaded):
+    preloaded.ok("%distributed start -n 1")
+    preloaded.ok(PREPARED.format(precision="no"), timeout=120)
+    preloaded.ok("%%distributed\ntold = torch.cuda.mem_get_info(device)[1]")
+    preloaded.ok("%distributed pull told")
+    outcome = preloaded.ok(
         "import rankbook\nmemory = rankbook.current().placement().ranks[0].memory\n"
         "print(memory.total == told[0], memory.parameters == 4 * (16 * 64 + 64 + 64 + 1), memory.other > 0)"
     )
