@@ -238,8 +238,8 @@ class _Reducer:
     """Pickle reducer for cell functions, process groups, meshes, and tensors.
 
     The sharded models that `shards` has are sent without their shards (`restores`). For any other sharded DTensor it
-    raises `TransferError`. Without `with_data`, plain tensors are left out: that suffices to find out which values can
-    be pickled, and needs no CUDA.
+    raises `TransferError`. Without `with_data`, plain tensors and the random generators of a device are left out: that
+    suffices to find out which values can be pickled, and needs no CUDA.
     """
 
     def __init__(self, namespace: dict[str, Any], *, shards: Shards = _NO_SHARDS, with_data: bool = True) -> None:
@@ -287,6 +287,9 @@ class _Reducer:
             # data.
             if not self._with_data and (placements or type(value) in (torch.Tensor, torch.nn.Parameter)):
                 return int, ()
+        # Reading its state in a forked child would kill the child. Seen on an H100 with torch 2.11.
+        if not self._with_data and type(value) is torch.Generator and value.device.type != "cpu":
+            return int, ()
         return NotImplemented
 
 
@@ -443,8 +446,8 @@ def seeded_random_state() -> bytes:
 VALUE_SECONDS = 10.0
 """Time limit for pickling one value, in seconds. No tensor data is pickled and nothing is stored."""
 _LENGTH = struct.Struct("I")
-_NO_CUDA = "forked subprocess"
-"""Part of torch's error message when a forked child uses CUDA."""
+_NO_CUDA = ("forked subprocess", "initialization error")
+"""Parts of the error messages of torch and of CUDA itself when a forked child uses CUDA."""
 
 
 # Example: the values are a, b, c and d, and pickling b ends the process. The first child answers for a only. So b is at
@@ -470,8 +473,8 @@ def check_pickling(values: Mapping[str, object], reduce: Reduce, *, seconds: flo
             ending = child.end()
         # The first answer is the empty one with which the child reports that it has begun.
         failed = {name: answer for name, answer in zip(names, answers[1:], strict=False) if answer}
-        # =| A child of a process that has used CUDA cannot use it. These values are tried in this process.
-        problems |= {name: answer for name, answer in failed.items() if _NO_CUDA not in answer}
+        # A child of a process that has used CUDA cannot use it. These values are tried in this process.
+        problems |= {name: text for name, text in failed.items() if not any(each in text for each in _NO_CUDA)}
         problems |= _check_in_process([name for name in failed if name not in problems], values, reduce)
         if not answers:  # a hook of os.register_at_fork ends or stops children
             return problems | _check_in_process(names, values, reduce)
