@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import os
 import platform
 import secrets
@@ -41,7 +40,7 @@ from rankbook.launch.connection import CONNECT, Connection, decode_connection, i
 from rankbook.launch.local import LocalLauncher
 from rankbook.launch.placement import rank_environment, usable_cores
 from rankbook.launch.registry import make_folders
-from rankbook.process_identity import process_info
+from rankbook.process_identity import package_version, process_info
 from rankbook.protocol import PROTOCOL_VERSION, Message
 from rankbook.protocol.forkserver import (
     MESSAGES,
@@ -698,9 +697,9 @@ def _make_agent(connection: Connection, launcher: LocalLauncher, options: argpar
     address = source_address(connection.address, connection.port)
     description = HostDescription(
         name=os.environ.get("SLURMD_NODENAME") or platform.node(),
-        rankbook=_version("rankbook"),
+        rankbook=package_version("rankbook"),
         protocol=str(PROTOCOL_VERSION),
-        torch=_version("torch"),
+        torch=package_version("torch"),
         python=".".join(platform.python_version_tuple()[:2]),
         pid=str(os.getpid()),
         address=address,
@@ -712,13 +711,6 @@ def _make_agent(connection: Connection, launcher: LocalLauncher, options: argpar
         connection.address, connection.port, connection.keys, secrets.token_hex(8), encode_description(description)
     )
     return Agent(connection, link, launcher, address=address, slots=1 if is_task else options.slots)
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ A process is identified by machine, PID namespace, PID and start time. A folder 
 every container that sees the file. If no process holds a lock, the identity in the file decides. A process of another
 machine counts as ended after `PATIENCE` seconds.
 
-`process_info` and `describe_process` tell what the operating system reports about an unresponsive process.
+`process_info` and `describe_process` tell what the operating system reports about an unresponsive process,
+`package_version` which version of a package this one uses.
 """
 
 from __future__ import annotations
@@ -167,6 +168,16 @@ class ProcessInfo:
     stopped: bool = False
     traced: bool = False
     host: str = ""
+
+
+def package_version(name: str) -> str:
+    """Return the version of the package `name` that this process uses; empty if it is not installed as a package."""
+    import importlib.metadata  # takes milliseconds, and few processes ask
+
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # such as a copy of the source on PYTHONPATH
+        return ""
 
 
 def process_info(pid: int | None) -> ProcessInfo | None:

@@ -81,7 +81,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -123,6 +122,7 @@ from rankbook.checkpoint.storage.backends import Folder, storage_of
 from rankbook.checkpoint.storage.steps import OWNER, CheckpointLocation, RetentionPolicy, check_int
 from rankbook.control_collectives import RankGroup, RanksFailed, check_same_arguments, folder_key
 from rankbook.errors import CheckpointError, InvalidArgument
+from rankbook.process_identity import package_version
 from rankbook.protocol.telemetry import CheckpointSave
 
 # Rankbook writes the layout of Megatron-Core's "torch_dist" backend, version 1.
@@ -380,7 +380,7 @@ class Writer:
             files=tuple(files),
             step=self._location.step,
             metadata=self._metadata,
-            rankbook=version("rankbook"),
+            rankbook=package_version("rankbook"),
             torch=str(torch.__version__),
         )
         # The manifest is last: a folder with a manifest has all other files.

@@ -25,7 +25,6 @@ that returns later is refused; it ends its ranks and offers its slots again as a
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import ipaddress
 import os
 import platform
@@ -44,7 +43,7 @@ from rankbook.launch.code_sync import ModuleFolder, SentModules
 from rankbook.launch.connection import Connection, choose_address, write_connection
 from rankbook.launch.local import LocalLauncher
 from rankbook.launch.placement import HOME, HostSlots, RankSeat, describe_no_device, free_seat, ranks_per_node
-from rankbook.process_identity import ProcessInfo
+from rankbook.process_identity import ProcessInfo, package_version
 from rankbook.protocol import PROTOCOL_VERSION, Message
 from rankbook.protocol.forkserver import (
     MESSAGES,
@@ -900,12 +899,9 @@ class MirroredSegments(SegmentStore):
 
 def local_versions() -> dict[str, str]:
     """Return the versions that an agent must have too."""
-    versions = {"rankbook": "", "torch": ""}
-    for package in versions:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
     return {
-        **versions,
+        "rankbook": package_version("rankbook"),
+        "torch": package_version("torch"),
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "protocol": str(PROTOCOL_VERSION),
     }
