@@ -298,6 +298,21 @@ def evaluate(cluster: Cluster, expression: str) -> list[object]:
     return cluster.pull("value")
 
 
+@pytest.fixture
+def as_on_an_accelerator(cluster: Cluster) -> Iterator[None]:
+    """Let the watch read numbers as those of a device: all together, before the step of the optimizer."""
+    cluster.run("from rankbook.numerics import watch\nhost, watch.is_on_host = watch.is_on_host, lambda _: False")
+    yield
+    cluster.run("watch.is_on_host = host")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("as_on_an_accelerator")
+def test_planted_value_is_attributed_where_reading_waits_for_a_device(cluster, name):
+    test_planted_value_is_attributed(cluster, name)
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.processes if name in STANDARD else pytest.mark.slow) for name in CASES],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,11 +24,21 @@ def namespace() -> dict[str, Any]:
     return shell.user_ns if shell is not None else vars(sys.modules["__main__"])
 
 
-def cell_line() -> str:
+def executed_lines() -> list[tuple[str, int]]:
+    """Return the file and the line of every frame of this thread, innermost first, for `cell_line` at a later time."""
+    frame: FrameType | None = sys._getframe(1)
+    lines: list[tuple[str, int]] = []
+    while frame is not None and len(lines) < _MAX_FRAMES:
+        lines.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return lines
+
+
+def cell_line(lines: Iterable[tuple[str, int]] | None = None) -> str:
     """Return the line that the running cell executes: `line 14`; in a script `train.py line 7`.
 
     If that line calls the user's code of another cell or of a module, its innermost line follows in parentheses:
-    `line 14 (cell [2] line 3)`.
+    `line 14 (cell [2] line 3)`. With `lines` of `executed_lines`, return the line that was executed then.
     """
     numbers: dict[str, int] = {}
     ipython = sys.modules.get("IPython")
@@ -36,15 +47,8 @@ def cell_line() -> str:
         from rankbook.ipython_compat import cell_numbers
 
         numbers = cell_numbers(shell.compile)
-    found: list[tuple[str, int]] = []
-    frame = sys._getframe(1)
-    for _ in range(_MAX_FRAMES):
-        file = frame.f_code.co_filename
-        if file in numbers or _is_users(file):
-            found.append((file, frame.f_lineno))
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
+    executed = executed_lines() if lines is None else lines
+    found = [(file, line) for file, line in executed if file in numbers or _is_users(file)]
     if not found:
         return ""
     innermost, line = found[0]

@@ -54,10 +54,11 @@ from rankbook import control_collectives
 from rankbook.errors import NumericalError
 from rankbook.numerics import attribution as at
 from rankbook.numerics import step_ends
-from rankbook.numerics.naming import ModuleNames, cell_line, namespace
+from rankbook.numerics.naming import ModuleNames, cell_line, executed_lines, namespace
 from rankbook.numerics.settings import Conditions
 from rankbook.protocol import telemetry
 
+Lines = Sequence[tuple[str, int]]
 INPUTS_NAME = "nonfinite_inputs"
 """Variable in which the inputs of the culprit are kept."""
 _MAX_LAUNCHES = 4096
@@ -73,10 +74,11 @@ class _Call:
     returned its output as their own.
     """
 
-    __slots__ = ("consumers", "enclosing", "finite", "inputs", "module")
+    __slots__ = ("consumers", "enclosing", "finite", "inputs", "module", "norm")
 
     def __init__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self.module = module
+        self.norm: torch.Tensor | None = None  # of its output on an accelerator
         self.inputs: tuple[Any, ...] | None = inputs
         # Tuples, because most stay empty and need no object for the garbage collector.
         self.consumers: tuple[_Call, ...] = ()
@@ -125,8 +127,8 @@ class NumberWatch:
         self._positions: dict[str, int] = {}
         self._launches: list[tuple[str, int, Callable[[], str], str, bool, list[TensorWeakRef]]] = []
         self._wrapped = self._joined = self._scaled = False
-        # On an accelerator: (phase, call, norm), read at the check.
-        self._deferred: list[tuple[str, _Call | None, torch.Tensor]] = []
+        # On an accelerator: (phase, call, norm, lines), read at the check.
+        self._deferred: list[tuple[str, _Call | None, torch.Tensor, Lines]] = []
         self._deferred_launches: list[tuple[int, torch.Tensor]] = []
 
     def _end_step(self) -> None:
@@ -217,6 +219,8 @@ class NumberWatch:
             producer = self._producer(tensor) if tensor.requires_grad else None
             if producer is not None:  # a container returns the output of its last module
                 producer.enclosing += (module,)
+                if producer.norm is not None:  # it may turn out to be the first module with finite inputs
+                    self._deferred.append((at.FORWARD, call, producer.norm, ()))
             elif self._check(tensor, at.FORWARD, call) and tensor.requires_grad and not tensor.is_leaf:
                 self._follow(tensor, call)
 
@@ -233,7 +237,7 @@ class NumberWatch:
         return call
 
     def _on_gradient(self, call: _Call, gradient: torch.Tensor) -> None:
-        if self._first is not None or not self._check(gradient, at.BACKWARD, call) or gradient.device.type != "cpu":
+        if self._first is not None or not self._check(gradient, at.BACKWARD, call) or not is_on_host(gradient):
             return
         self._mark_finite(call)
         # Their backward pass is behind us, so their inputs are not wanted any more.
@@ -288,7 +292,7 @@ class NumberWatch:
                 if not tensor.is_floating_point() or tensor.layout is not torch.strided:
                     continue
                 dtype = str(tensor.dtype).removeprefix("torch.")
-                if tensor.device.type == "cpu":
+                if is_on_host(tensor):
                     finite = finite and kind_of(tensor) is None
                 elif tensor.numel():
                     self._deferred_launches.append((len(self._launches), torch.linalg.vector_norm(tensor, math.inf)))
@@ -301,10 +305,13 @@ class NumberWatch:
         local = _local(tensor)
         if not _is_float(local) or local.layout is not torch.strided or local.device.type == "meta":
             return True
-        if local.device.type != "cpu":
+        if not is_on_host(local):
             if local.numel():
                 # Detached: a graph would keep the output until the norm is read.
-                self._deferred.append((phase, call, torch.linalg.vector_norm(local.detach(), math.inf)))
+                norm = torch.linalg.vector_norm(local.detach(), math.inf)
+                self._deferred.append((phase, call, norm, () if phase == at.BACKWARD else executed_lines()))
+                if phase == at.FORWARD and call is not None:
+                    call.norm = norm
             return True
         kind = kind_of(local)
         # -inf in an output is in order for many modules, such as masks and logarithms of probabilities.
@@ -333,8 +340,8 @@ class NumberWatch:
                     self._launches[index] = (group, number, describe, dtype, False, references)
         if not self._deferred:
             return
-        values = torch.stack([norm.float() for _, _, norm in self._deferred]).tolist()
-        for (phase, call, _), value in zip(self._deferred, values, strict=True):
+        values = torch.stack([norm.float() for _, _, norm, _ in self._deferred]).tolist()
+        for (phase, call, _, lines), value in zip(self._deferred, values, strict=True):
             kind = "NaN" if math.isnan(value) else "inf" if math.isinf(value) else None
             if kind is None:
                 if phase == at.BACKWARD and call is not None:
@@ -345,7 +352,7 @@ class NumberWatch:
             elif not (kind == "inf" and phase == at.FORWARD and not self.conditions.inf):
                 self._keep_first(phase, kind, call)
                 assert self._first is not None
-                self._first.line = self._line or cell_line()
+                self._first.line = (cell_line(lines) if lines else "") or self._line or cell_line()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A fused optimizer is called although the scaler has found infinities, and skips the step by itself.
@@ -548,6 +555,11 @@ class NumberWatch:
         return ModuleNames(namespace(), [*self._modules.values(), *self._replicated])
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Return True if reading a value of `tensor` does not wait for a device."""
+    return tensor.device.type == "cpu"
+
+
 def kind_of(tensor: torch.Tensor) -> str | None:
     """Return "NaN" or "inf" if an element of `tensor` is not finite, otherwise None."""
     values = tensor.detach()
@@ -569,7 +581,7 @@ def _kind_of_all(value: object) -> str | None:
 
 def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Return False if an element of `tensors` may not be finite, so that they have to be looked at one by one."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
+    if all(map(is_on_host, tensors)):
         return all(cmath.isfinite(tensor.sum().item()) for tensor in tensors)
     # One read for all: reading waits for the device.
     return math.isfinite(torch.nn.utils.get_total_norm(list(tensors), 2.0).item())
