@@ -16,7 +16,7 @@ def model_and_data(rank, *, dropout=0.0, norm=False, seed=0):
     middle = nn.BatchNorm1d(16) if norm else nn.LayerNorm(16)
     net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 16), middle, nn.Linear(16, 4))
     net.tp_plan = {"0": "colwise", "3": "rowwise"}
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2, foreach=True)  # torch's default on CUDA
     for _ in range(2):  # moments that are not zero
         net(torch.randn(8, 8)).square().mean().backward()
         optimizer.step()

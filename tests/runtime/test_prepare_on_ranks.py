@@ -389,6 +389,9 @@ def test_a_checkpoint_of_shards_is_read_by_whole_copies_and_a_failed_one_raises_
 
 
 def divide_layers():
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
     from rankbook.runtime import (
         Accelerator,
         ParallelismConfig,
@@ -397,6 +400,7 @@ def divide_layers():
 
     torch.set_num_threads(1)
     plan = TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
+    part_of_it = TorchTensorParallelConfig(plan={"0": ColwiseParallel(output_layouts=Replicate())})
     results = []
     for options in (
         {"dp_shard_size": 2, "tp_size": 2},
@@ -404,12 +408,15 @@ def divide_layers():
         {"tp_size": 4},
         {"dp_replicate_size": 2, "dp_shard_size": 2},
         {"dp_replicate_size": 4},
+        {"tp_size": 4, "tp_handler": part_of_it},  # the other layers keep plain parameters
     ):
         start_over()
-        accelerator = Accelerator(parallelism_config=ParallelismConfig(**options, tp_handler=plan))
+        accelerator = Accelerator(parallelism_config=ParallelismConfig(**{"tp_handler": plan, **options}))
         reference, raw = small_model(), small_model()
         expected, optimizer_of_raw = (
-            torch.optim.Adam(model_copy.parameters(), 0.01) for model_copy in (reference, raw)
+            # As torch does it by default on CUDA.
+            torch.optim.Adam(model_copy.parameters(), 0.01, foreach=True)
+            for model_copy in (reference, raw)
         )
         model, optimizer = accelerator.prepare(raw, optimizer_of_raw)
         parts, part = accelerator.setup.data_parallel_size, accelerator.setup.data_parallel_rank
@@ -450,8 +457,9 @@ def test_a_mesh_divides_layers_and_batches_and_the_result_is_the_whole_models():
             "parallelize_module",
             "fully_shard",
             "DistributedDataParallel",
+            "parallelize_module",
         ]
-        assert all(result[1] < parameter_count for result in results[:4]), results
+        assert all(result[1] < parameter_count for result in (*results[:4], results[5])), results
         assert all(result[2] == 0 for result in results), "hooks were left on the model"
         assert results[0][3] > 0
 

@@ -53,6 +53,7 @@ from rankbook.runtime.strategies.base import (
     full_tensor,
     plain_class,
     reshard,
+    update_one_by_one_where_mixed,
 )
 from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel, TensorParallel
 
@@ -256,6 +257,7 @@ def _copy_optimizer(
     for name, state in states.items():
         if name in parameters:
             moved.state[parameters[name]] = {key: _spread(value, parameters[name]) for key, value in state.items()}
+    update_one_by_one_where_mixed(moved)
     return moved
 
 
@@ -373,7 +375,12 @@ class Recorder:
         options: dict[int, str] = {}
         if optimizer is not None:
             for group in optimizer.param_groups:
-                listed = {k: v for k, v in group.items() if k != "params" and isinstance(v, (int, float, bool, tuple))}
+                listed = {
+                    option: value
+                    for option, value in group.items()
+                    # Those choose kernels, not what is computed, and may depend on the layout.
+                    if option not in ("params", "foreach", "fused") and isinstance(value, (int, float, bool, tuple))
+                }
                 options.update({id(p): f"optimizer {listed}" for p in group["params"]})
         for name, parameter in self._names.items():
             note = f"requires_grad {parameter.requires_grad}"

@@ -28,7 +28,7 @@ from rankbook.runtime.data.loaders import prepare_data_loader
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from rankbook.runtime.prepared import PrepareContext, PreparedModel, report_loader, report_model, report_optimizer
 from rankbook.runtime.settings import install_forward, remove_forward
-from rankbook.runtime.strategies.base import full_tensor, mesh_for
+from rankbook.runtime.strategies.base import full_tensor, mesh_for, update_one_by_one_where_mixed
 
 KINDS: list[tuple[str, tuple[type, ...]]] = [
     # in the order of preparation: later kinds depend on earlier ones
@@ -326,6 +326,7 @@ def replace_parameters(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state.pop(old, None)
                 if state:
                     optimizer.state[new] = state
+    update_one_by_one_where_mixed(optimizer)
 
 
 def _convert_layout(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:  # noqa: ANN401 - any state of an optimizer

@@ -390,6 +390,17 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def update_one_by_one_where_mixed(optimizer: torch.optim.Optimizer) -> None:
+    """Let `optimizer` update one parameter at a time in groups with both DTensors and plain tensors.
+
+    Such are the parameters of a tensor-parallel model without sharding: those outside the plan stay plain. The kernels
+    that update many parameters at once, torch's default on CUDA, refuse the mix.
+    """
+    for group in optimizer.param_groups:
+        if len({isinstance(parameter, DTensor) for parameter in group["params"]}) > 1:
+            group.update({name: False for name in ("foreach", "fused") if name in group})
+
+
 def drop_unreduced(model: nn.Module) -> None:
     """Discard the gradients that the shards of `model` have accumulated on this rank and not reduced."""
     # FSDP keeps them in one of two places: as a sum of several passes, or in the `grad` of the full parameter.
