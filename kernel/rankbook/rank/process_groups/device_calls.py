@@ -20,10 +20,15 @@ import torch
 
 from rankbook.rank.process_groups.collective_log import CollectiveCall, CollectiveLog
 
-_PAUSE = 0.005
-"""Seconds between two queries while calls are unfinished. Every one takes the GIL from the main thread."""
+_PAUSE = 0.05
+"""Seconds between two rounds of queries while nobody waits. Every round takes the GIL from the main thread, which gives
+it up at almost every operation of torch."""
+_PAUSE_OF_FUNCTIONS = 0.005
+"""The same while a function of `DeviceWatcher.run_when_done` waits."""
 _SHORT_PAUSE = 0.0005
 """The same while a thread waits in `DeviceWatcher.wait`."""
+_LAST_ROUNDS = 20
+"""Rounds without a call until the thread waits to be woken. To wake it takes longer than a launch."""
 
 _DRIVER = "libcuda.so.1"
 _CAPTURE_THREAD_LOCAL = 1
@@ -255,7 +260,7 @@ class DeviceWatcher:
         self._functions = _Waiting()
         self._changed = threading.Condition()
         self._work = threading.Event()
-        self._hurry = threading.Event()
+        self._hurry = threading.Event()  # ends a pause
         self._waiting = 0
         self._thread: threading.Thread | None = None
 
@@ -267,6 +272,7 @@ class DeviceWatcher:
         """
         self._functions.add(self.accelerator.record(), function)
         self.watch(self._functions)
+        self._hurry.set()
 
     def watch(self, queue: DeviceQueue | _Waiting) -> None:
         """Query `queue` until it is empty."""
@@ -287,12 +293,10 @@ class DeviceWatcher:
             self._waiting += 1
             self._hurry.set()
             try:
-                if self._queues:
+                if any(queue._calls for queue in self._queues):
                     self._changed.wait(seconds)
             finally:
                 self._waiting -= 1
-                if not self._waiting:
-                    self._hurry.clear()
 
     def probe(self) -> Exception | None:
         """Return the error of a device that has failed for good, or None. Does not wait for the device."""
@@ -317,16 +321,17 @@ class DeviceWatcher:
             self._work.wait()
             self._work.clear()
             for _ in self._rounds():
-                # `Event.wait` of an event that nobody sets is a sleep. While nobody waits, `_hurry` ends the longer
-                # pause at once.
-                if self._hurry.is_set():
-                    threading.Event().wait(_SHORT_PAUSE)
+                if self._waiting:
+                    threading.Event().wait(_SHORT_PAUSE)  # nobody sets it: a sleep
                 else:
-                    self._hurry.wait(_PAUSE)
+                    self._hurry.wait(_PAUSE_OF_FUNCTIONS if self._functions._calls else _PAUSE)
+                    self._hurry.clear()
 
     def _rounds(self) -> Iterator[None]:
-        """Query all queues again and again; return once they are empty."""
+        """Query all queues again and again; return once they have been empty for `_LAST_ROUNDS` rounds."""
+        empty = 0
         while True:
+            empty = 0 if any(queue._calls for queue in self._queues) else empty + 1
             for queue in self._queues.copy():
                 try:
                     # Before the update: once NCCL's watchdog has aborted the communicator, the device finishes the
@@ -337,7 +342,7 @@ class DeviceWatcher:
                     self._lose(error)
                     queue.forget()
             with self._changed:
-                for queue in self._queues.copy():
+                for queue in self._queues.copy() if empty > _LAST_ROUNDS else ():
                     if not queue._calls:
                         queue._is_watched = False
                         self._queues.remove(queue)
