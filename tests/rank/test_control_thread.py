@@ -147,7 +147,7 @@ os.register_at_fork(after_in_parent=lambda: time.sleep(0.005))
 for turn in range(1, 6):
     interrupts.arm(turn)
     threading.Timer(0.05, interrupts.request, (turn,)).start()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 20  # of a machine that may be busy
     try:
         while time.monotonic() < end:
             pid = os.fork()
@@ -165,7 +165,7 @@ for turn in range(1, 6):
 @pytest.mark.processes
 def test_an_interrupt_is_delivered_to_a_loop_of_slow_forks():
     done = subprocess.run(
-        [sys.executable, "-c", FORKS_IN_STEP], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", FORKS_IN_STEP], capture_output=True, text=True, timeout=110, check=False
     )
     assert done.stdout.split() == ["raised"] * 5, done.stderr
 
