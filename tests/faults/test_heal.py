@@ -117,6 +117,43 @@ def test_heal_restores_a_dead_rank_with_the_state_of_a_live_rank(three, victim, 
     assert "sums 6.0" in reported
 
 
+SETTINGS = """
+import os
+def settings():
+    of_torch = (torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.is_grad_enabled(),
+                torch.are_deterministic_algorithms_enabled())
+    return (*of_torch, os.environ.get("OF_A_CELL"), "PYTHONDONTWRITEBYTECODE" in os.environ,
+            os.environ["RANK"] == str(rank))
+"""
+
+
+def test_heal_brings_the_settings_of_torch_and_the_environment_of_the_cells(three):
+    three.ok(
+        f"""%%distributed{SETTINGS}
+torch.set_default_dtype(torch.float64)
+torch.set_float32_matmul_precision("high")
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.set_grad_enabled(False)
+os.environ["OF_A_CELL"] = "7"
+kept = os.environ.pop("PYTHONDONTWRITEBYTECODE")"""
+    )
+    kill(three, 1)
+    three.ok("%distributed heal")
+    assert (
+        "[0-2] (torch.float64, 'high', False, True, '7', False, True)"
+        in three.ok("%%distributed\nprint(settings())").stdout
+    )
+    three.ok(
+        """%%distributed
+torch.set_default_dtype(torch.float32)
+torch.set_float32_matmul_precision("highest")
+torch.use_deterministic_algorithms(False)
+torch.set_grad_enabled(True)
+del os.environ["OF_A_CELL"]
+os.environ["PYTHONDONTWRITEBYTECODE"] = kept"""
+    )
+
+
 def test_heal_without_state_leaves_an_empty_rank_and_complete_groups(three):
     three.ok(SETUP)
     kill(three, 2)

@@ -87,6 +87,8 @@ def test_a_folder_and_a_module_that_are_not_there_are_named(tmp_path):
         path=sys.path,
         folder=str(tmp_path / "no"),
         watch=None,
+        environment={},
+        settings=recovery.torch_settings(),
     )
     fresh: dict[str, Any] = {}
     adopted = recovery.adopt_state(fresh, lambda: state)

@@ -146,6 +146,7 @@ def _adopt_notebook_environment(request: ForkRank) -> None:
     numpy.random.seed()  # noqa: NPY002 - user code may use the global state
     # The generators of accelerators are made in the rank, with seeds of their own.
     recovery.first_seed = torch.default_generator.seed()
+    recovery.first_environment = dict(os.environ)
     torch.set_num_threads(request.threads)
 
 

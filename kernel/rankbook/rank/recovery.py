@@ -85,10 +85,25 @@ class Shards(NamedTuple):
 _NO_SHARDS = Shards()
 
 
+class TorchSettings(TypedDict):
+    """Settings of torch that hold for a whole process, by the names of their functions; see `torch_settings`."""
+
+    default_dtype: torch.dtype
+    default_device: str
+    float32_matmul_precision: str
+    deterministic: bool
+    deterministic_warn_only: bool
+    cudnn_benchmark: bool
+    cudnn_deterministic: bool
+    grad_enabled: bool
+    detect_anomaly: bool
+
+
 class ExportedState(TypedDict):
     """The exported part of a rank's state. `imports` maps names to modules, `path` is `sys.path`.
 
-    `watch` are the conditions of the number watch, None if it is off.
+    `watch` are the conditions of the number watch, None if it is off. `environment` has the environment variables that
+    cells have changed, None for a deleted one. `settings` are those of `torch_settings`.
     """
 
     variables: dict[str, Any]
@@ -96,6 +111,8 @@ class ExportedState(TypedDict):
     path: list[str]
     folder: str
     watch: Any
+    environment: dict[str, str | None]
+    settings: TorchSettings
 
 
 class AdoptedState(TypedDict):
@@ -164,6 +181,8 @@ def export_state(
         path=list(sys.path),
         folder=str(Path.cwd()),
         watch=watch.active_conditions() if watch is not None else None,
+        environment=changed_environment(),
+        settings=torch_settings(),
     )
     # Tensors go to the device of the new rank, whose number may differ.
     return pack(state, store=store, reduce=_Reducer(namespace, shards=shards), keep_devices=True)
@@ -192,6 +211,11 @@ def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedStat
         os.chdir(state["folder"])
     except OSError as error:
         missing["the current folder"] = str(error)
+    for name, value in state["environment"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     for name, module in state["imports"].items():
         try:
             namespace[name] = importlib.import_module(module)
@@ -199,6 +223,7 @@ def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedStat
             missing[name] = str(error)
     # Only after everything has been unpickled: the namespace gets all of the state or nothing.
     namespace.update(state["variables"])
+    set_torch_settings(state["settings"])
     if state["watch"] is not None:
         # The ranks that watch exchange a flag in every step.
         from rankbook.numerics.watch import set_conditions
@@ -209,6 +234,58 @@ def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedStat
     adopted["functions"] = functions
     adopted["imports"] = sum(name not in missing for name in state["imports"])
     return adopted
+
+
+def torch_settings() -> TorchSettings:
+    """Return the settings of torch that cells may have changed, and without which a rank computes something else."""
+    return TorchSettings(
+        default_dtype=torch.get_default_dtype(),
+        # Without the number: it is that of the donor's device.
+        default_device=torch.get_default_device().type,
+        float32_matmul_precision=torch.get_float32_matmul_precision(),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        cudnn_benchmark=torch.backends.cudnn.benchmark,
+        cudnn_deterministic=torch.backends.cudnn.deterministic,
+        grad_enabled=torch.is_grad_enabled(),
+        detect_anomaly=torch.is_anomaly_enabled(),
+    )
+
+
+def set_torch_settings(settings: TorchSettings) -> None:
+    """Set those of `settings` that this process has otherwise: some of them cost time even with the default value."""
+    own = torch_settings()
+    if settings["default_dtype"] != own["default_dtype"]:
+        torch.set_default_dtype(settings["default_dtype"])
+    if settings["default_device"] != own["default_device"]:
+        torch.set_default_device(settings["default_device"])
+    if settings["float32_matmul_precision"] != own["float32_matmul_precision"]:
+        torch.set_float32_matmul_precision(settings["float32_matmul_precision"])
+    if settings["deterministic"] != own["deterministic"]:
+        torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["deterministic_warn_only"])
+    if settings["detect_anomaly"] != own["detect_anomaly"]:
+        torch.autograd.set_detect_anomaly(settings["detect_anomaly"])
+    torch.backends.cudnn.benchmark = settings["cudnn_benchmark"]
+    torch.backends.cudnn.deterministic = settings["cudnn_deterministic"]
+    torch.set_grad_enabled(settings["grad_enabled"])
+
+
+_OWN_VARIABLES = frozenset(
+    (
+        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
+        "MASTER_PORT", "CUDA_VISIBLE_DEVICES",
+    )
+)  # fmt: skip
+"""Environment variables that say where a rank is, see `launch.placement.place_variables`."""
+first_environment: dict[str, str] = {}
+"""The environment at the start of the rank."""
+
+
+def changed_environment() -> dict[str, str | None]:
+    """Return the environment variables that this process has changed, with None for a deleted one."""
+    names = (os.environ.keys() | first_environment.keys()) - _OWN_VARIABLES
+    now = {name: os.environ.get(name) for name in names}
+    return {name: value for name, value in sorted(now.items()) if value != first_environment.get(name)}
 
 
 def describe_steps(namespace: dict[str, Any], restored_from: int | None, untrusted: list[Optimizer]) -> str:
