@@ -1,4 +1,4 @@
-"""Imports point one way: read from the source, never from a run.
+"""Imports point one way, and tensors name their device: read from the source, never from a run.
 
 Each check is a function from sources to complaints. One test applies it to the package, another one to a source that is
 made up to break it.
@@ -46,6 +46,11 @@ NEVER_IMPORTS = [
     ("numerics", "coordinator"),
 ]
 ZMQ_ONLY_IN = "transport"
+CONSTRUCTORS = {
+    # functions of torch that use the default device, see `torch.utils._device._device_constructors`
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint",
+    "randn", "randperm", "scalar_tensor", "tensor", "zeros",
+}  # fmt: skip
 DISTRIBUTION_OF = {
     # imported package: the requirement in pyproject.toml that brings it, where that has another name
     "IPython": "ipython",
@@ -197,6 +202,21 @@ def classes_of_one_name(sources: Sources) -> Iterator[str]:
             yield f"{name}: {', '.join(defined)}"
 
 
+def tensors_of_the_default_device(sources: Sources) -> Iterator[str]:
+    """Yield tensors that are created without a device: a cell may have called `torch.set_default_device("cuda")`."""
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr in CONSTRUCTORS
+                and isinstance(node.func.value, ast.Name)
+                and node.func.value.id == "torch"
+                and not {"device", None} & {keyword.arg for keyword in node.keywords}
+            ):
+                yield f"{module}:{node.lineno}: {ast.unparse(node)}"
+
+
 CHECKS = [
     import_cycles,
     forbidden_chains,
@@ -204,6 +224,7 @@ CHECKS = [
     relative_imports,
     undeclared_packages,
     classes_of_one_name,
+    tensors_of_the_default_device,
 ]
 
 
@@ -222,6 +243,7 @@ VIOLATIONS = [
     (relative_imports, {"rank.a": "from ..coordinator import cluster"}),
     (classes_of_one_name, {"rank.a": "class Message: ...", "launch.a": "class Message(str): ..."}),
     (undeclared_packages, {"rank.a": "import requests"}),
+    (tensors_of_the_default_device, {"rank.a": "flag = torch.zeros(1, dtype=torch.int64)"}),
     (undeclared_packages, {"rank.a": "def f():\n  from requests import get"}),
 ]
 
@@ -238,6 +260,7 @@ def test_sources_that_keep_to_the_rules_pass():
         "rankbook.rank.__init__": "",
         "rankbook.rank.main": "import torch.distributed\nfrom rankbook.errors import StartError",
         "rankbook.transport": "import zmq",
+        "rankbook.runtime": "flag = torch.zeros(1, device=device), torch.empty(1, **options), torch.frombuffer(data)",
     }
     assert {check.__name__: list(check(made_up)) for check in CHECKS} == {check.__name__: [] for check in CHECKS}
 

@@ -94,3 +94,32 @@ def test_objects_of_classes_that_were_defined_in_a_cell_travel(cluster):
 
 def test_the_cells_do_not_end_the_ranks_own_group(cluster):
     cluster.run(f"s.destroy_process_group(){AFTER}")
+
+
+HOST_TENSORS = """
+data = torch.utils.data.TensorDataset(torch.arange(24.0).reshape(12, 2))
+net = torch.nn.Linear(2, 1)
+accelerator = Accelerator()
+model, optimizer, loader = accelerator.prepare(
+    net, torch.optim.AdamW(net.parameters()), torch.utils.data.DataLoader(data, batch_size=2))
+torch.set_default_device("meta")  # nothing can be read from a tensor there
+try:
+    for (batch,) in loader:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.gather_for_metrics(batch)
+    accelerator.save_state(FOLDER, async_=True).wait()
+    accelerator.load_state(FOLDER)
+    read = [batch[0] for batch in prepare_data_loader(
+        torch.utils.data.DataLoader(data, batch_size=2), dispatch_batches=True)]
+    accelerator.protect(1)
+    accelerator.protect(False)
+finally:
+    torch.set_default_device("cpu")
+assert read[0].device.type == "cpu"
+"""
+
+
+def test_rankbooks_own_tensors_are_not_made_on_the_default_device_of_the_cells(cluster, tmp_path):
+    cluster.run(HOST_TENSORS.replace("FOLDER", repr(str(tmp_path / "state"))), timeout=60)

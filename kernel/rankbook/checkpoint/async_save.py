@@ -447,7 +447,7 @@ def _ensure_group() -> None:
             if hasattr(_process.group, "background"):  # a notebook's ranks
                 _process.group.background = True
         # No rank passes this point before all have reached it.
-        dist.all_reduce(torch.zeros(1), group=_process.group)
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=_process.group)
     except BaseException:
         _destroy_group()
         raise
@@ -498,7 +498,7 @@ def _buffer(size: int) -> torch.Tensor:
         # A buffer at most a quarter larger than needed. Sizes rarely change between saves.
         if size <= buffer.numel() <= size + size // 4:
             return _process.pool.pop(number)
-    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
 
 
 def _write_lost_error() -> None:

@@ -123,7 +123,7 @@ def _as_words(block: torch.Tensor) -> torch.Tensor:
 def _weights(device: torch.device) -> torch.Tensor:
     # From a generator of its own: the user's random numbers must not change.
     generator = torch.Generator().manual_seed(0x5EED)
-    weights = torch.randint(-(1 << 63), (1 << 63) - 1, (_WORDS,), dtype=torch.int64, generator=generator)
+    weights = torch.randint(-(1 << 63), (1 << 63) - 1, (_WORDS,), dtype=torch.int64, generator=generator, device="cpu")
     return weights.bitwise_or_(1).to(device)
 
 

@@ -556,7 +556,7 @@ class _Area:
         self.ranks_here = 1
         """The number of ranks whose snapshots are in the memory of this host."""
         self.layout: _Layout = []
-        self.data = torch.empty(0, dtype=torch.uint8)
+        self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._place = place
         self._views: list[torch.Tensor] = []
         self._offsets: list[int] = []
@@ -590,7 +590,7 @@ class _Area:
     def free(self) -> None:
         """Free the memory."""
         self._views, self.layout, self.size, self._offsets = [], [], 0, []
-        self.data = torch.empty(0, dtype=torch.uint8)
+        self.data = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.file.remove()
 
 

@@ -144,9 +144,11 @@ class SnapshotCopies:
         # description of the tensors, then the tensors. With a scheduler's update only the tensors from `start` on are
         # sent; those before are in the copy already.
         record = torch.frombuffer(bytearray(pickle.dumps((header, content))), dtype=torch.uint8)
-        lengths = {rank: torch.zeros(3, dtype=torch.int64) for rank in self._files}
-        self._transfer(torch.tensor([len(record), start, len(data)]), lengths)
-        records = {rank: torch.empty(int(length[0]), dtype=torch.uint8) for rank, length in lengths.items()}
+        lengths = {rank: torch.zeros(3, dtype=torch.int64, device="cpu") for rank in self._files}
+        self._transfer(torch.tensor([len(record), start, len(data)], device="cpu"), lengths)
+        records = {
+            rank: torch.empty(int(length[0]), dtype=torch.uint8, device="cpu") for rank, length in lengths.items()
+        }
         self._transfer(record, records)
         files = {rank: self._files[rank][self._generations[rank]] for rank in self._files}
         # The order is that of a rank's own snapshot: invalid, data, valid. If the sender's host is lost in the middle,
@@ -199,16 +201,16 @@ def _send(place: SnapshotPlace, version: SnapshotVersion, rank: int) -> None:
         if (found := file.read(version)) is not None:
             header, (content, data) = snapshot_files.read_header(file.header), found
             record = torch.frombuffer(bytearray(pickle.dumps((header, content))), dtype=torch.uint8)
-            transfer([(rank, torch.tensor([len(record), len(data)]))], [])
+            transfer([(rank, torch.tensor([len(record), len(data)], device="cpu"))], [])
             transfer([(rank, record)], [])
             transfer([(rank, view_bytes(data, len(data)))], [])
             return
 
 
 def _receive(place: SnapshotPlace, version: SnapshotVersion, source: int) -> None:
-    lengths = torch.zeros(2, dtype=torch.int64)
+    lengths = torch.zeros(2, dtype=torch.int64, device="cpu")
     transfer([], [(source, lengths)])
-    record = torch.empty(int(lengths[0]), dtype=torch.uint8)
+    record = torch.empty(int(lengths[0]), dtype=torch.uint8, device="cpu")
     transfer([], [(source, record)])
     file = SnapshotFile(place.folder, place.rank, GENERATIONS[0])
     size = int(lengths[1])

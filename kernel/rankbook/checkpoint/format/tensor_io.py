@@ -82,7 +82,7 @@ def make_envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
     Cached by dtype and shape. Saves an uninitialized tensor with `torch.serialization.skip_data`, which writes
     everything but the tensor's data; the gap that it leaves separates `before` from `after`.
     """
-    tensor = torch.empty(shape, dtype=dtype)  # uninitialized, and never read
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # uninitialized, and never read
     # What torch.save writes with `skip_data`: headers, data.pkl and so on up to the data; then it seeks over the
     # data; then the data descriptor, the last members and the directory. All positions and lengths are as in a real
     # file. Only the CRC-32 of the data is missing; `ending` fills it in.
@@ -187,7 +187,9 @@ def read_into(target: torch.Tensor, chunk: ChunkRead, item: ReadItem, read: Read
     first, last = chunk.span(item)
     # Worst case: one wanted column of a chunk with very long rows. Then slabs bound the memory, and the bytes between
     # the wanted elements are read and thrown away: one sequential read is faster than a seek per element.
-    buffer = torch.empty(min(last - first, max(SLAB_BYTES, chunk.itemsize)), dtype=torch.uint8)  # reused by all slabs
+    buffer = torch.empty(
+        min(last - first, max(SLAB_BYTES, chunk.itemsize)), dtype=torch.uint8, device="cpu"
+    )  # reused by all slabs
     for slab in chunk.split(item, SLAB_BYTES):
         begin, end = chunk.span(slab)
         # A slab begins at its first element, so the strided view below starts at offset 0.

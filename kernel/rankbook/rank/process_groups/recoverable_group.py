@@ -482,7 +482,7 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         """Complete the futures that C++ still waits for with an empty tensor, on which DDP's reducer raises."""
         for work in futures:
             # The operation itself goes on in gloo's thread, which the destructor of the inner group would join.
-            if work.complete_early([torch.empty(0)]):
+            if work.complete_early([torch.empty(0, device="cpu")]):
                 self._futures_completed = True
                 inner.leak()
 

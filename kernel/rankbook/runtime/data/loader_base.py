@@ -605,7 +605,9 @@ def _read_in_process(parts: LoaderParts) -> Iterator[Any]:
     # Torch draws a seed for its workers first, from the loader's generator and not from the sampler's. If they are the
     # same, the shuffle depends on it.
     if parts.source.generator is not None:
-        torch.empty((), dtype=torch.int64).random_(generator=parts.source.generator)
+        torch.empty((), dtype=torch.int64, device=parts.source.generator.device).random_(
+            generator=parts.source.generator
+        )
     return map(parts.fetch.__getitems__, parts.tickets)
 
 

@@ -102,18 +102,18 @@ def pack(content: object) -> list[torch.Tensor]:
 
 def unpack(fill: Callable[[torch.Tensor], object]) -> Any:  # noqa: ANN401 - what was packed
     """Return the content of a message. `fill` receives the next tensor of it into the given one."""
-    frame = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+    frame = torch.empty(FIRST_BYTES, dtype=torch.uint8, device="cpu")
     fill(frame)
     # The first tensor has arrived. It tells how much more there is.
     length, count = _HEADER.unpack_from(frame.numpy().data)
     if length > FIRST_BYTES:
-        first, frame = frame, torch.empty(length, dtype=torch.uint8)
+        first, frame = frame, torch.empty(length, dtype=torch.uint8, device="cpu")
         frame[:FIRST_BYTES] = first
         fill(frame[FIRST_BYTES:])
     memory = frame.numpy().data
     buffers = []
     for size in struct.unpack_from(f"<{count}Q", memory, _HEADER.size):
-        large = torch.empty(size, dtype=torch.uint8)
+        large = torch.empty(size, dtype=torch.uint8, device="cpu")
         fill(large)
         buffers.append(large.numpy().data)
     return pickle.loads(memory[_HEADER.size + 8 * count : length], buffers=buffers)
@@ -134,7 +134,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:  # noqa: ANN401 - as `__reduce_
 def _restore_tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN401 - a buffer
     # `torch.frombuffer` refuses an empty buffer.
     if not len(memory):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
@@ -514,7 +514,7 @@ def data_parallel_layout(mesh: Any) -> tuple[int, ...]:  # noqa: ANN401 - a Devi
     for axis, name in enumerate(mesh.mesh_dim_names or ()):
         if name not in {"tp", "cp"}:
             shape = [-1 if dimension == axis else 1 for dimension in range(layout.dim())]
-            parts = parts * mesh.size(axis) + torch.arange(mesh.size(axis)).view(shape)
+            parts = parts * mesh.size(axis) + torch.arange(mesh.size(axis), device=layout.device).view(shape)
     return tuple(parts.flatten()[layout.flatten().argsort()].tolist())
 
 

@@ -622,7 +622,7 @@ def _describe_item(item: Any, depth: int) -> Iterator[str]:  # noqa: ANN401 - an
 
 
 def _bytes_of(row: torch.Tensor) -> str:
-    values = row.detach().reshape(-1)[: _PREFIX // max(1, row.element_size())].contiguous()
+    values = row.detach().reshape(-1)[: _PREFIX // max(1, row.element_size())].cpu().contiguous()
     return _digest(values.view(torch.uint8).numpy().tobytes())
 
 
