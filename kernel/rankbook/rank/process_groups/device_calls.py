@@ -23,8 +23,8 @@ from rankbook.rank.process_groups.collective_log import CollectiveCall, Collecti
 _PAUSE = 0.05
 """Seconds between two rounds of queries while nobody waits. Every round takes the GIL from the main thread, which gives
 it up at almost every operation of torch."""
-_PAUSE_OF_FUNCTIONS = 0.005
-"""The same while a function of `DeviceWatcher.run_when_done` waits."""
+_PAUSE_OF_TENSORS = 0.005
+"""The same while an asynchronous call keeps its output alive, or a function of `DeviceWatcher.run_when_done` waits."""
 _SHORT_PAUSE = 0.0005
 """The same while a thread waits in `DeviceWatcher.wait`."""
 _LAST_ROUNDS = 20
@@ -94,15 +94,20 @@ def _allow_queries_during_captures() -> None:
 class DeviceCall:
     """A call that the device has not finished. `is_awaited`: the program relies on its result.
 
+    `keeps_tensors`: its query is that of a work of torch, which refers to the output of the call.
+
     It takes the place of a work in the log, see `CollectiveCall.work`.
     """
 
-    __slots__ = ("_query", "done", "is_awaited", "key", "launched")
+    __slots__ = ("_query", "done", "is_awaited", "keeps_tensors", "key", "launched")
 
-    def __init__(self, key: int, launched: CollectiveCall, query: Query, *, is_awaited: bool) -> None:
+    def __init__(
+        self, key: int, launched: CollectiveCall, query: Query, *, is_awaited: bool, keeps_tensors: bool
+    ) -> None:
         self.key = key
         self.launched = launched
         self.is_awaited = is_awaited
+        self.keeps_tensors = keeps_tensors
         self.done = False
         self._query: Query | None = query
 
@@ -145,9 +150,11 @@ class DeviceQueue:
         self._calls: deque[DeviceCall] = deque()
         self._is_watched = False
 
-    def add(self, key: int, launched: CollectiveCall, query: Query, *, is_awaited: bool) -> DeviceCall:
+    def add(
+        self, key: int, launched: CollectiveCall, query: Query, *, is_awaited: bool, keeps_tensors: bool
+    ) -> DeviceCall:
         """Follow a call until `query` is True. The thread that has launched it."""
-        launched.work = call = DeviceCall(key, launched, query, is_awaited=is_awaited)
+        launched.work = call = DeviceCall(key, launched, query, is_awaited=is_awaited, keeps_tensors=keeps_tensors)
         self._calls.append(call)
         if not self._is_watched:
             self.watcher.watch(self)
@@ -161,6 +168,11 @@ class DeviceQueue:
     def is_awaited(self) -> bool:
         """Return True if the program relies on the result of an unfinished call. Any thread."""
         return any(call.is_awaited for call in self.unfinished())
+
+    @property
+    def keeps_tensors(self) -> bool:
+        """Return True if an unfinished call keeps its output alive. Any thread."""
+        return any(call.keeps_tensors for call in self._calls.copy())
 
     def update(self) -> None:
         """Ask the device what it has finished. Raises its error. The watcher's thread only."""
@@ -218,6 +230,11 @@ class _Waiting:
     def add(self, query: Query, function: Callable[[], None]) -> None:
         """Wait with `function` until `query` is True. Any thread."""
         self._calls.append((query, function))
+
+    @property
+    def keeps_tensors(self) -> bool:
+        """Return True if a function waits, which may be about to free tensors."""
+        return bool(self._calls)
 
     def report_error(self) -> None:
         """Do nothing: there is no backend that finds errors."""
@@ -324,7 +341,8 @@ class DeviceWatcher:
                 if self._waiting:
                     threading.Event().wait(_SHORT_PAUSE)  # nobody sets it: a sleep
                 else:
-                    self._hurry.wait(_PAUSE_OF_FUNCTIONS if self._functions._calls else _PAUSE)
+                    keeps_tensors = any(queue.keeps_tensors for queue in self._queues.copy())
+                    self._hurry.wait(_PAUSE_OF_TENSORS if keeps_tensors else _PAUSE)
                     self._hurry.clear()
 
     def _rounds(self) -> Iterator[None]:

@@ -613,7 +613,7 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         except RuntimeError:  # the device has failed
             self.log.end(key)
             raise
-        queue.add(key, launched, query, is_awaited=work is None)
+        queue.add(key, launched, query, is_awaited=work is None, keeps_tensors=work is not None)
         # The abort may have come while torch queued the call, or have ended a call in which torch waits, as a barrier.
         if self._broken_at is not None:
             raise self.abort_error(launched)
