@@ -14,7 +14,7 @@ import pytest
 
 from rankbook import Cluster, InvalidArgument, RankbookError, RankLostError
 from rankbook.launch import local
-from tests.conftest import cluster_folders
+from tests.conftest import cluster_folders, wait_until
 from tests.faults.protected import LAYOUTS
 
 pytestmark = pytest.mark.processes
@@ -197,6 +197,24 @@ def test_variables_that_differ_by_rank_are_listed(cluster):
     assert "  mine: kept on rank 0, gone with ranks 1-2" in report
     cluster.run("value = double(mine + 1)")
     assert cluster.pull("value") == [2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_a_whole_model_beside_a_sharded_one_comes_along(cluster):
+    """Check it for a resize and for a heal: a teacher, or a reference model, is prepared for evaluation only."""
+    prepare(cluster, "fsdp")
+    cluster.run("teacher = accelerator.prepare_model(Net(), evaluation_mode=True)\ntrain(2)")
+    cluster.run("kept = [parameter.detach().clone() for parameter in teacher.parameters()]")
+    kept = cluster.pull("kept")[0]
+    assert "from 2 to 3 ranks" in str(cluster.resize(3, timeout=60))
+    cluster.run("accelerator.protect()\ntrain(2)")
+    kill(cluster, 1)
+    wait_until(lambda: cluster.status()[1].state == "dead", timeout=20, what="the death of rank 1")
+    assert "back at step 4" in str(cluster.heal())
+    cluster.run("kept = [parameter.detach().clone() for parameter in teacher.parameters()]\ntrain(1)")
+    for of_rank in cluster.pull("kept"):
+        assert all((one == other).all() for one, other in zip(of_rank, kept, strict=True))
 
 
 @pytest.mark.parametrize("cluster", [4], indirect=True)

@@ -43,7 +43,7 @@ from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.optimizer import AcceleratedOptimizer
 from rankbook.runtime.process_state import DistributedType, PartialState
 from rankbook.runtime.state import AcceleratorState
-from rankbook.runtime.strategies.base import SingleDevice, Strategy, mesh_for
+from rankbook.runtime.strategies.base import SingleDevice, Strategy, is_sharded, mesh_for
 from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel
 
 _NAME = "state"
@@ -108,7 +108,8 @@ def sharded_models() -> dict[int, tuple[FullyShardedDataParallel, nn.Module]]:
     return {
         serial: (strategy, raw)
         for serial, (strategy, raw) in prepared.current_models().items()
-        if isinstance(strategy, FullyShardedDataParallel)
+        # A model that was prepared for evaluation, beside a sharded one, has the strategy but is whole.
+        if isinstance(strategy, FullyShardedDataParallel) and is_sharded(raw)
     }
 
 

@@ -385,6 +385,11 @@ def _full_parameter(parameter: Any, cache: dict[Any, nn.Parameter]) -> nn.Parame
     return cache[parameter]
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return True if `model` itself is under FSDP2, or has parameters that are DTensors."""
+    return isinstance(model, FSDPModule) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a DTensor (a collective), or any other tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

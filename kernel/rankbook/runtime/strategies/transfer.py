@@ -40,6 +40,7 @@ from rankbook.runtime.strategies.base import (
     FSDP_ATTRIBUTES,
     Strategy,
     existing_mesh,
+    is_sharded,
     mesh_for,
     plain_class,
     remember_mesh,
@@ -105,7 +106,7 @@ class ModelPickling:
         self._parameters: dict[int, tuple[nn.Module, str]] = {}
         self._layouts: dict[int, ParameterLayout] = {}
         for serial, (strategy, raw) in prepared.current_models().items():
-            if isinstance(strategy, FullyShardedDataParallel) and serial in covered:
+            if isinstance(strategy, FullyShardedDataParallel) and serial in covered and is_sharded(raw):
                 strategy.restore_parameters(raw)
                 sharding = _sharding_of(strategy, raw)
                 self._models |= {id(module): (module, None) for module in raw.modules()}
