@@ -41,26 +41,21 @@ def plain_stand_in():
     return known(group, 'stand_in', store)
 
 def plain_nccl():
-    \"\"\"A process group of torch's own, with NCCL.\"\"\"
+    return of_torch(dist.ProcessGroupNCCL, 'NCCL', device)
+
+def plain_gloo():
+    return of_torch(dist.ProcessGroupGloo, 'GLOO', torch.device('cpu'))
+
+def of_torch(backend_class, kind_name, device):
+    \"\"\"A process group that torch has made all by itself: no object of ours is between DDP and the backend.\"\"\"
     store = dist.PrefixStore('plain', dist.group.WORLD.get_group_store())
-    backend = dist.ProcessGroupNCCL(store, rank, world_size)
+    backend = backend_class(store, rank, world_size)
     group = dist.ProcessGroup(store, rank, world_size)
-    kind = dist.ProcessGroup.BackendType.NCCL
+    kind = getattr(dist.ProcessGroup.BackendType, kind_name)
     group._set_default_backend(kind)
     backend._set_sequence_number_for_group()
     group._register_backend(device, kind, backend)
-    return known(group, 'nccl', store)
-
-def plain_gloo():
-    \"\"\"A process group that torch has made all by itself: no object of ours is between DDP and gloo.\"\"\"
-    store = dist.PrefixStore('plain', dist.group.WORLD.get_group_store())
-    backend = dist.ProcessGroupGloo(store, rank, world_size)
-    group = dist.ProcessGroup(store, rank, world_size)
-    kind = dist.ProcessGroup.BackendType.GLOO
-    group._set_default_backend(kind)
-    backend._set_sequence_number_for_group()
-    group._register_backend(torch.device('cpu'), kind, backend)
-    return known(group, 'gloo', store)
+    return known(group, kind_name.lower(), store)
 
 def known(group, backend, store):
     group._set_group_name(dist.distributed_c10d.GroupName('plain'))
