@@ -187,9 +187,9 @@ def read_into(target: torch.Tensor, chunk: ChunkRead, item: ReadItem, read: Read
     first, last = chunk.span(item)
     # Worst case: one wanted column of a chunk with very long rows. Then slabs bound the memory, and the bytes between
     # the wanted elements are read and thrown away: one sequential read is faster than a seek per element.
-    buffer = torch.empty(
-        min(last - first, max(SLAB_BYTES, chunk.itemsize)), dtype=torch.uint8, device="cpu"
-    )  # reused by all slabs
+    # The buffer is reused by all slabs.
+    size = min(last - first, max(SLAB_BYTES, chunk.itemsize))
+    buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
     for slab in chunk.split(item, SLAB_BYTES):
         begin, end = chunk.span(slab)
         # A slab begins at its first element, so the strided view below starts at offset 0.
