@@ -325,9 +325,9 @@ class _Reducer:
         self._models = None
         covered: set[int] = set()
         if shards.handed_over:
-            from rankbook.runtime import resize
+            from rankbook.runtime.strategies.transfer import sharded_models
 
-            covered = set(resize.sharded_models())
+            covered = set(sharded_models())
         elif shards.snapshot is not None:
             from rankbook.runtime import protection
 

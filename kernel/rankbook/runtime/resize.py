@@ -43,8 +43,9 @@ from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.optimizer import AcceleratedOptimizer
 from rankbook.runtime.process_state import DistributedType, PartialState
 from rankbook.runtime.state import AcceleratorState
-from rankbook.runtime.strategies.base import SingleDevice, Strategy, is_sharded, mesh_for
+from rankbook.runtime.strategies.base import SingleDevice, Strategy, mesh_for
 from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel
+from rankbook.runtime.strategies.transfer import shard_again, sharded_models
 
 _NAME = "state"
 """Name of the checkpoint in the folder of a resize."""
@@ -101,16 +102,6 @@ def find_unmovable() -> str:
 
 
 # Handing over ---------------------------------------------------------------------------------------------------------
-
-
-def sharded_models() -> dict[int, tuple[FullyShardedDataParallel, nn.Module]]:
-    """Return the prepared models whose parameters are shards, by serial number."""
-    return {
-        serial: (strategy, raw)
-        for serial, (strategy, raw) in prepared.current_models().items()
-        # A model that was prepared for evaluation, beside a sharded one, has the strategy but is whole.
-        if isinstance(strategy, FullyShardedDataParallel) and is_sharded(raw)
-    }
 
 
 def _sharded_optimizers() -> dict[int, AcceleratedOptimizer]:
@@ -246,8 +237,6 @@ def _loader_mesh() -> Any:  # noqa: ANN401 - a DeviceMesh or None
 
 def _shard_again() -> None:
     """Replace the shards of all models by empty ones of the new layout, also in their optimizers."""
-    from rankbook.runtime.strategies.transfer import shard_again
-
     optimizers = _sharded_optimizers().values()
     for strategy, raw in sharded_models().values():
         for wrapper in optimizers:

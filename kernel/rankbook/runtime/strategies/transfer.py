@@ -98,6 +98,16 @@ class _Sharding:
     tp_hooks: list[tuple[str, str, int]]
 
 
+def sharded_models() -> dict[int, tuple[FullyShardedDataParallel, nn.Module]]:
+    """Return the prepared models whose parameters are shards, by serial number."""
+    return {
+        serial: (strategy, raw)
+        for serial, (strategy, raw) in prepared.current_models().items()
+        # A model that was prepared for evaluation, beside a sharded one, has the strategy but is whole.
+        if isinstance(strategy, FullyShardedDataParallel) and is_sharded(raw)
+    }
+
+
 class ModelPickling:
     """Reductions for sharded models and their parameters. `covered` are the serial numbers of those to be restored."""
 
@@ -105,8 +115,8 @@ class ModelPickling:
         self._models: dict[int, tuple[nn.Module, _Sharding | None]] = {}
         self._parameters: dict[int, tuple[nn.Module, str]] = {}
         self._layouts: dict[int, ParameterLayout] = {}
-        for serial, (strategy, raw) in prepared.current_models().items():
-            if isinstance(strategy, FullyShardedDataParallel) and serial in covered and is_sharded(raw):
+        for serial, (strategy, raw) in sharded_models().items():
+            if serial in covered:
                 strategy.restore_parameters(raw)
                 sharding = _sharding_of(strategy, raw)
                 self._models |= {id(module): (module, None) for module in raw.modules()}
