@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.conftest import ANSI, IPYTHON_7, shows_frame
+from tests.conftest import ANSI, IPYTHON_7, Gate, shows_frame
 
 pytestmark = pytest.mark.processes
 
@@ -90,9 +90,12 @@ def test_output_before_the_error_is_shown(notebook):
     assert outcome.stdout == "[0-1] before\n"
 
 
-def test_run_all_stops(notebook):
-    first = notebook.send("%%distributed\n1 / 0")
+def test_run_all_stops(notebook, tmp_path):
+    gate = Gate(tmp_path / "gate")
+    first = notebook.send(f"%%distributed\n{gate.wait}\n1 / 0")
     second = notebook.send("print('not reached')")
+    notebook.wait_for_arrival()
+    gate.open()
     assert notebook.finish(first).status == "error"
     following = notebook.finish(second)
     assert (following.status, following.text) == ("aborted", "")
