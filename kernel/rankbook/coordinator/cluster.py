@@ -79,7 +79,7 @@ from rankbook.errors import (
     StartError,
 )
 from rankbook.formatting import plural
-from rankbook.launch.hosts import HostOptions, HostStatus
+from rankbook.launch.hosts import HostOptions, Hosts, HostStatus
 from rankbook.launch.placement import changed_variables
 from rankbook.launch.registry import ClusterRecord
 from rankbook.numerics import watch_numbers
@@ -1016,12 +1016,15 @@ class Cluster(ClusterQueries):
         self._renew_protection(chosen, timeout)
         return chosen
 
-    def _renew_protection(self, new: tuple[int, ...], timeout: float) -> None:
+    def _renew_protection(
+        self, new: tuple[int, ...], timeout: float, headers: Mapping[int, list[SnapshotHeader]] | None = None
+    ) -> None:
         """Protect new ranks as well: the others would wait for their snapshots. It ends if all ranks are new.
 
-        While other ranks run a cell, nothing is done, because that may take as long as the cell.
+        While other ranks run a cell, nothing is done, because that may take as long as the cell. `headers` are those of
+        all snapshots, where they are known already.
         """
-        status = self.protection()
+        status = self.protection() if headers is None else self._describe_protection(headers)
         if status is not None and self._all_idle():
             self.protect(status.every if len(new) < self.world_size else 0, timeout=timeout)
 
@@ -1270,13 +1273,15 @@ class Cluster(ClusterQueries):
             )
         # From here on there are ranks whose state is of no step. The record says so to the next notebook process, if
         # this one is killed: it discards them. If this process lives, the `except` below does the same.
+        headers = None
         with heal_record(self._segments.folder, () if donor is None else chosen):
             try:
                 self._processes.launch(chosen, timeout=timeout)
                 if donor is None:
                     healed = Healed(chosen, None)
                 else:
-                    healed = self._restore(donor, chosen, self._snapshot_headers(timeout), timeout)
+                    headers = self._snapshot_headers(timeout)
+                    healed = self._restore(donor, chosen, headers, timeout)
             except BaseException:
                 # A rank with a part of the variables would look healthy and could become the donor of a later heal. As
                 # a dead rank it can be healed again.
@@ -1284,7 +1289,7 @@ class Cluster(ClusterQueries):
                 raise
         self._renew_number_watch(chosen)
         if healed.restored_from != "snapshot":  # from a snapshot, the new ranks are protected already
-            self._renew_protection(chosen, timeout)
+            self._renew_protection(chosen, timeout, headers)
         return healed
 
     def _restore(
@@ -1411,12 +1416,18 @@ class Cluster(ClusterQueries):
 
     def _snapshot_headers(self, timeout: float) -> dict[int, list[SnapshotHeader]]:
         """Return the headers of the snapshots of all ranks. Those of other hosts are read by ranks of these hosts."""
-        if self._processes.hosts is None:
+        hosts = self._processes.hosts
+        if hosts is None:
             return read_headers(self._segments.folder, self._all_ranks)
-        return merge_headers(self._list_snapshots(timeout))
+        return merge_headers(self._list_snapshots(hosts, timeout))
 
-    def _list_snapshots(self, timeout: float, *, remove: bool = False) -> list[dict[int, list[SnapshotHeader]]]:
-        tasks = dict.fromkeys(self._all_ranks, (lambda cell: ListSnapshots(cell, remove), ()))
+    def _list_snapshots(
+        self, hosts: Hosts, timeout: float, *, remove: bool = False
+    ) -> list[dict[int, list[SnapshotHeader]]]:
+        # One rank of each host reads the files of all. The oldest is the last: a new one has to import modules first.
+        newest_first = sorted(self._all_ranks, key=lambda rank: self._state.ranks[rank].since, reverse=True)
+        readers = {hosts.seats[rank].host: rank for rank in newest_first}
+        tasks = dict.fromkeys(readers.values(), (lambda cell: ListSnapshots(cell, remove), ()))
         return list(self._collect(tasks, timeout, "protect").values())
 
     def _try_restore(
@@ -1479,8 +1490,8 @@ class Cluster(ClusterQueries):
         if every == 0:
             # Also of ranks that have been restarted since they took them.
             remove_all(self._segments.folder)
-            if self._processes.hosts is not None:
-                self._list_snapshots(timeout, remove=True)
+            if (hosts := self._processes.hosts) is not None:
+                self._list_snapshots(hosts, timeout, remove=True)
         first = answers[0]
         status = self.protection()
         if status is None and first["every"]:
@@ -1496,6 +1507,9 @@ class Cluster(ClusterQueries):
             headers = read_headers(self._segments.folder, self._all_ranks)
         else:
             headers = self._monitor.snapshots()
+        return self._describe_protection(headers)
+
+    def _describe_protection(self, headers: Mapping[int, list[SnapshotHeader]]) -> ProtectionStatus | None:
         return describe_protection(headers, time.time(), copies=self._processes.snapshot_copies)
 
     def stop(self) -> None:
