@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -115,13 +116,15 @@ def test_a_fork_whose_first_hook_was_interrupted_keeps_no_interrupt_back(interru
         request_and_go_on(interrupts, 2)
 
 
-def test_an_interrupt_while_a_warning_is_shown_is_raised_after_it(interrupts):
+@pytest.mark.parametrize("shielded", [False, True])
+def test_an_interrupt_while_a_warning_is_shown_is_raised_after_it(interrupts, shielded):
     # The C code that shows a warning may discard the exception, as `os.fork` of Python 3.12 does.
     calls = []
 
     def show(*_args, **_options):
-        interrupts.request(1)
-        go_on_for(0.02)
+        with interrupts.shield() if shielded else contextlib.nullcontext():  # as the streams of a rank write
+            interrupts.request(1)
+            go_on_for(0.02)
         calls.append(True)
 
     def warn_and_go_on():

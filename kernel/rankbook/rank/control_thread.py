@@ -152,7 +152,10 @@ class Interrupts:
             self._shields -= 1
             if self._pending and not self._shields and not self._forking:
                 self._pending = False
-                raise self._take_exception()
+                # The text of a warning is written in a shield.
+                if not self._is_unsafe(sys._getframe()):
+                    raise self._take_exception()
+                self._retry_later()
 
     @contextlib.contextmanager
     def postponed(self, seconds: float) -> Iterator[None]:
