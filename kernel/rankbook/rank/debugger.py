@@ -37,8 +37,14 @@ _TIMEOUT = 10.0
 _FIRST_SEQ = 1 << 30
 """First sequence number of our own requests; a front end counts from 1."""
 _STEPS = frozenset({"next", "stepIn", "stepOut", "pause"})
-_VALIDATION_VARIABLE = "PYDEVD_DISABLE_FILE_VALIDATION"
-"""Environment variable that silences pydevd's warning about frozen modules, which would appear in the cell."""
+_ENGINE_VARIABLES = {
+    # Silences the warning about frozen modules, which would appear in the cell.
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    # Since Python 3.12, pydevd would watch all threads of the process with sys.monitoring. Only `sys.settrace` traces
+    # one thread alone; otherwise the control thread could be paused.
+    "PYDEVD_USE_SYS_MONITORING": "0",
+}
+"""Environment variables that pydevd reads when it is imported."""
 
 Message = dict[str, Any]
 
@@ -183,15 +189,16 @@ class Debuggee:
         """Start the engine and connect it to this process. Raises OSError; ImportError without debugpy."""
         # The import replaces `sys.breakpointhook`. Until the engine is connected, `breakpoint()` must keep its usual
         # meaning.
-        hook, before = sys.breakpointhook, os.environ.get(_VALIDATION_VARIABLE)
-        os.environ[_VALIDATION_VARIABLE] = "1"
+        hook, before = sys.breakpointhook, {name: os.environ.get(name) for name in _ENGINE_VARIABLES}
+        os.environ.update(_ENGINE_VARIABLES)
         try:
             import debugpy.server  # the import installs debugpy's hooks in the engine
             import pydevd
         finally:
-            del os.environ[_VALIDATION_VARIABLE]
-            if before is not None:
-                os.environ[_VALIDATION_VARIABLE] = before
+            for name, value in before.items():
+                del os.environ[name]
+                if value is not None:
+                    os.environ[name] = value
             debugpy_hook, sys.breakpointhook = sys.breakpointhook, hook
         self._original_hook, self._debugpy_hook = hook, self._debugpy_hook or debugpy_hook
         # A front end may attach again while the last engine is still ending.
