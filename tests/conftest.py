@@ -42,6 +42,8 @@ from tests.suite import (  # noqa: F401 - pytest finds its hooks and fixtures he
 
 MARK = "RANKBOOK_TEST_MARK"
 IPYTHON_7 = IPython.version_info < (8,)
+# It puts this folder on the path, whose package `tests` would be imported in place of ours.
+sys.path[:] = [entry for entry in sys.path if not entry.endswith("IPython/extensions")]
 ASSIGNS_COMMANDS = not IPYTHON_7 or sys.version_info < (3, 12)
 """Whether IPython knows `x = !command`; see docs/howto/kaggle-and-colab.md."""
 needs_assigned_commands = pytest.mark.skipif(
