@@ -205,6 +205,8 @@ def test_every_pair_is_named_with_the_values_of_all_ranks_and_the_next_cell_work
     failed = helped.run(f"%%distributed\nif rank == 0:\n    {one}\nelse:\n    {other}", timeout=20)
     assert failed.status == "error", failed.text
     reported = failed.traceback + failed.text
+    if "Backend gloo does not support alltoall" in reported:
+        pytest.skip("gloo of this version of torch has no all_to_all")
     assert re.search(words, reported), reported
     assert "KeyboardInterrupt" not in reported
     assert "sum" in helped.ok(AFTER, timeout=20).stdout

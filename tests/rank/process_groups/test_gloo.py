@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -195,3 +196,50 @@ def count_identified_connections(port: int) -> int:
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     unread = [int(row[4].split(":")[1], 16) for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01"]
     return sum(0 < count <= len(OPERATIONS) for count in unread)
+
+
+TERMINATED = """
+import ctypes, sys, threading
+from rankbook.rank.process_groups import gloo
+
+parked = threading.Event()
+
+def rescue(name):
+    print(f"a thread named {name!r}", flush=True)
+    parked.set()
+    return True
+
+gloo.install_terminate_handler(rescue)
+libc, terminate = ctypes.CDLL(None), ctypes.CDLL("libstdc++.so.6")["_ZSt9terminatev"]
+kind, name = sys.argv[1:]
+if name:
+    libc.prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME; threads inherit it
+if kind == "Python":
+    terminate()
+thread = ctypes.c_ulong()
+libc.pthread_create(ctypes.byref(thread), None, terminate, None)
+if name:
+    libc.prctl(15, b"main", 0, 0, 0)
+parked.wait(20)
+print("the process lives on")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are told by their names on Linux only")
+@pytest.mark.parametrize(
+    ("kind", "name", "rescued"),
+    [
+        ("C++", "", "''"),
+        ("C++", "gloo_tcp_loop", "'gloo_tcp_loop'"),
+        ("C++", "pt_autograd_0", None),
+        ("Python", "", None),
+    ],
+)
+def test_failed_thread_of_a_backend_does_not_end_the_process(kind, name, rescued):
+    command = [sys.executable, "-c", TERMINATED, kind, name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if rescued is None:
+        assert (done.returncode, done.stdout) == (-signal.SIGABRT, ""), done.stderr
+    else:
+        assert (done.returncode, done.stdout) == (0, f"a thread named {rescued}\nthe process lives on\n"), done.stderr

@@ -428,10 +428,10 @@ def _in_hex(address: Address) -> str:
     return "".join(f"{word:08X}" for word in struct.unpack(f"={len(packed) // 4}I", packed)) + f":{address[1]:04X}"
 
 
-GLOO = "gloo"
-"""Prefix of the names of gloo's threads, which read the sockets."""
-_TORCH = "pt_gloo"
-"""Prefix of the names of torch's threads, which execute gloo collectives."""
+_GLOO = "gloo"
+"""Prefix of the names of gloo's threads, which read the sockets. They have names since torch 2.13."""
+TORCH = "pt_gloo"
+"""Prefix of the names of torch's threads, which execute gloo collectives. They have names since torch 2.11."""
 _Handler = ctypes.CFUNCTYPE(None)
 _handlers: list[object] = []
 """The handlers, kept alive because C++ holds only their addresses."""
@@ -440,8 +440,10 @@ _handlers: list[object] = []
 def install_terminate_handler(rescue: Callable[[str], bool]) -> bool:
     """Install a std::terminate() handler that calls `rescue(name)` on a thread of gloo or torch.
 
-    If `rescue` returns True, the thread sleeps forever, and the process lives on. Otherwise, and on any other thread,
-    the previous handler ends the process. Return False if the system's C++ library has no such handler.
+    The name is empty for a thread without a name of its own that executes no Python code: with older versions of torch
+    it is one of these, in all likelihood. If `rescue` returns True, the thread sleeps forever, and the process lives
+    on. Otherwise, and on any other thread, the previous handler ends the process. Return False if the system's C++
+    library has no such handler.
     """
     if sys.platform != "linux":
         return False
@@ -455,8 +457,10 @@ def install_terminate_handler(rescue: Callable[[str], bool]) -> bool:
 
     # Runs on the thread that fails, outside of any Python call. ctypes takes the GIL for it.
     def terminate() -> None:
-        name = _name()
-        if name.startswith((GLOO, _TORCH)) and rescue(name):
+        name = _name_of(threading.get_native_id())
+        if name == _name_of(os.getpid()) and sys._getframe().f_back is None:  # that of the main thread, inherited
+            name = ""
+        if (not name or name.startswith((_GLOO, TORCH))) and rescue(name):
             _lost_thread.set()
             # The thread must not return from here: C++ would end the process.
             threading.Event().wait()
@@ -469,5 +473,5 @@ def install_terminate_handler(rescue: Callable[[str], bool]) -> bool:
     return True
 
 
-def _name() -> str:
-    return Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip()
+def _name_of(thread: int) -> str:
+    return Path(f"/proc/self/task/{thread}/comm").read_text().strip()

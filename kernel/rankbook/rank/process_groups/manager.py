@@ -395,15 +395,17 @@ class GroupManager:
 
         Called on that thread. A thread of torch that executes collectives may be lost if a future was completed twice,
         see `FutureWork.complete_early`. A thread of gloo, which reads the sockets, fails if tensors differ in size or
-        type between ranks; then all groups with a pending collective are aborted.
+        type between ranks; then all groups with a pending collective are aborted. A thread without a name is one of
+        gloo's if there are such groups.
         """
-        if not thread.startswith(gloo.GLOO):  # a thread of torch, which executes collectives
+        if thread.startswith(gloo.TORCH):
             return FutureWork.any_completed_early
         members = self._members.copy().values()
-        for member in members:
-            if next(member.group.log.pending(), None) is not None:  # threads of idle groups have nothing to read
-                member.group.fail_transport()
-        return True
+        # Threads of idle groups have nothing to read.
+        waiting = [member.group for member in members if next(member.group.log.pending(), None) is not None]
+        for group in waiting:
+            group.fail_transport()
+        return bool(thread or waiting or FutureWork.any_completed_early)
 
     def report(self, line: int | str | None = None) -> tuple[GroupReport, ...]:
         """Return the collective logs of all groups in the foreground. Any thread.
@@ -817,8 +819,6 @@ def _error_of(backends: list[Any]) -> str:
 
 
 _TASKS = Path("/proc/self/task")
-_TORCH = "pt_gloo"
-"""Prefix of the names of torch's threads that execute gloo collectives."""
 _MAX_FORK_WAIT = 0.1
 """Seconds that a fork waits for these threads; one of them may be at work for long."""
 
@@ -860,4 +860,4 @@ def _is_running(task: Path) -> bool:
         return False
     name, _, rest = identity.partition("(")[2].rpartition(")")
     # `S` is interruptible sleep in proc(5): the thread waits for work.
-    return name.startswith(_TORCH) and rest.split()[0] != "S"
+    return name.startswith(gloo.TORCH) and rest.split()[0] != "S"
