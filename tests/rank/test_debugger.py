@@ -176,6 +176,7 @@ from rankbook.protocol.messages import DapToRank
 from rankbook.rank.debugger import Debuggee
 
 path, messages = sys.argv[1], queue.SimpleQueue()
+exec(sys.argv[2])
 debuggee = Debuggee(lambda message: messages.put(json.loads(message.content)), lambda suspended: None)
 
 def wait(key, value):
@@ -187,7 +188,9 @@ def ask(seq, command, **arguments):
     debuggee.queue_message(DapToRank(json.dumps(dict(type="request", seq=seq, command=command, arguments=arguments))))
     return wait("request_seq", seq)
 
-ask(1, "initialize", clientID="test", adapterID="test")
+answer = ask(1, "initialize", clientID="test", adapterID="test")
+if not answer["success"]:
+    sys.exit(answer["message"])
 ask(2, "attach")
 ask(3, "setBreakpoints", source={"path": path}, breakpoints=[{"line": 2}])
 ask(4, "configurationDone")
@@ -207,11 +210,22 @@ front_end.join()
 """
 
 
+# Without torch, so that .ci/run has these on all versions of Python: pydevd works otherwise since 3.12.
+def meet_breakpoint(folder, before=""):
+    file = folder / "cell.py"
+    file.write_text("x = 1\nx += 1\nprint('x is', x)\n")
+    command = [sys.executable, "-c", BREAKPOINT, str(file), before]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
 @pytest.mark.processes
 def test_a_breakpoint_stops_the_task(tmp_path):
-    # Without torch, so that .ci/run has it on all versions of Python: pydevd works otherwise since 3.12.
-    file = tmp_path / "cell.py"
-    file.write_text("x = 1\nx += 1\nprint('x is', x)\n")
-    command = [sys.executable, "-c", BREAKPOINT, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = meet_breakpoint(tmp_path)
     assert done.stdout == "stopped at line 2\nx is 2\n", done.stdout + done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="pydevd has one way to trace before Python 3.12")
+def test_a_debugger_that_could_meet_no_breakpoint_is_refused_with_the_reason(tmp_path):
+    done = meet_breakpoint(tmp_path, "import debugpy.server")  # as a cell's `debugpy.listen()`
+    assert "a cell has used debugpy on this rank" in done.stderr

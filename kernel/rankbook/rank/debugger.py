@@ -205,6 +205,8 @@ class Debuggee:
         self._engine_ended.wait(_TIMEOUT)
         if _engine() is not None:
             raise ConnectionError("another debugger is already attached to this rank")
+        if _watches_all_threads():
+            raise ConnectionError("a cell has used debugpy on this rank, which can be debugged again after a restart")
         token = secrets.token_hex(16)
         # Open for the one connection only, and on the loopback interface.
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -316,6 +318,13 @@ def _engine() -> Any:  # noqa: ANN401 - pydevd has no type annotations
     from _pydevd_bundle.pydevd_constants import get_global_debugger
 
     return get_global_debugger()
+
+
+def _watches_all_threads() -> bool:
+    """Return True if pydevd uses sys.monitoring, because it was imported without `_ENGINE_VARIABLES`."""
+    from _pydevd_bundle import pydevd_constants
+
+    return getattr(pydevd_constants, "PYDEVD_USE_SYS_MONITORING", False)
 
 
 def _failure(request: Message, reason: str) -> Message:
