@@ -152,10 +152,7 @@ class Interrupts:
             self._shields -= 1
             if self._pending and not self._shields and not self._forking:
                 self._pending = False
-                # The text of a warning is written in a shield.
-                if not self._is_unsafe(sys._getframe()):
-                    raise self._take_exception()
-                self._retry_later()
+                self._raise_or_retry(sys._getframe())
 
     @contextlib.contextmanager
     def postponed(self, seconds: float) -> Iterator[None]:
@@ -310,8 +307,13 @@ class Interrupts:
         # `shield` and `_after_fork` raise it later, on this thread.
         if self._shields or self._forking:
             self._pending = True
+        else:
+            self._raise_or_retry(frame)
+
+    def _raise_or_retry(self, frame: types.FrameType | None) -> None:
+        """Raise what is to be raised, or do it later where `frame` is unsafe. Main thread."""
         # A later attempt finds another frame, in all likelihood.
-        elif self._is_unsafe(frame):
+        if self._is_unsafe(frame):
             self._retry_later()
         else:
             raise self._take_exception()
