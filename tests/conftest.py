@@ -44,7 +44,9 @@ MARK = "RANKBOOK_TEST_MARK"
 IPYTHON_7 = IPython.version_info < (8,)
 # It puts this folder on the path, whose package `tests` would be imported in place of ours.
 sys.path[:] = [entry for entry in sys.path if not entry.endswith("IPython/extensions")]
-ASSIGNS_COMMANDS = not IPYTHON_7 or sys.version_info < (3, 12)
+IS_OUTDATED = IPYTHON_7 and sys.version_info >= (3, 12)
+"""Whether IPython is older than its Python, and lacks what that has changed."""
+ASSIGNS_COMMANDS = not IS_OUTDATED
 """Whether IPython knows `x = !command`; see docs/howto/kaggle-and-colab.md."""
 needs_assigned_commands = pytest.mark.skipif(
     not ASSIGNS_COMMANDS, reason="IPython 7 raises a SyntaxError for x = !command on Python 3.12 and newer"
@@ -240,10 +242,17 @@ class Notebook:
         They went before a request on the control channel that has been answered. After a failure, ipykernel 6 drops
         only the cells that are there by then.
         """
-        request = self.client.session.msg("kernel_info_request")
+        self.ask_control("kernel_info_request", {}, timeout=60)
+
+    def ask_control(self, kind: str, content: dict[str, Any], *, timeout: float) -> dict[str, Any]:
+        """Send a request on the control channel and return the content of the reply."""
+        request = self.client.session.msg(kind, content)
         self.client.control_channel.send(request)
-        while self.client.get_control_msg(timeout=60)["parent_header"].get("msg_id") != request["header"]["msg_id"]:
-            pass
+        deadline = time.monotonic() + timeout
+        while True:
+            reply = self.client.get_control_msg(timeout=max(0.0, deadline - time.monotonic()))
+            if reply["parent_header"].get("msg_id") == request["header"]["msg_id"]:
+                return dict(reply["content"])
 
     def run(self, code: str, *, timeout: float = 60, answers: Answers | None = None) -> Outcome:
         """Run a cell and wait for its end. `answers` are typed at its prompts, or say what to type at which."""

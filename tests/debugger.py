@@ -23,16 +23,9 @@ class FrontEnd:
 
     def ask(self, command: str, *, timeout: float = 30, **arguments: Any) -> dict[str, Any]:
         """The answer to a request."""
-        client = self.notebook.client
         self._seq += 1
         content = {"type": "request", "seq": self._seq, "command": command, "arguments": arguments}
-        message = client.session.msg("debug_request", content)
-        client.control_channel.send(message)
-        deadline = time.monotonic() + timeout
-        while True:
-            reply = client.get_control_msg(timeout=max(0.0, deadline - time.monotonic()))
-            if reply["parent_header"].get("msg_id") == message["header"]["msg_id"]:
-                return dict(reply["content"])
+        return self.notebook.ask_control("debug_request", content, timeout=timeout)
 
     def body(self, command: str, **arguments: Any) -> dict[str, Any]:
         """The body of an answer that must be a good one."""

@@ -5,10 +5,14 @@ In plain PyTorch gloo ends the process that receives more than it expected, from
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.conftest import Notebook, running_kernel
 
@@ -196,17 +200,30 @@ def helped(ranks) -> Notebook:
     return ranks
 
 
+@functools.cache
+def gloo_has_all_to_all() -> bool:
+    """Return True if torch's own gloo group of one rank can exchange lists of tensors: 2.10 and 2.11 cannot."""
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=20))
+    try:
+        group.alltoall([torch.empty(1)], [torch.ones(1)], dist.AllToAllOptions()).wait()
+    except RuntimeError as error:
+        if "does not support" not in str(error):
+            raise
+        return False
+    return True
+
+
 def test_matrix_has_the_documented_number_of_pairs():
     assert len(PAIRS) >= 60
 
 
 @pytest.mark.parametrize(("one", "other", "words"), PAIRS, ids=[f"{one} - {other}" for one, other, _ in PAIRS])
 def test_every_pair_is_named_with_the_values_of_all_ranks_and_the_next_cell_works(helped, one, other, words):
+    if "'all_to_all'" in one + other and not gloo_has_all_to_all():
+        pytest.skip("gloo of this version of torch has no all_to_all")
     failed = helped.run(f"%%distributed\nif rank == 0:\n    {one}\nelse:\n    {other}", timeout=20)
     assert failed.status == "error", failed.text
     reported = failed.traceback + failed.text
-    if "Backend gloo does not support alltoall" in reported:
-        pytest.skip("gloo of this version of torch has no all_to_all")
     assert re.search(words, reported), reported
     assert "KeyboardInterrupt" not in reported
     assert "sum" in helped.ok(AFTER, timeout=20).stdout

@@ -6,13 +6,12 @@ import contextlib
 import json
 import queue
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import IPYTHON_7, Notebook, running_kernel, wait_until
+from tests.conftest import IS_OUTDATED, Notebook, running_kernel, wait_until
 from tests.jupyter.conftest import spec_folder
 
 pytestmark = pytest.mark.processes
@@ -118,9 +117,7 @@ def test_the_ranks_have_ipythons_session(kernel):
     assert kernel.ok("'silent';").text == "" and kernel.ok("_").text == "[0] '0'\n[1] '1'\n"
 
 
-@pytest.mark.skipif(
-    IPYTHON_7 and sys.version_info >= (3, 12), reason="IPython 7's autoreload imports imp, which Python 3.12 lacks"
-)
+@pytest.mark.skipif(IS_OUTDATED, reason="IPython 7's autoreload imports imp, which Python 3.12 lacks")
 def test_autoreload_reaches_the_ranks(kernel, tmp_path):
     module = tmp_path / "edited_module.py"
     module.write_text("answer = 1\n")
