@@ -43,3 +43,17 @@ install() {
     "$python" -m pip install -q "$@"
   fi
 }
+
+requirements() { # print the requirements of the package, of pytest and of EXTRA, without torch: `requirements PYTHON - EXTRA...`
+  "$@" <<'PYTHON'
+import re, sys, tomllib
+
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+wanted = {"pytest", "pytest-timeout", "pytest-xdist", "hypothesis", *sys.argv[1:]}
+lines = [*project["dependencies"], *extras["notebook"], *extras["test"]]
+names = [(re.split(r"[<>=\[; ]", line)[0], line) for line in lines]
+required = {re.split(r"[<>=\[; ]", line)[0] for line in project["dependencies"]} - {"torch"}
+print("\n".join(dict.fromkeys(line for name, line in names if name in required | wanted)))
+PYTHON
+}
