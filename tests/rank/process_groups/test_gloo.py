@@ -212,14 +212,16 @@ def rescue(name):
 gloo.install_terminate_handler(rescue)
 libc, terminate = ctypes.CDLL(None), ctypes.CDLL("libstdc++.so.6")["_ZSt9terminatev"]
 kind, name = sys.argv[1:]
-if name:
-    libc.prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME; threads inherit it
 if kind == "Python":
     terminate()
-thread = ctypes.c_ulong()
-libc.pthread_create(ctypes.byref(thread), None, terminate, None)
-if name:
-    libc.prctl(15, b"main", 0, 0, 0)
+
+def create():
+    # A thread inherits the name of the one that creates it; that of the main thread stays.
+    if name:
+        libc.prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME
+    libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, terminate, None)
+
+threading.Thread(target=create).start()
 parked.wait(20)
 print("the process lives on")
 """
