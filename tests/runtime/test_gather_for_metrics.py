@@ -21,6 +21,15 @@ def test_each_ranks_real_rows_stay_in_their_order():
     assert trim(gathered, None) is gathered
 
 
+def test_several_rows_per_sample_stay_with_their_sample():
+    gathered = torch.arange(18)  # three for each of two samples, on three ranks
+    assert trim(gathered, UNEVEN).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert trim(gathered[:15], RoundPadding((1, 1, 0), 1, (0, 1, 2))).tolist() == list(range(10))
+    assert trim(gathered[:3], RoundPadding((4, 2, 0), 4, (0, 1, 2))).tolist() == [0, 1], "one row per batch"
+    with pytest.raises(InvalidArgument, match="5 rows per rank were gathered from batches of 2 samples, some of which"):
+        trim(torch.arange(15), UNEVEN)
+
+
 def test_containers_of_tensors_and_lists_of_objects_are_trimmed():
     nested = {"a": torch.arange(6), "b": [torch.arange(6), (torch.arange(6), "label")]}
     trimmed = trim(nested, UNEVEN)

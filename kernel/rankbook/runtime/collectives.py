@@ -399,9 +399,9 @@ def trim(gathered: Any, share: RoundPadding | None) -> Any:  # noqa: ANN401 - of
     """Return `gathered` without the rows that were added to complete the round.
 
     `gathered` holds tensors of `len(share.real) * rows` rows, those of rank 0 first, the same number for every rank
-    after padding; or it is a list of as many objects. `share` is the loader's (`loader.share`) for the batch that the
-    rows were computed from, None if all rows are real. Raises `InvalidArgument` if the rows cannot be divided among the
-    ranks.
+    after padding; or it is a list of as many objects. There may be several rows per sample, the same number for all.
+    `share` is the loader's (`loader.share`) for the batch that the rows were computed from, None if all rows are real.
+    Raises `InvalidArgument` if the rows cannot be divided among the ranks, or among the samples of a rank.
 
     Example::
 
@@ -423,14 +423,20 @@ def trim(gathered: Any, share: RoundPadding | None) -> Any:  # noqa: ANN401 - of
 
 
 def _rows(total: int, share: RoundPadding) -> list[int]:
-    # A metric may have another number of rows per sample than the batch, or one row per batch, so the rows are counted
+    # A metric may have several rows per sample, such as one per token, or one row per batch, so the rows are counted
     # from `gathered` itself.
     rows, rest = divmod(total, len(share.real))
     if rest:
         raise InvalidArgument(
             f"the number of gathered rows ({total}) is not divisible by the number of ranks ({len(share.real)})"
         )
-    counts = [rows if count == WHOLE else min(count, rows) for count in share.real]
+    per_sample, rest = divmod(rows, share.rows) if 0 < share.rows < rows else (1, 0)
+    if rest:
+        raise InvalidArgument(
+            f"{rows} rows per rank were gathered from batches of {share.rows} samples, some of which are repeated: "
+            "expected the same number of rows for every sample"
+        )
+    counts = [rows if count == WHOLE else min(count * per_sample, rows) for count in share.real]
     return [rank * rows + row for rank, count in enumerate(counts) for row in range(count)]
 
 
@@ -464,10 +470,11 @@ class CollectiveMethods(AcceleratorSettings):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:  # noqa: ANN401 - nested
         """Gather tensors without the samples that were repeated to make batches even. A collective.
 
-        Every sample of the dataset appears once, in order. With uneven batches, ranks without a batch in the last round
-        have left the loop; only the other ranks get its samples. Data that are not tensors are gathered as objects;
+        Every sample of the dataset appears once, in order. There may be several rows per sample, such as one per token,
+        if their number is the same for all samples. With uneven batches, ranks without a batch in the last round have
+        left the loop; only the other ranks get its samples. Data that are not tensors are gathered as objects;
         `use_gather_object` sends tensors this way too. Raises as `gather`; and `InvalidArgument` if the number of rows
-        is not the same for every rank.
+        is not the same for every rank, or not for every sample of a round with repeated samples.
         """
         values = [leaf for _, leaf in leaves(input_data)]
         as_objects = use_gather_object or not values or not all(isinstance(leaf, torch.Tensor) for leaf in values)
@@ -513,20 +520,19 @@ class CollectiveMethods(AcceleratorSettings):
         # ranks 1 and 3.
         replicas = self.num_processes // self.setup.data_parallel_size
         replica = self.process_index % replicas
-        peers = {part: part * replicas + replica for part in share.ranks}
+        peers = [part * replicas + replica for part in share.ranks]
         parts = []
         # In rank order, one sender at a time. All ranks involved go through the senders in the same order, so no two
         # ranks wait for each other.
-        for part, rank in peers.items():
+        for rank in peers:
             message = [map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf, data)]
             if rank == self.process_index:
-                for peer in peers.values():
+                for peer in peers:
                     if peer != rank:
                         dist.send_object_list(message, dst=peer)
             else:
                 dist.recv_object_list(message, src=rank)
-            rows = share.real[part]
-            parts.append(message[0] if rows == WHOLE else _first_rows(message[0], rows))
+            parts.append(message[0])  # where ranks have no batch, no sample is repeated
         if isinstance(data, list) and not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves(data)):
             return [row for part in parts for row in part]
         return send_to_device(concatenate(parts), self.device)
@@ -623,9 +629,3 @@ class CollectiveMethods(AcceleratorSettings):
     def print(self, *values: Any, **options: Any) -> None:  # noqa: ANN401 - as the builtin
         """Print on the first rank of every machine."""
         self.state.print(*values, **options)
-
-
-def _first_rows(data: Any, rows: int) -> Any:  # noqa: ANN401 - nested, or a list of objects
-    if isinstance(data, list) and not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves(data)):
-        return data[:rows]
-    return map_leaves(lambda leaf: leaf[:rows] if isinstance(leaf, torch.Tensor) else leaf, data)
