@@ -49,7 +49,8 @@ def gather_all(cases):
             samples_seen += gathered["rows"][0].tolist()
             objects += accelerator.gather_for_metrics([str(number) for number in batch.tolist()])
             tokens = accelerator.gather_for_metrics((batch[:, None] * 3 + torch.arange(3)).flatten())
-            assert tokens.tolist() == [3 * value + token for value in gathered["rows"][0].tolist() for token in range(3)]
+            first_tokens = (3 * value for value in gathered["rows"][0].tolist())
+            assert tokens.tolist() == [first + number for first in first_tokens for number in range(3)]
         for _ in loader:
             break
         rank = accelerator.process_index  # a loop that was left has no part in what comes after it
