@@ -191,6 +191,58 @@ def test_the_scale_of_a_loss_changes_when_all_its_optimizers_have_stepped(half_p
     assert (first.weight.item(), second.weight.item()) == (0.5, 0.5)
 
 
+def test_scale_starts_anew_where_the_precision_or_its_settings_are_given(half_precision):
+    accelerator = fp16(init_scale=8.0)
+    (first, second), (one, other) = two_models(accelerator)
+    backward(accelerator, (first, float("inf")))
+    one.step()
+    one.zero_grad()
+    assert accelerator.scaler.get_scale() == 4.0
+    assert Accelerator().scaler.get_scale() == 4.0, "nothing was given"
+
+    backward(accelerator, (first, 0.25), (second, 0.5))  # gradients that are still to be used
+    accelerator.unscale_gradients(other)
+    again = fp16(init_scale=32.0, growth_interval=1)
+    assert again.scaler is accelerator.scaler is one.scaler
+    assert (again.scaler.get_scale(), again.scaler.get_growth_interval()) == (32.0, 1)
+    assert second.weight.grad.item() == 0.5, "unscaled again"
+    one.step()
+    other.step()
+    assert (first.weight.item(), second.weight.item()) == (0.75, 0.5)
+    assert again.scaler.get_scale() == 64.0
+
+
+def test_training_can_be_run_again_after_the_scale_has_become_zero(half_precision):
+    accelerator = fp16(init_scale=2.0**-149)
+    (first, _), (one, other) = two_models(accelerator)
+    for _ in range(2):
+        backward(accelerator, (first, float("nan")))
+        one.step()
+    assert (accelerator.scaler.get_scale(), one.step_was_skipped) == (0.0, True)
+    one.zero_grad()
+    accelerator = Accelerator(mixed_precision="fp16", cpu=True)
+    assert accelerator.scaler.get_scale() == 65536.0
+    backward(accelerator, (first, 0.25))
+    one.step()
+    assert (first.weight.item(), other.steps) == (0.75, 0)
+
+
+def test_second_accelerator_unscales_what_the_first_has_prepared(half_precision):
+    accelerator = fp16(init_scale=8.0)
+    (first, _), (one, _) = two_models(accelerator)
+    earlier = accelerator.prepare(torch.optim.SGD(first.parameters(), lr=1.0))
+    one = accelerator.prepare(one.optimizer)
+    accelerator = Accelerator()
+    backward(accelerator, (first, 4.0))
+    assert accelerator.clip_grad_norm_(first.parameters(), 2.0).item() == pytest.approx(4.0)
+    assert first.weight.grad.item() == pytest.approx(2.0), "unscaled once, though two optimizers have this parameter"
+    one.step()
+    assert (first.weight.item(), earlier.steps) == (pytest.approx(-1.0), 0)
+    backward(accelerator, (first, float("inf")))
+    one.step()
+    assert accelerator.optimizer_step_was_skipped
+
+
 def test_overflow_of_one_optimizer_keeps_the_gradients_of_the_other(half_precision):
     accelerator = fp16()
     (first, second), (one, other) = two_models(accelerator)

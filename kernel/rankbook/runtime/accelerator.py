@@ -249,7 +249,9 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
 
     All instances in a process share the precision, the gradient accumulation, and the plugins for sharding and
     compilation: a second `Accelerator()` keeps these settings, and explicit arguments change them. Objects that were
-    prepared before keep theirs until they are prepared again. The positional parameters are in Accelerate's order.
+    prepared before keep theirs until they are prepared again. They share the loss scale of fp16 too, which starts anew
+    with an instance that is given `mixed_precision="fp16"` or `GradScalerKwargs`. The positional parameters are in
+    Accelerate's order.
 
     Args:
         device_placement: move models and batches to the rank's device.

@@ -235,22 +235,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         before = scaler.get_scale()
         scaler.update()
-        after = scaler.get_scale()
-        # This optimizer first. Another one may have the same parameters, such as that of an earlier run of the cell,
-        # which a variable still refers to: every gradient is converted once.
-        converted: set[int] = set()
-        for optimizer in sorted(self._sharing_scaler(), key=lambda other: other is not self):
-            used = optimizer is not self and optimizer._stepped_after is not None
-            unscaled = optimizer._is_unscaled()
-            optimizer._begin_round()
-            factor = after if unscaled else after / before
-            for gradient in optimizer._gradients() if factor != 1.0 and not used else ():
-                if id(gradient) not in converted:
-                    converted.add(id(gradient))
-                    gradient.mul_(factor)
-            # The scaler has forgotten whose gradients were unscaled, and whether they had overflowed.
-            if unscaled:
-                optimizer.unscale()
+        _convert_gradients(scaler, before, self)
 
     def _is_in_round(self) -> bool:
         return self._unscaled or self._stepped_after is not None
@@ -277,6 +262,39 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+def _convert_gradients(scaler: torch.amp.GradScaler, before: float, stepping: AcceleratedOptimizer | None) -> None:
+    """Begin a new round of `scaler`, and convert the gradients that are still to be used from the scale `before`.
+
+    `stepping` is the optimizer that is about to step: its gradients are new ones, though it has stepped in this round.
+    """
+    after = scaler.get_scale()
+    # This optimizer first. Another one may have the same parameters, such as that of an earlier run of the cell,
+    # which a variable still refers to: every gradient is converted once.
+    converted: set[int] = set()
+    sharing = [optimizer for optimizer in tuple(_optimizers) if optimizer.scaler is scaler]
+    for optimizer in sorted(sharing, key=lambda other: other is not stepping):
+        used = optimizer is not stepping and optimizer._stepped_after is not None
+        unscaled = optimizer._is_unscaled()
+        optimizer._begin_round()
+        factor = after if unscaled else after / before if before else 1.0
+        for gradient in optimizer._gradients() if factor != 1.0 and not used else ():
+            if id(gradient) not in converted:
+                converted.add(id(gradient))
+                gradient.mul_(factor)
+        # The scaler has forgotten whose gradients were unscaled, and whether they had overflowed.
+        if unscaled:
+            optimizer.unscale()
+
+
+def restart_scaler(scaler: torch.amp.GradScaler, fresh: torch.amp.GradScaler) -> None:
+    """Give `scaler` the settings and the scale of `fresh`. Gradients that are still to be used are converted."""
+    before = scaler.get_scale()
+    if any(optimizer._is_in_round() for optimizer in tuple(_optimizers) if optimizer.scaler is scaler):
+        scaler.update(before)  # otherwise it would refuse to unscale the next gradients
+    scaler.load_state_dict(fresh.state_dict())
+    _convert_gradients(scaler, before, None)
 
 
 def end_rounds() -> None:

@@ -37,7 +37,8 @@ from rankbook.runtime.config import (
 )
 from rankbook.runtime.data.rng import check_rng_types
 from rankbook.runtime.gradient_state import GradientState, window
-from rankbook.runtime.prepared import note_registered
+from rankbook.runtime.optimizer import restart_scaler
+from rankbook.runtime.prepared import note_registered, registered
 from rankbook.runtime.process_state import DistributedType, PartialState
 from rankbook.runtime.state import AcceleratorState
 from rankbook.runtime.strategies.base import DataParallel, SingleDevice, Strategy, StrategySetup
@@ -267,6 +268,11 @@ class AcceleratorSettings:
         self._save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._triggered = False
+        # In Hugging Face Accelerate every instance has a scaler of its own. Here it is shared, and starts anew where
+        # the precision or its settings are given, so that a training can be run again whose gradients were NaN until
+        # the scale was 0.
+        if mixed_precision is not None or any(type(handler) is GradScalerKwargs for handler in kwargs_handlers or ()):
+            self._restart_scaler()
 
     ddp_handler = _HandlerAttribute()
     scaler_handler = _HandlerAttribute()
@@ -305,6 +311,16 @@ class AcceleratorSettings:
             shared["_scaler"] = make_scaler("fp16", self.device, self.handlers.scaler)
         scaler: torch.amp.GradScaler = shared["_scaler"]
         return scaler
+
+    def _restart_scaler(self) -> None:
+        scaler = AcceleratorState._shared_state.get("_scaler")
+        fresh = make_scaler(self.mixed_precision, self.device, self.handlers.scaler)
+        if scaler is None or fresh is None:
+            return
+        if scaler.is_enabled() and fresh.is_enabled():
+            restart_scaler(scaler, fresh)
+        else:  # as with another precision: what is prepared already keeps the old one until it is prepared again
+            AcceleratorState._shared_state["_scaler"] = fresh
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:
@@ -503,7 +519,7 @@ class AcceleratorSettings:
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Return True if an optimizer skipped its last step because fp16 gradients overflowed."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in registered("optimizer").values())
 
 
 def _project(folder: str | os.PathLike[str] | None, config: ProjectConfiguration | None) -> ProjectConfiguration:

@@ -22,7 +22,7 @@ from rankbook.runtime.collectives import reduce
 from rankbook.runtime.config import AutocastKwargs, ProfileKwargs
 from rankbook.runtime.gradient_state import AccumulateContext, window
 from rankbook.runtime.prepare import wrapper_of
-from rankbook.runtime.prepared import strategy_of
+from rankbook.runtime.prepared import registered, strategy_of
 from rankbook.runtime.settings import AcceleratorSettings, autocast
 from rankbook.runtime.strategies.base import full_tensor
 
@@ -55,7 +55,7 @@ class TrainingMethods(AcceleratorSettings):
         gradients reduced, and only then do prepared optimizers step.
 
         Args:
-            models: models that are trained in the block; by default all prepared models.
+            models: models that are trained in the block; by default all prepared models, of whichever `Accelerator`.
 
         A window that was left open by an error or a `break` is dropped; the next block starts a new one, on all ranks.
 
@@ -68,7 +68,7 @@ class TrainingMethods(AcceleratorSettings):
                     optimizer.zero_grad()
         """
         # All models that are alive, so that a model that is not named does not reduce its gradients in every batch.
-        chosen = models or tuple(self._models)
+        chosen = models or tuple(registered("model").values())
 
         def set_sync(sync: bool) -> None:
             for model in chosen:
@@ -128,7 +128,9 @@ class TrainingMethods(AcceleratorSettings):
         """
         if window.scaler is None:
             return
-        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else (optimizer or self._optimizers)
+        if optimizer is None:
+            optimizer = _current_optimizers()
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         for target in optimizers:
             wrapper = wrapper_of(target)
             if wrapper is not None and wrapper.scaler is not None:
@@ -176,9 +178,8 @@ class TrainingMethods(AcceleratorSettings):
         if window.scaler is None:
             return
         chosen = set(map(id, parameters))
-        for optimizer in self._optimizers:
-            owned = (id(tensor) for group in optimizer.param_groups for tensor in group["params"])
-            if not chosen.isdisjoint(owned):
+        for optimizer in _current_optimizers():
+            if not chosen.isdisjoint(_parameter_ids(optimizer)):
                 self.unscale_gradients(optimizer)
 
     # Around the loop
@@ -253,6 +254,26 @@ class TrainingMethods(AcceleratorSettings):
             folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(folder / f"profile_{self.process_index}.json"))
         self.state.wait_for_everyone()
+
+
+def _current_optimizers() -> list[torch.optim.Optimizer]:
+    """Return the prepared optimizers of the process, without those whose parameters a later one has.
+
+    A variable may still refer to an optimizer of an earlier run of a cell. It must not unscale the same gradients once
+    more.
+    """
+    current: list[torch.optim.Optimizer] = []
+    taken: set[int] = set()
+    for optimizer in reversed(registered("optimizer").values()):
+        owned = _parameter_ids(optimizer)
+        if taken.isdisjoint(owned):
+            current.append(optimizer)
+        taken |= owned
+    return current
+
+
+def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def clip_norm(
