@@ -414,6 +414,16 @@ def test_the_safetensors_package_reads_it(tmp_path):
     torch_files.load_model(Tied(), tmp_path / "model.safetensors")
 
 
+def test_compiled_model_is_written_under_the_names_of_the_original(tmp_path):
+    net = nn.Sequential(nn.Linear(2, 3), torch.compile(nn.Linear(3, 1), backend="eager"))
+    accelerator = Accelerator()
+    for model in (net, torch.compile(accelerator.prepare(net), backend="eager")):
+        accelerator.save_model(model, tmp_path / "model")
+        names = torch_files.load_file(tmp_path / "model" / "model.safetensors").keys()
+        assert sorted(names) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    torch._dynamo.reset()
+
+
 def test_failed_save_model_keeps_the_existing_files(tmp_path, monkeypatch):
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(2, 2))

@@ -19,6 +19,7 @@ from rankbook.runtime import (
     GradScalerKwargs,
     ParallelismConfig,
     TorchDynamoPlugin,
+    prepare,
     settings,
 )
 from rankbook.runtime.gradient_state import window
@@ -427,6 +428,26 @@ def test_regional_compilation_compiles_repeated_blocks():
     assert compiled == ["blocks.0", "blocks.1"] and model(torch.ones(1, 2)).shape == (1, 1)
     with pytest.raises(InvalidArgument, match="not both"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=plugin)
+    model.head.compile(backend="eager")  # by the user: it stays
+    model = Accelerator(dynamo_backend="no").prepare(model)
+    compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+    assert compiled == ["head"] and model(torch.ones(1, 2)).shape == (1, 1)
+    torch._dynamo.reset()
+
+
+def test_unwrap_model_finds_the_original_below_wrappers_in_any_order(monkeypatch):
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    monkeypatch.setattr(prepare, "DistributedDataParallel", Wrapper)
+    accelerator, net = Accelerator(), nn.Linear(1, 1)
+    compiled = torch.compile(net, backend="eager")
+    for model in (compiled, Wrapper(compiled)):
+        assert accelerator.unwrap_model(model) is compiled
+        assert accelerator.unwrap_model(model, keep_torch_compile=False) is net
+    assert accelerator.unwrap_model(torch.compile(Wrapper(net), backend="eager")) is net
     torch._dynamo.reset()
 
 

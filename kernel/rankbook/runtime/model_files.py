@@ -22,6 +22,7 @@ from torch import nn
 
 from rankbook.checkpoint.format import safetensors
 from rankbook.checkpoint.format.tensor_io import raw_bytes
+from rankbook.checkpoint.state_dict.models import clean_name
 from rankbook.checkpoint.storage import Storage
 from rankbook.errors import InvalidArgument
 from rankbook.runtime.strategies.base import full_tensor
@@ -72,7 +73,8 @@ SAFETENSORS, PICKLED = FileKind("model", ".safetensors"), FileKind("pytorch_mode
 def without_duplicates(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the model's state dict with tied tensors under their first name only.
 
-    Raises `InvalidArgument` for non-tensors.
+    The names are those of the original model, without the parts that `torch.compile` and other wrappers add. Raises
+    `InvalidArgument` for non-tensors.
     """
     # `state_dict()` returns new tensor objects (detached), so tied weights cannot be recognized by identity there. The
     # parameters and buffers themselves are shared, and `remove_duplicate=False` yields them under all their names. An
@@ -95,7 +97,7 @@ def without_duplicates(model: nn.Module) -> dict[str, torch.Tensor]:
         # The first name in the order of the state dict, which is the same on all ranks.
         if owner not in owners_seen:
             owners_seen.add(owner)
-            tensors[name] = value
+            tensors[clean_name(model, name)] = value
     return tensors
 
 

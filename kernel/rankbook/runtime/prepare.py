@@ -127,6 +127,8 @@ def prepare_loader(
 
 _log = logging.getLogger(__name__)
 _model_numbers = itertools.count()
+_compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that `prepare` has compiled in place."""
 
 
 def prepare_model(
@@ -197,10 +199,8 @@ def release_model(model: nn.Module) -> nn.Module:
     with registry.track_replaced_parameters(raw):
         preparation.strategy.release(raw, wrapped)
     remove_forward(raw)
-    for module in (raw, wrapped):
-        if module is not None:
-            # Set by `nn.Module.compile`. The compiled code refers to the shards or buckets of the old preparation.
-            module._compiled_call_impl = None
+    # The compiled code refers to the shards or buckets of the old preparation.
+    _undo_compile(raw if wrapped is None else wrapped)
     registry.unregister_model(raw)
     return raw
 
@@ -225,34 +225,43 @@ def _signature(raw: nn.Module, context: PrepareContext, evaluation: bool) -> tup
 def _compile(model: nn.Module, context: PrepareContext) -> None:
     """Compile `model` in place, which keeps the names of its modules and of its state dict."""
     options = context.dynamo.compile_kwargs()
-    if not context.dynamo.use_regional_compilation:
-        model.compile(**options)
-        return
     # The blocks of a transformer have the same code, so that torch compiles it once and reuses it for all blocks.
     block_lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
-    for blocks in block_lists:
-        for block in blocks:
-            block.compile(**options)
-    if not block_lists:
-        model.compile(**options)
+    blocks = [block for blocks in block_lists for block in blocks]
+    for module in blocks if context.dynamo.use_regional_compilation and blocks else (model,):
+        module.compile(**options)
+        _compiled.add(module)
+
+
+def _undo_compile(model: nn.Module) -> None:
+    """Undo what `_compile` has done. What the user has compiled stays so."""
+    for module in model.modules():
+        if module in _compiled:
+            _compiled.discard(module)
+            module._compiled_call_impl = None  # set by `nn.Module.compile`
 
 
 def unwrap(model: nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
     """Return the original model, which stays prepared.
 
     With `keep_fp32_wrapper=False` its mixed-precision forward is removed, with `keep_torch_compile=False` its
-    compilation.
+    compilation. `torch.compile` of a model that is wrapped already has compiled the wrapper, and goes with it.
     """
-    inner = model
+    inner: nn.Module = model
+    compiled: nn.Module | None = None
     # `torch.compile(model)` of the user returns this class; `_compile` above uses `nn.Module.compile`, which does not.
-    if isinstance(inner, torch._dynamo.eval_frame.OptimizedModule) and not keep_torch_compile:
-        inner = inner._orig_mod
-    while isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
-        inner = inner.module
+    optimized = torch._dynamo.eval_frame.OptimizedModule
+    while isinstance(inner, (optimized, DistributedDataParallel, nn.DataParallel)):
+        if isinstance(inner, optimized):
+            compiled, inner = inner, inner._orig_mod
+        else:
+            compiled, inner = None, inner.module
     if not keep_fp32_wrapper:
         remove_forward(inner)
-    if not keep_torch_compile:
-        inner._compiled_call_impl = None
+    if keep_torch_compile:
+        return inner if compiled is None else compiled  # a module may have a length of 0
+    _undo_compile(inner)
+    inner._compiled_call_impl = None
     return inner
 
 
