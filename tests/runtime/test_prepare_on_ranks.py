@@ -501,3 +501,72 @@ def test_join_handles_uneven_inputs_and_prepare_reports_shards():
     assert report.parameters == 8 * 12 + 12 + 12 * 4 + 4
     assert report.bytes == 4 * report.parameters // 2
     assert report.layout == {"Shard(dim=0)": 4}
+
+
+def train_in_half_precision():
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    from rankbook.runtime import (
+        Accelerator,
+        GradScalerKwargs,
+        ParallelismConfig,
+        TorchTensorParallelConfig,
+        settings,
+    )
+
+    torch.set_num_threads(1)
+    settings.check_precision = lambda *_: None  # its scaler works on the CPU too
+    plan = TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
+    part_of_it = TorchTensorParallelConfig(plan={"0": ColwiseParallel(output_layouts=Replicate())})
+    results = []
+    for options in (
+        {"tp_size": 4, "tp_handler": plan},
+        {"tp_size": 4, "tp_handler": part_of_it},  # the other layers keep plain parameters
+        {"dp_replicate_size": 2, "tp_size": 2, "tp_handler": part_of_it},
+        {"dp_shard_size": 2, "tp_size": 2, "tp_handler": part_of_it},
+        {"dp_shard_size": 4},
+    ):
+        start_over()
+        accelerator = Accelerator(
+            mixed_precision="fp16",
+            parallelism_config=ParallelismConfig(**options),
+            kwargs_handlers=[GradScalerKwargs(init_scale=64.0)],
+        )
+        raw = small_model()
+        model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))
+        data = torch.ones(3, 8)
+
+        def backward(accelerator=accelerator, model=model, data=data):
+            accelerator.backward(model(data).square().mean())
+
+        backward()
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1e9).item()
+        optimizer.step()
+        assert not optimizer.step_was_skipped
+        optimizer.zero_grad()
+        skipped = []
+        for number in range(4):  # an overflow in one rank's part of the last and of the first layer's gradient
+            backward()
+            parameter = list(model.parameters())[0 if number % 2 else -2]
+            if accelerator.process_index == number:
+                gradient = parameter.grad
+                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).fill_(float("inf"))
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(optimizer.step_was_skipped)
+        results.append((norm, skipped, accelerator.scaler.get_scale()))
+        accelerator.free_memory()
+    return results
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_half_precision_skips_a_step_on_all_ranks_in_each_layout():
+    reference = small_model()
+    reference(torch.ones(3, 8)).square().mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9).item()
+    for results in zip(*run_ranks(train_in_half_precision, 4), strict=True):
+        for norm, skipped, scale in results:
+            assert norm == pytest.approx(expected, rel=0.02)
+            assert (skipped, scale) == ([True] * 4, 4.0)

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from rankbook.errors import InvalidArgument
@@ -35,6 +38,39 @@ after_step: Callable[[AcceleratedOptimizer], None] | None = None
 """Called after a step that was not skipped, while the training state is protected (protection.py)."""
 after_scheduler: Callable[[], None] | None = None
 """The same, called after the step of a scheduler."""
+
+
+class LayoutGradScaler(torch.amp.GradScaler):
+    """Gradient scaler whose ranks agree whether to skip a step, also if the gradients have several layouts.
+
+    Such are those of a tensor-parallel model: DTensors on one or two meshes, and plain tensors outside the plan. torch
+    unscales all of them in one call, which refuses the mix, and asks only the ranks of the first one's mesh.
+    """
+
+    def _unscale_grads_(
+        self,
+        optimizer: Any,  # noqa: ANN401 - one, or what has its groups of parameters
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        layouts: dict[object, list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if isinstance(gradient := parameter.grad, DTensor):
+                    layouts.setdefault((gradient.device_mesh, gradient.placements), []).append(parameter)
+                elif gradient is not None:
+                    layouts.setdefault(None, []).append(parameter)
+        found: dict[torch.device, torch.Tensor] = {}
+        for parameters in layouts.values():
+            part: Any = SimpleNamespace(param_groups=[{"params": parameters}])
+            for device, flag in super()._unscale_grads_(part, inv_scale, found_inf, allow_fp16).items():
+                found[device] = torch.maximum(found[device], flag) if device in found else flag
+        # A rank that has overflowed in one layout has told only the ranks of its mesh. All have the same layouts.
+        if len(layouts) > 1 and dist.is_initialized():
+            for flag in found.values():
+                dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return found
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):

@@ -37,7 +37,7 @@ from rankbook.runtime.config import (
 )
 from rankbook.runtime.data.rng import check_rng_types
 from rankbook.runtime.gradient_state import GradientState, window
-from rankbook.runtime.optimizer import restart_scaler
+from rankbook.runtime.optimizer import LayoutGradScaler, restart_scaler
 from rankbook.runtime.prepared import note_registered, registered
 from rankbook.runtime.process_state import DistributedType, PartialState
 from rankbook.runtime.state import AcceleratorState
@@ -84,7 +84,7 @@ def make_scaler(precision: str, device: torch.device, handler: GradScalerKwargs)
     """Return the gradient scaler for fp16, None for other precisions."""
     # fp16 has a small range: small gradients would become zero. The scaler multiplies the loss before backward and
     # divides the gradients before the step. bf16 has the range of fp32 and needs none.
-    return torch.amp.GradScaler(device.type, **handler.to_dict()) if precision == "fp16" else None
+    return LayoutGradScaler(device.type, **handler.to_dict()) if precision == "fp16" else None
 
 
 def in_fp32(value: Any) -> Any:  # noqa: ANN401 - any output of a model
