@@ -309,7 +309,9 @@ class CollectiveLog:
             if any(part != data[0] for part in parts):
                 data = parts
         root, reduction = _options_of(op, args, options) if op.rooted or op.reduces else (None, None)
-        call = (op.function, data, root, reduction, peer)
+        # By the number of the reduction: torch takes a microsecond to compare two of them.
+        operator = getattr(reduction, "op", reduction)
+        call = (op.function, data, root, getattr(operator, "value", operator), peer)
         # Computed once per different call: a training loop makes the same calls in every step.
         signature = self._signatures.get(call) or self._sign(op, data, root, reduction, peer, call)
         launched = CollectiveCall(number, op, signature, peer)
