@@ -227,3 +227,15 @@ def test_every_pair_is_named_with_the_values_of_all_ranks_and_the_next_cell_work
     assert re.search(words, reported), reported
     assert "KeyboardInterrupt" not in reported
     assert "sum" in helped.ok(AFTER, timeout=20).stdout
+
+
+@pytest.mark.parametrize(
+    "text", ["download aborted", "the server socket has failed to listen", "connection reset by the file server"]
+)
+def test_an_error_of_the_users_own_is_shown_as_it_is(ranks, text):
+    """Check it: gloo's errors have such words too, and mean that the connections between the ranks are broken."""
+    ranks.ok("%%distributed\ndist.all_reduce(torch.ones(2))")
+    failed = ranks.run(f"%%distributed\nif rank == 0:\n    raise RuntimeError({text!r})", timeout=20)
+    assert f"RuntimeError: {text}" in failed.traceback
+    assert "CollectiveAborted" not in failed.traceback + failed.text
+    assert "sum" in ranks.ok(AFTER, timeout=20).stdout

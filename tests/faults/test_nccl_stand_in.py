@@ -126,6 +126,31 @@ def test_a_batch_whose_peer_raised_is_broken_off(stand_in):
     )
 
 
+def test_collectives_are_launched_after_a_batch_that_failed(stand_in):
+    """torch keeps the list of a batch in which an operation raises, and appends later collectives to it."""
+    outcome = stand_in.ok(
+        """%%distributed
+from rankbook.rank.process_groups.recoverable_group import RecoverableProcessGroup
+original = RecoverableProcessGroup._launch
+def fail(self, *arguments):
+    raise KeyboardInterrupt
+for broken in (fail, original):
+    RecoverableProcessGroup._launch = broken
+    received = torch.zeros(2)
+    batch = [dist.P2POp(dist.isend, torch.full((2,), rank + 1.0), 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+    try:
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+    except KeyboardInterrupt:
+        print('interrupted')
+total = torch.ones(2)
+dist.all_reduce(total)
+print(total.tolist(), received.tolist() == [2.0 - rank] * 2)""",
+        timeout=20,
+    )
+    assert outcome.stdout == "[0-1] interrupted\n[0-1] [2.0, 2.0] True\n"
+
+
 WAITS = {
     "item": "t = torch.ones(2)\ndist.all_reduce(t)\nt.sum().item()",
     "work": "t = torch.ones(2)\nwork = dist.all_reduce(t, async_op=True)\nwork.wait()\nt.tolist()",

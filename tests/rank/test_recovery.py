@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -95,6 +96,30 @@ def test_a_folder_and_a_module_that_are_not_there_are_named(tmp_path):
     assert fresh == {"kept": 2}
     assert adopted["imports"] == 0
     assert set(adopted["missing"]) == {"the current folder", "m"}
+
+
+def test_the_precision_of_float32_comes_over_from_either_of_its_settings(tmp_path):
+    code = """
+import sys, torch
+from rankbook.rank import recovery
+
+settings = recovery.torch_settings()  # of a new rank
+if sys.argv[1] == "new":
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # from now on torch refuses to read the older setting
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+else:
+    torch.set_float32_matmul_precision("high")
+changed = recovery.torch_settings()
+assert changed != settings
+recovery.set_torch_settings({**changed, "float32_matmul_precision": settings["float32_matmul_precision"],
+                             "fp32_precisions": settings["fp32_precisions"]})
+recovery.set_torch_settings(changed)
+print(recovery.torch_settings() == changed, torch.backends.cuda.matmul.fp32_precision)
+"""
+    for setting in ("new", "old"):
+        command = [sys.executable, "-c", code, setting]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout == "True tf32\n", done.stderr
 
 
 def test_the_device_of_the_peer_becomes_that_of_the_new_rank(monkeypatch, tmp_path):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import operator
 import os
 import pickle
 import random
@@ -31,7 +32,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -52,6 +53,7 @@ from rankbook.snapshot_files import SnapshotVersion
 from rankbook.transport.serialization import Packed, Reduce, pack, pickle_error
 from rankbook.transport.shared_memory import SegmentStore
 
+_T = TypeVar("_T")
 _SAVES = "rankbook.checkpoint.saving"
 _WATCH = "rankbook.numerics.watch"
 _namespace: dict[str, Any] = {}
@@ -90,7 +92,8 @@ class TorchSettings(TypedDict):
 
     default_dtype: torch.dtype
     default_device: str
-    float32_matmul_precision: str
+    float32_matmul_precision: str | None
+    fp32_precisions: dict[str, str]
     deterministic: bool
     deterministic_warn_only: bool
     cudnn_benchmark: bool
@@ -242,7 +245,8 @@ def torch_settings() -> TorchSettings:
         default_dtype=torch.get_default_dtype(),
         # Without the number: it is that of the donor's device.
         default_device=torch.get_default_device().type,
-        float32_matmul_precision=torch.get_float32_matmul_precision(),
+        float32_matmul_precision=_readable(torch.get_float32_matmul_precision),
+        fp32_precisions=_fp32_precisions(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
         cudnn_benchmark=torch.backends.cudnn.benchmark,
@@ -252,6 +256,29 @@ def torch_settings() -> TorchSettings:
     )
 
 
+_FP32 = ("", "cudnn", "mkldnn", *(f"{name}.{kind}" for name in ("cudnn", "mkldnn") for kind in ("conv", "rnn")))
+_FP32 += ("cuda.matmul", "mkldnn.matmul")
+"""Places of the newer settings of the precision of float32 in `torch.backends`, which contain one another."""
+
+
+def _backend(place: str) -> Any:  # noqa: ANN401 - a module
+    return operator.attrgetter(place)(torch.backends) if place else torch.backends
+
+
+def _readable(read: Callable[[], _T]) -> _T | None:
+    # torch refuses to read the older of its two settings of the precision once the newer one is used.
+    try:
+        return read()
+    except (RuntimeError, AttributeError):
+        return None
+
+
+def _fp32_precisions() -> dict[str, str]:
+    """Return the newer settings of the precision of float32, by their places in `torch.backends`."""
+    read = {place: _readable(lambda p=place: _backend(p).fp32_precision) for place in _FP32}
+    return {place: precision for place, precision in read.items() if precision is not None}
+
+
 def set_torch_settings(settings: TorchSettings) -> None:
     """Set those of `settings` that this process has otherwise: some of them cost time even with the default value."""
     own = torch_settings()
@@ -259,8 +286,12 @@ def set_torch_settings(settings: TorchSettings) -> None:
         torch.set_default_dtype(settings["default_dtype"])
     if settings["default_device"] != own["default_device"]:
         torch.set_default_device(settings["default_device"])
-    if settings["float32_matmul_precision"] != own["float32_matmul_precision"]:
+    if settings["float32_matmul_precision"] not in (None, own["float32_matmul_precision"]):
         torch.set_float32_matmul_precision(settings["float32_matmul_precision"])
+    own_precisions = _fp32_precisions()  # after the setter above, which changes some of them
+    for place, precision in settings["fp32_precisions"].items():
+        if own_precisions.get(place) != precision:
+            _backend(place).fp32_precision = precision
     if settings["deterministic"] != own["deterministic"]:
         torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["deterministic_warn_only"])
     if settings["detect_anomaly"] != own["detect_anomaly"]:

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -122,6 +123,31 @@ def test_an_interrupt_in_a_group_that_is_being_aborted_gives_the_cause():
     group.cause = "rank 1 exited with code 1"
     with pytest.raises(CollectiveAborted, match="rank 1 exited with code 1 while this rank waited in barrier #2"):
         wait()
+    assert [*group.log.pending()] == []
+
+
+class SlowWork:
+    """A collective that completes after the caller's timeout."""
+
+    completed = False
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+    def wait(self, timeout: timedelta) -> bool:
+        if not self.completed:
+            raise RuntimeError(f"timed out after {timeout.total_seconds()} s")
+        return True
+
+
+def test_a_wait_takes_its_timeout_by_name_and_stays_pending_when_it_has_expired():
+    group, work = Group(), SlowWork()
+    waited = interruptible_work.InterruptibleWork(work, group, *group.log.launch(OPS["barrier"], (None,)))
+    with pytest.raises(RuntimeError, match="timed out after 30"):
+        waited.wait(timeout=timedelta(seconds=30))
+    assert [call.op for call in group.log.pending()] == ["barrier"]
+    work.completed = True
+    assert waited.wait(timedelta(seconds=30))
     assert [*group.log.pending()] == []
 
 

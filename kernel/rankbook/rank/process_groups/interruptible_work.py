@@ -110,15 +110,16 @@ class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-
         # A weak reference, so that the log does not keep the tensors of a work alive.
         launched.work = weakref.ref(self)
 
-    def wait(self, *timeout: Any) -> bool:  # noqa: ANN401 - a timedelta, or nothing
-        """Wait as torch's Work does. Raises `CollectiveAborted`."""
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait as torch's Work does; a timeout of 0 is none. Raises `CollectiveAborted`."""
+        arguments = (timeout,) if timeout else ()
         observer = active_observer.value
         if observer is None:
-            return self._wait(*timeout)
+            return self._wait(*arguments)
         with observer.waiting(self._launched, self._group.log.name):
-            return self._wait(*timeout)
+            return self._wait(*arguments)
 
-    def _wait(self, *timeout: Any) -> bool:  # noqa: ANN401 - as `wait`
+    def _wait(self, *timeout: timedelta) -> bool:
         try:
             # With a timeout of its own, the caller's wait ends by itself.
             if not timeout:
@@ -138,8 +139,9 @@ class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-
                 raise
             raise self._group.abort_error(self._launched) from None
         finally:
-            # In all cases: what was waited for in vain is not pending any more.
-            self._group.log.end(self._key)
+            # What was waited for in vain is not pending any more, unless only the caller's timeout has ended the wait.
+            if not timeout or self._work.is_completed():
+                self._group.log.end(self._key)
 
     def _wait_in_steps(self) -> None:
         """Wait in steps until the collective has completed, or `_check` raises.
@@ -226,7 +228,7 @@ class DeviceWork(InterruptibleWork):
         if isinstance(call := self._launched.work, DeviceCall):
             call.is_awaited = True
 
-    def _wait(self, *timeout: Any) -> bool:  # noqa: ANN401 - as `wait`
+    def _wait(self, *timeout: timedelta) -> bool:
         self._rely()
         try:
             result = bool(self._work.wait(*timeout))

@@ -450,7 +450,9 @@ class GroupManager:
             return error
         for member in self._foreground().values():
             launched = member.group.log.latest
-            if launched is not None and (other := member.group.error_for(error, launched)) is not error:
+            if launched is None or not member.group.may_have_raised(error):
+                continue
+            if (other := member.group.error_for(error, launched)) is not error:
                 return other.with_traceback(error.__traceback__)
         return error
 
@@ -767,10 +769,20 @@ def _wrap_batch(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         group, device = p2p_op_list[0].group or dist.group.WORLD, p2p_op_list[0].tensor.device
         if not isinstance(group, RecoverableProcessGroup) or not group._get_backend(device).supports_coalescing:
             return original(p2p_op_list)
-        with c10d._coalescing_manager(group, device, async_ops=True) as batch:
-            for operation in p2p_op_list:
-                peer = "group_dst" if operation.op is dist.isend else "group_src"
-                operation.op(operation.tensor, group=operation.group, tag=operation.tag, **{peer: operation.group_peer})
+        try:
+            with c10d._coalescing_manager(group, device, async_ops=True) as batch:
+                for operation in p2p_op_list:
+                    peer = "group_dst" if operation.op is dist.isend else "group_src"
+                    operation.op(
+                        operation.tensor, group=operation.group, tag=operation.tag, **{peer: operation.group_peer}
+                    )
+        except BaseException:
+            # Here torch neither ends the batch nor forgets it: it would append later collectives to it and not launch
+            # them.
+            c10d._world.pg_coalesce_state.pop(group, None)
+            with contextlib.suppress(RuntimeError):
+                group._end_coalescing(device)
+            raise
         return list(batch.works)
 
     return batch_isend_irecv

@@ -133,6 +133,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from rankbook.errors import CollectiveAborted, InvalidArgument
 from rankbook.rank.process_groups.collective_log import OPS, CollectiveCall, CollectiveLog, FutureWork, Op
@@ -149,6 +150,8 @@ from rankbook.rank.process_groups.interruptible_work import (
 _BROKEN_LINK = re.compile(r"onnection (?:closed|reset|refused)|roken pipe|ocket|ransport|borted")
 """Error messages of gloo that mean a broken connection, and not an invalid call."""
 _NCCL = re.compile(r"NCCL|nccl[A-Z]")
+_GLOO = re.compile(r"gloo/")
+"""Part of the path of a source file, with which the messages of gloo begin."""
 _NCCL_BROKEN_LINK = re.compile(
     r"ncclRemoteError|communicator was aborted|onnection (?:closed|reset|refused)|roken pipe"
 )
@@ -378,6 +381,9 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         self._inner = inner
         self._use_queue(inner)
         self._batch = None
+        # torch leaves its list of the collectives of a batch behind if one of them raises, and would append later ones
+        # to it.
+        c10d._world.pg_coalesce_state.pop(self, None)
         self._cause = None
         self._mismatch = False
         self._broken_at = None
@@ -519,6 +525,14 @@ class RecoverableProcessGroup(dist.ProcessGroup):
     def cause(self) -> str | None:
         """Return the reason why the group cannot be used until it is renewed, or None."""
         return self._cause
+
+    def may_have_raised(self, error: RuntimeError) -> bool:
+        """Return True if `error` may be one of this group's backend, which C++ code has passed on.
+
+        An error of the user's own may mention sockets or an abort as well. It is left alone.
+        """
+        text = str(error)
+        return bool(_GLOO.search(text) or _NCCL.search(text) or (self._futures_completed and _EMPTY.search(text)))
 
     def error_for(self, error: BaseException, launched: CollectiveCall) -> BaseException:
         """Return the exception to raise where `launched` failed with `error`.
