@@ -315,3 +315,33 @@ def test_a_return_in_the_middle_of_a_step_ends_the_round_of_the_scaler(folder, m
     begin_step()
     wrapper.step()
     assert (wrapper.steps, accelerator.scaler.get_scale()) == (2, 8.0)
+
+
+def test_an_optimizer_with_lists_of_tensors_in_its_state_repeats_its_steps_after_a_return(folder):
+    def train(steps: int) -> list[torch.Tensor]:
+        return [wrapper.step(closure).detach() for _ in range(steps)]
+
+    def closure() -> torch.Tensor:
+        wrapper.zero_grad()
+        loss = (model(data) - data.prod(1, keepdim=True)).square().mean()
+        loss.backward()
+        return loss
+
+    torch.manual_seed(0)
+    data = torch.randn(16, 3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1, history_size=4)
+    model, wrapper = Accelerator(cpu=True).prepare(model, optimizer)
+    train(5)
+    protection.protect(1)
+    version = versions(folder)[0]
+    expected = train(1)
+    assert protection.restore(version, 1)["refused"] == ""
+    (state,) = wrapper.state.values()
+    tensors = [*state["old_dirs"], *state["old_stps"], *state["ro"]]
+    assert len(tensors) == 12
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors), "views of the snapshot"
+    # They would change when the file of that snapshot is written again.
+    before = [tensor.clone() for tensor in tensors]
+    assert train(4)[:1] == expected
+    torch.testing.assert_close(tensors, before, rtol=0, atol=0)

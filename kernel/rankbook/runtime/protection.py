@@ -876,7 +876,11 @@ def _restored(live: Any, stored: Any, parameter: torch.Tensor) -> Any:  # noqa: 
     is_shard = isinstance(stored, tuple) and len(stored) == 2 and stored[0] == _SHARDED
     tensor = stored[1] if is_shard else stored
     if not isinstance(tensor, torch.Tensor):
-        return stored
+        # Copies of tensors in lists and dicts: the stored ones lie in memory that a later snapshot overwrites. They are
+        # moved as in torch's `load_state_dict`.
+        return torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda inner: inner.to(parameter.device, copy=True), stored
+        )
     if isinstance(live, torch.Tensor) and local_part(live).shape == tensor.shape and live.dtype == tensor.dtype:
         local_part(live).copy_(tensor)
         return live
