@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from rankbook import snapshot_files
 from rankbook.errors import CollectiveAborted, InvalidArgument
+from rankbook.numerics import compare
 from rankbook.runtime import Accelerator, GradScalerKwargs, optimizer, prepared, protection, set_seed, settings
 from rankbook.runtime.optimizer import AcceleratedOptimizer
 from rankbook.snapshot_files import SnapshotFile, SnapshotHeader, SnapshotPlace, SnapshotVersion, read_headers
@@ -345,3 +346,27 @@ def test_an_optimizer_with_lists_of_tensors_in_its_state_repeats_its_steps_after
     before = [tensor.clone() for tensor in tensors]
     assert train(4)[:1] == expected
     torch.testing.assert_close(tensors, before, rtol=0, atol=0)
+
+
+def test_a_comparison_takes_no_snapshot_and_counts_no_step(folder):
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    model, wrapper = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(wrapper.optimizer, 0.5)
+    scheduler = accelerator.prepare(schedule)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    protection.protect(1)
+    step(model, wrapper, torch.ones(4, 2))
+    before, place = versions(folder), protection.training_place()
+    assert compare(step, model, wrapper, torch.ones(4, 2), layouts=("current", "current")).equal
+    assert versions(folder) == before
+    assert protection.training_place() == place
+    scheduler.step()
+    assert versions(folder)[0].updates == 1
+    step(model, wrapper, torch.ones(4, 2))
+    assert versions(folder)[0] == SnapshotVersion(before[0].number + 1, 0, 2)

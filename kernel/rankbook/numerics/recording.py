@@ -38,11 +38,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rankbook.numerics.relations import wide
 from rankbook.numerics.settings import Layout
+from rankbook.runtime import optimizer as optimizers
 from rankbook.runtime.config import (
     AutocastKwargs,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
+from rankbook.runtime.gradient_state import window
 from rankbook.runtime.optimizer import AcceleratedOptimizer
 from rankbook.runtime.settings import MixedForward, check_precision, install_forward
 from rankbook.runtime.strategies.base import (
@@ -582,17 +584,36 @@ def _solo_group(step: Callable[..., object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserved(models: list[nn.Module], optimizer: Any) -> Iterator[Callable[[], None]]:  # noqa: ANN401 - an optimizer
-    """Restore weights, buffers, gradients, optimizer and random states at the end, and when the result is called."""
+    """Restore weights, buffers, gradients, optimizer and random states at the end, and when the result is called.
+
+    The steps in between are not those of the training: they take no snapshot.
+    """
     saved = _save(models, optimizer)
 
     def restore() -> None:
         _restore(saved, models, optimizer)
 
+    with _unprotected(), window.set_aside():
+        try:
+            yield restore
+        finally:
+            _WAVES.clear()  # as large as the parameters
+            restore()
+
+
+@contextlib.contextmanager
+def _unprotected() -> Iterator[None]:
+    """Run the block without the functions that protect the training state."""
+    kept = optimizers.after_step, optimizers.after_scheduler
+    optimizers.after_step = optimizers.after_scheduler = None
     try:
-        yield restore
+        yield
     finally:
-        _WAVES.clear()  # as large as the parameters
-        restore()
+        optimizers.after_step, optimizers.after_scheduler = kept
+
+
+_COUNTERS = ("steps", "is_stepping", "_was_skipped")
+"""Attributes of a prepared optimizer that its steps change."""
 
 
 def _save(models: list[nn.Module], optimizer: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -605,7 +626,8 @@ def _save(models: list[nn.Module], optimizer: Any) -> dict[str, Any]:  # noqa: A
         "training": [(module, module.training) for model in models for module in model.modules()],
         "state": {p: {k: (v, _copied(v)) for k, v in state.items()} for p, state in raw.state.items()} if raw else {},
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in raw.param_groups] if raw else [],
-        "wrapper": {k: v for k, v in vars(optimizer).items() if k in ("steps", "_was_skipped")} if raw else {},
+        "wrapper": {k: v for k, v in vars(optimizer).items() if k in _COUNTERS} if raw else {},
+        "stepped after": getattr(optimizer, "_stepped_after", None),
         "scaler": scaler.state_dict() if (scaler := getattr(optimizer, "scaler", None)) is not None else None,
         "rng": random_states(),
     }
@@ -640,7 +662,10 @@ def _restore(saved: dict[str, Any], models: list[nn.Module], optimizer: Any) -> 
                     value.copy_(copied)
         for group, options in zip(raw.param_groups, saved["groups"], strict=True):
             group.update(options)
-        vars(optimizer).update(saved["wrapper"])
+        if isinstance(optimizer, AcceleratedOptimizer):
+            vars(optimizer).update(saved["wrapper"])
+            if optimizer._stepped_after is not None and saved["stepped after"] is None:
+                optimizer._stepped_after = -1  # no backward pass of the training: those of the steps here do not count
         if saved["scaler"] is not None:
             optimizer.scaler.load_state_dict(saved["scaler"])
     set_random_states(saved["rng"])

@@ -330,6 +330,16 @@ class AccumulationWindow:
         self._loop = None
         gradients._set_sync_gradients(True)
 
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Run the block with a window that nothing observes, and continue this one afterwards."""
+        kept = dict(vars(self))
+        self.before_backward = None
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
+
 
 window = AccumulationWindow()
 """Accumulation window of this process."""
