@@ -44,7 +44,7 @@ from rankbook.runtime.config import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
-from rankbook.runtime.gradient_state import window
+from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.optimizer import AcceleratedOptimizer
 from rankbook.runtime.settings import MixedForward, check_precision, install_forward
 from rankbook.runtime.strategies.base import (
@@ -586,14 +586,14 @@ def _solo_group(step: Callable[..., object]) -> Iterator[None]:
 def preserved(models: list[nn.Module], optimizer: Any) -> Iterator[Callable[[], None]]:  # noqa: ANN401 - an optimizer
     """Restore weights, buffers, gradients, optimizer and random states at the end, and when the result is called.
 
-    The steps in between are not those of the training: they take no snapshot.
+    The steps in between are not those of the training: they take no snapshot, and accumulate no gradients.
     """
     saved = _save(models, optimizer)
 
     def restore() -> None:
         _restore(saved, models, optimizer)
 
-    with _unprotected(), window.set_aside():
+    with _unprotected(), window.set_aside(GradientState()):
         try:
             yield restore
         finally:

@@ -331,14 +331,20 @@ class AccumulationWindow:
         gradients._set_sync_gradients(True)
 
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Run the block with a window that nothing observes, and continue this one afterwards."""
-        kept = dict(vars(self))
+    def set_aside(self, gradients: GradientState) -> Iterator[None]:
+        """Run the block with batches that are windows by themselves and are not observed. Then this window goes on."""
+        kept, sync, settings = dict(vars(self)), gradients.sync_gradients, gradients.plugin_kwargs
+        self._is_open = self._stale = self.in_batch = self.was_aborted = False
+        self._rescale = 1.0
         self.before_backward = None
+        gradients.plugin_kwargs = {**settings, "num_steps": 1}
+        gradients._set_sync_gradients(True)
         try:
             yield
         finally:
             vars(self).update(kept)
+            gradients.plugin_kwargs = settings
+            gradients._set_sync_gradients(sync)
 
 
 window = AccumulationWindow()
