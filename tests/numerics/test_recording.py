@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
+from rankbook.errors import InvalidArgument
 from rankbook.numerics import compare
 from rankbook.runtime import Accelerator, AcceleratorState, GradientState
 
@@ -54,3 +56,105 @@ def test_a_step_is_compared_while_a_window_of_gradient_accumulation_is_open(accu
     train(model, optimizer, batch)
     assert optimizer.steps == 1
     torch.testing.assert_close(before - model.weight.detach(), 0.1 * expected)
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def step_with_closure(model, optimizer, batch):
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(batch) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+class FewSteps(torch.optim.LBFGS):
+    """LBFGS that does not converge in its first step."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1, max_iter=2)
+
+
+class Sharpness(torch.optim.Optimizer):
+    """An optimizer that steps another one, whose groups it shares, at a point nearby."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"rho": 0.05})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+        self.norms = []
+
+    def step(self, closure):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                offset = torch.full_like(parameter, group["rho"])
+                self.state[parameter].setdefault("offsets", []).append(offset)
+                parameter.data.add_(offset)
+        with torch.enable_grad():
+            closure()
+        self.norms.append(torch.nn.utils.get_total_norm([p.grad for p in self.param_groups[0]["params"]]))
+        for parameter, state in self.state.items():
+            parameter.data.sub_(state["offsets"][-1])
+        self.inner.step()
+
+
+def describe(value: object) -> object:
+    """Return the content of a state without tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return [describe(item) for item in value.values()]
+    return [describe(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("layouts", [("one rank", "current"), ("one rank", "ddp")])
+@pytest.mark.parametrize("kind", [FewSteps, Sharpness])
+def test_an_optimizer_is_restored_with_its_lists_and_the_optimizer_that_it_steps(kind, layouts):
+    model = make_net()
+    optimizer = kind(model.parameters())
+    batch = torch.randn(4, 2)
+    for _ in range(2):
+        step_with_closure(model, optimizer, batch)
+
+    def state() -> object:
+        inner = getattr(optimizer, "inner", optimizer)
+        own = {name: value for name, value in vars(optimizer).items() if name == "norms"}
+        return describe([dict(optimizer.state), dict(inner.state), own, list(model.parameters())])
+
+    before = state()
+    compared = compare(step_with_closure, model, optimizer, batch, layouts=layouts)
+    assert compared.equal, compared
+    assert {phase for phase, *_ in compared.phases} >= {"parameter"}
+    assert state() == before
+    step_with_closure(model, optimizer, batch)
+    assert state() != before
+
+
+@pytest.mark.parametrize("kind", [FewSteps, Sharpness])
+def test_the_copy_of_an_optimizer_steps_the_copied_parameters(kind):
+    model, batch, moved = make_net(), torch.randn(4, 2), []
+    optimizer = kind(model.parameters())
+    step_with_closure(model, optimizer, batch)
+    before = describe(list(model.parameters()))
+
+    def step(copied, optimizer, batch):
+        start = describe(list(copied.parameters()))
+        step_with_closure(copied, optimizer, batch)
+        moved.append(describe(list(copied.parameters())) != start)
+        assert describe(list(model.parameters())) == before
+
+    assert compare(step, model, optimizer, batch, layouts=("one rank", "ddp")).equal
+    assert moved == [True, True]
+
+
+def test_an_optimizer_that_cannot_be_copied_is_refused():
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.lock = threading.Lock()
+    with pytest.raises(InvalidArgument, match=r"SGD cannot be copied for another layout: TypeError: cannot pickle"):
+        compare(step_with_closure, model, optimizer, torch.randn(4, 2))

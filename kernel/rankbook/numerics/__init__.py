@@ -99,8 +99,8 @@ def compare(
     The step runs on copies; the user's own model and optimizer are restored after "current", and so are gradients and
     random states. Every rank needs memory for a second model.
 
-    Raises `InvalidArgument` for an unknown layout, for arguments that do not belong together, and for a batch that
-    cannot be divided.
+    Raises `InvalidArgument` for an unknown layout, for arguments that do not belong together, for a batch that cannot
+    be divided, and for an optimizer that cannot be copied.
 
     Example::
 

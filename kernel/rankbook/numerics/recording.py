@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import hashlib
 import math
 import random
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +32,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
 
+from rankbook.errors import InvalidArgument
 from rankbook.numerics.relations import wide
 from rankbook.numerics.settings import Layout
 from rankbook.runtime import optimizer as optimizers
@@ -121,7 +125,8 @@ def build(layout: Layout, model: nn.Module, optimizer: Any) -> Built:  # noqa: A
     rank = dist.get_rank() if dist.is_initialized() else 0
     copied = plain_copy(raw)
     device = next((parameter.device for parameter in copied.parameters()), torch.device("cpu"))
-    states = _whole_states(raw, raw_optimizer(optimizer))
+    stepping = [] if optimizer is None else _optimizers_in(raw_optimizer(optimizer))
+    states = [_whole_states(raw, each) for each in stepping]
     for tensor in (*copied.parameters(), *copied.buffers()):
         _broadcast(tensor)
     if layout.precision is not None:
@@ -142,9 +147,7 @@ def build(layout: Layout, model: nn.Module, optimizer: Any) -> Built:  # noqa: A
     elif layout.kind == "tp":
         strategy = TensorParallel(setup)
     wrapped = copied if strategy is None or world == 1 else strategy.wrap(copied)
-    names = {id(parameter): name for name, parameter in raw.named_parameters()}
-    parameters = dict(copied.named_parameters())
-    moved = None if optimizer is None else _copy_optimizer(raw_optimizer(optimizer), names, parameters, states)
+    moved = None if optimizer is None else _copy_optimizers(stepping, states, raw, copied)
     return Built(
         wrapped,
         copied,
@@ -219,16 +222,30 @@ def _broadcast(tensor: torch.Tensor) -> None:
         dist.broadcast(tensor.detach(), 0)
 
 
-def _whole_states(raw: nn.Module, optimizer: Any) -> dict[str, dict[str, Any]]:  # noqa: ANN401 - an optimizer
+def _optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizer, and those that it steps itself: attributes of it."""
+    found = [optimizer]
+    for each in found:
+        for value in vars(each).values():
+            items = value if isinstance(value, (list, tuple)) else (value,)
+            found += [item for item in items if isinstance(item, torch.optim.Optimizer) and item not in found]
+    return found
+
+
+def _whole_states(raw: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Return rank 0's optimizer state by the names of parameters, with whole tensors. A collective."""
-    if optimizer is None:
-        return {}
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        return full_tensor(tensor).detach().clone()
+
     states: dict[str, dict[str, Any]] = {}
     names = {id(parameter): name for name, parameter in raw.named_parameters()}
     for parameter, state in optimizer.state.items():
         if id(parameter) in names:
             states[names[id(parameter)]] = {
-                key: full_tensor(value).detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+                key: whole(value)
+                if isinstance(value, torch.Tensor)
+                else _deep_copy(tree_map_only(torch.Tensor, whole, value), {}, optimizer)
                 for key, value in state.items()
             }
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -239,35 +256,70 @@ def _whole_states(raw: nn.Module, optimizer: Any) -> dict[str, dict[str, Any]]: 
     return states
 
 
-def _copy_optimizer(
-    optimizer: Any,  # noqa: ANN401 - an optimizer
-    names: Mapping[int, str],
-    parameters: Mapping[str, nn.Parameter],
-    states: Mapping[str, Mapping[str, Any]],
-) -> Any:  # noqa: ANN401
-    """Return an optimizer of the same class and options for the copied parameters."""
-    moved = object.__new__(type(optimizer))
-    # Not by its constructor: its arguments are those of the class, and `defaults` may have others. Schedulers put a
-    # `step` of their own into the instance.
-    moved.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    moved.defaults = dict(optimizer.defaults)
-    moved.param_groups = [
-        {**group, "params": [parameters[names[id(p)]] for p in group["params"] if id(p) in names]}
-        for group in optimizer.param_groups
-    ]
-    moved.state = defaultdict(dict)
-    for name, state in states.items():
-        if name in parameters:
-            moved.state[parameters[name]] = {key: _spread(value, parameters[name]) for key, value in state.items()}
-    update_one_by_one_where_mixed(moved)
-    return moved
+def _copy_optimizers(
+    originals: Sequence[torch.optim.Optimizer],
+    states: Sequence[Mapping[str, Mapping[str, Any]]],
+    raw: nn.Module,
+    copied: nn.Module,
+) -> torch.optim.Optimizer:
+    """Return a copy of the first optimizer that steps the parameters of `copied`, with the others that it steps.
+
+    `states` are those of the optimizers. Raises `InvalidArgument` if an attribute cannot be copied.
+    """
+    parameters, modules = dict(copied.named_parameters()), dict(copied.named_modules())
+    memo: dict[int, Any] = {id(module): modules[name] for name, module in raw.named_modules() if name in modules}
+    memo |= {id(parameter): parameters[name] for name, parameter in raw.named_parameters()}
+    copies = [object.__new__(type(optimizer)) for optimizer in originals]
+    for optimizer, moved, state in zip(originals, copies, states, strict=True):
+        memo[id(optimizer)] = moved
+        if "state" in vars(optimizer):
+            memo[id(optimizer.state)] = defaultdict(dict, _spread_states(state, parameters))
+        for group in optimizer.param_groups:
+            # Those of other models stay, until they are left out below.
+            memo |= {id(parameter): parameter for parameter in group["params"] if id(parameter) not in memo}
+        for name, value in vars(optimizer).items():
+            if name.endswith("_hooks") or isinstance(value, (dist.ProcessGroup, DeviceMesh)):
+                memo[id(value)] = value
+    for optimizer, moved in zip(originals, copies, strict=True):
+        # Not by its constructor: its arguments are those of the class, and `defaults` may have others. Not by its
+        # `__getstate__`, which leaves out the attributes of a derived class. Schedulers put a `step` of their own into
+        # the instance.
+        vars(moved).update(
+            {name: _deep_copy(value, memo, optimizer) for name, value in vars(optimizer).items() if name != "step"}
+        )
+    kept = set(map(id, parameters.values()))
+    for moved in copies:
+        for group in moved.param_groups:
+            # In place: LBFGS has a second reference to the list.
+            group["params"][:] = [parameter for parameter in group["params"] if id(parameter) in kept]
+        update_one_by_one_where_mixed(moved)
+    return copies[0]
 
 
-def _spread(value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401 - any state of an optimizer
+def _deep_copy(value: Any, memo: dict[int, Any], optimizer: torch.optim.Optimizer) -> Any:  # noqa: ANN401 - any attribute
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        kind = type(optimizer).__name__
+        raise InvalidArgument(
+            f"{kind} cannot be copied for another layout: {type(error).__name__}: {error}; expected an optimizer "
+            "whose attributes copy.deepcopy() can copy"
+        ) from error
+
+
+def _spread_states(
+    states: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, nn.Parameter]
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """Return whole states as those of parameters, in their layout. A collective."""
+    return {
+        parameters[name]: tree_map_only(torch.Tensor, functools.partial(_spread, parameters[name]), dict(state))
+        for name, state in states.items()
+        if name in parameters
+    }
+
+
+def _spread(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return a state tensor of the parameter's shape in the parameter's layout. A collective."""
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    value = value.clone()
     if isinstance(parameter, DTensor) and value.shape == parameter.shape and value.dim():
         return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
     return value
@@ -624,8 +676,7 @@ def _save(models: list[nn.Module], optimizer: Any) -> dict[str, Any]:  # noqa: A
         "grads": [(tensor, None if tensor.grad is None else tensor.grad.detach().clone()) for tensor in tensors],
         "grad objects": [tensor.grad for tensor in tensors],
         "training": [(module, module.training) for model in models for module in model.modules()],
-        "state": {p: {k: (v, _copied(v)) for k, v in state.items()} for p, state in raw.state.items()} if raw else {},
-        "groups": [{k: v for k, v in group.items() if k != "params"} for group in raw.param_groups] if raw else [],
+        "optimizer": [] if raw is None else _contents(raw, set(map(id, tensors))),
         "wrapper": {k: v for k, v in vars(optimizer).items() if k in _COUNTERS} if raw else {},
         "stepped after": getattr(optimizer, "_stepped_after", None),
         "scaler": scaler.state_dict() if (scaler := getattr(optimizer, "scaler", None)) is not None else None,
@@ -633,8 +684,47 @@ def _save(models: list[nn.Module], optimizer: Any) -> dict[str, Any]:  # noqa: A
     }
 
 
-def _copied(value: Any) -> Any:  # noqa: ANN401
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+def _contents(optimizer: torch.optim.Optimizer, seen: set[int]) -> list[tuple[Any, Any]]:
+    """Return the tensors and containers that belong to the optimizer, with their contents.
+
+    They are found in its attributes, also in dataclasses and in optimizers that it steps itself. Those whose ids are
+    in `seen` are left out. Other objects may belong to the whole process, such as process groups.
+    """
+    contents: list[tuple[Any, Any]] = []
+    pending: list[Any] = [optimizer]
+    while pending:
+        value = pending.pop()
+        is_owner = isinstance(value, torch.optim.Optimizer) or dataclasses.is_dataclass(value)
+        if is_owner and not isinstance(value, type) and hasattr(value, "__dict__"):
+            value = vars(value)
+        if id(value) in seen:
+            continue
+        if isinstance(value, torch.Tensor):
+            contents.append((value, value.detach().clone()))
+        elif isinstance(value, dict):
+            contents.append((value, dict(value)))
+            pending += value.values()
+        elif isinstance(value, (list, deque)):
+            contents.append((value, list(value)))
+            pending += value
+        elif isinstance(value, tuple):
+            pending += value
+        else:
+            continue
+        seen.add(id(value))
+    return contents
+
+
+def _put_back(value: Any, content: Any) -> None:  # noqa: ANN401 - a tensor or container
+    """Restore what `_contents` has returned, in place: the optimizer may have several references to it."""
+    if isinstance(value, torch.Tensor):
+        value.detach().copy_(content)
+        return
+    value.clear()
+    if isinstance(value, dict):
+        value.update(content)
+    else:
+        value.extend(content)
 
 
 @torch.no_grad()
@@ -651,17 +741,8 @@ def _restore(saved: dict[str, Any], models: list[nn.Module], optimizer: Any) -> 
     for module, training in saved["training"]:
         module.training = training
     if raw is not None:
-        for parameter in [p for p in raw.state if p not in saved["state"]]:
-            del raw.state[parameter]
-        for parameter, state in saved["state"].items():
-            current = raw.state[parameter]
-            current.clear()
-            for key, (value, copied) in state.items():
-                current[key] = value
-                if isinstance(value, torch.Tensor):
-                    value.copy_(copied)
-        for group, options in zip(raw.param_groups, saved["groups"], strict=True):
-            group.update(options)
+        for value, content in saved["optimizer"]:
+            _put_back(value, content)
         if isinstance(optimizer, AcceleratedOptimizer):
             vars(optimizer).update(saved["wrapper"])
             if optimizer._stepped_after is not None and saved["stepped after"] is None:
