@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -161,6 +163,33 @@ def test_passes_without_an_optimizer_keep_no_inputs():
         net(torch.full((1, 2), math.nan)).sum().backward()
     active = watch._active
     assert active is not None and active._first is not None and len(active._first.later) == 2
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_activations_of_a_step_are_freed_without_the_garbage_collector(monkeypatch, waits):
+    if waits:
+        monkeypatch.setattr(watch, "is_on_host", lambda _: False)  # as on an accelerator
+    activations = []
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.Linear(3, 1))
+    unused = nn.Linear(3, 1)
+
+    def use(_module, _inputs, output):
+        unused(output)  # the backward pass does not come here
+
+    net[1].register_forward_hook(use)
+    for module in net.modules():
+        module.register_forward_hook(lambda *event: activations.append(weakref.ref(event[-1])))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    gc.disable()
+    try:
+        for _ in range(2):
+            net(torch.ones(4, 2)).sum().backward()
+            optimizer.step()
+            assert len(activations) == 7
+            assert not any(reference() is not None for reference in activations)
+            activations.clear()
+    finally:
+        gc.enable()
 
 
 def test_backward_pass_of_autograd_has_its_own_line():

@@ -240,11 +240,13 @@ class NumberWatch:
         if self._first is not None or not self._check(gradient, at.BACKWARD, call) or not is_on_host(gradient):
             return
         self._mark_finite(call)
-        # Their backward pass is behind us, so their inputs are not wanted any more.
-        for consumer in call.consumers:
-            consumer.inputs = None
 
     def _mark_finite(self, call: _Call) -> None:
+        """Note that the gradient of the output of `call` was finite, before anything else in the step was not."""
+        # The backward pass of its consumers is over, so their inputs are not wanted any more. They also refer to the
+        # output of `call`, which refers to `call`: a cycle that keeps them until Python's garbage collector runs.
+        for consumer in call.consumers:
+            consumer.inputs = None
         call.finite = True
         self._finite_grads.add(id(call.module))
         for module in call.enclosing:
@@ -344,7 +346,7 @@ class NumberWatch:
         for (phase, call, _, lines), value in zip(self._deferred, values, strict=True):
             kind = "NaN" if math.isnan(value) else "inf" if math.isinf(value) else None
             if kind is None:
-                if phase == at.BACKWARD and call is not None:
+                if phase == at.BACKWARD and call is not None and self._first is None:
                     self._mark_finite(call)
             elif self._first is not None:
                 if phase == at.FORWARD and call is not None:
