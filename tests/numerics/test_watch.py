@@ -103,6 +103,25 @@ def test_sparse_gradients_are_watched():
         optimizer.step()
 
 
+def test_norm_of_sparse_gradients_is_watched():
+    watch.set_conditions(Conditions(norm=2.0))
+    net = nn.Sequential(nn.Embedding(4, 1, sparse=True), nn.Linear(1, 1, bias=False))
+    sparse, dense = torch.optim.SparseAdam(net[0].parameters()), torch.optim.SGD(net[1].parameters(), lr=0.0)
+    with torch.no_grad():
+        net[1].weight.fill_(1.0)
+
+    def backward(*rows: int) -> None:
+        net.zero_grad()
+        net(torch.tensor(rows)).sum().backward()
+
+    backward(1, 2, 3)  # sqrt(3)
+    sparse.step()
+    dense.step()
+    backward(1, 1, 1)  # 3 times the same row
+    with pytest.raises(NumericalError, match=r"norm 3 .* 2"):
+        sparse.step()
+
+
 def test_closure_of_an_optimizer_is_attributed_to_the_pass_that_it_has_run():
     net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)

@@ -349,6 +349,17 @@ def test_a_closure_is_refused_under_fp16_and_runs_otherwise(half_precision):
     assert model.weight.item() == 0.5
 
 
+def test_sparse_gradients_are_clipped_with_dense_ones():
+    accelerator = Accelerator(cpu=True)
+    net = nn.Sequential(nn.Embedding(4, 1, sparse=True), nn.Linear(1, 1))
+    net[0](torch.tensor([1, 1, 2])).sum().backward()  # 2 in one row and 1 in another
+    net[1].bias.grad = torch.full((1,), 2.0)
+    assert float(accelerator.clip_grad_norm_(net.parameters(), 1.5)) == 3.0
+    assert net[0].weight.grad.layout is torch.sparse_coo
+    torch.testing.assert_close(net[0].weight.grad.to_dense(), torch.tensor([[0.0], [1.0], [0.5], [0.0]]))
+    torch.testing.assert_close(net[1].bias.grad, torch.ones(1))
+
+
 def test_values_are_clipped_only_when_gradients_synchronize():
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model, optimizer, loader = accelerator.prepare(*one_weight(), DataLoader(torch.full((2, 1), 4.0), batch_size=1))

@@ -147,8 +147,8 @@ class TrainingMethods(AcceleratorSettings):
             norm_type: order p of the p-norm.
 
         Returns the total norm before clipping, on every rank. While gradients accumulate, nothing is clipped, and the
-        norm is that of the gradients accumulated on this rank so far. Under fp16 the gradients are unscaled first. A
-        collective if gradients are sharded.
+        norm is that of the gradients accumulated on this rank so far. Under fp16 the gradients are unscaled first. They
+        may be sparse. A collective if gradients are sharded.
         """
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         # The gradients of this rank are not reduced yet, so their norm has no meaning for the step. Nothing is scaled:
@@ -281,8 +281,8 @@ def clip_norm(
 ) -> torch.Tensor:
     """Scale the gradients of `parameters` to a norm of at most `max_norm`. A collective for sharded gradients.
 
-    Returns the total norm before, on every rank. torch's `clip_grad_norm_` rejects a mix of DTensors and plain tensors,
-    as tensor-parallel models have, and returns only a partial norm for shards.
+    Returns the total norm before, on every rank. torch's `clip_grad_norm_` rejects sparse gradients, and a mix of
+    DTensors and plain tensors, as tensor-parallel models have. It returns only a partial norm for shards.
     """
     # Tensors of one layout (mesh and placements, None for plain ones) can be treated by one call of torch's functions.
     # The p-norm of all gradients is the p-norm of the norms of the groups.
@@ -296,7 +296,7 @@ def clip_norm(
     # `get_total_norm` of DTensors returns a DTensor that is still to be reduced; `full_tensor` does so on all ranks.
     # The groups are in the order of the parameters, which is the same on all ranks.
     norms = [
-        full_tensor(get_total_norm([tensor.grad for tensor in group if tensor.grad is not None], norm_type))
+        full_tensor(get_total_norm([_values(tensor.grad) for tensor in group if tensor.grad is not None], norm_type))
         for group in groups.values()
     ]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -305,6 +305,11 @@ def clip_norm(
         for group in groups.values():
             clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the values of a sparse gradient, whose norm torch does not compute; a dense one as it is."""
+    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
 
 
 def clip_values(parameters: Sequence[torch.Tensor], bound: float) -> None:
