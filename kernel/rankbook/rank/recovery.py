@@ -32,7 +32,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -53,7 +53,6 @@ from rankbook.snapshot_files import SnapshotVersion
 from rankbook.transport.serialization import Packed, Reduce, pack, pickle_error
 from rankbook.transport.shared_memory import SegmentStore
 
-_T = TypeVar("_T")
 _SAVES = "rankbook.checkpoint.saving"
 _WATCH = "rankbook.numerics.watch"
 _namespace: dict[str, Any] = {}
@@ -245,7 +244,7 @@ def torch_settings() -> TorchSettings:
         default_dtype=torch.get_default_dtype(),
         # Without the number: it is that of the donor's device.
         default_device=torch.get_default_device().type,
-        float32_matmul_precision=_readable(torch.get_float32_matmul_precision),
+        float32_matmul_precision=_float32_matmul_precision(),
         fp32_precisions=_fp32_precisions(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
         deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -261,22 +260,25 @@ _FP32 += ("cuda.matmul", "mkldnn.matmul")
 """Places of the newer settings of the precision of float32 in `torch.backends`, which contain one another."""
 
 
+def _fp32_precisions() -> dict[str, str]:
+    """Return the newer settings of the precision of float32, by their places in `torch.backends`."""
+    precisions = {}
+    for place in _FP32:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            precisions[place] = _backend(place).fp32_precision
+    return precisions
+
+
 def _backend(place: str) -> Any:  # noqa: ANN401 - a module
     return operator.attrgetter(place)(torch.backends) if place else torch.backends
 
 
-def _readable(read: Callable[[], _T]) -> _T | None:
-    # torch refuses to read the older of its two settings of the precision once the newer one is used.
+def _float32_matmul_precision() -> str | None:
+    # torch refuses to read this older setting once one of the newer ones is used.
     try:
-        return read()
-    except (RuntimeError, AttributeError):
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
         return None
-
-
-def _fp32_precisions() -> dict[str, str]:
-    """Return the newer settings of the precision of float32, by their places in `torch.backends`."""
-    read = {place: _readable(lambda p=place: _backend(p).fp32_precision) for place in _FP32}
-    return {place: precision for place, precision in read.items() if precision is not None}
 
 
 def set_torch_settings(settings: TorchSettings) -> None:
