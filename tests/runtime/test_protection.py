@@ -348,6 +348,19 @@ def test_an_optimizer_with_lists_of_tensors_in_its_state_repeats_its_steps_after
     torch.testing.assert_close(tensors, before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("option", "device"), [("fused", "meta"), ("capturable", "meta"), ("foreach", "cpu")])
+def test_state_of_a_new_rank_is_restored_on_the_device_where_its_optimizer_expects_it(option, device):
+    parameter = nn.Parameter(torch.empty(2, device="meta"))
+    optimizer = AcceleratedOptimizer(torch.optim.SGD([parameter]))
+    optimizer.param_groups[0].update({"lr": torch.tensor(0.1, device="meta"), option: True})
+    state = {"step": torch.tensor(3.0), "average": torch.tensor(0.5), "moments": torch.ones(2)}
+    stored = {"groups": [{"lr": torch.tensor(0.2)}], "values": [[state]], "steps": 3, "skipped": False}
+    protection._restore_optimizer(stored, optimizer)
+    restored = {name: value.device.type for name, value in optimizer.state[parameter].items()}
+    assert restored == {"step": device, "average": "meta", "moments": "meta"}
+    assert optimizer.param_groups[0]["lr"].device.type == "meta"
+
+
 def test_a_comparison_takes_no_snapshot_and_counts_no_step(folder):
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 1)

@@ -856,7 +856,12 @@ def restore_packed(packed: tuple[bytes, bytes]) -> None:
 
 def _restore_optimizer(stored: dict[str, Any], wrapper: AcceleratedOptimizer) -> None:
     for group, options, values in zip(wrapper.param_groups, stored["groups"], stored["values"], strict=True):
-        group.update(_cloned(options))
+        for name, option in _cloned(options).items():
+            existing = group.get(name)
+            # A tensor, such as a learning rate on the device, comes from the host's memory.
+            if isinstance(option, torch.Tensor) and isinstance(existing, torch.Tensor):
+                option = option.to(existing.device)  # noqa: PLW2901
+            group[name] = option
         for parameter, entries in zip(group["params"], values, strict=True):
             if not entries:  # the optimizer creates it in its first step
                 wrapper.state.pop(parameter, None)
@@ -867,25 +872,23 @@ def _restore_optimizer(stored: dict[str, Any], wrapper: AcceleratedOptimizer) ->
             for name in [name for name in live if name not in entries]:
                 del live[name]
             for name, value in entries.items():
-                live[name] = _restored(live.get(name), value, parameter)
+                # As in torch's `load_state_dict`: a counter of steps is on the CPU, except for these kernels.
+                is_on_host = name == "step" and not (group.get("capturable") or group.get("fused"))
+                device = torch.device("cpu") if is_on_host else parameter.device
+                live[name] = _restored(live.get(name), value, parameter, device)
     wrapper.steps, wrapper._was_skipped, wrapper.is_stepping = stored["steps"], stored["skipped"], False
 
 
-def _restored(live: Any, stored: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401 - a value of an optimizer's state
-    """Return the stored value, written into the tensor that exists if possible."""
+def _restored(live: Any, stored: Any, parameter: torch.Tensor, device: torch.device) -> Any:  # noqa: ANN401 - a value of an optimizer's state
+    """Return the stored value on `device`, written into the tensor that exists if possible."""
     is_shard = isinstance(stored, tuple) and len(stored) == 2 and stored[0] == _SHARDED
     tensor = stored[1] if is_shard else stored
     if not isinstance(tensor, torch.Tensor):
-        # Copies of tensors in lists and dicts: the stored ones lie in memory that a later snapshot overwrites. They are
-        # moved as in torch's `load_state_dict`.
-        return torch.utils._pytree.tree_map_only(
-            torch.Tensor, lambda inner: inner.to(parameter.device, copy=True), stored
-        )
+        # Copies of tensors in lists and dicts: the stored ones lie in memory that a later snapshot overwrites.
+        return torch.utils._pytree.tree_map_only(torch.Tensor, lambda inner: inner.to(device, copy=True), stored)
     if isinstance(live, torch.Tensor) and local_part(live).shape == tensor.shape and live.dtype == tensor.dtype:
         local_part(live).copy_(tensor)
         return live
-    # A counter of steps stays on the CPU, see torch's `_get_value`.
-    device = parameter.device if tensor.dim() else tensor.device
     copy = tensor.to(device, copy=True)
     if is_shard and isinstance(parameter, DTensor):
         # Not by `as_dtensor`, which returns the parameter itself for an empty shard.
