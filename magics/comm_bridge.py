@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from comm.base_comm import BaseComm
 
 from rankbook.coordinator.cluster import Cluster
+from rankbook.coordinator.running_cell import Sink
+from rankbook.magics.output_panel import JupyterSink
 from rankbook.protocol.messages import CommFromRank, CommToRank
 
 _WIDGET = "jupyter.widget"
@@ -166,17 +168,29 @@ def _control_target(manager: Any) -> _ControlTarget:  # noqa: ANN401 - a CommMan
     return target
 
 
+def forward_comms(cluster: Cluster, sink: Sink) -> None:
+    """Forward comm messages of the ranks to the front end of `sink`, from now on as output of its cell.
+
+    Does nothing if `sink` is not that of a front end.
+    """
+    if isinstance(sink, JupyterSink):
+        bridge = cluster.comms.listener
+        if not isinstance(bridge, CommBridge):
+            bridge = cluster.comms.listener = CommBridge(cluster, sink.kernel)
+        bridge.parent = sink.parent
+
+
 class CommBridge:
     """Forward comm messages between the ranks of `cluster` and the front end of `kernel`.
 
-    `parent` is the message of the cell whose output the widgets' messages belong to.
+    It is the listener of the cluster's comms. `parent` is the message of the cell whose output the widgets' messages
+    belong to.
     """
 
     def __init__(self, cluster: Cluster, kernel: Any) -> None:  # noqa: ANN401 - an ipykernel Kernel, whose types are loose
-        self.cluster, self._kernel = cluster, kernel
+        self._cluster, self._kernel = cluster, kernel
         self.parent: Any = None
         self._states = WidgetStateCache()
-        cluster.comms.listener = self._comm_message_received
 
     def front_end_message_received(self, kind: Any, name: str, message: dict[str, Any]) -> None:  # noqa: ANN401 - "msg" or "close"
         """Forward a comm message of the front end to the rank, or answer it from the cache."""
@@ -191,13 +205,14 @@ class CommBridge:
         else:
             self._states.update(name, data, frames)
         # A page may still show widgets of ranks that have been stopped. Requests for their states are answered above.
-        if self.cluster.stopped:
+        if self._cluster.stopped:
             return
         # `default=str`: the metadata may have values that JSON does not have.
         content, metadata = json.dumps(data), json.dumps(message.get("metadata", {}), default=str)
-        self.cluster.comms.send(CommToRank(kind, name, content, metadata), frames)
+        self._cluster.comms.send(CommToRank(kind, name, content, metadata), frames)
 
-    def _comm_message_received(self, _rank: int, message: CommFromRank, frames: Sequence[memoryview]) -> None:
+    def __call__(self, _rank: int, message: CommFromRank, frames: Sequence[memoryview]) -> None:
+        """Forward a comm message of a rank to the front end."""
         # Called by the coordinator's driver thread; the cache has a lock, and a session may send from any thread.
         manager, data = self._kernel.comm_manager, json.loads(message.content)
         content = {"comm_id": message.comm, "data": data}

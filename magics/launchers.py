@@ -15,6 +15,7 @@ from rankbook.coordinator.cluster import HOSTS_TIMEOUT, Cluster
 from rankbook.errors import CellError, InvalidArgument, RankLostError
 from rankbook.launch.placement import choose_device
 from rankbook.magics.cell_handle import raise_cell_error, without_frames
+from rankbook.magics.comm_bridge import forward_comms
 from rankbook.magics.output_panel import ask_for, sink_for
 from rankbook.runtime.launched_function import PRECISION, USE_CPU, run_launched
 
@@ -60,10 +61,10 @@ def notebook_launcher(
 
     Starts `num_processes` ranks if none are running (None: one per CUDA device, or two on the CPU), and leaves them
     running. Another number of ranks is replaced if they are idle and have no variables. The output appears below the
-    cell as it arrives. `function` and `args` are pickled by value, including closures, lambdas and classes from cells.
-    In the call `Accelerator()` has the precision `mixed_precision` ("no", "fp16", "bf16") and otherwise default
-    settings, and `os.environ` has the variables that the notebook has set since the ranks were started. If
-    ACCELERATE_USE_CPU is 1 at the start, the ranks use the CPU.
+    cell as it arrives, and widgets are live. `function` and `args` are pickled by value, including closures, lambdas
+    and classes from cells. In the call `Accelerator()` has the precision `mixed_precision` ("no", "fp16", "bf16") and
+    otherwise default settings, and `os.environ` has the variables that the notebook has set since the ranks were
+    started. If ACCELERATE_USE_CPU is 1 at the start, the ranks use the CPU.
 
     With `num_nodes`, there are `num_processes` ranks on this host and on every other node: the call prints the command
     that starts an agent there, and waits for the agents up to ten minutes. `master_addr` and `use_port` are where this
@@ -254,6 +255,7 @@ def _call(
     ask: Ask = ask_for(shell)
     call = (function, tuple(args), environment)
     sink = sink_for(shell)
+    forward_comms(cluster, sink)
     try:
         return cluster.call(run_launched, call, sink=sink, ask=ask, label=label, raise_error=raise_cell_error)
     finally:

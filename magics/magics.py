@@ -24,7 +24,7 @@ from rankbook.formatting import PACKAGE_MAGICS, PACKAGE_NOTE, plural, suggest
 from rankbook.ipython_compat import MAGIC_WRAPPER_FRAMES, cell_numbers
 from rankbook.magics import arguments, auto_mode, completion, debugger, reports
 from rankbook.magics.cell_handle import CellHandle, raise_cell_error, status_line_factory, without_frames
-from rankbook.magics.comm_bridge import CommBridge
+from rankbook.magics.comm_bridge import forward_comms
 from rankbook.magics.output_panel import JupyterSink, ask_for, sink_for
 from rankbook.magics.profiling import Measuring
 from rankbook.numerics.settings import parse_conditions
@@ -52,7 +52,6 @@ class DistributedMagics(Magics):
         self._shell = shell
         self._output_view = "merged"
         self._last_result: CellResult | None = None
-        self._bridge: CommBridge | None = None
         self._detached_reported = False  # whether the kept ranks were reported
 
     @no_var_expand
@@ -96,9 +95,7 @@ class DistributedMagics(Magics):
         measuring = Measuring(chosen, number) if chosen.time or chosen.profile is not None else None
         cluster, is_shown = self._cluster(), not chosen.quiet
         sink = sink_for(self._shell, number if chosen.auto else None)
-        # Messages of widgets on the ranks belong to the cell that runs now.
-        if isinstance(sink, JupyterSink):
-            self._bridge_to(cluster, sink).parent = sink.parent
+        forward_comms(cluster, sink)
         ranks = cluster.select(chosen.ranks)
         # The whole cell is `x?`: nothing is executed on the ranks.
         if "?" in cell and completion.show_inspection(cluster, ranks, cell):
@@ -176,12 +173,6 @@ class DistributedMagics(Magics):
             self._print(f"rank {rank} runs without a debugger: {trouble}")
         return debugging.file_of(source)
 
-    def _bridge_to(self, cluster: Cluster, sink: JupyterSink) -> CommBridge:
-        # The comms of another cluster's ranks have ended with them.
-        if self._bridge is None or self._bridge.cluster is not cluster:
-            self._bridge = CommBridge(cluster, sink.kernel)
-        return self._bridge
-
     def _panel(self, sink: Sink, number: int, ranks: tuple[int, ...], view: str | None) -> Panel | None:
         """Return a panel for the cell's output by rank; None for merged output or without a front end."""
         if (view is None and self._output_view == "merged") or not isinstance(sink, JupyterSink):
@@ -248,6 +239,8 @@ class DistributedMagics(Magics):
     def _command_attach(self, command: argparse.Namespace) -> None:
         sink = sink_for(self._shell)
         cluster = default_cluster.attach(command.key, sink=sink)
+        # Ranks keep no comm messages for a later kernel, so widgets are forwarded from here on.
+        forward_comms(cluster, sink)
         self._detached_reported = True
         # Cells that have been running since the previous kernel become background cells of this one.
         self._print(reports.describe_attached(cluster))

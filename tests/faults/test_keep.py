@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Gate, Notebook, check_nothing_left, leftovers, marked_processes, stop_process, wait_until
+from tests.magics.test_comm_bridge import move, sliders
 
 pytestmark = pytest.mark.slow
 
@@ -205,6 +206,25 @@ def test_a_cell_that_still_runs_goes_on_below_the_attach_and_can_be_interrupted(
     assert "interrupted ranks 0-1" in notebook.ok("%distributed interrupt").stdout
     notebook.follow(message, outcome, lambda progress: "cell [3] on ranks 0-1: interrupted" in progress.text)
     assert "[0-1] ok" in notebook.ok("%%distributed\nprint('ok')").stdout
+    notebook.ok("%distributed stop")
+
+
+@pytest.mark.full
+def test_a_widget_that_a_cell_makes_after_the_attach_is_live(notebook, runtime_dir):
+    second = Gate(runtime_dir / "second")
+    cell = (
+        "import ipywidgets\nfrom IPython.display import display\ngo()\ntell()\n"
+        f"{second.wait}\nslider = ipywidgets.IntSlider(value=3 + rank, max=50)\ndisplay(slider)\n"
+        "while slider.value != 41: select.select([], [], [], 0.01)\nprint('moved')"
+    )
+    run_while_detached(notebook, runtime_dir, cell)
+    message = notebook.send("%distributed attach")
+    outcome = notebook.finish(message)
+    second.open()
+    notebook.follow(message, outcome, lambda progress: len(sliders(progress)) == 2)
+    for name in sliders(outcome):
+        move(notebook, name, 41)
+    notebook.follow(message, outcome, lambda progress: "[0-1] moved" in progress.stdout)
     notebook.ok("%distributed stop")
 
 

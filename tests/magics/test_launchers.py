@@ -10,6 +10,7 @@ import pytest
 import rankbook
 from rankbook.magics.launchers import debug_launcher, notebook_launcher
 from tests.conftest import shows_frame, wait_until
+from tests.magics.test_comm_bridge import WIDGET, comm_messages, move
 
 pytestmark = pytest.mark.processes
 
@@ -47,6 +48,27 @@ def test_every_ranks_result_comes_back_and_what_they_print_is_shown(ranks):
     called = ranks.ok("notebook_launcher(add, (1,), num_processes=2)")
     assert "[(22.0, 0), (22.0, 1)]" in called.text
     assert "[0-1] total 22.0" in called.stdout
+
+
+@pytest.mark.slow
+def test_widgets_of_a_function_are_live_before_any_cell_has_run_on_the_ranks(ranks):
+    ranks.ok("%distributed stop\n%distributed start -n 1")
+    ranks.ok(
+        "def show():\n    import builtins, ipywidgets\n    from IPython.display import display\n"
+        "    builtins.slider = ipywidgets.IntSlider(value=3, max=50)\n    display(builtins.slider)\n"
+        "def wait_for(value):\n    import builtins, time\n    until = time.monotonic() + 20\n"
+        "    while builtins.slider.value != value and time.monotonic() < until: time.sleep(0.01)\n"
+        "    return builtins.slider.value"
+    )
+    shown = ranks.ok("notebook_launcher(show)")
+    (name,) = [display[WIDGET]["model_id"] for display in shown.displays if WIDGET in display]
+    assert name in [message["content"]["comm_id"] for message in comm_messages(shown, "open")]
+    move(ranks, name, 41)
+    assert "[41]" in ranks.ok("notebook_launcher(wait_for, (41,))", timeout=30).text
+    shown = ranks.ok("rankbook.debug_launcher(show, (), 1)", timeout=60)
+    (name,) = [display[WIDGET]["model_id"] for display in shown.displays if WIDGET in display]
+    assert name in [message["content"]["comm_id"] for message in comm_messages(shown, "open")]
+    ranks.ok("%distributed stop")
 
 
 def test_closures_lambdas_and_classes_of_cells_travel(ranks):
