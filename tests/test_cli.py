@@ -139,6 +139,16 @@ def run(tmp_path: Path) -> Iterator[Run]:
         command.close()
 
 
+@contextlib.contextmanager
+def inherited(number: signal.Signals, action: signal.Handlers) -> Iterator[None]:
+    """Let processes that start in this context inherit this action for the signal."""
+    previous = signal.signal(number, action)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)
+
+
 def stored_text(path: Path, index: int) -> str:
     cell = nbformat.read(path, as_version=4).cells[index]
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
@@ -314,11 +324,27 @@ def test_a_cell_that_handles_the_interrupt_goes_on_and_a_second_one_stops_the_ru
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.full
 def test_a_stop_signal_shuts_the_kernel_down(run: Run, number: signal.Signals) -> None:
-    command = run(["import time\nprint('go')\ntime.sleep(600)"])
+    with inherited(number, signal.SIG_DFL):
+        command = run(["import time\nprint('go')\ntime.sleep(600)"])
     command.wait_output("go\n")
     assert len(command.family()) >= 2
     command.process.send_signal(number)
     assert command.wait_end(timeout=10) == 128 + number
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
+@pytest.mark.slow
+def test_a_signal_that_nohup_or_a_script_ignores_stays_ignored(
+    run: Run, tmp_path: Path, number: signal.Signals
+) -> None:
+    gate = Gate(tmp_path / "gate")
+    with inherited(number, signal.SIG_IGN):
+        command = run([f"print('go')\n{gate.wait}", "print('on')"])
+    command.wait_output("go\n")
+    command.process.send_signal(number)
+    gate.open()
+    assert command.wait_end() == 0
+    assert "on\n" in command.out
 
 
 @pytest.mark.full

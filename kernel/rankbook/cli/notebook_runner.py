@@ -240,12 +240,14 @@ class NotebookRunner(NotebookClient):
     @contextmanager
     def _signal_handlers(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in _STOP_SIGNALS:
+        # A signal that is ignored at the start stays ignored: SIGHUP under nohup, SIGINT in the background of a script.
+        handled = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        for number in handled:
             loop.add_signal_handler(number, self._on_signal, number)
         try:
             yield
         finally:
-            for number in _STOP_SIGNALS:
+            for number in handled:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: signal.Signals) -> None:
