@@ -23,6 +23,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from rankbook.cli import main as cli
+from rankbook.cli import notebook_runner
 from tests.conftest import Gate, ipython_folder, wait_until
 
 MARK = "RANKBOOK_TEST_RUN"
@@ -455,7 +456,9 @@ def test_invalid_notebook_is_one_line_and_exit_code_2(
     [
         (["--kernel", "no-such-kernel"], "unknown kernel 'no-such-kernel'; installed kernels: "),
         (["--output", "no/such/folder.ipynb"], "cannot write no/such/folder.ipynb"),
-        (["--output", "."], "cannot write ."),
+        (["--output", "."], "cannot write .: it is a folder"),
+        (["--output", "/proc/executed.ipynb"], "cannot write /proc/executed.ipynb: "),
+        (["--output", f"{'x' * 300}.ipynb"], "cannot write xxx"),
     ],
 )
 def test_options_that_cannot_be_met_are_one_line_and_exit_code_2(
@@ -469,6 +472,30 @@ def test_options_that_cannot_be_met_are_one_line_and_exit_code_2(
     nbformat.write(new_notebook(), "given.ipynb")
     assert cli.main(["run", "given.ipynb", *options]) == 2
     assert capsys.readouterr().err.startswith(f"rankbook: {complaint}")
+    assert [path.name for path in tmp_path.iterdir()] == ["given.ipynb"]
+
+
+@pytest.mark.slow
+def test_results_are_not_lost_with_the_folder_of_the_output(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    command = run(["print('kept')", "import os; os.rmdir('out')"], "--output", "out/notebook.ipynb")
+    assert command.wait_end() == 1
+    (saved,) = tmp_path.glob("notebook-*.ipynb")
+    assert f"cannot write out/notebook.ipynb: No such file or directory; wrote {saved} instead" in command.err
+    assert stored_text(saved, 0) == "kept\n"
+    assert not nbformat.read(tmp_path / "notebook.ipynb", as_version=4).cells[0].outputs, "the input is not changed"
+
+
+def test_results_go_to_the_first_folder_that_can_be_written_to(tmp_path: Path) -> None:
+    notebook, gone = new_notebook(cells=[new_code_cell("1")]), tmp_path / "gone"
+    trouble = notebook_runner.save_notebook(notebook, gone / "out.ipynb", [gone, tmp_path])
+    (saved,) = tmp_path.iterdir()
+    assert trouble.endswith(f"; wrote {saved} instead")
+    assert nbformat.read(saved, as_version=4).cells[0].source == "1"
+    saved.unlink()
+    trouble = notebook_runner.save_notebook(notebook, gone / "out.ipynb", [gone])
+    assert trouble.endswith("; no other folder can be written to, so the results are lost")
+    assert notebook_runner.save_notebook(notebook, tmp_path / "out.ipynb", []) == ""
 
 
 @pytest.mark.full

@@ -1,7 +1,8 @@
 """Command line of `rankbook`.
 
-Exit codes: 0; 1 when a cell failed or a checkpoint is damaged; 2 for invalid arguments; 128 + the number of the signal
-that stopped the run. torch, IPython and nbclient are imported only by the commands that need them.
+Exit codes: 0; 1 when a cell failed, the executed notebook could not be written or a checkpoint is damaged; 2 for
+invalid arguments; 128 + the number of the signal that stopped the run. torch, IPython and nbclient are imported only by
+the commands that need them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import io
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from importlib import metadata
@@ -115,9 +117,6 @@ def _run(args: argparse.Namespace) -> int:
     from rankbook.errors import InvalidArgument
 
     output: Path | None = args.output
-    # Checked before the run, which may take hours.
-    if output is not None and (output.is_dir() or not output.absolute().parent.is_dir()):
-        return _usage_error(f"cannot write {output}: it is a folder, or its folder does not exist")
     console = Console(sys.stdout, sys.stderr, clock=time.monotonic)
     try:
         notebook = notebook_runner.read_notebook(args.notebook)
@@ -129,18 +128,24 @@ def _run(args: argparse.Namespace) -> int:
             timeout=args.timeout,
             kernel=args.kernel,
         )
+        if output is not None:
+            notebook_runner.check_output(output)
     except InvalidArgument as error:
         return _usage_error(str(error))
+    code = 0
     try:
         asyncio.run(runner.run())
     except notebook_runner.RunError as error:
         console.note(str(error))
-        return error.code
+        code = error.code
     finally:
         if output is not None:
             # Also after a failure: the outputs so far and the traceback are in it.
-            notebook_runner.write_notebook(notebook, output)
-    return 0
+            fallbacks = (args.notebook.absolute().parent, Path(tempfile.gettempdir()))
+            if trouble := notebook_runner.save_notebook(notebook, output, fallbacks):
+                console.note(trouble)
+                code = code or 1
+    return code
 
 
 def _checkpoint(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ import queue
 import signal
 import tempfile
 import warnings
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -463,13 +463,51 @@ def write_notebook(notebook: NotebookNode, path: Path) -> None:
         if cell.cell_type == "code":
             cell.outputs = _merge_streams(cell.outputs)
     # Written beside the target and renamed, so that an interrupted run leaves the old file or the new one, never a
-    # half. The process id keeps concurrent runs apart.
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # half.
+    partial = _partial_of(path)
     try:
         nbformat.write(notebook, partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _partial_of(path: Path) -> Path:
+    # The process id keeps concurrent runs apart.
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
+def check_output(path: Path) -> None:
+    """Raise `InvalidArgument` if `write_notebook` cannot write to `path`. For use before the run, which may be long."""
+    try:
+        if path.is_dir():
+            raise InvalidArgument(f"cannot write {path}: it is a folder; choose a file for --output")
+        # Only an attempt finds out: permissions do not tell of a read-only or full file system.
+        partial = _partial_of(path)
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise InvalidArgument(f"cannot write {path}: {error.strerror}; choose another file for --output") from error
+
+
+def save_notebook(notebook: NotebookNode, path: Path, fallbacks: Sequence[Path]) -> str:
+    """Write a notebook to `path` or, if that fails, into the first of the folders `fallbacks` that can be written to.
+
+    Return "", or what went wrong and where the notebook is.
+    """
+    try:
+        write_notebook(notebook, path)
+    except OSError as error:
+        trouble = f"cannot write {path}: {error.strerror}"
+    else:
+        return ""
+    for folder in fallbacks:
+        # The name is new: the folder may be that of the input, which is not changed.
+        other = folder / f"{path.stem}-{os.getpid()}{path.suffix}"
+        with contextlib.suppress(OSError):
+            write_notebook(notebook, other)
+            return f"{trouble}; wrote {other} instead"
+    return f"{trouble}; no other folder can be written to, so the results are lost"
 
 
 def _merge_streams(outputs: list[NotebookNode]) -> list[NotebookNode]:
