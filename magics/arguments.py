@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import shlex
 import threading
@@ -320,11 +321,18 @@ def split_peek(line: str) -> tuple[str, str]:
 
 
 def _split(prog: str, line: str) -> list[str]:
+    source = io.StringIO(line)
+    lexer = shlex.shlex(source, posix=True)
+    # A comment may follow the options: `%distributed start -n 4  # all GPUs`. As in a shell, it begins with a word.
+    # shlex also cuts `run#2.json`, so its own comments are off.
+    lexer.whitespace_split, lexer.commenters = True, ""
+    words: list[str] = []
     try:
-        # A comment may follow the options, as in Python: `%distributed start -n 4  # all GPUs`.
-        return shlex.split(line, comments=True)
+        while not line[source.tell() :].lstrip().startswith("#") and (word := lexer.get_token()) is not None:
+            words.append(word)
     except ValueError as error:
         raise InvalidArgument(f"{prog}: {error}") from error
+    return words
 
 
 def complete(
