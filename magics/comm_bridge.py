@@ -64,11 +64,11 @@ class WidgetStateCache:
         with self._lock:
             self._states[comm] = WidgetState({}, {}).update(data, frames)
 
-    def update(self, comm: str, data: dict[str, Any], frames: Sequence[bytes | memoryview]) -> None:
+    def update(self, comm: str, data: object, frames: Sequence[bytes | memoryview]) -> None:
         """Update a widget from a message in either direction; ignore messages that are not updates."""
         with self._lock:
             state = self._states.get(comm)
-            if state is not None and data.get("method") in _UPDATES:
+            if state is not None and isinstance(data, dict) and data.get("method") in _UPDATES:
                 self._states[comm] = state.update(data, frames)
 
     def close(self, comm: str) -> None:
@@ -195,10 +195,12 @@ class CommBridge:
     def front_end_message_received(self, kind: Any, name: str, message: dict[str, Any]) -> None:  # noqa: ANN401 - "msg" or "close"
         """Forward a comm message of the front end to the rank, or answer it from the cache."""
         data, frames = message["content"].get("data", {}), message.get("buffers", ())
+        # The data of a widget is a dict; that of another comm may be any JSON value.
+        asks_for_state = isinstance(data, dict) and data.get("method") == "request_state"
         # The rank may be busy, so a request for the state is answered from the cache.
         if kind == "close":
             self._states.close(name)
-        elif data.get("method") == "request_state" and (update := self._states.state_message(name)) is not None:
+        elif asks_for_state and (update := self._states.state_message(name)) is not None:
             answer, buffers = update  # the sender waits for an answer whose parent is this message
             self._send("comm_msg", {"comm_id": name, "data": answer}, {}, message, buffers)
             return

@@ -90,6 +90,19 @@ def test_bytes_go_both_ways(notebook):
     assert notebook.ok(wait).text == "[0] b'\\x00\\xff'\n"
 
 
+def test_data_of_a_comm_may_be_any_json_value(notebook):
+    outcome = notebook.ok(
+        "%%distributed --ranks 0\nimport comm\nvalues = []\nlink = comm.create_comm(target_name='any')\n"
+        "link.on_msg(lambda message: values.append(message['content']['data']))"
+    )
+    (opened,) = comm_messages(outcome, "open")
+    for value in (["a", 1], "text", None, {"method": "custom"}):
+        content = {"comm_id": opened["content"]["comm_id"], "data": value}
+        notebook.client.shell_channel.send(notebook.client.session.msg("comm_msg", content))
+    wait = WAIT.format(options=" --ranks 0", condition="len(values) == 4", then="print(values)")
+    assert notebook.ok(wait).stdout == "[0] [['a', 1], 'text', None, {'method': 'custom'}]\n"
+
+
 def test_subprocess_and_garbage_collection_send_no_comm_messages(notebook):
     names = sliders(notebook.ok(SLIDER))
     outcome = notebook.ok(

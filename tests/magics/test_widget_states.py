@@ -14,6 +14,7 @@ def test_widget_state_is_the_last_update_of_either_side():
     states.update("a", {"method": "echo_update", "state": {"max": 9}}, ())
     states.update("a", {"method": "custom", "content": {"value": 5}, "state": {"value": 6}}, ())
     states.update("unknown", {"method": "update", "state": {"value": 7}}, ())
+    states.update("a", ["method"], ())  # data of a comm is any JSON value
     (reported,) = states.all_states().states.values()
     assert reported == {
         "model_name": "M",
