@@ -29,7 +29,8 @@ from rankbook.protocol.forkserver import (
     encode_description,
 )
 from rankbook.protocol.messages import Buffer, Done, Payload, encode
-from rankbook.transport.agent_link import Accepted, AgentLink, wait_readable
+from rankbook.transport.agent_link import Accepted, AgentLink
+from rankbook.transport.framed_socket import wait_readable
 from tests.agent import strangers
 from tests.agent.agents import Agents, cluster_on_hosts
 from tests.conftest import wait_until

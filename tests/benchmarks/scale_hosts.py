@@ -65,7 +65,8 @@ from rankbook.protocol.messages import (
     encode,
 )
 from rankbook.protocol.telemetry import CollectiveLaunch, GroupReport, encode_members
-from rankbook.transport.agent_link import AgentHub, AgentLink, LinkMessage, make_keys, wait_readable
+from rankbook.transport.agent_link import AgentHub, AgentLink, LinkMessage, make_keys
+from rankbook.transport.framed_socket import wait_readable
 from rankbook.transport.store_keys import KeyFolder
 from rankbook.transport.zmq_link import ZmqHub
 from tests.benchmarks.scale import DiscardingSink, Measure, QuietLauncher

@@ -76,7 +76,7 @@ class OneAgent:
     def poll(self, *, times: int) -> bool:
         """Poll with a pause that is longer than the interval of the probes. Return True if the host can be used."""
         for _ in range(times):
-            hosts.agent_link.wait_readable([], 0.03)
+            hosts.wait_readable([], 0.03)
             self.hosts.poll()
         return bool(self.hosts.slots)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -152,6 +153,36 @@ def test_ranks_on_the_cpu_stay_there_after_a_restart_a_resize_and_for_another_no
     with Cluster.adopt(record) as cluster:
         cluster.restart([1])
         assert cluster.run(HIDDEN) and cluster.pull("hidden") == [ON_CPU] * 2
+
+
+MANY_FILES = """
+import os, resource, sys
+limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limit))
+files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+import rankbook
+"""
+
+
+@pytest.mark.slow
+def test_ranks_start_and_are_attached_in_a_process_with_many_open_files(short_path):
+    """Test descriptors above 1023, which `select` does not take."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip(f"a process may have no more than {hard} open files")
+    begin = "rankbook.start(1, keep=30).run('x = 7')\nsys.stdout.flush()\nos._exit(0)"
+    attach = "print(rankbook.attach().pull('x'))\nrankbook.stop()"
+    environment = {**os.environ, "RANKBOOK_RUNTIME_DIR": str(short_path)}
+    for code, output in ((begin, ""), (attach, "[7]\n")):
+        run = subprocess.run(
+            [sys.executable, "-c", MANY_FILES + code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert (run.stdout, run.returncode) == (output, 0), run.stderr
 
 
 def test_nccl_on_the_cpu_is_refused_before_a_process_is_started(monkeypatch):

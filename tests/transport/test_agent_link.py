@@ -30,8 +30,8 @@ from rankbook.transport.agent_link import (
     make_agent_keys,
     make_keys,
     source_address,
-    wait_readable,
 )
+from rankbook.transport.framed_socket import wait_readable
 from tests.transport.tcp_proxy import Proxy
 
 pytestmark = pytest.mark.timeout(120)

@@ -75,6 +75,7 @@ from rankbook.protocol.forkserver import (
 from rankbook.protocol.messages import ExportState, FromForkserver, FromRank, Task, encode, message_segments
 from rankbook.transport import Frames, Sender, agent_link, read_from_rank
 from rankbook.transport.agent_link import AgentHub, ClockOffset, RefusalProbe, make_keys
+from rankbook.transport.framed_socket import wait_readable
 from rankbook.transport.shared_memory import AHEAD, MOST_IN_FRAMES, Bytes, SegmentReceiver, SegmentSender, SegmentStore
 from rankbook.transport.store_keys import KeyFolder, perform
 from rankbook.transport.zmq_link import ZmqHub
@@ -642,7 +643,7 @@ class Hosts:
             if time.monotonic() > deadline:
                 break
             if not self.hub.has_message():
-                agent_link.wait_readable(self.filenos(), 0.05)
+                wait_readable(self.filenos(), 0.05)
             self.poll()
         for host in self._hosts.values():
             host.end_probe(for_good=True)

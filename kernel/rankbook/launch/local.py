@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import io
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -47,7 +46,7 @@ from rankbook.protocol.messages import (
     FromForkserver,
     decode_from_forkserver,
 )
-from rankbook.transport.framed_socket import MessageStream
+from rankbook.transport.framed_socket import MessageStream, wait_readable
 
 
 # `local.LocalLauncher` starts a forkserver of this notebook, `local.ReattachedLauncher` talks to that of an earlier
@@ -252,7 +251,7 @@ class LocalLauncher:
         deadline = time.monotonic() + timeout
         while self.alive and (remaining := deadline - time.monotonic()) > 0:
             # In steps of 0.1 s, because `interrupted` has to be asked meanwhile.
-            select.select([self._stream], [], [], min(remaining, 0.1))
+            wait_readable([self.fileno()], min(remaining, 0.1))
             if interrupted():
                 raise KeyboardInterrupt
             # Other messages are dropped. While this method runs, no driver reads, and none of them concerns a cluster
@@ -428,7 +427,7 @@ class ReattachedLauncher(LocalLauncher):
             remaining = deadline - time.monotonic()
             if remaining <= 0 or self._stream.closed:
                 raise StartError(f"the ranks of {record.key} do not respond; try again in a second")
-            select.select([self._stream], [], [], remaining)
+            wait_readable([self.fileno()], remaining)
             for message in self._stream.read():
                 match message:
                     case ClaimAccepted():

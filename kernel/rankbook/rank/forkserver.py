@@ -22,7 +22,6 @@ import mmap
 import os
 import re
 import secrets
-import select
 import shutil
 import signal
 import socket
@@ -62,7 +61,7 @@ from rankbook.protocol.messages import (
     decode_to_forkserver,
 )
 from rankbook.rank import os_utils
-from rankbook.transport.framed_socket import MessageStream
+from rankbook.transport.framed_socket import MessageStream, wait_readable
 
 PRELOAD_WHEN_IDLE = (
     "torch.distributed.device_mesh",
@@ -176,7 +175,7 @@ class Forkserver:
         self._close()
 
     def _wait(self, timeout: float) -> bool:
-        readable, _, _ = select.select([*self._owner.files(), self._signal_read], [], [], timeout)
+        readable = wait_readable([*self._owner.files(), self._signal_read], timeout)
         if self._signal_read in readable:
             os_utils.read_available(self._signal_read)
         return bool(readable)
@@ -329,7 +328,7 @@ class Forkserver:
         deadline = time.monotonic() + 5
         while self._children and time.monotonic() < deadline:
             self._reap()
-            select.select([self._signal_read], [], [], 0.05)
+            wait_readable([self._signal_read], 0.05)
         # After the ranks have ended: now everything that carries the mark has lost its rank.
         os_utils.kill_leftovers(self._is_leftover)
         _remove(self._opened)

@@ -22,7 +22,6 @@ import operator
 import os
 import pickle
 import random
-import select
 import signal
 import struct
 import sys
@@ -50,6 +49,7 @@ from rankbook.rank import model_reset
 from rankbook.rank.process_groups import manager
 from rankbook.rank.process_groups.recoverable_group import RecoverableProcessGroup
 from rankbook.snapshot_files import SnapshotVersion
+from rankbook.transport.framed_socket import wait_readable
 from rankbook.transport.serialization import Packed, Reduce, pack, pickle_error
 from rankbook.transport.shared_memory import SegmentStore
 
@@ -633,7 +633,7 @@ class _Child:
         received, taken = b"", 0
         deadline = time.monotonic() + seconds
         while taken <= count:
-            readable, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
+            readable = wait_readable([self._read], max(0.0, deadline - time.monotonic()))
             # An empty read means that the child has closed the pipe, that is, ended.
             chunk = os.read(self._read, 1 << 16) if readable else b""
             if not chunk:

@@ -34,7 +34,6 @@ import contextlib
 import errno
 import math
 import os
-import select
 import socket
 import struct
 import threading
@@ -48,6 +47,7 @@ import zmq
 from zmq.utils import z85
 
 from rankbook.errors import InvalidArgument, ProtocolError, StartError
+from rankbook.transport.framed_socket import wait_readable
 from rankbook.transport.session import Bytes, Session
 
 _HELLO, _ACCEPT, _REFUSE, _PING, _PONG = b"RBAGENT1", b"RBACCEPT", b"RBREFUSE", b"RBPING", b"RBPONG"
@@ -726,14 +726,6 @@ def source_address(address: str, port: int) -> str:
         except OSError as error:
             raise StartError(f"cannot reach {address}: {error.strerror or error}") from error
         return str(probe.getsockname()[0])
-
-
-def wait_readable(files: Sequence[int], timeout: float) -> None:
-    """Wait until one of the descriptors is readable."""
-    poll = select.poll()
-    for file in files:
-        poll.register(file, select.POLLIN)
-    poll.poll(1000 * timeout)
 
 
 def _set_options(link_socket: zmq.Socket[bytes]) -> None:

@@ -9,10 +9,11 @@ end.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -84,6 +85,15 @@ class MessageStream(Generic[_T]):
         """Close this end."""
         self.closed = True
         self._connection.close()
+
+
+def wait_readable(files: Iterable[int], timeout: float) -> set[int]:
+    """Wait up to `timeout` seconds until one of the descriptors is readable, and return all that are."""
+    # `select.select` does not take descriptors above 1023.
+    poll = select.poll()
+    for file in files:
+        poll.register(file, select.POLLIN)
+    return {file for file, _ in poll.poll(1000 * timeout)}
 
 
 _SEND_TIMEOUT = struct.pack("ll", 1, 0)
