@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -150,7 +151,33 @@ def test_a_full_folder_is_reported_as_full(short_path, monkeypatch):
         make_folders()
 
 
-def test_a_path_too_long_for_a_socket_is_refused(monkeypatch):
-    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", "/" + "x" * 100)
-    with pytest.raises(StartError, match="too long"):
+@pytest.mark.parametrize(("path", "size"), [("/" + "x" * 100, 101), ("/" + "é" * 40, 81)], ids=["ascii", "utf-8"])
+def test_a_path_too_long_for_a_socket_is_refused(path, size, monkeypatch):
+    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", path)
+    with pytest.raises(StartError, match=rf"too long for a socket path: expected at most \d+ bytes, got {size}"):
         make_folders()
+
+
+def test_the_longest_path_that_is_accepted_has_room_for_every_socket(short_path, monkeypatch):
+    for length in range(50, 100):
+        base = short_path / ("x" * (length - len(str(short_path)) - 1))
+        base.mkdir()
+        monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(base))
+        try:
+            folders = make_folders(owner=4_194_304)  # the highest process id of Linux
+        except StartError as error:
+            assert f"expected at most {length - 1} bytes, got {length}" in str(error)  # noqa: PT017 - in a loop
+            return
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folders.sockets / "down-1000.1000"))
+        folders.remove()
+    pytest.fail("no path is too long")
+
+
+def test_a_folder_for_temporary_files_that_is_too_long_is_not_used(short_path, monkeypatch):
+    folder = short_path / ("x" * (65 - len(str(short_path))))
+    folder.mkdir()
+    monkeypatch.delenv("RANKBOOK_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(registry.tempfile, "gettempdir", lambda: str(folder))
+    assert registry.socket_base() == Path("/tmp")

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,9 +33,8 @@ from rankbook.formatting import plural
 from rankbook.process_identity import claim_folder, is_abandoned
 from rankbook.protocol import PROTOCOL_VERSION
 
-# `sun_path` has 108 bytes on Linux and 104 on macOS, with the final zero. The folder's name and the longest file name
-# have to fit in.
-_MAX_SOCKET_PATH = 90
+# `sun_path` has 108 bytes on Linux and 104 on macOS, with the final zero.
+_MAX_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
 _LOG_DAYS = 7
 
 
@@ -90,15 +90,19 @@ def make_folders(owner: int | None = None) -> ClusterPaths:
 def socket_base() -> Path:
     """Return the folder in which the clusters' folders are created. Raises `StartError`."""
     chosen = os.environ.get("RANKBOOK_RUNTIME_DIR")
+    # The longest path below the base: the cluster's folder (`_make`; process ids have up to 7 digits) with the socket
+    # of a rank's incarnation (`ZmqHub.open_downlink`).
+    limit = _MAX_SOCKET_PATH - len(f"/rankbook-{os.getuid()}-1234567-abcdefgh/down-1234.1234")
     if chosen:
-        if len(chosen) > _MAX_SOCKET_PATH - 20:
+        if (size := len(os.fsencode(chosen))) > limit:
             raise StartError(
-                f"RANKBOOK_RUNTIME_DIR={chosen!r} is too long for a socket path: expected at most 70 characters"
+                f"RANKBOOK_RUNTIME_DIR={chosen!r} is too long for a socket path: expected at most {limit} bytes, "
+                f"got {size}"
             )
         return Path(chosen)
     # The first one that is writable and short enough. On macOS, `gettempdir` is a long path below /var/folders.
     for candidate in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):  # noqa: S108 - 0700 inside
-        if candidate and len(candidate) < _MAX_SOCKET_PATH - 20 and os.access(candidate, os.W_OK | os.X_OK):
+        if candidate and len(os.fsencode(candidate)) <= limit and os.access(candidate, os.W_OK | os.X_OK):
             return Path(candidate)
     raise StartError("no writable folder for sockets found; set RANKBOOK_RUNTIME_DIR to a folder that you can write to")
 
