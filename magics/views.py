@@ -21,7 +21,7 @@ from IPython.display import display
 from rankbook.checkpoint.format.dcp_metadata import read_manifest
 from rankbook.checkpoint.format.manifest import MANIFEST, Manifest
 from rankbook.checkpoint.inspection import verify
-from rankbook.checkpoint.storage import steps
+from rankbook.checkpoint.storage import ASIDE, steps
 from rankbook.checkpoint.storage.backends import storage_of
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import Cluster
@@ -294,9 +294,9 @@ class CheckpointBrowser:
                         # is still listed after it was read.
                         if stored.checked != "damaged" or step in steps.finished_steps(self._storage):
                             entries.append(stored)
-                entries += [
-                    self._stored_checkpoint(name, None, latest=False) for name in self._other_checkpoints(names)
-                ]
+                others = [self._stored_checkpoint(name, None, latest=False) for name in self._other_checkpoints(names)]
+                # A step that loses its manifest first, while it is being removed, looks like one of another program.
+                entries += [other for other in others if other.checked != "damaged" or self._is_other(other.name)]
                 entries += [self._partial_checkpoint(name) for name in steps.list_partials(self._storage)]
             except (OSError, CheckpointError) as error:
                 return CheckpointFolder(self._folder, (), f"{self._folder}: {error}")
@@ -347,24 +347,25 @@ class CheckpointBrowser:
 
     def _parse_name(self, name: str) -> int | None:
         """Return the step of a finished checkpoint listed by `list_checkpoints`, or None if it has no step number."""
-        # While a save replaces step 40, it may exist under the name `step-40.old` only, and counts as finished.
-        step = steps.parse_step(name.removesuffix(".old"))
-        if step is not None:
-            return step
         if self._is_single_checkpoint(name) or name in self._other_checkpoints(self._storage.list()):
             return None
+        # While a save replaces step 40, it may exist under the name `step-40.replaced` only, and counts as finished.
+        step = steps.parse_step(name.removesuffix(ASIDE))
+        if step is not None:
+            return step
         raise InvalidArgument(f"{self._folder} has no finished checkpoint {name!r}")
 
     def _other_checkpoints(self, names: Mapping[str, int | None]) -> list[str]:
-        """Return the checkpoints in folders that are not named as steps, such as those of an `Accelerator`."""
+        """Return the checkpoints that are not steps: those of an `Accelerator`, and those of another program."""
         return [
             name
             for name in sorted(names)
-            if names[name] is None
-            and steps.parse_step(name.removesuffix(".old")) is None
-            and not name.endswith(steps.PARTIAL)
-            and steps.is_checkpoint(self._storage.list(name))
+            if names[name] is None and not name.endswith((steps.PARTIAL, ASIDE)) and self._is_other(name)
         ]
+
+    def _is_other(self, name: str) -> bool:
+        content = self._storage.list(name)
+        return steps.is_checkpoint(content) and (steps.parse_step(name) is None or MANIFEST not in content)
 
     def _is_single_checkpoint(self, name: str) -> bool:
         return name == self._folder_name() and steps.is_checkpoint(self._storage.list())

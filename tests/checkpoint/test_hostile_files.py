@@ -243,7 +243,7 @@ def test_step_that_is_a_symbolic_link_is_refused_before_a_byte_is_written(folder
     assert not list(folder.glob("*.owner"))
 
 
-@pytest.mark.parametrize("link", ["step-3.partial", "step-3.old"])
+@pytest.mark.parametrize("link", ["step-3.partial", "step-3.replaced"])
 def test_rest_of_a_step_that_is_a_symbolic_link_is_removed_and_not_followed(folder, tmp_path, link):
     other = tmp_path / "other"
     write_checkpoint(other, 3)

@@ -31,6 +31,13 @@ def test_the_next_step_is_one_above_the_highest():
     assert steps.finished_steps(storage) == [0, 1, 40]
 
 
+def test_the_next_step_has_a_name_that_no_other_program_uses():
+    storage = InMemory()
+    storage.write("step-1/model.pt", [b"x"])
+    assert [completed(CheckpointLocation(storage, "f")) for _ in range(2)] == ["step-0.partial", "step-2.partial"]
+    assert storage.files["step-1/model.pt"] == b"x"
+
+
 def test_leftovers_of_a_killed_save_are_swept_by_the_next_one():
     storage = InMemory()
     storage.write("step-3.partial/__0_0.distcp", [b"half"])

@@ -110,6 +110,23 @@ def test_checkpoints_with_names_are_listed(run):
     assert set(states(checkpoint_browser)) == {"step-30"}
 
 
+def test_folders_of_another_program_are_listed_only_if_they_are_checkpoints(run):
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    with pytest.warns(UserWarning, match="in a single process"):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=run / "step-50", no_dist=True)
+    (run / "step-60").mkdir()
+    (run / "step-60/model.pt").write_bytes(b"x")
+    checkpoint_browser = CheckpointBrowser(run)
+    assert states(checkpoint_browser) == {f"step-{n}": ("foreign" if n == 50 else "finished", "") for n in (30, 40, 50)}
+    checkpoint_browser.verify("step-50")
+    assert states(checkpoint_browser)["step-50"] == ("foreign", "verified")
+    assert f"{run}/step-50" in checkpoint_browser.load("step-50")
+    assert checkpoint_browser.delete("step-50") == "step-50 was deleted"
+    assert (run / "step-60/model.pt").exists()
+
+
 def test_a_checkpoint_itself_and_an_empty_folder(run, tmp_path):
     checkpoint_browser = CheckpointBrowser(run / "step-30")
     assert states(checkpoint_browser) == {"step-30": ("finished", "")}

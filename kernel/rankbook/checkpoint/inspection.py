@@ -40,7 +40,7 @@ from rankbook.checkpoint.format.manifest import (
 )
 from rankbook.checkpoint.format.torch_zip import open_zip, without_checksums
 from rankbook.checkpoint.load_plan import find_coverage_errors
-from rankbook.checkpoint.storage import Buffer, Storage, read_all, steps
+from rankbook.checkpoint.storage import ASIDE, Buffer, Storage, read_all, steps
 from rankbook.checkpoint.storage.backends import Folder, storage_of
 from rankbook.errors import CheckpointError
 from rankbook.formatting import escape_unprintable, format_bytes, plural
@@ -135,7 +135,7 @@ def verify(folder: Folder, step: int | None = None) -> Report:
         reason = str(error).removeprefix(f"{prefix}{MANIFEST}: ")
         return _report(storage, path, [*damages, Damage(prefix + MANIFEST, "", (), reason)], names, 0)
     # A folder that was renamed by hand, or copied over another one, is noticed by its step.
-    expected = steps.parse_step(path.removesuffix(".old"))
+    expected = steps.parse_step(path.removesuffix(ASIDE))
     if path and manifest.step != expected:
         reason = f"the manifest is of step {manifest.step}, but the folder is of step {expected}"
         damages.append(Damage(prefix + MANIFEST, "", (), reason))

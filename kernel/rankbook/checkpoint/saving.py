@@ -9,7 +9,7 @@ Theory of operation: the commit
 
 A commit is atomic: either a whole step becomes visible, or the folder stays as it was. A step is written into
 `step-N.partial` and becomes visible by one rename to `step-N`. Readers open `step-N` only, so a save can stop at any
-moment before the rename and no reader loads half a checkpoint (for `step-N.old` see 5). A killed process cleans up
+moment before the rename and no reader loads half a checkpoint (for `step-N.replaced` see 5). A killed process cleans up
 nothing; the next save into the same folder removes its files.
 
 **Threads and ranks.** Every rank calls `save`. A synchronous save does everything in the calling thread. In an
@@ -45,23 +45,24 @@ folder, and only in steps 2, 5 and 6.
 5. **Rename.** Under the folder's lock, rank 0 checks that it still owns the claim, writes the next `latest` to
    `step-N.latest` (the last operation that needs disk space), renames `step-N.partial` to `step-N`, and renames
    `step-N.latest` to `latest`. If step N exists already, Linux exchanges the two folders in one system call, and the
-   old one is removed afterwards. Where folders cannot be exchanged, the old one is first renamed to `step-N.old`, which
-   readers use while `step-N` is missing. *A kill before the rename leaves* the files of 4, and `step-N.latest`. *A kill
-   after it leaves* a complete step N, which can be loaded by its number; `latest` names the previous step until the
-   second rename. The owner file may remain, and the old folder under the partial or the `.old` name.
+   old one is removed afterwards. Where folders cannot be exchanged, the old one is first renamed to
+   `step-N.replaced`, which readers use while `step-N` is missing. A `step-N` without a manifest is not Rankbook's and
+   is never replaced. *A kill before the rename leaves* the files of 4, and `step-N.latest`. *A kill after it leaves* a
+   complete step N, which can be loaded by its number; `latest` names the previous step until the second rename. The
+   owner file may remain, and the old folder under the partial or the `.replaced` name.
 
 6. **Finish.** Rank 0 removes the owner file, then old steps according to `keep` and `keep_every`, and scatters the end
    of the save. A failure to remove old steps does not fail the save: the next save tries again. If only `latest` cannot
    be replaced, the save fails, and the error says that the step is complete. *A kill here leaves* a complete step, and
-   possibly an old one without its manifest, which the next save sweeps. The other ranks then raise an error although
-   the step can be loaded.
+   possibly an old one without its manifest beside the file `step-N.removed`; the next save sweeps both. The other ranks
+   then raise an error although the step can be loaded.
 
 **Cleanup.** If a save fails while its processes live, rank 0 cleans up at once (`CheckpointLocation.abandon`): it
 removes the partial folder, the next `latest` and the claim, and every rank raises the same error. The leftovers of a
 killed process are swept in step 2 of the next save into the folder (`storage.steps.sweep`). The owner file tells the
 two cases apart: a partial folder is swept only if its owner is dead, that is, its process has ended or its PID belongs
 to another process; an owner on another machine is considered dead if its claim is a day old. A step that was renamed to
-`step-N.old` and has no successor gets its name back.
+`step-N.replaced` and has no successor gets its name back.
 
 A checkpoint with a custom name, as `Accelerator.save_state` makes them, is committed in the same way through
 `NAME.partial`, but without `latest` and without a sweep: the next save of the same name removes the leftovers, and so

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -148,12 +149,77 @@ def test_a_folder_without_manifest_is_no_finished_step(storage):
     storage.write("step-60/.metadata", [b"x"])
     write_step(storage, 50)
     assert steps.finished_steps(storage) == [40]
-    assert steps.list_partials(storage) == ["step-50.partial", "step-60"]
+    assert steps.list_partials(storage) == ["step-50.partial"]
     with pytest.raises(
         CheckpointError,
-        match=r"no finished step 60; finished steps: 40; not finished: step-50\.partial, step-60",
+        match=r"no finished step 60; finished steps: 40; not finished: step-50\.partial; step-60/.* is missing",
     ):
         steps.folder_of(storage, 60)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "step-100/.metadata",  # of torch.distributed.checkpoint
+        "step-100/model.pt",
+        "step-100/__0_0.distcp",  # a step that is being copied, whose manifest has not arrived
+        "step-100.old/manifest.json",  # a copy that the user has made
+        "step-100.old/model.pt",
+        "step-100.latest/model.pt",
+    ],
+)
+def test_what_rankbook_has_not_written_stays_when_it_saves_removes_and_sweeps(storage, path):
+    storage.write(path, [b"valuable"])
+    for step in (5, 100) if path.startswith("step-100.old") else (5, 6):
+        save(storage, step)
+        save(storage, step)
+    (swept,) = [steps.sweep(storage)]
+    steps.remove(storage, step)
+    assert (swept, steps.sweep(storage), steps.list_partials(storage)) == ([], [], [])
+    assert steps.finished_steps(storage) == [5]
+    assert read_all(storage, path) == b"valuable"
+
+
+@pytest.mark.parametrize("path", ["step-100/.metadata", "step-100/__0_0.distcp", "step-100"])
+def test_a_save_does_not_replace_a_step_that_another_program_has_written(storage, path):
+    storage.write(path, [b"valuable"])
+    with pytest.raises(CheckpointError, match=r"step-100 is not a finished step of Rankbook, it has no manifest\.json"):
+        steps.begin_step(storage, 100)
+    assert list(storage.list()) == ["step-100"]
+    storage.remove("step-100")
+    write_step(storage, 100)
+    storage.write(path, [b"valuable"])  # while the save is running
+    with pytest.raises(CheckpointError, match="move or remove it, or save another step"):
+        steps.commit_step(storage, 100)
+    steps.abandon_step(storage, 100)
+    assert list(storage.list()) == ["step-100"]
+    assert read_all(storage, path) == b"valuable"
+
+
+def test_a_step_that_could_only_be_half_moved_is_removed_when_its_save_ends(storage, monkeypatch):
+    write_step(storage, 50)
+
+    def move(source, target):
+        storage.write("step-50/__RANK_0.distcp", [b"half"])
+        raise OSError(errno.EIO, "gone", source)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "move", move)
+        with pytest.raises(OSError, match="gone"):
+            steps.commit_step(storage, 50)
+    steps.abandon_step(storage, 50)
+    assert storage.list() == {}
+
+
+def test_a_step_is_removed_although_the_disk_is_full(storage, monkeypatch):
+    def write(path, parts):
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    for step in (40, 50):
+        save(storage, step)
+    monkeypatch.setattr(storage, "write", write)
+    steps.remove(storage, 40)
+    assert set(storage.list()) == {"latest", "step-50"}
 
 
 @pytest.mark.parametrize("name", ["manifest.json", ".metadata"])
@@ -265,7 +331,7 @@ def test_kill_at_any_moment_of_a_removal_leaves_the_other_steps_complete(storage
 
 def test_step_that_was_moved_aside_is_loaded_and_restored(storage):
     save(storage, 40, b"old")
-    storage.move("step-40", "step-40.old")
+    storage.move("step-40", "step-40.replaced")
     storage.write("step-40/__RANK_0.distcp", [b"half"])
     assert steps.finished_steps(storage) == [40]
     assert read_complete_step(storage, steps.locate(storage)) == b"old"
@@ -307,9 +373,9 @@ def test_a_step_that_is_being_moved_to_its_name_is_not_swept(storage):
     save(storage, 40)
     write_step(storage, 50)
     storage.write("step-50/__RANK_0.distcp", [b"half"])
-    storage.write("step-50.old/manifest.json", [b"x"])
+    storage.write("step-50.replaced/manifest.json", [b"x"])
     assert steps.sweep(storage) == []
-    assert {"step-50", "step-50.old", "step-50.partial"} <= storage.list().keys()
+    assert {"step-50", "step-50.replaced", "step-50.partial"} <= storage.list().keys()
     storage.remove("step-50.partial.owner")
     assert steps.sweep(storage) == ["step-50.partial"]
     assert steps.finished_steps(storage) == [40, 50]

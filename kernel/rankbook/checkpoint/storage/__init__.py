@@ -22,7 +22,7 @@ CHECKPOINT_FILES = ("manifest.json", ".metadata")
 """Files that make a folder a checkpoint. When a folder cannot be moved or removed in one operation, these files are
 moved last and removed first, so that a half-moved folder is never mistaken for a checkpoint."""
 
-ASIDE = ".old"
+ASIDE = ".replaced"
 """Suffix of a folder that is being replaced, where two folders cannot be exchanged. If a reader finds it but not the
 folder itself, the replacement was interrupted, and the reader uses this folder."""
 

@@ -6,11 +6,17 @@ A `CheckpointLocation` is the target of one save: a step of such a folder, or a 
     step-50.partial/        a save that is running or was interrupted
     step-50.partial.owner   the process that runs it
     step-50.latest          becomes `latest` when step 50 is finished
-    step-40.old/            step 40, while another save of step 40 replaces it and folders cannot be exchanged
+    step-40.replaced/       step 40, while another save of step 40 replaces it and folders cannot be exchanged
+    step-30.removed         an empty file, while step 30 is being removed
     latest                  one line, "step-40 crc32=xxxxxxxx", with the checksum of the name
 
 Every change is a sequence of single storage operations, in an order in which any of them may be the last: a step that
 could be loaded before can still be loaded.
+
+Other programs use names such as `step-40` too, and a step may be copied into the folder while Rankbook saves there.
+Therefore a sweep removes a `step-N` without a manifest only if a file beside it shows that Rankbook has left it:
+`step-N.latest` is written before the folder gets its name, and `step-N.removed` before it loses its first file. A save
+never replaces another `step-N` without a manifest.
 
 Several processes may save different steps into one folder at the same time. A process that claims, commits, removes or
 sweeps steps holds the storage's lock meanwhile (`locked_folder`). A claim is a file that is created exclusively.
@@ -44,6 +50,7 @@ from rankbook.process_identity import PATIENCE, ProcessIdentity, identify, machi
 
 LATEST = "latest"
 NEXT = ".latest"
+REMOVED = ".removed"
 PARTIAL = ".partial"
 OWNER = ".owner"
 
@@ -90,7 +97,7 @@ def parse_step(name: str) -> int | None:
 def finished_steps(storage: Storage) -> list[int]:
     """Return the steps that can be loaded, in ascending order."""
     names = storage.list()
-    # A step that is being replaced may exist under its `.old` name only, and counts as finished.
+    # A step that is being replaced may exist under its `ASIDE` name only, and counts as finished.
     steps = {step for name in names if (step := parse_step(name.removesuffix(ASIDE))) is not None}
     return sorted(step for step in steps if _find_folder(storage, step, names) is not None)
 
@@ -194,10 +201,12 @@ def begin_step(storage: Storage, step: int) -> str:
     """Claim a step, empty its partial folder, and return the name of that folder.
 
     Called on one rank, before any rank writes. Raises `CheckpointError` if another process or another save of
-    this one is saving the step, and if the step is a symbolic link.
+    this one is saving the step, if the step is a symbolic link, and if another program has written it.
     """
     name = partial_name(step)
-    claim_step(storage, name, f"step {step}")
+    with locked_folder(storage):
+        _refuse_foreign(storage, step)
+        claim_step(storage, name, f"step {step}")
     return name
 
 
@@ -245,6 +254,21 @@ def refuse_link(storage: Storage, name: str) -> None:
         raise CheckpointError(f"{storage}/{name} is a symbolic link; remove it first (nothing was written)")
 
 
+def _refuse_foreign(storage: Storage, step: int) -> None:
+    """Raise `CheckpointError` if a save of a step would replace what Rankbook has not written, or a symbolic link."""
+    name, names = step_name(step), storage.list()
+    refuse_link(storage, name)
+    if name not in names:
+        return
+    content = storage.list(name)  # {} for a file
+    if names[name] is None and (not content or MANIFEST in content or _is_leftover(storage, name, names)):
+        return
+    raise CheckpointError(
+        f"{storage}/{name} is not a finished step of Rankbook, it has no {MANIFEST}: move or remove it, or save "
+        "another step (nothing was replaced)"
+    )
+
+
 def _release(storage: Storage, partial: str) -> None:
     """Remove the claim of this process."""
     _tokens.pop(f"{storage}/{partial}", None)
@@ -271,7 +295,7 @@ def commit_step(storage: Storage, step: int) -> None:
         # Another process may have taken over: on another machine a claim counts as dead after a day, for example if
         # this process was suspended for so long.
         _check_claim(storage, name)
-        refuse_link(storage, step_name(step))
+        _refuse_foreign(storage, step)  # again: it may have been copied into the folder meanwhile
         if MANIFEST not in storage.list(name):
             raise CheckpointError(f"{storage}/{name} has no {MANIFEST}: the save of step {step} did not finish")
         # The last operation that needs disk space: renaming can then fail only for other reasons.
@@ -300,7 +324,13 @@ def commit_as(storage: Storage, partial: str, name: str) -> None:
 
 def abandon_step(storage: Storage, step: int) -> None:
     """Remove an unfinished save of this process. Finished steps stay unchanged."""
-    discard_partial(storage, partial_name(step), step_name(step) + NEXT)
+    name, half_moved = step_name(step), []
+    with contextlib.suppress(OSError):
+        names = storage.list()
+        if name in names and _is_leftover(storage, name, names):
+            half_moved = [name]
+    # `NEXT` last: if the folder cannot be removed now, the file remains, and the next sweep removes both.
+    discard_partial(storage, partial_name(step), *half_moved, name + NEXT)
 
 
 def discard_partial(storage: Storage, partial: str, *others: str) -> None:
@@ -334,8 +364,8 @@ def sweep(storage: Storage, keep: Collection[int] = (), *, patience: float = PAT
     """Remove the leftovers of interrupted saves and removals. Return the removed names.
 
     Steps in `keep` are left alone, and so are saves that are running in this or another process; those on other
-    machines count as running until `patience` seconds after they began. If a step exists only under the `.old` name, it
-    gets its name back.
+    machines count as running until `patience` seconds after they began. If a step exists only under the `ASIDE` name,
+    it gets its name back. What another program has written stays.
     """
     with locked_folder(storage):
         return _sweep(storage, keep, patience)
@@ -353,7 +383,7 @@ def _sweep(storage: Storage, keep: Collection[int], patience: float) -> list[str
     for name in names:
         if name.endswith(PARTIAL + OWNER) and (step := _step_number(name)) is not None and is_saving(step):
             busy.add(step)  # includes its final folder, which may be half moved
-    # First restore steps that an interrupted replacement has left under the `.old` name only, then remove the rest.
+    # First restore steps that an interrupted replacement has left under the `ASIDE` name only, then remove the rest.
     idle = {name: step for name in sorted(names) if (step := _step_number(name)) is not None and step not in busy}
     for name, step in idle.items():
         # `_find_folder` prefers the plain name. So the folder with that name is missing or has no manifest, and nothing
@@ -364,11 +394,16 @@ def _sweep(storage: Storage, keep: Collection[int], patience: float) -> list[str
     names = storage.list()
     removed = []
     for name, step in idle.items():
-        # Files: claims, their drafts, and the next `latest`. Folders: partial ones, and steps without a manifest.
-        is_leftover = _DRAFT.sub("", name).endswith((OWNER, NEXT)) or (
-            names.get(name, 0) is None and _is_leftover(storage, name, names)
+        if name not in names:
+            continue
+        # Files: claims, their drafts, the next `latest`, and marks of removals. Sorted by name, the folder of a step
+        # comes before the files that show who left it. Folders: partial ones, and steps that are half moved or removed.
+        is_leftover = (
+            _is_leftover(storage, name, names)
+            if names[name] is None
+            else _DRAFT.sub("", name).endswith((PARTIAL + OWNER, NEXT, REMOVED))
         )
-        if name in names and is_leftover and not is_saving(step):  # without a lock, a save may have begun meanwhile
+        if is_leftover and not is_saving(step):  # without a lock, a save may have begun meanwhile
             storage.remove(name)
             removed.append(name)
     return removed
@@ -427,10 +462,14 @@ def remove(folder: str | os.PathLike[str] | Storage, step: int) -> None:
                 write_latest(storage, next_best[-1])
             else:
                 storage.remove(LATEST)
+        # Without this mark, as on a full disk, the rest of an interrupted removal remains: a sweep cannot know it.
+        with contextlib.suppress(OSError):
+            storage.write(step_name(step) + REMOVED, [])
         storage.remove(name)
-        # An `.old` folder of the same step would otherwise be found as the step.
+        # A folder aside of the same step would otherwise be found as the step.
         if name == step_name(step):
             storage.remove(name + ASIDE)
+        storage.remove(step_name(step) + REMOVED)
 
 
 def _find_folder(storage: Storage, step: int, names: Collection[str]) -> str | None:
@@ -442,16 +481,23 @@ def _find_folder(storage: Storage, step: int, names: Collection[str]) -> str | N
 def _step_number(name: str) -> int | None:
     """Return the step number in a name, ignoring all suffixes; None for any other name."""
     # The suffixes nest: "step-5.partial.owner.<32 hex digits>".
-    name = _DRAFT.sub("", name)
-    return parse_step(name.removesuffix(NEXT).removesuffix(OWNER).removesuffix(PARTIAL).removesuffix(ASIDE))
+    name = _DRAFT.sub("", name).removesuffix(REMOVED).removesuffix(NEXT)
+    return parse_step(name.removesuffix(OWNER).removesuffix(PARTIAL).removesuffix(ASIDE))
 
 
 def _is_leftover(storage: Storage, name: str, names: Collection[str]) -> bool:
-    if parse_step(name.removesuffix(PARTIAL)) is not None and name.endswith(PARTIAL):
+    """Return True for a folder that a killed save or removal of Rankbook has left. In doubt it is another program's."""
+    base = name.removesuffix(PARTIAL).removesuffix(ASIDE)
+    step = parse_step(base)
+    if step is None:
+        return False
+    if name == base + PARTIAL:
         return True
-    # A step without a manifest, or an `.old` folder whose step is also complete under its own name.
-    step = parse_step(name.removesuffix(ASIDE))
-    return step is not None and _find_folder(storage, step, names) != name
+    if name == base + ASIDE:  # the replacement is complete, or it was being removed
+        return _find_folder(storage, step, names) == base or not is_checkpoint(storage.list(name))
+    if name != base or MANIFEST in storage.list(name):
+        return False
+    return base + NEXT in names or base + REMOVED in names or _find_folder(storage, step, names) == base + ASIDE
 
 
 def _describe_steps(storage: Storage, requested: int | None = None) -> str:
@@ -459,7 +505,7 @@ def _describe_steps(storage: Storage, requested: int | None = None) -> str:
     # Part of an error message, so that the user can choose a step without listing the folder.
     summary = f"finished steps: {', '.join(map(str, steps)) or 'none'}"
     summary += f"; not finished: {', '.join(leftovers)}" if leftovers else ""
-    if requested is not None and (name := step_name(requested)) in leftovers:
+    if requested is not None and (name := step_name(requested)) in storage.list():
         summary += f"; {name}/{MANIFEST} is missing"
     return summary
 
@@ -484,7 +530,8 @@ class RetentionPolicy:
 class CheckpointLocation:
     """Target of a save: a step of `folder`, or with `name` a subfolder that is not a step.
 
-    With `step=None`, `begin` chooses the step after the highest finished one. The methods are called on rank 0 only.
+    With `step=None`, `begin` chooses the first unused step after the highest finished one. The methods are
+    called on rank 0 only.
     """
 
     storage: Storage
@@ -505,7 +552,9 @@ class CheckpointLocation:
         with locked_folder(self.storage):
             sweep(self.storage)
             if self.step is None:
-                self.step = max(finished_steps(self.storage), default=-1) + 1
+                self.step, names = max(finished_steps(self.storage), default=-1) + 1, self.storage.list()
+                while step_name(self.step) in names:  # of another program
+                    self.step += 1
             partial = begin_step(self.storage, self.step)
         self._claimed = True
         return partial
