@@ -56,6 +56,20 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert names(tmp_path) == ["latest", "step-3"]
 
 
+@pytest.mark.parametrize("program", ["rankbook", "torch"])
+def test_step_is_not_saved_into_a_folder_that_is_itself_a_checkpoint(tmp_path, program):
+    rc.save(STATE, tmp_path, step=3)
+    folder = tmp_path / "step-3"
+    if program == "torch":
+        (folder / "manifest.json").unlink()
+    files = names(folder)
+    for step in (None, 100):
+        with pytest.raises(CheckpointError, match="step-3 is itself a checkpoint; save into another folder"):
+            rc.save({"w": torch.zeros(2, 3)}, folder, step=step)
+    assert names(folder) == files
+    assert torch.equal(rc.load_plain(folder)["w"], STATE["w"])
+
+
 def test_json_metadata_survives_a_round_trip(tmp_path):
     metadata = {"loss": 0.25, "tags": ["a", "ü"], "nested": {"n": None, "yes": True}}
     rc.save(STATE, tmp_path, metadata=metadata)

@@ -542,7 +542,10 @@ class CheckpointLocation:
     _claimed: bool = False
 
     def begin(self) -> str:
-        """Choose the step, sweep the leftovers of killed saves, and claim the partial folder; return its name."""
+        """Choose the step, sweep the leftovers of killed saves, and claim the partial folder; return its name.
+
+        Raises `CheckpointError` as `begin_step` does, and if the folder of steps is itself a checkpoint.
+        """
         if self.name is not None:
             # No sweep: `claim_step` removes what an earlier save of the same name has left.
             claim_step(self.storage, self._partial, self.name)
@@ -550,6 +553,9 @@ class CheckpointLocation:
             return self._partial
         # Choosing the number and claiming it are one step: two saves without a number must not choose the same one.
         with locked_folder(self.storage):
+            # `locate` finds a checkpoint in the root before all steps: a step in it would never be the latest.
+            if is_checkpoint(self.storage.list()):
+                raise CheckpointError(f"{self.folder} is itself a checkpoint; save into another folder")
             sweep(self.storage)
             if self.step is None:
                 self.step, names = max(finished_steps(self.storage), default=-1) + 1, self.storage.list()
