@@ -281,6 +281,18 @@ def test_load_from_a_folder_of_steps_uses_and_reports_the_latest(tmp_path, capsy
         accelerator.load_state(tmp_path / "nothing")
 
 
+def test_step_of_an_accelerator_is_read_by_the_functions_for_folders_of_steps(tmp_path):
+    accelerator = Accelerator()
+    kept = trained(accelerator)
+    for step in (20, 40):
+        accelerator.save_state(tmp_path / "run" / f"step-{step}")
+    run = tmp_path / "run"
+    assert (verify(run).ok, verify(run, 20).ok, str(verify(run)).partition(":")[0]) == (True, True, f"{run}/step-40")
+    assert load_metadata(run).metadata["rankbook.runtime"]["parts"] == ["model", "optimizer"]
+    assert load_plain(run, step=20).keys() == load_plain(run / "step-20").keys()
+    del kept  # an Accelerator saves the models that are alive
+
+
 def test_loaders_keep_their_positions_if_one_cannot_be_loaded(tmp_path, monkeypatch):
     accelerator = Accelerator()
     model, _ = trained(accelerator)

@@ -134,9 +134,10 @@ def verify(folder: Folder, step: int | None = None) -> Report:
     except (CheckpointError, OSError) as error:
         reason = str(error).removeprefix(f"{prefix}{MANIFEST}: ")
         return _report(storage, path, [*damages, Damage(prefix + MANIFEST, "", (), reason)], names, 0)
-    # A folder that was renamed by hand, or copied over another one, is noticed by its step.
+    # A folder that was renamed by hand, or copied over another one, is noticed by its step. A checkpoint that was saved
+    # under a name has no step, also if the name is that of a step, as with `accelerator.save_state("run/step-20")`.
     expected = steps.parse_step(path.removesuffix(ASIDE))
-    if path and manifest.step != expected:
+    if path and manifest.step not in {expected, None}:
         reason = f"the manifest is of step {manifest.step}, but the folder is of step {expected}"
         damages.append(Damage(prefix + MANIFEST, "", (), reason))
     wrong = list(find_problems(manifest))
@@ -196,10 +197,12 @@ def _find(storage: Storage, step: int | None, damages: list[Damage]) -> str:
         if step is not None and step not in steps.finished_steps(storage) and steps.step_name(step) not in names:
             damages.append(Damage(steps.LATEST, "", (), f"names step {step}, which does not exist"))
             step = None
-        elif step is None and not damages and (finished := steps.finished_steps(storage)):
-            damages.append(
-                Damage(steps.LATEST, "", (), f"is missing; the highest finished step is used, {finished[-1]}")
-            )
+        elif step is None and not damages:
+            finished = steps.finished_steps(storage)
+            if finished and not _is_named(storage, finished[-1]):
+                damages.append(
+                    Damage(steps.LATEST, "", (), f"is missing; the highest finished step is used, {finished[-1]}")
+                )
         if step is None:
             step = max(steps.finished_steps(storage), default=None)
         if step is None:
@@ -207,6 +210,14 @@ def _find(storage: Storage, step: int | None, damages: list[Damage]) -> str:
     if step not in steps.finished_steps(storage) and steps.step_name(step) in names:
         return steps.step_name(step)
     return steps.folder_of(storage, step)
+
+
+def _is_named(storage: Storage, step: int) -> bool:
+    """Return True for a step that was saved by its name, as by `save_state("run/step-20")`, which makes no `latest`."""
+    try:
+        return read_manifest(storage, steps.folder_of(storage, step)).step is None
+    except (CheckpointError, OSError):  # reported by `verify`
+        return False
 
 
 def _read_foreign_manifest(storage: Storage, path: str, damages: list[Damage]) -> Manifest:

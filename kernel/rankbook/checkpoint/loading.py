@@ -487,8 +487,8 @@ def _read(storage: Storage, folder: str) -> CheckpointRef:
         where = f"{storage}/{prefix}{MANIFEST}"
         manifest = decode_valid(read_all(storage, f"{prefix}{MANIFEST}"), where)
         step = steps.parse_step(folder.removesuffix(ASIDE))
-        # The root of a storage may have any name, a step's folder may not.
-        if folder and manifest.step != step:
+        # The root of a storage may have any name, a step's folder may not. An `Accelerator` saves without a step.
+        if folder and manifest.step not in {step, None}:
             raise CheckpointError(f"{where}: the manifest is of step {manifest.step}, but the folder is of step {step}")
         return CheckpointRef(storage, folder, manifest)
     return CheckpointRef(storage, folder, dcp_metadata.manifest_from_dcp(storage, folder))
