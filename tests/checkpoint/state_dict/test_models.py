@@ -16,7 +16,7 @@ from rankbook.control_collectives import gather_objects
 from rankbook.errors import CheckpointError
 from tests.rank_processes import run_ranks
 
-WORLDS = {1: ["plain", "compiled"], 2: ["ddp", "fsdp"], 4: ["tp", "hsdp", "ddp of tp", "ddp"]}
+WORLDS = {1: ["plain", "compiled"], 2: ["ddp", "fsdp", "zero"], 4: ["tp", "hsdp", "ddp of tp", "ddp"]}
 
 
 class Small(nn.Module):
@@ -65,7 +65,12 @@ def build(kind, seed):
             fully_shard(model, mesh=mesh["dp"])
     up = [item for name, item in model.named_parameters() if "up." in name]
     rest = [element for name, element in model.named_parameters() if "up." not in name]
-    return model, torch.optim.AdamW([{"params": up, "lr": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
+    groups = [{"params": up, "lr": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    if kind == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return model, ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, lr=0.01)
+    return model, torch.optim.AdamW(groups, lr=0.01)
 
 
 def step(model, optimizer, number):
@@ -219,6 +224,28 @@ def test_an_optimizer_that_has_not_stepped_stores_no_state():
     _, _, state = pair()
     assert state["optimizer"]["state"] == {}
     assert [group["params"] for group in state["optimizer"]["param_groups"]] == [["weight", "bias"]]
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that keeps its state in another one, and shares its groups."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.base = inner
+
+    def state_dict(self):
+        return self.base.state_dict()
+
+
+def test_state_in_a_wrapped_optimizer_is_not_lost_without_a_word():
+    model, optimizer, _ = pair()
+    wrapper = Wrapper(optimizer)
+    sharded_state_dict(model, wrapper)
+    step(model, optimizer, 0)
+    with pytest.raises(
+        CheckpointError, match=r"the Wrapper has no state, but the optimizer in its attribute 'base' has"
+    ):
+        sharded_state_dict(model, wrapper)
 
 
 def test_a_prefix_comes_before_every_key():

@@ -8,7 +8,8 @@ models.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -130,13 +131,20 @@ class OptimizerMap(Expecting):
 
     An optimizer that has not stepped has no state yet. On load, `expected` adds the stored state of its parameters:
     state with the parameter's global shape is sharded like the parameter, all other state is loaded whole on every
-    rank.
+    rank. `updated` are the names of the parameters that this rank updates; only their state is added.
     """
 
-    def __init__(self, content: Mapping[str, Any], parameters: Mapping[str, torch.Tensor], prefix: str) -> None:
+    def __init__(
+        self,
+        content: Mapping[str, Any],
+        parameters: Mapping[str, torch.Tensor],
+        prefix: str,
+        updated: Collection[str],
+    ) -> None:
         super().__init__(content)
         self.parameters = parameters
         self.prefix = prefix
+        self.updated = updated
 
     def expected(self, stored: Stored) -> dict[str, Any]:
         """Return the map with newly allocated shards for state that is stored but not present yet.
@@ -150,7 +158,7 @@ class OptimizerMap(Expecting):
             # Only state that the optimizer lacks is added. What it has is in the map already, with its memory.
             name, state_name = self._split_key(key.removeprefix(self.prefix))
             first, dot, _ = state_name.partition(".")
-            if not name or first in state.setdefault(name, {}):
+            if name not in self.updated or first in state.setdefault(name, {}):
                 continue
             if dot:
                 raise CheckpointError(
@@ -217,19 +225,47 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[
     return groups
 
 
+def _local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that updates this rank's parameters and has their state.
+
+    This is the optimizer itself, or the one inside of a ZeroRedundancyOptimizer. Raises `CheckpointError` for another
+    optimizer that keeps its state in one that it wraps.
+    """
+    zero = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
+    if zero is not None and isinstance(optimizer, zero):
+        local: torch.optim.Optimizer = optimizer.optim
+        return local
+    if not optimizer.state:
+        for attribute, inner in vars(optimizer).items():
+            if isinstance(inner, torch.optim.Optimizer) and inner.state:
+                kind = type(optimizer).__name__
+                raise CheckpointError(
+                    f"the {kind} has no state, but the optimizer in its attribute {attribute!r} has: pass that one, or "
+                    f"store the state_dict() of the {kind} in a ShardedObject"
+                )
+    return optimizer
+
+
 def optimizer_map(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], prefix: str, copies: list[ReplicatedEntry]
 ) -> OptimizerMap:
     """Return the sharded entries of an optimizer; `names` are the names of its parameters by identity.
 
     Appends the replicated entries to `copies`. `prefix` is the prefix of the parameter names in the keys of the state.
+    Raises `CheckpointError` for state that is neither here nor the same on all ranks.
     """
     state: dict[str, dict[str, Any]] = {}
-    groups = _groups(optimizer, names)
+    groups, local = _groups(optimizer, names), _local_optimizer(optimizer)
     # In the order of the groups, which is the same on all ranks.
     for name, parameter in (pair for group in groups for pair in group):
-        for state_name, value in optimizer.state.get(parameter, {}).items():
+        for state_name, value in local.state.get(parameter, {}).items():
             entry = value
+            if local is not optimizer and value is not None and not isinstance(value, torch.Tensor):
+                # Plain values are stored once for all ranks, by rank 0, which does not have this one.
+                raise CheckpointError(
+                    f"{prefix}{name}.{state_name} is a {type(value).__name__}, on rank {this_rank()}: of a "
+                    f"{type(optimizer).__name__} only tensors can be stored"
+                )
             if isinstance(value, torch.Tensor):
                 copy = as_sharded(f"{prefix}{name}.{state_name}", value, name)
                 if copy is None:
@@ -242,9 +278,9 @@ def optimizer_map(
         {**group, "params": [name for name, _ in members]}
         for group, members in zip(optimizer.param_groups, groups, strict=True)
     ]
-    return OptimizerMap(
-        {"state": state, "param_groups": param_groups}, dict(pair for group in groups for pair in group), prefix
-    )
+    parameters = dict(pair for group in groups for pair in group)
+    updated = {names[id(parameter)] for group in local.param_groups for parameter in group["params"]}
+    return OptimizerMap({"state": state, "param_groups": param_groups}, parameters, prefix, updated)
 
 
 def load_sharded_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: StateDict) -> None:
@@ -298,7 +334,7 @@ def _same_memory(value: torch.Tensor, target: torch.Tensor) -> bool:
 
 def load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], loaded: StateDict) -> None:
     """Load the restored values of an `optimizer_map` into the optimizer."""
-    groups = _groups(optimizer, names)
+    groups, local = _groups(optimizer, names), _local_optimizer(optimizer)
     stored = loaded.get("param_groups", [{} for _ in groups])
     if len(stored) != len(groups):
         raise CheckpointError(f"{len(stored)} parameter groups are stored, but the optimizer has {len(groups)}")
@@ -330,8 +366,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], l
     by_number = {numbers[name]: values for name, values in state.items()}
     # By torch's method, which creates the state, moves it to the parameters' devices and calls the optimizer's hooks.
     optimizer.load_state_dict({"state": by_number, "param_groups": param_groups})
+    if local is not optimizer:
+        optimizer.state.clear()  # torch has put the state into both
     for name, values in state.items():  # load_state_dict casts state to the parameter's dtype: undo it
-        own_state = optimizer.state[parameters[name]]
+        own_state = local.state.get(parameters[name])
+        if own_state is None:  # a parameter that another rank updates
+            continue
         for state_name, value in values.items():
             if isinstance(value, torch.Tensor) and own_state[state_name].dtype != value.dtype:
                 own_state[state_name] = value.to(own_state[state_name].device)
