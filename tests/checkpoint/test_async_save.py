@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 
 import pytest
 
@@ -331,3 +332,36 @@ def test_async_save_is_finished_or_reported_as_lost_at_exit(tmp_path):
     process = run(tmp_path / "no folder")
     assert "rankbook: <save of a checkpoint" in process.stderr
     assert "Not a directory" in process.stderr or "File exists" in process.stderr
+
+
+def test_copies_from_every_device_are_waited_for(monkeypatch):
+    import torch
+
+    from rankbook.checkpoint import async_save
+    from rankbook.checkpoint.local_state import LocalState, LocalTensor
+    from rankbook.checkpoint.state_dict.sharded_tensor import ShardedTensor
+
+    class OnDevice:
+        """A tensor of another device, with memory of the CPU."""
+
+        is_cuda, shape, dtype = True, (4,), torch.float32
+
+        def __init__(self, number):
+            self.device = torch.device("cuda", number)
+
+        def detach(self):
+            return torch.ones(4)
+
+        def element_size(self):
+            return 4
+
+    waited = []
+    monkeypatch.setattr(async_save, "_buffer", lambda size: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    tensors = [LocalTensor.of(ShardedTensor.from_rank_offsets(f"w{n}", torch.zeros(4))) for n in range(4)]
+    # The last one is on the CPU.
+    tensors = [*(replace(tensor, data=OnDevice(n)) for tensor, n in zip(tensors, (1, 3, 1), strict=False)), tensors[3]]
+    staged = async_save._stage(LocalState(tensors, []), copy_replicas=False, buffers=[])
+    assert sorted(device.index for device in waited) == [1, 3]
+    assert [tensor.data.tolist() for tensor in staged.tensors] == [[1.0] * 4] * 3 + [[0.0] * 4]

@@ -471,6 +471,7 @@ def _stage(contents: LocalState, copy_replicas: bool, buffers: list[torch.Tensor
     The buffers that hold the copies are appended to `buffers`. Tensors that this rank will not write are not copied.
     """
     copies: list[LocalTensor] = []
+    devices: set[torch.device] = set()
     for tensor in contents.tensors:
         if not (tensor.is_main or copy_replicas) or not tensor.nbytes:
             # Only its metadata is used: another rank writes this tensor, or it has no elements.
@@ -484,11 +485,14 @@ def _stage(contents: LocalState, copy_replicas: bool, buffers: list[torch.Tensor
         copy = buffer[: tensor.nbytes].view(tensor.data.dtype).view(tensor.data.shape)
         copy.copy_(tensor.data.detach(), non_blocking=True)
         copies.append(replace(tensor, data=copy))
+        if tensor.data.is_cuda:
+            devices.add(tensor.data.device)
     _process.pool.clear()  # the remaining buffers have sizes that are not needed now
     staged = contents.snapshot(copies, is_coordinator=not dist.is_initialized() or dist.get_rank() == 0)
-    # the copies from a device are asynchronous: they must end before the caller changes the tensors
-    if torch.cuda.is_available() and any(tensor.data.is_cuda for tensor in contents.tensors):
-        torch.cuda.synchronize()
+    # The copies from a device are asynchronous: they must end before the caller changes the tensors. A model may be
+    # spread over several devices, and without an argument only the current one would be waited for.
+    for device in devices:
+        torch.cuda.synchronize(device)
     return staged
 
 
