@@ -216,6 +216,18 @@ def test_errors_of_a_remote_client_become_oserror_with_the_path(monkeypatch):
         read(storage, "a/file", 0, 1)
 
 
+def test_a_relative_folder_is_not_changed_by_a_later_chdir(tmp_path, monkeypatch):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    storage = storage_of("run")
+    monkeypatch.chdir(tmp_path / "other")
+    storage.write("step/data", [b"x"])
+    storage.move("step", "moved")
+    assert (tmp_path / "one/run/moved/data").read_bytes() == b"x"
+    assert (list(storage.list()), list((tmp_path / "other").iterdir()), str(storage)) == (["moved"], [], "run")
+
+
 def test_a_storage_is_reported_by_how_it_is_named(tmp_path):
     assert isinstance(storage_of("memory://x"), RemoteStorage)
     assert str(storage_of(f"file://{tmp_path}")) == str(storage_of(tmp_path)) == str(tmp_path)

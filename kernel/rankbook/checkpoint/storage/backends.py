@@ -58,13 +58,17 @@ def storage_of(folder: Folder) -> Storage:
 
 
 class LocalStorage:
-    """Storage in a local or mounted folder."""
+    """Storage in a local or mounted folder.
+
+    A relative path means the working directory of now, also if a save in the background goes on after `os.chdir`.
+    """
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root = root.absolute()
+        self._given = root
 
     def __str__(self) -> str:
-        return str(self.root)
+        return str(self._given)
 
     def write(self, path: str, parts: Iterable[Buffer]) -> int:
         """See `Storage`. One fsync for the file, and one for every folder with a new name in it."""
