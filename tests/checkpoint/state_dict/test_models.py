@@ -128,6 +128,14 @@ def save(kind):
 def load(kind, checkpoint):
     """Load into a new model with other values, whose optimizer has not stepped."""
     model, optimizer = build(kind, 11)
+    restore(model, optimizer, checkpoint)
+    again = gathered(partition({**sharded_state_dict(model, optimizer), "number": 2}))
+    step(model, optimizer, 2)
+    return again, gathered(partition({**sharded_state_dict(model, optimizer), "number": 2}))
+
+
+def restore(model, optimizer, checkpoint):
+    """Load what `gathered` returned."""
     stored = {
         key: (tuple(item.shape), str(item.dtype).removeprefix("torch.")) for key, item in checkpoint["tensors"].items()
     }
@@ -139,9 +147,6 @@ def load(kind, checkpoint):
     loaded = parts.assemble(values, checkpoint["common"])
     assert loaded["number"] == 2
     load_sharded_state_dict(model, optimizer, loaded)
-    again = gathered(partition({**sharded_state_dict(model, optimizer), "number": 2}))
-    step(model, optimizer, 2)
-    return again, gathered(partition({**sharded_state_dict(model, optimizer), "number": 2}))
 
 
 def assert_same(one, other):
@@ -224,6 +229,43 @@ def test_an_optimizer_that_has_not_stepped_stores_no_state():
     _, _, state = pair()
     assert state["optimizer"]["state"] == {}
     assert [group["params"] for group in state["optimizer"]["param_groups"]] == [["weight", "bias"]]
+
+
+def plain_local_state(rows):
+    """Store and load state of an optimizer that keeps plain tensors of the local shape, and one of another shape."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    def state(value):
+        for parameter in model.parameters():
+            local = torch.full_like(parameter.to_local(), value)
+            # Not a multiple of anything, so that no shape is that of a local part by chance.
+            optimizer.state[parameter] = {"buffer": local, "history": torch.arange(11.0)}
+
+    model = nn.Linear(2, rows)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    state(dist.get_rank() + 1.0)
+    stored = gathered(partition({**sharded_state_dict(model, optimizer), "number": 2}))
+    state(9.0)
+    restore(model, optimizer, stored)
+    buffers = [optimizer.state[parameter]["buffer"] for parameter in model.parameters()]
+    kinds = [isinstance(buffer, DTensor) for buffer in buffers]
+    return stored["tensors"], kinds, [buffer.tolist() for buffer in buffers]
+
+
+@pytest.mark.slow
+def test_plain_state_of_the_local_shape_is_stored_as_shards_and_stays_plain():
+    for rank, (stored, kinds, buffers) in enumerate(run_ranks(plain_local_state, 2, 3)):  # of 3 rows rank 1 has one
+        assert stored["optimizer.state.weight.buffer"].tolist() == [[1.0, 1.0], [1.0, 1.0], [2.0, 2.0]]
+        assert stored["optimizer.state.bias.buffer"].tolist() == [1.0, 1.0, 2.0]
+        assert stored["optimizer.state.weight.history"].tolist() == list(range(11))
+        assert kinds == [False, False]
+        assert buffers == ([[[1.0, 1.0]] * 2, [1.0, 1.0]] if rank == 0 else [[[2.0, 2.0]], [2.0]])
+    for rank, (stored, _, buffers) in enumerate(run_ranks(plain_local_state, 2, 1)):  # rank 1 has none
+        assert stored["optimizer.state.weight.buffer"].tolist() == [[1.0, 1.0]]
+        assert buffers == ([[[1.0, 1.0]], [1.0]] if rank == 0 else [[], []])
 
 
 class Wrapper(torch.optim.Optimizer):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -195,20 +196,39 @@ def _expected_shard(
     assert isinstance(copy.entry, ShardedTensor) and copy.entry.data is not None
     # State of the parameter's shape belongs to its elements and has the same shards.
     if shape and shape == tuple(parameter.shape):
-        template = copy.entry
-        data = torch.empty(template.local_shape, dtype=dtype, device=copy.entry.data.device)
-        return ShardedTensor(
-            key,
-            data,
-            dtype,
-            template.local_shape,
-            template.global_shape,
-            template.global_offset,
-            template.axis_fragmentations,
+        return replace(
+            copy.entry,
+            data=torch.empty(copy.entry.local_shape, dtype=dtype, device=copy.entry.data.device),
+            dtype=dtype,
         )
     # Optimizers keep scalars, such as the step count, on the CPU. Where they do not, loading moves the value.
     device = copy.entry.data.device if shape else torch.device("cpu")
     return ShardedTensor.from_rank_offsets(key, torch.empty(shape, dtype=dtype, device=device))
+
+
+def _sharded_state(key: str, value: torch.Tensor, name: str, parameter: torch.Tensor) -> ReplicatedEntry | None:
+    """Convert state of the parameter `name` to a shard. A plain tensor for the local part is sharded like it."""
+    if not _is_local_state(value, parameter):
+        return as_sharded(key, value, name)
+    copy = as_sharded(key, parameter, name)
+    if copy is not None:
+        assert isinstance(copy.entry, ShardedTensor)
+        copy.entry = replace(copy.entry, data=value.detach(), dtype=value.dtype)
+    return copy
+
+
+def _is_local_state(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return True for a plain tensor with the shape of the parameter's local part, if the parameter is sharded.
+
+    An optimizer may keep such tensors, for example `torch.zeros_like(parameter.to_local())`.
+    """
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return False
+    # By the placements, and not by comparing the shapes: one rank may hold all rows of a small parameter, and the other
+    # ranks none, and all of them must decide in the same way.
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    is_cut = any(size > 1 and not placement.is_replicate() for placement, size in sizes)
+    return is_cut and bool(value.dim()) and value.shape == local_part(parameter).shape
 
 
 def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[tuple[str, torch.Tensor]]]:
@@ -267,7 +287,7 @@ def optimizer_map(
                     f"{type(optimizer).__name__} only tensors can be stored"
                 )
             if isinstance(value, torch.Tensor):
-                copy = as_sharded(f"{prefix}{name}.{state_name}", value, name)
+                copy = _sharded_state(f"{prefix}{name}.{state_name}", value, name, parameter)
                 if copy is None:
                     continue
                 copies.append(copy)
@@ -358,7 +378,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], l
         raise CheckpointError(f"unexpected parameters for the optimizer: {unknown}")
     state = {
         name: {
-            state_name: _convert_state(f"{name}.{state_name}", value, parameters[name])
+            state_name: _convert_state(
+                f"{name}.{state_name}",
+                value,
+                parameters[name],
+                local.state.get(parameters[name], {}).get(state_name),
+            )
             for state_name, value in values.items()
         }
         for name, values in loaded.get("state", {}).items()
@@ -377,12 +402,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], l
                 own_state[state_name] = value.to(own_state[state_name].device)
 
 
-def _convert_state(name: str, value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor, or any value
-    """Convert a local part that is sharded like its parameter to a DTensor.
+def _convert_state(name: str, value: Any, parameter: torch.Tensor, current: Any) -> Any:  # noqa: ANN401 - any value
+    """Convert a local part that is sharded like its parameter to a DTensor, unless the `current` state is plain.
 
     Returns other values unchanged.
     """
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return value
+    if isinstance(current, torch.Tensor) and not isinstance(current, DTensor):
         return value
     sharded = value.dim() and value.shape == local_part(parameter).shape
     return _convert_layout(name, value, parameter.detach()) if sharded else value
