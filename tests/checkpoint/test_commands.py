@@ -69,6 +69,18 @@ def test_convert_command_exports_and_imports_safetensors(run, tmp_path, capsys):
     assert cli.main(["checkpoint", "verify", str(tmp_path / "back")]) == 0
 
 
+def test_convert_command_does_not_choose_the_step_in_a_folder_of_steps(run, tmp_path, capsys):
+    assert cli.main(["checkpoint", "convert", str(run), str(tmp_path / "hf")]) == 0
+    storage = storage_of(run)
+    assert cli.main(["checkpoint", "convert", str(tmp_path / "hf"), str(run)]) == 2
+    assert f"{run} has the steps 30, 40: choose the step to write with --step" in capsys.readouterr().err
+    assert (steps.finished_steps(storage), steps.read_latest(storage)) == ([30, 40], 40)
+    assert cli.main(["checkpoint", "convert", str(tmp_path / "hf"), str(run), "--step", "0"]) == 0
+    assert (steps.finished_steps(storage), steps.read_latest(storage)) == ([0, 30, 40], 0)
+    assert cli.main(["checkpoint", "convert", str(tmp_path / "hf"), str(tmp_path / "new")]) == 0
+    assert steps.finished_steps(storage_of(tmp_path / "new")) == [0]
+
+
 def test_path_without_a_checkpoint_is_one_line_of_error(tmp_path, capsys):
     for action in (["ls"], ["show"], ["verify"], ["convert", str(tmp_path / "x")]):
         assert cli.main(["checkpoint", action[0], str(tmp_path / "nowhere"), *action[1:]]) == 2

@@ -30,6 +30,7 @@ from rankbook.checkpoint.load_plan import find_coverage_errors
 from rankbook.checkpoint.storage import Buffer, Storage, steps
 from rankbook.checkpoint.storage.backends import Folder, storage_of
 from rankbook.errors import CheckpointError
+from rankbook.formatting import truncate_list
 
 MAX_BYTES = 5_000_000_000
 """Maximum bytes of data per safetensors file; a single larger tensor gets a file of its own."""
@@ -150,11 +151,12 @@ def _file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
-def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: int = 0) -> Converted:
+def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: int | None = None) -> Converted:
     """Write the tensors of a safetensors file, or of a folder with an index, as one step of a checkpoint folder.
 
-    The step looks like one saved by a single rank, and any number of ranks can load it. The files are mapped into
-    memory, so they may be larger than it. Raises `CheckpointError` if a file is damaged.
+    The step looks like one saved by a single rank, and any number of ranks can load it. It becomes the latest one.
+    Without a `step` it is step 0 of a folder without steps. The files are mapped into memory, so they may be larger
+    than it. Raises `CheckpointError` if a file is damaged, or if the folder has steps and none is given.
     """
     # Imported here: these modules import torch, which the other direction does not need.
     from rankbook.checkpoint.async_save import SaveProgress
@@ -163,11 +165,16 @@ def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: in
     from rankbook.checkpoint.state_dict.sharded_tensor import ShardedTensor
     from rankbook.checkpoint.storage.steps import CheckpointLocation
 
+    if step is None and (finished := steps.finished_steps(storage_of(folder))):
+        raise CheckpointError(
+            f"{folder} has the steps {', '.join(truncate_list(list(map(str, finished)), MAX_LISTED))}: choose the step "
+            "to write with --step or step=; it becomes the latest one"
+        )
     path = os.fspath(source)
     parent, name = os.path.split(path) if path.endswith(safetensors.SUFFIX) else (path, "")
     tensors = safetensors.read_tensors(storage_of(parent or "."), name)
     local_tensors = [LocalTensor.of(ShardedTensor.from_rank_offsets(key, tensor)) for key, tensor in tensors.items()]
-    location, progress = CheckpointLocation(storage_of(folder), str(folder), step), SaveProgress(str(folder))
+    location, progress = CheckpointLocation(storage_of(folder), str(folder), step or 0), SaveProgress(str(folder))
     writer = Writer(
         0, LocalState(local_tensors, []), location, progress, PlanHistory(), metadata={}, fully_parallel=False
     )

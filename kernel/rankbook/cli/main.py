@@ -102,7 +102,10 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
     convert.add_argument("path", metavar="SOURCE", help=f"{folder}; or a .safetensors file, or a folder of them")
     convert.add_argument("target", metavar="TARGET", help="the folder to write into")
     convert.add_argument(
-        "--step", type=int, metavar="N", help="step to read (default: the latest) or to write (default: 0)"
+        "--step",
+        type=int,
+        metavar="N",
+        help="step to read (default: the latest) or to write (default: 0, if the target has no steps)",
     )
 
 
@@ -197,7 +200,7 @@ def _convert(args: argparse.Namespace) -> int:
         name.endswith(safetensors.SUFFIX) for name in backends.storage_of(args.path).list()
     )
     if into_checkpoint:
-        done = from_safetensors(args.path, args.target, step=args.step or 0)
+        done = from_safetensors(args.path, args.target, step=args.step)
     else:
         done = to_safetensors(args.path, args.target, step=args.step)
     size = format_bytes(done.nbytes)
