@@ -75,6 +75,22 @@ def test_a_checkpoint_goes_to_safetensors_and_back_bit_for_bit(tmp_path):
     assert all(same(loaded[key], value) for key, value in MODEL.items())
 
 
+@pytest.mark.parametrize("sizes", [(60, 10**6), (10**6, 60), (30, 60)])
+def test_files_of_an_earlier_conversion_are_removed(tmp_path, sizes):
+    (tmp_path / "hf").mkdir()
+    others = {"config.json", "model-best.safetensors", "model.safetensors.bak", "adapter_model.safetensors"}
+    for name in others:
+        (tmp_path / "hf" / name).write_bytes(b"x")
+    for number, size in enumerate(sizes):
+        tensors = {key: value + number for key, value in MODEL.items() if value.dtype == torch.float32}
+        done = to_safetensors(dcp_saved(tmp_path / f"dcp-{number}", tensors), tmp_path / "hf", most_bytes=size)
+        assert {path.name for path in (tmp_path / "hf").iterdir()} == {*done.files, *others}
+    loaded = {}
+    for name in set(done.files) - {safetensors.INDEX}:
+        loaded |= theirs.load_file(tmp_path / "hf" / name)
+    assert all(same(loaded[key], value) for key, value in tensors.items())
+
+
 def test_safetensors_reads_our_files_and_we_read_its_files(tmp_path):
     to_safetensors(dcp_saved(tmp_path / "dcp", MODEL), tmp_path / "hf")
     loaded = theirs.load_file(tmp_path / "hf/model.safetensors")

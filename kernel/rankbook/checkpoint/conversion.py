@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,8 +101,9 @@ def to_safetensors(
     """Write all tensors of a checkpoint, by default the latest, as safetensors files with an index.
 
     Files have at most `most_bytes` of data, except for a single larger tensor. One tensor is in memory at a time. The
-    index is written last. Objects and the common part are left out and listed in the result. Raises
-    `CheckpointError` if a chunk is damaged, or if safetensors does not support a dtype.
+    index is written last, and then the files of an earlier conversion to `target` are removed. Objects and the common
+    part are left out and listed in the result. Raises `CheckpointError` if a chunk is damaged, or if safetensors does
+    not support a dtype.
     """
     source, destination = storage_of(folder), storage_of(target)
     path = steps.locate(source, step)
@@ -120,6 +122,10 @@ def to_safetensors(
     total = sum(safetensors.nbytes_of(tensor.dtype, tensor.shape) for tensor in manifest.tensors.values())
     # Last: readers begin with the index, so an interrupted conversion is not taken for a complete one.
     destination.write(safetensors.INDEX, [safetensors.index(dict(sorted(weight_map.items())), total)])
+    # What an earlier conversion has left: readers would prefer its `model.safetensors` to the index.
+    for name in destination.list():
+        if _FILE_NAME.fullmatch(name) and name not in names:
+            destination.remove(name)
     left_out = [*manifest.objects, *(file.name for file in manifest.files if file.name == COMMON)]
     return Converted((*names, safetensors.INDEX), len(manifest.tensors), total, tuple(left_out))
 
@@ -145,6 +151,9 @@ def _shares(manifest: Manifest, most_bytes: int) -> list[list[str]]:
         shares[-1].append(key)
         nbytes += size
     return shares
+
+
+_FILE_NAME = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 
 
 def _file_name(number: int, count: int) -> str:
