@@ -53,6 +53,7 @@ class DistributedMagics(Magics):
         self._output_view = "merged"
         self._last_result: CellResult | None = None
         self._detached_reported = False  # whether the kept ranks were reported
+        self._has_printed = False  # whether this cell shows a message of `_print`
 
     @no_var_expand
     @line_cell_magic
@@ -91,6 +92,7 @@ class DistributedMagics(Magics):
             raise InvalidArgument("%%distributed: the cell is empty; write the code for the ranks below this line")
         if chosen.out is not None and not chosen.out.isidentifier():
             raise InvalidArgument(f"%%distributed: invalid --out {chosen.out!r}: expected a Python identifier")
+        self._has_printed = False
         number = _cell_number(self._shell)
         measuring = Measuring(chosen, number) if chosen.time or chosen.profile is not None else None
         cluster, is_shown = self._cluster(), not chosen.quiet
@@ -126,6 +128,7 @@ class DistributedMagics(Magics):
                 measure=None if measuring is None else measuring.measure,
                 file=file,
                 session=auto_mode.is_enabled(self._shell),
+                has_other_output=self._has_printed,
             )
             if panel is not None:
                 # The cell may have ended already; `follow` handles this.
@@ -140,6 +143,7 @@ class DistributedMagics(Magics):
             # status line.
             first = submitted if before is None else before
             if first.started is None and first.waiting_behind:
+                submitted.has_other_output = True
                 sink.emit([Stream("stderr", _queued_message(submitted, first.waiting_behind))])
             cluster.wait(submitted, timeout=chosen.timeout, ask=ask)
         # Views that the cell has asked for are made in threads. Some front ends read no output after the end of the
@@ -212,6 +216,7 @@ class DistributedMagics(Magics):
         return cluster
 
     def _print(self, text: str) -> None:
+        self._has_printed = True
         sink_for(self._shell).emit([Stream("stdout", text + "\n")])
 
     # Commands

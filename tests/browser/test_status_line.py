@@ -1,6 +1,8 @@
-"""The line above a cell in a page that was reloaded, to which no more messages come."""
+"""The status line of a cell in a page: beside an open question, and after a reload, when no more messages come."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
@@ -20,3 +22,23 @@ def test_a_line_that_is_not_replaced_says_that_it_is_stale(browser):
     expect(note).to_be_visible()
     expect(note).to_contain_text("not updated any more: the page was reloaded")
     page.close()
+
+
+def test_a_question_stays_open_when_the_line_appears(opened):
+    notebook = opened(
+        "%load_ext rankbook\n%distributed start -n 1",
+        "%%distributed\nprint('pick a rate')\nrate = input('rate? ')\nprint('chosen', rate)",
+    )
+    notebook.run(1)
+    notebook.start(2)
+    cell = notebook.cell(2)
+    box = cell.locator(".jp-Stdin-input")
+    expect(box).to_be_visible()
+    expect(cell).to_contain_text(re.compile(r"on rank 0 · [1-9]"))  # its second update: the first one is 1 s old
+    expect(box).to_be_visible()
+    box.fill("0.1")
+    box.press("Enter")
+    expect(cell).to_contain_text("chosen 0.1")
+    expect(cell).to_contain_text("ok after")
+    expect(cell).to_contain_text("pick a rate")
+    expect(cell).to_contain_text("rate? 0.1")  # the answer that JupyterLab shows

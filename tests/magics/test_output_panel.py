@@ -160,7 +160,7 @@ def run_slow_cell(notebook, tmp_path):
                 gate.open()
 
         message = notebook.send(WAITS.format(options=options, gate=gate))
-        outcome = notebook.finish(message, seen=look, timeout=20)
+        outcome = notebook.finish(message, seen=look, timeout=60)
         assert outcome.status == "ok"
         return outcome
 
@@ -181,6 +181,29 @@ def test_a_cell_that_takes_a_while_has_a_line_above_it_and_keeps_its_output(run_
     outcome = run_slow_cell("", at_line)
     assert re.fullmatch(r"cell \[\d+\] on ranks 0-1 · [1-9]\d*\.\d s · running", lines[0])
     assert re.fullmatch(r"cell \[\d+\] on ranks 0-1: ok after [1-9]\d*\.\d s", strip(outcome)[0])
+    assert outcome.stdout == "[0-1] first\n[0-1] last\n"
+
+
+@pytest.mark.slow
+def test_status_line_keeps_the_message_about_the_start_of_the_ranks(notebook, run_slow_cell):
+    notebook.ok("%distributed stop")
+    outcome = run_slow_cell("", strip)
+    assert outcome.cleared == 0
+    assert re.fullmatch(r"2 ranks are ready: .*\n\[0-1\] first\n\[0-1\] last\n", outcome.stdout)
+
+
+def test_status_line_keeps_the_message_of_a_queued_cell(notebook, run_slow_cell, tmp_path):
+    gate = Gate(tmp_path / "other")
+    notebook.ok(f"%%distributed --background\n{gate.wait}")
+
+    def has_started_and_line(outcome):
+        if "queued, waiting for" in outcome.stderr:
+            gate.open()
+        return strip(outcome)
+
+    outcome = run_slow_cell("", has_started_and_line)
+    assert outcome.cleared == 0
+    assert outcome.stderr.endswith("queued, waiting for ranks 0-1\n")
     assert outcome.stdout == "[0-1] first\n[0-1] last\n"
 
 

@@ -311,6 +311,7 @@ class ClusterTasks:
         label: str,
         view: OutputView | None = None,
         make_header: Callable[[RunningCell], StatusHeader] | None = None,
+        has_other_output: bool = False,
     ) -> RunningCell:
         with deferred_interrupts():
             driver = self._processes.driver
@@ -322,7 +323,15 @@ class ClusterTasks:
             messages_by_factory = {make: make(key) for make in {make for make, _ in tasks.values()}}
             messages = {rank: (messages_by_factory[make], frames) for rank, (make, frames) in tasks.items()}
             cell = RunningCell(
-                key, number, messages, cluster_key=self.key, sink=sink, label=label, view=view, make_header=make_header
+                key,
+                number,
+                messages,
+                cluster_key=self.key,
+                sink=sink,
+                label=label,
+                view=view,
+                make_header=make_header,
+                has_other_output=has_other_output,
             )
             driver.submit(cell)
             return cell
@@ -907,12 +916,14 @@ class Cluster(ClusterQueries):
         measure: Measure | None = None,
         file: str = "",
         session: bool = False,
+        has_other_output: bool = False,
     ) -> RunningCell:
         """Submit `code` as a cell and return at once; `wait` waits for it.
 
         `number` is the notebook's execution count, for tracebacks. `page` is the `view` of `RunningCell`, `head` its
-        `make_header`. With `measure`, `take_values` then returns a `Measured` per rank. `file` is the file name under
-        which a debugger knows the cell. `session`: the ranks keep the cell in `In` and its value in `Out`.
+        `make_header`, `has_other_output` the same there. With `measure`, `take_values` then returns a `Measured` per
+        rank. `file` is the file name under which a debugger knows the cell. `session`: the ranks keep the cell in `In`
+        and its value in `Out`.
         """
         chosen = self.select(ranks)
         # Ranks of one host get the same object, which is encoded once.
@@ -922,7 +933,9 @@ class Cluster(ClusterQueries):
             of_rank = None if measure is None else self._measure_on(rank, measure)
             make = lambda cell, m=of_rank: RunCell(cell, code, number, m, file, session)  # noqa: E731
             tasks[rank] = (makers.setdefault(of_rank, make), ())
-        return self._submit(tasks, number=number, sink=sink, label="", view=page, make_header=head)
+        return self._submit(
+            tasks, number=number, sink=sink, label="", view=page, make_header=head, has_other_output=has_other_output
+        )
 
     def _measure_on(self, rank: int, measure: Measure) -> Measure:
         """Return `measure` by the clocks of the rank's host, so that the times of all hosts have one axis."""

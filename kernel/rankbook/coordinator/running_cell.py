@@ -81,7 +81,9 @@ class RunningCell:
 
     `number` is the notebook's execution count, 0 for a call, negative for an internal task. `view` is the view in which
     the output is shown, by default a single stream. `make_header` makes the status header, shown above the output once
-    the cell takes a while. Unless noted otherwise, the methods are called on the driver thread.
+    the cell takes a while. `has_other_output`: the notebook's cell shows more than the ranks' output, such as a message
+    about the start of the ranks. Any thread may set it later. Unless noted otherwise, the methods are called on the
+    driver thread.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class RunningCell:
         label: str = "",
         view: OutputView | None = None,
         make_header: Callable[[RunningCell], StatusHeader] | None = None,
+        has_other_output: bool = False,
     ) -> None:
         self.cell = cell
         self.number = number
@@ -112,6 +115,7 @@ class RunningCell:
         self.timed_out: float | None = None
         self.waiting_behind: tuple[int, ...] = ()
         self.on_change: list[Callable[[], None]] = []
+        self.has_other_output = has_other_output
         self.received_bytes: Counter[tuple[int, str]] = Counter()
         self._tails: dict[int, bytes] = {}
         # Ranks that may still send something for this cell, stragglers included.
@@ -203,6 +207,9 @@ class RunningCell:
     def ask(self, rank: int, request: InputRequest) -> None:
         """Queue a rank's question, after showing what the rank printed before."""
         self._show(lambda now: self._merger.drain_rank(rank, now))
+        # The front end shows a box for the answer in the cell, and later the answer. To clear the cell would remove the
+        # box, and nobody could answer.
+        self.has_other_output = True
         self.inbox.put(InputQuestion(rank, request))
 
     def flush(self) -> None:
@@ -217,7 +224,8 @@ class RunningCell:
             self._header = self._make_header(self)
             self._header_due = now + HEADER_FIRST_INTERVAL
         header = self._header
-        self._show(lambda now: self._merger.set_header(header.current_bundle(), now))
+        may_clear = not self.has_other_output
+        self._show(lambda now: self._merger.set_header(header.current_bundle(), now, may_clear=may_clear))
 
     def take_flood(self) -> tuple[int, ...]:
         """Return the ranks to limit if more than `MAX_CELL_OUTPUT` was shown; once, then none."""
@@ -241,6 +249,7 @@ class RunningCell:
     def note(self, text: str) -> None:
         """Show a note on stderr between the ranks' output, unless the cell has ended."""
         if self.result is None:
+            self.has_other_output = True
             self._show(lambda _: [Stream("stderr", text)])
 
     def fail(self, reason: str) -> None:
@@ -297,7 +306,7 @@ class RunningCell:
         """Report output that cannot be shown, once per cell."""
         if self._unshown_reported or self._sink is None:
             return
-        self._unshown_reported = True
+        self._unshown_reported = self.has_other_output = True
         sys.excepthook(type(error), error, error.__traceback__)
         text = f"dropped output of {self.label} that cannot be shown ({type(error).__name__}: {error})\n"
         with contextlib.suppress(Exception):  # the front end has disconnected; the error itself was reported

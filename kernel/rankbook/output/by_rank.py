@@ -104,7 +104,7 @@ class ByRankOutput:
         """Blocks in order, with their full text."""
         return [self._full_block(key) for key in self._blocks]
 
-    def set_header(self, bundle: Mapping[str, str]) -> None:
+    def set_header(self, bundle: Mapping[str, str], *, may_clear: bool = True) -> None:  # noqa: ARG002 - the header has its own place
         """See `OutputView`."""
         self._changes.append(OutputHeader(bundle))
 

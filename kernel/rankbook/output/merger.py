@@ -59,7 +59,9 @@ Clearing. A front end can clear only the whole cell, but a rank clears only its 
 cell, and then shows again what the other ranks have there, from `OutputHistory`. With `clear_output(wait=True)` this is
 delayed until the cell shows something new, which avoids flicker. Ranks that clear in lockstep clear once. The history
 is bounded (256 Ki characters and 200 entries; a display counts a sixteenth of its size). If the cleared cell held older
-output of other ranks, a line on stderr says that it was cleared along with the rest.
+output of other ranks, a line on stderr says that it was cleared along with the rest. The status header, which appears
+above the output of a long-running cell, is placed by such a clear too, unless the cell shows something that is not in
+the history: an open question, an answer, or a message of Rankbook. Then it is appended.
 
 What is kept and what is dropped. Every line and every display is shown, except for the following. Intermediate states
 of rewritten rows and of updated displays are dropped; only the latest state is sent. Of a live row, at most the last
@@ -206,8 +208,11 @@ class OutputView(Protocol):
 
     live: LiveDisplays
 
-    def set_header(self, bundle: Mapping[str, str]) -> None:
-        """Show `bundle` above all other output, or replace the bundle shown there."""
+    def set_header(self, bundle: Mapping[str, str], *, may_clear: bool = True) -> None:
+        """Show `bundle` above all other output, or replace the bundle shown there.
+
+        With `may_clear` False, do not clear the cell for this: it shows output that the view does not know.
+        """
 
     def show(self, item: TextBatch | SingleItem) -> None:
         """Show the next batch of lines, display or clear."""
@@ -333,9 +338,12 @@ class OutputMerger:
         self._merge(now, None)
         return self._take(now, force=True)
 
-    def set_header(self, bundle: Mapping[str, str], now: float) -> list[Emit]:
-        """Show `bundle` above all output, or replace the bundle shown there, and return what can be shown now."""
-        self._view.set_header(bundle)
+    def set_header(self, bundle: Mapping[str, str], now: float, *, may_clear: bool = True) -> list[Emit]:
+        """Show `bundle` above all output, or replace the bundle shown there, and return what can be shown now.
+
+        `may_clear`: see `OutputView`.
+        """
+        self._view.set_header(bundle, may_clear=may_clear)
         return self.flush(now)
 
     @property
@@ -427,11 +435,11 @@ class _MergedView:
         self._stream: StreamName = "stdout"
         self._texts: list[str] = []
 
-    def set_header(self, bundle: Mapping[str, str]) -> None:
+    def set_header(self, bundle: Mapping[str, str], *, may_clear: bool = True) -> None:
         """See `OutputView`.
 
         A display cannot be inserted above existing output, so that is cleared and shown again below the header. If part
-        of it is no longer in the history, or a clear is pending, the header goes below it instead.
+        of it is not in the history, or a clear is pending, the header goes below it instead.
         """
         update = self._header is not None
         # The display id stays the same, so that later headers replace the first one in place.
@@ -440,7 +448,7 @@ class _MergedView:
             self._updates[self._header_id] = RichOutput(dict(bundle), {}, self._header_id, update=True)
         elif self._history.entries or self.live.has_displays or self._emits or self._texts:
             # A replay must not lose output, and a pending clear will place the header itself.
-            if self._history.forgotten or self._clearing:
+            if not may_clear or self._history.forgotten or self._clearing:
                 self._end_text()
                 self._emits.append(self._header)
             else:
