@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from threading import RLock, Thread
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,8 @@ class Panel:
         # Also held while output is published, so that messages are sent in the order of the changes.
         self._lock = RLock()
         self._ended = False
-        self._ranks_of: dict[int, tuple[int, ...]] = {}
+        # Blocks without their text, by key: text may be appended to them after the end.
+        self._ended_blocks: dict[int, OutputBlock] = {}
         # Blocks that are displayed below the panel, with the ranks in their headings.
         self._displays_below: dict[int, tuple[int, ...]] = {}
         self.page = ByRankOutput(self._apply_changes, key=self._name)
@@ -84,9 +86,8 @@ class Panel:
             if self._ended:
                 return
             self._ended = True
-            # The ranks of all blocks are needed for text that is appended to them later.
             blocks = self.page.blocks
-            self._ranks_of = {block.key: block.ranks for block in blocks}
+            self._ended_blocks = {block.key: replace(block, text="") for block in blocks if block.data is None}
             if self._widget is not None:
                 self._sink.emit([RichOutput(dict(self._widget.end(blocks)), {}, self._name, update=True)])
 
@@ -112,11 +113,11 @@ class Panel:
                     label = {"text/plain": f"[{format_ranks(block.ranks)}]"}
                     self._sink.emit([RichOutput(label, {}), RichOutput(dict(block.data), {})])
                 case BlockAdded(block):
-                    self._ranks_of[block.key] = block.ranks
+                    self._ended_blocks[block.key] = replace(block, text="")
                     self._sink.emit([Stream(block.stream, text_of([block]) + "\n")])
                 case TextAppended(key, text):
-                    block = OutputBlock(key, self._ranks_of.get(key, ()), text=text)
-                    self._sink.emit([Stream("stdout", text_of([block]) + "\n")])
+                    block = replace(self._ended_blocks.get(key, OutputBlock(key, ())), text=text)
+                    self._sink.emit([Stream(block.stream, text_of([block]) + "\n")])
                 case _:
                     pass  # the static panel does not change
 

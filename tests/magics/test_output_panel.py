@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rankbook.magics.output_panel import Panel
-from rankbook.output.merger import OutputMerger
+from rankbook.output.merger import OutputMerger, Stream
 from rankbook.protocol.messages import Text
 from tests.conftest import Gate
 
@@ -114,6 +114,30 @@ def test_output_of_a_thread_after_the_end_is_shown_below(notebook, tmp_path):
     gate.open()
     notebook.follow(message, outcome, lambda progress: "late" in progress.stdout)
     assert outcome.stdout.splitlines()[0] in ("[0-1] late", "[0] late", "[1] late")
+
+
+def test_late_text_keeps_its_stream():
+    items = []
+    ended = SimpleNamespace(on_change=[], result=object())
+    panel = Panel(SimpleNamespace(emit=items.extend), 3, (0, 1), "tabs")
+    merger = OutputMerger([0, 1], key="k", cluster_key="c", view=panel.page)
+
+    def show(data):
+        merger.add_output(1, Text(cell=1, stream="stderr", data=data), 0.0)
+        merger.drain_rank(1, 1.0)
+
+    show(b"before\n")
+    panel.follow(ended)
+    items.clear()
+    show(b"appended to a block of the panel\n")
+    for _ in range(2):
+        merger.add_output(0, Text(cell=1, stream="stderr", data=b"new\n"), 2.0)
+        merger.drain_rank(0, 2.0)
+    assert items == [
+        Stream("stderr", "[1] appended to a block of the panel\n"),
+        Stream("stderr", "[0] new\n"),
+        Stream("stderr", "[0] new\n"),
+    ]
 
 
 def test_the_notebooks_view_shows_the_last_cell_so_and_those_that_follow(notebook):
