@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import linecache
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +37,8 @@ from rankbook.transport.serialization import set_cell_numbers
 from rankbook.widgets.rendering import table
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from IPython.core.interactiveshell import InteractiveShell
 
     from rankbook.magics.output_panel import Panel
@@ -57,7 +61,7 @@ class DistributedMagics(Magics):
 
     @no_var_expand
     @line_cell_magic
-    def distributed(self, line: str, cell: str | None = None) -> CellHandle | None:
+    def distributed(self, line: str, cell: str | None = None) -> CellHandle | list[Any] | None:
         """Run cells on the ranks, and manage the ranks."""
         # `no_var_expand` keeps IPython from expanding `$name` and `{name}` by itself, so it is done here, except for a
         # peek.
@@ -66,8 +70,8 @@ class DistributedMagics(Magics):
         with short_errors():
             if cell is None:
                 command = arguments.parse_line(line)
-                _COMMANDS[command.command](self, command)
-                return None
+                command.is_statement = _is_statement(sys._getframe(_CALLER_DEPTH))
+                return _COMMANDS[command.command](self, command)
             return self._run(line, cell)
 
     @cell_magic
@@ -407,17 +411,21 @@ class DistributedMagics(Magics):
                 f"{name_ranks(ranks)}{suggestion}"
             ) from error
 
-    def _command_pull(self, command: argparse.Namespace) -> None:
-        target = command.target or command.name
-        if not target.isidentifier():
+    def _command_pull(self, command: argparse.Namespace) -> list[Any] | None:
+        # `losses = %distributed pull loss`: IPython assigns the returned value to the name. No other one is assigned.
+        target = command.target or (command.name if command.is_statement else None)
+        if target is not None and not target.isidentifier():
             raise InvalidArgument(
                 f"%distributed pull: invalid variable name {target!r}: expected a Python identifier; use --as NAME"
             )
         cluster = default_cluster.current()
         ranks = cluster.select(command.ranks)
-        self._shell.user_ns[target] = cluster.pull(command.name, ranks=ranks)
-        values, order = ("value", "") if len(ranks) == 1 else ("values", ", in this order")
-        self._print(f"{target}: a list with the {values} of {name_ranks(ranks)}{order}")
+        pulled = cluster.pull(command.name, ranks=ranks)
+        if target is not None:
+            self._shell.user_ns[target] = pulled
+            values, order = ("value", "") if len(ranks) == 1 else ("values", ", in this order")
+            self._print(f"{target}: a list with the {values} of {name_ranks(ranks)}{order}")
+        return None if command.is_statement else pulled
 
     def _command_watch(self, command: argparse.Namespace) -> None:
         if not command.conditions:
@@ -459,9 +467,20 @@ class DistributedMagics(Magics):
 
 
 _VIEWS = {"merged": "as one stream", "tabs": "rank by rank, in tabs", "grid": "rank by rank, side by side"}
-_COMMANDS: dict[str, Callable[[DistributedMagics, argparse.Namespace], None]] = {
+_COMMANDS: dict[str, Callable[[DistributedMagics, argparse.Namespace], list[Any] | None]] = {
     name: getattr(DistributedMagics, f"_command_{name.replace('-', '_')}") for name in arguments.COMMANDS
 }
+
+
+def _is_statement(caller: FrameType) -> bool:
+    """Return True if the line magic that `caller` runs is a statement, and not the value of an assignment.
+
+    A value that is returned to a statement would be shown as the cell's result.
+    """
+    # IPython translates `%distributed …` into a call that begins its line, and `x = %distributed …` into an assignment
+    # of the same call. linecache has the translated source.
+    line = linecache.getline(caller.f_code.co_filename, caller.f_lineno)
+    return line.lstrip().startswith("get_ipython().run_line_magic(")
 
 
 def _cell_number(shell: InteractiveShell) -> int:

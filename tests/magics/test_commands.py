@@ -250,6 +250,26 @@ def test_push_and_pull_take_ranks_and_another_name(notebook):
     assert value(notebook, "deep") == "[10, 11]"
 
 
+def test_a_pull_in_an_assignment_is_its_value(notebook):
+    notebook.ok("%%distributed\nloss = rank + 0.5\nclass Holder: pass\nholder = Holder()\nholder.deep = rank + 10")
+    notebook.ok("loss = 'of the notebook'")
+    assert notebook.ok("losses = %distributed pull loss").text == ""
+    assert value(notebook, "losses, loss") == "([0.5, 1.5], 'of the notebook')"
+    notebook.ok("for chosen in [1, 0]:\n    last, = %distributed pull holder.deep --ranks {chosen}")
+    assert value(notebook, "last") == "10"
+    notebook.ok("def both():\n    values = %distributed pull loss --as stored\n    return values")
+    assert value(notebook, "both(), stored") == "([0.5, 1.5], [0.5, 1.5])"
+    notebook.ok("loss = %distributed pull loss")
+    assert value(notebook, "loss") == "[0.5, 1.5]"
+
+
+def test_a_pull_outside_an_assignment_has_no_value(notebook):
+    notebook.ok("%%distributed\nx = rank")
+    for code in ("%distributed pull x", "distributed pull x", "if True:\n    %distributed pull x"):
+        outcome = notebook.ok(code)
+        assert (outcome.displays, outcome.stdout) == ([], "x: a list with the values of ranks 0-1, in this order\n")
+
+
 def test_push_of_a_variable_that_the_ranks_have_succeeds_with_a_message(notebook):
     notebook.ok("%%distributed\non_ranks, too = [rank], 5\nif rank: partly = 1")
     notebook.ok("mine = 1")
