@@ -344,12 +344,14 @@ class Agent:
     def _fork(self, request: ForkRank) -> None:
         given = {os.fsdecode(name): os.fsdecode(value) for name, value in request.env.items()}
         environment = rank_environment(os.environ, given, threads=request.threads, interface=self._interface)
-        cwd = request.cwd
-        if not Path(cwd).is_dir():
-            cwd = str(Path.cwd())
-            self._send(HostNote(f"{request.cwd} does not exist on this host: rank {request.rank} starts in {cwd}"))
-        known = [entry for entry in request.path if not entry or Path(entry).exists()]
-        self._modules.own_folder = Path(cwd)
+        # Paths need not be valid text, but a note has to be.
+        cwd = Path(os.fsdecode(request.cwd))
+        if not cwd.is_dir():
+            cwd = Path.cwd()
+            missing, used = (os.fsencode(folder).decode(errors="backslashreplace") for folder in (request.cwd, cwd))
+            self._send(HostNote(f"{missing} does not exist on this host: rank {request.rank} starts in {used}"))
+        known = [entry for entry in request.path if not entry or Path(os.fsdecode(entry)).exists()]
+        self._modules.own_folder = cwd
         self._pids.pop(request.rank, None)
         self._asked.pop(request.rank, None)
         # What still waits for values is for an earlier process of the rank.
@@ -361,8 +363,8 @@ class Agent:
                 msgspec.structs.replace(
                     request,
                     env={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
-                    cwd=cwd,
-                    path=(*known, *(entry for entry in sys.path if entry not in known)),
+                    cwd=os.fsencode(cwd),
+                    path=(*known, *(entry for entry in map(os.fsencode, sys.path) if entry not in known)),
                     uplink=self._hub.uplink,
                     downlink=downlink,
                     segments=str(self._folders.segments),

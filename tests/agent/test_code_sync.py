@@ -83,7 +83,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, 
         patch.chdir(book)
         # On this machine the folder exists for the agent too.
         fork = Hosts.fork
-        patch.setattr(Hosts, "fork", lambda self, request: fork(self, replace(request, cwd="/nonexistent")))
+        patch.setattr(Hosts, "fork", lambda self, request: fork(self, replace(request, cwd=b"/nonexistent")))
         with cluster_on_hosts(folder, patch, 2, [2], agents_in=other) as (cluster, _):
             yield cluster, book
 

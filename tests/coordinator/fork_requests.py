@@ -15,7 +15,7 @@ def request(rank: int, incarnation: int, downlink: str) -> ForkRank:
         device="cpu",
         threads=1,
         env={},
-        cwd="/",
+        cwd=b"/",
         path=(),
         uplink="memory:up",
         downlink=downlink,

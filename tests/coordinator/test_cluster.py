@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -442,6 +443,35 @@ def test_pull_of_an_unknown_name_suggests_similar_names(two):
 def test_pull_of_a_ranks_own_class_arrives_by_value(two):
     two.run("class Own:\n    def twice(self):\n        return 2 * self.x\nown = Own(); own.x = rank + 1")
     assert [instance.twice() for instance in two.pull("own")] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda two: two.run("print('\udce9')"), lambda two: two.pull("caf\udce9"), lambda two: two.peek("'\udce9'")],
+    ids=["run", "pull", "peek"],
+)
+def test_text_that_cannot_be_sent_is_refused_and_the_ranks_stay_idle(two, ask):
+    with pytest.raises(InvalidArgument, match=r"'\\udce9'"):
+        ask(two)
+    assert [status.state for status in two.status()] == ["idle", "idle"]
+    assert two.run("rank").text(1) == "1"
+
+
+def test_answer_that_cannot_be_sent_ends_the_question(two):
+    with pytest.raises(EOFError, match=r"'\\udce9'"):
+        two.call(lambda: input("name? "), sink=None, ask=lambda *_: "caf\udce9")  # of a terminal in Latin-1
+    assert two.run("rank").text(1) == "1"
+
+
+def test_ranks_start_in_a_folder_whose_name_is_not_utf_8(tmp_path, monkeypatch):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.path", [*sys.path, str(folder), "not a path: \ud800", 3])
+    with Cluster(1) as cluster:
+        assert cluster.apply(lambda: (Path.cwd(), sys.path[-1])) == [(folder, str(folder))]
+        cluster.restart(0)
+        assert cluster.apply(Path.cwd) == [folder]
 
 
 def test_scatter_gives_every_rank_its_own_and_gather_joins_them(two):

@@ -7,7 +7,7 @@ import hashlib
 import msgspec
 import pytest
 
-from rankbook.errors import ProtocolError
+from rankbook.errors import InvalidArgument, ProtocolError
 from rankbook.protocol import PROTOCOL_VERSION, forkserver, messages
 from rankbook.protocol.queries import QueryReply, QueryRequest
 
@@ -15,6 +15,11 @@ from rankbook.protocol.queries import QueryReply, QueryRequest
 def test_a_message_travels():
     sent = messages.Done(cell=3, status="error", seconds=0.5, error=messages.ErrorReport("E", "v", "t", "p", 2))
     assert messages.decode_from_rank(messages.encode(sent)) == sent
+
+
+def test_text_that_utf_8_cannot_encode_is_an_invalid_argument():
+    with pytest.raises(InvalidArgument, match=r"found '\\udce9'.*write its escape"):
+        messages.encode(messages.RunCell(cell=1, source="print('caf\udce9')", number=1))
 
 
 def test_an_unknown_type_an_unknown_field_and_the_wrong_direction_are_protocol_errors():
@@ -43,7 +48,7 @@ def test_every_message_belongs_to_a_direction():
     assert directed == kinds | {*QueryRequest.__subclasses__(), *QueryReply.__subclasses__()}
 
 
-WIRE = (4, "7019c91969d22bc5")
+WIRE = (4, "f14da5a27ad9d7b1")
 """The protocol's version, and a digest of the messages and their fields that it stands for."""
 
 

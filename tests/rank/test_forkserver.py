@@ -118,8 +118,8 @@ class Home:
             "device": "cpu",
             "threads": 1,
             "env": dict(os.environb),
-            "cwd": "/",
-            "path": tuple(sys.path),
+            "cwd": b"/",
+            "path": tuple(map(os.fsencode, sys.path)),
             "uplink": self.hub.uplink,
             "downlink": self.hub.open_downlink(rank, incarnation),
             "segments": str(self.folder),
@@ -241,7 +241,7 @@ def test_a_rank_is_a_child_that_leads_a_session_of_its_own(home):
 def test_a_rank_is_given_the_notebooks_folder_environment_and_path(home):
     environment = {**os.environb, b"GIVEN": b"by the notebook", b"ODD": b"\xff"}
     environment.pop(b"HOME", None)
-    home.fork(cwd=str(home.folder), env=environment, path=("/somewhere", *sys.path))
+    home.fork(cwd=os.fsencode(home.folder), env=environment, path=(b"/somewhere", *map(os.fsencode, sys.path)))
     reported = home.printed(
         "import os, sys\n"
         "print(os.getcwd(), os.environ['GIVEN'], os.environb[b'ODD'], 'HOME' in os.environ, sys.path[0])"
@@ -349,7 +349,7 @@ def test_a_kill_right_after_the_fork_is_not_too_early(home):
 
 
 def test_a_rank_that_cannot_be_set_up_ends_and_says_why(home):
-    home.stream.send(home.request(0, cwd="/no/such/folder"))
+    home.stream.send(home.request(0, cwd=b"/no/such/folder"))
     reported = home.receive(RankExited)
     assert reported.code == 1
     assert b"/no/such/folder" in reported.stderr

@@ -106,6 +106,7 @@ from rankbook.protocol.messages import (
     RunCell,
     Stack,
     TakeOver,
+    encode,
 )
 from rankbook.protocol.queries import (
     Completion,
@@ -321,6 +322,9 @@ class ClusterTasks:
                 key = self._state.new_cell()
             # Ranks with the same task get the same object, which the driver sends them encoded once.
             messages_by_factory = {make: make(key) for make in {make for make, _ in tasks.values()}}
+            # A message that cannot be encoded is refused here. Once the state machine has sent it, its ranks are busy.
+            for message in messages_by_factory.values():
+                encode(message)
             messages = {rank: (messages_by_factory[make], frames) for rank, (make, frames) in tasks.items()}
             cell = RunningCell(
                 key,

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -367,8 +367,8 @@ class ClusterProcesses:
             device=seat.device,
             threads=seat.threads,
             env={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
-            cwd=str(Path.cwd()),
-            path=tuple(filter(_is_text, sys.path)),  # user code may insert other objects, which Python ignores too
+            cwd=os.fsencode(Path.cwd()),
+            path=tuple(_encode_paths(sys.path)),
             uplink=self._hub.uplink,
             downlink=downlink,
             segments=str(self._folders.segments),
@@ -721,8 +721,12 @@ def _report(text: str) -> None:
     sys.stdout.flush()
 
 
-def _is_text(entry: object) -> bool:
-    return isinstance(entry, str)
+def _encode_paths(entries: Iterable[object]) -> Iterator[bytes]:
+    """Yield those of the entries of `sys.path` that are paths. User code may insert others; Python ignores them too."""
+    for entry in entries:
+        with contextlib.suppress(UnicodeEncodeError):
+            if isinstance(entry, str):
+                yield os.fsencode(entry)
 
 
 # Weak references: a cluster that was stopped and dropped must not be kept alive until the exit.

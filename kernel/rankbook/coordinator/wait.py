@@ -24,6 +24,7 @@ from rankbook.coordinator import events as ev
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.liveness import UnresponsiveRank, describe_unresponsive
 from rankbook.coordinator.running_cell import InputQuestion, RunningCell
+from rankbook.errors import InvalidArgument
 from rankbook.protocol.messages import InputReply
 
 
@@ -357,7 +358,10 @@ class _InputPrompter:
         except (EOFError, RuntimeError, NotImplementedError) as error:
             reason = str(error) or "input is not available"
         self._last, self._answered = rank, time.monotonic()
-        self._driver.reply(rank, InputReply(cell=request.cell, text=text, reason=reason))
+        try:
+            self._driver.reply(rank, InputReply(cell=request.cell, text=text, reason=reason))
+        except InvalidArgument as error:  # a terminal whose encoding is not UTF-8 may return lone surrogates
+            self._driver.reply(rank, InputReply(cell=request.cell, reason=str(error)))
 
 
 WARNING_INTERVAL = 3.0

@@ -46,8 +46,8 @@ class OpenCluster(Message, frozen=True):
 class ForkRank(Message, frozen=True):
     """Fork one rank.
 
-    `env`, `cwd` and `path` (`sys.path`) are copied from the notebook process; `env` holds bytes, because an environment
-    variable need not be valid text. `uplink` and `downlink` are the addresses of the rank's links to and from the
+    `env`, `cwd` and `path` (`sys.path`) are copied from the notebook process, as bytes, because environment variables
+    and paths need not be valid text. `uplink` and `downlink` are the addresses of the rank's links to and from the
     notebook; `segments` and `logs` are the folders of its shared memory segments and of its complete output. A
     non-empty token in `keep` makes the rank retain messages that were not acknowledged yet, so that another notebook
     process can claim the cluster. `widgets`: the notebook process is a Jupyter kernel, whose front end can show
@@ -65,8 +65,8 @@ class ForkRank(Message, frozen=True):
     device: str
     threads: int
     env: dict[bytes, bytes]
-    cwd: str
-    path: tuple[str, ...]
+    cwd: bytes
+    path: tuple[bytes, ...]
     uplink: str
     downlink: str
     segments: str

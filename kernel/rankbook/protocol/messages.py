@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from rankbook.errors import ProtocolError
+from rankbook.errors import InvalidArgument, ProtocolError
 from rankbook.protocol import Message as Message  # noqa: PLC0414 - re-exported with the messages
 from rankbook.protocol.forkserver import (
     CloseCluster,
@@ -428,7 +428,7 @@ class LimitOutput(Message, frozen=True):
 class InputReply(Message, frozen=True):
     """Answer an `InputRequest` with the line that the user typed.
 
-    `text` is None if there is no front end to ask; `reason` explains why.
+    `text` is None if there is no answer, as without a front end to ask; `reason` explains why.
     """
 
     cell: int
@@ -672,8 +672,19 @@ _from_forkserver: msgspec.msgpack.Decoder[FromForkserver] = msgspec.msgpack.Deco
 
 
 def encode(message: Message) -> bytes:
-    """Return the encoded message. Raises TypeError for a field that is not plain data."""
-    return _encoder.encode(message)
+    """Return the encoded message.
+
+    Raises TypeError for a field that is not plain data, and `InvalidArgument` for text with lone surrogates, which
+    UTF-8 cannot encode.
+    """
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError as error:
+        found = error.object[error.start : error.end]
+        raise InvalidArgument(
+            f"expected text that UTF-8 can encode, found {found!r} after {error.object[: error.start][-20:]!r}; write "
+            "its escape in a string literal, or remove it"
+        ) from error
 
 
 def encode_from_rank(message: Message) -> bytes:

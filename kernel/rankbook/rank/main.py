@@ -135,7 +135,7 @@ def _adopt_notebook_environment(request: ForkRank) -> None:
     os.environb.clear()
     os.environb.update(request.env)
     os.chdir(request.cwd)
-    sys.path[:] = request.path
+    sys.path[:] = map(os.fsdecode, request.path)
     sys.argv[:] = [""]
     # Nothing can be read from the notebook's terminal. `input()` is replaced by the shell.
     null = os.open(os.devnull, os.O_RDONLY)
