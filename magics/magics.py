@@ -478,9 +478,9 @@ def _is_statement(caller: FrameType) -> bool:
     A value that is returned to a statement would be shown as the cell's result.
     """
     # IPython translates `%distributed …` into a call that begins its line, and `x = %distributed …` into an assignment
-    # of the same call. linecache has the translated source.
-    line = linecache.getline(caller.f_code.co_filename, caller.f_lineno)
-    return line.lstrip().startswith("get_ipython().run_line_magic(")
+    # of the same call. linecache has the translated source, but not that of `%time %distributed …`.
+    line = linecache.getline(caller.f_code.co_filename, caller.f_lineno).strip()
+    return not line or line.startswith("get_ipython().run_line_magic(")
 
 
 def _cell_number(shell: InteractiveShell) -> int:

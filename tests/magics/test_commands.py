@@ -268,6 +268,9 @@ def test_a_pull_outside_an_assignment_has_no_value(notebook):
     for code in ("%distributed pull x", "distributed pull x", "if True:\n    %distributed pull x"):
         outcome = notebook.ok(code)
         assert (outcome.displays, outcome.stdout) == ([], "x: a list with the values of ranks 0-1, in this order\n")
+    notebook.ok("%time %distributed pull x --as timed")
+    notebook.ok("%time %distributed pull x")
+    assert value(notebook, "x, timed") == "([0, 1], [0, 1])"
 
 
 def test_push_of_a_variable_that_the_ranks_have_succeeds_with_a_message(notebook):
