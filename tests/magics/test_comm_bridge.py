@@ -101,6 +101,8 @@ def test_data_of_a_comm_may_be_any_json_value(notebook):
         notebook.client.shell_channel.send(notebook.client.session.msg("comm_msg", content))
     wait = WAIT.format(options=" --ranks 0", condition="len(values) == 4", then="print(values)")
     assert notebook.ok(wait).stdout == "[0] [['a', 1], 'text', None, {'method': 'custom'}]\n"
+    sent = notebook.ok("%%distributed --ranks 0\nfor value in ([], 0, 'text', None): link.send(value)")
+    assert [item["content"]["data"] for item in comm_messages(sent, "msg")] == [[], 0, "text", {}]
 
 
 def test_subprocess_and_garbage_collection_send_no_comm_messages(notebook):

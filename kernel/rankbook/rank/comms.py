@@ -80,7 +80,7 @@ class RankComm(BaseComm):
             if msg_type == "comm_open" and _registry.on_open is not None:
                 _registry.on_open(data or {})
             kind = cast("_Kind", msg_type.removeprefix("comm_"))
-            name, content = text_of(self.comm_id), json.dumps(data or {})
+            name, content = text_of(self.comm_id), json.dumps({} if data is None else data)
             # Before the opening leaves: the front end's answer must already find its comm held.
             _registry.held.message_sent(kind, name, content)
             message = CommFromRank(kind, name, text_of(self.target_name), content, json.dumps(metadata or {}))
