@@ -123,3 +123,109 @@ assert read[0].device.type == "cpu"
 
 def test_rankbooks_own_tensors_are_not_made_on_the_default_device_of_the_cells(cluster, tmp_path):
     cluster.run(HOST_TENSORS.replace("FOLDER", repr(str(tmp_path / "state"))), timeout=60)
+
+
+CLASSES = """
+import dataclasses, enum, multiprocessing
+fork = multiprocessing.get_context("fork")
+
+@dataclasses.dataclass
+class Batch:
+    rows: list
+
+class Kind(enum.Enum):
+    A = 1
+
+class BadSample(Exception):
+    pass
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        if index:
+            raise BadSample(index)
+        return Kind.A
+"""
+
+
+def test_objects_from_forked_workers_are_of_the_classes_of_the_cells(cluster):
+    cluster.run(CLASSES, ranks=[0])
+    cluster.run(
+        """
+batches = iter(torch.utils.data.DataLoader(Samples(), collate_fn=Batch, num_workers=1, multiprocessing_context="fork"))
+batch = next(batches)
+assert isinstance(batch, Batch) and batch.rows[0] is Kind.A
+try:
+    next(batches)
+except BadSample:
+    pass
+del batches  # and with it the worker
+""",
+        ranks=[0],
+    )
+
+
+def test_functions_of_cells_use_the_globals_of_forked_workers(cluster):
+    cluster.run(
+        """
+import multiprocessing
+fork = multiprocessing.get_context("fork")
+lock = fork.Lock()
+def load(rows):
+    global table
+    table = rows
+def look_up(row):
+    with lock:
+        return table[row]
+def version():
+    return 1
+with fork.Pool(1, initializer=load, initargs=([10, 20],)) as pool:
+    assert pool.map(look_up, [0, 1]) == [10, 20]
+    def version():
+        return 2
+    def later():
+        return version()
+    assert (pool.apply(version), pool.apply(later)) == (2, 2), "defined after the start of the worker"
+""",
+        ranks=[0],
+    )
+
+
+def test_a_function_of_notebook_launcher_shares_its_globals_with_forked_workers(cluster):
+    definitions = """
+def load(rows):
+    global table
+    table = rows
+def look_up(row):
+    return table[row]
+def read():
+    import multiprocessing
+    with multiprocessing.get_context("fork").Pool(1, initializer=load, initargs=([10, 20],)) as pool:
+        return pool.map(look_up, [0, 1])
+"""
+    notebook = {"__name__": "__main__"}
+    exec(definitions, notebook)  # as in a cell of the notebook, whose functions are sent by value
+    assert cluster.apply(notebook["read"], ranks=[0]) == [[10, 20]]
+
+
+@pytest.mark.slow
+def test_spawned_workers_get_functions_and_classes_of_cells_by_value(cluster):
+    cluster.run(CLASSES, ranks=[0])
+    with pytest.raises(CellError, match="Lock objects should only be shared between processes through inheritance"):
+        cluster.run(
+            """
+def count(batches):
+    return [len(batch.rows) for batch in batches]
+lock = fork.Lock()
+def locked():
+    with lock:
+        return True
+with fork.Pool(1) as pool:  # the functions and classes have numbers now
+    assert pool.apply(locked)
+with multiprocessing.get_context("spawn").Pool(1) as pool:
+    assert pool.apply(count, ([Batch([5, 6])],)) == [2]
+    pool.apply(locked)
+""",
+            ranks=[0],
+        )

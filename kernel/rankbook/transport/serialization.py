@@ -9,6 +9,9 @@ A pickle runs code when it is opened: `unpack` must only be given payloads from 
 
 A function that was defined in a notebook cell is pickled with the source of the cell, so that a traceback in another
 process shows its lines. Functions from files bring no source: it is read from the file where it is needed.
+
+`reduce_for_child` pickles functions and classes of cells for the child processes of a rank: DataLoader workers and
+other children of multiprocessing.
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ import pickle
 import sys
 import time
 import types
+import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -513,3 +519,76 @@ def restore_code(file: str, source: str, number: int, make: Callable[..., Any], 
         _cell_numbers[file] = number
     code: types.CodeType = make(*args)
     return code if code.co_filename == file else code.replace(co_filename=file)
+
+
+# Child processes of a rank -------------------------------------------------------------------------------------------
+
+# The module `__main__` of a spawned child is empty, so functions and classes of cells must be pickled by value for it.
+# For a forked child that would be wrong: it has them already, with the globals that it has changed and the locks that
+# it has inherited, and `isinstance` and `except` compare classes by identity. But a queue does not tell the pickler
+# which process will read from it. So before every fork the functions and classes in `__main__` get random numbers,
+# which a forked child inherits. A pickle has both the number and the value, and the process that opens it takes its own
+# object of that number if it has one. A function that a cell defines anew later has no number in an older child, which
+# gets it by value.
+_numbers: dict[int, bytes] = {}
+"""The number of an object, by its address. It may be that of an earlier object at this address."""
+_numbered: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
+_has_spawned = False
+"""True once this process has started a child that has not inherited the numbers."""
+
+
+def number_cell_objects() -> None:
+    """Number the functions and classes in `__main__` that have no number yet. Called before a fork."""
+    main = vars(sys.modules["__main__"])
+    namespaces = {id(main): main}  # by identity: to compare the dicts would compare the user's values
+    # A function that has arrived in a pickle, as that of `notebook_launcher`, has globals of its own.
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "__main__":
+            namespaces[id(frame.f_globals)] = frame.f_globals
+        frame = frame.f_back
+    for value in [value for namespace in namespaces.values() for value in list(namespace.values())]:
+        if _is_cell_object(value) and _number_of(value) is None:
+            number = _numbers[id(value)] = uuid.uuid4().bytes
+            _numbered[number] = value
+
+
+def reduce_for_child(_pickler: object, value: object) -> Any:  # noqa: ANN401 - see pickle.Pickler.reducer_override
+    """Reduce a function or class of `__main__` for a parent or child process, forked or spawned."""
+    global _has_spawned
+    _has_spawned = _has_spawned or get_spawning_popen() is not None
+    if not _is_cell_object(value):
+        return NotImplemented
+    number = _number_of(value)
+    if number is None or get_spawning_popen() is not None:
+        return cloudpickle.loads, (cloudpickle.dumps(value),)
+    problem = ""
+    try:
+        by_value = cloudpickle.dumps(value)
+    except Exception as error:
+        # A forked process needs only the number of a function that uses a lock, for example. A spawned process would
+        # fail where it reads the pickle, and a Pool would wait for it without end.
+        if _has_spawned:
+            raise
+        by_value, problem = b"", f"cannot pickle {value!r} by value: {type(error).__name__}: {error}"
+    return restore_cell_object, (number, by_value, problem)
+
+
+def restore_cell_object(number: bytes, by_value: bytes, problem: str) -> object:
+    """Return this process's object of that number, or a copy. Raises `PicklingError` if there is neither."""
+    value = _numbered.get(number)
+    if value is not None:
+        return value
+    if problem:
+        raise pickle.PicklingError(problem)
+    return cloudpickle.loads(by_value)
+
+
+def _number_of(value: object) -> bytes | None:
+    number = _numbers.get(id(value))
+    return number if number is not None and _numbered.get(number) is value else None
+
+
+def _is_cell_object(value: object) -> bool:
+    # Not `isinstance`, which asks the `__class__` of lazy proxies.
+    return issubclass(type(value), (type, types.FunctionType)) and getattr(value, "__module__", None) == "__main__"

@@ -26,11 +26,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import FunctionType
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -55,6 +53,7 @@ from rankbook.rank.process_groups.recoverable_group import (
     describe_nccl_error,
 )
 from rankbook.rank.process_groups.store import generation_prefix, open_store
+from rankbook.transport.serialization import number_cell_objects, reduce_for_child
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 """Maximum time that a rank waits for the others to join."""
@@ -841,21 +840,15 @@ def install_fork_guards() -> None:
     A fork waits briefly until torch's gloo threads sleep: CPython's child takes the lock of the list of thread states,
     which such a thread may hold at that moment, and then never starts. A forked child excludes inherited objects from
     garbage collection (`gc.freeze`), because the finalizers of old gloo connections hang on threads that the child
-    lacks, and remove descriptors from an epoll set that it shares with the rank. Functions and classes of cells are
-    pickled by value for spawned children.
+    lacks, and remove descriptors from an epoll set that it shares with the rank. Functions and classes of cells reach
+    forked children by reference, and spawned children by value, see `reduce_for_child`.
     """
     if sys.platform == "linux":
         # Linux only: the states of threads are read from /proc.
         os.register_at_fork(before=_wait_for_gloo_threads)
     os.register_at_fork(after_in_child=gc.freeze)
-    ForkingPickler.reducer_override = _by_value  # type: ignore[method-assign]  # multiprocessing has no other hook
-
-
-def _by_value(_pickler: object, value: object) -> Any:  # noqa: ANN401 - see pickle.Pickler.reducer_override
-    """Pickle functions and classes of `__main__` by value: a spawned child has another, empty `__main__`."""
-    if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
-        return cloudpickle.loads, (cloudpickle.dumps(value),)
-    return NotImplemented
+    os.register_at_fork(before=number_cell_objects)
+    ForkingPickler.reducer_override = reduce_for_child  # type: ignore[method-assign]  # multiprocessing has no other hook
 
 
 def _wait_for_gloo_threads() -> None:
