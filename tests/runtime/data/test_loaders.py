@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
 import sys
 from collections import Counter
 from importlib.util import find_spec
@@ -351,6 +353,51 @@ def test_a_stream_is_split_over_ranks_and_workers(persistent):
         loaders = for_ranks(dataset, 2, even_batches=False)
         for _ in range(2):
             assert metrics(loaders) == list(range(11))
+
+
+class Twice(DataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield 2 * batch
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", [DataLoader, Twice])
+def test_persistent_workers_that_an_interrupt_has_ended_are_replaced(kind):
+    loader = prepare_data_loader(kind(Numbers(4), batch_size=2, num_workers=2, persistent_workers=True))
+    first = batches(loader)
+    workers = loader.base_dataloader._iterator._workers
+    assert batches(loader) == first
+    assert loader.base_dataloader._iterator._workers is workers
+    os.kill(workers[0].pid, signal.SIGINT)  # the other one has not ended yet
+    workers[0].join()
+    assert batches(loader) == batches(loader) == first
+
+
+class Interrupting(Numbers):
+    """Interrupts the first pass, and returns the number of the process that reads."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.first = torch.tensor(0).share_memory_()
+
+    def __getitem__(self, index):
+        if not self.first:
+            self.first.fill_(os.getpid())
+            os.kill(os.getppid(), signal.SIGINT)
+        return os.getpid()
+
+
+@pytest.mark.processes
+def test_a_pass_after_an_interrupt_does_not_wait_for_workers_that_are_about_to_end():
+    dataset = Interrupting(2)
+    loader = prepare_data_loader(
+        DataLoader(dataset, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    )
+    with pytest.raises(KeyboardInterrupt):
+        batches(loader)
+    [[reader], [same]] = batches(loader)
+    assert reader == same != dataset.first.item() != 0
 
 
 class Unaware(Stream):

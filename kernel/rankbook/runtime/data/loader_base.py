@@ -583,21 +583,32 @@ _COPIED_OPTIONS = (
 
 def iterate_local(parts: LoaderParts) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
     """Yield this process's batches as (batch, what is real in its round, True for the last)."""
-    if parts.custom_iter:
-        yield from _read_custom(parts)
-        return
     inner = parts.inner
-    pinned = inner.pin_memory and torch.accelerator.is_available()
-    # Any subclass may have overridden what its iterator does.
-    in_process = type(inner) is DataLoader and not inner.num_workers and not pinned
-    for fetched in _read_in_process(parts) if in_process else iter(inner):
-        if type(fetched) is not FetchedBatch:
-            yield fetched, None, False
-            continue
-        # This rank reads for itself and has no further batch. The dispatcher needs the entry to complete the round.
-        if fetched.absent and len(parts.tickets.ranks) == 1:
+    # An interrupt reaches the workers too, also idle ones, and torch's workers end without an error. torch keeps an
+    # iterator of persistent workers only, except for torchdata's loader.
+    workers = getattr(inner._iterator, "_workers", ())
+    if not all(worker.is_alive() for worker in workers):
+        inner.__dict__["_iterator"] = None  # the next one starts new workers
+    try:
+        if parts.custom_iter:
+            yield from _read_custom(parts)
             return
-        yield fetched if fetched.absent else fetched.batch, fetched.share, fetched.last
+        pinned = inner.pin_memory and torch.accelerator.is_available()
+        # Any subclass may have overridden what its iterator does.
+        in_process = type(inner) is DataLoader and not inner.num_workers and not pinned
+        for fetched in _read_in_process(parts) if in_process else iter(inner):
+            if type(fetched) is not FetchedBatch:
+                yield fetched, None, False
+                continue
+            # This rank reads for itself and has no further batch. The dispatcher needs the entry to complete the round.
+            if fetched.absent and len(parts.tickets.ranks) == 1:
+                return
+            yield fetched if fetched.absent else fetched.batch, fetched.share, fetched.last
+    except KeyboardInterrupt:
+        # The workers end once they have read the current sample. torchdata's iterator has the state for a checkpoint.
+        if not parts.use_stateful_dataloader:
+            inner.__dict__["_iterator"] = None
+        raise
 
 
 def _read_in_process(parts: LoaderParts) -> Iterator[Any]:
