@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import random
 import signal
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from itertools import islice
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -264,6 +266,36 @@ def test_a_sampler_with_a_generator_gives_the_order_that_torch_would(workers, sh
         return loader, generator
 
     assert orders_of(make, prepared=True) == orders_of(make, prepared=False)
+
+
+class DrawsFrom(Sampler):
+    """A sampler whose `generator` is one of NumPy or `random`."""
+
+    def __init__(self, n, generator):
+        self.n, self.generator = n, generator
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        order = list(range(self.n))
+        self.generator.shuffle(order)
+        return iter(order)
+
+
+@pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, random.Random])
+def test_a_sampler_may_keep_a_generator_of_another_library_under_the_name_generator(make):
+    loaders = for_ranks(DataLoader(Numbers(20), batch_size=2, sampler=DrawsFrom(20, make(0))), 2)
+    others = for_ranks(DataLoader(Numbers(20), batch_size=2, sampler=DrawsFrom(20, make(1))), 2)
+    first = [batches(loader) for loader in loaders]
+    assert sorted(i for part in first for batch in part for i in batch) == list(range(20))
+    assert [batches(loader) for loader in others] == first, "drawn from the loader's seed, as on all ranks"
+    state = loaders[0].state_dict()
+    second = batches(loaders[0])
+    assert second != first[0]
+    others[0].load_state_dict(state)
+    assert batches(others[0]) == second
+    assert loaders[0].synchronized_generator is None
 
 
 class TellsEpochs(Sampler):

@@ -82,13 +82,15 @@ class Shuffle:
         # which `begin` seeds. Any other sampler may draw from generators that only a search can find (`BatchRng`).
         sampler: Any = getattr(batch_sampler, "sampler", None)
         drawn_from = None if isinstance(sampler, SeedableRandomSampler) else sampler
-        self.user_generator: torch.Generator | None = getattr(drawn_from, "generator", None)
+        generator = getattr(drawn_from, "generator", None)
+        # A sampler of the user may call a generator of NumPy or `random` so. `BatchRng` finds and seeds these.
+        self.user_generator = generator if isinstance(generator, torch.Generator) else None
         self._generator: torch.Generator | None = None
         self._seedable: SeedableRandomSampler | None = None
         self.original = self.batch_sampler = batch_sampler
-        if seedable and self.user_generator is None and _is_plain_shuffle(sampler):
+        if seedable and generator is None and _is_plain_shuffle(sampler):
             sampler = self._replace(SeedableRandomSampler(sampler.data_source))
-        if self.user_generator is None and type(sampler) in _GENERATOR_SAMPLERS:
+        if generator is None and type(sampler) in _GENERATOR_SAMPLERS:
             self._generator = torch.Generator()
             self._replace(copy.copy(sampler)).generator = self._generator
         # Without a seed of its own it follows the loader's. Subclasses are not touched, as they may define the order
