@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -626,6 +627,11 @@ class StandInGroup(dist.ProcessGroup):
         self._timeout = timeout
 
     _set_default_timeout = set_timeout
+
+    @property
+    def options(self) -> Any:
+        """Return the options that Rankbook reads."""
+        return SimpleNamespace(_timeout=self._timeout)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

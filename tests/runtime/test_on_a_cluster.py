@@ -125,6 +125,17 @@ def test_rankbooks_own_tensors_are_not_made_on_the_default_device_of_the_cells(c
     cluster.run(HOST_TENSORS.replace("FOLDER", repr(str(tmp_path / "state"))), timeout=60)
 
 
+def test_a_timeout_that_a_cell_has_set_stays_when_the_groups_are_formed_again(cluster):
+    timeout = "group._get_backend(torch.device('cpu')).options._timeout.total_seconds()"
+    before = cluster.run(timeout).text(0)
+    set_timeout = "from datetime import timedelta\ndist.distributed_c10d._set_pg_timeout(timedelta(seconds={}), group)"
+    cluster.run(set_timeout.format(77))
+    with pytest.raises(CellError, match="rank 1: KeyError: 'one'"):
+        cluster.run("if rank == 1:\n    raise KeyError('one')\ngather(torch.ones(3))")
+    assert cluster.run(timeout).text(0) == "77.0"
+    cluster.run(set_timeout.format(before))
+
+
 CLASSES = """
 import dataclasses, enum, multiprocessing
 fork = multiprocessing.get_context("fork")

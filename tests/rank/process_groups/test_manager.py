@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import socket
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from rankbook.errors import CollectiveAborted
@@ -151,3 +153,38 @@ def test_an_error_of_nccl_while_a_group_is_connected_says_its_reason_first(manag
     manager.device = None
     with pytest.raises(dist.DistBackendError, match=r"^Error while creating shared memory.*/dev/shm is full"):
         manager._create_connected_group({}, None, WORLD, (0, 1), None)
+
+
+def test_nccl_gets_the_options_with_which_the_user_has_created_the_group(manager, monkeypatch):
+    class Options:
+        def __init__(self):
+            self.is_high_priority_stream, self.config = False, "default"
+
+    class Created(Exception):
+        pass
+
+    class FakeNCCL:
+        def __init__(self, _store, _rank, _size, options):
+            raise Created(options)
+
+    FakeNCCL.Options = Options
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNCCL, raising=False)
+    manager.device, manager._timeouts_suspended, store = torch.device("cpu"), False, dist.HashStore()
+    create = manager._create_inner_group
+    monkeypatch.setattr(manager, "_connect", lambda *arguments: create(store, *arguments), raising=False)
+
+    def options_of(requested):
+        manager._creating = ("new", {"cuda": "nccl"})
+        arguments = SimpleNamespace(
+            global_ranks_in_group=[0], group_size=1, group_rank=0, timeout=timedelta(seconds=5), store=store
+        )
+        with pytest.raises(Created) as caught:
+            manager._create_group(arguments, requested)
+        return caught.value.args[0]
+
+    requested = Options()
+    requested.is_high_priority_stream, requested.config = True, "few SMs"
+    given = options_of(requested)
+    assert given is not requested
+    assert (given.is_high_priority_stream, given.config, given._timeout) == (True, "few SMs", timedelta(seconds=5))
+    assert not options_of(None).is_high_priority_stream

@@ -80,6 +80,8 @@ class _Member:
     backends: dict[str, str]
     timeout: timedelta
     rank: int
+    options: Any = None
+    """The user's `pg_options`, or None."""
 
     def describe(self) -> dict[str, Any]:
         """Return the arguments with which a fresh rank creates the group."""
@@ -168,6 +170,7 @@ class GroupManager:
             member.group.abort_device_calls()
         for member in self._foreground().values():
             member.group.wait_device_calls()
+        self._note_timeouts()
         groups, count, steps = self._agree_on_groups()
         # From here on every rank is in the new generation, so that no rank reads older keys any more.
         if self.rank == 0:
@@ -488,12 +491,23 @@ class GroupManager:
 
         The debugger calls it, because a paused rank keeps the others waiting without limit.
         """
+        self._note_timeouts()
         self._timeouts_suspended = suspended
         for member in self._foreground().values():
             if member.group.is_shut_down:
                 continue
             for device in member.backends:
                 member.group._get_backend(torch.device(device))._set_default_timeout(self._timeout_of(member))
+
+    def _note_timeouts(self) -> None:
+        """Note the timeouts that the user has set since the groups were created: torch sets them in the backends."""
+        for member in self._foreground().values():
+            if member.group.is_shut_down:
+                continue
+            backend = member.group._get_backend(torch.device(next(iter(member.backends))))
+            timeout = backend.options._timeout
+            if timeout != _FOREVER:
+                member.timeout = timeout
 
     def _timeout_of(self, member: _Member) -> timedelta:
         return _FOREVER if self._timeouts_suspended else member.timeout
@@ -546,11 +560,11 @@ class GroupManager:
             c10d._world.pg_backend_config[group] = str(dist.BackendConfig(dist.Backend(backend)))
         return group, store
 
-    def _create_group(self, options: Any, _backend_options: object) -> RecoverableProcessGroup:  # noqa: ANN401 - torch's
+    def _create_group(self, options: Any, backend_options: object) -> RecoverableProcessGroup:  # noqa: ANN401 - torch's
         assert self._creating is not None
         name, backends = self._creating
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-        member = _Member(None, backends, options.timeout, options.group_rank)  # type: ignore[arg-type]
+        member = _Member(None, backends, options.timeout, options.group_rank, backend_options)  # type: ignore[arg-type]
         inner = self._connect(name, ranks, member)
         log = CollectiveLog(name, ranks, rank=options.group_rank, cell=self.cell)
         log.generation = self._generation
@@ -655,8 +669,9 @@ class GroupManager:
             kind = dist.Backend.backend_type_map[backend]
             if backend not in created:
                 timeout, backend_store = self._timeout_of(member), dist.PrefixStore(backend, store)
+                wait, given_up = self._wait_for_keys, self._cancel
                 created[backend] = make_backend(
-                    backend, backend_store, name, ranks, member.rank, timeout, self._wait_for_keys, self._cancel
+                    backend, backend_store, name, ranks, member.rank, timeout, wait, given_up, member.options
                 )
                 group._set_default_backend(kind)
             group._register_backend(torch.device(device), kind, created[backend])
@@ -804,10 +819,11 @@ def make_backend(
     timeout: timedelta,
     wait: Callable[[dist.Store, list[str]], None],
     given_up: threading.Event,
+    requested: Any = None,  # noqa: ANN401 - torch's options
 ) -> Any:  # noqa: ANN401 - torch has no type for it
     """Return a gloo or NCCL backend for the group `name` of the global `ranks`, in which this rank is number `rank`.
 
-    `wait` waits for keys of a store. `given_up` ends gloo's attempt to connect.
+    `wait` waits for keys of a store. `given_up` ends gloo's attempt to connect. `requested` is the user's `pg_options`.
     """
     if backend == "gloo":
         process_group: Any = make_gloo(store, rank, len(ranks), timeout, wait, given_up)
@@ -815,6 +831,9 @@ def make_backend(
         process_group.options.group_name = c10d.GroupName(name)
     else:
         options = dist.ProcessGroupNCCL.Options()
+        if isinstance(requested, dist.ProcessGroupNCCL.Options):
+            # Copied, because one object may be given to several groups.
+            options.is_high_priority_stream, options.config = requested.is_high_priority_stream, requested.config
         options._timeout = timeout
         options.global_ranks_in_group = list(ranks)
         options.group_name = c10d.GroupName(name)
