@@ -131,6 +131,30 @@ def test_json_lines_are_appended_and_hold_plain_numbers(tmp_path):
     assert (entries[1]["step"], entries[1]["note"]) == (3, "x")
 
 
+def test_json_lines_hold_numbers_that_are_not_finite_as_text(tmp_path):
+    PartialState(cpu=True)
+    tracker = JSONLinesTracker("run", tmp_path)
+    tracker.start()
+    tracker.store_init_configuration({"limits": (float("-inf"), 1.5)})
+    tracker.log(
+        {"loss": torch.tensor(float("nan")), "per": {"class": torch.tensor([1.0, float("inf")])}}, lr=float("nan")
+    )
+    tracker.finish()
+    config, entry = map(strict_json, tracker.path.read_text().splitlines())
+    assert config["config"] == {"limits": ["-inf", 1.5]}
+    assert entry["values"] == {"loss": "nan", "per": {"class": [1.0, "inf"]}}
+    assert entry["lr"] == "nan"
+
+
+def strict_json(line):
+    """Read JSON as the standard defines it, without the constants that Python adds."""
+
+    def refuse(constant):
+        raise AssertionError(f"not JSON: {constant}")
+
+    return json.loads(line, parse_constant=refuse)
+
+
 def test_other_ranks_write_nothing(tmp_path, writer, hosted):
     PartialState(cpu=True).process_index = 1
     for tracker in (

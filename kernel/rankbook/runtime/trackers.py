@@ -6,6 +6,7 @@ The package of an adapter is imported when its tracker starts.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -213,8 +214,8 @@ class JSONLinesTracker(GeneralTracker):
     """Tracker that appends metrics to the file `logging_dir/run_name/metrics.jsonl`.
 
     Every call of `log` adds one line: `{"step": …, "time": …, "values": …}`, with the time in seconds since the Unix
-    epoch. The settings are a line with the key "config". Values that JSON cannot represent are stored as text. No
-    package is required.
+    epoch. The settings are a line with the key "config". Values that JSON cannot represent are stored as text, also
+    numbers that are not finite: `"nan"`, `"inf"` and `"-inf"`, which `float` reads. No package is required.
 
     Example::
 
@@ -259,7 +260,7 @@ class JSONLinesTracker(GeneralTracker):
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(line, default=str) + "\n")
+            self._file.write(json.dumps(_finite(line), default=str, allow_nan=False) + "\n")
             self._file.flush()  # a killed rank loses no lines
 
 
@@ -554,4 +555,15 @@ def _number(value: Any) -> Any:  # noqa: ANN401 - anything
         return _plain(value)
     if isinstance(value, torch.Tensor) or (hasattr(value, "tolist") and hasattr(value, "dtype")):
         return value.tolist()
+    return value
+
+
+def _finite(value: Any) -> Any:  # noqa: ANN401 - anything
+    """Return `value` with NaN and infinities as text: JSON has no number for them, and `json.dumps` writes `NaN`."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(float(value))
+    if isinstance(value, Mapping):
+        return {_finite(key) if isinstance(key, float) else key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
     return value
