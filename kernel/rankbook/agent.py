@@ -405,6 +405,7 @@ class Agent:
             self._exits.remove(entry)
             if self._pids.get(entry[1].rank, (0, 0))[0] == entry[1].incarnation:
                 self._pids.pop(entry[1].rank)
+                self._asked.pop(entry[1].rank, None)
             # Not what other hosts have sent: their processes may have the same PID.
             self._segments.clear(entry[1].pid, keep=self._receiver.names)
             self._send(entry[1])
@@ -489,9 +490,12 @@ class Agent:
         for rank, due in tuple(self._asked.items()):
             if now < due:
                 continue
+            if rank not in self._pids:  # its request came after the exit of the process, or before its start
+                del self._asked[rank]
+                continue
             self._asked[rank] = now + 1.0
-            incarnation, pid = self._pids.get(rank, (0, 0))
-            info = process_info(pid or None)
+            incarnation, pid = self._pids[rank]
+            info = process_info(pid)
             if info is None:
                 self._send(ProcessState(rank, incarnation, "", 0.0, False, False))
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 
 from rankbook import agent as agent_module
 from rankbook.agent import Agent
-from rankbook.protocol.forkserver import FromRanks, HostNote, decode_from_agent
+from rankbook.protocol.forkserver import FromRanks, HostNote, ProcessState, RankExited, decode_from_agent
 from rankbook.protocol.messages import Display, Done, FromRank, Text, decode_from_rank, encode_from_rank
 from rankbook.transport import Sender
 
@@ -88,3 +89,25 @@ def test_displays_are_dropped_while_too_much_waits_for_the_coordinator_and_nothi
     assert link.take() == ([display] * 5, [])
     relay(*[display] * 100)
     assert len(link.take()[1]) == 1, "and again in the next flood"
+
+
+def test_the_process_of_a_rank_that_has_ended_is_not_looked_at_any_more(agent, link):
+    agent._segments = SimpleNamespace(clear=lambda *_, **__: None)
+    agent._receiver = SimpleNamespace(names=set())
+    agent._exits = []
+    agent._pids = {2: (1, os.getpid()), 3: (1, os.getpid())}
+
+    def sent_after_looking() -> list[tuple[type, int]]:
+        agent._asked = dict.fromkeys((2, 3), 0.0)
+        agent._send_exits()
+        agent._look_at_ranks()
+        messages = [decode_from_agent(first) for first, *_ in link.sent]
+        link.sent.clear()
+        return [(type(message), message.rank) for message in messages]
+
+    assert sent_after_looking() == [(ProcessState, 2), (ProcessState, 3)]
+    exited = RankExited(rank=3, incarnation=1, pid=os.getpid(), code=-9, memory_kills=0, stdout=b"", stderr=b"")
+    agent._exits.append((0.0, exited))
+    assert sent_after_looking() == [(RankExited, 3), (ProcessState, 2)]
+    # A request that was on the way when the rank ended: no process is left that could be described.
+    assert sent_after_looking() == [(ProcessState, 2)] and set(agent._asked) == {2}
