@@ -12,10 +12,20 @@ from rankbook.launch import hosts
 from rankbook.launch.hosts import HOME, Hosts, HostsLink, MirroredSegments, local_versions
 from rankbook.launch.placement import HostSlots, place_ranks
 from rankbook.protocol import Message
-from rankbook.protocol.forkserver import CloseHost, HostDescription, HostReady, decode_to_agent, encode_description
+from rankbook.protocol.forkserver import (
+    CloseHost,
+    HostDescription,
+    HostReady,
+    ProcessState,
+    RankExited,
+    RankForked,
+    decode_to_agent,
+    encode_description,
+)
 from rankbook.protocol.messages import Interrupt, encode
 from rankbook.transport.agent_link import Hello, LinkMessage, LivenessPort
 from tests.conftest import wait_until
+from tests.coordinator.fork_requests import request
 
 
 def test_a_message_to_ranks_of_several_hosts_is_encoded_once_and_goes_to_every_host_once(monkeypatch):
@@ -64,7 +74,8 @@ class OneAgent:
         self.accept = self.forget = lambda _: None
         self.run_timers = lambda _: []
         self.deadline = lambda: None
-        self.pending = lambda *_: 0
+        self.pending = self.repeated = lambda *_: 0
+        self.round_trip = lambda _: None
         self.hosts = Hosts(self, MirroredSegments(folder), None, lost_after=60.0, report=self.reported.append)
         self.hosts.device = device
         self.hosts.probe_agents = probed
@@ -72,6 +83,14 @@ class OneAgent:
     def receive(self) -> list[object]:
         events, self.events = self.events, []
         return events
+
+    def deliver(self, *messages: Message) -> list[Message]:
+        """Handle messages of the agent, and return the reports for the driver."""
+        self.events += [LinkMessage("agent", 0, [encode(message)]) for message in messages]
+        self.hosts.poll()
+        reports = list(self.hosts.reports)
+        self.hosts.reports.clear()
+        return reports
 
     def poll(self, *, times: int) -> bool:
         """Poll with a pause that is longer than the interval of the probes. Return True if the host can be used."""
@@ -163,3 +182,44 @@ def test_all_ranks_that_move_to_a_host_know_how_many_it_has(tmp_path):
     # Once more, as while another rank waits for a host: nothing changes.
     assert agent.hosts.move_lost((0, 1), {}) == []
     assert [agent.hosts.seats[rank] for rank in (0, 1)] == moved
+
+
+def exited(rank: int, incarnation: int) -> RankExited:
+    return RankExited(rank=rank, incarnation=incarnation, pid=1, code=-9, memory_kills=0, stdout=b"", stderr=b"")
+
+
+@pytest.fixture
+def forked(tmp_path) -> OneAgent:
+    """Return an agent whose host has ranks 0 to 11, in their second process."""
+    agent = OneAgent(tmp_path, slots=12)
+    agent.poll(times=1)
+    agent.hosts.seats = {seat.rank: seat for seat in place_ranks(12, agent.hosts.slots)}
+    for rank in range(12):
+        for incarnation in (1, 2):
+            agent.hosts.fork(request(rank, incarnation, ""))
+    agent.reported.clear()
+    return agent
+
+
+def test_late_reports_of_processes_that_were_replaced_do_not_cost_their_host(forked):
+    for rank in range(12):
+        late = (RankForked(rank, 1, 7), ProcessState(rank, 1, "running", 0.0, False, False), exited(rank, 1))
+        assert forked.deliver(*late) == []
+    assert forked.hosts.slots and forked.reported == [] and forked.hosts.status()[0].dropped == 0
+    assert forked.deliver(RankForked(3, 2, 8), exited(3, 2)) == [RankForked(3, 2, 8), exited(3, 2)]
+
+
+def test_a_host_is_lost_after_ten_messages_that_cannot_be_handled_within_a_minute(forked, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(hosts, "time", SimpleNamespace(monotonic=lambda: now))
+    for _ in range(30):
+        now += 7.0
+        assert forked.deliver(exited(3, 9)) == []
+    assert forked.hosts.slots and forked.hosts.status()[0].dropped == 30
+    assert forked.reported == ["dropped a message of node: node has no process 9 of rank 3"] * 30
+    now += 70.0
+    for number in range(10):
+        assert bool(forked.hosts.slots), number
+        forked.deliver(RankForked(99, 1, 7))
+    assert not forked.hosts.slots
+    assert forked.hosts._hosts["agent"].lost == "was lost: node sent 10 messages that cannot be handled"

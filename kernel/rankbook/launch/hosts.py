@@ -83,6 +83,8 @@ from rankbook.transport.zmq_link import ZmqHub
 LOST_AFTER = 60.0
 """Default seconds after which an unreachable host is lost."""
 _MAX_BAD_MESSAGES = 10
+_BAD_MESSAGES_SECONDS = 60.0
+"""Seconds in which `_MAX_BAD_MESSAGES` messages that cannot be handled cost a host."""
 _CLOSE_SECONDS = 2.0
 _PROBE_INTERVAL = 0.5
 _PROBE_TEST = 3 * _PROBE_INTERVAL
@@ -105,6 +107,8 @@ class Host:
     unreachable_since: float | None = None
     lost: str = ""
     bad_messages: int = 0
+    bad_times: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_BAD_MESSAGES), repr=False)
+    """Times of the last messages that could not be handled."""
     segments: set[str] = field(default_factory=set)
     """Segments of the notebook's host that this host has or is getting."""
     code: SentModules = field(default_factory=SentModules, repr=False)
@@ -443,9 +447,11 @@ class Hosts:
         # Nothing that an agent sends may end the driver. Its host is given up after some of them.
         except (ProtocolError, TransferError, IndexError, ValueError) as error:
             host.bad_messages += 1
+            host.bad_times.append(time.monotonic())
             self.report(f"dropped a message of {host.name}: {error}")
-            if host.bad_messages >= _MAX_BAD_MESSAGES:
-                self._lose(host, f"was lost: {host.name} sent {host.bad_messages} messages that cannot be handled")
+            is_full = len(host.bad_times) == _MAX_BAD_MESSAGES
+            if is_full and host.bad_times[-1] - host.bad_times[0] <= _BAD_MESSAGES_SECONDS:
+                self._lose(host, f"was lost: {host.name} sent {_MAX_BAD_MESSAGES} messages that cannot be handled")
 
     def _handle(self, host: Host, frames: Sequence[Bytes]) -> None:
         message = decode_from_agent(bytes(frames[0]))
@@ -465,17 +471,8 @@ class Hosts:
             case SegmentRefused(name):
                 host.sender.cancel(name)
                 self.hub.send(host.id, VALUES, [encode(SegmentFailed(name, ""))])
-            case RankForked(rank, incarnation, pid):
-                self._process_of(host, rank, incarnation).pid = pid
-                self.reports.append(message)
-            case RankExited(rank, incarnation):
-                self._process_of(host, rank, incarnation)
-                # Its last messages may wait for values that nobody will send any more.
-                self._held = [held for held in self._held if held[2] != Sender(rank, incarnation)]
-                self.reports.append(message)
-            case ProcessState(rank, incarnation, status, cpu_seconds, stopped, traced):
-                process = ProcessInfo(status, cpu_seconds, stopped, traced, host.name) if status else None
-                self._process_of(host, rank, incarnation).state = (time.monotonic(), process)
+            case RankForked() | RankExited() | ProcessState():
+                self._handle_process(host, message)
             case StoreRequest(connection):
                 self._send(host.id, StoreReply(connection), perform(self._keys, bytes(frames[1])))
             case ModuleRequest(connection, name, known):
@@ -529,12 +526,23 @@ class Hosts:
         problem = f"; {ready.problem[:500]}" if ready.unexpected and self.device != "cpu" else ""
         self.report(f"{host.name} has joined: {plural(slots, 'slot')}, {what}{problem}")
 
-    def _process_of(self, host: Host, rank: int, incarnation: int) -> _Process:
-        """Return the process, which must be the newest one of its rank and run on this host. Raises `ProtocolError`."""
+    def _handle_process(self, host: Host, message: RankForked | RankExited | ProcessState) -> None:
+        rank, incarnation = message.rank, message.incarnation
+        if isinstance(message, RankExited):
+            # Its last messages may wait for values that nobody will send any more.
+            self._held = [held for held in self._held if held[2] != Sender(rank, incarnation)]
         process = self._processes.get(rank)
+        if process is not None and incarnation < process.incarnation:
+            return  # it was replaced, here or on another host, before the report arrived
         if process is None or (process.host, process.incarnation) != (host.id, incarnation):
             raise ProtocolError(f"{host.name} has no process {incarnation} of rank {rank}")
-        return process
+        if isinstance(message, ProcessState):
+            info = ProcessInfo(message.status, message.cpu_seconds, message.stopped, message.traced, host.name)
+            process.state = (time.monotonic(), info if message.status else None)
+            return
+        if isinstance(message, RankForked):
+            process.pid = message.pid
+        self.reports.append(message)
 
     def _receive_from_ranks(self, host: Host, message: FromRanks, frames: list[memoryview]) -> None:
         host.segments.update(message.stay)
