@@ -194,6 +194,28 @@ def test_lines_of_the_queue_are_read():
     assert read_queue("slurm_load_jobs error: Unable to contact slurm controller") is None
 
 
+@pytest.mark.processes
+def test_the_end_of_the_time_is_that_of_running_jobs_and_of_this_task_of_a_job_array(programs, monkeypatch):
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    checks = '[ "$SLURM_TIME_FORMAT" = standard ] && [ "${3#--format=%A}" != "$3" ]'
+    (programs / "squeue").write_text(f"#!/bin/sh\n{checks} && cat {programs}/squeue.txt")
+    lines = (
+        "7|RUNNING|None|2096-01-02T10:00:00|2096-01-02T11:00:00|1:00:00",
+        "8|RUNNING|None|2096-01-02T09:30:00|2096-01-02T10:30:00|1:00:00",
+        f"9|COMPLETING|None|{TIME}|{TIME}|1:00:00",
+        "6|PENDING|Priority|N/A|N/A|1:00:00",
+    )
+    (programs / "squeue.txt").write_text("\n".join(lines))
+    task = SlurmEngine([], environment={"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "6"})
+    assert task.limits() == Limits(datetime(2096, 1, 2, 11).astimezone().timestamp())
+    task._waiting = {1}
+    task.jobs[1] = None  # type: ignore[assignment]
+    monkeypatch.setattr("rankbook.engines.processes.ProcessEngine.events", lambda _: [])
+    assert task.events() == [], "other tasks wait in the queue"
+    # Jobs of the engine's own have one name: one that is ending, and the one that replaces it.
+    assert SlurmEngine([], environment={}).limits() == Limits(datetime(2096, 1, 2, 10, 30).astimezone().timestamp())
+
+
 def test_lines_that_arrive_in_pieces_are_put_together_and_a_failed_node_is_found():
     engine = SlurmEngine([], environment={})
     assert engine.read_output(None, "rankbook-host 1 sta") == []

@@ -54,7 +54,8 @@ class QueueEntry:
     ends_at: float | None
 
 
-QUEUE_FORMAT = "%i|%T|%r|%S|%e|%l"
+# %A and not %i: the number of the task of a job array, as in SLURM_JOB_ID.
+QUEUE_FORMAT = "%A|%T|%r|%S|%e|%l"
 
 
 def read_queue(line: str) -> QueueEntry | None:
@@ -154,7 +155,8 @@ class SlurmEngine(StepEngine):
 
     def limits(self) -> Limits:
         """See `Engine`."""
-        running = [entry for entry in self._queue() if entry.state != "PENDING"]
+        # The end of a job that is COMPLETING is in the past; the hosts of a further job go on.
+        running = [entry for entry in self._queue() if entry.state == "RUNNING"]
         if self._job is None and running:
             self._job = running[0].job
         return Limits(min((entry.ends_at for entry in running if entry.ends_at is not None), default=None))
@@ -192,7 +194,9 @@ class SlurmEngine(StepEngine):
     def _queue(self) -> list[QueueEntry]:
         which = f"--name={self._job_name}" if self._is_own_job else f"--jobs={self._job}"
         lines = _run("squeue", "--noheader", which, f"--format={QUEUE_FORMAT}").splitlines()
-        return [entry for line in lines if (entry := read_queue(line)) is not None]
+        entries = [entry for line in lines if (entry := read_queue(line)) is not None]
+        # For one task of a job array, squeue may list all of them.
+        return [entry for entry in entries if self._is_own_job or entry.job == self._job]
 
     def _allocated_nodes(self) -> list[str]:
         names = self._environment.get("SLURM_JOB_NODELIST", "")
@@ -206,7 +210,13 @@ def _run(*command: str) -> str:
     """Return the output of a Slurm command; empty if it fails, as when the controller does not answer."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_TIMEOUT, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TIMEOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "SLURM_TIME_FORMAT": "standard"},  # users may have set another one
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
