@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rankbook.engines import AgentConnection, HostQueued
+from rankbook.engines import AgentConnection, HostQueued, processes
 from rankbook.engines.slurm import SlurmEngine
 from rankbook.testing import check_engine
 from tests.agent.namespaces import Network
@@ -154,6 +154,26 @@ def check_on(network: Network, code: str) -> None:
 def test_ssh_passes_the_suite(short_path):
     with programs.ssh_hosts(short_path) as (network, options):
         check_on(network, f"from rankbook.engines.processes import SshEngine as Engine\noptions = {options!r}")
+
+
+def test_ssh_does_not_give_up_a_machine_that_cannot_be_reached_for_some_time(short_path):
+    with programs.ssh_hosts(short_path) as (network, options):
+        # Its default is three messages without an answer.
+        passed = [*options[options.index("--") + 1 :], "-o", "ServerAliveInterval=1"]
+        command = ["ssh", *passed, *processes._OPTIONS, network.addresses["b"], "cat"]
+        with subprocess.Popen(
+            ["ip", "netns", "exec", network.namespace("a"), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as connection:
+            assert connection.stdin is not None and connection.stdout is not None
+            for line in (b"before\n", b"after\n"):
+                connection.stdin.write(line)
+                connection.stdin.flush()
+                assert connection.stdout.readline() == line
+                if line == b"before\n":
+                    network.cut("b")
+                    with pytest.raises(subprocess.TimeoutExpired):
+                        connection.wait(8)
+                    network.mend("b")
 
 
 def test_slurm_passes_the_suite_and_leaves_no_job(short_path, monkeypatch):

@@ -55,6 +55,9 @@ def test_ssh_passes_the_suite(programs):
     assert first[:3] == second[:3] == ["ssh", "-p", "2222"]
     assert {first[-2], second[-2]} == {"me@a", "b"} and again[-2] == "me@a"
     assert "BatchMode=yes" in first
+    settings = dict(option.split("=") for option in first if option.startswith("ServerAlive"))
+    seconds = int(settings["ServerAliveInterval"]) * int(settings["ServerAliveCountMax"])
+    assert seconds >= 86_400, "the most that `lost_after` may be"
     assert first[-1].startswith(f"cd / && exec {sys.executable} -m rankbook.testing --connect - --slots 1 --node ")
 
 

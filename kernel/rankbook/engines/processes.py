@@ -258,8 +258,13 @@ class StepEngine(ProcessEngine):
 
 
 # The first value of an option counts for ssh, so that what the user passes goes before. No question can be answered,
-# and a machine that does not answer is given up. Nothing is written to a terminal.
-_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=10")
+# and a machine that does not answer is given up. Nothing is written to a terminal. A message every ten seconds keeps a
+# firewall from forgetting the connection. Its answer may be missing for a day: when a host is lost is decided by
+# `lost_after`, and the default of three messages would decide it after half a minute.
+_OPTIONS = (
+    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
+    *("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=8640"),
+)
 
 
 class SshEngine(ProcessEngine):
