@@ -121,6 +121,14 @@ def test_mpirun_that_finds_no_route_is_started_once_more(programs, monkeypatch, 
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("name", ["slurm", "mpirun"])
+def test_hosts_have_their_own_numbers_if_torchrun_has_started_the_notebook(programs, monkeypatch, name):
+    for variable in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
+        monkeypatch.setenv(variable, "0")
+    check_engine(lambda: SlurmEngine([], environment={}) if name == "slurm" else MpirunEngine([]))
+
+
+@pytest.mark.processes
 def test_ray_passes_the_suite_and_gets_no_key(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", stub_ray.make_module())
     stub_ray.arguments.clear()

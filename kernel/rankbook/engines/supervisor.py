@@ -9,7 +9,8 @@ function runs there. First comes the number SIGNAL, then SIGTERM and SIGKILL, wi
 
 With `--report`, lines on standard output say that the command has started and how it has ended (`read_report`), and
 the exit status is 0: MPI ends all processes when one has failed, and Slurm says only of some ends which task it was.
-NAME is the variable that has the number of the host, or the number itself.
+NAME is the variable that has the number of the host, or the number itself. In the first case, `--node` and the number
+are appended to the command: variables of another launcher, in which the notebook runs, say nothing about its hosts.
 """
 
 from __future__ import annotations
@@ -92,7 +93,10 @@ def _report(variable: str, command: list[str]) -> int:
             child.send_signal(number)
 
     child: subprocess.Popen[bytes] | None = None
-    host = variable if variable.isdecimal() else os.environ.get(variable, "0")
+    host = variable
+    if not variable.isdecimal():
+        host = os.environ.get(variable, "0")
+        command = [*command, "--node", host]
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, forward)
