@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from rankbook import CellError, Cluster
+from rankbook.launch import code_sync
 from rankbook.launch.code_sync import MOST_FILE, ModuleFolder, SentModules, digest
 from rankbook.launch.hosts import Hosts
 from tests.agent.agents import cluster_on_hosts
@@ -73,6 +74,21 @@ def test_a_file_that_is_too_large_is_named_once_and_not_sent(folder, lines, tmp_
     (tmp_path / "book" / "large.py").write_bytes(b"#" * (MOST_FILE + 1))
     assert folder.find("large", SentModules(), {}, host="a") == {} == folder.find("large", SentModules(), {}, host="b")
     assert lines == ["large.py (1.05 MB) was not sent: 1.05 MB is the limit; install it on the hosts"]
+
+
+def test_the_limit_of_a_host_counts_the_files_that_it_has_and_not_how_often_they_were_sent(
+    folder, lines, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(code_sync, "MOST_HOST", 1000)
+    sent = SentModules()
+    folder.find("helper", sent, {}, host="node1")
+    for size in range(300, 310):
+        (tmp_path / "book" / "helper.py").write_bytes(b"#" * size)
+        assert list(folder.changed(sent, host="node1")) == ["helper.py"]
+    for name, is_sent in (("first", True), ("second", False)):
+        (tmp_path / "book" / f"{name}.py").write_bytes(b"#" * 500)
+        assert bool(folder.find(name, sent, {}, host="node1")) == is_sent
+    assert lines[-1] == "second.py (500 B) was not sent: node1 has the most it may get; install it on the hosts"
 
 
 @pytest.fixture(scope="module")

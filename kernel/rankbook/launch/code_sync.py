@@ -28,14 +28,14 @@ Version = tuple[int, int]
 
 @dataclass
 class SentModules:
-    """The files that a host has, with their versions, and the bytes that were sent.
+    """The files that a host has, with their versions, and the sizes of those that were sent, in bytes.
 
     `same` are those that it had before, in a folder that it may share with the notebook's host.
     """
 
     versions: dict[str, Version] = field(default_factory=dict)
     same: set[str] = field(default_factory=set)
-    size: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
 
 
 class ModuleFolder:
@@ -95,7 +95,9 @@ class ModuleFolder:
             sent.versions[name] = version
             return {name: b""}
         size = version[1]
-        if size > MOST_FILE or sent.size + size > MOST_HOST:
+        # A new version takes the place of the one before.
+        others = sum(sent.sizes.values()) - sent.sizes.get(name, 0)
+        if size > MOST_FILE or others + size > MOST_HOST:
             limit = f"{format_bytes(MOST_FILE)} is the limit" if size > MOST_FILE else f"{host} has the most it may get"
             self._say(name, version, f"{name} ({format_bytes(size)}) was not sent: {limit}; install it on the hosts")
             return {}
@@ -109,7 +111,7 @@ class ModuleFolder:
         if known.get(name) == digest(content):
             sent.same.add(name)
             return {}
-        sent.size += len(content)
+        sent.sizes[name] = len(content)
         # The host decides whether it shares the folder, and then has the change already.
         if name in sent.same:
             return {name: content}
