@@ -102,9 +102,11 @@ def test_nccl_neither_kills_ranks_nor_listens_on_the_network_by_default():
     environment = rank_environment({"NCCL_SOCKET_IFNAME": "eth0"}, {}, threads=1)
     assert environment["NCCL_SOCKET_IFNAME"] == "eth0"
     environment = rank_environment({}, {}, threads=1)
-    assert environment["NCCL_SOCKET_IFNAME"] == environment["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert environment["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert environment["NCCL_SOCKET_IFNAME"] == f"={environment['GLOO_SOCKET_IFNAME']}"
     environment = rank_environment({}, {}, threads=1, interface="eth7")
-    assert environment["NCCL_SOCKET_IFNAME"] == environment["GLOO_SOCKET_IFNAME"] == "eth7"
+    # Not a prefix, which eth70 has too.
+    assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("eth7", "=eth7")
     names = ("RETHROW_CUDA_ERRORS", "DUMP_ON_TIMEOUT", "ENABLE_MONITORING")
     assert {environment[f"TORCH_NCCL_{name}"] for name in names} == {"0"}
     assert environment["NCCL_RAS_ENABLE"] == "0"

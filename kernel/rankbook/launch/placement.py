@@ -135,7 +135,8 @@ def rank_environment(
         "GLOO_SOCKET_IFNAME": name,
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "PYTHONUNBUFFERED": "1",
-        "NCCL_SOCKET_IFNAME": name,
+        # Without =, NCCL takes the name for a prefix: eth1 would stand for eth10 too.
+        "NCCL_SOCKET_IFNAME": f"={name}",
         # The watchdog of NCCL must end neither the process when a communicator is aborted, nor after an error of the
         # device, which the cell reports. Its dump sets a key in the store for good, on which the monitor of a process
         # that joins later ends that process.
