@@ -81,10 +81,14 @@ from rankbook.transport.zmq_link import ZmqHub
 
 _EXIT_DELAY = 0.02
 """Seconds after a rank's exit during which its last messages may still be on the local link."""
+_LATEST_EXIT = 1.0
+"""Seconds after which an exit is reported, although the local link was never empty since."""
 _LOOK_AFTER = 0.3
 """Seconds after which the process of a rank that has not replied is looked at, and again every second."""
 _BATCH = 1 << 20
 """Bytes of messages of ranks that are sent to the coordinator as one message."""
+_MESSAGES_AT_ONCE, _BYTES_AT_ONCE = 500, 2 << 20
+"""Messages of ranks that are relayed before the agent looks at everything else: some ranks send faster than that."""
 _LARGEST = 512 << 20
 """Bytes of one message of a rank that the link carries. Large values are segments, see `MOST_IN_FRAMES`."""
 _MOST_WAITING = 256 << 20
@@ -399,9 +403,10 @@ class Agent:
 
     def _send_exits(self) -> None:
         now = time.monotonic()
-        if any(when <= now for when, _ in self._exits):
-            self._relay_up()
-        for entry in [entry for entry in self._exits if entry[0] <= now]:
+        if all(when > now for when, _ in self._exits):
+            return
+        latest = now if self._relay_up() else now - _LATEST_EXIT
+        for entry in [entry for entry in self._exits if entry[0] <= latest]:
             self._exits.remove(entry)
             if self._pids.get(entry[1].rank, (0, 0))[0] == entry[1].incarnation:
                 self._pids.pop(entry[1].rank)
@@ -410,11 +415,13 @@ class Agent:
             self._segments.clear(entry[1].pid, keep=self._receiver.names)
             self._send(entry[1])
 
-    def _relay_up(self) -> None:
+    def _relay_up(self) -> bool:
+        """Relay what the ranks have sent. Return False if some may be left."""
         senders: list[FromRank] = []
         batch: list[Bytes] = []
-        size = 0
-        while True:
+        size = relayed = messages = 0
+        while is_next := messages < _MESSAGES_AT_ONCE and relayed < _BYTES_AT_ONCE:
+            messages += 1
             try:
                 received = self._hub.receive_encoded()
             except UnreadableMessage:
@@ -424,6 +431,7 @@ class Agent:
             sender, data, frames = received
             self._asked.pop(sender.rank, None)
             message_size = len(data) + sum(map(len, frames))
+            relayed += message_size
             if message_size > _LARGEST:
                 text = f"rank {sender.rank} was killed because it sent a message of {format_bytes(message_size)}"
                 self._send(HostNote(f"{text}, more than {format_bytes(_LARGEST)}"))
@@ -451,6 +459,7 @@ class Agent:
                 self._flush(senders, batch)
                 senders, batch, size = [], [], 0
         self._flush(senders, batch)
+        return is_next
 
     # While the coordinator is not reached, or reads slowly, messages of the ranks wait in the link. The ranks are not
     # made to wait, because their control threads send over the same socket, and a rank that floods the link must still

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from types import SimpleNamespace
 
@@ -73,7 +74,8 @@ def test_displays_are_dropped_while_too_much_waits_for_the_coordinator_and_nothi
 
     def relay(*messages: FromRank) -> None:
         from_ranks.extend((Sender(3, 1), memoryview(encode_from_rank(message)), []) for message in messages)
-        agent._relay_up()
+        while not agent._relay_up():
+            pass
 
     display = Display(1, "display", {"text/plain": "x" * 1000}, {})
     relay(*[display] * 1000)
@@ -89,6 +91,39 @@ def test_displays_are_dropped_while_too_much_waits_for_the_coordinator_and_nothi
     assert link.take() == ([display] * 5, [])
     relay(*[display] * 100)
     assert len(link.take()[1]) == 1, "and again in the next flood"
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_ranks_that_send_without_end_hold_up_neither_the_link_nor_the_exit_of_a_rank(agent, link, from_ranks, size):
+    agent._segments = SimpleNamespace(clear=lambda *_, **__: None)
+    agent._receiver = SimpleNamespace(names=set())
+    agent._pids = {}
+    exited = RankExited(rank=3, incarnation=1, pid=os.getpid(), code=-9, memory_kills=0, stdout=b"", stderr=b"")
+    flood = (Sender(2, 1), memoryview(encode_from_rank(Text(1, "stdout", b"x" * size))), [])
+    last = (Sender(3, 1), memoryview(encode_from_rank(Text(1, "stdout", b"last"))), [])
+
+    def relayed() -> list[str]:
+        first = [decode_from_agent(first) for first, *_ in link.sent]
+        ranks = [sender.rank for message in first if isinstance(message, FromRanks) for sender in message.senders]
+        link.sent.clear()
+        assert len(ranks) <= 500 and len(ranks) * size <= 2_200_000
+        return ["last"] * (3 in ranks) + ["exit"] * any(isinstance(message, RankExited) for message in first)
+
+    from_ranks.extend([flood] * 600 + [last])
+    agent._relay_up()
+    assert relayed() == [] and from_ranks
+    # It comes after the last messages of its rank.
+    agent._exits = [(time.monotonic(), exited)]
+    seen: list[str] = []
+    while not seen:
+        agent._send_exits()
+        seen = relayed()
+    assert seen == ["last", "exit"] and not from_ranks and not agent._exits
+    # At last it does not wait for an end of the others.
+    agent._exits = [(time.monotonic() - 2.0, exited)]
+    from_ranks.extend([flood] * 600)
+    agent._send_exits()
+    assert relayed() == ["exit"] and from_ranks
 
 
 def test_the_process_of_a_rank_that_has_ended_is_not_looked_at_any_more(agent, link):
