@@ -282,3 +282,26 @@ def test_ranks_waiting_for_a_lost_rank_are_found_by_common_groups():
     assert simulation.supervisor.waiting_for({7}) == set()
     simulation.supervisor.forget(0)
     assert simulation.supervisor.waiting_for({2}) == set()
+
+
+def test_a_receive_in_the_report_of_a_rank_that_does_not_answer_any_more_is_no_deadlock():
+    simulation = Simulation(0, 1)
+
+    def receive(rank: int) -> None:
+        peer = 1 - rank
+        simulation.report(
+            rank, 0, CollectiveLaunch(number=0, op="recv", data="", peer=peer, seconds=simulation.now - 50.0)
+        )
+
+    # Rank 0 gets what it waits for and computes, in code that does not let it answer.
+    simulation.now += 2.1
+    receive(0)
+    simulation.report(1, 0)
+    assert of(act.NotifyUser, simulation.check()) == []
+    for _ in range(6):
+        simulation.now += CHECK_INTERVAL
+        receive(1)
+    assert of(act.NotifyUser, simulation.check()) == []
+    receive(0)
+    (warning,) = of(act.NotifyUser, simulation.check())
+    assert "wait for one another" in warning.text

@@ -341,19 +341,27 @@ def _forgotten_mismatch(views: Mapping[int, GroupReport], number: int) -> Collec
 # Example: rank 0 waits for rank 1 in a collective of one group, and rank 1 for rank 0 in one of another group. Each of
 # them waits for a rank that waits as well, so both remain. If rank 1 is computing instead, it is not among the waiting
 # ranks; rank 0 then waits for none of them and is removed. So a rank that is merely late is never reported.
-def find_deadlock(reports: Mapping[int, CollectiveReport], *, patience: float) -> str | None:
+def find_deadlock(reports: Mapping[int, CollectiveReport], *, patience: float, since: float = 0.0) -> str | None:
     """Describe a cycle of ranks that have waited for one another for `patience` seconds; None if there is none.
 
     Such ranks started collectives of several groups in different orders, or receive from one another. The algorithm
     starts with all waiting ranks and repeatedly removes those that wait for none of the remaining ones.
+
+    Sends and receives count only in reports that were received at time `since` or later. They have no numbers, so that
+    the reports of other ranks do not show which of them have ended.
     """
+    pending = {
+        rank: [
+            (group, launch)
+            for group in report.report.groups
+            for launch in group.pending
+            if launch.number or report.received_at >= since
+        ]
+        for rank, report in reports.items()
+    }
     # A rank that waits in several operations (asynchronous ones, or send and recv at once) needs only one of them to be
     # old enough.
-    waiting = {
-        rank: [(group, launch) for group in report.report.groups for launch in group.pending]
-        for rank, report in reports.items()
-        if any(launch.seconds >= patience for group in report.report.groups for launch in group.pending)
-    }
+    waiting = {rank: waits for rank, waits in pending.items() if any(launch.seconds >= patience for _, launch in waits)}
     begun_collectives = _BegunCollectives(reports)
     late = _late_ranks(waiting, begun_collectives)
     while stuck := [rank for rank in waiting if not _waits_for_any(rank, waiting, late)]:
@@ -441,6 +449,9 @@ _MISMATCH_PATIENCE = 0.2
 
 _DEADLOCK_PATIENCE = 2.0
 """The same for a deadlock: a rank may compute after an asynchronous launch and wait for it later."""
+
+_LATEST_REPORT = 2 * CHECK_INTERVAL
+"""Seconds after which a rank has not answered a request: the waits of its last report may have ended."""
 
 
 class CollectiveMonitor:
@@ -551,7 +562,8 @@ class CollectiveMonitor:
         reports = {rank: report for rank, report in self._reports.items() if report.report.cell == ranks[rank].cell}
         actions = self._check_mismatches(ranks, cells)
         actions += self._check_blocked(now, reports, inactive_ranks, ranks, cells)
-        if (text := find_deadlock(reports, patience=_DEADLOCK_PATIENCE)) is not None:
+        text = find_deadlock(reports, patience=_DEADLOCK_PATIENCE, since=now - _LATEST_REPORT)
+        if text is not None:
             actions += self._notify_once(running[0], text, "deadlock")
         ended = any(len(cell.running) < len(cell.ranks) for cell in running)
         return [
