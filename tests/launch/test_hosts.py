@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +15,20 @@ from rankbook.launch.placement import HostSlots, place_ranks
 from rankbook.protocol import Message
 from rankbook.protocol.forkserver import (
     CloseHost,
+    FromRank,
+    FromRanks,
     HostDescription,
     HostReady,
     ProcessState,
     RankExited,
     RankForked,
+    SegmentFailed,
+    SegmentPart,
+    SegmentRefused,
     decode_to_agent,
     encode_description,
 )
-from rankbook.protocol.messages import Interrupt, encode
+from rankbook.protocol.messages import Buffer, Done, Interrupt, Payload, encode, encode_from_rank
 from rankbook.transport.agent_link import Hello, LinkMessage, LivenessPort
 from tests.conftest import wait_until
 from tests.coordinator.fork_requests import request
@@ -84,9 +90,9 @@ class OneAgent:
         events, self.events = self.events, []
         return events
 
-    def deliver(self, *messages: Message) -> list[Message]:
-        """Handle messages of the agent, and return the reports for the driver."""
-        self.events += [LinkMessage("agent", 0, [encode(message)]) for message in messages]
+    def deliver(self, *messages: Message, frames: Sequence[bytes] = ()) -> list[Message]:
+        """Handle messages of the agent, all with `frames`, and return the reports for the driver."""
+        self.events += [LinkMessage("agent", 0, [encode(message), *frames]) for message in messages]
         self.hosts.poll()
         reports = list(self.hosts.reports)
         self.hosts.reports.clear()
@@ -223,3 +229,40 @@ def test_a_host_is_lost_after_ten_messages_that_cannot_be_handled_within_a_minut
         forked.deliver(RankForked(99, 1, 7))
     assert not forked.hosts.slots
     assert forked.hosts._hosts["agent"].lost == "was lost: node sent 10 messages that cannot be handled"
+
+
+VALUES = ("segment-7-0123456789abcdef", "segment-7-1123456789abcdef")
+
+
+def answer_with_large_values(agent: OneAgent, rank: int) -> None:
+    """Deliver an answer whose values are on the way: the first one and half of the second one have arrived."""
+    payload = Payload(tuple(Buffer(2, name) for name in VALUES))
+    data = encode_from_rank(Done(5, "ok", 0.1, payload=payload))
+    agent.deliver(SegmentPart(VALUES[0], 0, 2), frames=[b"xx"])
+    agent.deliver(SegmentPart(VALUES[1], 0, 2), frames=[b"x"])
+    agent.deliver(FromRanks((FromRank(rank, 2, 1),), VALUES), frames=[data])
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_the_values_of_a_rank_that_has_ended_are_removed_and_sent_no_further(forked, tmp_path, replaced):
+    if replaced:
+        forked.hosts.fork(request(3, 3, ""))
+    forked.sent.clear()
+    answer_with_large_values(forked, 3)
+    if not replaced:
+        assert sorted(path.name for path in tmp_path.glob("segment-*")) == sorted(VALUES) and not forked.sent
+        assert forked.deliver(exited(3, 2)) == [exited(3, 2)]
+    assert not list(tmp_path.glob("segment-*")) and not forked.hosts.messages
+    # The agent sends no more of it, and says so behind the parts that were on the way.
+    assert forked.sent == [SegmentRefused(VALUES[1])]
+    forked.deliver(SegmentPart(VALUES[1], 1, 2), frames=[b"x"])
+    forked.deliver(SegmentFailed(VALUES[1], ""))
+    receiver = forked.hosts._hosts["agent"].receiver
+    assert not list(tmp_path.glob("*segment-*")) and not receiver.names and not receiver._refused
+    assert forked.hosts.status()[0].dropped == 0
+
+
+def test_a_name_of_a_segment_that_a_rank_has_made_up_does_not_hide_its_end(forked):
+    data = encode_from_rank(Done(5, "ok", 0.1, payload=Payload((Buffer(2, "../x"),))))
+    forked.deliver(FromRanks((FromRank(3, 2, 1),), ("../x",)), frames=[data])
+    assert forked.deliver(exited(3, 2)) == [exited(3, 2)]

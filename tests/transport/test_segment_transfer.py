@@ -162,3 +162,23 @@ def test_the_memory_of_a_large_segment_is_freed_by_another_thread_and_counts_as_
     other = NAME.replace("segment-1", "segment-2")
     assert receiver.receive(SegmentPart(other, 0, 5), b"other") is None, "it has room"
     assert [thread.name for thread in freed_by] == ["rankbook-free"]
+
+
+def test_a_segment_that_nobody_reads_is_given_up_whatever_has_arrived_of_it(sender_store, receiver_store, monkeypatch):
+    sender, receiver = SegmentSender(sender_store), SegmentReceiver(receiver_store)
+    complete, half, nothing, refused = (write(sender_store, b"x" * PART_SIZE * 2) for _ in range(4))
+    for name in (complete, half, refused):
+        sender.add(name)
+    parts = [sender.next_part() for _ in range(6)]
+    for number in (0, 3, 1):
+        assert receiver.receive(*parts[number]) is None
+    monkeypatch.setattr(shared_memory, "_free_bytes", lambda _: 0)
+    assert receiver.receive(*parts[2]) == SegmentRefused(refused), "no room: the sender knows already"
+    given_up = [receiver.give_up(name) for name in (complete, half, nothing, refused)]
+    assert given_up == [None, SegmentRefused(half), SegmentRefused(nothing), None]
+    # What was on the way, and then the answers of the sender.
+    for number in (4, 5):
+        assert receiver.receive(*parts[number]) is None
+    for name in (half, nothing, refused):
+        receiver.fail(name, "")
+    assert files(receiver_store) == [] and not receiver.names and not receiver._refused

@@ -529,8 +529,12 @@ class Hosts:
     def _handle_process(self, host: Host, message: RankForked | RankExited | ProcessState) -> None:
         rank, incarnation = message.rank, message.incarnation
         if isinstance(message, RankExited):
-            # Its last messages may wait for values that nobody will send any more.
-            self._held = [held for held in self._held if held[2] != Sender(rank, incarnation)]
+            # Its last messages wait for values, which nobody would read.
+            sender = Sender(rank, incarnation)
+            dropped = [held for held in self._held if held[2] == sender]
+            self._held = [held for held in self._held if held[2] != sender]
+            for _, needs, *_ in dropped:
+                self._give_up(host, needs)
         process = self._processes.get(rank)
         if process is not None and incarnation < process.incarnation:
             return  # it was replaced, here or on another host, before the report arrived
@@ -554,6 +558,7 @@ class Hosts:
             process = self._processes.get(rank)
             # A process that was replaced meanwhile may have sent it, so that this is not an error.
             if process is None or (process.host, process.incarnation) != (host.id, incarnation):
+                self._give_up(host, message.needs)
                 continue
             sender = Sender(rank, incarnation)
             decoded: FromRank | ProtocolError
@@ -566,6 +571,14 @@ class Hosts:
                 self._release(host)
             else:
                 self.messages.append((sender, decoded, rest))
+
+    def _give_up(self, host: Host, names: Iterable[str]) -> None:
+        """Remove segments of `host` that nobody will read, and end their transfer."""
+        for name in names:
+            # A name that a rank has made up stands for nothing.
+            with contextlib.suppress(ProtocolError):
+                if (refused := host.receiver.give_up(name)) is not None:
+                    self.hub.send(host.id, VALUES, [encode(refused)])
 
     def _release(self, host: Host) -> None:
         waiting = []

@@ -533,6 +533,17 @@ class SegmentReceiver:
             self.settled.discard(name)
             self._refused.discard(name)
 
+    def give_up(self, name: str) -> SegmentRefused | None:
+        """Remove a segment that nobody will read, and ignore what still comes of it.
+
+        Return the message for the peer if it may still send some.
+        """
+        was_refused, is_complete = name in self._refused, name in self.settled
+        self.drop((name,))
+        if not is_complete or was_refused:  # until the sender has answered
+            self._refused.add(name)
+        return None if is_complete else SegmentRefused(name)
+
     def close(self) -> None:
         """Remove what has arrived in part: the rest will not come."""
         self.drop(tuple(self.transfers))
