@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rankbook import CellError, Cluster, RankLostError, TransferError
+from rankbook import CellError, CellTimeout, Cluster, RankLostError, TransferError
 from rankbook.launch.hosts import Hosts
 from rankbook.protocol.telemetry import Measure
 from rankbook.transport import shared_memory
@@ -125,6 +125,21 @@ def test_a_host_that_is_lost_in_the_middle_fails_only_its_transfer(tmp_path, mon
         agents.start("--slots", "1")
         cluster.heal()
         assert cluster.pull("sent", ranks=[2], timeout=60) == [bytes(size)]
+
+
+@pytest.mark.slow
+def test_an_interrupted_pull_ends_the_transfer_and_leaves_no_shared_memory(three, monkeypatch):
+    three.run("value = bytes(5_000_000)", ranks=[1])
+    (host,) = hosts_of(three)._hosts.values()
+    # The network stands still.
+    monkeypatch.setattr(host.receiver, "receive", lambda *_: None)
+    with pytest.raises(CellTimeout):
+        three.pull("value", ranks=[1], timeout=1)
+    monkeypatch.undo()
+    wait_until(lambda: three.status()[1].state == "idle", timeout=20, what="the answer does not wait for its value")
+    wait_until(lambda: not host.receiver._refused and not segments(), timeout=20, what="no shared memory is left")
+    assert three.pull("value", ranks=[1], timeout=60) == [bytes(5_000_000)]
+    assert three.hosts()[0].dropped == 0
 
 
 NO_ROOM = r"5 MB does not fit into the shared memory of .*: 10 kB are free in .*; send it in smaller parts, or make"

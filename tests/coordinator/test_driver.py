@@ -26,9 +26,11 @@ from rankbook.process_identity import ProcessInfo, process_info
 from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
 from rankbook.protocol.messages import (
     MAX_CELL_OUTPUT,
+    Buffer,
     CommFromRank,
     Done,
     ErrorReport,
+    FetchValue,
     Frame,
     FromForkserver,
     GetCollectives,
@@ -38,6 +40,7 @@ from rankbook.protocol.messages import (
     Interrupt,
     LimitOutput,
     Message,
+    Payload,
     RankReady,
     RanksLost,
     Regroup,
@@ -758,3 +761,15 @@ def test_a_task_is_sent_once_to_neighbouring_ranks_that_have_the_same_object(har
         assert isinstance(harness.next_task(rank), RunCell)
         harness.done(rank, cell.cell)
     harness.wait_end(cell)
+
+
+def test_values_that_nobody_reads_are_removed_also_when_they_arrive_later():
+    cell = RunningCell(1, 0, {rank: (FetchValue(cell=1, name="x"), ()) for rank in (0, 1)}, cluster_key="", sink=None)
+    removed: list[str] = []
+    done = [Done(1, "ok", 0.1, payload=Payload((Buffer(3), Buffer(9, f"segment-{rank}")))) for rank in (0, 1)]
+    cell.rank_done(0, done[0], [])
+    assert set(cell.values) == {0}
+    cell.discard_values(removed.append)
+    assert removed == ["segment-0"] and not cell.values
+    cell.rank_done(1, done[1], [])
+    assert removed == ["segment-0", "segment-1"] and not cell.values

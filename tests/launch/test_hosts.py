@@ -262,6 +262,18 @@ def test_the_values_of_a_rank_that_has_ended_are_removed_and_sent_no_further(for
     assert forked.hosts.status()[0].dropped == 0
 
 
+def test_the_answer_to_a_cell_whose_values_nobody_reads_does_not_wait_for_them(forked, tmp_path):
+    forked.sent.clear()
+    answer_with_large_values(forked, 3)
+    forked.hosts.abandon(6)
+    forked.hosts.poll()
+    assert not forked.hosts.messages and not forked.sent, "another cell"
+    forked.hosts.abandon(5)
+    forked.hosts.poll()
+    assert [(sender, message.cell) for sender, message, _ in forked.hosts.messages] == [((3, 2), 5)]
+    assert forked.sent == [SegmentRefused(VALUES[1])] and not list(tmp_path.glob("segment-*"))
+
+
 def test_a_name_of_a_segment_that_a_rank_has_made_up_does_not_hide_its_end(forked):
     data = encode_from_rank(Done(5, "ok", 0.1, payload=Payload((Buffer(2, "../x"),))))
     forked.deliver(FromRanks((FromRank(3, 2, 1),), ("../x",)), frames=[data])

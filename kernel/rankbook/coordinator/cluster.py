@@ -262,9 +262,9 @@ class ClusterTasks:
             self._check(cell, raise_error)
         except BaseException:
             # The values of the other ranks will not be unpacked, which would have removed their shared memory.
-            for payload, _ in cell.values.values():
-                for segment in payload.segments:
-                    self._segments.discard(segment)
+            cell.discard_values(self._segments.discard)
+            if (hosts := self._processes.hosts) is not None:
+                hosts.abandon(cell.cell)
             raise
         values = self.take_values(cell)
         return {rank: values.get(rank) for rank in cell.ranks}

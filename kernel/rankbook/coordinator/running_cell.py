@@ -108,6 +108,7 @@ class RunningCell:
         # thread. `put` of the other queues takes a lock and is not reentrant.
         self.inbox: queue.SimpleQueue[InputQuestion | CellEnded | None] = queue.SimpleQueue()
         self.values: dict[int, tuple[Payload, list[memoryview]]] = {}
+        self._discard: Callable[[str], None] | None = None
         self.result: CellResult | None = None
         self.ended = False
         self.started: float | None = None
@@ -192,7 +193,20 @@ class RunningCell:
             self._builder.rank_done(rank, message)
         if message.payload is not None:
             self.values[rank] = (message.payload, frames)
+            self._discard_values()
         self._show(lambda now: self._merger.finish(rank, now))
+
+    def discard_values(self, discard: Callable[[str], None]) -> None:
+        """Remove the segments of the values, and of those that still arrive, with `discard`. Any thread."""
+        self._discard = discard
+        self._discard_values()
+
+    def _discard_values(self) -> None:
+        # Two threads may come here at once: each value is taken by one of them.
+        while self._discard is not None and self.values:
+            with contextlib.suppress(KeyError):
+                for segment in self.values.popitem()[1][0].segments:
+                    self._discard(segment)
 
     def rank_lost(self, rank: int, reason: str) -> None:
         """Record that a rank's process has ended. `reason` is a whole sentence."""

@@ -72,7 +72,7 @@ from rankbook.protocol.forkserver import (
     decode_description,
     decode_from_agent,
 )
-from rankbook.protocol.messages import ExportState, FromForkserver, FromRank, Task, encode, message_segments
+from rankbook.protocol.messages import Done, ExportState, FromForkserver, FromRank, Task, encode, message_segments
 from rankbook.transport import Frames, Sender, agent_link, read_from_rank
 from rankbook.transport.agent_link import AgentHub, ClockOffset, RefusalProbe, make_keys
 from rankbook.transport.framed_socket import wait_readable
@@ -190,6 +190,7 @@ class Hosts:
         self._processes: dict[int, _Process] = {}
         # Messages that wait for segments of their host.
         self._held: list[tuple[Host, tuple[str, ...], Sender, FromRank, list[memoryview]]] = []
+        self._abandoned: set[int] = set()
         # Reentrant: a poll may send. Any thread sends, one polls.
         self._lock = threading.RLock()
 
@@ -329,6 +330,13 @@ class Hosts:
         """Return True if the host of this node number can start ranks."""
         return any(slots.node == node for slots in self.slots)
 
+    def abandon(self, cell: int) -> None:
+        """Let the next poll deliver the answers to `cell` without values that are on the way. Any thread.
+
+        Nobody reads them any more, and the rank counts as busy until its answer is there.
+        """
+        self._abandoned.add(cell)
+
     # Polling
 
     def filenos(self) -> list[int]:
@@ -366,6 +374,8 @@ class Hosts:
                         self._receive(agent, frames)
                     case _:
                         pass
+            while self._abandoned:
+                self._give_up_answers(self._abandoned.pop())
             # After the events, which may have made room in the link for further parts, or have shown that a host is
             # there.
             now = time.monotonic()
@@ -579,6 +589,16 @@ class Hosts:
             with contextlib.suppress(ProtocolError):
                 if (refused := host.receiver.give_up(name)) is not None:
                     self.hub.send(host.id, VALUES, [encode(refused)])
+
+    def _give_up_answers(self, cell: int) -> None:
+        held, self._held = self._held, []
+        for entry in held:
+            host, needs, sender, message, frames = entry
+            if isinstance(message, Done) and message.cell == cell:
+                self._give_up(host, needs)
+                self.messages.append((sender, message, frames))
+            else:
+                self._held.append(entry)
 
     def _release(self, host: Host) -> None:
         waiting = []
