@@ -182,3 +182,21 @@ def test_a_segment_that_nobody_reads_is_given_up_whatever_has_arrived_of_it(send
     for name in (half, nothing, refused):
         receiver.fail(name, "")
     assert files(receiver_store) == [] and not receiver.names and not receiver._refused
+
+
+def test_what_is_still_to_come_from_other_hosts_is_no_room_for_a_segment(sender_store, receiver_store, monkeypatch):
+    monkeypatch.setattr(shared_memory, "_free_bytes", lambda _: 12 * PART_SIZE)
+    receivers, names = [SegmentReceiver(receiver_store) for _ in range(3)], []
+    for receiver in receivers:
+        sender = SegmentSender(sender_store)
+        names.append(write(sender_store, b"x" * PART_SIZE * 4))
+        sender.add(names[-1])
+        refused = receiver.receive(*sender.next_part())
+        # The third one finds 3 + 3 of 12 parts promised, and may take half of the others.
+        assert refused == (SegmentRefused(names[-1]) if len(names) == 3 else None), len(names)
+    receivers[0].close()
+    receivers[1].drop([names[1]])
+    assert len(receiver_store.arriving) == 2, "a lost host is forgotten"
+    sender = SegmentSender(sender_store)
+    sender.add(names[0])
+    assert receivers[2].receive(*sender.next_part()) is None

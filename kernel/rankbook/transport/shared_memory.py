@@ -31,7 +31,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import getpid
 from pathlib import Path
@@ -112,6 +112,8 @@ class SegmentStore:
     def __init__(self, folder: Path, *, least: int = 64 << 10, most_in_frames: int | None = None) -> None:
         self.folder = folder
         self.least = least
+        self.arriving: list[Mapping[str, Transfer]] = []
+        """What other hosts are sending, by name: the `transfers` of the receivers that write into this folder."""
         self._most_in_frames = most_in_frames
         self._existed = folder.exists()
         # Threads that free the memory of removed segments.
@@ -482,6 +484,7 @@ class SegmentReceiver:
         self.settled: set[str] = set()
         self.transfers: dict[str, Transfer] = {}
         self._store = store
+        store.arriving.append(self.transfers)
         # The sender answers a refusal, so that it is known when no more parts can come.
         self._refused: set[str] = set()
 
@@ -501,7 +504,8 @@ class SegmentReceiver:
         transfer = self.transfers.get(name, Transfer(size))
         if (offset, size) != (transfer.done, transfer.size) or name in self.settled:
             raise ProtocolError(f"invalid part of {name}: bytes from {offset} of {size}")
-        others = sum(other.size - other.done for other in self.transfers.values() if other is not transfer)
+        arriving = (other for transfers in self._store.arriving for other in transfers.values())
+        others = sum(other.size - other.done for other in arriving if other is not transfer)
         try:
             self._store.write_part(name, offset, size, data, reserved=others)
         except TransferError as error:
@@ -547,6 +551,8 @@ class SegmentReceiver:
     def close(self) -> None:
         """Remove what has arrived in part: the rest will not come."""
         self.drop(tuple(self.transfers))
+        # By identity: empty tables are equal.
+        self._store.arriving = [table for table in self._store.arriving if table is not self.transfers]
 
     def _settle(self, name: str) -> None:
         self.transfers.pop(name, None)
