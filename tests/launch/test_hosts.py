@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rankbook.coordinator.cluster_processes import ClusterProcesses
 from rankbook.launch import hosts
 from rankbook.launch.hosts import HOME, Hosts, HostsLink, MirroredSegments, local_versions
 from rankbook.launch.placement import HostSlots, place_ranks
@@ -278,3 +281,32 @@ def test_a_name_of_a_segment_that_a_rank_has_made_up_does_not_hide_its_end(forke
     data = encode_from_rank(Done(5, "ok", 0.1, payload=Payload((Buffer(2, "../x"),))))
     forked.deliver(FromRanks((FromRank(3, 2, 1),), ("../x",)), frames=[data])
     assert forked.deliver(exited(3, 2)) == [exited(3, 2)]
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_a_lost_host_that_has_returned_is_used_before_the_launcher_is_asked(tmp_path, free):
+    agent = OneAgent(tmp_path, slots=2)
+    description = HostDescription(name="node", pid="1", address="127.0.0.1", **local_versions(), node="1")
+    _, ready = agent.events
+    agent.events = [Hello("before", encode_description(description)), LinkMessage("before", 0, ready.frames)]
+    agent.poll(times=1)
+    agent.hosts.seats = {seat.rank: seat for seat in place_ranks(2, agent.hosts.slots)}
+    agent.hosts.lose_node(1, "was not reachable")
+    agent.events = [Hello("agent", encode_description(description)), ready]
+    agent.poll(times=1)
+    if not free:  # other ranks have moved to it
+        moved = place_ranks(2, agent.hosts.slots)
+        agent.hosts.seats |= {seat.rank + 2: replace(seat, rank=seat.rank + 2) for seat in moved}
+    asked: list[int] = []
+
+    def answer(node: int, *, wait: bool) -> Future[int | None]:
+        asked.append(node)
+        future: Future[int | None] = Future()
+        future.set_result(None)
+        return future
+
+    processes = object.__new__(ClusterProcesses)
+    processes._engine = SimpleNamespace(replace=answer)
+    replacements = processes._replace_hosts(agent.hosts, (0, 1), 0.0, lambda: False)
+    assert (replacements, asked) == (({1: 1}, []) if free else ({}, [1]))
+    assert agent.hosts.move_lost((0, 1), replacements) == ([] if free else [0, 1])

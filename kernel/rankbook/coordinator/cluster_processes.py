@@ -472,6 +472,11 @@ class ClusterProcesses:
         replacements = {}
         lost_nodes = {hosts.node_of(rank) for rank in ranks if hosts.is_lost(rank)}
         for node in sorted(node for node in lost_nodes if node is not None):
+            # An agent that was only not reached for some time has returned, and offers its slots again. The engine,
+            # which has seen no end of it, would start a second one on the same devices.
+            if hosts.has_free_slot(node):
+                replacements[node] = node
+                continue
             replacement = self._ask_engine(node, deadline, interrupted, wait=False)
             while replacement is not None and not hosts.has_node(replacement):
                 self._show_notes()

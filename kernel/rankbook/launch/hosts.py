@@ -31,7 +31,7 @@ import platform
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -329,6 +329,11 @@ class Hosts:
     def has_node(self, node: int) -> bool:
         """Return True if the host of this node number can start ranks."""
         return any(slots.node == node for slots in self.slots)
+
+    def has_free_slot(self, node: int) -> bool:
+        """Return True if the host of this node number can start a further rank."""
+        taken = Counter(seat.host for seat in self.seats.values())
+        return any(slots.node == node and taken[slots.id] < slots.slots for slots in self.slots)
 
     def abandon(self, cell: int) -> None:
         """Let the next poll deliver the answers to `cell` without values that are on the way. Any thread.
