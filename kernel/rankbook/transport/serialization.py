@@ -29,7 +29,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -555,6 +554,9 @@ def number_cell_objects() -> None:
 
 def reduce_for_child(_pickler: object, value: object) -> Any:  # noqa: ANN401 - see pickle.Pickler.reducer_override
     """Reduce a function or class of `__main__` for a parent or child process, forked or spawned."""
+    # Not with the module, which the notebook imports on every system, to say that it needs Linux or macOS.
+    from multiprocessing.context import get_spawning_popen
+
     global _has_spawned
     _has_spawned = _has_spawned or get_spawning_popen() is not None
     if not _is_cell_object(value):
