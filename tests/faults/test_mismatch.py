@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rankbook.rank.process_groups import gloo
 from tests.conftest import Notebook, running_kernel
 
 pytestmark = pytest.mark.slow
@@ -239,3 +240,24 @@ def test_an_error_of_the_users_own_is_shown_as_it_is(ranks, text):
     assert f"RuntimeError: {text}" in failed.traceback
     assert "CollectiveAborted" not in failed.traceback + failed.text
     assert "sum" in ranks.ok(AFTER, timeout=20).stdout
+
+
+def test_a_message_is_waited_for_longer_than_gloo_may_take_to_connect(ranks):
+    """Check it: gloo waits for a send or recv as long as the timeout with which it was connected, unless told."""
+    outcome = ranks.ok(
+        f"""%%distributed
+import threading
+large = torch.full((1_000_000,), float(rank))
+late = threading.Event()
+if rank == 0:
+    dist.recv(large, 1)
+    dist.send(large + 1, 1)
+elif rank == 1:
+    late.wait({gloo._ATTEMPT_TIMEOUTS[0] + 0.5})
+    dist.send(large, 0)
+    late.wait({gloo._ATTEMPT_TIMEOUTS[0] + 0.5})
+    dist.recv(large, 0)
+print(large[-1].item())""",
+        timeout=30,
+    )
+    assert {"[0] 1.0", "[1] 2.0"} <= set(outcome.stdout.splitlines())

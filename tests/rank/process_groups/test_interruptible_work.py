@@ -23,7 +23,7 @@ class Work:
     def __init__(self, error: Exception | None = None) -> None:
         self._error = error
 
-    def wait(self) -> bool:
+    def wait(self, _timeout: timedelta) -> bool:
         if self._error is not None:
             raise self._error
         return True
@@ -33,6 +33,7 @@ class Group:
     """Process group without errors."""
 
     waits_in_steps = True
+    timeout = timedelta(minutes=30)
     transport_failed = False
     seconds_since_abort = 0.0
     cause: str | None = None
@@ -90,7 +91,7 @@ def test_wait_returns_its_result_to_its_own_thread(monkeypatch):
         """The idle ones, one of which another thread takes as soon as it is there."""
 
         def append(self, waiter: interruptible_work._Waiter) -> None:
-            waiter.begin(Work())
+            waiter.begin(Work(), timedelta(minutes=30))
             assert waiter.ended.wait(5)
             super().append(waiter)
 

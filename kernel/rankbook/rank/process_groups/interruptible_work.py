@@ -88,6 +88,10 @@ class Group(Protocol):
     def cause(self) -> str | None:
         """Return the reason why the group cannot be used until it is renewed, or None."""
 
+    @property
+    def timeout(self) -> timedelta:
+        """Return the timeout of the group's collectives."""
+
     def leak(self) -> None:
         """Keep the inner group alive forever: a thread is blocked in it."""
 
@@ -164,7 +168,7 @@ class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-
             waiter = _idle.pop()
         except IndexError:
             waiter = _Waiter()
-        waiter.begin(self._work)
+        waiter.begin(self._work, self._group.timeout)
         try:
             # An Event is waited for in Python, where an interrupt is raised at once.
             while not waiter.ended.wait(_CHECK_INTERVAL.total_seconds()):
@@ -264,15 +268,15 @@ class _Waiter:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self._result: bool | BaseException = False
-        self._works: SimpleQueue[Any] = SimpleQueue()
+        self._works: SimpleQueue[tuple[Any, timedelta, Any] | None] = SimpleQueue()
         threading.Thread(target=self._run, name="rankbook-wait", daemon=True).start()
 
-    def begin(self, work: Any) -> None:  # noqa: ANN401 - torch's
-        """Wait for `work` on the thread, which sets `ended` afterwards."""
+    def begin(self, work: Any, timeout: timedelta) -> None:  # noqa: ANN401 - torch's
+        """Wait for `work` on the thread, for at most `timeout`; it sets `ended` afterwards."""
         self.ended.clear()
         # gloo orders the result of a CUDA tensor on the current stream of the thread that waits.
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        self._works.put((work, stream))
+        self._works.put((work, timeout, stream))
 
     def result(self) -> bool:
         """Return the result of the wait, or raise its exception, once.
@@ -293,11 +297,12 @@ class _Waiter:
 
     def _run(self) -> None:
         while (item := self._works.get()) is not None:
-            work, stream = item
+            work, timeout, stream = item
             try:
                 if stream is not None:
                     torch.cuda.set_stream(stream)  # and with it the device; every wait sets its own
-                self._result = bool(work.wait())
+                # Without an argument, a send or recv waits as long as gloo may take to connect (`make_gloo`).
+                self._result = bool(work.wait(timeout))
             except BaseException as error:  # noqa: BLE001 - raised again, on the thread that waits for it
                 self._result = error
             del item, work  # frees its tensors

@@ -129,6 +129,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -510,6 +511,12 @@ class RecoverableProcessGroup(dist.ProcessGroup):
     def leak(self) -> None:
         """Keep the inner group alive forever: a thread is blocked in it."""
         self._inner.leak()
+
+    @property
+    def timeout(self) -> timedelta:
+        """Return the timeout of the collectives that gloo executes."""
+        timeout: timedelta = self._inner.group._get_backend(torch.device("cpu")).options._timeout
+        return timeout
 
     @property
     def transport_failed(self) -> bool:
