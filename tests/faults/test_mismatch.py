@@ -261,3 +261,56 @@ print(large[-1].item())""",
         timeout=30,
     )
     assert {"[0] 1.0", "[1] 2.0"} <= set(outcome.stdout.splitlines())
+
+
+SCATTER = "dist.reduce_scatter_tensor(value, torch.ones(world_size))"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "value = torch.tensor(7) if rank == 0 else torch.zeros(1, dtype=torch.long)\ndist.broadcast(value, 0)",
+        "value = torch.ones(1, 6, 1) if rank else torch.ones(6)\ndist.all_reduce(value)\nvalue = value.max()",
+        f"with torch.inference_mode():\n    value = torch.empty(1)\n    {SCATTER}",
+        f"value = torch.nn.Parameter(torch.zeros(1))\nwith torch.no_grad():\n    {SCATTER}",
+    ],
+    ids=["broadcast", "all_reduce", "inference", "parameter"],
+)
+def test_what_torch_allows_is_no_mismatch_and_no_error(ranks, code):
+    outcome = ranks.ok(f"%%distributed\n{code}\nprint('done', value.item() in (7, world_size))", timeout=20)
+    assert outcome.stdout.endswith("] done True\n"), outcome.stdout
+
+
+def test_a_new_group_waits_for_a_late_rank_as_long_as_its_timeout(ranks):
+    outcome = ranks.ok(
+        """%%distributed
+import threading
+from datetime import timedelta
+from rankbook.rank.process_groups import manager
+before, manager.JOIN_TIMEOUT = manager.JOIN_TIMEOUT, timedelta(seconds=1)
+try:
+    if rank == 0:
+        threading.Event().wait(1.5)
+    group = dist.new_group(timeout=timedelta(minutes=10))
+finally:
+    manager.JOIN_TIMEOUT = before
+print(group.size() == world_size, dist.distributed_c10d._get_default_store().timeout)""",
+        timeout=30,
+    )
+    assert outcome.stdout.endswith("] True 0:30:00\n"), outcome.stdout
+
+
+@pytest.mark.parametrize("code", ["dist.all_reduce(torch.ones(1), group=group)", "dist.barrier(group=group)"])
+def test_a_timeout_is_named(ranks, code):
+    failed = ranks.run(
+        f"""%%distributed
+import threading
+from datetime import timedelta
+group = dist.new_group(timeout=timedelta(seconds=1))
+if rank == 1:
+    threading.Event().wait(2.5)
+{code}""",
+        timeout=30,
+    )
+    assert "a wait of 1 s has reached the timeout of its process group" in failed.traceback
+    assert "sum" in ranks.ok(AFTER, timeout=20).stdout

@@ -346,3 +346,15 @@ def test_report_allows_garbage_collection_to_start_and_end_collectives(log):
         gc.set_threshold(*thresholds)
         gc.unfreeze()
         gc.enable()
+
+
+def test_a_message_is_reported_as_pending_only_while_its_rank_may_wait_for_it():
+    """Check it: gloo does not tell whether a send has completed before it is waited for."""
+    log = CollectiveLog("0", (0, 1))
+    _, sent = log.launch(OPS["send"], ([torch.ones(1)], 1, 0))
+    assert [call.op for call in log.report().pending] == ["send"], "the launch has not returned"
+    work = Work()
+    sent.work = weakref.ref(work)
+    assert log.report().pending == ()
+    sent.is_waited_for = True
+    assert [call.op for call in log.report().pending] == ["send"]

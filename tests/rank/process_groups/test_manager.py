@@ -41,6 +41,7 @@ def manager():
     manager._members = {group.log.name: SimpleNamespace(group=group) for group in groups}
     manager._creation_log = CollectiveLog("", (0, 1, 2, 3))
     manager._cause, manager._creating, manager._cancel = None, None, threading.Event()
+    manager.store = dist.HashStore()
     return manager
 
 
@@ -171,7 +172,7 @@ def test_nccl_gets_the_options_with_which_the_user_has_created_the_group(manager
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNCCL, raising=False)
     manager.device, manager._timeouts_suspended, store = torch.device("cpu"), False, dist.HashStore()
     create = manager._create_inner_group
-    monkeypatch.setattr(manager, "_connect", lambda *arguments: create(store, *arguments), raising=False)
+    monkeypatch.setattr(manager, "_connect", lambda *arguments: create(store, *arguments[:3]), raising=False)
 
     def options_of(requested):
         manager._creating = ("new", {"cuda": "nccl"})

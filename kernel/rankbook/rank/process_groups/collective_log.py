@@ -18,6 +18,7 @@ import itertools
 import sys
 import time
 import types
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -57,7 +58,9 @@ class Op(NamedTuple):
     thread; the others must be waited for in a single call. `rooted`: one rank is the source or destination, and
     `reduces`: there is a reduction; both must be the same on every rank. `parts` is the index of the list with one
     tensor per rank: where these differ in size, as NCCL allows, the list must be the same on every rank. `exchanges`:
-    every rank sends a part to every other rank, see the balance in the module docstring.
+    every rank sends a part to every other rank, see the balance in the module docstring. `elementwise`: torch wants
+    the same number of elements only. Shapes that differ by dimensions of size 1 are the same then; others, such as
+    [2, 3] and [3, 2], are more likely a mistake.
     """
 
     function: str
@@ -69,13 +72,14 @@ class Op(NamedTuple):
     reduces: bool = False
     parts: int | None = None
     exchanges: bool = False
+    elementwise: bool = False
 
 
 OPS: dict[str, Op] = {
-    "allreduce": Op("all_reduce", 0, reduces=True),
+    "allreduce": Op("all_reduce", 0, reduces=True, elementwise=True),
     "allreduce_coalesced": Op("all_reduce_coalesced", 0, reduces=True),
-    "broadcast": Op("broadcast", 0, rooted=True),
-    "reduce": Op("reduce", 0, rooted=True, reduces=True),
+    "broadcast": Op("broadcast", 0, rooted=True, elementwise=True),
+    "reduce": Op("reduce", 0, rooted=True, reduces=True, elementwise=True),
     "allgather": Op("all_gather", 1, parts=0),
     "allgather_coalesced": Op("all_gather_coalesced", 1),
     "_allgather_base": Op("all_gather_into_tensor", 1),
@@ -197,7 +201,7 @@ class CollectiveCall:
 
     `number` counts the collectives of its group; it is 0 for a send or recv. `sends` and `expects` are the sizes of an
     all_to_all, by rank of the group. `checksums` are the log's digest and balance after this launch, `before` those
-    before it.
+    before it. `is_waited_for`: a thread is in the `wait` of its work.
     """
 
     # Slots, because one object is made for every collective.
@@ -208,6 +212,7 @@ class CollectiveCall:
         "checksums",
         "completes_alone",
         "expects",
+        "is_waited_for",
         "number",
         "op",
         "peer",
@@ -228,6 +233,7 @@ class CollectiveCall:
         self.position: _Position | None = None
         self.began = time.monotonic()
         self.work: Callable[[], CollectiveWork | None] | None = None
+        self.is_waited_for = False
 
     @property
     def is_any_source(self) -> bool:
@@ -352,6 +358,8 @@ class CollectiveLog:
         name = str(getattr(reduction, "op", reduction)).rpartition(".")[2].lower() if op.reduces else ""
         # Of an all_to_all only the dtype must be equal, as the balance compares the sizes.
         alike: object = data if op.alike else [dtype for dtype, _ in data[:1]] if op.exchanges else None
+        if op.elementwise:
+            alike = [(dtype, *(size for size in shape if size != 1)) for dtype, shape in data]
         code = zlib.crc32(f"{op.function} {alike} {root} {name}".encode())
         # A program with ever new shapes must not fill the memory. Dropping all is simple, and the frequent ones come
         # back.
@@ -442,7 +450,7 @@ class CollectiveLog:
         now = time.monotonic()
         default = "" if line is None else f"line {line}"
         # The oldest ones decide who waits for whom. With a device that is behind there may be thousands.
-        oldest = itertools.islice(self.pending(), _MAX_PENDING)
+        oldest = itertools.islice(filter(_may_block, self.pending()), _MAX_PENDING)
         pending = tuple(self._to_message(call, now, default) for call in oldest)
         return GroupReport(
             name=self.name,
@@ -469,6 +477,14 @@ class CollectiveLog:
             digest=launched.checksums[0],
             balance=launched.checksums[1],
         )
+
+
+def _may_block(call: CollectiveCall) -> bool:
+    """Return True if the rank may be waiting in this call.
+
+    gloo does not tell whether a send or recv has completed before it is waited for. Until then the rank may compute.
+    """
+    return bool(call.number) or call.is_waited_for or not isinstance(call.work, weakref.ref)
 
 
 def _data_of(value: Any) -> _Data:  # noqa: ANN401 - a tensor, or nested lists of tensors

@@ -124,6 +124,7 @@ class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-
             return self._wait(*arguments)
 
     def _wait(self, *timeout: timedelta) -> bool:
+        self._launched.is_waited_for = True
         try:
             # With a timeout of its own, the caller's wait ends by itself.
             if not timeout:
@@ -143,6 +144,7 @@ class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-
                 raise
             raise self._group.abort_error(self._launched) from None
         finally:
+            self._launched.is_waited_for = False
             # What was waited for in vain is not pending any more, unless only the caller's timeout has ended the wait.
             if not timeout or self._work.is_completed():
                 self._group.log.end(self._key)
@@ -268,15 +270,17 @@ class _Waiter:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self._result: bool | BaseException = False
-        self._works: SimpleQueue[tuple[Any, timedelta, Any] | None] = SimpleQueue()
+        self._works: SimpleQueue[tuple[Any, timedelta, tuple[bool, bool], Any] | None] = SimpleQueue()
         threading.Thread(target=self._run, name="rankbook-wait", daemon=True).start()
 
     def begin(self, work: Any, timeout: timedelta) -> None:  # noqa: ANN401 - torch's
         """Wait for `work` on the thread, for at most `timeout`; it sets `ended` afterwards."""
         self.ended.clear()
+        # gloo writes the result of a reduce_scatter in the thread that waits.
+        modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         # gloo orders the result of a CUDA tensor on the current stream of the thread that waits.
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        self._works.put((work, timeout, stream))
+        self._works.put((work, timeout, modes, stream))
 
     def result(self) -> bool:
         """Return the result of the wait, or raise its exception, once.
@@ -297,12 +301,13 @@ class _Waiter:
 
     def _run(self) -> None:
         while (item := self._works.get()) is not None:
-            work, timeout, stream = item
+            work, timeout, (is_inference, has_grad), stream = item
             try:
                 if stream is not None:
                     torch.cuda.set_stream(stream)  # and with it the device; every wait sets its own
                 # Without an argument, a send or recv waits as long as gloo may take to connect (`make_gloo`).
-                self._result = bool(work.wait(timeout))
+                with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
+                    self._result = bool(work.wait(timeout))
             except BaseException as error:  # noqa: BLE001 - raised again, on the thread that waits for it
                 self._result = error
             del item, work  # frees its tensors

@@ -56,7 +56,7 @@ from rankbook.rank.process_groups.store import generation_prefix, open_store
 from rankbook.transport.serialization import number_cell_objects, reduce_for_child
 
 JOIN_TIMEOUT = timedelta(seconds=60)
-"""Maximum time that a rank waits for the others to join."""
+"""Maximum time that a rank waits for the others to join. For a new group of the program: at least that of the group."""
 _FOREVER = timedelta(days=365)
 """Timeout of collectives while a rank may be paused in a debugger."""
 _NAME = "rankbook"
@@ -140,7 +140,6 @@ class GroupManager:
         self._timeouts_suspended = False
         self.master_port = os.environ.get("MASTER_PORT")
         self.store = open_store(folder / "store", agent, self._cancel)  # never replaced: torch keeps a reference
-        self.store.set_timeout(JOIN_TIMEOUT)
         self._install()
 
     # Joining a generation
@@ -157,6 +156,7 @@ class GroupManager:
             # The first attempt of this process has failed in the middle. The groups that it has not made would be
             # missing on all ranks.
             self.leave()
+        self.store.set_timeout(JOIN_TIMEOUT)
         # The reason of the last abort is over: every rank that joins has left its cell.
         self._cause = None
         self._cancel.clear()
@@ -205,6 +205,7 @@ class GroupManager:
         # counted fewer than the others.
         c10d._world.group_count = max(count, c10d._world.group_count)
         self._creation_log.restart()
+        self.store.set_timeout(c10d.default_pg_timeout)  # for programs, as torchrun's
         self._has_joined = True
 
     def _agree_on_groups(self) -> tuple[dict[str, dict[str, Any]], int, list[model_reset.StepReport | None]]:
@@ -565,7 +566,7 @@ class GroupManager:
         name, backends = self._creating
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         member = _Member(None, backends, options.timeout, options.group_rank, backend_options)  # type: ignore[arg-type]
-        inner = self._connect(name, ranks, member)
+        inner = self._connect(name, ranks, member, max(JOIN_TIMEOUT, options.timeout))
         log = CollectiveLog(name, ranks, rank=options.group_rank, cell=self.cell)
         log.generation = self._generation
         member.group = RecoverableProcessGroup(options.store, options.group_rank, ranks, inner, log, self._line)
@@ -598,7 +599,9 @@ class GroupManager:
     def _line(self) -> int | str | None:
         return self.current_line()
 
-    def _connect(self, name: str, ranks: tuple[int, ...], member: _Member) -> BackendGroup:
+    def _connect(
+        self, name: str, ranks: tuple[int, ...], member: _Member, timeout: timedelta = JOIN_TIMEOUT
+    ) -> BackendGroup:
         """Meet the other members in the store and connect the backends.
 
         An interrupt ends the wait, as `abort` does. The members meet before gloo begins to connect, so that its short
@@ -608,7 +611,7 @@ class GroupManager:
         store = self._store(f"group-{name}.{self._creation_counts[name]}")
         # The value does not matter: the key says that this member is present.
         store.set(f"here-{member.rank}", "")
-        self._wait_for_keys(store, [f"here-{rank}" for rank in range(len(ranks))])
+        self._wait_for_keys(store, [f"here-{rank}" for rank in range(len(ranks))], timeout)
         sockets: Opened = {}
         create = functools.partial(self._create_connected_group, sockets, store, name, ranks, member)
         group = self._run_interruptibly(create)
@@ -682,16 +685,16 @@ class GroupManager:
     def _store(self, what: str) -> dist.Store:
         return dist.PrefixStore(f"{generation_prefix(self._generation)}/{what}", self.store)
 
-    def _wait_for_keys(self, store: dist.Store, keys: list[str]) -> None:
+    def _wait_for_keys(self, store: dist.Store, keys: list[str], timeout: timedelta = JOIN_TIMEOUT) -> None:
         """Wait until all `keys` are set. torch's own wait ignores signals and `abort`."""
         # Short pauses first, because the others are usually there at once.
-        pause, deadline = 0.0005, time.monotonic() + JOIN_TIMEOUT.total_seconds()
+        pause, deadline = 0.0005, time.monotonic() + timeout.total_seconds()
         while not store.check(keys):
             if self._cancel.wait(pause):
                 raise CollectiveAborted("the other ranks will not join the process group")
             if time.monotonic() > deadline and not self._timeouts_suspended:
                 missing = [key for key in keys if not store.check([key])]
-                seconds = JOIN_TIMEOUT.total_seconds()
+                seconds = timeout.total_seconds()
                 raise RuntimeError(f"timeout after {seconds:.0f} s, waiting for the other ranks: {', '.join(missing)}")
             pause = min(2 * pause, 0.02)
 

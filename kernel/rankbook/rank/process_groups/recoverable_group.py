@@ -150,6 +150,8 @@ from rankbook.rank.process_groups.interruptible_work import (
 
 _BROKEN_LINK = re.compile(r"onnection (?:closed|reset|refused)|roken pipe|ocket|ransport|borted")
 """Error messages of gloo that mean a broken connection, and not an invalid call."""
+_TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms|(\[Rank 0\]: Ranks? .* failed to pass monitoredBarrier in \d+ ms)")
+"""Error messages of gloo after a timeout, by which it closes the connections."""
 _NCCL = re.compile(r"NCCL|nccl[A-Z]")
 _GLOO = re.compile(r"gloo/")
 """Part of the path of a source file, with which the messages of gloo begin."""
@@ -554,6 +556,9 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         if not link.search(text) and not (self._futures_completed and _EMPTY.search(text)):
             return describe_nccl_error(error) if of_nccl else error
         self._mark_broken()
+        if (timed_out := _TIMED_OUT.search(text)) is not None:
+            seconds = f"{int(timed_out[1]) / 1000:g} s" if timed_out[1] else ""
+            self.set_cause(timed_out[2] or f"a wait of {seconds} has reached the timeout of its process group")
         # The connection broke before the notebook has said why. It is told that this rank does not know, and asks the
         # others.
         if self._cause is None:
