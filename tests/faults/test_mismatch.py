@@ -314,3 +314,24 @@ if rank == 1:
     )
     assert "a wait of 1 s has reached the timeout of its process group" in failed.traceback
     assert "sum" in ranks.ok(AFTER, timeout=20).stdout
+
+
+def test_a_monitored_barrier_waits_for_rank_0_and_names_who_does_not_come(ranks):
+    """Check it: gloo's own waits for rank 0 no longer than it may take to connect."""
+    waits = f"""%%distributed
+import threading
+from datetime import timedelta
+late = threading.Event()
+if rank == 0:
+    late.wait({gloo._ATTEMPT_TIMEOUTS[0] + 0.5})
+dist.monitored_barrier()
+print("all are here")"""
+    assert ranks.ok(waits, timeout=20).stdout.endswith("] all are here\n")
+    failed = ranks.run(
+        """%%distributed
+if rank != 1:
+    dist.monitored_barrier(timeout=timedelta(seconds=0.5))""",
+        timeout=20,
+    )
+    assert "Rank 1 failed to pass monitoredBarrier in 500 ms" in failed.traceback
+    assert "sum" in ranks.ok(AFTER, timeout=20).stdout

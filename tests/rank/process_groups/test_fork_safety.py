@@ -6,32 +6,36 @@ import contextlib
 import ctypes
 import hashlib
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from rankbook.rank.process_groups import manager
+from tests.conftest import wait_until
 
 PR_SET_NAME = 15
 
 
 @contextlib.contextmanager
-def busy(name: bytes, seconds: float) -> Iterator[threading.Event]:
-    """Compute without the interpreter for `seconds` in a thread of that name; yield the event of its end."""
-    started, over, computed = threading.Event(), threading.Event(), threading.Event()
+def busy(name: bytes, *, ends: bool) -> Iterator[threading.Event]:
+    """Compute without the interpreter in a thread of that name; yield the event of its end.
+
+    With `ends`, in one call: between two calls the thread may sleep, waiting for the GIL.
+    """
+    over, computed = threading.Event(), threading.Event()
 
     def run() -> None:
         ctypes.CDLL(None).prctl(PR_SET_NAME, name, 0, 0, 0)
-        started.set()
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and not over.is_set():
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 20_000)
+        while not over.is_set():
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000 if ends else 20_000)
+            if ends:
+                break
         computed.set()
 
     thread = threading.Thread(target=run)
     thread.start()
-    started.wait()
+    task = manager._TASKS / str(thread.native_id)
+    wait_until(lambda: f"({name.decode()}) R" in (task / "stat").read_text(), timeout=20, what="the computation")
     try:
         yield computed
     finally:
@@ -43,7 +47,7 @@ def busy(name: bytes, seconds: float) -> Iterator[threading.Event]:
 @pytest.mark.parametrize(("name", "waits"), [(b"pt_gloo_runloop", True), (b"another", False)])
 def test_a_fork_waits_until_the_threads_that_carry_out_collectives_sleep(name, waits, monkeypatch):
     monkeypatch.setattr(manager, "_MAX_FORK_WAIT", 10.0)
-    with busy(name, 0.3 if waits else 60.0) as computed:
+    with busy(name, ends=waits) as computed:
         manager._wait_for_gloo_threads()
         assert computed.is_set() == waits
 
@@ -51,6 +55,6 @@ def test_a_fork_waits_until_the_threads_that_carry_out_collectives_sleep(name, w
 @pytest.mark.skipif(not manager._TASKS.exists(), reason="as above")
 def test_a_fork_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(manager, "_MAX_FORK_WAIT", 0.02)
-    with busy(b"pt_gloo_runloop", 60.0) as computed:
+    with busy(b"pt_gloo_runloop", ends=False) as computed:
         manager._wait_for_gloo_threads()
         assert not computed.is_set()

@@ -97,7 +97,7 @@ OPS: dict[str, Op] = {
     "alltoall_base": Op("all_to_all_single", 1, alike=False, exchanges=True),
     "all_to_all_single": Op("all_to_all_single", 1, alike=False, exchanges=True),
     "barrier": Op("barrier", None),
-    "monitored_barrier": Op("monitored_barrier", None),
+    "monitored_barrier": Op("monitored_barrier", None, completes_alone=False),
     "send": Op("send", 0, alike=False, peer=1, completes_alone=False),
     "recv": Op("recv", 0, alike=False, peer=1, completes_alone=False),
     "recv_anysource": Op("recv", 0, alike=False, completes_alone=False),

@@ -164,13 +164,19 @@ class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-
                     return  # it has failed; the caller's wait raises the error
 
     def _wait_on_thread(self) -> bool:
-        """Wait on a helper thread that can be left behind, so that this thread stays interruptible."""
+        return self.wait_on_thread(self._group.timeout)
+
+    def wait_on_thread(self, timeout: timedelta) -> bool:
+        """Wait on a helper thread that can be left behind, so that this thread stays interruptible.
+
+        Raises torch's own errors, such as that of the timeout.
+        """
         try:
             # `pop` and `append` of a list are atomic, so the threads of user code need no lock here.
             waiter = _idle.pop()
         except IndexError:
             waiter = _Waiter()
-        waiter.begin(self._work, self._group.timeout)
+        waiter.begin(self._work, timeout)
         try:
             # An Event is waited for in Python, where an interrupt is raised at once.
             while not waiter.ended.wait(_CHECK_INTERVAL.total_seconds()):

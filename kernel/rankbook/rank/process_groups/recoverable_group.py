@@ -165,6 +165,8 @@ _NCCL_HINTS = (
     ("CUDA calloc", "the device has no memory left for NCCL: free some of it, or use smaller batches"),
 )
 """Hints for some errors of NCCL."""
+_BARRIER_TAG = 0x7FFF0000
+"""Tag of the messages of `monitored_barrier`, which those of programs hardly have."""
 _EMPTY = re.compile(r"size \(?0\b")
 """torch's error message for an empty tensor in a bucket of gradients, see `_complete_futures`."""
 ABORT_LIMIT = 5.0
@@ -553,7 +555,8 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         text = str(error)
         of_nccl = _NCCL.search(text) is not None
         link = _NCCL_BROKEN_LINK if of_nccl else _BROKEN_LINK
-        if not link.search(text) and not (self._futures_completed and _EMPTY.search(text)):
+        is_broken = link.search(text) or _TIMED_OUT.search(text)
+        if not is_broken and not (self._futures_completed and _EMPTY.search(text)):
             return describe_nccl_error(error) if of_nccl else error
         self._mark_broken()
         if (timed_out := _TIMED_OUT.search(text)) is not None:
@@ -582,7 +585,54 @@ class RecoverableProcessGroup(dist.ProcessGroup):
 
     # The interface that torch calls
 
-    def _launch(self, name: str, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - a Work
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks, as `torch.distributed.monitored_barrier` does; rank 0 names those that do not come.
+
+        The other ranks wait for rank 0 as long as the timeout of the group. gloo's own waits there as long as the
+        backend may take to connect, and an interrupt does not reach it.
+        """
+        op = OPS["monitored_barrier"]
+        self._check_launch(op)
+        key, launched = self.log.launch(op, ())
+        try:
+            self._meet(launched, timeout or self.timeout, wait_all_ranks)
+        except RuntimeError as error:
+            raise self.error_for(error, launched) from None
+        finally:
+            self.log.end(key)
+
+    def _meet(self, launched: CollectiveCall, timeout: timedelta, wait_all_ranks: bool) -> None:
+        inner = self._inner.group
+
+        def message(method: Callable[..., Any], peer: int) -> InterruptibleWork:
+            work = InterruptibleWork(method([torch.zeros(1)], peer, _BARRIER_TAG), self, -1, launched)
+            launched.work = None  # the barrier does not end with its messages
+            return work
+
+        if inner.rank():
+            message(inner.send, 0).wait_on_thread(self.timeout)
+            message(inner.recv, 0).wait_on_thread(self.timeout)
+            return
+        deadline = time.monotonic() + timeout.total_seconds()
+        late: list[str] = []
+        for peer in range(1, inner.size()):
+            left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            try:
+                message(inner.recv, peer).wait_on_thread(left)
+            except RuntimeError as error:
+                if not _TIMED_OUT.search(str(error)):
+                    raise
+                late.append(str(self.log.ranks[peer]))
+                if not wait_all_ranks:
+                    break
+        if late:
+            ranks = f"Rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
+            milliseconds = round(1000 * timeout.total_seconds())
+            raise RuntimeError(f"[Rank 0]: {ranks} failed to pass monitoredBarrier in {milliseconds} ms")
+        for peer in range(1, inner.size()):
+            message(inner.send, peer).wait_on_thread(self.timeout)
+
+    def _check_launch(self, op: Op) -> None:
         # A `peek` runs beside the cell. Its collective would be matched with one of the cell on the other ranks.
         if thread_state.collectives_forbidden:
             raise InvalidArgument(
@@ -590,6 +640,9 @@ class RecoverableProcessGroup(dist.ProcessGroup):
             )
         if self._cause is not None:
             raise self._abort_error(f", so this rank cannot begin {op.function}")
+
+    def _launch(self, name: str, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - a Work
+        self._check_launch(op)
         # Logged before the call, which may block: the notebook has to see a rank that waits in it. A call that torch
         # refuses is withdrawn, because the other ranks have not seen it; one that fails on the network has ended.
         key, launched = self.log.launch(op, args, kwargs)
@@ -743,5 +796,5 @@ def _method(name: str, op: Op) -> Callable[..., Any]:
 
 for _name, _op in OPS.items():
     # Some versions of torch lack some of them.
-    if hasattr(dist.ProcessGroup, _name):
+    if hasattr(dist.ProcessGroup, _name) and _name not in vars(RecoverableProcessGroup):
         setattr(RecoverableProcessGroup, _name, _method(_name, _op))
