@@ -605,7 +605,7 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         inner = self._inner.group
 
         def message(method: Callable[..., Any], peer: int) -> InterruptibleWork:
-            work = InterruptibleWork(method([torch.zeros(1)], peer, _BARRIER_TAG), self, -1, launched)
+            work = InterruptibleWork(method([torch.zeros(1, device="cpu")], peer, _BARRIER_TAG), self, -1, launched)
             launched.work = None  # the barrier does not end with its messages
             return work
 
