@@ -9,7 +9,7 @@ the abort is left behind.
 
 There are two ways to wait. Most collectives complete in gloo's threads, so the caller waits in steps with a timeout
 (`_wait_in_steps`). Send, recv and reduce_scatter (`Op.completes_alone` is False) must be waited for in a single call,
-so a helper thread makes that call while the caller waits for the thread (`_wait_on_thread`).
+so a helper thread makes that call while the caller waits for the thread (`wait_on_thread`).
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-
             # With a timeout of its own, the caller's wait ends by itself.
             if not timeout:
                 if not self._launched.completes_alone:
-                    return self._wait_on_thread()
+                    return self.wait_on_thread(self._group.timeout)
                 self._wait_in_steps()
             # After `_wait_in_steps` the work is complete, and this raises its error, if it has one.
             return bool(self._work.wait(*timeout))
@@ -162,9 +162,6 @@ class InterruptibleWork(dist._Work):  # type: ignore[misc, name-defined, unused-
             except RuntimeError:
                 if self._work.is_completed():
                     return  # it has failed; the caller's wait raises the error
-
-    def _wait_on_thread(self) -> bool:
-        return self.wait_on_thread(self._group.timeout)
 
     def wait_on_thread(self, timeout: timedelta) -> bool:
         """Wait on a helper thread that can be left behind, so that this thread stays interruptible.

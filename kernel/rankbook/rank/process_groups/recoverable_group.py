@@ -555,13 +555,16 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         text = str(error)
         of_nccl = _NCCL.search(text) is not None
         link = _NCCL_BROKEN_LINK if of_nccl else _BROKEN_LINK
-        is_broken = link.search(text) or _TIMED_OUT.search(text)
-        if not is_broken and not (self._futures_completed and _EMPTY.search(text)):
+        timed_out = _TIMED_OUT.search(text)
+        if not timed_out and not link.search(text) and not (self._futures_completed and _EMPTY.search(text)):
             return describe_nccl_error(error) if of_nccl else error
         self._mark_broken()
-        if (timed_out := _TIMED_OUT.search(text)) is not None:
-            seconds = f"{int(timed_out[1]) / 1000:g} s" if timed_out[1] else ""
-            self.set_cause(timed_out[2] or f"a wait of {seconds} has reached the timeout of its process group")
+        if timed_out:
+            milliseconds, text_of_barrier = timed_out.groups()
+            self.set_cause(
+                text_of_barrier
+                or f"a wait of {int(milliseconds) / 1000:g} s has reached the timeout of its process group"
+            )
         # The connection broke before the notebook has said why. It is told that this rank does not know, and asks the
         # others.
         if self._cause is None:
