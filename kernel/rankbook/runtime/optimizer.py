@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from rankbook.errors import InvalidArgument
 from rankbook.runtime.gradient_state import window
 from rankbook.runtime.state import GradientState
+from rankbook.runtime.strategies.base import group_by_layout
 
 _NOT_PICKLED = {"step", "before_step", "gradient_state", "scaler", "_unscaled", "_unscaled_gradient", "_stepped_after"}
 """Attributes that are not pickled.
@@ -54,15 +54,9 @@ class LayoutGradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        layouts: dict[object, list[torch.Tensor]] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if isinstance(gradient := parameter.grad, DTensor):
-                    layouts.setdefault((gradient.device_mesh, gradient.placements), []).append(parameter)
-                elif gradient is not None:
-                    layouts.setdefault(None, []).append(parameter)
+        layouts = group_by_layout(parameter for group in optimizer.param_groups for parameter in group["params"])
         found: dict[torch.device, torch.Tensor] = {}
-        for parameters in layouts.values():
+        for parameters in layouts:
             part: Any = SimpleNamespace(param_groups=[{"params": parameters}])
             for device, flag in super()._unscale_grads_(part, inv_scale, found_inf, allow_fp16).items():
                 found[device] = torch.maximum(found[device], flag) if device in found else flag
@@ -222,7 +216,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._was_skipped = not any(stepped)
         self.steps += not self._was_skipped
         self.is_stepping = False
-        sharing = self._sharing_scaler()
+        sharing = _sharing(scaler)
         # An optimizer that has gradients and has not stepped will use them in this round.
         if all(optimizer._stepped_after is not None or optimizer._first_gradient() is None for optimizer in sharing):
             scaler.update()
@@ -248,9 +242,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def _begin_round(self) -> None:
         self._unscaled, self._unscaled_gradient, self._stepped_after = False, None, None
-
-    def _sharing_scaler(self) -> list[AcceleratedOptimizer]:
-        return [optimizer for optimizer in tuple(_optimizers) if optimizer.scaler is self.scaler]
 
     def _gradients(self) -> Iterator[torch.Tensor]:
         for group in self.param_groups:
@@ -300,6 +291,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
 
+def _sharing(scaler: torch.amp.GradScaler) -> list[AcceleratedOptimizer]:
+    return [optimizer for optimizer in tuple(_optimizers) if optimizer.scaler is scaler]
+
+
 def _convert_gradients(scaler: torch.amp.GradScaler, before: float, stepping: AcceleratedOptimizer | None) -> None:
     """Begin a new round of `scaler`, and convert the gradients that are still to be used from the scale `before`.
 
@@ -309,8 +304,7 @@ def _convert_gradients(scaler: torch.amp.GradScaler, before: float, stepping: Ac
     # This optimizer first. Another one may have the same parameters, such as that of an earlier run of the cell,
     # which a variable still refers to: every gradient is converted once.
     converted: set[int] = set()
-    sharing = [optimizer for optimizer in tuple(_optimizers) if optimizer.scaler is scaler]
-    for optimizer in sorted(sharing, key=lambda other: other is not stepping):
+    for optimizer in sorted(_sharing(scaler), key=lambda other: other is not stepping):
         used = optimizer is not stepping and optimizer._stepped_after is not None
         unscaled = optimizer._is_unscaled()
         optimizer._begin_round()
@@ -327,7 +321,7 @@ def _convert_gradients(scaler: torch.amp.GradScaler, before: float, stepping: Ac
 def restart_scaler(scaler: torch.amp.GradScaler, fresh: torch.amp.GradScaler) -> None:
     """Give `scaler` the settings and the scale of `fresh`. Gradients that are still to be used are converted."""
     before = scaler.get_scale()
-    if any(optimizer._is_in_round() for optimizer in tuple(_optimizers) if optimizer.scaler is scaler):
+    if any(optimizer._is_in_round() for optimizer in _sharing(scaler)):
         scaler.update(before)  # otherwise it would refuse to unscale the next gradients
     scaler.load_state_dict(fresh.state_dict())
     _convert_gradients(scaler, before, None)

@@ -24,7 +24,7 @@ from rankbook.runtime.gradient_state import AccumulateContext, window
 from rankbook.runtime.prepare import wrapper_of
 from rankbook.runtime.prepared import registered, strategy_of
 from rankbook.runtime.settings import AcceleratorSettings, autocast
-from rankbook.runtime.strategies.base import full_tensor
+from rankbook.runtime.strategies.base import full_tensor, group_by_layout
 
 
 class TrainingMethods(AcceleratorSettings):
@@ -284,25 +284,20 @@ def clip_norm(
     Returns the total norm before, on every rank. torch's `clip_grad_norm_` rejects sparse gradients, and a mix of
     DTensors and plain tensors, as tensor-parallel models have. It returns only a partial norm for shards.
     """
-    # Tensors of one layout (mesh and placements, None for plain ones) can be treated by one call of torch's functions.
     # The p-norm of all gradients is the p-norm of the norms of the groups.
-    groups: dict[object, list[torch.Tensor]] = {}
-    for tensor in parameters:
-        if tensor.grad is not None:
-            layout = (tensor.grad.device_mesh, tensor.grad.placements) if isinstance(tensor.grad, DTensor) else None
-            groups.setdefault(layout, []).append(tensor)
+    groups = group_by_layout(parameters)
     if not groups:
         return torch.zeros((), device=device)
     # `get_total_norm` of DTensors returns a DTensor that is still to be reduced; `full_tensor` does so on all ranks.
     # The groups are in the order of the parameters, which is the same on all ranks.
     norms = [
         full_tensor(get_total_norm([_values(tensor.grad) for tensor in group if tensor.grad is not None], norm_type))
-        for group in groups.values()
+        for group in groups
     ]
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     # The scale factor is computed from the norm over all groups, so every rank applies the same one.
     if max_norm != float("inf"):
-        for group in groups.values():
+        for group in groups:
             clip_grads_with_norm_(group, max_norm, total)
     return total
 

@@ -11,6 +11,7 @@ prepared with another strategy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -393,6 +394,20 @@ def is_sharded(model: nn.Module) -> bool:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a DTensor (a collective), or any other tensor itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def group_by_layout(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the parameters that have gradients, grouped by the layout of these, in the order of the parameters.
+
+    Gradients of one layout (mesh and placements, or plain tensors) can be treated by one call of torch's functions.
+    """
+    groups: dict[object, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+            groups.setdefault(layout, []).append(parameter)
+    return list(groups.values())
 
 
 def update_one_by_one_where_mixed(optimizer: torch.optim.Optimizer) -> None:
