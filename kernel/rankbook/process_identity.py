@@ -170,8 +170,12 @@ class ProcessInfo:
     host: str = ""
 
 
+@cache
 def package_version(name: str) -> str:
-    """Return the version of the package `name` that this process uses; empty if it is not installed as a package."""
+    """Return the version of the package `name` that this process uses; empty if it is not installed as a package.
+
+    It is read once: every host that joins is compared with it, and torch's metadata take milliseconds.
+    """
     import importlib.metadata  # takes milliseconds, and few processes ask
 
     try:
