@@ -32,7 +32,7 @@ FORMATTED = [
 FAULTS = ["import json\n\nwrong: int = 'text'\nprint(not_there)"]
 KINDS = pytest.mark.parametrize("kind", ["rankbook", "python3"])
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 def cells(kind: str, on_ranks: list[str]) -> list[str]:
@@ -77,6 +77,7 @@ def tool(file: Path, *arguments: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
+@pytest.mark.processes
 def test_ruff_knows_the_names_of_the_ranks_in_a_notebook_of_our_kernel(tmp_path):
     check = ("ruff", "check", "--output-format=concise", ".")
     output = tool(write(tmp_path, "rankbook", ON_RANKS), *check)
@@ -89,6 +90,7 @@ def test_ruff_knows_the_names_of_the_ranks_in_a_notebook_of_our_kernel(tmp_path)
     assert "F821 Undefined name `not_there`" in reported
 
 
+@pytest.mark.processes
 def test_ruff_skips_magic_cells_as_documented(tmp_path):
     file = write(tmp_path, "python3", [*ON_RANKS, *FAULTS])
     assert tool(file, "ruff", "check", ".") == (0, "All checks passed!\n")
@@ -97,6 +99,7 @@ def test_ruff_skips_magic_cells_as_documented(tmp_path):
     assert sources(file) == before
 
 
+@pytest.mark.full
 @KINDS
 def test_nbqa_takes_ruff_into_the_cells_of_the_ranks(kind, tmp_path):
     check = ("nbqa", "ruff check", ".", "--output-format=concise")
@@ -107,6 +110,7 @@ def test_nbqa_takes_ruff_into_the_cells_of_the_ranks(kind, tmp_path):
     assert sorted(re.findall(r" ([A-Z]+\d+) ", reported)) == ["F401", "F821"], reported
 
 
+@pytest.mark.full
 @KINDS
 @pytest.mark.parametrize("formatter", [("black", "."), ("nbqa", "ruff format", ".")], ids=["black", "nbqa ruff"])
 def test_a_formatter_formats_the_cells_of_the_ranks_and_keeps_their_magics(formatter, kind, tmp_path):
@@ -116,6 +120,7 @@ def test_a_formatter_formats_the_cells_of_the_ranks_and_keeps_their_magics(forma
     assert sources(file) == cells(kind, FORMATTED)
 
 
+@pytest.mark.full
 @KINDS
 def test_mypy_reads_the_cells_of_the_ranks_with_their_names_declared(kind, tmp_path):
     code, reported = tool(write(tmp_path, kind, [*ON_RANKS, *FAULTS]), "nbqa", "mypy", ".", "--no-color-output")
@@ -123,6 +128,7 @@ def test_mypy_reads_the_cells_of_the_ranks_with_their_names_declared(kind, tmp_p
     assert sorted(re.findall(r"\[([a-z-]+)\]$", reported, re.MULTILINE)) == ["assignment", "name-defined"], reported
 
 
+@pytest.mark.full
 @KINDS
 def test_jupytext_gives_the_same_notebook_back(kind, tmp_path):
     file = write(tmp_path, kind, ON_RANKS)
@@ -138,6 +144,7 @@ def test_jupytext_gives_the_same_notebook_back(kind, tmp_path):
     assert sources(file) == before
 
 
+@pytest.mark.full
 def test_the_formatted_notebook_runs(tmp_path):
     file = write(tmp_path, "python3", FORMATTED)
     code, reported = tool(file, "rankbook.cli", "run", "notebook.ipynb")
