@@ -234,6 +234,46 @@ def test_interrupt_is_delivered_at_any_moment(two):
         assert two.run("'idle'", timeout=20).text(0) == "'idle'"
 
 
+@pytest.fixture
+def with_callback(two: Cluster) -> Iterator[Cluster]:
+    """Provide two ranks, and remove the callbacks that rank 0 has in IPython at the end."""
+
+    def remove_callbacks() -> None:
+        from IPython import get_ipython
+
+        get_ipython().events.callbacks["pre_run_cell"].clear()
+
+    yield two
+    two.apply(remove_callbacks, ranks=0)
+
+
+def test_interrupt_during_a_callback_of_ipython_ends_the_cell(with_callback, tmp_path):
+    two, reached = with_callback, tmp_path / "reached"
+    two.run(
+        f"import pathlib, time\ndef wait(info):\n    pathlib.Path({str(reached)!r}).touch()\n    time.sleep(600)\n"
+        "get_ipython().events.register('pre_run_cell', wait)",
+        ranks=0,
+    )
+
+    def interrupt() -> None:
+        wait_until(reached.exists, timeout=20, what="the callback runs")
+        two.interrupt()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        two.run("later = 1", ranks=0, timeout=60)
+    thread.join(20)
+    assert two.apply(lambda: "later" in __import__("__main__").__dict__, ranks=0) == [False]
+
+
+def test_error_in_a_callback_of_ipython_is_that_of_the_cell(with_callback):
+    with_callback.run("def fail(info):\n    1 / 0\nget_ipython().events.register('pre_run_cell', fail)", ranks=0)
+    with pytest.raises(ZeroDivisionError):
+        with_callback.run("later = 1", ranks=0)
+    assert with_callback.pull("later", ranks=0) == [1]
+
+
 def test_cells_of_several_threads_take_turns(two):
     two.run("seen = []")
     workers = [threading.Thread(target=two.run, args=(f"seen.append({n})",)) for n in range(20)]

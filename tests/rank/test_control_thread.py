@@ -52,6 +52,17 @@ def test_an_interrupt_is_postponed_by_a_bounded_time(interrupts):
         request_and_go_on(interrupts, 1)
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_late_signal_leaves_the_interrupt_of_the_next_cell(interrupts, ended):
+    if ended:
+        interrupts.disarm()
+    interrupts.request(2)
+    signal.raise_signal(signal.SIGINT)  # repeats the interrupt of an earlier cell
+    interrupts.disarm()
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.arm(2)
+
+
 class Gate:
     """Lock like `threading.Condition`: an interrupt between the acquisition and the block would leave it locked."""
 

@@ -8,8 +8,8 @@ An interrupt names its cell, so that a late one never hits the next cell. It tra
 
 1. `request` (control thread) stores the cell in `_target_cell` and, if that cell runs, sends SIGINT to the main thread.
    If the cell has not begun, `arm` raises KeyboardInterrupt when it does.
-2. `_on_signal` (main thread) clears `_target_cell` and raises KeyboardInterrupt, unless the cell has ended. If this
-   moment is protected (`shield`, a fork, a lock that is being taken or released), it is raised a little later.
+2. `_on_signal` (main thread) clears `_target_cell` and raises KeyboardInterrupt, if that cell runs. If this moment is
+   protected (`shield`, a fork, a lock that is being taken or released), it is raised a little later.
 3. `repeat_signal` (control thread) repeats the signal as long as `_target_cell` is set, because a signal can get lost.
 """
 
@@ -286,12 +286,13 @@ class Interrupts:
 
     # Takes no lock: the handler runs in the main thread, which may hold `_lock` in `arm`.
     def _on_signal(self, _number: int, frame: types.FrameType | None) -> None:
-        # Clearing the target tells `repeat_signal` that the signal has been noticed.
-        target, self._target_cell = self._target_cell, None
+        target, cell = self._target_cell, self._armed_cell
         # Between two cells, or too late for the cell that was meant. A target of None is a SIGINT from outside, such as
-        # a user's `kill -INT`, and interrupts whatever runs.
-        if self._armed_cell is None or target not in (None, self._armed_cell):
+        # a user's `kill -INT`, and interrupts whatever runs. The target stays: it may be the next cell, which `arm`
+        # interrupts, while this signal repeats an earlier one.
+        if cell is None or target not in (None, cell):
             return
+        self._target_cell = None  # tells `repeat_signal` that the signal has been noticed
         if target is None and self._error is None and self._repeated:  # a reminder of what was raised already
             self._repeated = False
             return

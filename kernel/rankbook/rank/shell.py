@@ -32,6 +32,7 @@ from IPython.core.compilerop import CachingCompiler
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.error import UsageError
+from IPython.core.events import EventManager, available_events
 from IPython.core.history import HistoryManager
 from IPython.core.interactiveshell import InteractiveShell, InteractiveShellABC
 from IPython.core.magics import script
@@ -270,6 +271,24 @@ class RankHistory(HistoryManager):
         return [(0, number, source) for number, source in enumerate(sources) if source]
 
 
+class RankEvents(EventManager):
+    """IPython's events, such as `pre_run_cell`, whose callbacks can be interrupted.
+
+    IPython's own `trigger` prints an interrupt of a callback and then runs the cell, which nothing would interrupt any
+    more.
+    """
+
+    def trigger(self, event: str, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - IPython's signature
+        """Call the callbacks of `event`. Report their errors, and raise KeyboardInterrupt."""
+        for callback in tuple(self.callbacks[event]):
+            try:
+                callback(*args, **kwargs)
+            except Exception:  # noqa: BLE001 - a callback of user code
+                if getattr(self, "print_on_error", True):  # IPython 7 has no such setting
+                    print(f"Error in callback {callback} (for {event}):")  # noqa: T201 - output of the cell
+                self.shell.showtraceback()
+
+
 class RankShell(InteractiveShell):
     """An IPython shell whose front end is in another process."""
 
@@ -289,6 +308,15 @@ class RankShell(InteractiveShell):
         # As IPython's method does, so that `%config` finds the object.
         configurables: list[Any] = self.configurables
         configurables.append(self.history_manager)
+
+    def init_events(self) -> None:
+        """Create the events, with IPython's own callbacks."""
+        super().init_events()
+        stock = self.events.callbacks
+        self.events = RankEvents(self, available_events)
+        for event, callbacks in stock.items():
+            for callback in callbacks:
+                self.events.register(event, callback)
 
     def define_names(self, names: dict[str, object]) -> None:
         """Define names for every cell and hide them from lists of variables."""
