@@ -217,11 +217,18 @@ class Notebook:
         environment = {**os.environ, MARK: self.mark, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
         if patient:
             environment.setdefault("IPYTHONDIR", ipython_folder())
-        self.manager = KernelManager(kernel_name=kernel_name)
+        # Sockets in a folder of its own. jupyter_client would choose free TCP ports, which another process may take
+        # before the kernel opens them.
+        self._folder = tempfile.mkdtemp(prefix="rb-kernel-")
+        self.manager = KernelManager(kernel_name=kernel_name, transport="ipc", ip=f"{self._folder}/socket")
         self.manager.start_kernel(env=environment, cwd=str(cwd or tempfile.gettempdir()))
         self.client: BlockingKernelClient = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        try:
+            self.client.wait_for_ready(timeout=60)
+        except BaseException:
+            self.close()
+            raise
         self.late: list[dict[str, Any]] = []
         self._may_abort = False
 
@@ -377,6 +384,7 @@ class Notebook:
             self.manager.shutdown_kernel(now=False)
         self.client.stop_channels()
         self.manager.cleanup_resources()
+        shutil.rmtree(self._folder)
 
 
 def shows_frame(text: str, cell: int, line: int, call: str = "") -> bool:
