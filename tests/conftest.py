@@ -219,7 +219,7 @@ class Notebook:
             environment.setdefault("IPYTHONDIR", ipython_folder())
         # Sockets in a folder of its own. jupyter_client would choose free TCP ports, which another process may take
         # before the kernel opens them.
-        self._folder = tempfile.mkdtemp(prefix="rb-kernel-")
+        self._folder = tempfile.mkdtemp(prefix="rb-", dir="/tmp")  # others may be too long for a socket
         self.manager = KernelManager(kernel_name=kernel_name, transport="ipc", ip=f"{self._folder}/socket")
         self.manager.start_kernel(env=environment, cwd=str(cwd or tempfile.gettempdir()))
         self.client: BlockingKernelClient = self.manager.client()
@@ -384,7 +384,7 @@ class Notebook:
             self.manager.shutdown_kernel(now=False)
         self.client.stop_channels()
         self.manager.cleanup_resources()
-        shutil.rmtree(self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)  # a test may have closed it
 
 
 def shows_frame(text: str, cell: int, line: int, call: str = "") -> bool:
