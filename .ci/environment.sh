@@ -1,7 +1,8 @@
 # Shell functions that the scripts of this folder share; they source it.
 
 export CI=true PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PYTHONUNBUFFERED=1
-unset PYTHONPATH VIRTUAL_ENV
+# Without bytecode, every process compiles the package again, and pytest rewrites every test's asserts.
+unset PYTHONPATH VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 started=$SECONDS
 
 step() { printf '\n\033[1m== %s\033[0m (%d s)\n' "$*" $((SECONDS - started)); }
