@@ -13,6 +13,7 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +28,19 @@ import cloudpickle
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What a child executes; `exec` itself is the process's target, for it can be imported by every child.
 _CHILD = "import sys; sys.path.append(root); import cloudpickle; cloudpickle.loads(payload)(connection)"
+# The same for `run_code`. An exception ends it as one ends `python -c`: with its traceback and the code 1.
+_RUN_CODE = """
+import os, sys
+code, args, outputs, environment = command
+for descriptor, file in zip((1, 2), outputs):
+    opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(opened, descriptor)
+    os.close(opened)
+os.environ.clear()
+os.environ.update(environment)
+sys.argv = ["-c", *args]
+exec(code, {"__name__": "__main__"})
+"""
 _ROOT = str(Path(__file__).parents[1])  # `pytest`, other than `python -m pytest`, has it in no path
 _context = multiprocessing.get_context("forkserver")
 # The first optimizer imports torch._dynamo, 1.3 s in each process; FSDP2 and DTensor another second.
@@ -82,6 +96,28 @@ def run_ranks(
                 assert process.exitcode is not None, "a rank could not be killed"
                 process.close()
                 ours.close()
+
+
+def run_code(code: str, *args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """Return what `python -c CODE ARGS` does, in a process that has imported torch already."""
+    _context.set_forkserver_preload(_PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="code-") as folder:
+        # Files, so that what the process wrote before it was killed is not lost.
+        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
+        for output in outputs:
+            output.touch()
+        command = [code, list(args), [str(output) for output in outputs], dict(os.environ)]
+        process = _context.Process(target=exec, args=(_RUN_CODE, {"command": command}))
+        process.start()
+        process.join(timeout)
+        hung = process.is_alive()
+        if hung:
+            process.kill()
+            process.join(10)
+        done = subprocess.CompletedProcess([code, *args], process.exitcode, *(item.read_text() for item in outputs))
+        process.close()
+        assert not hung, f"it did not end within {timeout:g} s: {done}"
+        return done
 
 
 def _collect(started: list[Any], folder: Path, timeout: float, patience: float) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -18,6 +17,7 @@ from rankbook.rank import recovery
 from rankbook.transport import tensors
 from rankbook.transport.serialization import unpack
 from rankbook.transport.shared_memory import SegmentStore
+from tests.rank_processes import run_code
 
 pytestmark = pytest.mark.processes  # a forked child tries what can be pickled
 
@@ -117,8 +117,7 @@ recovery.set_torch_settings(changed)
 print(recovery.torch_settings() == changed, torch.backends.cuda.matmul.fp32_precision)
 """
     for setting in ("new", "old"):
-        command = [sys.executable, "-c", code, setting]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = run_code(code, setting)
         assert done.stdout == "True tf32\n", done.stderr
 
 

@@ -21,6 +21,7 @@ from rankbook.rank.process_groups import gloo
 from rankbook.rank.process_groups.store import RendezvousStore
 from rankbook.transport.store_keys import KeyFolder
 from tests.conftest import wait_until
+from tests.rank_processes import run_code
 from tests.stranger import OPERATIONS, PAIRS
 
 STRANGER = Path(__file__).parents[2] / "stranger.py"
@@ -239,8 +240,7 @@ print("the process lives on")
     ],
 )
 def test_failed_thread_of_a_backend_does_not_end_the_process(kind, name, rescued):
-    command = [sys.executable, "-c", TERMINATED, kind, name]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_code(TERMINATED, kind, name)
     if rescued is None:
         assert (done.returncode, done.stdout) == (-signal.SIGABRT, ""), done.stderr
     else:
