@@ -397,11 +397,15 @@ def test_an_agent_imports_torch_while_it_waits_for_its_key_to_be_allowed():
         agent.stdin.write(link.encode(with_key=False))
         agent.stdin.flush()
         assert agent.stdout.readline().startswith("rankbook-agent-key ")
-        below = pids_below(agent.pid)
-        commands = [psutil.Process(pid).cmdline() for pid in below]
+        [forkserver] = below = pids_below(agent.pid)
+        # A process that was started a moment ago may not have its own command line yet.
+        wait_until(
+            lambda: "rankbook.rank.forkserver" in psutil.Process(forkserver).cmdline(),
+            timeout=20,
+            what="the forkserver runs",
+        )
         agent.stdin.close()  # nobody allows it
         assert agent.wait(20) == 2
-    assert ["rankbook.rank.forkserver" in command for command in commands] == [True]
     assert not any(map(psutil.pid_exists, below))
 
 
@@ -453,6 +457,20 @@ def test_a_start_without_agents_ends_and_leaves_nothing(tmp_path, monkeypatch):
     ):
         raise AssertionError("it started")
     assert list((tmp_path / "connect").iterdir()) == []
+
+
+def test_a_start_that_waits_for_hosts_sleeps_although_the_forkserver_has_answered(tmp_path, monkeypatch):
+    waits = []
+    wait = hosts.HostsLink.wait
+    monkeypatch.setattr(hosts.HostsLink, "wait", lambda *arguments: waits.append(1) or wait(*arguments))
+    with Cluster(1):
+        pass  # its forkserver is kept, and answers the next start at once
+    with (
+        pytest.raises(StartError, match="are missing after 1 s"),
+        cluster_on_hosts(tmp_path, monkeypatch, 2, [], timeout=1.0),
+    ):
+        raise AssertionError("it started")
+    assert 2 <= len(waits) < 50, "one in 0.1 s"
 
 
 def test_an_interrupt_of_a_start_leaves_nothing(tmp_path, monkeypatch):

@@ -822,16 +822,20 @@ class HostsLink:
         if deadline is not None:
             remaining = max(0.0, deadline - time.monotonic())
             timeout = remaining if timeout is None else min(timeout, remaining)
+        # The pipe of the launcher is never readable, so it is not polled. It stands for the reports of the hosts and
+        # the descriptors of all launchers. Only for a caller that will read them: what is not read stays readable, and
+        # this would return at once for as long as a job is queued.
+        file = self._launcher.fileno()
+        reads_reports = file in files
+        watched = self._launcher.filenos() if reads_reports else []
         # What was queued by an earlier poll makes no descriptor readable.
-        if self._hosts.messages or self._hosts.reports or self._hosts.hub.has_message():
+        if self._hosts.messages or (reads_reports and self._hosts.reports) or self._hosts.hub.has_message():
             timeout = 0.0
-        # The pipe of the launcher is never readable, so it is not polled. It stands for the descriptors of all
-        # launchers.
-        polled = {*self._hosts.filenos(), *self._launcher.filenos()}
-        received, ready = self._home.wait(timeout, {*files, *polled} - {self._launcher.fileno()})
+        polled = {*self._hosts.filenos(), *watched}
+        received, ready = self._home.wait(timeout, {*files, *polled} - {file})
         self._hosts.poll()
-        if self._hosts.reports or not ready.isdisjoint(self._launcher.filenos()):
-            ready.add(self._launcher.fileno())
+        if self._hosts.reports or not ready.isdisjoint(watched):
+            ready.add(file)
         # The descriptors of the agents' link were polled for this object only. The driver gets those that it has asked
         # for.
         return received or bool(self._hosts.messages), ready & {*files}
