@@ -151,15 +151,15 @@ class Forkserver:
         """Serve until the notebook is gone and, if the cluster is detached, no other one has claimed it in time."""
         owner = self._owner
         while True:
-            # The timeout lets the owner's exit and the OOM counter be looked at without an event. While modules are
-            # left to preload, it is the pause before the next one.
-            readable = self._wait(0.05 if self._not_imported else 1.0)
             # Only while nobody needs the process: no message, no rank that runs or is expected, no detached cluster. Or
             # for a rank that replaces a dead one and restores its training state, for which a new process would need
             # seconds.
-            may_preload = not readable and self._not_imported and not owner.is_detached
             is_idle = not self._children and time.monotonic() >= self._preload_from
-            if may_preload and (is_idle or self._is_protected()):
+            may_preload = self._not_imported and not owner.is_detached and (is_idle or self._is_protected())
+            # The timeout lets the owner's exit and the OOM counter be looked at without an event. While modules are
+            # preloaded, it is the pause before the next one.
+            readable = self._wait(0.05 if may_preload else 1.0)
+            if may_preload and not readable:
                 self._preload_next()
             # Before a detached cluster's owner counts as gone, its last messages are read: one may be CloseCluster.
             if not owner.is_detached and not owner.check_owner():
