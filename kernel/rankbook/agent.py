@@ -188,6 +188,8 @@ class Agent:
         if not self._launcher.alive:
             files.discard(self._launcher.fileno())
         received, ready = self._hub.wait(self._timeout(), files)
+        if self._signal_read in ready:
+            os.read(self._signal_read, 4096)  # the handlers have run
         if received:
             self._relay_up()
         if self._launcher.fileno() in ready:

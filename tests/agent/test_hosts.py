@@ -389,6 +389,16 @@ def test_the_key_may_come_by_standard_input_or_by_the_environment_and_an_agent_e
         agents.end()
 
 
+def test_a_signal_that_slurm_sends_before_the_end_of_a_job_does_not_keep_an_agent_busy(shared):
+    cluster, agents = shared
+    agent = psutil.Process(agents.processes[0].pid)
+    agent.send_signal(signal.SIGUSR1)
+    before = agent.cpu_times()
+    cluster.run("import time\ntime.sleep(1)")
+    after = agent.cpu_times()
+    assert after.user + after.system - before.user - before.system < 0.25
+
+
 def test_an_agent_imports_torch_while_it_waits_for_its_key_to_be_allowed():
     link = connection.Connection("test", "127.0.0.1", 9, 60.0, make_keys()[0])
     command = [sys.executable, "-m", "rankbook.agent", "--connect", "-"]
