@@ -115,6 +115,11 @@ def test_without_a_launcher_this_process_listens_at_no_port_and_has_no_thread_fo
         assert threads().isdisjoint({"rankbook-engine", "rankbook-save"}) and cluster.hosts() == []
 
 
+def test_libraries_take_a_rank_for_a_process_that_torchrun_has_started(two):
+    two.run("import sys, os\nfound = dist.is_torchelastic_launched(), hasattr(sys, 'ps1'), os.environ['LOCAL_RANK']")
+    assert two.pull("found") == [(True, False, str(rank)) for rank in range(2)]
+
+
 def test_variables_imports_and_functions_persist_between_cells(two):
     two.run("import math\nkept = [1]\ndef double(x):\n    return 2 * x * len(kept)")
     two.run("kept.append(2)")

@@ -137,7 +137,7 @@ def test_named_variables_are_inherited_and_those_of_the_host_are_not():
 def test_no_device_is_visible_to_ranks_on_the_cpu():
     seat = home_seat(0, ["cpu"], 1)
     variables = {
-        device: place_variables(seat, world_size=1, address="127.0.0.1", port=5, device=device)
+        device: place_variables(seat, world_size=1, address="127.0.0.1", port=5, run="1-1", device=device)
         for device in (None, "cuda", "cpu")
     }
     assert variables["cpu"] == {"CUDA_VISIBLE_DEVICES": "", **variables["cuda"]}
@@ -146,7 +146,7 @@ def test_no_device_is_visible_to_ranks_on_the_cpu():
 
 def test_the_variables_are_those_of_torchrun():
     seat = place_ranks(6, [TWO_GPUS, FOUR_GPUS])[3]
-    assert place_variables(seat, world_size=6, address="10.0.0.1", port=5) == {
+    assert place_variables(seat, world_size=6, address="10.0.0.1", port=5, run="1-1") == {
         "RANK": "3",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "6",
@@ -155,6 +155,7 @@ def test_the_variables_are_those_of_torchrun():
         "GROUP_WORLD_SIZE": "2",
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "5",
+        "TORCHELASTIC_RUN_ID": "1-1",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
 

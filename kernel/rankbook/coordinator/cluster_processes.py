@@ -351,12 +351,15 @@ class ClusterProcesses:
         if self._hosts is None:
             seat = home_seat(rank, self.assignment.devices, threads)
             address, port = "127.0.0.1", self._port
-            variables = place_variables(seat, world_size=world_size, address=address, port=port, device=self.device)
-            environment = rank_environment(os.environ, variables, threads=threads)
         else:
             seat = self._hosts.seats[rank]
             address, port = self._hosts.address_of(0), self._hosts.port_of(0, self._port)
-            variables = place_variables(seat, world_size=world_size, address=address, port=port, device=self.device)
+        variables = place_variables(
+            seat, world_size=world_size, address=address, port=port, run=self.key, device=self.device
+        )
+        if self._hosts is None:
+            environment = rank_environment(os.environ, variables, threads=threads)
+        else:
             environment = self._environment_on(self._hosts, seat, variables)
         return ForkRank(
             rank=rank,

@@ -159,7 +159,8 @@ def rank_environment(
 _OWN_VARIABLES = frozenset(
     {
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-        *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "MPLBACKEND", "CUDA_VISIBLE_DEVICES"),
+        *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+        *("MPLBACKEND", "CUDA_VISIBLE_DEVICES"),
     }
 )
 """Variables that belong to a rank, or that its device was chosen by."""
@@ -341,10 +342,11 @@ def inherited_variables(environment: Mapping[str, str], names: Collection[str] =
 
 
 def place_variables(
-    seat: RankSeat, *, world_size: int, address: str, port: int, device: str | None = None
+    seat: RankSeat, *, world_size: int, address: str, port: int, run: str, device: str | None = None
 ) -> dict[str, str]:
-    """Return the variables that torchrun sets, for the rank at `seat`. `address` is that of rank 0's host.
+    """Return the variables that torchrun sets, for the rank at `seat` in the cluster `run`.
 
+    `address` is that of rank 0's host. By the id of the run, libraries see that they are not to start processes.
     With the `device` "cpu", no CUDA device is visible to the rank, whatever the code on it asks for.
     """
     return {
@@ -357,5 +359,6 @@ def place_variables(
         "GROUP_WORLD_SIZE": str(seat.group_world_size),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": run,
         "TORCHELASTIC_RESTART_COUNT": "0",
     }

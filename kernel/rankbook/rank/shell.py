@@ -574,6 +574,9 @@ def make_shell() -> RankShell:
     # Enter the trap once. IPython would change `builtins` before and after every cell, and every change invalidates the
     # interpreter's inline caches for all uses of builtins.
     shell.builtin_trap.__enter__()
+    # A rank is no terminal at which a person types. Lightning, which looks for the prompt, would refuse to train on it.
+    for name in ("ps1", "ps2", "ps3"):
+        vars(sys).pop(name, None)
     warnings.filterwarnings("ignore", message="To exit: use 'exit'", category=UserWarning)
     warnings.filterwarnings("ignore", message=".*run_cell_async' was never awaited")  # interrupted before the await
     return shell
