@@ -277,6 +277,23 @@ def test_only_empty_ranks_left_is_an_error_and_the_rank_stays_dead(cluster):
     assert [item.state for item in cluster.status()] == ["idle", "idle", "dead"]
 
 
+def test_a_new_rank_has_its_own_state_of_accelerate_and_an_accelerator_is_named(cluster):
+    pytest.importorskip("accelerate")
+    cluster.run(
+        "from accelerate import Accelerator, PartialState\ntheirs = Accelerator(cpu=True)\n"
+        "arguments = {'state': PartialState()}"
+    )
+    kill(cluster, 1)
+    healed = cluster.heal()
+    assert "AcceleratorState of Accelerate belongs to its process; run the cell again" in str(healed)
+    cluster.run(
+        "state = arguments['state']\nmade = state.process_index, state.num_processes, state.use_distributed\n"
+        "has_accelerator = globals().pop('theirs', None) is not None\ndel arguments, state"
+    )
+    assert cluster.pull("made") == [(rank, 3, True) for rank in range(3)]
+    assert cluster.pull("has_accelerator") == [True, False, True]
+
+
 @pytest.mark.parametrize("victim", [0, 1], ids=["the donor", "the new rank"])
 def test_kill_during_heal_leaves_a_dead_rank_and_not_an_empty_one(cluster, victim, tmp_path):
     at, go = tmp_path / "at", tmp_path / "go"

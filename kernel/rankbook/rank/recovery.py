@@ -54,6 +54,7 @@ from rankbook.transport.serialization import Packed, Reduce, pack, pickle_error
 from rankbook.transport.shared_memory import SegmentStore
 
 _SAVES = "rankbook.checkpoint.saving"
+_ACCELERATE = "accelerate.state"
 _WATCH = "rankbook.numerics.watch"
 _namespace: dict[str, Any] = {}
 """The namespace of this rank's cells, to which functions from a peer are bound."""
@@ -387,6 +388,8 @@ class _Reducer:
             return _reduce_mesh(value)
         if type(value) is torch.device and _is_own_device(value):
             return _own_device, ()
+        if type(value).__module__ == _ACCELERATE and (reduction := _reduce_accelerate(value)) is not NotImplemented:
+            return reduction
         if self._models is not None and (reduction := self._models.reduce(value)) is not NotImplemented:
             return reduction
         if isinstance(value, torch.Tensor):
@@ -465,6 +468,33 @@ def _complete_mesh(mesh: DeviceMesh, sent: tuple[dict[str, Any], list[str] | Non
             raise TransferError(f"this rank has no process group for the dimension {dim} of {mesh}")
         mesh._dim_group_names[dim] = c10d.GroupName(groups[ordinal])
         mesh._pg_registry[groups[ordinal]] = _resolve_process_group(c10d.GroupName(groups[ordinal]))
+
+
+# Hugging Face Accelerate keeps its state in dicts of its classes, and a copy of an object would have that of its sender
+# for its own: both ranks would be rank 0. Tried with accelerate 1.15.
+def _reduce_accelerate(state: Any) -> Any:  # noqa: ANN401 - pickle's own contract
+    """Let the new rank make its own `PartialState`; raise `TransferError` for the other states, which know more."""
+    match type(state).__name__:
+        case "PartialState":
+            return _own_partial_state, (bool(state._cpu),)
+        case "AcceleratorState" | "GradientState" as name:
+            raise TransferError(
+                f"{name} of Accelerate belongs to its process; run the cell again that made the Accelerator or Trainer"
+            )
+    return NotImplemented
+
+
+def _own_partial_state(cpu: bool) -> Any:  # noqa: ANN401 - accelerate's type
+    return importlib.import_module(_ACCELERATE).PartialState(cpu=cpu)
+
+
+def _renumber_accelerate(rank: int, world_size: int) -> None:
+    """Tell Accelerate, if cells use it, the number of ranks, which it reads only once."""
+    accelerate = sys.modules.get(_ACCELERATE)
+    for name in ("PartialState", "AcceleratorState"):
+        shared = getattr(getattr(accelerate, name, None), "_shared_state", None)
+        if shared:
+            shared.update(num_processes=world_size, process_index=rank)
 
 
 def _reduce_function(function: types.FunctionType) -> tuple[Any, ...]:
@@ -821,6 +851,7 @@ def enter_world(namespace: dict[str, Any], hidden: Mapping[str, Any], message: E
     if place is not None:
         snapshot_files.this_place = structs.replace(place, world_size=world_size)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+    _renumber_accelerate(dist.get_rank(), world_size)
     # The user's own value stays.
     if "world_size" in hidden and namespace.get("world_size") == former:
         namespace["world_size"] = world_size
