@@ -7,15 +7,16 @@ import os
 import sys
 import time
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from rankbook.coordinator.engine_monitor import EngineState
-from rankbook.engines import AgentConnection, HostEnded, HostOutput, HostQueued, HostStarted, Limits
+from rankbook.engines import AgentConnection, HostEnded, HostOutput, HostQueued, HostStarted, Limits, slurm
 from rankbook.engines.engine import make_engine
-from rankbook.engines.processes import MpirunEngine, SshEngine
+from rankbook.engines.processes import MpirunEngine, SshEngine, StepEngine
 from rankbook.engines.ray import _RayHost
 from rankbook.engines.slurm import SlurmEngine, read_queue
 from rankbook.errors import InvalidArgument, StartError
@@ -92,6 +93,21 @@ def test_slurm_uses_the_nodes_of_its_allocation_and_replaces_one_by_a_free_one(p
     assert "scontrol show hostnames node[1-3]" in (programs / "asked").read_text()
     assert "squeue --noheader --jobs=7" in (programs / "asked").read_text()
     assert "scancel" not in (programs / "asked").read_text()
+
+
+def test_slurm_is_asked_ever_more_seldom_while_a_job_waits(monkeypatch):
+    looks: list[int] = []
+    monkeypatch.setattr(slurm, "time", SimpleNamespace(monotonic=lambda: float(second)))
+    monkeypatch.setattr(slurm, "_run", lambda *_: looks.append(second) or "")
+    monkeypatch.setattr(StepEngine, "events", lambda _: [])
+    engine = SlurmEngine([], environment={})
+    monkeypatch.setattr(engine, "start_job", lambda job, _: engine.jobs.update({job: None}))
+    second = 0
+    engine.start(1, 1, AgentConnection("text", Path("/f"), "127.0.0.1"))
+    for second in range(3600):  # noqa: B007 - the clock reads it
+        engine.events()
+    pauses = [later - earlier for earlier, later in pairwise(looks)]
+    assert pauses[0] == 5 and pauses == sorted(pauses) and max(pauses) == 60
 
 
 @pytest.mark.processes

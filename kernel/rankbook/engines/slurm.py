@@ -30,8 +30,11 @@ from rankbook.errors import InvalidArgument, StartError
 
 _TIMEOUT = 10.0
 """Seconds for squeue, scontrol and scancel."""
-_QUEUE_SECONDS = 5.0
-"""Seconds between two looks at the queue."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 60.0
+"""Seconds between two looks at the queue, each half as long again as the one before.
+
+Every look is a request to the controller of the whole cluster, and a job may wait for hours.
+"""
 # One node's end leaves the others: do not wait for the rest of the step, and do not end it for a bad exit or for a node
 # that has failed. PMI is not used. The agent takes all CPUs of its node.
 _STEP = (
@@ -106,6 +109,7 @@ class SlurmEngine(StepEngine):
         self._next = 0
         self._waiting: set[int | None] = set()
         self._look_at = 0.0
+        self._pause = _FIRST_PAUSE
 
     def start(self, hosts: int | None, slots: int, connection: AgentConnection) -> None:
         """See `Engine`."""
@@ -128,7 +132,8 @@ class SlurmEngine(StepEngine):
         events = list(super().events())
         self._waiting -= {job for job in self._waiting if self.hosts_of.get(job) or job not in self.jobs}
         if self._waiting and time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + _QUEUE_SECONDS
+            self._look_at = time.monotonic() + self._pause
+            self._pause = min(1.5 * self._pause, _LONGEST_PAUSE)
             events += [
                 HostQueued(f"job {entry.job}, {entry.reason}", entry.starts_at)
                 for entry in self._queue()
@@ -189,6 +194,7 @@ class SlurmEngine(StepEngine):
         size = [f"--nodes={count}", f"--ntasks={count}"]
         agent = self.supervised(number, host, self._slots, self._python)
         self._waiting.add(job)
+        self._look_at, self._pause = 0.0, _FIRST_PAUSE
         self.start_job(job, ["srun", *size, *_STEP, *where, *self._passed, *agent])
 
     def _queue(self) -> list[QueueEntry]:
