@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,18 @@ print(recovery.torch_settings() == changed, torch.backends.cuda.matmul.fp32_prec
     for setting in ("new", "old"):
         done = run_code(code, setting)
         assert done.stdout == "True tf32\n", done.stderr
+
+
+def test_accelerate_is_told_another_number_of_ranks_if_cells_use_it(monkeypatch):
+    used, unused = {"num_processes": 2, "process_index": 0, "backend": "gloo"}, {}
+    state = SimpleNamespace(
+        PartialState=SimpleNamespace(_shared_state=used), AcceleratorState=SimpleNamespace(_shared_state=unused)
+    )
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    recovery._renumber_accelerate(1, 3)
+    assert (used, unused) == ({"num_processes": 3, "process_index": 1, "backend": "gloo"}, {})
+    monkeypatch.delitem(sys.modules, "accelerate.state")
+    recovery._renumber_accelerate(1, 3)
 
 
 def test_the_device_of_the_peer_becomes_that_of_the_new_rank(monkeypatch, tmp_path):
