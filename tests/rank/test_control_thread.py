@@ -11,6 +11,7 @@ import time
 import warnings
 
 import pytest
+import torch
 
 from rankbook.rank import control_thread
 from rankbook.rank.control_thread import Interrupts
@@ -125,6 +126,25 @@ def test_a_fork_whose_first_hook_was_interrupted_keeps_no_interrupt_back(interru
     interrupts._after_fork()
     with pytest.raises(KeyboardInterrupt):
         request_and_go_on(interrupts, 2)
+
+
+def test_an_interrupt_in_a_function_whose_exceptions_torch_replaces_is_raised_after_it(interrupts):
+    calls = []
+
+    class Slow:
+        def __reduce__(self):
+            interrupts.request(1)
+            go_on_for(0.02)
+            calls.append(True)
+            return int, ()
+
+    def extract_and_go_on():
+        torch._jit_internal._extract_tensors(Slow())
+        go_on_for(5)
+
+    with pytest.raises(KeyboardInterrupt):
+        extract_and_go_on()
+    assert calls == [True]
 
 
 @pytest.mark.parametrize("shielded", [False, True])

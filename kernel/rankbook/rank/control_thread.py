@@ -72,6 +72,9 @@ MIN_FAILURE_INTERVAL = 1.0
 _LOCK_FUNCTIONS = frozenset({"__enter__", "__exit__", "_acquire_restore", "_release_save"})
 """Functions of `threading` and `multiprocessing` that take or release a lock."""
 
+_REPLACED_FUNCTIONS = frozenset({"_extract_tensors"})
+"""Functions of torch that C++ code calls, as DDP's does, and whose exceptions it replaces by a RuntimeError."""
+
 _WARNINGS_FILE = warnings.formatwarning.__code__.co_filename
 _MAX_DELAYS = 40
 """Maximum number of delays, of some milliseconds, for such functions: only a blocked thread takes longer."""
@@ -324,15 +327,16 @@ class Interrupts:
 
         Left half way, a function of `threading` or `multiprocessing` that takes or releases a lock in Python code holds
         it for ever (bpo-29988). C code that shows a warning may discard an exception that is raised meanwhile, such as
-        `os.fork` of Python 3.12 in a process with threads. After `_MAX_DELAYS` delays the frame is interrupted all the
-        same: only a thread that blocks there takes so long.
+        `os.fork` of Python 3.12 in a process with threads, and C++ code of torch replaces some. After `_MAX_DELAYS`
+        delays the frame is interrupted all the same: only a thread that blocks there takes so long.
         """
         if self._delays >= _MAX_DELAYS or frame is None:
             return False
         unsafe = frame.f_code.co_name in _LOCK_FUNCTIONS
         caller: types.FrameType | None = frame
         while caller is not None and not unsafe:
-            unsafe = caller.f_code.co_filename == _WARNINGS_FILE
+            code = caller.f_code
+            unsafe = code.co_filename == _WARNINGS_FILE or code.co_name in _REPLACED_FUNCTIONS
             caller = caller.f_back
         self._delays += unsafe
         return unsafe
