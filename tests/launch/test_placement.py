@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -142,6 +143,17 @@ def test_no_device_is_visible_to_ranks_on_the_cpu():
     }
     assert variables["cpu"] == {"CUDA_VISIBLE_DEVICES": "", **variables["cuda"]}
     assert variables[None] == variables["cuda"] and "CUDA_VISIBLE_DEVICES" not in variables["cuda"]
+
+
+def test_libraries_learn_that_a_rank_is_on_the_cpu(monkeypatch):
+    def variables(device: str, world_size: int) -> dict[str, str]:
+        seat = home_seat(0, [device] * world_size, 1)
+        return place_variables(seat, world_size=world_size, address="127.0.0.1", port=5, run="1-1")
+
+    assert variables("cpu", 2)["ACCELERATE_USE_CPU"] == variables("cpu", 1)["ACCELERATE_USE_CPU"] == "1"
+    assert "ACCELERATE_USE_CPU" not in variables("cuda:0", 2)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "ACCELERATE_USE_CPU" not in variables("cpu", 1), "a single process may use the GPU of a Mac"
 
 
 def test_the_variables_are_those_of_torchrun():

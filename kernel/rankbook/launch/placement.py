@@ -347,10 +347,14 @@ def place_variables(
     """Return the variables that torchrun sets, for the rank at `seat` in the cluster `run`.
 
     `address` is that of rank 0's host. By the id of the run, libraries see that they are not to start processes.
-    With the `device` "cpu", no CUDA device is visible to the rank, whatever the code on it asks for.
+    With the `device` "cpu", no CUDA device is visible to the rank, whatever the code on it asks for. Without a CUDA
+    device, Accelerate and Transformers would take the rank for the only one; ACCELERATE_USE_CPU tells them otherwise.
     """
+    # A single rank on macOS may use its GPU.
+    use_cpu = seat.device == "cpu" and (world_size > 1 or sys.platform != "darwin")
     return {
         **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
+        **({"ACCELERATE_USE_CPU": "1"} if use_cpu else {}),
         "RANK": str(seat.rank),
         "LOCAL_RANK": str(seat.local_rank),
         "WORLD_SIZE": str(world_size),
