@@ -148,16 +148,26 @@ def _collect(started: list[Any], folder: Path, timeout: float, patience: float) 
 
 
 def _stack(process: Any, folder: Path, rank: int) -> str:
-    """Return the stacks of the rank, which it writes after a signal."""
-    import signal
+    """Return the stacks of the rank and of its child processes, which they write after a signal."""
+    import psutil
 
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid, signal.SIGUSR1)
     file = folder / f"stack-{rank}"
+    text = _ask_for_stack(process.pid, file)
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            text += f"\nits child {child.pid}, {child.status()}:\n{_ask_for_stack(child.pid, file)}"
+    return text
+
+
+def _ask_for_stack(pid: int, file: Path) -> str:
+    """Return what the process `pid` adds to `file`; nothing if it cannot, as before Python has begun in a fork."""
+    before = file.stat().st_size if file.exists() else 0
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)
     deadline = time.monotonic() + 2
-    while time.monotonic() < deadline and not (file.exists() and file.stat().st_size):
-        process.join(0.05)
-    return file.read_text() if file.exists() else ""
+    while time.monotonic() < deadline and not (file.exists() and file.stat().st_size > before):
+        time.sleep(0.05)
+    return file.read_text()[before:] if file.exists() else ""
 
 
 def _variables(rank: int, world_size: int, port: int, more: dict[str, str]) -> dict[str, str]:
@@ -187,7 +197,6 @@ class _Child:
 
     def __call__(self, connection: Any) -> None:
         import faulthandler
-        import signal
 
         import torch
         import torch.distributed as dist
@@ -196,6 +205,7 @@ class _Child:
             faulthandler.register(signal.SIGUSR1, stacks)
             os.environ.clear()  # the server has those of the test that was the first
             os.environ.update(self.variables)
+            os.register_at_fork(before=_guard_fork)
             torch.set_num_threads(1)
             try:
                 if self.store:
@@ -208,6 +218,13 @@ class _Child:
                 dist.destroy_process_group()
             connection.close()
             os._exit(0)
+
+
+def _guard_fork() -> None:
+    """Do before a fork what ranks do: a worker of a loader may never start otherwise."""
+    from rankbook.rank.process_groups.manager import wait_for_gloo_threads
+
+    wait_for_gloo_threads()
 
 
 def _form_group(store: str, rank: int, world_size: int) -> None:

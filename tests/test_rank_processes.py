@@ -37,6 +37,24 @@ def test_an_error_on_one_rank_is_reported_and_one_that_waits_is_ended_and_shown(
     assert not multiprocessing.active_children()
 
 
+def test_the_stack_of_a_hung_rank_s_child_is_shown():
+    def on_rank():
+        def in_child():
+            ours.close()
+            theirs.send(None)
+            theirs.poll(None)  # ends with the rank
+
+        ours, theirs = multiprocessing.Pipe()
+        child = multiprocessing.get_context("fork").Process(target=in_child)
+        child.start()
+        theirs.close()
+        ours.recv()
+        child.join()
+
+    with pytest.raises(RankFailed, match=r"(?s)in on_rank.*its child \d+, sleeping:.*in in_child"):
+        run_ranks(on_rank, 1, timeout=3)
+
+
 def test_a_rank_that_is_killed_and_one_that_takes_too_long_are_reported():
     def on_rank():
         if dist.get_rank() == 0:

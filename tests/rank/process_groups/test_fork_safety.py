@@ -48,7 +48,7 @@ def busy(name: bytes, *, ends: bool) -> Iterator[threading.Event]:
 def test_a_fork_waits_until_the_threads_that_carry_out_collectives_sleep(name, waits, monkeypatch):
     monkeypatch.setattr(manager, "_MAX_FORK_WAIT", 10.0)
     with busy(name, ends=waits) as computed:
-        manager._wait_for_gloo_threads()
+        manager.wait_for_gloo_threads()
         assert computed.is_set() == waits
 
 
@@ -56,5 +56,5 @@ def test_a_fork_waits_until_the_threads_that_carry_out_collectives_sleep(name, w
 def test_a_fork_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(manager, "_MAX_FORK_WAIT", 0.02)
     with busy(b"pt_gloo_runloop", ends=False) as computed:
-        manager._wait_for_gloo_threads()
+        manager.wait_for_gloo_threads()
         assert not computed.is_set()

@@ -867,13 +867,14 @@ def install_fork_guards() -> None:
     """
     if sys.platform == "linux":
         # Linux only: the states of threads are read from /proc.
-        os.register_at_fork(before=_wait_for_gloo_threads)
+        os.register_at_fork(before=wait_for_gloo_threads)
     os.register_at_fork(after_in_child=gc.freeze)
     os.register_at_fork(before=number_cell_objects)
     ForkingPickler.reducer_override = reduce_for_child  # type: ignore[method-assign]  # multiprocessing has no other hook
 
 
-def _wait_for_gloo_threads() -> None:
+def wait_for_gloo_threads() -> None:
+    """Wait briefly until torch's gloo threads sleep."""
     deadline = time.monotonic() + _MAX_FORK_WAIT
     while any(map(_is_running, _TASKS.iterdir())) and time.monotonic() < deadline:
         time.sleep(0.0005)  # releases the GIL, which those threads may need
