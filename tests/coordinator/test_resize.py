@@ -110,13 +110,16 @@ def test_ranks_that_stay_keep_their_devices(assigned, current, staying, expected
 
 def test_description_of_a_resize():
     healed = Healed((2,), 0, variables=3, imports=1, missing={"lock": "cannot be pickled"})
-    grown = Resized(2, 3, step=5, healed=healed, differing={"mine": (0, 1)}, groups=("mesh",), replaced=(1,))
+    grown = Resized(
+        2, 3, step=5, healed=healed, differing={"mine": (0, 1), "lock": (0,)}, groups=("mesh",), replaced=(1,)
+    )
     assert str(grown).splitlines() == [
         "from 2 to 3 ranks at step 5",
         "rank 2 is new, with the state of rank 0: 3 variables, 1 import",
         "rank 1 died meanwhile and was replaced",
         "variables that differ by rank:",
         "  mine: kept on ranks 0-1, as on rank 0 on rank 2",
+        "  lock: kept on rank 0, missing on rank 2",
         "of 2 ranks, to be made again: mesh",
         "not copied:",
         "  lock: cannot be pickled",
