@@ -22,6 +22,8 @@ RANK_EXTENSIONS = frozenset(("autoreload",))
 _EXTENSION_MAGICS = frozenset(("load_ext", "reload_ext", "unload_ext"))
 # Matches `exit`, `exit()` and `quit();`. Only a cell that consists of this line ends the notebook process.
 _EXIT = re.compile(r"(?:exit|quit)[ \t]*(?:\(.*\))?[ \t]*;?")
+# `losses = %distributed pull loss`
+_ASSIGNMENT = re.compile(r"[^\W\d]\w*[ \t]*=[ \t]*%distributed\b")
 _MAGIC_LINE = "%%distributed --auto\n"
 # Beginning of the Python code that IPython makes of `_MAGIC_LINE`.
 _TRANSFORMED = "get_ipython().run_cell_magic('distributed', '--auto'"
@@ -45,13 +47,13 @@ def runs_locally(cell: str) -> bool:
     if len(lines) == 1 and _EXIT.fullmatch(lines[0]):
         return True
     # A cell that mixes magics with code runs on the ranks, where IPython's magics exist as well.
-    magics = [line for line in lines if line.startswith("%")]
+    magics = [line for line in lines if line.startswith("%") or _ASSIGNMENT.match(line)]
     return len(magics) == len(lines) and not all(map(_is_rank_magic, magics))
 
 
 def _is_rank_magic(line: str) -> bool:
     """Return True for a line magic that runs where the cell's code runs."""
-    name, _, rest = line[1:].partition(" ")
+    name, _, rest = line[1:].partition(" ")  # of an assignment: no magic of that name
     return name in RANK_MAGICS or (name in _EXTENSION_MAGICS and rest.strip() in RANK_EXTENSIONS)
 
 

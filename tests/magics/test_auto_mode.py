@@ -33,6 +33,8 @@ pytestmark = pytest.mark.processes
         "%%writefile notes.txt\nx = 1",
         "%%html\n<b>x</b>",
         "%%javascript\n1",
+        "losses = %distributed pull loss",
+        "# both\n%distributed status\nlosses=%distributed pull loss",
     ],
 )
 def test_auto_mode_keeps_cells_for_the_notebook(cell):
@@ -63,6 +65,8 @@ def test_auto_mode_keeps_cells_for_the_notebook(cell):
         "%who",
         "x?",
         "await f()",
+        "loss = 1\nlosses = %distributed pull loss",
+        "loss = '%distributed'",
     ],
 )
 def test_auto_mode_sends_cells_to_the_ranks(cell):

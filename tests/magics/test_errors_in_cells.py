@@ -178,6 +178,35 @@ def test_endless_recursion_is_a_short_error(notebook):
     outcome, text = failed(notebook, "%%distributed\ndef deep(): return deep()\ndeep()")
     assert outcome.ename == "RecursionError"
     assert len(text.splitlines()) < 120
+    assert re.search(r"\(\d+ of your frames are left out\)", text)
+
+
+def test_the_members_of_an_exception_group_are_shown_and_keep_ranks_apart(notebook):
+    code = (
+        "%%distributed\nimport asyncio\nasync def work():\n    raise ValueError(f'of rank {rank}')\n"
+        "async with asyncio.TaskGroup() as group:\n    group.create_task(work())"
+    )
+    outcome, text = failed(notebook, code)
+    assert "rank 0: ExceptionGroup: unhandled errors" in text and "rank 1: ExceptionGroup: unhandled errors" in text
+    assert "ValueError: of rank 0" in text and "ValueError: of rank 1" in text
+    assert f"Cell In[{outcome.count}], line 4, in work" in text
+    code = (
+        "try:\n    raise ExceptionGroup('several', [KeyError('a')])\nexcept* KeyError as e:\n    raise OSError from e"
+    )
+    _, text = failed(notebook, f"%%distributed\n{code}")
+    assert "ranks 0-1: OSError" in text and "KeyError: 'a'" in text and "direct cause" in text
+
+
+def test_a_syntax_error_of_code_that_a_cell_runs_shows_the_lines_of_the_cell(notebook):
+    code = "import ast\ndef parse(text):\n    return ast.literal_eval(text)\nvalues = [parse('1'), parse('2 +')]"
+    outcome, text = failed(notebook, f"%%distributed\n{code}")
+    cell = f"Cell In[{outcome.count}]"
+    lines = [line.strip() for line in text.splitlines() if cell in line]
+    assert [re.sub(r"\D*(\d+)\D*$", r" \1", line.replace(cell, "")) for line in lines] == [" 5", " 4"]
+    assert (
+        "values = [parse('1'), parse('2 +')]" in text
+        and text.splitlines()[0] == "ranks 0-1: SyntaxError: invalid syntax"
+    )
 
 
 @pytest.mark.parametrize(

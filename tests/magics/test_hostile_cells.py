@@ -35,10 +35,21 @@ def ranks(notebook):
             "deep = []\nfor _ in range(940): deep = [deep]\ndisplay({'application/json': deep}, raw=True)",
             "levels of nesting",
         ),
+        (
+            """import datetime as d, numpy as np, IPython.display
+display(IPython.display.JSON({'n': np.int64(3), 'x': np.float32(1), 'on': d.date(2026, 1, 2)}))""",
+            "IPython.core.display.JSON object",
+        ),
         ("class S(str): pass\ndisplay({S('text/plain'): S('hello')}, raw=True)", "hello"),
         ("from IPython.display import clear_output\nprint('gone')\nclear_output('x')\nprint('stays')", "stays"),
         ("import comm\ncomm.create_comm(target_name=5)\nprint('made')", "made"),
         ("import comm\ncomm.create_comm(target_name='x', data=[1], comm_id=5)\nprint('made')", "made"),
+        (
+            """import comm, numpy as np
+comm.create_comm(target_name='x', data={'n': np.int64(3)}, buffers=[np.zeros((0, 3)), np.ones((2, 3)).T])
+print('made')""",
+            "made",
+        ),
         ("import comm\ncomm.create_comm(target_name='x').publish_msg('odd')", "invalid msg_type='odd'"),
         ("print('\\x1b[' + '9' * 5000 + 'A' + 'up')", "up"),
         ("print('\\x1b[' + '9' * 5000 + 'm' + 'red')", "red"),
@@ -50,6 +61,16 @@ def test_an_odd_value_is_converted_or_an_error_of_its_cell(ranks, code, expected
     outcome = ranks.run(f"%%distributed\nfrom IPython.display import display\n{code}")
     assert expected_text in outcome.text + outcome.traceback
     assert "coordinator failed" not in outcome.traceback
+
+
+def test_a_cell_magic_runs_within_another_one_that_captures_it(ranks):
+    ranks.ok("%%distributed\n%%capture out\n%%time\nprint('caught')")
+    assert ranks.ok("%%distributed\nprint(out.stdout[:6])").stdout == "[0-1] caught\n"
+
+
+def test_exit_is_an_error_of_its_cell_after_a_reset_too(ranks):
+    ranks.ok("%%distributed\n%reset -f")
+    assert "ranks 0-1: SystemExit" in ranks.run("%%distributed\nexit()").traceback
 
 
 def test_a_prompt_that_is_no_text_is_asked(ranks):

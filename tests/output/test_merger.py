@@ -551,6 +551,17 @@ def test_an_image_gets_a_label_of_its_own_where_there_are_several_ranks():
         assert image == RichOutput({"image/png": "iVBOR", "text/plain": f"{rank_label} <Figure>"}, {})
 
 
+def test_a_chart_that_front_ends_prefer_to_its_html_gets_a_label_of_its_own():
+    data = {"application/vnd.plotly.v1+json": {"data": []}, "text/html": "<div/>", "text/plain": "Figure"}
+    for ranks in (1, 2):
+        output = merger(ranks)
+        for rank in range(ranks):
+            output.add_output(rank, display(data), 0.0)
+        *label, chart = output.flush(0.0)
+        assert label == ([RichOutput({"text/plain": "[0-1]"}, {})] if ranks == 2 else [])
+        assert isinstance(chart, RichOutput) and (chart.data["text/html"] == "<div/>") == (ranks == 2)
+
+
 def test_a_display_id_is_the_ranks_own_in_all_cells():
     for key in ("one", "two"):
         output = OutputMerger([0, 2], key=key, cluster_key="77-1")

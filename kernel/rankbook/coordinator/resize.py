@@ -146,7 +146,7 @@ class Resized:
             left = tuple(rank for rank in ranks if rank >= self.world_size)
             parts = [f"kept on {name_ranks(stayed)}"] if stayed else []
             if new and self.healed is not None and self.healed.donor in stayed:
-                how = "missing" if name in self.healed.missing else f"as on rank {self.healed.donor}"
+                how = "missing" if name in (self.healed.missing or ()) else f"as on rank {self.healed.donor}"
                 parts.append(f"{how} on {name_ranks(new)}")
             parts += [f"gone with {name_ranks(left)}"] if left else []
             lines.append(f"  {name}: {', '.join(parts)}")

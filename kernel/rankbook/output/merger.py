@@ -487,7 +487,10 @@ class _MergedView:
             name = f"{self._prefix}-{ranks[0]}-{message.display_id}"
             # An update that has not been sent is older than the new display with this id.
             self._updates.pop(name, None)
-        data = dict(message.data) if VIEW in message.data else _label_bundle(message.data, label)
+        is_widget, several = VIEW in message.data, self._rank_count > 1
+        # Front ends prefer such a format, as of a chart of plotly, to the HTML beside it.
+        in_html = not several or not any(kind.startswith("application/") for kind in message.data)
+        data = dict(message.data) if is_widget else _label_bundle(message.data, label, in_html=in_html)
         # An update changes a display in place, wherever it is, so it neither ends the text nor applies a pending clear.
         if name is not None and message.kind == "update":
             self._updates[name] = RichOutput(data, message.metadata, name, update=True)
@@ -496,7 +499,8 @@ class _MergedView:
         self._apply_pending_clear()
         self._end_text()
         # An image has no place for a label, so the label is shown as text above it.
-        if self._rank_count > 1 and not data.keys() & {"text/html", VIEW} and data.keys() != {"text/plain"}:
+        has_place = data.keys() == {"text/plain"} or ("text/html" in data and in_html)
+        if several and not is_widget and not has_place:
             self._emits.append(RichOutput({"text/plain": label}, {}))
         self._emits.append(RichOutput(data, message.metadata, name))
         self._history.add_display(display, ranks)
@@ -569,12 +573,12 @@ class _MergedView:
             self._texts = []
 
 
-def _label_bundle(data: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Return a copy of a mime bundle with the label in its plain text and above its HTML."""
+def _label_bundle(data: Mapping[str, Any], label: str, *, in_html: bool) -> dict[str, Any]:
+    """Return a copy of a mime bundle with the label in its plain text and, with `in_html`, above its HTML."""
     labelled = dict(data)
     text, html = data.get("text/plain"), data.get("text/html")
     if isinstance(text, str):
         labelled["text/plain"] = f"{label} " + text.replace("\n", "\n" + " " * (len(label) + 1))
-    if isinstance(html, str):
+    if isinstance(html, str) and in_html:
         labelled["text/html"] = f'<div style="{_LABEL_STYLE}">{label}</div>{html}'
     return labelled

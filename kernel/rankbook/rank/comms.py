@@ -30,9 +30,12 @@ import sys
 import threading
 import time
 import traceback
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import date
+from numbers import Integral, Real
 from typing import Any, Literal, cast
 
 import comm
@@ -80,14 +83,33 @@ class RankComm(BaseComm):
             if msg_type == "comm_open" and _registry.on_open is not None:
                 _registry.on_open(data or {})
             kind = cast("_Kind", msg_type.removeprefix("comm_"))
-            name, content = text_of(self.comm_id), json.dumps({} if data is None else data)
+            name, content = text_of(self.comm_id), json.dumps({} if data is None else data, default=plain_value)
             # Before the opening leaves: the front end's answer must already find its comm held.
             _registry.held.message_sent(kind, name, content)
-            message = CommFromRank(kind, name, text_of(self.target_name), content, json.dumps(metadata or {}))
-            _registry.link.send(message, [memoryview(buffer).cast("B") for buffer in buffers or ()])
+            about = json.dumps(metadata or {}, default=plain_value)
+            message = CommFromRank(kind, name, text_of(self.target_name), content, about)
+            _registry.link.send(message, [_as_bytes(memoryview(buffer)) for buffer in buffers or ()])
 
     def __del__(self) -> None:
         """Send no message: the garbage collector may run in the middle of another message."""
+
+
+def plain_value(value: object) -> str | int | float:
+    """Return a value that JSON lacks as the nearest one that it has, as Jupyter's kernels do. Raises TypeError."""
+    if isinstance(value, bytes):
+        return b64encode(value).decode()
+    if isinstance(value, Integral):  # NumPy's numbers
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, date):
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} is not JSON serializable")
+
+
+def _as_bytes(view: memoryview) -> memoryview:
+    # An empty view, or one in another order, cannot be cast.
+    return view.cast("B") if view.c_contiguous and view.nbytes else memoryview(bytes(view))
 
 
 _Received = tuple[CommToRank, Sequence[memoryview]]

@@ -197,7 +197,7 @@ def _plain(value: object) -> Any:  # noqa: ANN401 - a JSON value
         return b64encode(value).decode()
     # Through JSON and back, which is what the front end gets in any case. So the message contains exactly what can be
     # shown, and no object of the user's classes.
-    plain = json.loads(json.dumps(value, default=_plain_bytes), parse_int=_plain_number)
+    plain = json.loads(json.dumps(value, default=comms.plain_value), parse_int=_plain_number)
     if _is_deeper(plain, _MAX_DEPTH):
         raise ValueError(f"expected at most {_MAX_DEPTH} levels of nesting")
     return plain
@@ -218,12 +218,6 @@ def _is_deeper(value: object, levels: int) -> bool:
         return False
     parts = value.values() if isinstance(value, dict) else value
     return not levels or any(_is_deeper(part, levels - 1) for part in parts)
-
-
-def _plain_bytes(value: object) -> str:
-    if isinstance(value, bytes):
-        return b64encode(value).decode()
-    raise TypeError(f"{type(value).__name__} is not JSON serializable")
 
 
 class RankCompiler(CachingCompiler):
@@ -326,7 +320,8 @@ class RankShell(InteractiveShell):
     def init_user_ns(self) -> None:
         """Define the rank's names as well: `%reset` calls this too."""
         super().init_user_ns()
-        self.push(self._predefined_names, interactive=False)
+        # IPython's versions ask for confirmation at the terminal.
+        self.push({"exit": sys.exit, "quit": sys.exit, **self._predefined_names}, interactive=False)
 
     def run(self, source: str, number: int, file: str = "", *, session: bool = False) -> None:
         """Run a cell and raise its error. `session`: keep it in `In`, and its value in `Out`.
@@ -460,9 +455,10 @@ class RankShell(InteractiveShell):
 
         Older versions of IPython report such a cell as successful.
         """
-        assert isinstance(self.display_pub, RankDisplayPublisher)
+        # Not of the publisher, which `%%capture` replaces.
+        assert isinstance(self.displayhook, RankDisplayHook)
         # Read before and after the magic: only an interrupt during it explains its result.
-        session = self.display_pub.session
+        session = self.displayhook.session
         before = session is None or session.interrupted
         value = super().run_cell_magic(magic_name, line, cell)
         is_script = getattr(self.find_cell_magic(magic_name), "__module__", "") == script.__name__
@@ -568,9 +564,6 @@ def make_shell() -> RankShell:
         run = shell.find_line_magic(name)  # older versions of IPython have fewer
         if run is not None:
             shell.magics_manager.register_function(_with_note(run, PACKAGE_NOTE), "line", name)
-    for namespace in (shell.user_ns, shell.user_ns_hidden):
-        # IPython's versions ask for confirmation at the terminal.
-        namespace.update(exit=sys.exit, quit=sys.exit)
     # Enter the trap once. IPython would change `builtins` before and after every cell, and every change invalidates the
     # interpreter's inline caches for all uses of builtins.
     shell.builtin_trap.__enter__()

@@ -12,8 +12,10 @@ import gc
 import os
 import sys
 import threading
+import traceback as tb
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,8 +91,12 @@ def error_report(shell: InteractiveShell, error: BaseException, cells: dict[str,
     try:
         # A SyntaxError carries its own place, in attributes. IPython has another formatter for it.
         if issubclass(type(error), SyntaxError):
-            hidden, value = 0, text_of(error.msg)  # type: ignore[attr-defined] # the traceback shows the rest
-            lines = shell.SyntaxTB.structured_traceback(type(error), error, None)
+            value = text_of(error.msg)  # type: ignore[attr-defined] # the traceback shows the rest
+            if not any(is_users(frame.f_code.co_filename) for frame, _ in tb.walk_tb(shortened)):
+                shortened, hidden = None, _Hidden()  # the cell itself, which IPython has compiled
+            lines = shell.SyntaxTB.structured_traceback(type(error), error, shortened, tb_offset=0)
+        elif _has_group(error):  # whose members IPython does not show
+            lines = [_format_group(error, shortened, cells)]
         else:
             lines = shell.InteractiveTB.structured_traceback(type(error), error, shortened, tb_offset=0)
         text = name_cells("\n".join(map(text_of, lines)), cells)
@@ -98,12 +104,31 @@ def error_report(shell: InteractiveShell, error: BaseException, cells: dict[str,
         raise
     except BaseException as failure:  # noqa: BLE001 - named in the text: every error needs a report
         text = f"{name}: {value}\n(no traceback: {name_of(failure)} while formatting it)"
-    if hidden:
-        text += (
-            "\n(1 frame of a library is left out)" if hidden == 1 else f"\n({hidden} frames of libraries are left out)"
-        )
+    if hidden.libraries or hidden.own:
+        text += f"\n({hidden})"
     line = _cell_line(error, cells, number)
     return as_report(name, value, text, line, _innermost_place(traceback_of(error), cells, number))
+
+
+def _has_group(error: BaseException) -> bool:
+    """Return True if the error, or one that it was raised from or during, is an exception group."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        current = waiting.pop()
+        if issubclass(type(current), BaseExceptionGroup):
+            return True
+        seen.add(id(current))
+        earlier = (cause_of(current), context_of(current))
+        waiting += [each for each in earlier if each is not None and id(each) not in seen]
+    return False
+
+
+def _format_group(error: BaseException, shortened: types.TracebackType | None, cells: dict[str, int]) -> str:
+    """Return the traceback of an error with exception groups, as Python writes it."""
+    text = "".join(tb.format_exception(type(error), error, shortened)).rstrip("\n")
+    for file, number in cells.items():
+        text = text.replace(f'File "{file}"', f"Cell In[{number}]")
+    return text
 
 
 def one_line_error(error: BaseException) -> ErrorReport:
@@ -172,8 +197,23 @@ def _shorten_text(text: str, most: int) -> str:
     )
 
 
-def _shorten(traceback: types.TracebackType | None) -> tuple[types.TracebackType | None, int]:
-    """Return a traceback of the user's frames and the innermost frame, and the number of frames left out.
+@dataclass(frozen=True)
+class _Hidden:
+    """Numbers of frames that a traceback leaves out: those of libraries, and the user's own."""
+
+    libraries: int = 0
+    own: int = 0
+
+    def __str__(self) -> str:
+        if not self.own:
+            one = self.libraries == 1
+            return "1 frame of a library is left out" if one else f"{self.libraries} frames of libraries are left out"
+        libraries = f" and {self.libraries} of libraries" if self.libraries else ""
+        return f"{self.own} of your frames{libraries} are left out"
+
+
+def _shorten(traceback: types.TracebackType | None) -> tuple[types.TracebackType | None, _Hidden]:
+    """Return a traceback of the user's frames and the innermost frame, and the numbers of frames left out.
 
     At most `_MAX_FRAMES` frames, the outermost and the innermost ones. Frames above the user's first one are not
     counted.
@@ -195,13 +235,14 @@ def _shorten(traceback: types.TracebackType | None) -> tuple[types.TracebackType
     entries = entries[first:]
     # The innermost frame stays even if it is a library's: it is where the error was raised.
     shortened = [e for i, e in enumerate(entries) if i == len(entries) - 1 or is_users(e.tb_frame.f_code.co_filename)]
-    if len(shortened) > _MAX_FRAMES:
+    libraries, own = len(entries) - len(shortened), max(0, len(shortened) - _MAX_FRAMES)
+    if own:
         shortened = [*shortened[: _MAX_FRAMES // 2], *shortened[-_MAX_FRAMES // 2 :]]
     chain: types.TracebackType | None = None
     # A traceback object is a linked list that cannot be shortened in place, so a new one is built from its end.
     for entry in reversed(shortened):
         chain = types.TracebackType(chain, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return chain, len(entries) - len(shortened)
+    return chain, _Hidden(libraries, own)
 
 
 def _cell_line(error: BaseException, cells: dict[str, int], number: int) -> int | None:
