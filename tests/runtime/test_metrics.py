@@ -77,3 +77,52 @@ def test_each_sample_comes_once_and_in_order_on_two_ranks():
 
 def test_each_sample_comes_once_and_in_order_on_three_ranks():
     check(3)
+
+
+def gather_objects(size, even):
+    import torch
+    from torch.utils.data import DataLoader
+
+    from rankbook.runtime import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=even))
+    loader = accelerator.prepare(DataLoader(list(range(7)), batch_size=size))
+    found = {"tensors": [], "flagged": [], "dicts": [], "tuple": [], "rows": []}
+    for batch in loader:
+        words = [f"{number}" for number in batch.tolist()]
+        boxes = [torch.full((number % 3 + 4,), float(number)) for number in batch.tolist()]
+        found["flagged"] += accelerator.gather_for_metrics(boxes, use_gather_object=True)
+        found["dicts"] += accelerator.gather_for_metrics(
+            [{"id": w, "box": b} for w, b in zip(words, boxes, strict=True)]
+        )
+        found["tuple"] += accelerator.gather_for_metrics(tuple(words))
+        found["rows"] += accelerator.gather_for_metrics(batch, use_gather_object=True)
+    return found
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_objects_with_tensors_and_tuples_are_samples_too(size, even):
+    first, second = run_ranks(gather_objects, 2, size, even)
+    for found in (first, second) if even else (first,):  # without a last batch the other does not hear of that round
+        assert [(len(box), box[0]) for box in found["flagged"]] == [(n % 3 + 4, n) for n in range(7)]
+        assert [(each["id"], len(each["box"])) for each in found["dicts"]] == [(str(n), n % 3 + 4) for n in range(7)]
+        assert found["tuple"] == [str(n) for n in range(7)] and [int(row) for row in found["rows"]] == list(range(7))
+
+
+@pytest.mark.parametrize("samples", [11, 12, 16])
+def test_a_repeated_mean_counts_the_samples_of_a_short_last_batch(samples):
+    import torch
+    from torch.utils.data import DataLoader
+
+    from rankbook.runtime import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(float(samples)), batch_size=8))
+    losses = [accelerator.gather_for_metrics(batch.mean().repeat(8)) for batch in loader]
+    assert torch.cat(losses).mean() == torch.arange(float(samples)).mean()
+    # Two rows per sample stay, also where they are as many as a whole batch has samples.
+    tokens = [accelerator.gather_for_metrics((batch[:, None] * 2 + torch.arange(2)).flatten()) for batch in loader]
+    assert torch.cat(tokens).tolist() == list(range(2 * samples))
+    dropping = accelerator.prepare(DataLoader(torch.arange(float(samples)), batch_size=8, drop_last=True))
+    assert [len(accelerator.gather_for_metrics(batch)) for batch in dropping] == [8] * (samples // 8)

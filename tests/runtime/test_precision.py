@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,6 +35,14 @@ def test_a_second_installation_replaces_the_first():
     assert not isinstance(model.forward.original, MixedForward)
     install(model, "no")
     assert "forward" not in vars(model)
+
+
+def test_the_signature_stays_for_code_that_asks_what_the_model_accepts():
+    model = nn.Linear(2, 2)
+    install(model)
+    for each in (model, copy.deepcopy(model)):
+        assert list(inspect.signature(each.forward).parameters) == ["input"]
+        assert each.forward.__wrapped__.__self__ is each
 
 
 def test_removal_gives_back_a_forward_that_the_user_had_set():

@@ -23,6 +23,7 @@ from rankbook.runtime import (
     settings,
 )
 from rankbook.runtime.gradient_state import window
+from rankbook.runtime.launched_function import run_launched
 from rankbook.runtime.state import GradientState
 
 METHODS = {  # what a script that was written for Accelerate may give by position or by name
@@ -213,6 +214,37 @@ def test_scale_starts_anew_where_the_precision_or_its_settings_are_given(half_pr
     assert again.scaler.get_scale() == 64.0
 
 
+@pytest.mark.parametrize(("own", "other"), [("fp16", "bf16"), ("bf16", "fp16")])
+def test_training_keeps_its_scale_beside_one_of_another_precision(half_precision, own, other):
+    """In another cell, and in a function that `notebook_launcher` runs on the same ranks."""
+
+    def make(precision):
+        handler = GradScalerKwargs(init_scale=256.0)
+        accelerator = Accelerator(mixed_precision=precision, cpu=True, kwargs_handlers=[handler])
+        model, optimizer = accelerator.prepare(*one_weight())
+
+        def step():
+            before = model.weight.item()
+            accelerator.backward(model(torch.ones(1, 1)).sum() * 0.25)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return before - model.weight.item()
+
+        return step
+
+    step = make(own)
+    assert step() == 0.25
+
+    def launched():
+        return make(other)()
+
+    assert run_launched(launched, (), {}) == 0.25
+    assert step() == 0.25
+    others_step = make(other)
+    assert (others_step(), step(), others_step()) == (0.25, 0.25, 0.25)
+
+
 def test_training_can_be_run_again_after_the_scale_has_become_zero(half_precision):
     accelerator = fp16(init_scale=2.0**-149)
     (first, _), (one, other) = two_models(accelerator)
@@ -389,7 +421,10 @@ def test_the_autocast_handler_reaches_the_models_forward(monkeypatch):
         with accelerator.autocast():
             inside = torch.is_autocast_enabled("cpu")
         assert (kinds, inside) == ([kind], enabled)
-    assert cache_options == [False, False]
+    assert cache_options == [False, False, False]
+    accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[AutocastKwargs()])
+    with accelerator.autocast(), accelerator.autocast(AutocastKwargs(enabled=False)):
+        assert not torch.is_autocast_enabled("cpu"), "a block that needs fp32"
 
 
 def test_models_and_batches_are_not_moved_without_device_placement(monkeypatch):

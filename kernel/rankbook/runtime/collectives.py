@@ -487,7 +487,7 @@ class CollectiveMethods(AcceleratorSettings):
         # `share` describes the current round of the innermost loop. It is None for all rounds but incomplete ones.
         share = getattr(self.gradient_state.active_dataloader, "share", None) if self.use_distributed else None
         if share is None:
-            return self._drop_replicas(gather(data))
+            return self._cut_repeated(self._drop_replicas(gather(data)))
         # As `gather` does: a loss without dimensions is one row.
         data = map_leaves(lambda leaf: leaf if leaf.ndim else leaf[None], data)
         if len(share.ranks) < len(share.real):
@@ -495,20 +495,47 @@ class CollectiveMethods(AcceleratorSettings):
         # The ranks' parts of this batch may differ in length, so pad before gathering and trim afterwards.
         return trim(self._drop_replicas(gather(pad_across_processes(data))), share)
 
+    def _cut_repeated(self, data: Any) -> Any:  # noqa: ANN401 - nested
+        """Cut a mean that was repeated by the batch size to the samples of a shorter last batch. For one process.
+
+        Example scripts of Transformers do so: `gather_for_metrics(loss.repeat(batch_size))`.
+        """
+        rows = self.gradient_state.remainder
+        if self.use_distributed or rows <= 0:
+            return data
+        expected = getattr(self.gradient_state.active_dataloader, "total_batch_size", 0)
+
+        def is_repeated(leaf: torch.Tensor) -> bool:
+            # Otherwise it has several rows per sample, or the batch has as many.
+            return bool(leaf.ndim) and len(leaf) == expected and bool(expected % rows or (leaf == leaf[:1]).all())
+
+        return map_leaves(lambda leaf: leaf[:rows] if is_repeated(leaf) else leaf, data)
+
     def _for_metrics_as_objects(self, data: Any) -> Any:  # noqa: ANN401 - nested
         share = getattr(self.gradient_state.active_dataloader, "share", None) if self.use_distributed else None
+        # A collate function that unpacks samples gives tuples. One of containers or tensors is no list of samples.
+        is_list = isinstance(data, tuple) and not any(is_container(item) or hasattr(item, "shape") for item in data)
+        if is_list or (isinstance(data, torch.Tensor) and data.ndim):
+            data = list(data)
         if share is None or not isinstance(data, list):
             return self._drop_replicas(gather_object(data))
         if len(share.ranks) < len(share.real):
-            return self._gather_from_ranks_with_batch(data, share)
-        # One list per rank. The lists may differ in length, and `trim` expects the same number of rows from every rank:
-        # fill up with None, which is trimmed again.
+            return self._gather_from_ranks_with_batch(data, share, as_objects=True)
+        # One list per rank. The lists may differ in length, and `_rows` expects as many rows from every rank: fill up
+        # with None, which is left out again.
         everyone = gather_object([data])
         longest = max(map(len, everyone))
         rows = [row for objects in everyone for row in (*objects, *[None] * (longest - len(objects)))]
-        return trim(self._drop_replicas(rows), share)
+        rows = self._drop_replicas(rows)
+        return [rows[row] for row in _rows(len(rows), share)]
 
-    def _gather_from_ranks_with_batch(self, data: Any, share: RoundPadding) -> Any:  # noqa: ANN401 - nested
+    def _gather_from_ranks_with_batch(
+        self,
+        data: Any,  # noqa: ANN401 - nested
+        share: RoundPadding,
+        *,
+        as_objects: bool = False,
+    ) -> Any:  # noqa: ANN401 - nested
         """Gather the last round of uneven batches among the ranks that have a batch in it.
 
         The other ranks have left the loop and cannot take part in a collective, so point-to-point messages are used:
@@ -533,7 +560,7 @@ class CollectiveMethods(AcceleratorSettings):
             else:
                 dist.recv_object_list(message, src=rank)
             parts.append(message[0])  # where ranks have no batch, no sample is repeated
-        if isinstance(data, list) and not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves(data)):
+        if as_objects:
             return [row for part in parts for row in part]
         return send_to_device(concatenate(parts), self.device)
 

@@ -52,7 +52,7 @@ def _separate_state(*, new_process_state: bool) -> Iterator[None]:
 
     `new_process_state`: also that of `PartialState`, so that the device is chosen again.
     """
-    from rankbook.runtime.gradient_state import GradientState
+    from rankbook.runtime.gradient_state import GradientState, window
     from rankbook.runtime.process_state import PartialState
     from rankbook.runtime.state import AcceleratorState
 
@@ -63,6 +63,7 @@ def _separate_state(*, new_process_state: bool) -> Iterator[None]:
         shared.append(PartialState._shared_state)
     # Instances use these dicts as their `__dict__`. So the dicts are emptied and filled again, and never replaced.
     before = [dict(state) for state in shared]
+    scaler, window.scaler = window.scaler, None
     for state in shared:
         state.clear()
     try:
@@ -71,3 +72,4 @@ def _separate_state(*, new_process_state: bool) -> Iterator[None]:
         for state, values in zip(shared, before, strict=True):
             state.clear()
             state.update(values)
+        window.scaler = scaler

@@ -74,10 +74,10 @@ def _warn_of_emulation(precision: str, device: torch.device) -> None:
 def autocast(precision: str, device: torch.device, handler: AutocastKwargs) -> AbstractContextManager[Any]:
     """Return the autocast context for `precision`; a null context for "no"."""
     kind = PRECISIONS[precision]
-    # Not `torch.autocast(enabled=False)`, which would switch off an autocast of the user around it.
-    if kind is None or not handler.enabled:
+    if kind is None:
         return nullcontext()
-    return torch.autocast(device.type, dtype=kind, cache_enabled=handler.cache_enabled)
+    # `enabled=False` switches off an autocast around it, as that of a prepared model's forward.
+    return torch.autocast(device.type, dtype=kind, enabled=handler.enabled, cache_enabled=handler.cache_enabled)
 
 
 def make_scaler(precision: str, device: torch.device, handler: GradScalerKwargs) -> torch.amp.GradScaler | None:
@@ -112,6 +112,8 @@ class MixedForward:
 
     def __init__(self, module: nn.Module, kind: torch.dtype, device: torch.device, cache: bool | None) -> None:
         self.original: Callable[..., Any] = module.forward
+        self.__wrapped__ = self.original
+        """For the signature, by which `generate` of Transformers knows what the model accepts."""
         self.replaced = module.__dict__.get("forward")
         self.kind = kind
         self.device_type = device.type

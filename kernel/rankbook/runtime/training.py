@@ -43,8 +43,12 @@ class TrainingMethods(AcceleratorSettings):
         window.backwards += 1
         if window.before_backward is not None:
             window.before_backward()
-        if window.scaler is not None:
-            window.scaler.scale(loss).backward(**kwargs)
+        # Of the optimizers that were prepared here: another `Accelerator` may have prepared others since, with another
+        # precision. A cell that was run again has made a new `Accelerator`, with the optimizers of the one before.
+        optimizers = self._optimizers
+        scaler = optimizers[-1].scaler if optimizers else window.scaler
+        if scaler is not None:
+            scaler.scale(loss).backward(**kwargs)
         else:
             loss.backward(**kwargs)
 
@@ -126,8 +130,6 @@ class TrainingMethods(AcceleratorSettings):
 
         Repeated calls before a step have no effect.
         """
-        if window.scaler is None:
-            return
         if optimizer is None:
             optimizer = _current_optimizers()
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
@@ -175,7 +177,7 @@ class TrainingMethods(AcceleratorSettings):
     def _unscale_gradients_of(self, parameters: Sequence[torch.Tensor]) -> None:
         # Only for the optimizers of these parameters. Others may get their gradients from a later backward pass, and
         # can unscale them only once per round of the scaler.
-        if window.scaler is None:
+        if all(wrapper.scaler is None for wrapper in registered("optimizer").values()):
             return
         chosen = set(map(id, parameters))
         for optimizer in _current_optimizers():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,7 @@ from rankbook.runtime.data.seen import (
 from rankbook.runtime.data.stateful import ReadPosition, StatefulIterable, StatefulReader, is_stateful
 from rankbook.runtime.gradient_state import GradientState
 from rankbook.runtime.process_state import PartialState
-from rankbook.runtime.tree import send_to_device
+from rankbook.runtime.tree import find_batch_size, send_to_device
 
 # Seeds are unsigned 64-bit numbers. They travel as two halves in an int64 tensor, see `_broadcast_from_first`.
 _LOW = (1 << 32) - 1
@@ -151,7 +151,8 @@ class PreparedLoader(DataLoader[Any]):
 
     `end_of_dataloader` is True while the current batch is this rank's last. `share` says what is real in the current
     round, None if all of it is; it is the argument of `trim`. `remainder` is the number of real samples in the last
-    round: 0 if all are, -1 before the end and if unknown.
+    round: 0 if all are and, with one process, the batch is not shorter than the others; -1 before the end and if
+    unknown.
     """
 
     end_of_dataloader: bool
@@ -373,7 +374,7 @@ class PreparedLoader(DataLoader[Any]):
                         # The position and `end_of_dataloader` change before the last batch is yielded, since
                         # `accumulate` asks for them in the body of the loop.
                         if last:
-                            self._end(share)
+                            self._end(share, batch)
                     yield batch
                 if position.run == run and not position.finished:  # this rank had no batch at all
                     self._end(None)
@@ -381,13 +382,23 @@ class PreparedLoader(DataLoader[Any]):
             if position.run == run:
                 self._rest_after = ()
 
-    def _end(self, share: RoundPadding | None) -> None:
+    def _end(self, share: RoundPadding | None, batch: object = None) -> None:
         self.end_of_dataloader = self.position.finished = True
         # All samples of the last round are real.
         if share is None:
-            self.remainder = 0
+            self.remainder = self._rows_of_short_batch(batch)
         else:
             self.remainder = -1 if WHOLE in share.real else sum(share.real)
+
+    def _rows_of_short_batch(self, batch: object) -> int:
+        """Return the samples of a last batch that is shorter than the others; 0 for another one, and if unknown."""
+        if self.parts.num_processes > 1 or not self.parts.total_rows or not isinstance(self.dataset, Sized):
+            return 0
+        rest = len(self.dataset) % self.parts.total_rows
+        try:
+            return rest if find_batch_size(batch) == rest else 0
+        except InvalidArgument:
+            return 0
 
     def _begin(self) -> None:
         """Agree with the other ranks on seed, epoch, position and random states of the pass, and start its requests.

@@ -306,7 +306,8 @@ def _register_hook(wrapped: DistributedDataParallel, handler: DistributedDataPar
 
 def _released(*_: object, **__: object) -> NoReturn:
     raise InvalidArgument(
-        "this model was prepared again and can no longer be called: use the one that the last prepare() returned"
+        "this model was prepared again, or released by free_memory(), and can no longer be called: use the one that "
+        "the last prepare() returned"
     )
 
 
