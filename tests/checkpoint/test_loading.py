@@ -50,6 +50,21 @@ def test_load_allocates_memory_for_shards_without_data(saved):
     assert rc.load({"w": shard}, saved)["w"].tolist() == [[3, 4, 5]]
 
 
+def test_a_model_on_the_meta_device_is_refused(saved, tmp_path):
+    with pytest.raises(CheckpointError, match=r"'w' is on the meta device, .*to_empty"):
+        rc.load({"w": torch.zeros(2, 3, device="meta")}, saved)
+    with pytest.raises(CheckpointError, match="or data on the meta device"):
+        rc.save({"w": torch.zeros(2, 3, device="meta")}, tmp_path / "new")
+
+
+def test_what_is_no_damage_is_not_called_damage(saved):
+    state = requested_state()
+    state["w"] = torch.zeros(2, 1).expand(2, 3)  # its elements share their memory
+    with pytest.raises(CheckpointError, match=r"step-1 could not be loaded:\n.*'w'.*RuntimeError"):
+        rc.load(state, saved)
+    assert rc.load(requested_state(), saved)["w"].equal(STATE["w"])
+
+
 def test_strict_mode_decides_about_missing_and_unexpected_keys(saved, caplog):
     caplog.set_level(logging.WARNING)
     more = {**requested_state(), "new": torch.full((2,), 5.0)}

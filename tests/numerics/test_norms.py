@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from rankbook.errors import InvalidArgument
+from rankbook.numerics.gradients import local_gradients
 from rankbook.numerics.norms import merge_gradients
 from rankbook.protocol.queries import GradientEntry, LocalGradients
 
@@ -56,3 +58,10 @@ def test_model_without_gradients_says_so():
     table = merged([GradientEntry("w", "", None, 1.0, 10)])
     assert "no parameter has a gradient" in str(table) and table.norm == 0
     assert "(root)" in str(table)
+
+
+def test_sparse_gradients_are_counted_too():
+    net = torch.nn.Embedding(5, 3, sparse=True)
+    net.weight.grad = torch.sparse_coo_tensor([[1, 1, 3]], [[1.0] * 3, [math.nan, 1.0, 1.0], [2.0] * 3], (5, 3))
+    (entry,) = local_gradients(net, "net").entries
+    assert math.isnan(entry.norm) and entry.nonfinite == 1

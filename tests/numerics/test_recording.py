@@ -11,6 +11,7 @@ from torch import nn
 
 from rankbook.errors import InvalidArgument
 from rankbook.numerics import compare
+from rankbook.numerics.recording import difference, summarize
 from rankbook.runtime import Accelerator, AcceleratorState, GradientState
 
 
@@ -158,3 +159,17 @@ def test_an_optimizer_that_cannot_be_copied_is_refused():
     optimizer.lock = threading.Lock()
     with pytest.raises(InvalidArgument, match=r"SGD cannot be copied for another layout: TypeError: cannot pickle"):
         compare(step_with_closure, model, optimizer, torch.randn(4, 2))
+
+
+@pytest.mark.parametrize("shape", [(4096, 64), (1000,), (3, 5, 7)])
+def test_differences_with_a_pattern_are_seen_in_the_summaries(shape):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    patterns = {
+        "constant": torch.ones(shape),
+        "columns": torch.randn(shape[-1:], generator=torch.Generator().manual_seed(1)).expand(shape),
+        "alternating": (torch.arange(tensor.numel()) % 2 * 2 - 1).reshape(shape),
+    }
+    for name, pattern in patterns.items():
+        changed = tensor + 1e-3 * pattern
+        size = float((changed - tensor).double().norm())
+        assert difference(summarize(tensor), summarize(changed)) > size / 20, name

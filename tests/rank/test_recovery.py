@@ -99,6 +99,105 @@ def test_a_folder_and_a_module_that_are_not_there_are_named(tmp_path):
     assert set(adopted["missing"]) == {"the current folder", "m"}
 
 
+STATEFUL = """
+import functools, torch
+
+def counter():
+    count = 0
+    def add():
+        nonlocal count
+        count += 1
+    def get():
+        return count
+    return add, get
+
+add, get = counter()
+add()
+
+def recursive():
+    def down(n):
+        return 0 if n == 0 else down(n - 1) + scale
+    return down
+
+down, scale = recursive(), 2
+
+@functools.lru_cache(maxsize=4)
+def cached(x):
+    return x * scale
+
+class Tokens:
+    @functools.cache
+    def item(self, x):
+        return x + scale
+
+tokens = Tokens()
+weight = torch.nn.Parameter(torch.ones(2))
+seen = []
+weight.register_hook(lambda gradient: gradient * scale)
+weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter))
+search = torch.optim.LBFGS([weight], max_iter=1)
+plain = torch.optim.SGD([weight], lr=1.0)
+plain.every = 3
+plain.register_step_post_hook(lambda *_: seen.append("step"))
+schedule = torch.optim.lr_scheduler.StepLR(plain, 1)
+plain.step()
+schedule.step()
+seen.clear()
+"""
+
+
+def test_functions_keep_the_variables_that_they_share_and_their_caches(tmp_path):
+    peer: dict[str, Any] = {"__name__": "__main__"}
+    exec(STATEFUL, peer)
+    fresh, adopted = taken_over(peer, {}, tmp_path)
+    assert adopted["missing"] == {}
+    fresh["add"]()
+    assert (peer["get"](), fresh["get"](), fresh["down"](3)) == (1, 2, 6)
+    fresh["scale"] = 10
+    assert (fresh["cached"](1), fresh["cached"](1), fresh["tokens"].item(1)) == (10, 10, 11)
+    assert fresh["cached"].cache_info() == (1, 1, 4, 1)
+
+
+def test_optimizers_keep_the_attributes_of_their_class_and_hooks_stay(tmp_path):
+    peer: dict[str, Any] = {"__name__": "__main__"}
+    exec(STATEFUL, peer)
+    fresh, adopted = taken_over(peer, {}, tmp_path)
+    assert adopted["missing"] == {}
+    weight, seen, plain, schedule = (fresh[name] for name in ("weight", "seen", "plain", "schedule"))
+    weight.sum().backward()
+    assert weight.grad.tolist() == [2.0, 2.0] and len(seen) == 1 and seen[0] is weight
+    plain.step()
+    schedule.step()
+    assert (plain.every, seen[1:], weight.tolist()) == (3, ["step"], pytest.approx([0.8, 0.8]))
+    assert plain.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert plain.param_groups[0]["params"][0] is weight
+    fresh["search"].step(lambda: weight.square().sum())
+    assert peer["seen"] == [] and peer["weight"].tolist() == [1.0, 1.0]
+
+
+def test_a_hook_that_cannot_be_sent_is_the_reason_why_its_parameter_is_not(tmp_path):
+    weight, lock = torch.nn.Parameter(torch.ones(1)), threading.Lock()
+    weight.register_hook(lambda gradient: gradient if lock else None)
+    fresh, adopted = taken_over({"weight": weight, "kept": 1}, {}, tmp_path)
+    assert fresh["kept"] == 1 and "'_thread.lock' object" in adopted["missing"]["weight"]
+
+
+def test_a_module_that_cannot_be_imported_any_more_is_named(tmp_path):
+    (tmp_path / "edited_module.py").write_text("def f(:\n")
+    state = recovery.ExportedState(
+        variables={"kept": 2},
+        imports={"m": "edited_module"},
+        path=[str(tmp_path), *sys.path],
+        folder=str(tmp_path),
+        watch=None,
+        environment={},
+        settings=recovery.torch_settings(),
+    )
+    fresh: dict[str, Any] = {}
+    adopted = recovery.adopt_state(fresh, lambda: state)
+    assert fresh == {"kept": 2} and adopted["missing"]["m"].startswith("SyntaxError: ")
+
+
 def test_the_precision_of_float32_comes_over_from_either_of_its_settings(tmp_path):
     code = """
 import sys, torch

@@ -530,7 +530,7 @@ class CheckpointRead:
         if np.dtype in self._allow:  # a dtype object is an instance of a subclass such as `Float64DType`
             self._allow += [dtype_class for dtype_class in vars(np.dtypes).values() if isinstance(dtype_class, type)]
         self.damages: list[str] = []
-        self._refused_count = 0
+        self._refused_count = self._other_count = 0
         self._overwritten: dict[str, None] = {}
 
     def verify(self, plan: ReadPlan, fresh: Collection[int], *, ranks: int = 1) -> None:
@@ -695,20 +695,23 @@ class CheckpointRead:
             self._refused_count += isinstance(damage, UnsafePickle)
         except OSError as error:
             self.damages.append(f"{where}: {error.strerror or error}")
+            self._other_count += not isinstance(error, FileNotFoundError)
         except KeyboardInterrupt as error:
             error.add_note(
                 f"The load of {self._checkpoint} was interrupted at {where}. Tensors loaded so far have new values."
             )
             raise
-        except Exception as error:  # noqa: BLE001 - reported like damage: out of device memory, a read-only tensor
+        except Exception as error:  # noqa: BLE001 - listed with damage: out of device memory, a read-only tensor
             self.damages.append(f"{where}: {type(error).__name__}: {error}")
+            self._other_count += 1
 
     def raise_damage(self) -> None:
-        """Raise `CheckpointError` if damage was found."""
+        """Raise `CheckpointError` if damage was found, or something could not be loaded."""
         if self.damages:
             text = "\n  ".join(truncate_list(self.damages, MAX_LISTED))
             refused = "is intact, but some of its objects are not loaded without allow="
-            verdict = refused if self._refused_count == len(self.damages) else "is damaged"
+            verdict = "could not be loaded" if self._other_count == len(self.damages) else "is damaged"
+            verdict = refused if self._refused_count == len(self.damages) else verdict
             raise CheckpointError(f"the checkpoint {self._checkpoint} {verdict}:\n  {text}{self._state()}")
 
     def _state(self) -> str:

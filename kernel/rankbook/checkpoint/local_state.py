@@ -24,6 +24,7 @@ from rankbook.checkpoint.load_plan import WantedChunk
 from rankbook.checkpoint.local_plan import LocalPlan, LocalShard
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor, is_main_replica
 from rankbook.checkpoint.state_dict.state_dicts import nest, normalize_path, partition
+from rankbook.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,11 @@ class LoadRequest:
                 # The caller has passed an entry without data and gets new memory.
                 entry.shard.init_data("cpu")
                 self.fresh.add(position)
+            elif entry.shard.data.is_meta:
+                raise CheckpointError(
+                    f"{entry.shard.key!r} is on the meta device, where nothing can be stored; call "
+                    "to_empty(device=...) on the model before the load"
+                )
         self.tensors = [LocalTensor.of(tensor.shard) for tensor in self._split.tensors]
         self.objects = [LocalObject.of(shard) for _, shard in self._split.objects]
 

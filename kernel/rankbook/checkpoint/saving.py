@@ -271,7 +271,7 @@ class Writer:
             if (tensor := self._contents.tensors[number]).data.is_meta:
                 raise CheckpointError(
                     f"tensor {tensor.key!r}: rank {self._rank} must store the chunk at {tensor.global_offset}, but "
-                    "its ShardedTensor has data=None"
+                    "its ShardedTensor has data=None, or data on the meta device"
                 )
         file = WrittenFile(self._rank, f"__{self._rank}_0.distcp")
         # A rank with nothing to write creates no file.

@@ -80,6 +80,8 @@ def _measure(key: str, parameter: torch.Tensor, scale: float) -> GradientEntry:
         gradient = gradient.redistribute(placements=whole)
     place = _place(gradient) if isinstance(gradient, DTensor) else place
     local = local_part(gradient)
+    if local.layout is not torch.strided:
+        local = local.coalesce().values()
     norm = _norm(local)
     nonfinite = 0 if math.isfinite(norm) else int((~local.isfinite()).sum())
     return GradientEntry(key, place, norm / scale, _norm(weights), weights.numel(), nonfinite)

@@ -365,8 +365,8 @@ class Record:
     dtypes: dict[Key, torch.dtype] = field(default_factory=dict)
 
 
-_WAVES: dict[int, torch.Tensor] = {}
-"""Pseudo-random vectors of the sizes of recent tensors, while a comparison runs."""
+_SIGNS: dict[int, torch.Tensor] = {}
+"""Random vectors of 1 and -1, of the sizes of recent tensors, while a comparison runs."""
 
 
 def summarize(tensor: torch.Tensor, note: str = "", change: float = 0.0) -> Summary:
@@ -374,18 +374,21 @@ def summarize(tensor: torch.Tensor, note: str = "", change: float = 0.0) -> Summ
     values = tensor.detach().resolve_conj().resolve_neg()
     flat = wide(values).reshape(-1)  # booleans and integers are numbers, too
     size = flat.numel()
-    wave = _WAVES.get(size)
-    if wave is None or wave.device != flat.device:
-        if len(_WAVES) > 64:
-            _WAVES.clear()
-        wave = _WAVES[size] = torch.cos(torch.arange(size, dtype=torch.float64, device=flat.device) * 1.61803398875 + 1)
+    signs = _SIGNS.get(size)
+    if signs is None or signs.device != flat.device:
+        if len(_SIGNS) > 64:
+            _SIGNS.clear()
+        # The same ones for all ranks and layouts. A constant or periodic difference must not cancel on them.
+        generator = torch.Generator().manual_seed(size)
+        drawn = torch.randint(0, 2, (size,), dtype=torch.int8, generator=generator, device="cpu")
+        signs = _SIGNS[size] = drawn.to(flat.device).double() * 2 - 1
     contents = values.contiguous().cpu()
     raw = contents.reshape(-1).view(torch.uint8).numpy().tobytes() if size else b""
     return Summary(
         tuple(values.shape),
         str(values.dtype).removeprefix("torch."),
         float(flat.norm()),
-        float(flat @ wave),
+        float(flat @ signs),
         hashlib.blake2b(raw, digest_size=8).hexdigest(),
         note,
         change,
@@ -649,7 +652,7 @@ def preserved(models: list[nn.Module], optimizer: Any) -> Iterator[Callable[[], 
         try:
             yield restore
         finally:
-            _WAVES.clear()  # as large as the parameters
+            _SIGNS.clear()  # as large as the parameters
             restore()
 
 

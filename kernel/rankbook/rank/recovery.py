@@ -52,6 +52,7 @@ from rankbook.snapshot_files import SnapshotVersion
 from rankbook.transport.framed_socket import wait_readable
 from rankbook.transport.serialization import Packed, Reduce, pack, pickle_error
 from rankbook.transport.shared_memory import SegmentStore
+from rankbook.transport.tensors import hooks_of
 
 _SAVES = "rankbook.checkpoint.saving"
 _ACCELERATE = "accelerate.state"
@@ -222,8 +223,8 @@ def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedStat
     for name, module in state["imports"].items():
         try:
             namespace[name] = importlib.import_module(module)
-        except ImportError as error:
-            missing[name] = str(error)
+        except Exception as error:  # noqa: BLE001 - named: a module that is being edited may raise anything
+            missing[name] = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
     # Only after everything has been unpickled: the namespace gets all of the state or nothing.
     namespace.update(state["variables"])
     set_torch_settings(state["settings"])
@@ -381,6 +382,13 @@ class _Reducer:
         # share with the new namespace.
         if isinstance(value, types.FunctionType) and value.__globals__ is self._namespace:
             return _reduce_function(value)
+        # Functions that share a variable, such as a counter, go on sharing it.
+        if isinstance(value, types.CellType):
+            return types.CellType, (), _contents_of(value), None, None, _fill_cell
+        # torch's own `__getstate__` leaves out the attributes of the class, and the hooks.
+        if isinstance(value, torch.optim.Optimizer) and type(value).__getstate__ is torch.optim.Optimizer.__getstate__:
+            # `step` is replaced by a scheduler, in the object itself.
+            return object.__new__, (type(value),), {name: each for name, each in vars(value).items() if name != "step"}
         # The new rank has its own object for the group, with the same name.
         if isinstance(value, RecoverableProcessGroup):
             return _group_here, (value.group_name,)
@@ -397,13 +405,17 @@ class _Reducer:
             if any(not placement.is_replicate() for placement in placements):
                 raise TransferError(f"it is sharded over the ranks: the shard of the dead rank is lost{_last_saved()}")
             # A plain number in place of the tensor: whether a value can be pickled does not depend on the tensor's
-            # data.
+            # data, but on its hooks.
             if not self._with_data and (placements or type(value) in (torch.Tensor, torch.nn.Parameter)):
-                return int, ()
+                return _nothing, hooks_of(value)
         # Reading its state in a forked child would kill the child. Seen on an H100 with torch 2.11.
         if not self._with_data and type(value) is torch.Generator and value.device.type != "cpu":
             return int, ()
         return NotImplemented
+
+
+def _nothing(*_: object) -> int:
+    return 0
 
 
 def _last_saved() -> str:
@@ -498,7 +510,6 @@ def _renumber_accelerate(rank: int, world_size: int) -> None:
 
 
 def _reduce_function(function: types.FunctionType) -> tuple[Any, ...]:
-    free = len(function.__code__.co_freevars)
     state = {
         "attributes": vars(function),
         "__kwdefaults__": function.__kwdefaults__,
@@ -506,28 +517,36 @@ def _reduce_function(function: types.FunctionType) -> tuple[Any, ...]:
         "__module__": function.__module__,
         "__doc__": function.__doc__,
         "__annotations__": function.__annotations__,
-        "cells": function.__closure__,
     }
-    make = (function.__code__, function.__name__, function.__defaults__, free)
+    # A function may refer to itself by its closure: its cells are filled after it has been made.
+    make = (function.__code__, function.__name__, function.__defaults__, function.__closure__)
     return _make_function, make, state, None, None, _complete_function
 
 
-def _make_function(code: types.CodeType, name: str, defaults: tuple[Any, ...] | None, free: int) -> types.FunctionType:
-    # Empty cells, because a function may refer to itself by its closure.
-    cells = tuple(types.CellType() for _ in range(free))
+def _make_function(
+    code: types.CodeType, name: str, defaults: tuple[Any, ...] | None, cells: tuple[types.CellType, ...] | None
+) -> types.FunctionType:
     return types.FunctionType(code, _namespace, name, defaults, cells)
 
 
 def _complete_function(function: types.FunctionType, state: dict[str, Any]) -> None:
-    """Set a function's attributes and closure. A second step, as a function may be in its own closure."""
+    """Set a function's attributes. A second step, as they may refer to the function."""
     function.__dict__.update(state.pop("attributes"))
-    for cell, sent in zip(function.__closure__ or (), state.pop("cells") or (), strict=True):
-        try:
-            cell.cell_contents = sent.cell_contents
-        except ValueError:  # an unassigned variable
-            continue
     for name, value in state.items():
         setattr(function, name, value)
+
+
+def _contents_of(cell: types.CellType) -> tuple[object, ...]:
+    """Return the value of a variable in a closure in a tuple, an empty one if nothing was assigned."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
+def _fill_cell(cell: types.CellType, contents: tuple[object, ...]) -> None:
+    for value in contents:
+        cell.cell_contents = value
 
 
 def _is_own_device(device: torch.device) -> bool:

@@ -224,11 +224,22 @@ class _PayloadPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle
             reduction = self._storages.reduce(value)
             if reduction is not NotImplemented:
                 return reduction
+        # By reference, as functools has it, a function of a cell is found in the sender's process only.
+        if type(value) is _CachedFunction and value.__module__ == "__main__":
+            return make_cached, (value.__wrapped__, value.cache_parameters())
         # A code object is the part of a function that names its file. cloudpickle's own reduction is extended, so that
         # classes, closures and nested functions are covered as well.
         if isinstance(value, types.CodeType):
             return self._sources.reduce(value, self.dispatch_table[types.CodeType](value))
         return super().reducer_override(value)
+
+
+_CachedFunction = type(functools.cache(len))
+
+
+def make_cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:  # noqa: ANN401 - functools' own type
+    """Return `function` with a cache of its own, see `functools.lru_cache`."""
+    return functools.lru_cache(**parameters)(function)
 
 
 def _pickle(value: object, reduce: Reduce | None, *, keep_devices: bool) -> _Pickled:

@@ -7,8 +7,9 @@ arrive on the CPU. Three things differ: of a storage, only the parts that the te
 `data[:32]` costs 32 rows; a conjugated or negated view arrives as its values; and a tensor in shared memory cannot be
 resized in place, as if it came from `torch.from_numpy` (its `.clone()` can).
 
-With `keep_devices`, tensors of an accelerator arrive on the receiver's current one. Memory of an accelerator is copied
-to the host when it is written, and in parts, so that the host never has the whole value twice.
+With `keep_devices`, tensors of an accelerator arrive on the receiver's current one, and leaves with their hooks. Memory
+of an accelerator is copied to the host when it is written, and in parts, so that the host never has the whole value
+twice.
 
 This module reduces dense tensors and Parameters. Other kinds (sparse, quantized, nested, meta, DTensor, any subclass)
 use torch's own reduction, which leads to dense tensors and storages that are reduced by this module in turn.
@@ -130,11 +131,11 @@ class Storages:
         # The first pass, or a storage that is sent whole: remember which bytes are used.
         if storage_slice is None:
             self._uses.setdefault(self._key(storage), []).append(use)
-            return _reduction(tensor, tensor, self._slice_to_send(storage))
+            return self._reduction(tensor, tensor, self._slice_to_send(storage))
         # One column of a large matrix, for example: its span is nearly the whole storage, but its elements are few.
         if storage_slice.one_view:
             return self._reduce_copy(tensor, lambda: tensor.detach().clone(memory_format=torch.contiguous_format))
-        return _reduction(
+        return self._reduction(
             tensor, tensor, self._slice_to_send(storage, storage_slice.low, storage_slice.high), storage_slice.low
         )
 
@@ -157,7 +158,11 @@ class Storages:
         key = (self._key(tensor.untyped_storage()), *_use_of(tensor).view, tensor.is_conj(), tensor.is_neg())
         if key not in self._copies:
             self._copies[key] = copy()
-        return _reduction(tensor, self._copies[key], self._slice_to_send(self._copies[key].untyped_storage()))
+        return self._reduction(tensor, self._copies[key], self._slice_to_send(self._copies[key].untyped_storage()))
+
+    def _reduction(self, tensor: torch.Tensor, source: torch.Tensor, sent: _SentSlice, low: int = 0) -> Reduction:
+        hooks = hooks_of(tensor) if self._keep_devices else ()
+        return _reduction(tensor, source, sent, low, hooks=hooks if any(hooks) else ())
 
     def _slice_to_send(self, storage: torch.UntypedStorage, low: int = 0, high: int | None = None) -> _SentSlice:
         high = storage.nbytes() if high is None else high
@@ -207,8 +212,16 @@ class _SentSlice:
         return view
 
 
-def _reduction(tensor: torch.Tensor, source: torch.Tensor, sent: _SentSlice, low: int = 0) -> Reduction:
-    """Return the reduction with the type and attributes of `tensor` and the memory of `source`.
+def hooks_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the hooks on the gradient of a leaf, such as a parameter, and those after its accumulation."""
+    # A tensor with a graph arrives as a leaf, whose gradient is another one.
+    return (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if tensor.is_leaf else ()
+
+
+def _reduction(
+    tensor: torch.Tensor, source: torch.Tensor, sent: _SentSlice, low: int, *, hooks: tuple[Any, ...]
+) -> Reduction:
+    """Return the reduction with the type, attributes and `hooks` of `tensor` and the memory of `source`.
 
     The storage of `source` is sent from byte `low` on.
     """
@@ -222,6 +235,8 @@ def _reduction(tensor: torch.Tensor, source: torch.Tensor, sent: _SentSlice, low
         tensor.requires_grad,
         type(tensor) is torch.nn.Parameter,
     )
+    if hooks:
+        return restore_tensor, arguments, (dict(tensor.__dict__), *hooks), None, None, restore_hooks
     if not tensor.__dict__:
         return restore_tensor, arguments
     # The sixth element of a reduction sets the state. Without it, pickle would call `Tensor.__setstate__`, which
@@ -265,6 +280,12 @@ def restore_tensor(
 def restore_attributes(tensor: torch.Tensor, attributes: dict[str, object]) -> None:
     """Set the attributes that the user or a library had added to a tensor."""
     tensor.__dict__.update(attributes)
+
+
+def restore_hooks(tensor: torch.Tensor, state: tuple[dict[str, object], Any, Any]) -> None:
+    """Set the attributes of a tensor, and its hooks."""
+    attributes, tensor._backward_hooks, tensor._post_accumulate_grad_hooks = state
+    restore_attributes(tensor, attributes)
 
 
 def _same(storage: torch.UntypedStorage) -> torch.UntypedStorage:
