@@ -22,7 +22,7 @@ from rankbook.coordinator.liveness import RESTART_ADVICE_AFTER, restart_advice
 from rankbook.coordinator.running_cell import RunningCell, Sink
 from rankbook.coordinator.wait import deferred_interrupts, set_ending_check
 from rankbook.errors import InvalidArgument, RankbookError
-from rankbook.formatting import PACKAGE_MAGICS, PACKAGE_NOTE, plural, suggest
+from rankbook.formatting import PACKAGE_MAGICS, PACKAGE_NOTE, plural, python_name, suggest
 from rankbook.ipython_compat import MAGIC_WRAPPER_FRAMES, cell_numbers
 from rankbook.magics import arguments, auto_mode, completion, debugger, reports
 from rankbook.magics.cell_handle import CellHandle, raise_cell_error, status_line_factory, without_frames
@@ -109,7 +109,7 @@ class DistributedMagics(Magics):
         # The ranks get the magic's line as a comment, so that lines in tracebacks and breakpoints match the cell.
         # A cell magic in the body has to stay in the first line.
         head = "" if chosen.auto or cell.lstrip().startswith("%%") else f"# %%distributed {line}".rstrip() + "\n"
-        on_result = self._result_callback(chosen.out)
+        on_result = self._result_callback(chosen.out and python_name(chosen.out))
         ask = ask_for(self._shell)
         panel = self._panel(sink, number, ranks, chosen.view) if is_shown else None
         file = self._prepare_debugger(ranks, head + cell)
@@ -384,7 +384,7 @@ class DistributedMagics(Magics):
     def _command_push(self, command: argparse.Namespace) -> None:
         cluster = self._cluster()
         ranks = cluster.select(command.ranks)
-        names = tuple(dict.fromkeys(command.names))
+        names = tuple(dict.fromkeys(map(python_name, command.names)))
         missing = tuple(name for name in names if name not in self._shell.user_ns)
         for name in missing:
             self._check_on_ranks(cluster, ranks, name)
@@ -422,7 +422,7 @@ class DistributedMagics(Magics):
         ranks = cluster.select(command.ranks)
         pulled = cluster.pull(command.name, ranks=ranks)
         if target is not None:
-            self._shell.user_ns[target] = pulled
+            self._shell.user_ns[python_name(target)] = pulled
             values, order = ("value", "") if len(ranks) == 1 else ("values", ", in this order")
             self._print(f"{target}: a list with the {values} of {name_ranks(ranks)}{order}")
         return None if command.is_statement else pulled

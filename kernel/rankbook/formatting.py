@@ -10,6 +10,7 @@ import re
 import signal
 import sysconfig
 import time
+import unicodedata
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from functools import cache
@@ -139,6 +140,11 @@ def is_users(file: str) -> bool:
     """Return True if a file is the user's: a cell or module of theirs, not part of a library."""
     folders = _library_folders("stdlib", "platstdlib", "purelib", "platlib")
     return not file.startswith((*folders, "<frozen", *PACKAGE_FOLDERS)) and "site-packages" not in file
+
+
+def python_name(name: str) -> str:
+    """Return a name as Python stores it: the micro sign of a keyboard becomes the Greek letter."""
+    return name if name.isascii() else unicodedata.normalize("NFKC", name)
 
 
 def shorten_library_path(file: str) -> str:

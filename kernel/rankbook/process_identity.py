@@ -87,6 +87,15 @@ def hold_folder(folder: Path) -> int | None:
     return descriptor
 
 
+def is_owner(folder: Path, pid: int) -> bool:
+    """Return True if process `pid` is running and is the one that owns the folder, whatever the clock says."""
+    try:
+        owner = ProcessIdentity(**json.loads((folder / OWNER_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return False
+    return owner.pid == pid and owner.machine == machine() and owner.is_alive()
+
+
 def is_abandoned(folder: Path) -> bool:
     """Return True if the folder belongs to this user and its owner has ended; False if this cannot be determined."""
     try:

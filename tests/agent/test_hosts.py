@@ -505,6 +505,14 @@ def test_ranks_on_other_hosts_cannot_be_kept():
         Cluster(1, hosts=HostOptions(address="127.0.0.1"), keep=60)
 
 
+def test_the_cores_of_this_host_limit_its_own_ranks_only(monkeypatch):
+    monkeypatch.setattr(cluster_processes, "usable_cores", lambda: 1)
+    with pytest.raises(InvalidArgument, match="invalid number of ranks: 100; expected 1 to 64 on 1 cores"):
+        Cluster(200, hosts=HostOptions(address="127.0.0.1", home=100))
+    with pytest.raises(StartError, match="128"):
+        Cluster(128, hosts=HostOptions(address="127.0.0.1"), timeout=0.5)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

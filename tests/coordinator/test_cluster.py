@@ -403,6 +403,17 @@ def test_failed_call_leaves_no_segments_of_other_answers(two):
 # push, pull, scatter, gather ----------------------------------------------------------------------------------------
 
 
+def test_a_value_that_cannot_be_opened_leaves_no_segments_of_the_others(two):
+    two.run(
+        "import sys, types, torch\nonly_there = types.ModuleType('only_there')\n"
+        "exec('class Odd: pass', vars(only_there))\nsys.modules['only_there'] = only_there\n"
+        "odd = [only_there.Odd(), torch.ones(1 << 21)]"
+    )
+    with pytest.raises(TransferError, match="only_there"):
+        two.pull("odd")
+    wait_until(lambda: not segments(two), timeout=10, what="no segment left")
+
+
 def test_push_puts_variables_on_all_or_some_ranks(two):
     two.push({"a": 1, "b": {"deep": [1, (2, None)]}})
     assert two.pull("b") == [{"deep": [1, (2, None)]}] * 2
@@ -502,6 +513,24 @@ def test_text_that_cannot_be_sent_is_refused_and_the_ranks_stay_idle(two, ask):
     assert two.run("rank").text(1) == "1"
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda two: two.pull(["a", "b"]),
+        lambda two: two.run(None),
+        lambda two: two.run(b"1"),
+        lambda two: two.protect(2.5),
+        lambda two: two.gradients(["model"]),
+    ],
+    ids=["pull", "run", "bytes", "protect", "gradients"],
+)
+def test_an_argument_of_another_type_is_refused_and_the_ranks_stay_idle(two, ask):
+    with pytest.raises(InvalidArgument, match=r"got list|invalid argument: Expected `(str|int)"):
+        ask(two)
+    assert [status.state for status in two.status()] == ["idle", "idle"]
+    assert two.run("rank").text(1) == "1"
+
+
 def test_answer_that_cannot_be_sent_ends_the_question(two):
     with pytest.raises(EOFError, match=r"'\\udce9'"):
         two.call(lambda: input("name? "), sink=None, ask=lambda *_: "caf\udce9")  # of a terminal in Latin-1
@@ -528,6 +557,31 @@ def test_scatter_gives_every_rank_its_own_and_gather_joins_them(two):
     two.scatter("solo", ["only"], ranks=1)
     assert two.gather("solo", ranks=1) == ["only"]
     two.run("del big")
+
+
+def test_scatter_follows_the_order_of_the_ranks(two):
+    two.scatter("part", ["for 1", "for 0"], ranks=[1, 0])
+    assert two.pull("part") == ["for 0", "for 1"]
+    with pytest.raises(InvalidArgument, match="every rank once, got 1, 1"):
+        two.scatter("part", ["a", "b"], ranks=[1, 1])
+
+
+def test_ranks_may_be_numbers_of_numpy(two):
+    two.push({"a": 1}, ranks=np.arange(2))
+    two.push({"a": 2}, ranks=np.int64(1))
+    assert two.pull("a", ranks=np.array([1])) == [2] and two.pull("a") == [1, 2]
+    for selection, text in (([], "is empty"), ([0.5], "expected numbers"), ([7], "rank 7 does not exist")):
+        with pytest.raises(InvalidArgument, match=text):
+            two.pull("a", ranks=selection)
+
+
+def test_names_are_those_that_python_stores(two):
+    two.push({"\u00b5": 0.5})  # of a keyboard; Python has the Greek letter
+    assert two.run("\u00b5").text(0) == "0.5"
+    two.run("\ufb01t = 7")
+    assert two.pull("\ufb01t") == two.pull("fit") == [7, 7]
+    two.scatter("\u00b5", [1, 2])
+    assert two.pull("\u03bc") == [1, 2]
 
 
 def test_scatter_of_another_number_of_values_says_both_numbers(two):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import resource
@@ -231,6 +232,15 @@ def test_a_forkserver_that_closes_its_connection_and_stays_is_named(tmp_path, mo
             launcher.wait_opened(timeout=60)
     finally:
         launcher.terminate()
+
+
+def test_a_forkserver_ends_although_a_forked_child_has_a_copy_of_the_connection():
+    launcher = LocalLauncher()
+    launcher.request_open(())
+    launcher.wait_opened(timeout=60)
+    with multiprocessing.get_context("fork").Pool(1):
+        launcher.terminate()
+    assert launcher._process.returncode == 0, "it was killed"
 
 
 def test_a_launch_that_times_out_is_bounded_by_the_timeout_of_the_start(stopped_launcher, monkeypatch):

@@ -180,6 +180,12 @@ def test_reused_process_id_is_not_taken_for_the_ended_process(base):
     assert "have exited" in find_detached().notes[0]
 
 
+def test_a_cluster_is_found_after_the_clock_was_set(base):
+    record = make(base)
+    write_record(moved := dataclasses.replace(record, started=record.started - 60))
+    assert find_detached().records == (moved,)
+
+
 def test_a_cluster_of_another_pid_namespace_is_reported_and_kept(base):
     record = make(base)
     write_record(dataclasses.replace(record, forkserver=(1 << 22) + 1))

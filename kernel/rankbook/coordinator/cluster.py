@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import keyword
+import operator
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.channels import CommChannels, DapChannels
@@ -74,11 +75,12 @@ from rankbook.errors import (
     CellTimeout,
     ClusterStopped,
     InvalidArgument,
+    ProtocolError,
     RankbookError,
     RankLostError,
     StartError,
 )
-from rankbook.formatting import plural
+from rankbook.formatting import plural, python_name
 from rankbook.launch.hosts import HostOptions, Hosts, HostStatus
 from rankbook.launch.placement import changed_variables
 from rankbook.launch.registry import ClusterRecord
@@ -106,6 +108,7 @@ from rankbook.protocol.messages import (
     RunCell,
     Stack,
     TakeOver,
+    decode_to_rank,
     encode,
 )
 from rankbook.protocol.queries import (
@@ -157,11 +160,17 @@ class ClusterTasks:
 
     def select(self, ranks: RankSelection) -> tuple[int, ...]:
         """Return the ranks of a selection; None selects all ranks. Raises `InvalidArgument`."""
-        # The frequent case, without formatting and parsing a text.
-        if ranks is None or ranks == self._all_ranks:
+        if ranks is None:
             return self._all_ranks
-        text = ranks if isinstance(ranks, str) else str(ranks) if isinstance(ranks, int) else ",".join(map(str, ranks))
-        return parse_ranks(text, self.world_size)
+        if isinstance(ranks, str):
+            return parse_ranks(ranks, self.world_size)
+        numbers = _numbers_of(ranks)
+        # The frequent case, without formatting and parsing a text.
+        if numbers == self._all_ranks:
+            return numbers
+        if not numbers:
+            raise InvalidArgument(f"the selection of ranks is empty; valid ranks are {format_ranks(self._all_ranks)}")
+        return parse_ranks(",".join(map(str, numbers)), self.world_size)
 
     def wait(
         self,
@@ -266,7 +275,11 @@ class ClusterTasks:
             if (hosts := self._processes.hosts) is not None:
                 hosts.abandon(cell.cell)
             raise
-        values = self.take_values(cell)
+        try:
+            values = self.take_values(cell)
+        except BaseException:  # one that cannot be unpickled
+            cell.discard_values(self._segments.discard)
+            raise
         return {rank: values.get(rank) for rank in cell.ranks}
 
     def take_values(self, cell: RunningCell) -> dict[int, Any]:
@@ -322,9 +335,13 @@ class ClusterTasks:
                 key = self._state.new_cell()
             # Ranks with the same task get the same object, which the driver sends them encoded once.
             messages_by_factory = {make: make(key) for make in {make for make, _ in tasks.values()}}
-            # A message that cannot be encoded is refused here. Once the state machine has sent it, its ranks are busy.
+            # A message that cannot be encoded, or that ranks would not decode, is refused here. Once the state machine
+            # has sent it, its ranks are busy.
             for message in messages_by_factory.values():
-                encode(message)
+                try:
+                    decode_to_rank(encode(message))
+                except ProtocolError as error:
+                    raise InvalidArgument(f"{label}: invalid argument: {error.__cause__}") from error
             messages = {rank: (messages_by_factory[make], frames) for rank, (make, frames) in tasks.items()}
             cell = RunningCell(
                 key,
@@ -861,8 +878,7 @@ class Cluster(ClusterQueries):
 
     def push(self, values: Mapping[str, object], *, ranks: RankSelection = None, timeout: float | None = None) -> None:
         """Assign the variables `values` on `ranks`. All ranks read one copy in shared memory."""
-        _check_names(values)
-        packed = pack(dict(values), store=self._segments)
+        packed = pack(dict(zip(_check_names(values), values.values(), strict=True)), store=self._segments)
         self._exchange(packed, Assign, ranks, timeout, "a push")
 
     def pull(self, name: str, *, ranks: RankSelection = None, timeout: float | None = None) -> list[Any]:
@@ -871,6 +887,9 @@ class Cluster(ClusterQueries):
         Raises `InvalidArgument`, which suggests similar names, if a rank does not have the name.
         """
         chosen = self.select(ranks)
+        if not isinstance(name, str):
+            raise InvalidArgument(f"pull expects the name of one variable, got {type(name).__name__}")
+        name = python_name(name)
         tasks = dict.fromkeys(chosen, (lambda cell: FetchValue(cell=cell, name=name), ()))
         return list(self._collect(tasks, timeout, f"a pull of {name}").values())
 
@@ -879,12 +898,17 @@ class Cluster(ClusterQueries):
     ) -> None:
         """Assign `values[i]` to `name` on the i-th of `ranks`. Raises `InvalidArgument` if the lengths differ."""
         chosen = self.select(ranks)
+        if ranks is not None and not isinstance(ranks, str):
+            order = _numbers_of(ranks)  # `select` sorts them
+            if len(order) != len(chosen):
+                raise InvalidArgument(f"scatter expects every rank once, got {', '.join(map(str, order))}")
+            chosen = order
         if len(values) != len(chosen):
             raise InvalidArgument(
                 f"scatter expects one value per rank, got {len(values)} values for {len(chosen)} ranks"
                 f" ({format_ranks(chosen)})"
             )
-        _check_names((name,))
+        (name,) = _check_names((name,))
         packed: list[Packed] = []
         # Values are packed one by one. If one cannot be packed, or cannot be sent, the segments of the others must be
         # removed.
@@ -1579,10 +1603,24 @@ class Cluster(ClusterQueries):
         return f"the process group waits for {name_ranks(dead)}; {hint}"
 
 
-def _check_names(names: Iterable[str]) -> None:
+def _numbers_of(ranks: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks in the order given. NumPy's integers and arrays are taken too. Raises `InvalidArgument`."""
+    with contextlib.suppress(TypeError):
+        return (operator.index(cast("int", ranks)),)
+    try:
+        return tuple(map(operator.index, cast("Sequence[int]", ranks)))
+    except TypeError as error:
+        raise InvalidArgument(f"invalid ranks {ranks!r}: expected numbers, or a text such as '0,2-3'") from error
+
+
+def _check_names(names: Iterable[object]) -> list[str]:
+    """Return the names as Python stores them. Raises `InvalidArgument` for what is no name of a variable."""
+    checked = []
     for name in names:
-        if not name.isidentifier() or keyword.iskeyword(name):
+        if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
             raise InvalidArgument(f"invalid variable name {name!r}: expected a Python identifier")
+        checked.append(python_name(name))
+    return checked
 
 
 @dataclass(frozen=True)

@@ -124,9 +124,11 @@ class ClusterProcesses:
         # From the first process to the last: an interrupt in between would leave processes and folders that nobody
         # removes. `open` and `launch` look for interrupts themselves, because they may take minutes.
         with deferred_interrupts() as interrupts:
-            if n is not None:  # reject invalid values early
+            # Reject invalid values early. Of ranks on other hosts, the number is checked when the hosts are known.
+            here = n if hosts is None else hosts.home or None
+            if here is not None:
                 on_cpu = self.device == "cpu" and hosts is None
-                assign_devices(n, 0, backend=backend if on_cpu else None, cores=usable_cores())
+                assign_devices(here, 0, backend=backend if on_cpu else None, cores=usable_cores())
             self._launcher = forkserver = local.acquire_forkserver()
             try:
                 self._folders = make_folders(None if keep is None else self._launcher.pid)

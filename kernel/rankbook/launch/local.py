@@ -237,7 +237,7 @@ class LocalLauncher:
         """End the forkserver, and with it all of its ranks."""
         # The forkserver exits at the end of the stream, after it has killed the ranks. Only if it does not, it is
         # killed, with its process group. The ranks have sessions of their own; they die with their parent.
-        self._stream.close()
+        self._stream.end()
         try:
             self._process.wait(timeout=_CLOSE_TIMEOUT)
         except subprocess.TimeoutExpired:

@@ -30,7 +30,7 @@ import psutil
 
 from rankbook.errors import StartError
 from rankbook.formatting import plural
-from rankbook.process_identity import claim_folder, is_abandoned
+from rankbook.process_identity import claim_folder, is_abandoned, is_owner
 from rankbook.protocol import PROTOCOL_VERSION
 
 # `sun_path` has 108 bytes on Linux and 104 on macOS, with the final zero.
@@ -315,7 +315,9 @@ def find_detached() -> DetachedCluster:
             continue
         # The start time tells the forkserver from a later process with its PID.
         began = process_start_time(record.forkserver)
-        if began is not None and abs(began - record.started) <= _CLOCK_STEP:
+        if began is not None and (
+            abs(began - record.started) <= _CLOCK_STEP or is_owner(path.parent, record.forkserver)
+        ):
             records.append(record)
         elif is_abandoned(path.parent):
             _remove(path.parent, Path(record.segments))

@@ -86,6 +86,12 @@ class MessageStream(Generic[_T]):
         self.closed = True
         self._connection.close()
 
+    def end(self) -> None:
+        """Close this end, and end the connection also where a forked child of this process has a copy of it."""
+        with contextlib.suppress(OSError):  # the peer has disconnected
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self.close()
+
 
 def wait_readable(files: Iterable[int], timeout: float) -> set[int]:
     """Wait up to `timeout` seconds until one of the descriptors is readable, and return all that are."""
