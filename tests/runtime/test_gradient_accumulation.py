@@ -22,7 +22,6 @@ class Loop:
     def __init__(self) -> None:
         self.window = AccumulationWindow()
         self.parameter = torch.zeros(2, requires_grad=True)
-        self.window.parameters = lambda: [self.parameter]
         loader = Loader()
         self.gradients = SimpleNamespace(
             num_steps=STEPS,
@@ -50,8 +49,8 @@ def test_gradients_of_a_window_cut_short_by_the_end_are_scaled_once(loop):
     loop.batch()
     loop.batch(last=True)
     loop.parameter.grad = torch.tensor([6.0, -2.0])
-    loop.window.rescale_gradients()
-    loop.window.rescale_gradients()
+    loop.window.rescale_gradients([loop.parameter])
+    loop.window.rescale_gradients([loop.parameter])
     assert loop.parameter.grad.tolist() == [9.0, -3.0]
 
 
@@ -59,7 +58,7 @@ def test_gradients_of_a_whole_window_are_not_written_to(loop):
     loop.parameter.grad = torch.ones(2)
     for _ in range(STEPS):
         loop.batch()
-        loop.window.rescale_gradients()
+        loop.window.rescale_gradients([loop.parameter])
     assert loop.parameter.grad._version == 0, "a multiplication by 1.0 costs a pass over all gradients"
 
 
@@ -67,5 +66,5 @@ def test_a_new_window_is_not_scaled_for_the_one_before_it(loop):
     loop.batch(last=True)
     loop.parameter.grad = torch.ones(2)
     loop.batch()
-    loop.window.rescale_gradients()
+    loop.window.rescale_gradients([loop.parameter])
     assert loop.parameter.grad.tolist() == [1.0, 1.0]

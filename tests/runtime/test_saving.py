@@ -146,7 +146,7 @@ def test_hooks_may_save_a_model_themselves_and_their_files_remain(tmp_path):
 
     def save(models, states, where):
         assert models == [model]
-        (folder / "mine").mkdir(parents=True, exist_ok=True)
+        (folder / "mine").mkdir(exist_ok=True)
         torch.save(states.pop(), folder / "mine" / "weights.pt")
 
     def load(models, where):

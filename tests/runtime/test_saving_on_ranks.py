@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -186,6 +188,26 @@ def what_goes_wrong(folder):
         accelerator.unwrap_model(model)[2].bias = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64))
     errors["shape"] = error_text(lambda: accelerator.load_state(f"{folder}/good"))
     return errors
+
+
+def a_hook_of_the_main_process(folder):
+    from rankbook.checkpoint import load_metadata
+    from rankbook.runtime import Accelerator
+
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+
+    def hook(models, states, where):
+        if accelerator.is_main_process:
+            torch.save(states.pop(), Path(where) / "weights.pt")
+
+    accelerator.register_save_state_pre_hook(hook)
+    accelerator.save_state(folder)
+    return sorted(load_metadata(folder).tensors), (Path(folder) / "weights.pt").is_file(), model is not None
+
+
+def test_a_hook_may_save_a_model_on_the_main_process_only(tmp_path):
+    assert run_ranks(a_hook_of_the_main_process, 2, str(tmp_path / "state")) == [([], True, True)] * 2
 
 
 def test_save_and_load_errors_of_one_rank_are_raised_on_all_ranks(tmp_path):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from rankbook.errors import InvalidArgument
+from rankbook.protocol import telemetry
 from rankbook.runtime import (
     Accelerator,
     AutocastKwargs,
@@ -243,6 +244,58 @@ def test_training_keeps_its_scale_beside_one_of_another_precision(half_precision
     assert step() == 0.25
     others_step = make(other)
     assert (others_step(), step(), others_step()) == (0.25, 0.25, 0.25)
+
+
+def test_a_short_last_window_is_a_mean_for_each_of_two_optimizers():
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    (first, second), (one, other) = two_models(accelerator)
+    twin = accelerator.prepare(torch.optim.SGD(first.parameters(), lr=1.0))  # of an earlier run of the cell
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.ones(5, 1))
+
+    gradients = []
+    for batch in accelerator.prepare(DataLoader(Stream(), batch_size=1)):
+        with accelerator.accumulate(first, second):
+            for model, optimizer in ((first, one), (second, other)):
+                accelerator.backward(model(batch).sum())
+                accelerator.clip_grad_norm_(model.parameters(), 10.0)
+                if accelerator.sync_gradients:
+                    gradients.append(model.weight.grad.item())
+                optimizer.step()
+                optimizer.zero_grad()
+    assert gradients == [1.0] * 4 and len(twin.param_groups) == 1
+
+
+def test_an_optimizer_of_the_users_may_have_another_zero_grad():
+    class Own(torch.optim.SGD):
+        def zero_grad(self):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad = None
+
+    accelerator = Accelerator()
+    model, _ = one_weight()
+    model, optimizer = accelerator.prepare(model, Own(model.parameters(), lr=1.0))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+
+
+def test_a_model_with_a_device_map_stays_where_its_parts_are(monkeypatch):
+    model, _ = one_weight()
+    model.hf_device_map = {"a": 0, "b": 1}
+    monkeypatch.setattr(model, "to", lambda *_: pytest.fail("it is moved"))
+    assert Accelerator().prepare(model) is model
+
+
+def test_lazy_modules_can_be_prepared_where_the_preparation_is_reported(monkeypatch):
+    told = []
+    monkeypatch.setattr(telemetry, "listener", told.append)
+    model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))
+    model, _ = Accelerator().prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    assert [each.parameters for each in told if isinstance(each, telemetry.Prepared)] == [3, 3]
+    assert model(torch.ones(1, 3)).shape == (1, 1)
 
 
 def test_training_can_be_run_again_after_the_scale_has_become_zero(half_precision):

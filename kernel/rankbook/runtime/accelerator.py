@@ -53,7 +53,6 @@ _log = logging.getLogger(__name__)
 def install() -> None:
     """Register this module's functions with the accumulation window, and a telemetry source for training steps."""
     # The window is in a module that imports neither models nor optimizers, so it gets these functions from here.
-    window.parameters = _parameters
     window.drop_gradients = _drop_gradients
     window.synchronize_replicas = _synchronize_replicas
     telemetry.offer_source("training", _training_step)
@@ -77,15 +76,6 @@ def restart_accumulation() -> None:
     if GradientState._shared_state:
         window.abort(GradientState())
         window.was_aborted = True
-
-
-def _parameters() -> list[torch.Tensor]:
-    return [
-        parameter
-        for wrapper in prepare.prepared_optimizers()
-        for group in wrapper.param_groups
-        for parameter in group["params"]
-    ]
 
 
 def _drop_gradients() -> None:

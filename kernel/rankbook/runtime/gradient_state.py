@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -207,7 +207,6 @@ class AccumulationWindow:
         backwards: number of calls of `Accelerator.backward`.
         before_backward: called by `Accelerator.backward`, while the training state is protected (protection.py).
         scaler: loss scaler of the optimizers that are prepared now.
-        parameters: returns the parameters of these optimizers.
         drop_gradients: clears the gradients of all prepared models and optimizers.
         synchronize_replicas: makes the replicas on all ranks equal again, after a collective was aborted
             (`was_aborted`). A collective.
@@ -222,7 +221,6 @@ class AccumulationWindow:
         self.divisor = 1
         self.in_batch = False
         self.scaler: torch.amp.GradScaler | None = None
-        self.parameters: Callable[[], list[torch.Tensor]] = list
         self.drop_gradients: Callable[[], None] = lambda: None
         self.synchronize_replicas: Callable[[], None] = lambda: None
         self.was_aborted = False
@@ -232,6 +230,7 @@ class AccumulationWindow:
         self._is_open = False
         self._stale = False
         self._rescale = 1.0
+        self._rescaled: set[int] = set()
 
     def __reduce__(self) -> str:
         return "window"  # unpickled as the receiving process's window
@@ -284,6 +283,7 @@ class AccumulationWindow:
             self._is_open = False
             # 1.0 unless the loader had fewer batches than its length promised.
             self._rescale = self.divisor / self.count
+            self._rescaled = set()
         gradients._set_sync_gradients(sync)
         return sync
 
@@ -305,17 +305,22 @@ class AccumulationWindow:
         delivered = getattr(getattr(loader, "position", None), "delivered", 1)
         self._position = max(0, delivered - 1 - getattr(loader, "skip_batches", 0))
 
-    def rescale_gradients(self) -> None:
-        """Rescale the gradients of a window that was shorter than expected.
+    def rescale_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Rescale the gradients of `parameters`, if the window was shorter than expected.
 
-        Called before a step and before clipping; only the first call has an effect.
+        Called before a step and before clipping; only the first call for a parameter has an effect. The gradients of
+        another optimizer's parameters may still get a backward pass of the window.
         """
-        if self._rescale != 1.0:
-            # Reset first: clipping calls this before the step does, and gradients must be multiplied once.
-            factor, self._rescale = self._rescale, 1.0
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+        if self._rescale == 1.0:
+            return
+        for parameter in parameters:
+            if parameter.grad is not None and id(parameter) not in self._rescaled:
+                self._rescaled.add(id(parameter))
+                parameter.grad.mul_(self._rescale)
+
+    def end_rescaling(self) -> None:
+        """Leave gradients as they are from now on: those of a backward pass that belongs to no window."""
+        self._rescale = 1.0
 
     def abort(self, gradients: GradientState) -> None:
         """End the window after an error in a batch; its gradients are dropped before the next batch.

@@ -11,8 +11,9 @@ round ends before the second step, and gradients are converted to the new scale.
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,7 +96,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.scaler = scaler
         self.device_placement = device_placement
         self.gradient_state = GradientState()
-        self.before_step: Callable[[], None] | None = None
+        self.before_step: Callable[[Iterable[torch.Tensor]], None] | None = None
         self.steps = 0
         self.is_stepping = False
         """True in the middle of a step, and after a step that did not end."""
@@ -161,7 +162,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Clear the gradients, if the current batch ends its window."""
         # In the middle of a window the gradients are part of a sum that the next batches continue.
         if self.gradient_state.sync_gradients:
-            self.optimizer.zero_grad(set_to_none)
+            clear, of_class = self.optimizer.zero_grad, type(self.optimizer).zero_grad
+            if of_class is torch.optim.Optimizer.zero_grad or "set_to_none" in inspect.signature(clear).parameters:
+                clear(set_to_none=set_to_none)
+            else:  # a class of the user's
+                clear()
             self._unscaled_gradient = None  # zeroed in place, the gradient would still be the same tensor
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - as torch's
@@ -181,7 +186,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # Rescales the gradients of a window that was shorter than its divisor, see
         # `AccumulationWindow.rescale_gradients`.
         if self.before_step is not None:
-            self.before_step()
+            self.before_step(parameter for group in self.optimizer.param_groups for parameter in group["params"])
         if self.scaler is not None:
             return self._scaled_step(self.scaler, closure)
         self.is_stepping = True

@@ -151,7 +151,14 @@ def prepare_model(
     name = earlier.name if earlier is not None else f"model {next(_model_numbers)}"
     # An earlier preparation is undone first, and the model moved before its parameters are sharded.
     release_model(raw)
-    if context.move_models if device_placement is None else device_placement:
+    mapped = any(len(getattr(module, "hf_device_map", ())) > 1 for module in raw.modules())
+    if mapped and context.setup.num_processes > 1:
+        raise InvalidArgument(
+            f"{type(raw).__name__} was loaded with a device_map over several devices, which belong to other ranks; "
+            "load it without device_map, or use one rank"
+        )
+    # The parts of a model with a device map stay where Accelerate has put them.
+    if not mapped and (context.move_models if device_placement is None else device_placement):
         raw.to(context.setup.device)
     # Installed on the user's own model, so that it also holds for a caller that uses the inner module directly.
     install_forward(raw, context.precision, context.setup.device, context.setup.handlers.autocast)

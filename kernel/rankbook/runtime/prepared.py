@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from rankbook import snapshot_files
@@ -181,7 +182,7 @@ def replacement_of(parameter: torch.Tensor) -> torch.Tensor:
 class PrepareContext:
     """Settings of one `prepare` call.
 
-    Every prepared optimizer calls `before_step` before a step that is not skipped by accumulation.
+    Every prepared optimizer calls `before_step` with its parameters before a step that is not skipped by accumulation.
     """
 
     setup: StrategySetup
@@ -195,7 +196,7 @@ class PrepareContext:
     steps_times_num_processes: bool
     loader_options: Any
     rng_types: list[str] | None
-    before_step: Callable[[], None]
+    before_step: Callable[[Iterable[torch.Tensor]], None]
 
 
 def report_model(name: str, model: nn.Module, context: PrepareContext, *, wrapper: str) -> None:
@@ -203,7 +204,7 @@ def report_model(name: str, model: nn.Module, context: PrepareContext, *, wrappe
     # Outside of a Rankbook rank nobody listens, and the numbers below cost a pass over all parameters.
     if telemetry.listener is None:
         return
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if not isinstance(parameter, UninitializedParameter)]
     telemetry.report_value(
         telemetry.Prepared(
             kind="model",
@@ -227,7 +228,8 @@ def report_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Report a prepared optimizer to telemetry, if anything listens."""
     if telemetry.listener is None:
         return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for parameter in listed if not isinstance(parameter, UninitializedParameter)]
     state = [
         value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)
     ]

@@ -175,11 +175,17 @@ class SavingMethods(AcceleratorSettings):
             # position.
             before = {name: model.state_dict() for name, model in parts.models.items()}
             states: list[Any] = list(before.values())
+            if self._save_hooks and "://" not in folder:  # for the files of the hooks
+                Path(folder).mkdir(parents=True, exist_ok=True)
             for hook in tuple(self._save_hooks.values()):
                 hook(self._models, states, folder)
         # A hook may have removed states that it has saved itself, or replaced them.
         names = {id(state): name for name, state in before.items()}
         remaining = {names.get(id(state), name): state for name, state in zip(before, states, strict=False)}
+        if self.use_distributed:
+            # Many hooks do so on the main process only. They may be registered on some ranks only, too.
+            kept = gather_object([list(remaining)])[0]
+            remaining = {name: remaining.get(name, before[name]) for name in kept}
         # Older checkpoints are removed only after the new one is complete, on rank 0.
         limit = partial(keep_latest, self.project_configuration, Path(folder))
         # With `async_` the state has been copied when this returns, and a background thread writes the files.

@@ -38,6 +38,8 @@ class TrainingMethods(AcceleratorSettings):
         # Inside `accumulate` the window knows how many batches it will have. Outside, the user counts the batches,
         # and Accelerate's rule applies: divide by `num_steps`.
         divisor = window.divisor if window.in_batch else self.gradient_state.num_steps
+        if not window.in_batch:
+            window.end_rescaling()
         if divisor != 1:
             loss = loss / divisor
         window.backwards += 1
@@ -159,7 +161,7 @@ class TrainingMethods(AcceleratorSettings):
             return clip_norm(chosen, float("inf"), norm_type, self.device)
         # The order matters: first the factor of a short window, then the fp16 scale. Only then the norm is that of the
         # gradients that the optimizer will use.
-        window.rescale_gradients()
+        window.rescale_gradients(chosen)
         self._unscale_gradients_of(chosen)
         return clip_norm(chosen, max_norm, norm_type, self.device)
 
@@ -170,7 +172,7 @@ class TrainingMethods(AcceleratorSettings):
         """
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self.gradient_state.sync_gradients:
-            window.rescale_gradients()
+            window.rescale_gradients(chosen)
             self._unscale_gradients_of(chosen)
             clip_values(chosen, clip_value)
 

@@ -31,6 +31,7 @@ from torch.utils.data import (
 
 from rankbook.errors import InvalidArgument
 from rankbook.runtime import (
+    Accelerator,
     DataLoaderDispatcher,
     GradientState,
     SkipDataLoader,
@@ -655,3 +656,29 @@ def test_loaders_that_are_made_with_a_state_continue_from_it():
         other.load_state_dict(state)
         assert [batch.tolist() for batch in other] == batches[2:], kind
         assert len(batches) == 4 - options.get("skip_batches", 0)
+
+
+class Staged(Dataset):
+    """Tells with each item the epoch that it was told last."""
+
+    epoch = 0
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.epoch
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_a_dataset_is_told_the_epoch_of_every_pass(options):
+    more = {"multiprocessing_context": "fork"} if options else {}
+    dataset = Staged()
+    loader = Accelerator().prepare(DataLoader(dataset, batch_size=2, **options, **more))
+    assert [[batch.tolist() for batch in loader] for _ in range(3)] == [[[epoch] * 2] * 2 for epoch in range(3)]
+    loader.set_epoch(7)
+    assert [batch.tolist() for batch in loader] == [[7, 7]] * 2 and dataset.epoch == 7

@@ -82,6 +82,7 @@ class MapReader(Dataset[Any]):
         self._collate = collate
         self._single = single
         self._rng = BatchRng(dataset, collate)
+        self._run = -1
 
     # `dataset` and `_rng` are not set yet while the object is unpickled in a worker. Looking them up here would
     # recurse.
@@ -101,6 +102,11 @@ class MapReader(Dataset[Any]):
     def __getitems__(self, request: BatchRequest) -> Any:  # noqa: ANN401 - a batch
         if request.items is None:
             return NOTHING
+        # A persistent worker has its own copy of the dataset, which is told the epoch here.
+        if request.run != self._run:
+            self._run = request.run
+            if get_worker_info() is not None and callable(tell := getattr(self.dataset, "set_epoch", None)):
+                tell(request.epoch)
         # `number` counts the batches of all ranks. So it is the same batch, drawn with the same numbers, on any rank
         # and worker.
         batch = self._rng.read(self._read, request.items, request.seed, request.epoch, request.number)

@@ -161,6 +161,8 @@ class PreparedLoader(DataLoader[Any]):
     skip_batches: int
     position: ReadPosition
     _rest_after: tuple[EarlierDeal, ...] = ()
+    # The epoch that `set_epoch` has told a map-style dataset of already.
+    _told_epoch: int | None = None
 
     def _setup(self, parts: LoaderParts, position: ReadPosition | None = None, skip_batches: int = 0) -> None:
         self.parts = parts
@@ -270,6 +272,7 @@ class PreparedLoader(DataLoader[Any]):
         dataset = self.parts.source.dataset
         if callable(tell := getattr(dataset, "set_epoch", None)):
             tell(epoch)
+            self._told_epoch = epoch
 
     def seen(self) -> SeenSamples:
         """Return which ranks have read which samples in the current epoch, or in the last one. A collective.
@@ -431,6 +434,13 @@ class PreparedLoader(DataLoader[Any]):
         # The state before the sampler draws from it, for a resume in the middle of the pass.
         position.generator = None if generator is None else generator.get_state()
         first = skip
+        # Iterable datasets, and samplers, are told where they are read. Workers have copies of this dataset, see
+        # `MapReader`.
+        is_read_by_index = not isinstance(parts.source.dataset, IterableDataset)
+        tell = getattr(parts.source.dataset, "set_epoch", None)
+        if is_read_by_index and self._told_epoch != epoch and callable(tell):
+            tell(epoch)
+        self._told_epoch = None
         if parts.stateful and position.reader is not None:
             first = reader_state.restore_state(parts.inner, parts.fetch, parts.rank_and_count, position, skip)
         position.begin(seed, epoch, skip, earlier)
