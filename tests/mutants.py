@@ -127,8 +127,8 @@ MUTANTS = (
     ),
     Mutant(
         "kernel/rankbook/runtime/gradient_state.py",
-        "if self._rescale != 1.0:",
-        "if self._rescale:",
+        "if self._rescale == 1.0:",
+        "if self._rescale == 0.0:",
         "runtime/test_gradient_accumulation.py",
     ),
     Mutant(

@@ -140,7 +140,7 @@ ALIKE = {
     ),
     "load key": r"CheckpointError: .*'v' \(rank 1\)",
     "load list": r"CheckpointError: .*RuntimeError: a broken client",
-    "load read": r"CheckpointError: .*damaged:.*I/O error",
+    "load read": r"CheckpointError: .*could not be loaded:.*I/O error",
     "good": r"",
 }
 

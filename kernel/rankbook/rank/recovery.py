@@ -385,10 +385,6 @@ class _Reducer:
         # Functions that share a variable, such as a counter, go on sharing it.
         if isinstance(value, types.CellType):
             return types.CellType, (), _contents_of(value), None, None, _fill_cell
-        # torch's own `__getstate__` leaves out the attributes of the class, and the hooks.
-        if isinstance(value, torch.optim.Optimizer) and type(value).__getstate__ is torch.optim.Optimizer.__getstate__:
-            # `step` is replaced by a scheduler, in the object itself.
-            return object.__new__, (type(value),), {name: each for name, each in vars(value).items() if name != "step"}
         # The new rank has its own object for the group, with the same name.
         if isinstance(value, RecoverableProcessGroup):
             return _group_here, (value.group_name,)
@@ -398,8 +394,14 @@ class _Reducer:
             return _own_device, ()
         if type(value).__module__ == _ACCELERATE and (reduction := _reduce_accelerate(value)) is not NotImplemented:
             return reduction
+        attributes = _attributes_of(value) if isinstance(value, torch.optim.Optimizer) else None
         if self._models is not None and (reduction := self._models.reduce(value)) is not NotImplemented:
+            if attributes is not None:  # without the state of sharded parameters
+                make, arguments, state, *rest = reduction
+                return make, arguments, {**attributes, **state}, *rest
             return reduction
+        if attributes is not None:
+            return object.__new__, (type(value),), attributes
         if isinstance(value, torch.Tensor):
             placements = getattr(value, "placements", ())
             if any(not placement.is_replicate() for placement in placements):
@@ -412,6 +414,17 @@ class _Reducer:
         if not self._with_data and type(value) is torch.Generator and value.device.type != "cpu":
             return int, ()
         return NotImplemented
+
+
+def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Return all attributes of an optimizer; None if its class has a `__getstate__` of its own.
+
+    torch's leaves out the attributes of the class, and the hooks.
+    """
+    if type(optimizer).__getstate__ is not torch.optim.Optimizer.__getstate__:
+        return None
+    # `step` is replaced by a scheduler, in the object itself.
+    return {name: value for name, value in vars(optimizer).items() if name != "step"}
 
 
 def _nothing(*_: object) -> int:
