@@ -438,6 +438,8 @@ def describe_start(connection: AgentConnection, missing: int, per_host: int | No
     from_file = shlex.join(connection.command(None, per_host, source=str(connection.file)))
     from_input = shlex.join(connection.command(None, per_host))
     by_torchrun = f"-m {connection.module} --connect {name}" + ("" if per_host is None else f" --slots {per_host}")
+    # Without it, every node takes itself for the first one.
+    meeting = "--rdzv-backend c10d --rdzv-endpoint NODE:29500"
     return "\n".join(
         (
             f"waiting for {plural(missing, 'slot')}: start one agent per node, in one of these ways",
@@ -445,7 +447,7 @@ def describe_start(connection: AgentConnection, missing: int, per_host: int | No
             f"  on the node            {from_file}",
             f"  by ssh                 ssh NODE {from_input} < {name}",
             f"  in a Slurm allocation  srun --ntasks-per-node 1 {from_file}",
-            f"  by torchrun            torchrun --nnodes N --nproc-per-node 1 {by_torchrun}",
+            f"  by torchrun            torchrun --nnodes N --nproc-per-node 1 {meeting} {by_torchrun}",
             f"  by Open MPI            mpirun --map-by ppr:1:node {from_file}",
         )
     )
