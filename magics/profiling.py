@@ -311,7 +311,9 @@ def late_ranks(times: Mapping[int, Times]) -> set[int]:
     if most - least < threshold:
         return late
     # Waits of 0.1, 4.0, 4.1 and 4.2 s give a limit of 0.1 + 0.25 * 4.1 = 1.1 s, so the first rank was late.
-    return late | {rank for rank, wait in waited.items() if wait < least + 0.25 * (most - least)}
+    # For a rank without collectives nobody can have waited.
+    took_part = {rank for rank, rank_times in times.items() if rank_times.collectives}
+    return late | {rank for rank in took_part if waited[rank] < least + 0.25 * (most - least)}
 
 
 def caused_waits(times: Mapping[int, Times]) -> dict[int, float]:

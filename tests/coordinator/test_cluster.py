@@ -35,7 +35,7 @@ from tests.conftest import Gate, cluster_folders, wait_until
 
 pytestmark = pytest.mark.processes
 
-WRITTEN_AT_EXIT = {"log": "the last step", "raw": "its bytes", "exit": "1"}
+WRITTEN_AT_EXIT = {"kept": "a record\n", "log": "the last step", "raw": "its bytes", "exit": "1"}
 REDUCE = "total = torch.tensor(rank)\ndist.all_reduce(total)\nint(total)"
 
 
@@ -660,7 +660,9 @@ def test_ranks_that_are_stopped_call_their_exit_functions_and_write_their_open_f
         cluster.push({"folder": str(tmp_path)})
         cluster.run(
             """
-            import atexit, io, os, pathlib, subprocess, tempfile, time, weakref
+            import atexit, io, logging.handlers, os, pathlib, subprocess, tempfile, time, weakref
+            kept = logging.handlers.MemoryHandler(9, target=logging.FileHandler(f"{folder}/kept-{rank}"))
+            kept.handle(logging.makeLogRecord({"msg": "a record", "levelno": 20}))
             log, raw = open(f"{folder}/log-{rank}", "w"), open(f"{folder}/raw-{rank}", "wb")
             log.write("the last step")
             raw.write(b"its bytes")

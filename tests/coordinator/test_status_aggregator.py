@@ -51,6 +51,15 @@ def test_a_rank_is_asked_once_until_it_answers_and_only_if_it_can():
     assert not aggregator.awaits_reply()
 
 
+def test_ranks_that_have_left_own_no_models_any_more():
+    aggregator = StatusAggregator("key")
+    handle_replies(aggregator, [view(0), view(1)], {rank: status_reply() for rank in (0, 1)})
+    before = aggregator._owners()
+    handle_replies(aggregator, [view(0)], {0: status_reply(version=2)})
+    assert {name: [rank for rank in ranks if rank == 0] for name, ranks in before.items()} == aggregator._owners() != {}
+    assert not aggregator.awaits_reply()
+
+
 def test_replies_of_a_rank_appear_in_the_placement():
     aggregator, views = StatusAggregator("key"), [view(0)]
     handle_replies(aggregator, views, {0: status_reply()})

@@ -47,6 +47,12 @@ def test_ranks_that_wait_least_are_reported_as_late(amounts, late):
     assert late_ranks(waited(*amounts)) == late
 
 
+def test_nobody_waits_for_a_rank_without_collectives():
+    times = waited(4.0, 0.1, 0.0)
+    times[2] = Times(10.0, 2.5, 1.25, 0.0, 0)
+    assert late_ranks(times) == {1}
+
+
 def in_turn(*launches):
     """Return the times of ranks that launch collective after collective and wait for the last one."""
     spans = [

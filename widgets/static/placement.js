@@ -155,9 +155,11 @@ function gradientsPanel() {
       setText(words, `gradients of ${model}${step === null ? "" : ` at step ${step}`}: norm ${norm} `);
       setText(note, trouble ? `▲ ${trouble}` : "");
       setText(rest, more ? `and ${many(more, "module")} with smaller gradients` : "");
-      const at = step === null ? samples.length : step;
-      if (number !== null && !(samples.length && samples[samples.length - 1][0] === at)) {
-        if (samples.length && samples[samples.length - 1][0] > at) samples.length = 0;  // another training
+      // Without a step, as between two cells, a norm counts if it is another one.
+      const [before, norm_before] = samples.length ? samples[samples.length - 1] : [-1, null];
+      const at = step === null ? before + 1 : step;
+      if (number !== null && (step === null ? number !== norm_before : at !== before)) {
+        if (before > at) samples.length = 0;  // another training
         samples.push([at, number]);
         if (samples.length > MAX_SAMPLES) samples.shift();
         line.draw(samples, digits, "steps");

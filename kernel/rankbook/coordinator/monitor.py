@@ -614,6 +614,10 @@ class StatusAggregator:
     def ranks_to_query(self, views: Iterable[RankView]) -> dict[int, int]:
         """Return the ranks that can reply and owe no reply, with the known version of their holdings."""
         versions = {}
+        views = list(views)
+        # Ranks that have left after a resize have no part in the norms of gradients any more.
+        present = {view.rank for view in views}
+        self._records = {rank: record for rank, record in self._records.items() if rank in present}
         for view in views:
             record = self._record_of(view)
             # A rank that owes a reply is not asked again: queries would pile up in front of a rank that does not

@@ -17,6 +17,7 @@ import faulthandler
 import gc
 import importlib
 import io
+import logging
 import os
 import random
 import stat
@@ -330,6 +331,7 @@ def _clear_atexit() -> None:
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # for example of temporary folders
         finalizer.atexit = False
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]  # weakref registers it only once
+    atexit.register(logging.shutdown)  # as logging has: it flushes the handlers
 
 
 # Modules of the notebook's folder -------------------------------------------------------------------------------------

@@ -46,6 +46,17 @@ def test_collectives_are_numbered_from_one_and_sends_are_not(log):
     assert (log.count, log.total) == (3, 5)
 
 
+def test_a_rank_that_does_not_exist_is_refused_before_it_counts(log):
+    for rank in (3, -1):
+        with pytest.raises(ValueError, match=f"send: invalid rank {rank}: the group has 3 ranks"):
+            begin(log, "send", [torch.ones(1)], rank, 0)
+    assert log.total == 0 and not list(log.pending())
+    key, launched = begin(log, "broadcast", [torch.ones(1)], Rooted(5))  # torch says why, and the call is withdrawn
+    assert "root 5" in str(launched)
+    log.withdraw(key)
+    assert log.total == 0
+
+
 def test_refused_call_takes_no_number(log):
     begin(log)
     before = log.checksums

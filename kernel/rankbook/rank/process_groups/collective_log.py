@@ -299,9 +299,12 @@ class CollectiveLog:
         if self._open:
             self._release_completed()
         # The rest of this method runs for every collective, so it formats nothing and takes no lock.
-        self.total += 1
         peer: int | None = None
         number = 0
+        # gloo would wait for a rank that does not exist.
+        if op.peer is not None and not 0 <= args[op.peer] < len(self.ranks):
+            raise ValueError(f"{op.function}: invalid rank {args[op.peer]}: the group has {len(self.ranks)} ranks")
+        self.total += 1
         if op.peer is not None:
             peer = self.ranks[args[op.peer]]  # sends and receives have no number: the other ranks do not see them
         elif op.function != "recv":
@@ -352,7 +355,8 @@ class CollectiveLog:
         """Describe a call that has not occurred before."""
         parts = [_describe_data(data)] if data else []
         if root is not None:
-            parts.append(f"root {self.ranks[root]}")
+            # torch refuses another one.
+            parts.append(f"root {self.ranks[root] if 0 <= root < len(self.ranks) else root}")
         if peer is not None:
             parts.append(f"{'to' if op.function == 'send' else 'from'} rank {peer}")
         name = str(getattr(reduction, "op", reduction)).rpartition(".")[2].lower() if op.reduces else ""

@@ -568,7 +568,9 @@ class GroupManager:
         member = _Member(None, backends, options.timeout, options.group_rank, backend_options)  # type: ignore[arg-type]
         inner = self._connect(name, ranks, member, max(JOIN_TIMEOUT, options.timeout))
         log = CollectiveLog(name, ranks, rank=options.group_rank, cell=self.cell)
-        log.generation = self._generation
+        # A group that the user has destroyed and made anew is another one, whose numbers have nothing to do with those
+        # before.
+        log.generation = self._generation + ((self._creation_counts[name] - 1) << 32)
         member.group = RecoverableProcessGroup(options.store, options.group_rank, ranks, inner, log, self._line)
         member.group.on_break = self._on_break
         member.group.on_cut = functools.partial(self._on_cut, member)
@@ -579,6 +581,9 @@ class GroupManager:
             member.group._set_default_backend(kind)
             registered = make_unconnected() if backend == "gloo" else inner.group._get_backend(torch.device(device))
             member.group._register_backend(torch.device(device), kind, registered)
+        # Destroyed by the user, who has created one anew: torch numbers groups from 0 again.
+        if (before := self._members.get(name)) is not None:
+            self._launched_in_forgotten += before.group.log.total
         self._members[name] = member
         return member.group
 
