@@ -118,7 +118,9 @@ def test_shards_of_different_steps_are_named_and_stay_with_their_ranks(own_model
     cluster.run(
         f"raw = make()\nmodel, optimizer = raw, torch.optim.Adam(raw.parameters(), 0.1)\n{PREPARE['fsdp2']}\n"
         "epoch()\n"
-        "def fail(number, where):\n    if (rank, number, where) == (1, 1, 'step'): raise ValueError('before its step')"
+        "def fail(number, where):\n    if (rank, number, where) == (0, 2, 'loop'): dist.send(torch.ones(1), 1)\n"
+        "    if (rank, number, where) == (1, 1, 'step'):\n        dist.recv(torch.ones(1), 0)  # it has stepped\n"
+        "        raise ValueError('before its step')"
     )
     with pytest.raises(CellError, match="before its step"):
         cluster.run("epoch(fail)", timeout=30)
