@@ -48,12 +48,12 @@ def runs_locally(cell: str) -> bool:
         return True
     # A cell that mixes magics with code runs on the ranks, where IPython's magics exist as well.
     magics = [line for line in lines if line.startswith("%") or _ASSIGNMENT.match(line)]
-    return len(magics) == len(lines) and not all(map(_is_rank_magic, magics))
+    return len(magics) == len(lines) and not all(line.startswith("%") and _is_rank_magic(line) for line in magics)
 
 
 def _is_rank_magic(line: str) -> bool:
     """Return True for a line magic that runs where the cell's code runs."""
-    name, _, rest = line[1:].partition(" ")  # of an assignment: no magic of that name
+    name, _, rest = line[1:].partition(" ")
     return name in RANK_MAGICS or (name in _EXTENSION_MAGICS and rest.strip() in RANK_EXTENSIONS)
 
 

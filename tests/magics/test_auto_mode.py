@@ -34,6 +34,7 @@ pytestmark = pytest.mark.processes
         "%%html\n<b>x</b>",
         "%%javascript\n1",
         "losses = %distributed pull loss",
+        "stime = %distributed pull t",
         "# both\n%distributed status\nlosses=%distributed pull loss",
     ],
 )
