@@ -152,21 +152,21 @@ def _stack(process: Any, folder: Path, rank: int) -> str:
     import psutil
 
     file = folder / f"stack-{rank}"
-    text = _ask_for_stack(process.pid, file)
+    text = _ask_for_stack(process, process.pid, file)
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(process.pid).children(recursive=True):
-            text += f"\nits child {child.pid}, {child.status()}:\n{_ask_for_stack(child.pid, file)}"
+            text += f"\nits child {child.pid}, {child.status()}:\n{_ask_for_stack(process, child.pid, file)}"
     return text
 
 
-def _ask_for_stack(pid: int, file: Path) -> str:
-    """Return what the process `pid` adds to `file`; nothing if it cannot, as before Python has begun in a fork."""
+def _ask_for_stack(process: Any, pid: int, file: Path) -> str:
+    """Return what `pid`, a rank's process or a child of it, adds to `file`; nothing if Python has not begun there."""
     before = file.stat().st_size if file.exists() else 0
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR1)
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline and not (file.exists() and file.stat().st_size > before):
-        time.sleep(0.05)
+        process.join(0.05)
     return file.read_text()[before:] if file.exists() else ""
 
 

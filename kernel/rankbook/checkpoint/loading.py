@@ -709,9 +709,11 @@ class CheckpointRead:
         """Raise `CheckpointError` if damage was found, or something could not be loaded."""
         if self.damages:
             text = "\n  ".join(truncate_list(self.damages, MAX_LISTED))
-            refused = "is intact, but some of its objects are not loaded without allow="
-            verdict = "could not be loaded" if self._other_count == len(self.damages) else "is damaged"
-            verdict = refused if self._refused_count == len(self.damages) else verdict
+            verdict = "is damaged"
+            if self._refused_count == len(self.damages):
+                verdict = "is intact, but some of its objects are not loaded without allow="
+            elif self._other_count == len(self.damages):
+                verdict = "could not be loaded"
             raise CheckpointError(f"the checkpoint {self._checkpoint} {verdict}:\n  {text}{self._state()}")
 
     def _state(self) -> str:

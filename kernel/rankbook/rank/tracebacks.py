@@ -79,6 +79,18 @@ def members_of(error: BaseException) -> tuple[BaseException, ...]:
     return members
 
 
+def referenced_errors(error: BaseException) -> list[BaseException]:
+    """Return the error and all exceptions that it references: causes, contexts and members of groups."""
+    exceptions: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        exception = waiting.pop()
+        if exception is not None and all(exception is not other for other in exceptions):
+            exceptions.append(exception)
+            waiting += [cause_of(exception), context_of(exception), *members_of(exception)]
+    return exceptions
+
+
 def error_report(shell: InteractiveShell, error: BaseException, cells: dict[str, int], number: int = 0) -> ErrorReport:
     """Return the report of `error`, with a traceback and the line of cell `number` where it was raised.
 
@@ -95,7 +107,8 @@ def error_report(shell: InteractiveShell, error: BaseException, cells: dict[str,
             if not any(is_users(frame.f_code.co_filename) for frame, _ in tb.walk_tb(shortened)):
                 shortened, hidden = None, _Hidden()  # the cell itself, which IPython has compiled
             lines = shell.SyntaxTB.structured_traceback(type(error), error, shortened, tb_offset=0)
-        elif _has_group(error):  # whose members IPython does not show
+        elif any(issubclass(type(each), BaseExceptionGroup) for each in referenced_errors(error)):
+            # IPython does not show the members of a group.
             lines = [_format_group(error, shortened, cells)]
         else:
             lines = shell.InteractiveTB.structured_traceback(type(error), error, shortened, tb_offset=0)
@@ -108,19 +121,6 @@ def error_report(shell: InteractiveShell, error: BaseException, cells: dict[str,
         text += f"\n({hidden})"
     line = _cell_line(error, cells, number)
     return as_report(name, value, text, line, _innermost_place(traceback_of(error), cells, number))
-
-
-def _has_group(error: BaseException) -> bool:
-    """Return True if the error, or one that it was raised from or during, is an exception group."""
-    waiting, seen = [error], set[int]()
-    while waiting:
-        current = waiting.pop()
-        if issubclass(type(current), BaseExceptionGroup):
-            return True
-        seen.add(id(current))
-        earlier = (cause_of(current), context_of(current))
-        waiting += [each for each in earlier if each is not None and id(each) not in seen]
-    return False
 
 
 def _format_group(error: BaseException, shortened: types.TracebackType | None, cells: dict[str, int]) -> str:

@@ -28,7 +28,7 @@ from rankbook.errors import CollectiveAborted
 from rankbook.formatting import format_bytes, is_users
 from rankbook.protocol.messages import ErrorReport
 from rankbook.rank.inspect.tensor_introspection import instance_dict, items
-from rankbook.rank.tracebacks import cause_of, context_of, members_of, traceback_of, value_of
+from rankbook.rank.tracebacks import cause_of, members_of, referenced_errors, traceback_of, value_of
 
 # torch raises a plain RuntimeError for these. Only the text tells them apart.
 _ON_CPU = re.compile("DefaultCPUAllocator: (can't|not enough)")
@@ -186,7 +186,7 @@ def _row(holding: MemoryHolding) -> tuple[str, str, str, str, str]:
 def free_memory(shell: InteractiveShell, error: BaseException) -> None:
     """Release the frames of the error and all that they hold. A debugger finds nothing afterwards."""
     # `clear_frames` drops the local variables of every frame. Without the traceback, the frames themselves are freed.
-    for exception in _referenced_errors(error):
+    for exception in referenced_errors(error):
         traceback.clear_frames(traceback_of(exception))
         BaseException.with_traceback(exception, None)
     # The interpreter and IPython keep the last error for a debugger.
@@ -202,18 +202,6 @@ def free_memory(shell: InteractiveShell, error: BaseException) -> None:
     if torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):  # the device has failed for good; its next use raises
             torch.cuda.empty_cache()
-
-
-def _referenced_errors(error: BaseException) -> list[BaseException]:
-    """Return the error and all exceptions that it references: causes, contexts and members of groups."""
-    exceptions: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        exception = waiting.pop()
-        if exception is not None and all(exception is not other for other in exceptions):
-            exceptions.append(exception)
-            waiting += [cause_of(exception), context_of(exception), *members_of(exception)]
-    return exceptions
 
 
 MAX_DEPTH = 12

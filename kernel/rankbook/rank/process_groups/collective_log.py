@@ -301,13 +301,14 @@ class CollectiveLog:
         # The rest of this method runs for every collective, so it formats nothing and takes no lock.
         peer: int | None = None
         number = 0
-        # gloo would wait for a rank that does not exist.
-        if op.peer is not None and not 0 <= args[op.peer] < len(self.ranks):
-            raise ValueError(f"{op.function}: invalid rank {args[op.peer]}: the group has {len(self.ranks)} ranks")
-        self.total += 1
         if op.peer is not None:
-            peer = self.ranks[args[op.peer]]  # sends and receives have no number: the other ranks do not see them
-        elif op.function != "recv":
+            place = args[op.peer]
+            if not 0 <= place < len(self.ranks):  # gloo would wait for it
+                raise ValueError(f"{op.function}: invalid rank {place}: the group has {len(self.ranks)} ranks")
+            peer = self.ranks[place]
+        self.total += 1
+        # Sends and receives have no number: the other ranks do not see them.
+        if peer is None and op.function != "recv":
             self.count += 1
             number = self.count
         # A barrier has no tensors.

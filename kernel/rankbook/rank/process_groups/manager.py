@@ -581,9 +581,7 @@ class GroupManager:
             member.group._set_default_backend(kind)
             registered = make_unconnected() if backend == "gloo" else inner.group._get_backend(torch.device(device))
             member.group._register_backend(torch.device(device), kind, registered)
-        # Destroyed by the user, who has created one anew: torch numbers groups from 0 again.
-        if (before := self._members.get(name)) is not None:
-            self._launched_in_forgotten += before.group.log.total
+        self._forget({name} & self._members.keys())  # the one that the user has destroyed
         self._members[name] = member
         return member.group
 
