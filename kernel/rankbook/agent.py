@@ -13,7 +13,8 @@ Four things are done here because they need this host:
 
 The agent exits, after it has killed its ranks and removed its folders, when the coordinator tells it to or was not
 reached for `lost_after` seconds, when nobody listens at the coordinator's address any more, when its parent process has
-ended, and on SIGTERM, SIGHUP, SIGINT and SIGUSR2. If it is killed itself, the forkserver does the same.
+ended, and on SIGTERM, SIGHUP, SIGINT and SIGUSR2. Started with nohup, it outlives its parent and SIGHUP. If it is
+killed itself, the forkserver does the same.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from rankbook.formatting import format_bytes
 from rankbook.launch.code_sync import digest
 from rankbook.launch.connection import CONNECT, Connection, decode_connection, interface_addresses
 from rankbook.launch.local import LocalLauncher
-from rankbook.launch.placement import rank_environment, usable_cores
+from rankbook.launch.placement import rank_environment, threads_per_rank, usable_cores
 from rankbook.launch.registry import make_folders
 from rankbook.process_identity import package_version, process_info
 from rankbook.protocol import PROTOCOL_VERSION, Message
@@ -124,16 +125,24 @@ class _Held:
 class Agent:
     """Represent this host to the coordinator of `connection`, over `link`, with `slots` slots (None: one per device).
 
-    The ranks are started through `launcher`, which ends with the agent. Raises `StartError` if the folders cannot be
-    made.
+    The ranks are started through `launcher`, which ends with the agent. With `outlives_terminal`, neither SIGHUP nor
+    the end of its parent ends the agent. Raises `StartError` if the folders cannot be made.
     """
 
     def __init__(
-        self, connection: Connection, link: AgentLink, launcher: LocalLauncher, *, address: str, slots: int | None
+        self,
+        connection: Connection,
+        link: AgentLink,
+        launcher: LocalLauncher,
+        *,
+        address: str,
+        slots: int | None,
+        outlives_terminal: bool = False,
     ) -> None:
         self._connection = connection
         self._link = link
         self._slots = slots
+        self._outlives_terminal = outlives_terminal
         self._interface = interface_addresses().get(address, "")
         self._parent = os.getppid()
         self._folders = make_folders()
@@ -221,7 +230,7 @@ class Agent:
         return max(0.0, min(times) - now)
 
     def _check_end(self) -> None:
-        if os.getppid() != self._parent:
+        if os.getppid() != self._parent and not self._outlives_terminal:
             self._ended = "its parent process has ended"
         if self._unreachable_since is None:
             self._refusals.reset()
@@ -233,10 +242,13 @@ class Agent:
                 self._ended = "the notebook's process has ended"
             lost_after = self._connection.lost_after
             if seconds > (lost_after if self._was_accepted else max(lost_after, _FIRST_CONNECTION)):
-                self._ended = f"the notebook was not reached for {seconds:.0f} s"
+                where = f"{self._connection.address}:{self._connection.port}"
+                # Perhaps an address of another network, or a port that a firewall closes.
+                advice = "" if self._was_accepted else "; choose what hosts can reach with --address and --port"
+                self._ended = f"the notebook was not reached at {where} for {seconds:.0f} s{advice}"
         if not self._launcher.alive and not self._ended:
-            self._send(HostFailed("the forkserver has exited"))
-            self._ended = "the forkserver has exited"
+            self._ended = f"the forkserver has exited: {self._launcher.exit_message()}"
+            self._send(HostFailed(self._ended))
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -245,7 +257,9 @@ class Agent:
             self._ended = self._ended or f"it received {signal.Signals(number).name}"
 
         # SIGUSR2 is what srun passes on when the engine `slurm` ends it.
-        ends = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR2)
+        ends = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2]
+        if not self._outlives_terminal:
+            ends.append(signal.SIGHUP)
         before = {number: signal.signal(number, end) for number in ends}
         # Users ask Slurm to send this one before the end of a job; the coordinator knows of that end.
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: None)
@@ -352,11 +366,13 @@ class Agent:
         environment = rank_environment(os.environ, given, threads=request.threads, interface=self._interface)
         # Paths need not be valid text, but a note has to be.
         cwd = Path(os.fsdecode(request.cwd))
-        if not cwd.is_dir():
+        # The functions of `os` raise no error below a folder that is closed to this user.
+        if not (os.path.isdir(cwd) and os.access(cwd, os.X_OK)):  # noqa: PTH112
             cwd = Path.cwd()
             missing, used = (os.fsencode(folder).decode(errors="backslashreplace") for folder in (request.cwd, cwd))
-            self._send(HostNote(f"{missing} does not exist on this host: rank {request.rank} starts in {used}"))
-        known = [entry for entry in request.path if not entry or Path(os.fsdecode(entry)).exists()]
+            text = f"{missing} does not exist on this host or cannot be entered"
+            self._send(HostNote(f"{text}: rank {request.rank} starts in {used}"))
+        known = [entry for entry in request.path if not entry or os.path.exists(entry)]  # noqa: PTH110
         self._modules.own_folder = cwd
         self._pids.pop(request.rank, None)
         self._asked.pop(request.rank, None)
@@ -368,6 +384,8 @@ class Agent:
             self._launcher.fork(
                 msgspec.structs.replace(
                     request,
+                    # Of the environment: the variable may be the notebook's, or that of this host.
+                    threads=threads_per_rank(environment, request.threads),
                     env={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
                     cwd=os.fsencode(cwd),
                     path=(*known, *(entry for entry in map(os.fsencode, sys.path) if entry not in known)),
@@ -727,7 +745,22 @@ def _make_agent(connection: Connection, launcher: LocalLauncher, options: argpar
     link = AgentLink(
         connection.address, connection.port, connection.keys, secrets.token_hex(8), encode_description(description)
     )
-    return Agent(connection, link, launcher, address=address, slots=1 if is_task else options.slots)
+    return Agent(
+        connection,
+        link,
+        launcher,
+        address=address,
+        slots=1 if is_task else options.slots,
+        outlives_terminal=_outlives_terminal(options.connect),
+    )
+
+
+def _outlives_terminal(source: str | None) -> bool:
+    """Return True for an agent that was started by hand with nohup. `source` is where the connection comes from.
+
+    Who writes the connection to the standard input, or sets a variable, ends the agent with its parent.
+    """
+    return source not in (None, "-") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 if __name__ == "__main__":

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections import deque
+from collections.abc import Iterator
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from rankbook import agent as agent_module
 from rankbook.agent import Agent
-from rankbook.protocol.forkserver import FromRanks, HostNote, ProcessState, RankExited, decode_from_agent
+from rankbook.protocol.forkserver import (
+    ForkRank,
+    FromRanks,
+    HostFailed,
+    HostNote,
+    ProcessState,
+    RankExited,
+    decode_from_agent,
+)
 from rankbook.protocol.messages import Display, Done, FromRank, Text, decode_from_rank, encode_from_rank
 from rankbook.transport import Sender
+from tests.coordinator.fork_requests import request
 
 
 class Link:
@@ -124,6 +136,106 @@ def test_ranks_that_send_without_end_hold_up_neither_the_link_nor_the_exit_of_a_
     from_ranks.extend([flood] * 600)
     agent._send_exits()
     assert relayed() == ["exit"] and from_ranks
+
+
+@pytest.fixture
+def ending(agent) -> Agent:
+    """Return the agent as it is while its forkserver and its parent live and the notebook is reached."""
+    agent._parent, agent._ended, agent._outlives_terminal = os.getppid(), "", False
+    agent._unreachable_since, agent._was_accepted = None, True
+    agent._connection = SimpleNamespace(address="10.0.0.1", port=7777, lost_after=60.0)
+    agent._refusals = SimpleNamespace(reset=lambda: None, look=lambda _: 0.0)
+    agent._launcher = SimpleNamespace(alive=True)
+    agent._check_end()
+    assert not agent._ended
+    return agent
+
+
+def test_the_cause_of_the_forkservers_end_is_told(ending, link):
+    told = ["ImportError: libcudart.so.12"]
+    ending._launcher = SimpleNamespace(alive=False, exit_message=told.pop)
+    ending._check_end()
+    ending._check_end()
+    reason = "the forkserver has exited: ImportError: libcudart.so.12"
+    assert ending._ended == reason
+    assert [decode_from_agent(first) for first, *_ in link.sent] == [HostFailed(reason)]
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_an_agent_that_does_not_reach_the_notebook_names_its_address(ending, accepted):
+    ending._was_accepted, ending._unreachable_since = accepted, time.monotonic() - 100.0
+    ending._check_end()
+    advice = "" if accepted else "; choose what hosts can reach with --address and --port"
+    assert ending._ended == f"the notebook was not reached at 10.0.0.1:7777 for 100 s{advice}"
+
+
+@pytest.fixture
+def forked(agent) -> list[ForkRank]:
+    """Let the agent fork ranks, and return the requests for its forkserver."""
+    requests: list[ForkRank] = []
+    agent._interface, agent._pids, agent._held = "eth0", {}, []
+    agent._hub = SimpleNamespace(open_downlink=lambda *_: "down", uplink="up")
+    agent._launcher = SimpleNamespace(fork=requests.append)
+    agent._folders = SimpleNamespace(segments="/segments", logs="/logs")
+    agent._requests = SimpleNamespace(address="/store")
+    agent._modules = SimpleNamespace(own_folder=None, address="/modules")
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("of_notebook", "of_host", "threads"), [(None, None, 2), ("3", None, 3), (None, "5", 5), ("3", "5", 3)]
+)
+def test_the_threads_of_a_rank_are_those_of_its_environment(agent, forked, monkeypatch, of_notebook, of_host, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if of_host is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", of_host)
+    given = {} if of_notebook is None else {b"OMP_NUM_THREADS": of_notebook.encode()}
+    agent._fork(msgspec.structs.replace(request(1, 1, ""), threads=2, env=given))
+    assert [(rank.threads, rank.env[b"OMP_NUM_THREADS"]) for rank in forked] == [(threads, str(threads).encode())]
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_rank_starts_elsewhere_if_the_folder_cannot_be_entered(agent, forked, link, monkeypatch, tmp_path, closed):
+    monkeypatch.chdir(tmp_path)
+    closed_folder = tmp_path / "closed"
+    closed_folder.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, _mode: str(path) != str(closed_folder))
+    # For a name that is too long, as for one below a closed folder, `Path` raises an error.
+    folder = closed_folder if closed else tmp_path / ("x" * 300)
+    agent._fork(msgspec.structs.replace(request(1, 1, ""), cwd=os.fsencode(folder), path=(os.fsencode(folder),)))
+    assert [rank.cwd for rank in forked] == [os.fsencode(tmp_path)]
+    assert (os.fsencode(folder) in forked[0].path) == closed
+    text = f"{folder} does not exist on this host or cannot be entered: rank 1 starts in {tmp_path}"
+    assert link.take()[1] == [text]
+
+
+@pytest.fixture
+def sighup() -> Iterator[None]:
+    """Restore the handler of SIGHUP."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("source", "handler", "outlives"),
+    [
+        ("/f", signal.SIG_IGN, True),
+        ("/f", signal.SIG_DFL, False),
+        ("-", signal.SIG_IGN, False),
+        (None, signal.SIG_IGN, False),
+    ],
+)
+def test_an_agent_that_was_started_with_nohup_outlives_its_terminal(ending, sighup, source, handler, outlives):
+    signal.signal(signal.SIGHUP, handler)
+    ending._outlives_terminal = agent_module._outlives_terminal(source)
+    ending._signal_write = -1
+    with ending._signals():
+        assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) == outlives
+    assert signal.getsignal(signal.SIGHUP) is handler
+    ending._parent = -1
+    ending._check_end()
+    assert ending._ended == ("" if outlives else "its parent process has ended")
 
 
 def test_the_process_of_a_rank_that_has_ended_is_not_looked_at_any_more(agent, link):

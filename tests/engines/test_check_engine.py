@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +14,7 @@ import time
 import psutil
 import pytest
 
-from rankbook.engines import AgentConnection, HostEnded, HostStarted, Limits, engine
+from rankbook.engines import AgentConnection, HostEnded, HostStarted, Limits, engine, supervisor
 from rankbook.engines.processes import Job
 from rankbook.errors import StartError
 from rankbook.testing import FakeEngine, check_engine
@@ -153,6 +156,36 @@ def test_jobs_end_when_the_process_that_started_them_is_killed(tmp_path):
     wait_until(lambda: not psutil.pid_exists(pid), timeout=20, what="the job ends")
 
 
+def test_a_job_ends_although_a_forked_child_has_a_copy_of_the_pipe():
+    job = Job(["sleep", "1000"])
+    copy = os.dup(job._alive)
+    try:
+        job.end()
+        assert job.wait(60)
+    finally:
+        os.close(copy)
+        job.wait(60)
+
+
+def test_a_job_ends_in_a_process_with_many_open_files():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 2048:
+        pytest.skip("no more than 1024 files can be open")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
+    read, write = os.pipe()
+    number = fcntl.fcntl(read, fcntl.F_DUPFD, 1500)
+    try:
+        command = [sys.executable, supervisor.__file__, "--alive", f"{number},{signal.SIGTERM:d}", "sleep", "1000"]
+        with subprocess.Popen(command, pass_fds=(number,), stderr=subprocess.PIPE) as supervising:
+            os.write(write, b"\0")
+            _, errors = supervising.communicate(timeout=60)
+            assert (supervising.returncode, errors) == (128 + signal.SIGTERM, b"")
+    finally:
+        for end in (read, write, number):
+            os.close(end)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def test_a_connection_can_name_another_module():
     connection = dataclasses.replace(AgentConnection("", None), module="other")  # type: ignore[arg-type]
-    assert connection.command(None, None)[:3] == [sys.executable, "-m", "other"]
+    assert connection.command(None, None)[:4] == [sys.executable, "-P", "-m", "other"]

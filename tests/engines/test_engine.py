@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 from rankbook.engines import AgentConnection, engine, split_arguments, supervisor
+from rankbook.engines.processes import describe_start
 from rankbook.errors import InvalidArgument
 from rankbook.launch.hosts import HostOptions
 from rankbook.magics.arguments import complete, parse_line
@@ -56,9 +58,19 @@ def test_an_unknown_option_of_an_engine_is_rejected():
 
 def test_the_command_of_an_agent_never_has_the_key():
     command = CONNECTION.command(1, 4, python="/opt/python")
-    assert command == ["/opt/python", "-m", "rankbook.agent", "--connect", "-", "--slots", "4", "--node", "1"]
-    assert CONNECTION.command(None, None, source="/f")[1:] == ["-m", "rankbook.agent", "--connect", "/f"]
+    assert command == ["/opt/python", "-P", "-m", "rankbook.agent", "--connect", "-", "--slots", "4", "--node", "1"]
+    assert CONNECTION.command(None, None, source="/f")[1:] == ["-P", "-m", "rankbook.agent", "--connect", "/f"]
     assert "secret" not in repr(CONNECTION)
+
+
+def test_the_printed_lines_start_one_agent_per_node_on_all_of_its_cores():
+    lines = {line[:25].strip(): line[25:] for line in describe_start(CONNECTION, 4, 2).splitlines()[2:]}
+    agent = shlex.join(CONNECTION.command(None, 2, source="/home/me/c.json"))
+    assert lines["on the node"] == agent
+    nodes = "$SLURM_JOB_NUM_NODES"
+    srun = f"srun -N {nodes} -n {nodes} --ntasks-per-node 1 --cpu-bind none --overlap"
+    assert lines["in a Slurm allocation"] == f"{srun} {agent}"
+    assert lines["by Open MPI"] == f"mpirun --map-by ppr:1:node --bind-to none {agent}"
 
 
 def test_arguments_behind_two_dashes_are_the_programs():

@@ -89,7 +89,7 @@ def test_a_queue_is_shown_and_the_end_of_the_timeout_cancels_it(reported):
 
     def start() -> None:
         try:
-            with on(engine, timeout=1.5):
+            with on(engine, timeout=5):
                 pass
         except BaseException as error:  # noqa: BLE001 - compared below
             outcome.append(error)

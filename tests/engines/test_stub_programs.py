@@ -16,8 +16,8 @@ import pytest
 from rankbook.coordinator.engine_monitor import EngineState
 from rankbook.engines import AgentConnection, HostEnded, HostOutput, HostQueued, HostStarted, Limits, slurm
 from rankbook.engines.engine import make_engine
-from rankbook.engines.processes import MpirunEngine, SshEngine, StepEngine
-from rankbook.engines.ray import _RayHost
+from rankbook.engines.processes import MpirunEngine, SshEngine, StepEngine, quote_remote_path
+from rankbook.engines.ray import _RayHost, agent_environment
 from rankbook.engines.slurm import SlurmEngine, read_queue
 from rankbook.errors import InvalidArgument, StartError
 from rankbook.testing import check_engine
@@ -59,7 +59,7 @@ def test_ssh_passes_the_suite(programs):
     settings = dict(option.split("=") for option in first if option.startswith("ServerAlive"))
     seconds = int(settings["ServerAliveInterval"]) * int(settings["ServerAliveCountMax"])
     assert seconds >= 86_400, "the most that `lost_after` may be"
-    assert first[-1].startswith(f"cd / && exec {sys.executable} -m rankbook.testing --connect - --slots 1 --node ")
+    assert first[-1].startswith(f"cd / && exec {sys.executable} -P -m rankbook.testing --connect - --slots 1 --node ")
 
 
 @pytest.mark.processes
@@ -101,7 +101,7 @@ def test_slurm_is_asked_ever_more_seldom_while_a_job_waits(monkeypatch):
     monkeypatch.setattr(slurm, "_run", lambda *_: looks.append(second) or "")
     monkeypatch.setattr(StepEngine, "events", lambda _: [])
     engine = SlurmEngine([], environment={})
-    monkeypatch.setattr(engine, "start_job", lambda job, _: engine.jobs.update({job: None}))
+    monkeypatch.setattr(engine, "start_job", lambda job, _, **__: engine.jobs.update({job: None}))
     second = 0
     engine.start(1, 1, AgentConnection("text", Path("/f"), "127.0.0.1"))
     for second in range(3600):  # noqa: B007 - the clock reads it
@@ -150,6 +150,14 @@ def test_ray_passes_the_suite_and_gets_no_key(monkeypatch):
     stub_ray.arguments.clear()
     check_engine(lambda: make_engine("ray", []))
     assert "rankbook.testing" in str(stub_ray.arguments) and "fake-key-" not in str(stub_ray.arguments)
+
+
+@pytest.mark.parametrize(("cpus", "removed"), [(4.0, True), (4.5, True), (2.0, False), (0.5, False)])
+def test_the_number_of_threads_that_ray_sets_is_not_taken_for_the_users(cpus, removed):
+    environment = {"OMP_NUM_THREADS": "4", "PATH": "/bin"}
+    expected = {"PATH": "/bin"} if removed else environment
+    assert agent_environment(environment, cpus) == expected
+    assert agent_environment({"OMP_NUM_THREADS": "1"}, 0.5) == {}
 
 
 def test_a_ray_actor_that_does_not_answer_is_killed_so_that_its_bundle_is_free(monkeypatch):
@@ -287,12 +295,60 @@ def test_the_end_of_a_step_ends_those_of_its_hosts_that_are_left_and_none_of_a_l
 
 
 def test_limits_of_a_job_without_a_controller_are_unknown(monkeypatch):
-    monkeypatch.setattr("rankbook.engines.slurm._run", lambda *_: "")
+    monkeypatch.setattr("rankbook.engines.slurm._run", lambda *_: None)
     assert SlurmEngine([], environment={"SLURM_JOB_ID": "7"}).limits() == Limits()
     line = f"7|RUNNING|None|{TIME}|2096-01-02T11:00:00|1:00:00"
     monkeypatch.setattr("rankbook.engines.slurm._run", lambda *_: line)
     ends_at = SlurmEngine([], environment={"SLURM_JOB_ID": "7"}).limits().ends_at
     assert ends_at is not None and ends_at > time.time()
+
+
+def test_the_known_end_of_a_job_holds_until_then_while_the_controller_does_not_answer(monkeypatch):
+    answers: list[str | None] = []
+    monkeypatch.setattr(slurm, "_run", lambda *_: answers.pop())
+    end = datetime(2096, 1, 2, 11).astimezone().timestamp()
+    now = end - 1.0
+    monkeypatch.setattr(slurm, "time", SimpleNamespace(monotonic=time.monotonic, time=lambda: now))
+    engine = SlurmEngine([], environment={"SLURM_JOB_ID": "7"})
+    line = f"7|RUNNING|None|{TIME}|2096-01-02T11:00:00|1:00:00"
+    answers += [None, line]
+    assert [engine.limits(), engine.limits()] == [Limits(end)] * 2
+    answers.append("")  # it does not know the job any more
+    assert engine.limits() == Limits()
+    answers += [None, line]
+    assert engine.limits() == Limits(end)
+    now = end
+    assert engine.limits() == Limits()
+
+
+def test_the_name_of_the_launchers_own_job_is_not_the_users(monkeypatch):
+    engine = SlurmEngine(["--", "--job-name=mine"], environment={})
+    (command, env), _ = srun_of(engine, monkeypatch)
+    names = [word for word in command if word.startswith("--job-name=")]
+    assert names == ["--job-name=mine", f"--job-name={engine._job_name}"] and env is None
+    assert command.index(names[1]) < command.index(sys.executable)
+
+
+def test_a_step_in_an_allocation_does_not_take_over_what_the_allocation_was_asked_for(monkeypatch):
+    asked = {"SLURM_GPUS": "3", "SLURM_CPUS_PER_TASK": "4", "SRUN_CPUS_PER_TASK": "4", "SLURM_GPUS_PER_TASK": "1"}
+    asked |= {"SLURM_TRES_PER_TASK": "gres/gpu:1", "SLURM_NTASKS_PER_GPU": "1"}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_CONF", "/slurm.conf")
+    monkeypatch.setattr(slurm, "_run", lambda *_: "node1\nnode2\n")
+    engine = SlurmEngine([], environment={"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"})
+    for command, env in srun_of(engine, monkeypatch):
+        assert not any(word.startswith("--job-name=") for word in command)
+        assert env is not None and env["SLURM_CONF"] == "/slurm.conf" and not asked.keys() & env.keys()
+
+
+def srun_of(engine: SlurmEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str] | None]]:
+    """Return the commands of a start on one host and of its replacement, and their environments."""
+    started = []
+    monkeypatch.setattr(engine, "start_job", lambda _, command, *, env: started.append((command, env)))
+    engine.start(1, 1, AgentConnection("text", Path("/f"), "127.0.0.1"))
+    assert engine.replace(0, wait=engine._is_own_job) == 1
+    return started
 
 
 @pytest.mark.parametrize(
@@ -310,6 +366,31 @@ def test_limits_of_a_job_without_a_controller_are_unknown(monkeypatch):
 def test_invalid_options_are_rejected(make, text):
     with pytest.raises(InvalidArgument, match=text):
         make()
+
+
+def test_a_leading_tilde_is_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "hosts").write_text("a\n")
+    connection, started = AgentConnection("text", Path("/f"), "127.0.0.1"), []
+    for cls in (SlurmEngine, MpirunEngine, SshEngine):
+        monkeypatch.setattr(cls, "start_job", lambda _, __, command, **___: started.append(command))
+    SlurmEngine(["--python", "~/env/python"], environment={}).start(1, 1, connection)
+    MpirunEngine(["--python", "~/env/python", "--hostfile", "~/hosts"]).start(None, 1, connection)
+    ssh = ["--hosts", "a", "--python", "~/my env/python", "--folder", "~/a;b"]
+    SshEngine(ssh).start(None, 1, connection)
+    by_slurm, by_mpirun, by_ssh = started
+    python = str(tmp_path / "env/python")
+    assert python in by_slurm and python in by_mpirun and str(tmp_path / "hosts") in by_mpirun
+    # The shell on the machine replaces it.
+    assert by_ssh[-1].startswith("cd ~/'a;b' && exec ~/'my env/python' -P -m rankbook.agent --connect - ")
+
+
+@pytest.mark.parametrize(
+    ("path", "quoted"),
+    [("~", "~"), ("~/", "~/"), ("~/a", "~/a"), ("/a b", "'/a b'"), ("~me/a", "'~me/a'"), ("a/~/b", "'a/~/b'")],
+)
+def test_paths_of_other_hosts_are_quoted_except_for_their_home_folder(path, quoted):
+    assert quote_remote_path(path) == quoted
 
 
 def test_ray_that_is_not_installed_is_named_with_the_remedy(monkeypatch):

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from rankbook.errors import InvalidArgument
-from rankbook.launch.placement import abort_grace, assign_devices, changed_variables, choose_device, rank_environment
+from rankbook.launch.placement import (
+    abort_grace,
+    assign_devices,
+    changed_variables,
+    choose_device,
+    rank_environment,
+    threads_per_rank,
+)
 
 
 def test_one_rank_per_cuda_device_with_nccl_beside_gloo(monkeypatch):
@@ -72,6 +79,15 @@ def test_torchs_contract_wins_over_the_notebooks_environment_and_hints_do_not():
     assert environment["RANK"] == "1"
     assert environment["OMP_NUM_THREADS"] == "7"
     assert environment["MINE"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("value", "threads"),
+    [("3", 3), (" 4 ", 4), ("4,2", 4), ("0", 8), ("", 8), ("-1", 8), ("many", 8)],
+)
+def test_the_threads_of_a_rank_are_those_of_the_users_variable(value, threads):
+    assert threads_per_rank({"OMP_NUM_THREADS": value}, 8) == threads
+    assert threads_per_rank({}, 8) == 8
 
 
 def test_changed_variables_are_those_of_the_user():

@@ -21,6 +21,7 @@ from rankbook.protocol.forkserver import (
     FromRank,
     FromRanks,
     HostDescription,
+    HostFailed,
     HostReady,
     ProcessState,
     RankExited,
@@ -176,6 +177,16 @@ def test_a_host_without_a_device_that_torch_can_use_is_sent_away_if_all_ranks_ar
     later = OneAgent(tmp_path, device="cuda")
     later.hosts.seats[0] = place_ranks(1, [HostSlots("other", "node1", slots=1, devices=1)])[0]
     assert not later.poll(times=1) and later.reported == [later.hosts.lacks_device]
+
+
+def test_a_host_that_cannot_start_ranks_is_lost_with_the_cause(tmp_path):
+    agent = OneAgent(tmp_path)
+    agent.deliver(HostFailed("Traceback\n" * 1000 + "ImportError: libcudart.so.12"))
+    text = agent.reported[-1]
+    assert text.startswith("node cannot start ranks: ") and text.endswith("\nImportError: libcudart.so.12")
+    assert len(text) < 2100
+    lost = next(iter(agent.hosts._hosts.values())).lost
+    assert lost == "was lost: node cannot start ranks (ImportError: libcudart.so.12)"
 
 
 def test_all_ranks_that_move_to_a_host_know_how_many_it_has(tmp_path):

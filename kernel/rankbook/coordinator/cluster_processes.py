@@ -52,6 +52,7 @@ from rankbook.launch.placement import (
     place_ranks,
     place_variables,
     rank_environment,
+    threads_per_rank,
     usable_cores,
 )
 from rankbook.launch.registry import (
@@ -153,7 +154,7 @@ class ClusterProcesses:
                 if hosts is None or hosts.home:
                     self._check_devices(opened)
                 if hosts is None:
-                    self.assignment = assign_devices(n, opened.devices, backend=backend, cores=usable_cores())
+                    self.assignment = self._assign(n, backend)
                 else:
                     home = HostSlots(HOME, platform.node(), hosts.home, opened.devices, usable_cores())
                     self.assignment = self._place(n, home, backend)
@@ -270,7 +271,11 @@ class ClusterProcesses:
 
     def assign(self, world_size: int) -> DeviceAssignment:
         """Return the devices of another number of ranks. Raises `InvalidArgument` if they do not suffice."""
-        return assign_devices(world_size, self._cuda_devices, backend=self.assignment.backend, cores=usable_cores())
+        return self._assign(world_size, self.assignment.backend)
+
+    def _assign(self, n: int | None, backend: str | None) -> DeviceAssignment:
+        assignment = assign_devices(n, self._cuda_devices, backend=backend, cores=usable_cores())
+        return replace(assignment, threads=threads_per_rank(os.environ, assignment.threads))
 
     def resize(self, assignment: DeviceAssignment, new: tuple[int, ...], *, timeout: float) -> None:
         """Let the ranks beyond those of `assignment` exit, and start the ranks `new`.
@@ -291,9 +296,8 @@ class ClusterProcesses:
             dead = tuple(rank for rank in self._dead(tuple(self.state.ranks)) if rank < world_size and rank not in new)
             if dead:
                 raise RankLostError(f"{name_ranks(dead)} died while other ranks left", dead)
-            # The devices of a former rank may be asked for until it is gone.
-            if world_size >= len(self.assignment.devices):
-                self.assignment = assignment
+            # The devices of a former rank may be asked for until it is gone. New ranks start on those of `assignment`.
+            self.assignment = replace(assignment, devices=assignment.devices + self.assignment.devices[world_size:])
         try:
             self.launch(new, timeout=timeout, world_size=world_size)
         finally:
@@ -349,9 +353,9 @@ class ClusterProcesses:
         assert self._hub is not None
         # Called by the driver, with its lock held, for every fork: the environment and the working directory are those
         # of that moment.
-        world_size, threads = len(self.assignment.devices), self.assignment.threads
+        world_size, threads = len(self.state.ranks), self.assignment.threads
         if self._hosts is None:
-            seat = home_seat(rank, self.assignment.devices, threads)
+            seat = home_seat(rank, self.assignment.devices[:world_size], threads)  # see `resize`
             address, port = "127.0.0.1", self._port
         else:
             seat = self._hosts.seats[rank]
@@ -370,7 +374,7 @@ class ClusterProcesses:
             local_rank=seat.local_rank,
             backend=self.assignment.backend,
             device=seat.device,
-            threads=seat.threads,
+            threads=threads_per_rank(environment, seat.threads),
             env={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
             cwd=os.fsencode(Path.cwd()),
             path=tuple(_encode_paths(sys.path)),
@@ -463,7 +467,7 @@ class ClusterProcesses:
         assert hosts is not None and n is not None
         seats = place_ranks(n, [home, *hosts.slots])
         hosts.seats.update({seat.rank: seat for seat in seats})
-        threads = min(seat.threads for seat in seats)
+        threads = threads_per_rank(os.environ, min(seat.threads for seat in seats))  # all ranks inherit the variable
         return DeviceAssignment(tuple(seat.device for seat in seats), choose_backend(seats, backend), threads)
 
     def _replace_hosts(
@@ -488,7 +492,10 @@ class ClusterProcesses:
                 if interrupted():
                     raise KeyboardInterrupt
                 # Free slots of other hosts are left, see `_move_lost`.
-                if replacement in self._engine.state.ended or time.monotonic() > deadline:
+                if self._has_ended(replacement):
+                    _report(self._describe_ended(replacement))
+                    break
+                if time.monotonic() > deadline:
                     break
                 time.sleep(0.05)
             if replacement is not None:
@@ -522,16 +529,20 @@ class ClusterProcesses:
         interrupted: Callable[[], bool],
     ) -> None:
         """Give the ranks of lost hosts a place on another one; wait for a new host if there is no free slot."""
-        is_requested = False
+        requested: list[int] = []
         while True:
+            # Asked before the look for free slots: those of a host that has joined are then used.
+            waiting = [number for number in requested if not self._has_ended(number) and not hosts.has_node(number)]
             with driver.changed:
                 missing = hosts.move_lost(ranks, replacements)
             self._show_notes()
             if not missing:
                 break
-            if not is_requested:
-                is_requested = True
-                self._ask_for_host(hosts, missing, deadline, interrupted)
+            if not requested:
+                requested = self._ask_for_hosts(hosts, missing, deadline, interrupted)
+            elif not waiting and (ended := [number for number in requested if self._has_ended(number)]):
+                reasons = "\n".join(map(self._describe_ended, ended))
+                raise StartError(f"no host has a free slot for {name_ranks(missing)}: {reasons}")
             if interrupted():
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
@@ -541,14 +552,30 @@ class ClusterProcesses:
         self.assignment = replace(self.assignment, devices=tuple(seat.device for seat in seats))
         driver.local_world_sizes = tuple(seat.local_world_size for seat in seats)
 
-    def _ask_for_host(self, hosts: Hosts, missing: list[int], deadline: float, interrupted: Callable[[], bool]) -> None:
+    def _ask_for_hosts(
+        self, hosts: Hosts, missing: list[int], deadline: float, interrupted: Callable[[], bool]
+    ) -> list[int]:
+        """Ask the engine for hosts in place of those of the ranks `missing`. Return the numbers of the new hosts."""
         assert self._engine is not None
         nodes = sorted({hosts.node_of(rank) or 0 for rank in missing})
-        if all(self._ask_engine(node, deadline, interrupted, wait=True) is None for node in nodes):
+        answers = [self._ask_engine(node, deadline, interrupted, wait=True) for node in nodes]
+        requested = [number for number in answers if number is not None]
+        if not requested:
             raise StartError(
                 f"no host has a free slot for {name_ranks(missing)}, and the launcher {self._engine.state.name} has no"
                 " other host; the other ranks go on, or stop and start again"
             )
+        return requested
+
+    def _has_ended(self, host: int) -> bool:
+        assert self._engine is not None
+        return host in self._engine.state.ended
+
+    def _describe_ended(self, host: int) -> str:
+        """Return why the agent of a host that the engine has started has ended."""
+        assert self._engine is not None
+        state = self._engine.state
+        return f"the agent on {state.started.get(host) or f'host {host}'} ended because {state.ended[host]}"
 
     def _perform(self, action: Action) -> None:
         """Perform an action of the engine's monitor, on its thread."""

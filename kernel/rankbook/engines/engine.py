@@ -76,9 +76,10 @@ class AgentConnection:
 
         Example::
 
-            connection.command(1, 4)  # ['/usr/bin/python3', '-m', 'rankbook.agent', '--connect', '-', '--slots', '4', …
+            connection.command(1, 4)  # ['/usr/bin/python3', '-P', '-m', 'rankbook.agent', '--connect', '-', …
         """
-        words = [python or sys.executable, "-m", self.module, "--connect", source]
+        # `-P`: files of the user called `logging.py` or `types.py` in the working folder must not be imported.
+        words = [python or sys.executable, "-P", "-m", self.module, "--connect", source]
         if slots is not None:
             words += ["--slots", str(slots)]
         if host is not None:

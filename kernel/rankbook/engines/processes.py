@@ -129,6 +129,9 @@ class Job:
     def end(self) -> None:
         """Begin to end the program."""
         if self._alive >= 0:
+            # A process that this one has forked may have a copy of this end, so that closing it would not be noticed.
+            with contextlib.suppress(BrokenPipeError):  # the supervisor has ended
+                os.write(self._alive, b"\0")
             os.close(self._alive)
             self._alive = -1
 
@@ -186,10 +189,10 @@ class ProcessEngine:
         """See `Engine`."""
         return Limits()
 
-    def start_job(self, host: int | None, command: Sequence[str]) -> None:
-        """Run a program that passes its standard input to the agents."""
+    def start_job(self, host: int | None, command: Sequence[str], *, env: Mapping[str, str] | None = None) -> None:
+        """Run a program that passes its standard input to the agents, with this process's environment or `env`."""
         assert self.connection is not None
-        self.jobs[host] = Job(command, self.connection.text, end_signal=self._end_signal)
+        self.jobs[host] = Job(command, self.connection.text, env=env, end_signal=self._end_signal)
 
     def stop(self) -> None:
         """See `Engine`. Raises `StartError` if a program does not end."""
@@ -218,7 +221,7 @@ class StepEngine(ProcessEngine):
     def supervised(self, number: str, host: int | None, slots: int, python: str) -> list[str]:
         """Return the command that runs and reports the agent; `number` is the host's number, or its variable."""
         assert self.connection is not None
-        reporter = [python, "-m", supervisor.__name__, "--report", number]
+        reporter = [python, "-P", "-m", supervisor.__name__, "--report", number]
         return [*reporter, *self.connection.command(host, slots, python=python)]
 
     def events(self) -> Iterable[EngineEvent]:
@@ -267,6 +270,19 @@ _OPTIONS = (
 )
 
 
+def quote_remote_path(path: str) -> str:
+    """Quote a path for the shell of another host, which puts the home folder there in place of a leading `~`.
+
+    Example::
+
+        quote_remote_path("~/my env/bin/python")  # "~/'my env/bin/python'"
+    """
+    home, slash, rest = path.partition("/")
+    if home != "~":
+        return shlex.quote(path)
+    return f"~{slash}{shlex.quote(rest)}" if rest else path
+
+
 class SshEngine(ProcessEngine):
     """`--launcher ssh --hosts a,b,c`. With `--nodes 2`, the third machine replaces a lost one.
 
@@ -313,9 +329,10 @@ class SshEngine(ProcessEngine):
         number = len(self._machine_of)
         self._machine_of[number] = machine
         # `exec`: the agent is then a child of the ssh server's process, and ends when the connection does.
-        command = f"exec {shlex.join(self.connection.command(number, self._slots, python=self._python))}"
+        _, *arguments = self.connection.command(number, self._slots)
+        command = f"exec {quote_remote_path(self._python)} {shlex.join(arguments)}"
         if self._folder is not None:
-            command = f"cd {shlex.quote(self._folder)} && {command}"
+            command = f"cd {quote_remote_path(self._folder)} && {command}"
         self.start_job(number, ["ssh", *self._passed, *_OPTIONS, machine, command])
         self.pending.append(HostStarted(number, machine))
         return number
@@ -340,8 +357,8 @@ class MpirunEngine(StepEngine):
         super().__init__()
         own, self._passed = split_arguments(arguments)
         parser = OptionParser(self.name)
-        parser.add_argument("--hostfile")
-        parser.add_argument("--python", default=sys.executable)
+        parser.add_argument("--hostfile", type=os.path.expanduser)
+        parser.add_argument("--python", type=os.path.expanduser, default=sys.executable)
         options = parser.parse_args(own)
         self._hostfile: str | None = options.hostfile
         self._python: str = options.python
@@ -440,14 +457,17 @@ def describe_start(connection: AgentConnection, missing: int, per_host: int | No
     by_torchrun = f"-m {connection.module} --connect {name}" + ("" if per_host is None else f" --slots {per_host}")
     # Without it, every node takes itself for the first one.
     meeting = "--rdzv-backend c10d --rdzv-endpoint NODE:29500"
+    # One task per node, whatever the allocation has, beside a step in which the notebook may run, and on all cores.
+    size = "-N $SLURM_JOB_NUM_NODES -n $SLURM_JOB_NUM_NODES --ntasks-per-node 1"
+    srun = f"srun {size} --cpu-bind none --overlap"
     return "\n".join(
         (
             f"waiting for {plural(missing, 'slot')}: start one agent per node, in one of these ways",
             "(--slots N offers N ranks; the default is one per CUDA device)",
             f"  on the node            {from_file}",
             f"  by ssh                 ssh NODE {from_input} < {name}",
-            f"  in a Slurm allocation  srun --ntasks-per-node 1 {from_file}",
+            f"  in a Slurm allocation  {srun} {from_file}",
             f"  by torchrun            torchrun --nnodes N --nproc-per-node 1 {meeting} {by_torchrun}",
-            f"  by Open MPI            mpirun --map-by ppr:1:node {from_file}",
+            f"  by Open MPI            mpirun --map-by ppr:1:node --bind-to none {from_file}",
         )
     )

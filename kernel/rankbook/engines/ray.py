@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,15 @@ _READ_SECONDS = 1.0
 _SHUTDOWN_SECONDS = 5.0
 
 
+def agent_environment(environment: Mapping[str, str], cpus: float) -> dict[str, str]:
+    """Return the environment of an agent, from that of its actor, which has `cpus` CPUs.
+
+    Ray sets OMP_NUM_THREADS to the CPUs of the actor, which are those of all ranks of the host.
+    """
+    is_default = environment.get("OMP_NUM_THREADS") == str(max(1, int(cpus)))
+    return {name: value for name, value in environment.items() if name != "OMP_NUM_THREADS" or not is_default}
+
+
 class AgentRunner:
     """The actor of one host. Its methods run in threads of the actor's process."""
 
@@ -48,8 +57,8 @@ class AgentRunner:
         self._output = b""
         self._lock = threading.Lock()
 
-    def start(self, arguments: Sequence[str], text: str) -> tuple[str, str, str]:
-        """Start the agent with this host's Python, and let it make a key.
+    def start(self, arguments: Sequence[str], text: str, cpus: float) -> tuple[str, str, str]:
+        """Start the agent with this host's Python, and let it make a key. `cpus` are those of this actor.
 
         Returns the name of the host, the id of its node, and the agent's public key, which is empty if the agent has
         ended.
@@ -62,6 +71,7 @@ class AgentRunner:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            env=agent_environment(os.environ, cpus),
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, and `wait` says how
@@ -244,7 +254,7 @@ class RayEngine:
         )
         _, *arguments = self._connection.command(number, self._slots)
         # Ray does not encrypt the arguments of a call, and may store them.
-        starting = actor.start.remote(arguments, self._connection.public_text)
+        starting = actor.start.remote(arguments, self._connection.public_text, self._resources["CPU"])
         self._hosts[number] = _RayHost(bundle, actor, starting, None)
         return number
 

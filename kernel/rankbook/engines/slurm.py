@@ -41,6 +41,14 @@ _STEP = (
     *("--wait=0", "--kill-on-bad-exit=0", "--no-kill"),
     *("--mpi=none", "--ntasks-per-node=1", "--cpu-bind=none", "--unbuffered"),
 )
+# What the allocation was asked for. srun would take it for options of the step, which has one task per node and all
+# that the job has there.
+_OF_ALLOCATION = frozenset(
+    {
+        *("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU"),
+        *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK"),
+    }
+)
 _NODE_FAILURE = re.compile(r"error: Node failure on (\S+)")
 # The reporters exit with 0: this one has not run, as where Rankbook is not installed.
 _TASK_EXIT = re.compile(r"error: (\S+): task (\d+): (Exited with exit code \d+)")
@@ -98,7 +106,7 @@ class SlurmEngine(StepEngine):
         super().__init__()
         own, self._passed = split_arguments(arguments)
         parser = OptionParser(self.name)
-        parser.add_argument("--python", default=sys.executable)
+        parser.add_argument("--python", type=os.path.expanduser, default=sys.executable)
         self._python: str = parser.parse_args(own).python
         self._environment = os.environ if environment is None else environment
         self._job: str | None = self._environment.get("SLURM_JOB_ID")
@@ -110,13 +118,14 @@ class SlurmEngine(StepEngine):
         self._waiting: set[int | None] = set()
         self._look_at = 0.0
         self._pause = _FIRST_PAUSE
+        self._ends_at: float | None = None
 
     def start(self, hosts: int | None, slots: int, connection: AgentConnection) -> None:
         """See `Engine`."""
         self.connection = connection
         if self._is_own_job:
             count = hosts or 1
-            where = [f"--job-name={self._job_name}", "--exclusive"]
+            where = ["--exclusive"]
         else:
             self._nodes = self._allocated_nodes()
             count = hosts or len(self._nodes)
@@ -136,7 +145,7 @@ class SlurmEngine(StepEngine):
             self._pause = min(1.5 * self._pause, _LONGEST_PAUSE)
             events += [
                 HostQueued(f"job {entry.job}, {entry.reason}", entry.starts_at)
-                for entry in self._queue()
+                for entry in self._queue() or ()
                 if entry.state == "PENDING"
             ]
         return events
@@ -151,7 +160,7 @@ class SlurmEngine(StepEngine):
             where = [f"--jobid={self._job}", "--overlap", "--immediate=20", f"--nodelist={node}"]
             self.names[number] = node
         elif wait and self._is_own_job:
-            where = [f"--job-name={self._job_name}", "--exclusive"]
+            where = ["--exclusive"]
         else:
             return None
         self._next += 1
@@ -160,11 +169,17 @@ class SlurmEngine(StepEngine):
 
     def limits(self) -> Limits:
         """See `Engine`."""
-        # The end of a job that is COMPLETING is in the past; the hosts of a further job go on.
-        running = [entry for entry in self._queue() if entry.state == "RUNNING"]
-        if self._job is None and running:
-            self._job = running[0].job
-        return Limits(min((entry.ends_at for entry in running if entry.ends_at is not None), default=None))
+        entries = self._queue()
+        if entries is not None:
+            # The end of a job that is COMPLETING is in the past; the hosts of a further job go on.
+            running = [entry for entry in entries if entry.state == "RUNNING"]
+            if self._job is None and running:
+                self._job = running[0].job
+            self._ends_at = min((entry.ends_at for entry in running if entry.ends_at is not None), default=None)
+        # The controller does not answer: the end that it has told holds as long as it is not there.
+        elif self._ends_at is not None and self._ends_at <= time.time():
+            self._ends_at = None
+        return Limits(self._ends_at)
 
     def stop(self) -> None:
         """See `Engine`. A job that is still queued is cancelled."""
@@ -193,27 +208,35 @@ class SlurmEngine(StepEngine):
         host = int(number) if number.isdecimal() else None
         size = [f"--nodes={count}", f"--ntasks={count}"]
         agent = self.supervised(number, host, self._slots, self._python)
+        # Behind the user's options: squeue and scancel find the job by this name.
+        named = [f"--job-name={self._job_name}"] if self._is_own_job else []
+        env = None
+        if not self._is_own_job:
+            env = {name: value for name, value in os.environ.items() if name not in _OF_ALLOCATION}
         self._waiting.add(job)
         self._look_at, self._pause = 0.0, _FIRST_PAUSE
-        self.start_job(job, ["srun", *size, *_STEP, *where, *self._passed, *agent])
+        self.start_job(job, ["srun", *size, *_STEP, *where, *self._passed, *named, *agent], env=env)
 
-    def _queue(self) -> list[QueueEntry]:
+    def _queue(self) -> list[QueueEntry] | None:
+        """Return the entries of this engine's jobs; None if the controller does not answer."""
         which = f"--name={self._job_name}" if self._is_own_job else f"--jobs={self._job}"
-        lines = _run("squeue", "--noheader", which, f"--format={QUEUE_FORMAT}").splitlines()
-        entries = [entry for line in lines if (entry := read_queue(line)) is not None]
+        output = _run("squeue", "--noheader", which, f"--format={QUEUE_FORMAT}")
+        if output is None:
+            return None
+        entries = [entry for line in output.splitlines() if (entry := read_queue(line)) is not None]
         # For one task of a job array, squeue may list all of them.
         return [entry for entry in entries if self._is_own_job or entry.job == self._job]
 
     def _allocated_nodes(self) -> list[str]:
         names = self._environment.get("SLURM_JOB_NODELIST", "")
-        nodes = _run("scontrol", "show", "hostnames", names).split()
+        nodes = (_run("scontrol", "show", "hostnames", names) or "").split()
         if not nodes:
             raise StartError(f"scontrol does not know the nodes of this allocation: SLURM_JOB_NODELIST={names!r}")
         return nodes
 
 
-def _run(*command: str) -> str:
-    """Return the output of a Slurm command; empty if it fails, as when the controller does not answer."""
+def _run(*command: str) -> str | None:
+    """Return the output of a Slurm command; None if it fails, as when the controller does not answer."""
     try:
         done = subprocess.run(
             command,
@@ -225,5 +248,5 @@ def _run(*command: str) -> str:
             env={**os.environ, "SLURM_TIME_FORMAT": "standard"},  # users may have set another one
         )
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -3,9 +3,9 @@
     python supervisor.py --alive FD,SIGNAL COMMAND...  on the notebook's host
     python supervisor.py --report NAME COMMAND...      on another host
 
-With `--alive`, the command runs in a session of its own and is ended when the pipe FD is closed at its other end or the
-process that has started this one ends. That is what a killed kernel leaves behind: neither a handler nor an exit
-function runs there. First comes the number SIGNAL, then SIGTERM and SIGKILL, with some seconds between.
+With `--alive`, the command runs in a session of its own and is ended when the pipe FD has data, is closed at its other
+end, or the process that has started this one ends. That is what a killed kernel leaves behind: neither a handler nor an
+exit function runs there. First comes the number SIGNAL, then SIGTERM and SIGKILL, with some seconds between.
 
 With `--report`, lines on standard output say that the command has started and how it has ended (`read_report`), and
 the exit status is 0: MPI ends all processes when one has failed, and Slurm says only of some ends which task it was.
@@ -62,9 +62,11 @@ def _supervise(alive: int, first_signal: int, command: list[str]) -> int:
     except OSError as error:
         sys.stderr.write(f"cannot run {command[0]}: {error.strerror}\n")
         return 127
+    # `select.select` has no descriptors above 1023, and the notebook may have many open files.
+    pipe = select.poll()
+    pipe.register(alive, select.POLLIN)
     while child.poll() is None:
-        readable, _, _ = select.select([alive], [], [], _POLL)
-        if readable or terminated or os.getppid() != parent:
+        if pipe.poll(1000 * _POLL) or terminated or os.getppid() != parent:
             _end(child, first_signal)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 

@@ -93,6 +93,8 @@ _PROBE_TEST = 3 * _PROBE_INTERVAL
 _PROGRESS_AFTER = 1.0
 _STATE_AGE = 5.0
 """Seconds for which the last report of a process's state is used."""
+_MAX_REASON = 2000
+"""Characters of the reason with which an agent ends."""
 
 
 @dataclass
@@ -495,13 +497,15 @@ class Hosts:
                 self._send_modules(host, connection, files)
             case HostReady():
                 self._ready(host, message)
+            # Texts come from another machine, so their length is limited. The last line of a traceback has the cause.
             case HostFailed(reason):
+                reason = reason[-_MAX_REASON:].strip()
                 self.report(f"{host.name} cannot start ranks: {reason}")
-                self._lose(host, f"was lost: {host.name} cannot start ranks ({reason})")
+                cause = reason.rpartition("\n")[2]
+                self._lose(host, f"was lost: {host.name} cannot start ranks ({cause})")
             # Without waiting for `lost_after`: the agent itself says that it does not return.
             case HostLeaving(reason):
-                self._lose(host, f"was lost: the agent on {host.name} ended because {reason}")
-            # The text comes from another machine, so its length is limited before it is shown.
+                self._lose(host, f"was lost: the agent on {host.name} ended because {reason[:_MAX_REASON]}")
             case HostNote(text):
                 self.report(f"{host.name}: {text[:500]}")
 

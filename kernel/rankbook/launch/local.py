@@ -261,7 +261,7 @@ class LocalLauncher:
                     return message
         if self.alive:
             raise StartError(f"the forkserver was not ready within {timeout:g} s: {self._describe_progress()}")
-        text = self._exit_message()
+        text = self.exit_message()
         if text.endswith(_NO_TORCH):
             raise StartError(f"torch is not installed for {sys.executable}; install it, then run %distributed start")
         raise StartError(f"the forkserver exited before it could start ranks:\n{text}")
@@ -274,7 +274,8 @@ class LocalLauncher:
             filter(None, [f"{stage}, {describe_process(process_info(pid), pid)} (pid {pid})", self._error_text()])
         )
 
-    def _exit_message(self) -> str:
+    def exit_message(self) -> str:
+        """Return why the forkserver has exited: what it has written to stderr, or its exit code. Waits some seconds."""
         try:
             code: int | None = self._process.wait(timeout=_CLOSE_TIMEOUT)
         except subprocess.TimeoutExpired:

@@ -117,6 +117,19 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads_per_rank(environment: Mapping[str, str], default: int) -> int:
+    """Return the number of threads of a rank: the one that OMP_NUM_THREADS has in `environment`, or `default`.
+
+    Of a list, which has a number for every level of nested parallel regions, the first number counts.
+
+    Example::
+
+        threads_per_rank({"OMP_NUM_THREADS": "4,2"}, 1)  # 4
+    """
+    number = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(number) if number.isdecimal() and int(number) else default
+
+
 def rank_environment(
     base: Mapping[str, str], place: Mapping[str, str], *, threads: int, interface: str = ""
 ) -> dict[str, str]:
