@@ -11,15 +11,19 @@ if TYPE_CHECKING:
 
 RANK_MAGICS = frozenset(
     (
-        *("aimport", "autoreload", "capture", "cd", "debug", "env", "matplotlib", "pdb", "pinfo", "precision", "prun"),
-        *("psearch", "pwd", "rerun", "reset", "run", "sc", "sx", "system", "tb", "time", "timeit", "who", "who_ls"),
-        *("whos", "xmode"),
+        *("aimport", "autoreload", "capture", "cd", "debug", "dirs", "env", "matplotlib", "pdb", "pdef", "pdoc"),
+        *("pfile", "pinfo", "pinfo2", "popd", "precision", "prun", "psearch", "psource", "pushd", "pwd", "rerun"),
+        *("reset", "reset_selective", "run", "sc", "set_env", "sx", "system", "tb", "time", "timeit", "who"),
+        *("who_ls", "whos", "xdel", "xmode"),
     )
 )
 """Line magics that act on code or variables, and therefore run where the cell's code runs."""
 RANK_EXTENSIONS = frozenset(("autoreload",))
 """Extensions that act on code, as `RANK_MAGICS` do."""
 _EXTENSION_MAGICS = frozenset(("load_ext", "reload_ext", "unload_ext"))
+# `%config InlineBackend.figure_format = "svg"` is about the ranks' figures. Other settings, such as those of the
+# completer, are about the process that the front end talks to.
+_RANK_SETTINGS = re.compile(r"InlineBackend\b")
 # Matches `exit`, `exit()` and `quit();`. Only a cell that consists of this line ends the notebook process.
 _EXIT = re.compile(r"(?:exit|quit)[ \t]*(?:\(.*\))?[ \t]*;?")
 # `losses = %distributed pull loss`
@@ -27,7 +31,9 @@ _ASSIGNMENT = re.compile(r"[^\W\d]\w*[ \t]*=[ \t]*%distributed\b")
 _MAGIC_LINE = "%%distributed --auto\n"
 # Beginning of the Python code that IPython makes of `_MAGIC_LINE`.
 _TRANSFORMED = "get_ipython().run_cell_magic('distributed', '--auto'"
-RANK_CELL_MAGICS = frozenset(("!", "bash", "capture", "prun", "python", "sh", "sx", "system", "time", "timeit"))
+RANK_CELL_MAGICS = frozenset(
+    ("!", "bash", "capture", "debug", "prun", "python", "sh", "sx", "system", "time", "timeit")
+)
 
 
 def runs_locally(cell: str) -> bool:
@@ -54,6 +60,8 @@ def runs_locally(cell: str) -> bool:
 def _is_rank_magic(line: str) -> bool:
     """Return True for a line magic that runs where the cell's code runs."""
     name, _, rest = line[1:].partition(" ")
+    if name == "config":
+        return _RANK_SETTINGS.match(rest.strip()) is not None
     return name in RANK_MAGICS or (name in _EXTENSION_MAGICS and rest.strip() in RANK_EXTENSIONS)
 
 

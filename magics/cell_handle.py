@@ -22,12 +22,14 @@ from rankbook.coordinator.running_cell import RunningCell, Sink, StatusHeader
 from rankbook.coordinator.wait import Ask
 from rankbook.errors import CellError, CellTimeout, RankbookError
 from rankbook.formatting import format_3g, format_duration
+from rankbook.magics.output_panel import JupyterSink
 from rankbook.output.cell_result import CellResult, describe_errors
 from rankbook.output.merger import RichOutput, Stream
 from rankbook.protocol.telemetry import RankPlacement
 from rankbook.ranks import group_ranks, name_ranks
 from rankbook.widgets.rendering import STALE_AFTER, HandleView, line
 
+_TIMEOUT_OPTION = "--timeout "
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
 
 
@@ -38,13 +40,23 @@ def raise_cell_error(cell: RunningCell, result: CellResult, notebook_names: Coll
     """
     if result.ok:
         return
-    text = describe_errors(result.outcomes) + _describe_notebook_names(result, notebook_names)
+    text = _describe_failure(cell, result) + _describe_notebook_names(result, notebook_names)
     if cell.timed_out is not None:
-        _raise_with_text(CellTimeout(f"{cell.label} was interrupted after --timeout {cell.timed_out:g} s"), text)
+        _raise_with_text(CellTimeout(cell.describe_timeout(_TIMEOUT_OPTION)), text)
     try:
         result.raise_for_status()
     except (KeyboardInterrupt, RankbookError) as error:
         _raise_with_text(error, text)
+
+
+def _describe_failure(cell: RunningCell, result: CellResult) -> str:
+    """Return the errors of all ranks, with the time limit first if that has ended the cell."""
+    errors = describe_errors(result.outcomes)
+    if cell.timed_out is None:
+        return errors
+    timeout = cell.describe_timeout(_TIMEOUT_OPTION)
+    # The ranks have nothing to report about a cell that never started.
+    return timeout if cell.started is None else f"{timeout}\n{errors}"
 
 
 def _describe_notebook_names(result: CellResult, notebook_names: Collection[str]) -> str:
@@ -74,8 +86,6 @@ def without_frames() -> Iterator[None]:
 
 
 def _raise_with_text(error: BaseException, text: str) -> None:
-    if isinstance(error, CellTimeout):
-        text = f"{error}\n{text}"
     # For an instance of SyntaxError, IPython would ignore `_render_traceback_` and show our own frames.
     if isinstance(error, CellError) and SyntaxError in type(error).__mro__:
         error = type("SyntaxError", (CellError,), {})(error.message, error.errors)
@@ -100,6 +110,8 @@ class CellHandle:
         self._display_id = f"rankbook-handle-{cluster.key}-{cell.cell}"
         self._displayed_text = ""
         self._reported = False
+        self._is_waiting = False  # whether `wait` answers questions
+        self._noted_question = False  # whether the note about a question was shown since the last `wait`
 
     @property
     def state(self) -> str:
@@ -117,8 +129,14 @@ class CellHandle:
         Answers the ranks' input requests meanwhile, and forwards an interrupt to them. Raises as `Cluster.run` does if
         the cell failed. Raises TimeoutError after `timeout` seconds; the cell continues to run.
         """
+        self._noted_question = False
         if self._cell.result is None:
-            self._cluster.wait(self._cell, patience=timeout, ask=self._ask)
+            self._is_waiting = True
+            try:
+                self._cluster.wait(self._cell, patience=timeout, ask=self._ask)
+            finally:
+                self._is_waiting = False
+            self._note_question()
         # `wait` returns without a result after `patience` seconds.
         if self._cell.result is None:
             raise TimeoutError(f"{self._cell.label} did not finish within {timeout} s and continues to run")
@@ -136,10 +154,22 @@ class CellHandle:
         # Called by the coordinator's driver thread. The state may have changed before the callback was added, hence the
         # call below.
         self._cell.on_change.append(self._cell_changed)
+        if isinstance(self._sink, JupyterSink):
+            self._sink.on_clear.append(self._show_again)
         self._cell_changed()
+
+    def _note_question(self) -> None:
+        """Tell the user that a rank waits for input, if nobody is there to answer."""
+        ranks = sorted(self._cell.asking)
+        if ranks and self._cell.result is None and not self._is_waiting and not self._noted_question:
+            self._noted_question = True
+            verb = "waits" if len(ranks) == 1 else "wait"
+            text = f"{name_ranks(ranks)} {verb} for input: call .wait() of the cell's handle\n"
+            self._sink.emit([Stream("stderr", text)])
 
     def _cell_changed(self) -> None:
         self._update()
+        self._note_question()
         result = self._cell.result
         # `on_change` may run again after the end, for output that arrives late.
         if result is not None and not self._reported:
@@ -148,7 +178,7 @@ class CellHandle:
             # cell that started this one, to which the sink publishes.
             self._on_result(result)
             if not result.ok:
-                self._sink.emit([Stream("stderr", describe_errors(result.outcomes) + "\n")])
+                self._sink.emit([Stream("stderr", _describe_failure(self._cell, result) + "\n")])
 
     def _update(self) -> None:
         view = self._view()
@@ -156,6 +186,15 @@ class CellHandle:
         if self._displayed_text and view.text() != self._displayed_text:
             self._displayed_text = view.text()
             self._sink.emit([RichOutput(dict(view.bundle()), {}, self._display_id, update=True)])
+
+    def _show_again(self) -> None:
+        """Display the handle again after a rank has cleared the output of its cell."""
+        if self._displayed_text:
+            view = self._view()
+            self._displayed_text = view.text()
+            self._sink.emit([RichOutput(dict(view.bundle()), {}, self._display_id)])
+        self._noted_question = False
+        self._note_question()
 
     def _ipython_display_(self) -> None:
         """Show a live display: both the cell's own output and later displays of the handle are updated."""

@@ -111,7 +111,7 @@ class DistributedMagics(Magics):
         head = "" if chosen.auto or cell.lstrip().startswith("%%") else f"# %%distributed {line}".rstrip() + "\n"
         on_result = self._result_callback(chosen.out and python_name(chosen.out))
         ask = ask_for(self._shell)
-        panel = self._panel(sink, number, ranks, chosen.view) if is_shown else None
+        panel = self._panel(sink, number, ranks, chosen.view, cluster.key) if is_shown else None
         file = self._prepare_debugger(ranks, head + cell)
         # All ranks would show the same text, each when it comes to it.
         code, question = (cell, "") if chosen.background else completion.split_question(cell)
@@ -132,7 +132,7 @@ class DistributedMagics(Magics):
                 measure=None if measuring is None else measuring.measure,
                 file=file,
                 session=auto_mode.is_enabled(self._shell),
-                has_other_output=self._has_printed,
+                has_other_output=self._has_printed or (not chosen.auto and _is_called_by_code(sink)),
             )
             if panel is not None:
                 # The cell may have ended already; `follow` handles this.
@@ -181,13 +181,15 @@ class DistributedMagics(Magics):
             self._print(f"rank {rank} runs without a debugger: {trouble}")
         return debugging.file_of(source)
 
-    def _panel(self, sink: Sink, number: int, ranks: tuple[int, ...], view: str | None) -> Panel | None:
+    def _panel(
+        self, sink: Sink, number: int, ranks: tuple[int, ...], view: str | None, cluster_key: str
+    ) -> Panel | None:
         """Return a panel for the cell's output by rank; None for merged output or without a front end."""
         if (view is None and self._output_view == "merged") or not isinstance(sink, JupyterSink):
             return None
         from rankbook.magics.output_panel import Panel
 
-        return Panel(sink, number, ranks, view or self._output_view)
+        return Panel(sink, number, ranks, view or self._output_view, cluster_key)
 
     def _cluster(self) -> Cluster:
         running = default_cluster.wait_default()
@@ -491,6 +493,14 @@ def _cell_number(shell: InteractiveShell) -> int:
     running = shell.displayhook.exec_result
     number = None if running is None else running.execution_count
     return int(shell.execution_count if number is None else number)
+
+
+def _is_called_by_code(sink: Sink) -> bool:
+    """Return True if code of the notebook's cell calls the magic, for example in a loop, and may have shown more."""
+    if not isinstance(sink, JupyterSink):
+        return False
+    code = (sink.parent or {}).get("content", {}).get("code", "")
+    return not str(code).lstrip().startswith("%%distributed")
 
 
 def _note_of(status: RankStatus) -> str:

@@ -1,18 +1,21 @@
 """Publish a cell's output in the notebook: the panel with the output by rank, sinks, and input prompts.
 
 `Panel` shows the output by rank: a live widget while the cell runs, replaced by static HTML when the cell ends. The
-HTML and the widget's messages are in widgets/output_panel.py. `JupyterSink` and `TerminalSink` publish merged output,
-`sink_for` and `ask_for` choose the sink and the prompt of the running front end.
+HTML and the widget's messages are in widgets/output_panel.py. `JupyterSink`, `TerminalSink` and `CapturedSink` publish
+merged output, `sink_for` and `ask_for` choose the sink and the prompt of the running front end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import RLock, Thread
 from typing import TYPE_CHECKING, Any
+
+from IPython.core.displaypub import CapturingDisplayPublisher
 
 from rankbook.coordinator.running_cell import RunningCell, Sink
 from rankbook.coordinator.wait import Ask, ask_in_terminal
@@ -35,10 +38,11 @@ class Panel:
     """The output panel of one cell, displayed when its first output arrives.
 
     Pass `page` to the cell as the destination of its output, and the submitted cell to `follow`. Output arrives on the
-    coordinator's driver thread, also after the cell has ended: `_lock` orders it with the end.
+    coordinator's driver thread, also after the cell has ended: `_lock` orders it with the end. `cluster_key` is that of
+    the ranks' cluster.
     """
 
-    def __init__(self, sink: Sink, number: int, ranks: Sequence[int], view: str) -> None:
+    def __init__(self, sink: Sink, number: int, ranks: Sequence[int], view: str, cluster_key: str = "") -> None:
         self._sink = sink
         self._name = name = _new_name()
         # The widget is made with the first output: a cell without output shows no empty panel.
@@ -51,7 +55,7 @@ class Panel:
         self._ended_blocks: dict[int, OutputBlock] = {}
         # Blocks that are displayed below the panel, with the ranks in their headings.
         self._displays_below: dict[int, tuple[int, ...]] = {}
-        self.page = ByRankOutput(self._apply_changes, key=self._name)
+        self.page = ByRankOutput(self._apply_changes, key=self._name, cluster_key=cluster_key)
 
     def follow(self, cell: RunningCell) -> None:
         """Replace the live panel by static HTML when the cell ends, which may already have happened."""
@@ -226,6 +230,8 @@ class JupyterSink:
         # Taken when the cell starts. Output that arrives later belongs to this cell, whichever cell runs then.
         self.parent = kernel.get_parent("shell")
         self.views = RequestedViews(self.emit)
+        # Called after the cell's output was cleared, with everything that is not the ranks'.
+        self.on_clear: list[Callable[[], None]] = []
 
     def emit(self, items: Sequence[Emit]) -> None:
         """See `Sink`."""
@@ -239,6 +245,9 @@ class JupyterSink:
             # Not IPython's `display`: that would use the parent of the current thread, and output arrives on the driver
             # thread. A session may send from any thread through ipykernel's iopub socket.
             self._session.send(self._socket, kind, content, parent=self.parent, ident=kind.encode())
+            if isinstance(item, ClearOutput):
+                for callback in self.on_clear:
+                    callback()
 
 
 def as_message(item: Emit, number: int | None = None) -> tuple[str, dict[str, Any]]:
@@ -264,6 +273,8 @@ def as_message(item: Emit, number: int | None = None) -> tuple[str, dict[str, An
 
 class TerminalSink:
     """Write output to a terminal or a file: text unchanged, displays as their text/plain."""
+
+    can_clear = False
 
     def __init__(self) -> None:
         # The streams of the running cell, which `%%capture` may have replaced.
@@ -295,10 +306,39 @@ class TerminalSink:
         stream.flush()
 
 
+class CapturedSink(TerminalSink):
+    """Output of a cell under `%%capture`, which keeps the streams' text and what `publisher` is given."""
+
+    def __init__(self, publisher: CapturingDisplayPublisher) -> None:
+        super().__init__()
+        self._publisher = publisher
+
+    def emit(self, items: Sequence[Emit]) -> None:
+        """See `Sink`."""
+        for item in items:
+            if isinstance(item, RichOutput) and VIEW not in item.data:
+                _, content = as_message(item)
+                self._publisher.publish(
+                    content["data"], content["metadata"], transient=content["transient"], update=item.update
+                )
+            else:
+                super().emit([item])
+
+
 def sink_for(shell: InteractiveShell, number: int | None = None) -> JupyterSink | TerminalSink:
-    """Return a sink for the running cell. `number`: see `JupyterSink`."""
+    """Return a sink for the running cell. `number`: see `JupyterSink`.
+
+    What the notebook has printed so far is sent first.
+    """
     kernel = getattr(shell, "kernel", None)
-    return TerminalSink() if kernel is None else JupyterSink(kernel, number)
+    if kernel is None:
+        return TerminalSink()
+    # ipykernel sends text with a delay of up to 0.2 s, which a message of the sink would overtake.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # a stream that the user has put there, for example a closed one
+            stream.flush()
+    publisher = shell.display_pub
+    return CapturedSink(publisher) if isinstance(publisher, CapturingDisplayPublisher) else JupyterSink(kernel, number)
 
 
 def ask_for(shell: InteractiveShell) -> Ask:

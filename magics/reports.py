@@ -20,8 +20,8 @@ from rankbook.ranks import format_ranks, group_ranks, name_ranks
 VARIABLE_HEADINGS = ("name", "ranks", "type", "shape", "dtype", "device", "size", "value", "differs in")
 _MAX_VALUES = 4
 _VARIABLE_FIELDS = (("type", "type"), ("shape", "shape"), ("dtype", "dtype"), ("device", "device"), ("size", "bytes"))
-# As in `<object at 0x7f3c2a1b4d90>`. Shorter numbers, such as 0xff, may be values.
-_ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
+# As in `<object at 0x7f3c2a1b4d90>`. Other hexadecimal numbers are values, such as a checksum.
+_ADDRESS = re.compile(r"(?<= at )0x[0-9a-f]{6,}")
 
 
 def describe_stacks(stacks: Mapping[int, Stack | None], states: Mapping[int, str]) -> str:

@@ -6,8 +6,9 @@ import pytest
 
 from rankbook.coordinator import running_cell
 from rankbook.coordinator.running_cell import InputQuestion, RunningCell
+from rankbook.magics.output_panel import TerminalSink
 from rankbook.output.merger import ClearOutput, RichOutput, Stream
-from rankbook.protocol.messages import InputRequest, RunCell, Text
+from rankbook.protocol.messages import Clear, InputRequest, RunCell, Text
 
 
 class Keeper:
@@ -47,6 +48,16 @@ def test_header_is_placed_above_the_output_of_the_ranks(run_cell):
     cell, keeper = run_cell()
     cell.flush()
     assert keeper.items == [FIRST, ClearOutput(wait=True), HEADER, FIRST]
+
+
+def test_a_terminal_shows_a_line_once_although_another_rank_clears(capsys):
+    tasks = {rank: (RunCell(cell=1, source="", number=3), ()) for rank in range(2)}
+    cell = RunningCell(1, 3, tasks, cluster_key="c", sink=TerminalSink())
+    cell.add_output(0, Text(cell=1, stream="stdout", data=b"first\n"))
+    cell.rank_lost(0, "")
+    cell.add_output(1, Clear(cell=1, wait=False))
+    cell.end(())
+    assert capsys.readouterr().out == "[0] first\n"
 
 
 def test_header_clears_no_open_question_and_no_answer(run_cell):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,6 +105,27 @@ def test_wait_ends_after_its_timeout_and_the_cell_continues(harness):
     harness.done(0, cell.cell)
     wait_here(harness, cell)
     assert cell.result is not None
+
+
+def test_a_question_that_was_not_asked_in_time_is_asked_by_the_next_wait(harness):
+    cell, asked, now = harness.submit(0, 1), [], [0.0]
+    for rank in range(2):
+        cell.ask(rank, InputRequest(cell=cell.cell, prompt="name? ", password=False))
+
+    def ask(prompt, password):
+        asked.append(prompt)
+        now[0] += SOON  # the answer took so long that the time is up
+        return "Ada"
+
+    def read_clock():
+        now[0] += 0.1
+        return now[0]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(wait, "time", SimpleNamespace(monotonic=read_clock))
+        wait_here(harness, cell, ask=ask)
+        wait_here(harness, cell, ask=ask)
+    assert asked == ["[0] name? ", "[1] name? "]
 
 
 def test_two_threads_that_wait_for_one_cell_both_return(harness):

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from rankbook.errors import InvalidArgument
+from rankbook.jupyter.spec import install as install_spec
 from tests.conftest import IS_OUTDATED, Notebook, running_kernel, wait_until
 from tests.jupyter.conftest import spec_folder
 
@@ -46,6 +48,25 @@ def test_kernelspecs_coexist_and_foreign_ones_are_not_overwritten(install):
     assert refused.returncode == 1 and "is used by another kernel" in refused.stderr and "--name" in refused.stderr
     assert "ranks must be a positive integer, got 0" in install("-n", "0").stderr
     assert "a kernel name" in install("--name", "two words").stderr.lower() or install("--name", "a b").returncode == 1
+
+
+@pytest.mark.parametrize("where", ["user", "prefix"])
+def test_a_kernel_at_the_destination_is_not_overwritten_if_another_folder_comes_first(tmp_path, monkeypatch, where):
+    data = tmp_path / "share" / "jupyter"
+    ours, other = tmp_path / "first" / "kernels" / "mine", data / "kernels" / "mine"
+    for folder, module in ((ours, "rankbook.jupyter"), (other, "other_kernel")):
+        folder.mkdir(parents=True)
+        spec = {"argv": ["python", "-m", module], "display_name": module, "language": "python"}
+        (folder / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "first"))
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(data))
+    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "0")
+    options = {"user": True} if where == "user" else {"prefix": str(tmp_path)}
+    with pytest.raises(InvalidArgument, match="is used by another kernel"):
+        install_spec(name="Mine", **options)
+    assert "other_kernel" in (other / "kernel.json").read_text()
+    assert install_spec(name="Fine", **options) == data / "kernels" / "fine"
+    assert install_spec(name="fine", **options) == data / "kernels" / "fine", "ours is replaced"
 
 
 # From the start ------------------------------------------------------------------------------------------------------

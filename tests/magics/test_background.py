@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from rankbook.coordinator.running_cell import RunningCell
+from rankbook.coordinator.wait import ask_in_terminal
+from rankbook.errors import CellTimeout
+from rankbook.magics.cell_handle import CellHandle
+from rankbook.magics.output_panel import JupyterSink
+from rankbook.output.merger import Stream
+from rankbook.protocol.messages import Clear, Done, InputRequest, RunCell, Text
 from tests.conftest import Gate, Notebook, Outcome
 
 pytestmark = pytest.mark.processes
@@ -15,6 +23,18 @@ pytestmark = pytest.mark.processes
 def gate(tmp_path):
     """Return what a background cell waits for."""
     return Gate(tmp_path / "gate")
+
+
+@pytest.fixture
+def background():
+    """Return a cell without ranks, its handle, and the items that the handle shows."""
+    items: list[object] = []
+    task = (RunCell(cell=1, source="x", number=3), ())
+    sink = SimpleNamespace(emit=items.extend)
+    cell = RunningCell(1, 3, {0: task, 1: task}, cluster_key="c", sink=sink)
+    handle = CellHandle(SimpleNamespace(key="c"), cell, sink, ask_in_terminal, lambda _: None)
+    handle.follow()
+    return cell, handle, items
 
 
 def start(notebook: Notebook, code: str, name: str, *, options: str = "") -> tuple[str, Outcome]:
@@ -134,6 +154,63 @@ def test_timeout_holds_in_the_background(notebook):
     message, outcome = start(notebook, "import time\ntime.sleep(60)", "handle", options="--timeout 0.3")
     notebook.follow(message, outcome, lambda o: "interrupted after" in state(o), timeout=20)
     assert notebook.run("handle.wait()").ename == "CellTimeout"
+
+
+@pytest.mark.parametrize(
+    ("started", "text"),
+    [
+        (1.0, "cell [3] was interrupted after --timeout 5 s\n\x1b[1;31mranks 0-1: interrupted\x1b[0m"),
+        (None, "cell [3] did not start within 5 s (waiting for rank 1) and was removed from the queue"),
+    ],
+)
+def test_the_time_limit_is_named_as_the_cause_in_the_background_and_by_wait(background, started, text):
+    cell, handle, items = background
+    cell.started, cell.waiting_behind, cell.timed_out = started, (1,), 5.0
+    cell.end(())
+    assert items == [Stream("stderr", f"{text}\n")]
+    with pytest.raises(CellTimeout) as caught:
+        handle.wait()
+    assert caught.value._render_traceback_() == text.splitlines()
+
+
+def test_a_question_that_nobody_answers_is_reported_until_the_handle_waits(background):
+    cell, handle, items = background
+    cell.started = 1.0
+    note = Stream("stderr", "rank 1 waits for input: call .wait() of the cell's handle\n")
+
+    def answer(*_, **__):
+        cell.asking.clear()
+        cell.ask(0, InputRequest(cell=1, prompt="during the wait? ", password=False))
+        cell.asking.clear()
+
+    handle._cluster.wait = answer
+    cell.ask(1, InputRequest(cell=1, prompt="lr? ", password=False))
+    cell.ask(1, InputRequest(cell=1, prompt="again? ", password=False))
+    assert items == [note]
+    with pytest.raises(TimeoutError):
+        handle.wait(0)
+    assert items == [note]
+    cell.ask(1, InputRequest(cell=1, prompt="later? ", password=False))
+    assert items == [note, note]
+
+
+def test_the_handle_is_displayed_again_after_a_clear_and_then_followed():
+    sent = []
+    session = SimpleNamespace(send=lambda _, kind, content, **__: sent.append((kind, content)))
+    sink = JupyterSink(SimpleNamespace(session=session, iopub_socket=None, get_parent=lambda _: {}))
+    cell = RunningCell(1, 3, {0: (RunCell(cell=1, source="x", number=3), ())}, cluster_key="c", sink=sink)
+    handle = CellHandle(SimpleNamespace(key="c"), cell, sink, ask_in_terminal, lambda _: None)
+    handle.follow()
+    cell.start()
+    handle._ipython_display_()
+    cell.add_output(0, Clear(cell=1, wait=True))
+    cell.add_output(0, Text(cell=1, stream="stdout", data=b"step 1\n"))
+    cell.rank_done(0, Done(cell=1, status="ok", seconds=0.1), [])
+    cell.end(())
+    assert [kind for kind, _ in sent] == ["clear_output", "display_data", "stream", "update_display_data"]
+    displays = [content for _, content in sent if "data" in content]
+    assert displays[0]["data"]["text/plain"] == "cell [3] on rank 0: running"
+    assert displays[0]["transient"] == displays[1]["transient"]
 
 
 def test_a_second_cell_for_a_busy_rank_is_queued_visibly_and_in_order(notebook, gate):

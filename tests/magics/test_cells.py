@@ -219,12 +219,13 @@ def test_html_and_svg_pass_as_they_are(notebook):
     assert any("<svg" in data.get("image/svg+xml", "") for data in outcome.displays)
 
 
-def test_a_display_id_can_be_updated_from_a_later_cell(notebook):
+@pytest.mark.parametrize("options", ["", "--view tabs"])
+def test_a_display_id_can_be_updated_from_a_later_cell(notebook, options):
     outcome = notebook.ok("%%distributed\nhandle = display(f'one {rank}', display_id=True)")
     ids = {output["data"]["text/plain"]: output["id"] for output in outcome.outputs}
     assert ids.keys() == {"[0] 'one 0'", "[1] 'one 1'"}
     assert len(set(ids.values())) == 2 and None not in ids.values()
-    later = notebook.ok("%%distributed --ranks 1\nhandle.update('two')")
+    later = notebook.ok(f"%%distributed --ranks 1 {options}\nhandle.update('two')")
     (update,) = [message for message in later.messages if message["msg_type"] == "update_display_data"]
     assert update["content"]["transient"]["display_id"] == ids["[1] 'one 1'"]
     assert update["content"]["data"]["text/plain"] == "[1] 'two'"

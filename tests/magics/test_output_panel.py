@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
+from IPython.core.displaypub import CapturingDisplayPublisher, DisplayPublisher
+from IPython.utils.capture import capture_output
 
-from rankbook.magics.output_panel import Panel
-from rankbook.output.merger import OutputMerger, Stream
+from rankbook.magics.magics import _is_called_by_code
+from rankbook.magics.output_panel import CapturedSink, Panel, sink_for
+from rankbook.output.merger import OutputMerger, RichOutput, Stream
+from rankbook.protocol import RESULT
 from rankbook.protocol.messages import Text
 from tests.conftest import Gate
 
@@ -231,6 +236,15 @@ def test_status_line_keeps_the_message_of_a_queued_cell(notebook, run_slow_cell,
     assert outcome.stdout == "[0-1] first\n[0-1] last\n"
 
 
+def test_status_line_keeps_what_the_code_around_the_magic_has_printed(notebook, tmp_path):
+    gate = Gate(tmp_path / "gate")
+    body = f"print('first')\n{gate.wait}\nprint('last')"
+    message = notebook.send(f"print('before')\nget_ipython().run_cell_magic('distributed', '', {body!r})")
+    outcome = notebook.finish(message, seen=lambda so_far: gate.open() if strip(so_far) else None, timeout=60)
+    assert outcome.status == "ok" and outcome.cleared == 0
+    assert outcome.stdout == "before\n[0-1] first\n[0-1] last\n"
+
+
 def test_status_line_is_in_the_panel_of_its_cell(run_slow_cell):
     outcome = run_slow_cell(" --view tabs", lambda outcome: any(WIDGET in display for display in outcome.displays))
     assert "first" in panel(outcome)["text/plain"]
@@ -256,3 +270,62 @@ def test_cell_that_ended_before_it_was_followed_is_shown_completely():
     assert items[1].data["text/plain"] == "[0] early"
     cell.on_change[0]()
     assert len(items) == 2
+
+
+# The sinks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def front_end():
+    """Return a shell in a kernel that keeps what is sent to its front end."""
+    sent = []
+    session = SimpleNamespace(send=lambda _, kind, content, **__: sent.append((kind, content)))
+    kernel = SimpleNamespace(session=session, iopub_socket=None, get_parent=lambda _: {})
+    return SimpleNamespace(kernel=kernel, display_pub=DisplayPublisher(), sent=sent)
+
+
+def test_text_that_the_notebook_printed_precedes_the_output_of_a_magic(front_end, monkeypatch):
+    for name in ("stdout", "stderr"):
+        stream = SimpleNamespace(flush=lambda name=name: front_end.sent.append(name))
+        monkeypatch.setattr(sys, name, stream)
+    sink_for(front_end).emit([Stream("stdout", "of a magic")])
+    assert front_end.sent == ["stdout", "stderr", ("stream", {"name": "stdout", "text": "of a magic"})]
+
+
+def test_capture_keeps_text_and_displays_and_the_front_end_gets_none(front_end):
+    with capture_output(display=False) as captured:
+        front_end.display_pub = CapturingDisplayPublisher()
+        sink = sink_for(front_end, 3)
+        sink.emit([Stream("stdout", "[0] text\n"), RichOutput({"text/plain": "[0] 5"}, {RESULT: True})])
+        sink.emit([Stream("stderr", "late\n"), RichOutput({"text/plain": "new"}, {}, "d", update=True)])
+    assert isinstance(sink, CapturedSink) and not front_end.sent
+    assert (captured.stdout, captured.stderr) == ("[0] text\n", "late\n")
+    assert front_end.display_pub.outputs == [
+        {"data": {"text/plain": "[0] 5"}, "metadata": {}, "transient": {}, "update": False},
+        {"data": {"text/plain": "new"}, "metadata": {}, "transient": {"display_id": "d"}, "update": True},
+    ]
+
+
+def test_capture_around_a_cell_for_the_ranks_keeps_its_output(notebook):
+    assert notebook.ok("%%capture log\n%%distributed --ranks 0\nprint('caught')\nrank + 5").text == ""
+    shown = notebook.ok("print(log.stdout, log.outputs[0].data['text/plain'])").stdout
+    assert shown == "[0] caught\n [0] 5\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "is_called_by_code"),
+    [
+        ("%%distributed --ranks 0\nx", False),
+        ("\n\n%%distributed\nx", False),
+        ("for lr in rates: run(lr)", True),
+        ("%run other.ipynb", True),
+        ("%%time\n%%distributed\nx", True),
+    ],
+)
+def test_code_around_the_magic_is_recognized(front_end, code, is_called_by_code):
+    front_end.kernel.get_parent = lambda _: {"content": {"code": code}}
+    assert _is_called_by_code(sink_for(front_end)) == is_called_by_code
+
+
+def test_without_a_front_end_nothing_is_cleared_and_no_code_is_looked_for():
+    assert not _is_called_by_code(sink_for(SimpleNamespace(kernel=None)))

@@ -25,6 +25,11 @@ def test_equal_answers_are_shown_once_and_a_moving_target_is_reported():
     assert describe_peeks([Peeked(0, "1", "", "")]) == ("[0] 1\n", "")
 
 
+def test_different_hexadecimal_values_are_shown_apart():
+    text, _ = describe_peeks([Peeked(rank, f"0x5a3f1{rank}", "", "") for rank in range(2)])
+    assert text == "[0] 0x5a3f10\n[1] 0x5a3f11\n"
+
+
 @pytest.mark.processes
 def test_a_peek_beside_a_cell_and_between_two(notebook):
     notebook.ok("rank_of_the_notebook = 1\n%distributed push rank_of_the_notebook")

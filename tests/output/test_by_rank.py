@@ -18,7 +18,7 @@ from rankbook.output.by_rank import (
     OutputHeader,
     TextAppended,
 )
-from rankbook.output.merger import OutputMerger
+from rankbook.output.merger import OutputMerger, RichOutput
 from rankbook.protocol.messages import Clear, Display, Text
 
 
@@ -29,7 +29,7 @@ class Reader:
         self.blocks: dict[int, OutputBlock] = {}
         self.reported = 0
         self.head = ""
-        self.page = ByRankOutput(self.tell, key="k")
+        self.page = ByRankOutput(self.tell, key="k", cluster_key="c")
         self.merger = OutputMerger(range(ranks), key="k", cluster_key="c", view=self.page)
 
     def tell(self, changes: list[Change]) -> None:
@@ -114,6 +114,17 @@ def test_display_is_replaced_in_place():
         ((1,), {"text/plain": "c"}),
         ((0, 1), "below\n"),
     ]
+
+
+def test_an_update_of_an_earlier_cells_display_goes_to_that_display():
+    earlier, reader = OutputMerger([0, 1], key="earlier", cluster_key="c"), Reader()
+    earlier.add_output(1, Display(cell=1, kind="display", data={}, metadata={}, display_id="bar"), 0.0)
+    (shown,) = [item for item in earlier.close(9.0) if item.display_id is not None]
+    reader.show(1, {"text/plain": "40 %"}, "update", name="bar")
+    reader.show(1, {"text/plain": "50 %"}, "update", name="bar")
+    updates = reader.merger.flush(1.0)
+    assert updates == [RichOutput({"text/plain": "[1] 50 %"}, {}, shown.display_id, update=True)]
+    assert reader.close() == []
 
 
 def test_progress_bar_is_one_block_until_it_ends():

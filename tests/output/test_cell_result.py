@@ -329,6 +329,21 @@ def test_equal_memory_tables_are_shown_once():
     ]
 
 
+@pytest.mark.parametrize(
+    ("message", "texts"),
+    [
+        ("<L object at 0x7f00a{}bb0> is closed", 1),
+        ("frame #0: c10::Error::Error(std::string) + 0x98 (0x7f00a{}bb0 in /lib/libc10.so)", 1),
+        ("wrong checksum 0x7f00a{}bb0", 2),
+    ],
+)
+def test_errors_are_equal_if_only_addresses_differ(message, texts):
+    values = [message.format(rank) for rank in range(2)]
+    reports = [ErrorReport(name="OSError", value=value, traceback=value, plain=value) for value in values]
+    text = plain(result(*(done("error", report) for report in reports)))
+    assert text.count("OSError: ") == texts
+
+
 def test_an_error_without_a_report_is_reported_all_the_same():
     cell_result = result(done("error"))
     assert plain(cell_result) == "rank 0 failed without reporting an error"

@@ -662,6 +662,20 @@ def test_when_one_rank_clears_the_others_output_stays(wait):
     assert book.lines == ["[2] shared", "[2] own 2", "[2] warning", "[2]", "", "[1] new", "[0] newer"]
 
 
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_terminal_that_cannot_clear_shows_every_line_once(wait):
+    output = merger(can_clear=False)
+    output.add_output(1, text("stays\n"), 0.0)
+    emits = output.flush(HOLD)
+    for step in range(3):
+        output.add_output(0, Clear(cell=1, wait=wait), step)
+        output.add_output(0, text(f"step {step}\n"), step)
+        emits += output.flush(step + HOLD)
+    emits += output.close(9.0)
+    assert printed(emits).splitlines() == ["[1] stays", "[0] step 0", "[0] step 1", "[0] step 2"]
+    assert not any(isinstance(emit, ClearOutput) for emit in emits)
+
+
 def test_an_animation_of_one_rank_clears_only_when_the_next_picture_is_there():
     output = merger(2)
     book = Notebook()

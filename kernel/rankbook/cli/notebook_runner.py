@@ -116,7 +116,7 @@ class NotebookRunner(NotebookClient):
         )
         self._console, self._ranks, self._seconds_per_cell = console, ranks, timeout
         self._specs = _kernel_specs(notebook, kernel, ranks)
-        self._kernel = kernel or NATIVE_KERNEL_NAME
+        self._kernel = kernel
         self._runs: dict[str, _CellRun] = {}  # by the id of the request
         self._current: _CellRun | None = None
         self._live_views: set[str] = set()  # display ids of live views, whose updates are not printed
@@ -169,24 +169,24 @@ class NotebookRunner(NotebookClient):
 
     def _make_manager(self, folder: str) -> AsyncKernelManager:
         manager = AsyncKernelManager(
-            kernel_name=self._kernel, kernel_spec_manager=self._specs, connection_file=f"{folder}/kernel.json"
+            kernel_name=self._kernel or NATIVE_KERNEL_NAME,
+            kernel_spec_manager=self._specs,
+            connection_file=f"{folder}/kernel.json",
         )
-        if len(os.fsencode(folder)) <= _SOCKET_FOLDER_MAX and isinstance(self._specs, _OneKernelSpec):
-            # Unix sockets in a private folder: no other user can connect, and no TCP port is used.
+        if len(os.fsencode(folder)) <= _SOCKET_FOLDER_MAX and self._kernel is None:
+            # Unix sockets in a private folder: no other user can connect, and no TCP port is used. A kernel that the
+            # user has named may not know them.
             manager.transport, manager.ip = "ipc", f"{folder}/socket"
         return manager
 
     async def _start_kernel(self) -> None:
-        # A variable that the user has set wins over ours.
-        env = {"RANKBOOK_STRIP": "off", **os.environ}  # status lines are useless in a log
-        if self._ranks is not None:
-            env["RANKBOOK_RANKS"] = str(self._ranks)
         # The kernel writes its own stdout and stderr to this pipe. `log` is read by the event loop, so the kernel never
         # blocks on a full pipe; it is closed at the end of the file, when no process has the other end any more.
         log, log_end = os.pipe()
         try:
             os.set_blocking(log, False)
             asyncio.get_running_loop().add_reader(log, self._read_log, log)
+            env = _kernel_environment(self._ranks)
             await self.async_start_new_kernel(env=env, stdout=log_end, stderr=log_end)
         finally:
             os.close(log_end)
@@ -410,16 +410,28 @@ def _kernel_specs(notebook: NotebookNode, kernel: str | None, ranks: int | None)
                 f"the notebook is written in {spec['language']}, not Python; run it with `--kernel {name}`"
             )
         kernel_spec = spec_for(spec.get("name", ""))
-        if kernel_spec is not None and ranks is not None:
-            kernel_spec.env = {}  # it would override `ranks`
-        return _OneKernelSpec(kernel_spec or KernelSpec(resource_dir="", **get_kernel_dict()))
-    specs = KernelSpecManager()
-    try:
-        specs.get_kernel_spec(kernel)
-    except NoSuchKernel as error:
-        installed = ", ".join(sorted(specs.find_kernel_specs())) or "none"
-        raise InvalidArgument(f"unknown kernel {kernel!r}; installed kernels: {installed}") from error
-    return specs
+        kernel_spec = kernel_spec or KernelSpec(resource_dir="", **get_kernel_dict())
+    else:
+        specs = KernelSpecManager()
+        try:
+            kernel_spec = specs.get_kernel_spec(kernel)
+        except NoSuchKernel as error:
+            installed = ", ".join(sorted(specs.find_kernel_specs())) or "none"
+            raise InvalidArgument(f"unknown kernel {kernel!r}; installed kernels: {installed}") from error
+    if ranks is not None:
+        kernel_spec.env.pop("RANKBOOK_RANKS", None)  # it would override `ranks`
+    return _OneKernelSpec(kernel_spec)
+
+
+def _kernel_environment(ranks: int | None) -> dict[str, str]:
+    """Return the environment of the kernel's process, with the default number of ranks."""
+    # A variable that the user has set wins over ours.
+    env = {"RANKBOOK_STRIP": "off", **os.environ}  # status lines are useless in a log
+    # Names the notebook of the front end that has started this command, by `!rankbook run`; this run is another one.
+    env.pop("JPY_SESSION_NAME", None)
+    if ranks is not None:
+        env["RANKBOOK_RANKS"] = str(ranks)
+    return env
 
 
 def _plain(data: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ from rankbook.protocol.messages import (
     Text,
     TextCut,
 )
+from rankbook.ranks import name_ranks
 
 Frames = Sequence[bytes | memoryview]
 
@@ -47,7 +48,10 @@ _TAIL = 4096
 
 
 class Sink(Protocol):
-    """Destination of a cell's output. Called on the driver thread."""
+    """Destination of a cell's output. Called on the driver thread.
+
+    One that cannot clear what it has shown has the attribute `can_clear` with the value False.
+    """
 
     def emit(self, items: Sequence[Emit]) -> None:
         """Show the items, in order."""
@@ -107,6 +111,8 @@ class RunningCell:
         # A SimpleQueue, because the handler of SIGINT puts into it, possibly in the middle of a `get` on the same
         # thread. `put` of the other queues takes a lock and is not reentrant.
         self.inbox: queue.SimpleQueue[InputQuestion | CellEnded | None] = queue.SimpleQueue()
+        # Ranks whose question was not answered yet. The waiting thread removes them.
+        self.asking: set[int] = set()
         self.values: dict[int, tuple[Payload, list[memoryview]]] = {}
         self._discard: Callable[[str], None] | None = None
         self.result: CellResult | None = None
@@ -122,7 +128,13 @@ class RunningCell:
         # Ranks that may still send something for this cell, stragglers included.
         self._open = set(self.ranks)
         self._sink = sink
-        self._merger = OutputMerger(self.ranks, key=f"{cluster_key}-{cell}", cluster_key=cluster_key, view=view)
+        self._merger = OutputMerger(
+            self.ranks,
+            key=f"{cluster_key}-{cell}",
+            cluster_key=cluster_key,
+            view=view,
+            can_clear=getattr(sink, "can_clear", True),
+        )
         self._make_header = make_header
         self._header: StatusHeader | None = None
         self._header_due: float | None = None
@@ -149,6 +161,14 @@ class RunningCell:
     def closed(self) -> bool:
         """Return True if the cell has ended and no rank will send more for it."""
         return self.result is not None and not self._open
+
+    def describe_timeout(self, option: str = "") -> str:
+        """Return how the time limit has ended the cell. `option` stands before the limit, such as `--timeout `."""
+        assert self.timed_out is not None
+        if self.started is not None:
+            return f"{self.label} was interrupted after {option}{self.timed_out:g} s"
+        busy = f" (waiting for {name_ranks(self.waiting_behind)})" if self.waiting_behind else ""
+        return f"{self.label} did not start within {self.timed_out:g} s{busy} and was removed from the queue"
 
     def notify_change(self) -> None:
         """Call the callbacks in `on_change`. Any thread."""
@@ -224,7 +244,9 @@ class RunningCell:
         # The front end shows a box for the answer in the cell, and later the answer. To clear the cell would remove the
         # box, and nobody could answer.
         self.has_other_output = True
+        self.asking.add(rank)
         self.inbox.put(InputQuestion(rank, request))
+        self.notify_change()
 
     def flush(self) -> None:
         """Show the output that is due, and the status header."""

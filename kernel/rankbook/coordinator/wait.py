@@ -223,6 +223,9 @@ def wait_for_cell(
         if interrupts.take():
             prompter.interrupt()
         prompter.serve()
+    # The cell goes on without its questions answered: whoever waits next asks them.
+    for question in prompter.questions:
+        cell.inbox.put(question)
     if progress is not None:
         progress.close()
 
@@ -328,6 +331,7 @@ class _InputPrompter:
         # Questions of the interrupted `input()` calls, also those that are still in the queue. Their ranks leave the
         # call by KeyboardInterrupt.
         self.questions.clear()
+        self._cell.asking.clear()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._cell.inbox.get_nowait()
@@ -344,6 +348,7 @@ class _InputPrompter:
         question = same[0] if same else min(self.questions, key=lambda candidate: candidate.rank)
         self.questions.remove(question)
         rank, request = question.rank, question.request
+        self._cell.asking.discard(rank)
         text, reason = None, ""
         try:
             # Inside, SIGINT raises KeyboardInterrupt, which is the only way to leave `input()`.

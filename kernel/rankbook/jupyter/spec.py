@@ -6,6 +6,7 @@ A kernel spec of another kernel is never overwritten.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jupyter_client.kernelspec import KernelSpec, KernelSpecManager, NoSuchKernel
+from jupyter_client.kernelspec import SYSTEM_JUPYTER_PATH, KernelSpec, KernelSpecManager, NoSuchKernel
 
 from rankbook.errors import InvalidArgument
 from rankbook.formatting import plural
@@ -60,7 +61,7 @@ def install(
     name = name or (NAME if ranks is None else f"{NAME}-{ranks}")
     # Checked before anything is written: `install_kernel_spec` replaces a spec of the same name.
     manager = KernelSpecManager()
-    _refuse_others(manager, name)
+    _refuse_others(manager, name, _destination(manager, name, user=user, prefix=prefix))
     # jupyter_client installs a folder, with logos and kernel.json in it.
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / name
@@ -92,15 +93,30 @@ def spec_for(name: str) -> KernelSpec | None:
     return KernelSpec(resource_dir="", **{**spec, "env": env}) if ours else None
 
 
-def _refuse_others(manager: KernelSpecManager, name: str) -> None:
-    try:
-        installed = manager.get_kernel_spec(name)
-    except (NoSuchKernel, ValueError):  # the installation rejects an invalid name
-        return
-    if _MODULE not in installed.argv:
-        raise InvalidArgument(
-            f"the name {name!r} is used by another kernel ({installed.display_name}); choose another name with --name"
-        )
+def _destination(manager: KernelSpecManager, name: str, *, user: bool, prefix: str | None) -> Path:
+    """Return the folder that `install_kernel_spec` replaces."""
+    if user:
+        folder = Path(manager.user_kernel_dir)
+    elif prefix:
+        folder = Path(prefix) / "share" / "jupyter" / "kernels"
+    else:
+        folder = Path(SYSTEM_JUPYTER_PATH[0]) / "kernels"
+    return folder / name.lower()
+
+
+def _refuse_others(manager: KernelSpecManager, name: str, destination: Path) -> None:
+    """Raise `InvalidArgument` if Jupyter finds another kernel by this name, or if one is at the destination."""
+    installed: list[KernelSpec] = []
+    with contextlib.suppress(NoSuchKernel, ValueError):  # the installation rejects an invalid name
+        installed.append(manager.get_kernel_spec(name))
+    # Jupyter finds the first spec of its search path only, and the destination need not be on that path.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
+        installed.append(KernelSpec.from_resource_dir(str(destination)))
+    for spec in installed:
+        if _MODULE not in spec.argv:
+            raise InvalidArgument(
+                f"the name {name!r} is used by another kernel ({spec.display_name}); choose another name with --name"
+            )
 
 
 def main(arguments: Sequence[str]) -> int:

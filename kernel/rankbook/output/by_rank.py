@@ -1,9 +1,9 @@
 """Output of a cell grouped by rank, as a list of blocks that changes over time.
 
-`ByRankOutput` is an `OutputView` (see merger.py) that emits no notebook output. It reports additions, appended text and
-removals to a callback, for a panel that can filter output by rank. A block has the ranks that produced it, so text
-shared by several ranks is stored once. A change is reported once and incrementally, so the work is linear in the amount
-of text.
+`ByRankOutput` is an `OutputView` (see merger.py) that emits no notebook output, except for updates of displays that an
+earlier cell has shown. It reports additions, appended text and removals to a callback, for a panel that can filter
+output by rank. A block has the ranks that produced it, so text shared by several ranks is stored once. A change is
+reported once and incrementally, so the work is linear in the amount of text.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rankbook.output.interleave import ClearItem, DisplayItem, Ranks, Rows, SingleItem, TextBatch
+from rankbook.output.merger import Emit, RichOutput, earlier_display_update
 from rankbook.output.terminal import LiveDisplays, TerminalRow
 from rankbook.protocol import StreamName
 
@@ -71,10 +72,10 @@ Change = BlockAdded | TextAppended | BlockRemoved | OutputHeader
 
 
 class ByRankOutput:
-    """Output view that reports changes of blocks to the callback `on_change`, and emits no notebook output.
+    """Output view that reports changes of blocks to the callback `on_change`.
 
-    `key` is the prefix of the ids of its live displays. `live_after` is in seconds, as in `OutputMerger`. The driver
-    thread calls it, and so the callback.
+    `key` is the prefix of the ids of its live displays. `cluster_key` and `live_after`, in seconds, are as in
+    `OutputMerger`. The driver thread calls it, and so the callback.
     """
 
     def __init__(
@@ -82,10 +83,12 @@ class ByRankOutput:
         on_change: Callable[[Sequence[Change]], None],
         *,
         key: str,
+        cluster_key: str = "",
         live_after: float = 0.3,
     ) -> None:
         self.live = LiveDisplays(f"{key}-live", after=live_after)
         self._on_change = on_change
+        self._cluster_key = cluster_key
         self._blocks: dict[int, OutputBlock] = {}
         self._texts: dict[int, list[str]] = {}
         self._sizes: dict[int, int] = {}
@@ -98,6 +101,8 @@ class ByRankOutput:
         self._rows: dict[str, dict[int, int]] = {}
         self._clearing: set[int] = set()
         self._changes: list[Change] = []
+        # Updates of displays of earlier cells, by the front end's display id.
+        self._updates: dict[str | None, RichOutput] = {}
 
     @property
     def blocks(self) -> list[OutputBlock]:
@@ -143,9 +148,10 @@ class ByRankOutput:
             if row.display is not None:
                 self._rows.pop(row.display.display_id, None)
 
-    def take(self) -> list[Any]:
-        """Report the changes to the callback. See `OutputView`."""
+    def take(self) -> list[Emit]:
+        """Report the changes to the callback, and return the updates of earlier cells' displays. See `OutputView`."""
         changes, self._changes = self._changes, []
+        updates, self._updates = list[Emit](self._updates.values()), {}
         # In a short output the order between ranks matters to the reader: lines join a block only if nothing has come
         # between them. Long output of many ranks would become very many blocks this way, so from then on the order is
         # kept within a rank only.
@@ -154,7 +160,7 @@ class ByRankOutput:
             self._open = {group: key for group, key in self._open.items() if key == last}
         if changes:
             self._on_change(changes)
-        return []
+        return updates
 
     def _add_lines(self, stream: StreamName, rows: Rows) -> None:
         grown: dict[int, list[str]] = {}
@@ -185,8 +191,11 @@ class ByRankOutput:
         message = display.message
         name = None if message.display_id is None else (ranks[0], message.display_id)
         if message.kind == "update":
+            if name is not None and name not in self._displays:
+                update = earlier_display_update(self._cluster_key, ranks[0], message)
+                self._updates[update.display_id] = update
             # A display that was dropped because of the limits is not created anew by an update.
-            if name is not None and (key := self._displays.get(name)) in self._blocks:
+            elif name is not None and (key := self._displays[name]) in self._blocks:
                 self._put_block(OutputBlock(key, ranks, data=message.data, metadata=message.metadata))
             return
         key = self._put_block(OutputBlock(-1, ranks, data=message.data, metadata=message.metadata))

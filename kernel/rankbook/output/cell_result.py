@@ -23,7 +23,8 @@ from rankbook.ranks import format_ranks, group_ranks, name_ranks
 _MAX_DISPLAYS = 100
 # Context lines of IPython's tracebacks begin with their number, and the line of the error with an arrow.
 _CONTEXT = re.compile(r" +\d+ ")
-_ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
+# As in `<object at 0x7f3c2a1b4d90>`, and in the C++ frames of PyTorch's messages, `f() + 0x98 (0x7f3c2a1b4d90 in …)`.
+_ADDRESS = re.compile(r"(?<= at )0x[0-9a-f]{6,}|(?<= \()0x[0-9a-f]{6,}(?= in )")
 _RED = "\x1b[1;31m"
 _NORMAL = "\x1b[0m"
 

@@ -61,7 +61,8 @@ delayed until the cell shows something new, which avoids flicker. Ranks that cle
 is bounded (256 Ki characters and 200 entries; a display counts a sixteenth of its size). If the cleared cell held older
 output of other ranks, a line on stderr says that it was cleared along with the rest. The status header, which appears
 above the output of a long-running cell, is placed by such a clear too, unless the cell shows something that is not in
-the history: an open question, an answer, or a message of Rankbook. Then it is appended.
+the history: an open question, an answer, or a message of Rankbook. Then it is appended. In a terminal, which cannot be
+cleared (`can_clear` False), the clears of ranks are ignored, so that no line is shown twice.
 
 What is kept and what is dropped. Every line and every display is shown, except for the following. Intermediate states
 of rewritten rows and of updated displays are dropped; only the latest state is sent. Of a live row, at most the last
@@ -229,8 +230,8 @@ class OutputMerger:
 
     `key` identifies the cell and is the prefix of its live displays' ids. `cluster_key` makes the display ids of a rank
     unique to the cluster and the same in all cells. `live_after` is the age, in seconds, at which an unfinished line is
-    shown. `view` is the view to show output in, by default the cell's single output area. The merger has no timer: call
-    `flush` at `deadline`.
+    shown. `view` is the view to show output in, by default the cell's single output area; `can_clear` tells whether
+    that can be cleared. The merger has no timer: call `flush` at `deadline`.
     """
 
     def __init__(
@@ -241,6 +242,7 @@ class OutputMerger:
         cluster_key: str,
         live_after: float = 0.3,
         view: OutputView | None = None,
+        can_clear: bool = True,
     ) -> None:
         # Ranks that may still send output, and that the others therefore wait for.
         self._open = set(ranks)
@@ -260,7 +262,7 @@ class OutputMerger:
         self._last_emit = float("-inf")
         if view is None:
             live = LiveDisplays(f"{key}-live", after=live_after)
-            view = _MergedView(len(ranks), f"rankbook-{cluster_key}", f"{key}-head", live)
+            view = _MergedView(len(ranks), cluster_key, f"{key}-head", live, can_clear=can_clear)
         self._view = view
 
     def add_output(self, rank: int, message: Text | TextCut | Display | Clear | OutputBarrier, now: float) -> None:
@@ -421,10 +423,13 @@ class _MergedView:
     `rank_count` is the number of ranks in the cell.
     """
 
-    def __init__(self, rank_count: int, prefix: str, header_id: str, live: LiveDisplays) -> None:
+    def __init__(
+        self, rank_count: int, cluster_key: str, header_id: str, live: LiveDisplays, *, can_clear: bool = True
+    ) -> None:
         self.live = live
+        self._can_clear = can_clear
         self._rank_count = rank_count
-        self._prefix = prefix
+        self._cluster_key = cluster_key
         self._header_id = header_id
         self._header: RichOutput | None = None
         self._labels = _Labels()
@@ -462,7 +467,7 @@ class _MergedView:
                 self.add_lines(stream, rows)
             case SingleItem(DisplayItem() as display, ranks):
                 self.add_display(display, ranks)
-            case SingleItem(ClearItem(wait=wait), ranks):
+            case SingleItem(ClearItem(wait=wait), ranks) if self._can_clear:
                 self._clearing.update(ranks)
                 if not wait:
                     self._clear(wait=False)
@@ -484,12 +489,11 @@ class _MergedView:
         message, label, name = display.message, self._labels[ranks], None
         if message.display_id is not None:
             # The rank is part of the id. A display with an id is never shared, so it has one rank.
-            name = f"{self._prefix}-{ranks[0]}-{message.display_id}"
+            name = _display_id(self._cluster_key, ranks[0], message)
             # An update that has not been sent is older than the new display with this id.
             self._updates.pop(name, None)
         is_widget, several = VIEW in message.data, self._rank_count > 1
-        # Front ends prefer such a format, as of a chart of plotly, to the HTML beside it.
-        in_html = not several or not any(kind.startswith("application/") for kind in message.data)
+        in_html = not several or _shows_html(message.data)
         data = dict(message.data) if is_widget else _label_bundle(message.data, label, in_html=in_html)
         # An update changes a display in place, wherever it is, so it neither ends the text nor applies a pending clear.
         if name is not None and message.kind == "update":
@@ -571,6 +575,25 @@ class _MergedView:
         if self._texts:
             self._emits.append(Stream(self._stream, "".join(self._texts)))
             self._texts = []
+
+
+def earlier_display_update(cluster_key: str, rank: int, message: Display) -> RichOutput:
+    """Return the update of a display that `rank` has shown in the merged output of an earlier cell."""
+    data = _label_bundle(message.data, f"[{rank}]", in_html=_shows_html(message.data))
+    return RichOutput(data, message.metadata, _display_id(cluster_key, rank, message), update=True)
+
+
+def _display_id(cluster_key: str, rank: int, message: Display) -> str:
+    """Return the id of a rank's display in the front end, which is the same in all cells."""
+    return f"rankbook-{cluster_key}-{rank}-{message.display_id}"
+
+
+def _shows_html(data: Mapping[str, Any]) -> bool:
+    """Return True if a front end shows the HTML of a mime bundle that has some.
+
+    It prefers a format such as that of a chart of plotly.
+    """
+    return not any(kind.startswith("application/") for kind in data)
 
 
 def _label_bundle(data: Mapping[str, Any], label: str, *, in_html: bool) -> dict[str, Any]:
