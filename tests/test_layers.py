@@ -59,6 +59,7 @@ DISTRIBUTION_OF = {
     "jupyter_client": "ipykernel",
     "nbformat": "nbclient",
     "pydevd": "debugpy",
+    "stack_data": "ipython",
     "traitlets": "ipython",
     "zmq": "pyzmq",
 }

@@ -1,15 +1,25 @@
-"""Test the position of the main thread as another thread sees it."""
+"""Test what error reports show of libraries, and the position of the main thread as another thread sees it."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
+import re
 import subprocess
 import sys
 import threading
 import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+from IPython.core.ultratb import AutoFormattedTB
 
+from rankbook.protocol.messages import ErrorReport
 from rankbook.rank import tracebacks
+from tests.conftest import IPYTHON_7
 
 CELL = """
 def loop():
@@ -99,3 +109,121 @@ def test_stack_of_the_main_thread_is_read_while_garbage_is_collected():
         timeout=60,
     )
     assert (run.returncode, run.stdout) == (0, "survived\n"), run.stderr
+
+
+LIBRARY = """
+import functools
+
+def passes(call):
+    @functools.wraps(call)
+    def wrapper(*args):
+        # the outer part
+        return call(*args)
+    return wrapper
+
+class Outer:
+    class Inner:
+        @passes
+        def method(self, number):
+            self.__hidden = (
+                number
+            ); return nested_in(
+                self.__hidden,
+            )
+
+        later = 1
+
+def nested_in(number):
+    def divide():
+        before = 1
+
+        return (
+            number / 0
+        )
+    after = divide()
+    return after
+
+    def never(): pass
+
+def by_a_lambda(): return (lambda: nested_in(2))()
+def by_an_expression(): return list(
+    nested_in(number) for number in range(2))
+def in_a_class():
+    class Fails:
+        value = nested_in(3)
+nested_in(ZERO)
+"""
+
+
+def load_library(folder: Path) -> types.ModuleType:
+    """Import `LIBRARY`, up to its last line, from a folder that is taken for a library's."""
+    file = folder / "site-packages" / "library.py"
+    file.parent.mkdir()
+    file.write_text(LIBRARY)
+    module = types.ModuleType("library")
+    with contextlib.suppress(NameError):
+        exec(compile(LIBRARY, file, "exec"), vars(module))
+    return module
+
+
+def reports_of(call: Callable[[], object]) -> list[ErrorReport]:
+    """Return the report of the error of `call()`, and of one that it has caused: its traceback is not shortened."""
+    shell: Any = types.SimpleNamespace(InteractiveTB=AutoFormattedTB(mode="Context"))
+    with pytest.raises(ArithmeticError) as raised:
+        call()
+    with pytest.raises(LookupError) as chained:
+        raise LookupError("the consequence") from raised.value
+    return [tracebacks.error_report(shell, error, {}) for error in (raised.value, chained.value)]
+
+
+def parsed_libraries() -> list[str]:
+    """Return the files of libraries that IPython's formatter has parsed and keeps."""
+    from stack_data.core import Source
+
+    gc.collect()
+    sources = [each for each in gc.get_objects() if issubclass(type(each), Source)]
+    return [source.filename for source in sources if "site-packages" in source.filename]
+
+
+@pytest.mark.skipif(IPYTHON_7, reason="its formatter parses no files")
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        ("Outer.Inner().method(1)", "in Outer.Inner.method(self, number)"),
+        ("nested_in(1)", "in nested_in(number)"),
+        ("by_a_lambda()", "in by_a_lambda.<locals>.<lambda>()"),
+        ("by_an_expression()", "in by_an_expression.<locals>.<genexpr>(.0)"),
+        ("in_a_class()", "in in_a_class.<locals>.Fails()"),
+        ("exec(MODULE, {'ZERO': 0})", "nested_in(ZERO)"),
+    ],
+)
+def test_no_syntax_tree_of_a_librarys_file_is_kept(tmp_path, monkeypatch, call, shown):
+    from stack_data.core import Source
+
+    library = load_library(tmp_path)
+    values = {"MODULE": compile(LIBRARY, library.nested_in.__code__.co_filename, "exec")}
+
+    def run():
+        eval(call, vars(library), values)
+
+    before = parsed_libraries()
+    reports = reports_of(run)
+    assert parsed_libraries() == before
+    line = LIBRARY.splitlines().index("            number / 0") + 1
+    for report in reports:
+        assert f"library.py:{line}, in nested_in.<locals>.divide()" in report.plain
+        assert re.search(rf"-> {line} +number / 0\n", report.plain)
+    assert shown in reports[1].plain and "direct cause" in reports[1].plain
+    if shown in ("in Outer.Inner.method(self, number)", "in nested_in(number)"):
+        # Functions look as IPython shows them by itself.
+        monkeypatch.delattr(Source, "executing")
+        assert [report.traceback for report in reports_of(run)] == [report.traceback for report in reports]
+
+
+def test_a_librarys_file_that_has_changed_is_shown_all_the_same(tmp_path):
+    library = load_library(tmp_path)
+    (tmp_path / "site-packages" / "library.py").write_text(LIBRARY.replace("before = 1", "before = ("))
+    reports = reports_of(functools.partial(library.nested_in, 1))
+    for report in reports:
+        assert "library.py" in report.plain and "most recent call last" in report.plain
+        assert "ZeroDivisionError: division by zero" in report.plain

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
+import linecache
 import os
 import sys
 import threading
+import tokenize
 import traceback as tb
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankbook.formatting import PACKAGE_FOLDERS, is_users, strip_ansi
-from rankbook.ipython_compat import name_cells
+from rankbook.ipython_compat import IS_IPYTHON_7, name_cells
 from rankbook.protocol.messages import ErrorReport, Frame
 
 if TYPE_CHECKING:
@@ -101,6 +105,7 @@ def error_report(shell: InteractiveShell, error: BaseException, cells: dict[str,
     shortened, hidden = _shorten(traceback_of(error))
     value = value_of(error)
     try:
+        _parse_no_libraries()
         # A SyntaxError carries its own place, in attributes. IPython has another formatter for it.
         if issubclass(type(error), SyntaxError):
             value = text_of(error.msg)  # type: ignore[attr-defined] # the traceback shows the rest
@@ -121,6 +126,69 @@ def error_report(shell: InteractiveShell, error: BaseException, cells: dict[str,
         text += f"\n({hidden})"
     line = _cell_line(error, cells, number)
     return as_report(name, value, text, line, _innermost_place(traceback_of(error), cells, number))
+
+
+@cache
+def _parse_no_libraries() -> None:
+    """Make IPython's formatter parse only the function of a library's frame, and keep nothing of it.
+
+    It would parse the whole file and keep the syntax tree: 16 MB and 0.3 s for torch's `distributed_c10d.py`. What it
+    shows of a function stays the same.
+    """
+    if IS_IPYTHON_7:
+        return  # its formatter does not parse
+    from stack_data.core import Source
+
+    stock = Source.executing
+    uncached = inspect.unwrap(Source.statements_at_line)  # the cache would keep the source
+
+    def executing(place: types.TracebackType | types.FrameType) -> object:
+        frame = place.tb_frame if isinstance(place, types.TracebackType) else place
+        if is_users(frame.f_code.co_filename):
+            return stock(place)
+
+        # A new class for every frame, because `stock` keeps what it finds in attributes of the class.
+        class LibrarySource(Source):
+            statements_at_line = uncached
+
+            @classmethod
+            def for_frame(cls, frame: types.FrameType, *_: object) -> LibrarySource:
+                code = frame.f_code
+                linecache.checkcache(code.co_filename)
+                lines = linecache.getlines(code.co_filename, frame.f_globals)
+                function = _function_lines(code, lines)
+                source = cls(code.co_filename, function)
+                if not function:
+                    # Without a syntax tree, the lines around the current one are shown.
+                    source.tree, source.lines = None, [line.rstrip("\r\n") for line in lines]
+                return source
+
+            def code_qualname(self, code: types.CodeType) -> str:
+                return code.co_qualname
+
+        return stock.__func__(LibrarySource, place)  # type: ignore[attr-defined]
+
+    Source.executing = executing  # type: ignore[method-assign, assignment]
+
+
+def _function_lines(code: types.CodeType, lines: list[str]) -> list[str]:
+    """Return the lines of a file up to the end of a function, with the lines before the function empty.
+
+    Empty if `code` is not that of a `def`, or does not match the file.
+    """
+    first = code.co_firstlineno
+    if not (code.co_flags & inspect.CO_OPTIMIZED and code.co_name.isidentifier()):
+        return []
+    try:
+        block = inspect.getblock(lines[first - 1 :])
+    except (SyntaxError, tokenize.TokenError):
+        return []
+    if not block or any(line is not None and line >= first + len(block) for _, _, line in code.co_lines()):
+        return []  # the file has changed since it was imported
+    before = ["\n"] * (first - 1)
+    if block[0][:1].isspace():
+        before[-1:] = ["if True:\n"]  # an indented function is not valid by itself
+    return [*before, *block]
 
 
 def _format_group(error: BaseException, shortened: types.TracebackType | None, cells: dict[str, int]) -> str:
@@ -299,8 +367,6 @@ def main_thread_frames(cells: dict[str, int]) -> tuple[Frame, ...]:
 
     Without a cell's frame, return the user's frames. The file of a cell is `Cell In[5]`. Any thread.
     """
-    import linecache
-
     # Only while the frame objects are created. Once they exist, reading them is safe.
     with pause_gc():
         stack = thread_frames(threading.main_thread().ident)
