@@ -180,7 +180,7 @@ def static_data(shard_map: ShardMap) -> dict[str, Any]:
 
 def tensor_of(tensor: ShardedTensorMap) -> dict[str, Any]:
     """Return the JSON data of one tensor's chunks: offset, shape, and the ranks that hold a replica."""
-    chunks = chunks_of(tensor.shards)
+    chunks = chunks_of(_held(tensor))
     return {
         "key": tensor.key,
         "shape": list(tensor.shape),
@@ -195,6 +195,11 @@ def tensor_of(tensor: ShardedTensorMap) -> dict[str, Any]:
             for holders in chunks[:MAX_DRAWN]
         ],
     }
+
+
+def _held(tensor: ShardedTensorMap) -> Sequence[Shard]:
+    """Return the shards that have elements: of a short dimension, some ranks hold nothing."""
+    return [shard for shard in tensor.shards if 0 not in shard.shape] or tensor.shards
 
 
 def chunks_of(shards: Sequence[Shard]) -> list[list[Shard]]:
@@ -256,10 +261,11 @@ def summary(shard_map: ShardMap | None, name: str) -> str:
 
 
 def _row(tensor: ShardedTensorMap) -> list[str]:
-    parts = {(shard.offset, shard.shape) for shard in tensor.shards}
+    held = _held(tensor)
+    parts = {(shard.offset, shard.shape) for shard in held}
     # Replicas are numbered from 0.
-    copies = max((shard.replica for shard in tensor.shards), default=0) + 1
-    ranks = sorted({shard.rank for shard in tensor.shards})
+    copies = max((shard.replica for shard in held), default=0) + 1
+    ranks = sorted({shard.rank for shard in held})
     return [
         tensor.key,
         tensor.dtype,
@@ -270,8 +276,9 @@ def _row(tensor: ShardedTensorMap) -> list[str]:
 
 
 def _rows(shard_map: ShardMap, search: str) -> tuple[list[list[str]], int]:
-    """Return a row per tensor with `search` in its name, and the number of further rows that are not shown."""
-    matches = [tensor for tensor in shard_map.tensors if search.lower() in tensor.key.lower()]
+    """Return a row per tensor with all words of `search` in its name, and the number of further rows, not shown."""
+    words = search.lower().split()
+    matches = [tensor for tensor in shard_map.tensors if all(word in tensor.key.lower() for word in words)]
     return [_row(tensor) for tensor in matches[:MAX_ROWS]], max(0, len(matches) - MAX_ROWS)
 
 

@@ -70,3 +70,9 @@ def test_a_replica_that_has_a_number_keeps_it_and_empty_shards_are_there():
 def test_ranks_that_have_different_things_are_reported():
     answers = {0: shards_reply(0, Box(0, (0,), (4,))), 1: shards_reply(1, Box(1, (0,), (4,)), kind="tensor")}
     assert "the type differs between ranks" in merge_shards("m", answers, range(2), DEVICES).trouble
+
+
+def test_a_rank_whose_shards_no_other_rank_can_compute_is_not_said_to_be_shown():
+    shard_map = merge_shards("m", {0: shards_reply(0, Box(0, (0,), (4,)))}, range(2), DEVICES)
+    assert [shard.rank for shard in shard_map.tensors[0].shards] == [0]
+    assert shard_map.trouble == "rank 1: no reply"

@@ -229,6 +229,18 @@ def test_the_norms_of_a_model_that_is_replaced_are_forgotten():
     assert merger.norms(owners) == ()
 
 
+def test_gradients_of_two_measurements_are_not_merged():
+    merger, owners = NormsMerger(), {"model": [0, 1]}
+    for rank in owners["model"]:
+        merger.add(rank, [local_norms(None, 3.0)], owners)
+    merger.add(1, [local_norms(None, 5.0)], owners)
+    (norms,) = merger.norms(owners)
+    assert (norms.norm, norms.note) == (3.0, ""), "rank 0 has not sent its part of the second one yet"
+    merger.add(0, [local_norms(None, 5.0)], owners)
+    (norms,) = merger.norms(owners)
+    assert (norms.norm, norms.note) == (5.0, "")
+
+
 def test_gradients_are_measured_at_a_power_of_two_of_steps_that_takes_some_seconds():
     aggregator, views = StatusAggregator("key"), [view(0)]
     handle_replies(aggregator, views, {0: status_reply(steps=0, at=0.0)})

@@ -7,6 +7,7 @@ import pickle
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -129,6 +130,16 @@ def test_json_lines_are_appended_and_hold_plain_numbers(tmp_path):
     assert [entry["config"] for entry in entries[::2]] == [{"lr": 0.1, "run": run, "device": "cpu"} for run in range(2)]
     assert entries[1]["values"] == {"loss": 0.5, "per": {"class": [0, 1]}}
     assert (entries[1]["step"], entries[1]["note"]) == (3, "x")
+
+
+def test_arrays_with_one_element_are_numbers(tmp_path):
+    PartialState(cpu=True)
+    tracker = JSONLinesTracker("run", tmp_path)
+    tracker.start()
+    tracker.log({"loss": torch.tensor([0.5]), "rate": np.ones((1, 1)), "none": torch.ones(0), "two": np.ones(2)})
+    tracker.finish()
+    (entry,) = lines(tracker.path)
+    assert entry["values"] == {"loss": 0.5, "rate": 1.0, "none": [], "two": [1.0, 1.0]}
 
 
 def test_json_lines_hold_numbers_that_are_not_finite_as_text(tmp_path):

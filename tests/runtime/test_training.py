@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from rankbook.errors import InvalidArgument
+from rankbook.numerics.gradients import local_gradients
 from rankbook.protocol import telemetry
 from rankbook.runtime import (
     Accelerator,
@@ -102,6 +103,22 @@ def test_methods_have_the_parameters_of_accelerate():
         assert parameters == words.split(), name
     for name in ("save_state", "load_state", "print"):
         assert callable(getattr(Accelerator, name))
+
+
+def test_gradients_that_a_step_has_used_have_no_loss_scale(half_precision):
+    accelerator = Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+    model, optimizer = accelerator.prepare(*one_weight(0.0))
+
+    def norm():
+        (entry,) = local_gradients(model, "model").entries
+        return entry.norm
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        accelerator.backward(model(torch.ones(1, 1)).sum() * 2)
+        assert (model.weight.grad.item(), norm()) == (16.0, 2.0)
+        optimizer.step()
+        assert (model.weight.grad.item(), norm()) == (2.0, 2.0)
 
 
 def test_overflowed_step_is_skipped_reported_and_not_counted_by_the_scheduler(half_precision):

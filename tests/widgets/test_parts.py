@@ -9,7 +9,8 @@ import pytest
 from msgspec import Struct
 
 from rankbook.errors import InvalidArgument
-from rankbook.protocol.telemetry import CheckpointFolder, Placement
+from rankbook.protocol.telemetry import CheckpointFolder, Placement, Shard, ShardedTensorMap, ShardMap
+from rankbook.widgets import shards
 from rankbook.widgets.checkpoints import CheckpointsModel
 from rankbook.widgets.placement import PlacementModel, html, static_data, svg, text
 from rankbook.widgets.shards import MAX_DRAWN, ShardsModel, chunks_of, tensor_of
@@ -151,7 +152,7 @@ def test_folder_is_read_after_a_save_and_never_while_the_view_is_hidden():
     feed.push("saves", saves(0.5))
     checkpoint_browser.names.append("step-40")
     feed.push("saves", saves(1.0, phase="done"))
-    wait_until(lambda: 'step-40"' in part.static_json(), timeout=1.5, what="the new step is listed")
+    wait_until(lambda: 'step-40"' in part.static_json(), timeout=2.5, what="the new step is listed")
     part.close()
     wait_until(lambda: "rankbook-checkpoints" not in names_of_threads(), timeout=10, what="nobody reads on")
     assert not feed.watchers["saves"]
@@ -214,3 +215,22 @@ def test_a_host_appears_once_after_a_rank_has_moved_to_it():
         assert rendered.count("node-0") == rendered.count("node-1") == 1
     order = [entry["rank"] for entry in static_data(shown)["ranks"]]
     assert order == [0, 2, 1, 3], "the browser draws a host wherever it changes"
+
+
+def sharded_bias(key: str = "head.bias", ranks: int = 4) -> ShardedTensorMap:
+    """Return a bias of one element that is sharded over `ranks`: all but the first hold nothing."""
+    empty = [Shard(rank, (1,), (0,), rank - 1, "cpu", 0) for rank in range(1, ranks)]
+    return ShardedTensorMap(key, "float32", (1,), (Shard(0, (0,), (1,), 0, "cpu", 4), *empty))
+
+
+def test_ranks_without_elements_are_no_shards_and_no_replicas():
+    shown = shards.text(ShardMap("model", "model", (sharded_bias(),), ""), "model")
+    row = next(line for line in shown.splitlines() if line.startswith("head.bias"))
+    assert row.split() == ["head.bias", "float32", "1", "1", "rank", "0"]
+    assert tensor_of(sharded_bias())["chunks"] == [[[0], [1], [[0, 0, "cpu", 4]]]]
+
+
+def test_static_tables_search_for_every_word_as_the_browser_does():
+    shown = ShardMap("model", "model", (sharded_bias("layers.0.bias"), sharded_bias("layers.0.weight")), "")
+    for rendered in (shards.text(shown, "model", "weight LAYERS"), shards.html(shown, "model", "weight LAYERS")):
+        assert "layers.0.weight" in rendered and "layers.0.bias" not in rendered

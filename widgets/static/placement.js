@@ -18,7 +18,11 @@ function drawPlacement(channel, root) {
     make("span", {class: "rb-swatch", "aria-hidden": "true"}), "free"));
   const scaled = make("p", {class: "rb-faint", hidden: ""}, CPU_SCALE);
   const grid = make("div", {class: "rb-ranks", role: "grid", "aria-label": "ranks", "aria-readonly": "true"});
-  const near = nearPanel(channel, () => focusRow(current));
+  const near = nearPanel(channel, () => {
+    if (rows.has(opened)) setAttribute(rows.get(opened).element, "aria-selected", "false");
+    opened = null;
+    focusRow(current);
+  });
   const gradients = gradientsPanel();
   root.append(title, late, protection, grid, legend, scaled, gradients.element, near.element);
   const rows = new Map();

@@ -575,6 +575,8 @@ class NormsMerger:
         for measured in models:
             steps = self._parts.setdefault(measured.model, {})
             parts = steps.setdefault(measured.step, {})
+            if parts.get(rank, measured.gradients) != measured.gradients:
+                parts = steps[measured.step] = {}  # those of the other ranks are of the measurement before
             parts[rank] = measured.gradients
             if parts.keys() >= set(owners.get(measured.model, (rank,))):
                 self._merged[measured.model] = _merge_norms(measured.model, measured.step, parts)
@@ -811,16 +813,19 @@ def merge_shards(
         for rank, answer in sorted(answers.items())
         if isinstance(answer, QueryFailed | ShardsReply) and answer.trouble
     )
+    tensors = tuple(_tensors(replies, devices))
+    shown = {shard.rank for tensor in tensors for shard in tensor.shards}
     for rank in all_ranks:
         if rank not in answers:
-            troubles.setdefault("no reply; its shards are shown as computed by the other ranks", []).append(rank)
+            computed = "; its shards are shown as computed by the other ranks" if rank in shown else ""
+            troubles.setdefault(f"no reply{computed}", []).append(rank)
     # In reverse, so that the lowest rank with a kind remains.
     kinds = {reply.kind: rank for rank, reply in reversed(replies.items())}
     if len(kinds) > 1:
         troubles.setdefault(f"the type differs between ranks: {', '.join(sorted(kinds))}", []).extend(replies)
     message = "; ".join(f"{name_ranks(ranks)}: {trouble}" for trouble, ranks in troubles.items())
     kind = next((reply.kind for reply in replies.values()), "")
-    return ShardMap(name, kind, tuple(_tensors(replies, devices)), message)
+    return ShardMap(name, kind, tensors, message)
 
 
 def _tensors(replies: Mapping[int, ShardsReply], devices: Mapping[int, str]) -> list[ShardedTensorMap]:

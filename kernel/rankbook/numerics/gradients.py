@@ -107,6 +107,8 @@ def loss_scale(parameters: Sequence[torch.Tensor]) -> float:
     for optimizer in prepared_optimizers():
         scaler = getattr(optimizer, "scaler", None)
         owned = (id(tensor) for group in optimizer.param_groups for tensor in group["params"])
-        if scaler is not None and scaler.is_enabled() and not optimizer._is_unscaled() and not chosen.isdisjoint(owned):
+        if scaler is None or not scaler.is_enabled() or optimizer.has_unscaled_gradients():
+            continue
+        if not chosen.isdisjoint(owned):
             return float(scaler.get_scale())
     return 1.0

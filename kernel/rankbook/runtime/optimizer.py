@@ -26,7 +26,16 @@ from rankbook.runtime.gradient_state import window
 from rankbook.runtime.state import GradientState
 from rankbook.runtime.strategies.base import group_by_layout
 
-_NOT_PICKLED = {"step", "before_step", "gradient_state", "scaler", "_unscaled", "_unscaled_gradient", "_stepped_after"}
+_NOT_PICKLED = {
+    "step",
+    "before_step",
+    "gradient_state",
+    "scaler",
+    "_unscaled",
+    "_unscaled_gradient",
+    "_stepped_after",
+    "_used_after",
+}
 """Attributes that are not pickled.
 
 They belong to the process. `step` is among them because torch's schedulers patch it on the instance.
@@ -84,6 +93,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     _unscaled: bool
     _unscaled_gradient: TensorWeakRef | None
     _stepped_after: int | None
+    # Of the last step, whatever the round: the number of backward passes at it. Its gradients have no loss scale.
+    _used_after: int | None
 
     def __init__(
         self,
@@ -101,6 +112,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.is_stepping = False
         """True in the middle of a step, and after a step that did not end."""
         self._was_skipped = False
+        self._used_after = None
         self._begin_round()
         _optimizers.add(self)
 
@@ -211,7 +223,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         handle = self.optimizer.register_step_post_hook(
             lambda optimizer, *_: stepped.append(not getattr(optimizer, "found_inf", False))
         )
-        self.is_stepping = True
+        self.is_stepping, self._used_after = True, window.backwards
         try:
             # A disabled scaler passes the closure on.
             result = scaler.step(self.optimizer, closure) if closure is not None else scaler.step(self.optimizer)
@@ -260,6 +272,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         reference = self._unscaled_gradient
         return reference is not None and reference() is self._first_gradient()
 
+    def has_unscaled_gradients(self) -> bool:
+        """Return True if the gradients have no loss scale any more: they were unscaled, or a step has used them."""
+        return self._is_unscaled() or self._used_after == window.backwards
+
     def _end_round_early(self, scaler: torch.amp.GradScaler) -> None:
         """End the round before all optimizers have stepped, and convert the gradients that are still to be used.
 
@@ -288,7 +304,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return {name: value for name, value in self.__dict__.items() if name not in _NOT_PICKLED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, before_step=None, scaler=None, gradient_state=GradientState())
+        self.__dict__.update(state, before_step=None, scaler=None, gradient_state=GradientState(), _used_after=None)
         self._begin_round()
         _optimizers.add(self)
 

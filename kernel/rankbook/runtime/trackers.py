@@ -554,7 +554,8 @@ def _number(value: Any) -> Any:  # noqa: ANN401 - anything
     if isinstance(value, Mapping):
         return _plain(value)
     if isinstance(value, torch.Tensor) or (hasattr(value, "tolist") and hasattr(value, "dtype")):
-        return value.tolist()
+        elements = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", 0)
+        return value.item() if elements == 1 else value.tolist()
     return value
 
 

@@ -206,6 +206,61 @@ def test_variables_report_what_metadata_says():
     assert variables["big"].preview == "5001 bits"
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_variables_without_a_shape_are_listed_with_the_reason():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    variables = list_variables({"nested": nested, "x": torch.ones(2)}, set(), GilYield())
+    assert [(variable.name, variable.shape, variable.bytes) for variable in variables] == [
+        ("nested", None, None),
+        ("x", (2,), 8),
+    ]
+    assert variables[0].preview.startswith("no shape")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_sparse_tensors_have_the_size_of_what_they_store():
+    dense = torch.zeros(1000, 8)
+    dense[3] = 1.0
+    sizes = [tensor_introspection.nbytes(tensor) for tensor in (dense.to_sparse(1), dense.to_sparse_csr(), dense)]
+    assert sizes == [8 + 8 * 4, 1001 * 8 + 8 * 8 + 8 * 4, 1000 * 8 * 4]
+
+
+def test_tensors_whose_bytes_do_not_follow_from_a_shape_are_left_out_of_the_map():
+    namespace = {"model": torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(2))}
+    namespace["state"] = {"a": torch.ones(2), "b": torch.eye(3).to_sparse()}
+    reply = shard_map.shard_reply(1, namespace, "model", 0, GilYield(), others=True)
+    assert [tensor.key for tensor in reply.tensors] == ["0.weight", "0.bias"]
+    assert reply.trouble.startswith("1.weight: no shape")
+    reply = shard_map.shard_reply(1, namespace, "state", 0, GilYield(), others=True)
+    assert [tensor.key for tensor in reply.tensors] == ["a"]
+    assert reply.trouble.startswith("b: sparse")
+
+
+def test_a_parameter_is_found_by_the_name_that_a_view_shows():
+    inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    wrapper = DistributedDataParallel.__new__(DistributedDataParallel)
+    torch.nn.Module.__init__(wrapper)
+    wrapper.module = inner
+    for name in ("m.0.weight", "m.module.0.weight"):
+        assert shard_map.resolve_variable({"m": wrapper}, name, GilYield()) is inner[0].weight
+    assert shard_map.resolve_variable({"m": wrapper}, "m.1.running_mean", GilYield()) is inner[1].running_mean
+    with pytest.raises(InvalidArgument, match="no attribute or item 'nothing'"):
+        shard_map.resolve_variable({"m": wrapper}, "m.nothing", GilYield())
+
+
+def test_states_of_an_optimizer_of_two_models_have_names_of_their_own():
+    namespace = {"encoder": torch.nn.Linear(2, 2, bias=False), "decoder": torch.nn.Linear(2, 2, bias=False)}
+    optimizer = torch.optim.SGD([*namespace["encoder"].parameters(), *namespace["decoder"].parameters()], momentum=0.9)
+    for model in (namespace["encoder"], namespace["decoder"]):
+        model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    _, tensors = shard_map.tensors_of({**namespace, "optimizer": optimizer}, "optimizer", GilYield())
+    assert [tensor.key for tensor in tensors] == [
+        "state.encoder.weight.momentum_buffer",
+        "state.decoder.weight.momentum_buffer",
+    ]
+
+
 def test_an_untouched_wrapper_adds_nothing_to_names():
     inner = torch.nn.Linear(2, 2)
     wrapper = DistributedDataParallel.__new__(DistributedDataParallel)

@@ -39,7 +39,11 @@ def resolve_variable(namespace: Mapping[str, object], name: str, gil_yield: GilY
         for part in rest:
             # Attributes and items, as they are stored. `getattr` could run a property.
             inside = {**instance_dict(value), **{str(key): below for key, below in tensor_introspection.items(value)}}
-            inside.update(instance_dict(value).get("_modules", {}) if is_a(value, torch.nn.Module) else {})
+            if is_a(value, torch.nn.Module):
+                # Views leave out the names of wrappers, such as `module` of DDP. A wrapper's own names win.
+                for module in (tensor_introspection.unwrapped(value), value):  # type: ignore[arg-type]
+                    for table in ("_buffers", "_parameters", "_modules"):
+                        inside.update(instance_dict(module).get(table, {}))
             if part not in inside:
                 raise InvalidArgument(f"{first!r} has no attribute or item {part!r} on this rank")
             value = inside[part]
@@ -61,12 +65,7 @@ def tensors_of(namespace: Mapping[str, object], name: str, gil_yield: GilYield) 
             KeyedTensor(entry.name, entry.tensor) for entry in tensor_introspection.tensors_of_modules(tree, gil_yield)
         ]
     if is_a(value, torch.optim.Optimizer):
-        # The states of an optimizer are named by the parameters of the models that were found.
-        names = {
-            id(entry.tensor): entry.name
-            for tree in object_discovery.discover_objects(namespace, gil_yield).trees.values()
-            for entry in tensor_introspection.tensors_of_modules(tree, gil_yield)
-        }
+        names = _parameter_names(value, namespace, gil_yield)  # type: ignore[arg-type]
         states = tensor_introspection.tensors_of_optimizer(value, names, gil_yield)  # type: ignore[arg-type]
         return "optimizer", [KeyedTensor(state.name, state.tensor) for state in states]
     if is_a(value, torch.Tensor):
@@ -78,6 +77,19 @@ def tensors_of(namespace: Mapping[str, object], name: str, gil_yield: GilYield) 
     raise InvalidArgument(
         f"expected a model, optimizer, state dict or tensor, but {name!r} is a {type(value).__name__} on this rank"
     )
+
+
+def _parameter_names(
+    optimizer: torch.optim.Optimizer, namespace: Mapping[str, object], gil_yield: GilYield
+) -> dict[int, str]:
+    """Return the names of the optimizer's parameters by id, with that of the model if it has those of several."""
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    models = {
+        model: [(id(entry.tensor), entry.name) for entry in tensor_introspection.tensors_of_modules(tree, gil_yield)]
+        for model, tree in object_discovery.discover_objects(namespace, gil_yield).trees.items()
+    }
+    several = sum(any(key in owned for key, _ in entries) for entries in models.values()) > 1
+    return {key: f"{model}.{name}" if several else name for model, entries in models.items() for key, name in entries}
 
 
 def _is_shard(value: object) -> bool:
@@ -224,6 +236,8 @@ def _rank_tensor(named: KeyedTensor, grids: _Grids) -> RankTensor:
             grids.of_box(box),
         )
     shape = tensor_introspection.shape_of(value)
+    if tensor_introspection.local_shard(value).layout is not torch.strided:
+        raise InvalidArgument("sparse: its size does not follow from its shape")
     grid = grids.of_dtensor(value) if tensor_introspection.is_dtensor(value) else grids.of_unsharded(shape)
     with torch._C.DisableTorchFunctionSubclass():
         itemsize = tensor_introspection.local_shard(value).element_size()

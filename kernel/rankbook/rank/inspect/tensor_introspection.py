@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 import torch
 
+from rankbook.errors import InvalidArgument
 from rankbook.formatting import plural
 from rankbook.protocol.telemetry import Variable
 
@@ -107,7 +108,18 @@ def nbytes(tensor: torch.Tensor) -> int:
     shard = local_shard(tensor)
     # Inside, torch calls no `__torch_function__` of a subclass, which is user code.
     with torch._C.DisableTorchFunctionSubclass():
-        return shard.numel() * shard.element_size()
+        return sum(part.numel() * part.element_size() for part in _stored_parts(shard))
+
+
+def _stored_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the strided tensors that a sparse tensor consists of, and any other tensor itself."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def numel(tensor: torch.Tensor) -> int:
@@ -123,9 +135,12 @@ def dtype_of(tensor: torch.Tensor) -> str:
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the global tensor."""
+    """Return the shape of the global tensor. Raises `InvalidArgument` if it has none."""
     with torch._C.DisableTorchFunctionSubclass():
-        return tuple(int(size) for size in tensor.shape)
+        try:
+            return tuple(int(size) for size in tensor.shape)
+        except (RuntimeError, NotImplementedError):
+            raise InvalidArgument("no shape: the tensor is nested, or its lazy module has not run yet") from None
 
 
 def device_of(tensor: torch.Tensor) -> str:
@@ -312,15 +327,11 @@ def format_info(name: str, value: object, gil_yield: GilYield) -> Variable:
     kind = type(value).__name__
     if is_a(value, torch.Tensor):
         assert isinstance(value, torch.Tensor)
-        return Variable(
-            name,
-            kind,
-            shape_of(value),
-            dtype_of(value),
-            device_of(value),
-            nbytes(value),
-            "",
-        )
+        try:
+            shape, size = shape_of(value), nbytes(value)
+        except InvalidArgument as error:
+            return Variable(name, kind, None, dtype_of(value), "", None, str(error))
+        return Variable(name, kind, shape, dtype_of(value), device_of(value), size, "")
     # A subclass may compute `shape` in a property.
     if type(value) is numpy.ndarray:
         return Variable(name, kind, value.shape, str(value.dtype), "cpu", value.nbytes, "")
