@@ -87,6 +87,11 @@ next_serial = 0
 """Serial number of the next prepared object of this process, by which snapshots name it. The ranks agree on it whenever
 their process groups are formed, so that an object that all ranks prepare has one number."""
 
+replicas_may_differ = False
+"""True from when the process groups are formed anew to the next training step: the ranks of a training may have made
+different numbers of optimizer steps. The ranks agree on it when the groups are formed, because the comparison that it
+asks for is a collective."""
+
 _decoder = msgspec.msgpack.Decoder(SnapshotHeader)
 
 

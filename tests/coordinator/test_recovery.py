@@ -249,6 +249,17 @@ def test_an_empty_rank_can_be_healed_and_one_with_state_cannot(cluster):
     assert cluster.heal() is None
 
 
+def test_one_of_several_dead_ranks_cannot_be_healed_alone(cluster):
+    cluster.run("v_state = 5")
+    kill(cluster, 1)
+    kill(cluster, 2)
+    with pytest.raises(InvalidArgument, match="rank 2 died as well"):
+        cluster.heal([1])
+    assert cluster.status()[1].state == "dead", "nothing was started"
+    assert cluster.heal().donor == 0
+    assert cluster.pull("v_state") == [5, 5, 5]
+
+
 def test_a_live_rank_that_was_restarted_is_filled_by_heal_without_its_number(cluster):
     cluster.run("v_state = 5")
     assert "%distributed heal 1 copies" in ClusterViewSource(cluster).act("restart", 1)

@@ -130,6 +130,10 @@ def test_description_of_a_resize():
         "variables that differ by rank:",
         "  mine: kept on rank 0, gone with ranks 1-2",
     ]
+    assert str(Resized(1, 2, notes=("the loader starts epoch 1 anew",))).splitlines() == [
+        "from 1 to 2 ranks",
+        "the loader starts epoch 1 anew",
+    ]
     assert str(Resized(2, 2)) == "there are 2 ranks already"
     assert str(Resized(3, 2, unprotected="protection needs 2 GB")).splitlines()[-1] == (
         "the training state is not protected any more: protection needs 2 GB"

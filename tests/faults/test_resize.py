@@ -199,6 +199,84 @@ def test_variables_that_differ_by_rank_are_listed(cluster):
     assert cluster.pull("value") == [2]
 
 
+ACCUMULATE = """
+def accumulate(count):
+    batches = iter(loader)
+    for _ in range(count):
+        with accelerator.accumulate(model):
+            batch = next(batches)
+            accelerator.backward(model(torch.sin(batch[:, None] * torch.arange(1.0, 9.0))).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return optimizer.steps
+"""
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_all_ranks_begin_their_first_batch_alike(cluster):
+    """Check it with more ranks than before, and with an empty rank that prepares everything anew."""
+    prepare(cluster, "ddp")
+    cluster.run(ACCUMULATE + "steps = accumulate(2)")
+    cluster.resize(3)
+    cluster.run("steps = accumulate(2)", timeout=60)
+    assert cluster.pull("steps") == [4, 4, 4]
+    cluster.restart([1])
+    prepare(cluster, "ddp")
+    cluster.run(ACCUMULATE + "steps = accumulate(2)", timeout=60)
+    assert cluster.pull("steps") == [2, 2, 2]
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_samplers_of_plain_loaders_divide_the_data_among_all_ranks(cluster):
+    cluster.run(
+        "from torch.utils.data import DataLoader\nfrom torch.utils.data.distributed import DistributedSampler\n"
+        "sampler = DistributedSampler(range(12), seed=3)\nsampler.set_epoch(2)\n"
+        "plain = DataLoader(range(12), batch_size=2, sampler=sampler)"
+    )
+    collect = "read, epoch = [int(item) for batch in plain for item in batch], plain.sampler.epoch"
+    for n in (3, 2):
+        cluster.resize(n)
+        cluster.run(collect)
+        assert sorted(item for of_rank in cluster.pull("read") for item in of_rank) == list(range(12))
+        assert cluster.pull("epoch") == [2] * n
+    kill(cluster, 0)
+    wait_until(lambda: cluster.status()[0].state == "dead", timeout=20, what="the death of rank 0")
+    cluster.heal()
+    cluster.run(collect)
+    assert sorted(item for of_rank in cluster.pull("read") for item in of_rank) == list(range(12))
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_a_model_that_is_sharded_outside_of_prepare_is_refused(cluster):
+    cluster.run(
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module\n"
+        "wide = torch.nn.Sequential(torch.nn.Linear(4, 8))\n"
+        "parallelize_module(wide, init_device_mesh('cpu', (2,)), {'0': ColwiseParallel()})"
+    )
+    with pytest.raises(InvalidArgument, match=r"wide is sharded outside of prepare\(\)"):
+        cluster.resize(1)
+    cluster.run(
+        "from torch.distributed.fsdp import fully_shard\ndel wide\n"
+        "class Holder: pass\nholder = Holder()\nholder.net = fully_shard(torch.nn.Linear(4, 8))"
+    )
+    with pytest.raises(InvalidArgument, match=r"is sharded by fully_shard outside of prepare\(\)"):
+        cluster.resize(1)
+    assert cluster.world_size == 2
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_a_loader_that_cannot_continue_its_epoch_is_named(cluster):
+    cluster.run(
+        "from rankbook.runtime import Accelerator\n"
+        "class Numbers(torch.utils.data.IterableDataset):\n"
+        "    def __iter__(self): return iter(range(40))\n"
+        "stream = Accelerator().prepare(torch.utils.data.DataLoader(Numbers(), batch_size=2))\n"
+        "for batch in stream: break"
+    )
+    assert "the loader starts epoch 0 anew: it was saved with 2 ranks" in str(cluster.resize(3))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", [2], indirect=True)
 def test_a_whole_model_beside_a_sharded_one_comes_along(cluster):

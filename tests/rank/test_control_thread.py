@@ -63,6 +63,14 @@ def test_a_late_signal_leaves_the_interrupt_of_the_next_cell(interrupts, ended):
         interrupts.arm(2)
 
 
+def test_an_interrupt_that_came_after_its_cell_leaves_the_next_cell_interruptible(interrupts):
+    interrupts.disarm()
+    interrupts.request(1)
+    interrupts.arm(2)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
 class Gate:
     """Lock like `threading.Condition`: an interrupt between the acquisition and the block would leave it locked."""
 

@@ -54,6 +54,11 @@ class Client:
         assert self.ask("disconnect")["success"]
 
 
+# The port is chosen right before it is used, so that no other process is likely to take it.
+LISTEN = """import debugpy, socket
+with socket.create_server(('127.0.0.1', 0)) as probe:
+    port = probe.getsockname()[1]
+debugpy.listen(('127.0.0.1', port), in_process_debug_adapter=True)"""
 STATE = """import sys
 print('debugpy' in sys.modules, sys.gettrace() is not None, sys.breakpointhook is sys.__breakpointhook__)"""
 
@@ -81,9 +86,8 @@ def test_debugger_starts_on_request_and_leaves_no_tracing():
         cluster.wait(cell)
         assert cell.result.ok
         client.stop()
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        cluster.run(f"import debugpy\ndebugpy.listen(('127.0.0.1', {port}), in_process_debug_adapter=True)")
+        cluster.run(LISTEN)
+        (port,) = cluster.pull("port")
         wait_until(lambda: listens(port), timeout=10, what="a debugger of one's own, where it was told to be")
         refused = client.ask("initialize", clientID="test", adapterID="test")
         assert "another debugger is already attached to this rank" in refused["message"]

@@ -13,7 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+from torch.utils.hooks import RemovableHandle
 
+from rankbook import snapshot_files
 from rankbook.rank import recovery
 from rankbook.transport import tensors
 from rankbook.transport.serialization import unpack
@@ -285,3 +289,32 @@ def test_random_numbers_go_on_unless_nobody_has_seeded_them(monkeypatch):
             recovery.continue_random(state, number)
             others.append(draws())
         assert others[0] == others[2] != others[1] and own not in others
+
+
+def test_a_sampler_that_divides_the_data_reads_the_part_of_the_new_rank(monkeypatch, tmp_path):
+    """Only if it was that of the peer: a sampler of other ranks, such as a fixed part for evaluation, stays."""
+    own = DistributedSampler(range(8), num_replicas=2, rank=0, shuffle=True, seed=5)
+    own.set_epoch(3)
+    fixed = DistributedSampler(range(8), num_replicas=4, rank=2)
+    monkeypatch.setattr(snapshot_files, "this_place", snapshot_files.SnapshotPlace(tmp_path, 0, 2))
+    monkeypatch.setattr(recovery.dist, "get_rank", lambda: 1)  # that of the new rank
+    fresh, adopted = taken_over(
+        {"sampler": own, "loader": DataLoader(range(8), sampler=own), "fixed": fixed}, {}, tmp_path
+    )
+    assert not adopted["missing"]
+    sampler = fresh["sampler"]
+    assert fresh["loader"].sampler is sampler
+    assert (sampler.rank, sampler.num_replicas, sampler.epoch, sampler.seed) == (1, 2, 3, 5)
+    assert sorted([*sampler, *own]) == list(range(8))
+    assert (own.rank, fresh["fixed"].rank, fresh["fixed"].num_replicas) == (0, 2, 4)
+
+
+def test_hooks_of_the_new_rank_replace_none_that_came_over(monkeypatch, tmp_path):
+    layer = torch.nn.Linear(1, 1)
+    handle = layer.register_forward_pre_hook(print)
+    fresh: dict[str, Any] = {}
+    packed = recovery.export_state({"layer": layer}, {}, ["layer"], SegmentStore(tmp_path))
+    monkeypatch.setattr(RemovableHandle, "next_id", handle.id)  # of a process that has registered fewer hooks
+    recovery.adopt_state(fresh, lambda: unpack(packed.payload, packed.frames, unlink=True, folder=tmp_path))
+    fresh["layer"].register_forward_pre_hook(abs)
+    assert list(fresh["layer"]._forward_pre_hooks.values()) == [print, abs]

@@ -81,6 +81,16 @@ def test_a_new_task_says_that_the_one_before_was_seen():
     assert recalled(buffer) == [text(2, "a"), done(2)]
 
 
+def test_a_cell_that_was_queued_before_the_groups_were_formed_anew_is_not_seen():
+    buffer = ReplayBuffer()
+    buffer.begin(Regroup(cell=3, generation=2))
+    buffer.add(done(3), 0.0)
+    buffer.begin(RunCell(cell=2, source="", number=2))
+    buffer.add(done(2), 0.0)
+    start, messages = buffer.replay("nonce", 100.0)
+    assert (start.cell, start.seen, messages) == (2, False, [done(2)])
+
+
 def test_output_of_threads_is_replayed_from_the_loss_of_the_owner_on():
     buffer = ReplayBuffer()
     buffer.begin(RunCell(cell=1, source="", number=1))

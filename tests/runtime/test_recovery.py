@@ -113,6 +113,30 @@ def test_prepared_objects_go_on_after_an_error_at_any_moment_of_a_step(cluster, 
     assert cluster.run("prepared.count_prepared()").text(0) == "1"
 
 
+def test_replicas_are_equal_again_in_a_loop_without_accumulate(own_model):
+    cluster = own_model
+    cluster.run(
+        f"raw = make()\nmodel, optimizer = raw, torch.optim.SGD(raw.parameters(), 0.1)\n{PREPARE['ddp']}\n"
+        "def plain_epoch(fail=False):\n"
+        "    for batch, in loader:\n"
+        "        accelerator.backward(model(batch).square().mean())\n"
+        "        if fail and rank == 1:\n"
+        "            dist.recv(torch.ones(1), 0)  # it has stepped\n"
+        "            raise ValueError('before its step')\n"
+        "        optimizer.step()\n"
+        "        if fail: dist.send(torch.ones(1), 1)\n"
+        "        optimizer.zero_grad()\n"
+        "    weights = torch.cat([parameter.detach().flatten() for parameter in raw.parameters()])\n"
+        "    one, other = accelerator.gather(weights[None])\n"
+        "    print(torch.equal(one, other), len(model._forward_pre_hooks))"
+    )
+    with pytest.raises(CellError, match="before its step"):
+        cluster.run("plain_epoch(fail=True)", timeout=30)
+    outcome = cluster.run("plain_epoch()", timeout=30)
+    assert outcome.stdout == {0: "True 0\n", 1: "True 0\n"}
+    assert "The ranks had made different numbers of optimizer steps" in outcome.stderr[0]
+
+
 def test_shards_of_different_steps_are_named_and_stay_with_their_ranks(own_model):
     cluster = own_model
     cluster.run(

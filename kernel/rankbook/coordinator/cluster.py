@@ -302,13 +302,8 @@ class ClusterTasks:
         report = describe_errors(result.outcomes, plain=True)
         # The order matters. A timeout and `stop` interrupt the cell, so its result would also fit the later cases,
         # which say less.
-        if cell.timed_out is not None and cell.started is None:
-            busy = f" (waiting for {name_ranks(cell.waiting_behind)})" if cell.waiting_behind else ""
-            raise CellTimeout(
-                f"{cell.label} did not start within {cell.timed_out:g} s{busy} and was removed from the queue\n{report}"
-            )
         if cell.timed_out is not None:
-            raise CellTimeout(f"{cell.label} was interrupted after {cell.timed_out:g} s\n{report}")
+            raise CellTimeout(f"{cell.describe_timeout()}\n{report}")
         if self.stopped:
             raise ClusterStopped(f"the ranks were stopped before {cell.label} had ended\n{report}")
         if raise_error is not None:
@@ -1219,7 +1214,7 @@ class Cluster(ClusterQueries):
             entering = {
                 rank: (pending.make_enter(rank, assignment.threads, is_new=rank in new), ()) for rank in self._all_ranks
             }
-            self._collect(entering, deadline - time.monotonic(), "resize")
+            entered = self._collect(entering, deadline - time.monotonic(), "resize")
             healed = None
             if new:
                 donor = self._choose_donor(new)
@@ -1244,6 +1239,7 @@ class Cluster(ClusterQueries):
             differing=pending.differing,
             groups=pending.groups,
             replaced=tuple(rank for rank in new if rank < pending.former),
+            notes=tuple(dict.fromkeys(note for notes in entered.values() for note in notes)),
         )
 
     def _choose_donor(self, new: tuple[int, ...]) -> int:
@@ -1311,6 +1307,10 @@ class Cluster(ClusterQueries):
         if donor is None and not empty:
             raise RankLostError(
                 "no rank with variables to copy is left; %distributed heal --empty starts with empty namespaces", chosen
+            )
+        if donor is not None and (others := [rank for rank in dead if rank not in chosen]):
+            raise InvalidArgument(
+                f"{name_ranks(others)} died as well, and all ranks take part; %distributed heal replaces all dead ones"
             )
         # From here on there are ranks whose state is of no step. The record says so to the next notebook process, if
         # this one is killed: it discards them. If this process lives, the `except` below does the same.

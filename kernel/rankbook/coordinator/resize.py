@@ -87,7 +87,7 @@ class Resized:
     to the ranks that had them, and `groups` are the variables that have to be made again. `step` is the number of
     optimizer steps, 0 without a prepared optimizer. `replaced` are ranks that died meanwhile and were replaced. `died`
     are the ranks without which `heal` goes on, and `restored` says to which step it has returned. `unprotected` is the
-    reason why the protection of before has ended; empty otherwise.
+    reason why the protection of before has ended; empty otherwise. `notes` are about loaders that begin an epoch anew.
 
     Example::
 
@@ -105,6 +105,7 @@ class Resized:
     died: tuple[int, ...] = ()
     restored: str = ""
     unprotected: str = ""
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.former == self.world_size and self.healed is None:
@@ -128,7 +129,7 @@ class Resized:
             lines.append(f"{name_ranks(self.replaced)} died meanwhile and {_was(self.replaced)} replaced")
         if self.unprotected:
             lines.append(f"the training state is not protected any more: {self.unprotected}")
-        lines += self._describe_differing()
+        lines += [*self.notes, *self._describe_differing()]
         if self.groups:
             lines.append(f"of {plural(self.former, 'rank')}, to be made again: {', '.join(self.groups)}")
         if self.healed is not None and self.healed.missing:

@@ -246,9 +246,9 @@ class Interrupts:
         self._unwrap_child_handler()
         with self._lock:
             self._armed_cell = cell
-            early = self._target_cell == cell
-            if early:
-                self._target_cell = None
+            # A rank has one task at a time, so that any other target is a cell that has ended. It would make
+            # `_on_signal` ignore what is meant for this one.
+            early, self._target_cell = self._target_cell == cell, None
         if early:
             raise KeyboardInterrupt
 

@@ -427,7 +427,7 @@ class Executor:
             case HandOver():
                 recovery.hand_over(message.folder)
             case EnterWorld():
-                recovery.enter_world(namespace, hidden, message)
+                return recovery.enter_world(namespace, hidden, message)
             case TakeOver():
                 recovery.take_over(message.folder)
         return None

@@ -38,6 +38,8 @@ def track_models() -> None:
         restore = DistributedDataParallel.__setstate__
         # A copied or unpickled model is made without `__init__`.
         DistributedDataParallel.__setstate__ = _tracked(_with_own_device(restore))  # type: ignore[method-assign]
+        dump = DistributedDataParallel.__getstate__
+        DistributedDataParallel.__getstate__ = _without_compiled_call(dump)  # type: ignore[method-assign]
         build = DistributedDataParallel._ddp_init_helper
         DistributedDataParallel._ddp_init_helper = _with_hooks(build)  # type: ignore[method-assign]
 
@@ -65,6 +67,19 @@ def _with_own_device(original: Callable[..., None]) -> Callable[..., None]:
             self.device_ids, self.output_device = [self.device.index], self.device.index
 
     return restore
+
+
+def _without_compiled_call(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return `__getstate__` without the compiled call of the model, which cannot be pickled.
+
+    That of other modules leaves it out; that of DDP does not, at least up to torch 2.13.
+    """
+
+    @functools.wraps(original)
+    def dump(self: DistributedDataParallel) -> dict[str, Any]:
+        return {name: value for name, value in original(self).items() if name != "_compiled_call_impl"}
+
+    return dump
 
 
 def _with_hooks(original: Callable[..., None]) -> Callable[..., None]:

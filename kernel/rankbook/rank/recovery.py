@@ -28,6 +28,7 @@ import sys
 import time
 import types
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -41,6 +42,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+from torch.utils.hooks import RemovableHandle
 
 from rankbook import snapshot_files
 from rankbook.errors import TransferError
@@ -107,9 +111,11 @@ class ExportedState(TypedDict):
     """The exported part of a rank's state. `imports` maps names to modules, `path` is `sys.path`.
 
     `watch` are the conditions of the number watch, None if it is off. `environment` has the environment variables that
-    cells have changed, None for a deleted one. `settings` are those of `torch_settings`.
+    cells have changed, None for a deleted one. `settings` are those of `torch_settings`. `newest_hook` has a higher
+    number than all hooks of modules and optimizers; torch numbers further ones from there on.
     """
 
+    newest_hook: RemovableHandle
     variables: dict[str, Any]
     imports: dict[str, str]
     path: list[str]
@@ -180,6 +186,8 @@ def export_state(
     variables = {name: namespace[name] for name in names if name in namespace}
     watch = sys.modules.get(_WATCH)
     state = ExportedState(
+        # Unpickled first: the new rank then gives none of its hooks the number of a hook that comes along.
+        newest_hook=RemovableHandle(OrderedDict()),
         variables=variables,
         imports=imports,
         path=list(sys.path),
@@ -392,6 +400,8 @@ class _Reducer:
             return _reduce_mesh(value)
         if type(value) is torch.device and _is_own_device(value):
             return _own_device, ()
+        if isinstance(value, DistributedSampler) and _is_of_this_rank(value):
+            return object.__new__, (type(value),), dict(vars(value)), None, None, _set_own_sampler
         if type(value).__module__ == _ACCELERATE and (reduction := _reduce_accelerate(value)) is not NotImplemented:
             return reduction
         attributes = _attributes_of(value) if isinstance(value, torch.optim.Optimizer) else None
@@ -414,6 +424,33 @@ class _Reducer:
         if not self._with_data and type(value) is torch.Generator and value.device.type != "cpu":
             return int, ()
         return NotImplemented
+
+
+def _is_of_this_rank(sampler: DistributedSampler[Any]) -> bool:
+    """Return True for a sampler that divides the data among all ranks, and reads the part of this one."""
+    place = snapshot_files.this_place
+    return place is not None and (sampler.num_replicas, sampler.rank) == (place.world_size, place.rank)
+
+
+def _set_own_sampler(sampler: DistributedSampler[Any], attributes: dict[str, Any]) -> None:
+    # Otherwise two ranks would read the same part of the data, and none the part of the lost rank.
+    vars(sampler).update(attributes, rank=dist.get_rank())
+
+
+def _divide_again(namespace: Mapping[str, Any], former: int, world_size: int) -> None:
+    """Let the user's samplers that divide the data among all ranks divide it among `world_size`."""
+    for value in list(namespace.values()):
+        candidates = [value]
+        if isinstance(value, DataLoader):
+            source = parts.source if (parts := vars(value).get("parts")) is not None else value  # of a prepared loader
+            candidates = [source.sampler, getattr(source.batch_sampler, "sampler", None)]
+        for sampler in candidates:
+            # A subclass may have other arguments.
+            if type(sampler) is DistributedSampler and sampler.num_replicas == former:
+                epoch, rank = sampler.epoch, dist.get_rank()
+                settings = {"shuffle": sampler.shuffle, "seed": sampler.seed, "drop_last": sampler.drop_last}
+                sampler.__init__(sampler.dataset, world_size, rank, **settings)  # type: ignore[misc]
+                sampler.set_epoch(epoch)
 
 
 def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
@@ -761,6 +798,7 @@ def _answer(write: int, problem: str) -> None:
 
 
 _RUNTIME = "rankbook.runtime.accelerator"
+_FSDP_STATES = "torch.distributed._composable_state"
 _ASYNC_SAVES = "rankbook.checkpoint.async_save"
 _SAVE_TIMEOUT = 60.0
 """Seconds to wait for a background save, whose process group ends with the number of ranks."""
@@ -816,13 +854,16 @@ def check_resize(namespace: Mapping[str, Any], hidden: Mapping[str, Any], world_
     if _RUNTIME in sys.modules:
         from rankbook.runtime import protection, resize
 
-        answer["problem"] = resize.find_problem(world_size) or resize.find_unmovable()
+        answer["problem"] = resize.find_problem(world_size) or _find_unmovable(namespace, resize.prepared_modules())
         if answer["problem"]:
             return answer
         answer["size"] = resize.bytes_to_hand_over()
         answer["meshes"], answer["sharing"] = resize.fitted_meshes(world_size)
         answer["every"], answer["steps"] = protection.interval(), protection.steps_made()
         prepared_ids = protection.covered()
+    elif problem := _find_unmovable(namespace, set()):
+        answer["problem"] = problem
+        return answer
     for name, value in namespace.items():
         if name.startswith("_") or name in hidden or id(value) in prepared_ids:
             continue
@@ -832,6 +873,29 @@ def check_resize(namespace: Mapping[str, Any], hidden: Mapping[str, Any], world_
             # A value that cannot be compared counts as equal, but a rank may have none.
             answer["digests"][name] = digest_of(value) or ""
     return answer
+
+
+def _find_unmovable(namespace: Mapping[str, Any], prepared_modules: set[int]) -> str:
+    """Return which model that is sharded outside of `prepare` would be lost; mostly nothing.
+
+    `prepared_modules` has the ids of the modules that a resize moves.
+    """
+    from torch.distributed.tensor import DTensor
+
+    remedy = "outside of prepare(): prepare it, or delete it"
+    for name, value in namespace.items():
+        if not isinstance(value, torch.nn.Module) or not prepared_modules.isdisjoint(map(id, value.modules())):
+            continue
+        if any(isinstance(parameter, DTensor) for parameter in value.parameters()):
+            return f"{name} is sharded {remedy}"
+    # Models that are no variables, such as attributes of an object.
+    if (states := sys.modules.get(_FSDP_STATES)) is not None:
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in tuple(states._module_state_mapping):
+            if isinstance(module, FSDPModule) and id(module) not in prepared_modules:
+                return f"{type(module).__name__} is sharded by fully_shard {remedy}"
+    return ""
 
 
 def digest_of(value: object) -> str | None:
@@ -875,8 +939,11 @@ def _parts_of(value: object) -> Iterator[Any]:
         raise TypeError("cannot be compared")
 
 
-def enter_world(namespace: dict[str, Any], hidden: Mapping[str, Any], message: EnterWorld) -> None:
-    """Adapt this rank to the number of ranks of the process group, which has been formed. A collective."""
+def enter_world(namespace: dict[str, Any], hidden: Mapping[str, Any], message: EnterWorld) -> list[str]:
+    """Adapt this rank to the number of ranks of the process group, which has been formed. A collective.
+
+    Return what the user has to know about it; mostly nothing.
+    """
     world_size = message.world_size
     place = snapshot_files.this_place
     former = place.world_size if place is not None else world_size
@@ -890,11 +957,14 @@ def enter_world(namespace: dict[str, Any], hidden: Mapping[str, Any], message: E
     torch.set_num_threads(message.threads)
     for model in model_reset.models_with_reducers():
         model.process_group = c10d._get_default_group()
+    _divide_again(namespace, former, world_size)
+    notes: list[str] = []
     if message.meshes or _RUNTIME in sys.modules:
         from rankbook.runtime import resize
 
-        resize.enter_world(message.meshes)
+        notes = resize.enter_world(message.meshes)
     continue_random(message.random, message.seeded)
+    return notes
 
 
 def hand_over(folder: str) -> None:

@@ -82,6 +82,8 @@ class ReplayBuffer:
         """Start a new task; the sender of a task has seen all earlier ones."""
         # Only the owner sends tasks, and it has handled everything that came before.
         self.acknowledge(self._cell)
+        # A task that forms the groups anew overtakes queued cells, whose numbers are lower.
+        self._acknowledged = min(self._acknowledged, task.cell - 1)
         self._cell = task.cell
         self._number = task.number if isinstance(task, RunCell) else -1 if isinstance(task, Regroup) else 0
         self._label = _label(task)

@@ -7,7 +7,8 @@ This module also recovers the training state after an aborted collective, and co
 prepared objects (`install`). The ranks may have failed at different batches: some may have taken an optimizer step that
 others did not. The sequence is: the process groups are re-formed (rank/process_groups), rank/model_reset.py calls
 `restart_accumulation`, and at the start of the next batch the window clears all gradients (`_drop_gradients`) and
-copies replicas that differ from rank 0 (`_synchronize_replicas`).
+copies replicas that differ from rank 0 (`_synchronize_replicas`). The batch starts with `accumulate`, or without it
+with the forward pass of a prepared model (`settle_before_training`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rankbook.protocol import telemetry
 from rankbook.runtime import optimizer as optimizer_module
 from rankbook.runtime import prepare, prepared
 from rankbook.runtime.collectives import CollectiveMethods
-from rankbook.runtime.gradient_state import GradientState, window
+from rankbook.runtime.gradient_state import GradientState, settle_before_training, window
 from rankbook.runtime.memory import clear_device_cache, release_memory
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from rankbook.runtime.prepare import (
@@ -75,7 +76,8 @@ def restart_accumulation() -> None:
     # Without a shared state no Accelerator exists in this process, and no window.
     if GradientState._shared_state:
         window.abort(GradientState())
-        window.was_aborted = True
+        for _, wrapped in prepared.prepared_models():
+            settle_before_training(wrapped)
 
 
 def _drop_gradients() -> None:
@@ -94,30 +96,35 @@ def _synchronize_replicas() -> None:
     rank may have skipped a step that others took. Shards are left as they are, with a warning: no other rank has what a
     rank lacks.
     """
-    copies = [wrapped for strategy, wrapped in prepared.prepared_models() if isinstance(strategy, DataParallel)]
-    wrappers = prepare.prepared_optimizers()
     if not dist.is_initialized():
         return
-    # All ranks take part in this collective, whatever they hold: a replacement rank may have fewer objects prepared.
-    # If the counts differ, there is no common order for the broadcasts below, and nothing is copied.
-    local_steps = [wrapper.steps for wrapper in wrappers]
-    scalers = {id(wrapper.scaler): wrapper.scaler for wrapper in wrappers if wrapper.scaler is not None}
-    scales = [scaler.state_dict() for scaler in scalers.values()]
+    # By serial number: a rank may hold other objects than the others, such as those of a cell that has failed there,
+    # or fewer if it replaces a lost one. Only what all ranks have is compared and copied.
+    registered = prepared.registered("model")
+    copies = {
+        serial: registered[serial]
+        for serial, (strategy, _) in prepared.current_models().items()
+        if isinstance(strategy, DataParallel)
+    }
+    wrappers = prepared.registered("optimizer")
+    scales = {serial: wrapper.scaler.state_dict() for serial, wrapper in wrappers.items() if wrapper.scaler is not None}
     rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, (len(copies), local_steps, scales))
-    for scaler, scale in zip(scalers.values(), rows[0][2], strict=False):
-        if scale != scaler.state_dict():  # gradients of different scales must not be averaged
+    dist.all_gather_object(rows, (set(copies), {serial: wrapper.steps for serial, wrapper in wrappers.items()}, scales))
+    serials = sorted(set.intersection(*(set(steps) for _, steps, _ in rows)))
+    for serial in serials:
+        scaler, scale = wrappers[serial].scaler, rows[0][2].get(serial)
+        # Gradients of different scales must not be averaged.
+        if scaler is not None and scale is not None and scale != scaler.state_dict():
             scaler.load_state_dict(scale)
-    steps_by_rank = [steps for _, steps, _ in rows]
-    if all(rank_steps == steps_by_rank[0] for rank_steps in steps_by_rank) or any(
-        (count, len(rank_steps)) != (len(copies), len(local_steps)) for count, rank_steps, _ in rows
-    ):
+    steps_by_rank = [[steps[serial] for serial in serials] for _, steps, _ in rows]
+    if all(rank_steps == steps_by_rank[0] for rank_steps in steps_by_rank):
         return
     # All ranks have compared the same rows above, so all of them return there or all come here.
-    for model in copies:
-        for tensor in (*model.parameters(), *model.buffers()):
+    for serial in sorted(set.intersection(*(models for models, _, _ in rows))):
+        for tensor in (*copies[serial].parameters(), *copies[serial].buffers()):
             dist.broadcast(tensor.detach(), 0)
-    for index, wrapper in enumerate(wrappers):
+    for index, serial in enumerate(serials):
+        wrapper = wrappers[serial]
         if _is_sharded(wrapper):
             continue
         state_list = [wrapper.state_dict()]
@@ -128,8 +135,9 @@ def _synchronize_replicas() -> None:
         counts = ", ".join(f"rank {rank}: {rank_steps}" for rank, rank_steps in enumerate(steps_by_rank))
         # Whether parameters are sharded is the same on all ranks, and so are the numbers of the others now.
         mixed = any(
-            _is_sharded(wrapper) and any(rank_steps[index] != steps_by_rank[0][index] for rank_steps in steps_by_rank)
-            for index, wrapper in enumerate(wrappers)
+            _is_sharded(wrappers[serial])
+            and any(rank_steps[index] != steps_by_rank[0][index] for rank_steps in steps_by_rank)
+            for index, serial in enumerate(serials)
         )
         remedy = (
             "interrupt this cell, and %distributed heal brings all ranks back to the last snapshot"
@@ -452,8 +460,7 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
                 self._register(kind, item, serial)
         for item, serial in zip(self._custom_objects, state["custom_serials"], strict=True):
             prepared.note_registered("custom", item, serial)
-        # A replacement rank takes part in the collective with which the survivors start
-        # (`_synchronize_replicas`).
+        # A replacement rank starts as the survivors do.
         if fresh:
             restart_accumulation()
 

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
+
+from rankbook import snapshot_files
 
 # Settings of a process without a plugin. They are looked up when they are read, since `plugin_kwargs` has only what was
 # set.
@@ -208,8 +211,8 @@ class AccumulationWindow:
         before_backward: called by `Accelerator.backward`, while the training state is protected (protection.py).
         scaler: loss scaler of the optimizers that are prepared now.
         drop_gradients: clears the gradients of all prepared models and optimizers.
-        synchronize_replicas: makes the replicas on all ranks equal again, after a collective was aborted
-            (`was_aborted`). A collective.
+        synchronize_replicas: makes the replicas on all ranks equal again, after the process groups were formed anew
+            (`snapshot_files.replicas_may_differ`). A collective.
     """
 
     def __init__(self) -> None:
@@ -223,7 +226,6 @@ class AccumulationWindow:
         self.scaler: torch.amp.GradScaler | None = None
         self.drop_gradients: Callable[[], None] = lambda: None
         self.synchronize_replicas: Callable[[], None] = lambda: None
-        self.was_aborted = False
         self._position = 0
         self._length: int | None = None
         self._loop: object | None = None
@@ -258,13 +260,7 @@ class AccumulationWindow:
         loop = gradients._active[-1] if gradients._active else None
         if loop is not self._loop:
             self._begin_loop(loop, gradients)
-        # Nothing has used the gradients of a window that was left early. All ranks come here at their next batch, so
-        # the collective in `synchronize_replicas` is called by all of them.
-        if self._stale:
-            self.drop_gradients()
-            if self.was_aborted:
-                self.synchronize_replicas()
-            self._stale = self.was_aborted = False
+        self.settle()
         # A new window begins. Fewer than `steps` batches may be left: then their number is the divisor.
         if not self._is_open:
             self.count = 0
@@ -286,6 +282,19 @@ class AccumulationWindow:
             self._rescaled = set()
         gradients._set_sync_gradients(sync)
         return sync
+
+    def settle(self) -> None:
+        """Drop the gradients of a window that was left early, and make the ranks' replicas equal again.
+
+        All ranks call this before their next batch: it is a collective if the process groups have been formed anew.
+        """
+        if not self._stale and not snapshot_files.replicas_may_differ:
+            return
+        # Nothing has used these gradients.
+        self.drop_gradients()
+        if snapshot_files.replicas_may_differ:
+            self.synchronize_replicas()
+        self._stale = snapshot_files.replicas_may_differ = False
 
     def _begin_loop(self, loop: Any, gradients: GradientState) -> None:  # noqa: ANN401 - an entry of GradientState._active
         # If windows go on over the ends of loops, or there is no loop, the length of a window is always `num_steps`.
@@ -339,7 +348,8 @@ class AccumulationWindow:
     def set_aside(self, gradients: GradientState) -> Iterator[None]:
         """Run the block with batches that are windows by themselves and are not observed. Then this window goes on."""
         kept, sync, settings = dict(vars(self)), gradients.sync_gradients, gradients.plugin_kwargs
-        self._is_open = self._stale = self.in_batch = self.was_aborted = False
+        differ, snapshot_files.replicas_may_differ = snapshot_files.replicas_may_differ, False
+        self._is_open = self._stale = self.in_batch = False
         self._rescale = 1.0
         self.before_backward = None
         gradients.plugin_kwargs = {**settings, "num_steps": 1}
@@ -348,12 +358,38 @@ class AccumulationWindow:
             yield
         finally:
             vars(self).update(kept)
+            snapshot_files.replicas_may_differ |= differ
             gradients.plugin_kwargs = settings
             gradients._set_sync_gradients(sync)
 
 
 window = AccumulationWindow()
 """Accumulation window of this process."""
+
+
+def settle_before_training(model: nn.Module) -> None:
+    """After the process groups were formed anew, settle the window before the prepared `model` trains again.
+
+    Does nothing at any other time, so that a step calls no hook. A loop with `accumulate` settles the window by itself.
+    """
+    # Inside of a compiled call, the hook would be traced.
+    if not snapshot_files.replicas_may_differ or model._compiled_call_impl is not None:
+        return
+    _remove_settling(model)
+    # Before the hooks of `fully_shard`, which gather the parameters.
+    model.register_forward_pre_hook(_settle_window, prepend=True)
+
+
+def _settle_window(model: nn.Module, _inputs: object) -> None:
+    if model.training and torch.is_grad_enabled():
+        _remove_settling(model)
+        window.settle()
+
+
+def _remove_settling(model: nn.Module) -> None:
+    # By its function, and not by a handle: a rank that replaces a lost one receives the model with the hook.
+    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _settle_window]:
+        del model._forward_pre_hooks[key]
 
 
 class AccumulateContext:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from rankbook.errors import InvalidArgument
 from rankbook.runtime import prepared as registry
 from rankbook.runtime.data.loaders import prepare_data_loader
+from rankbook.runtime.gradient_state import settle_before_training
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from rankbook.runtime.prepared import PrepareContext, PreparedModel, report_loader, report_model, report_optimizer
 from rankbook.runtime.settings import install_forward, remove_forward
@@ -181,6 +182,7 @@ def prepare_model(
         PreparedModel(weakref.ref(wrapped), context.strategy, _signature(raw, context, evaluation), name),
     )
     report_model(name, raw, context, wrapper=context.strategy.wrapper if spread else "")
+    settle_before_training(wrapped)
     return wrapped
 
 
@@ -188,6 +190,8 @@ def register_received_model(wrapped: nn.Module, context: PrepareContext) -> None
     """Register a prepared model that arrived from another process, on a rank that replaces a lost one."""
     raw = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
     if registry.prepared_model_of(raw) is None:
+        if context.dynamo.active:  # compiled code does not travel
+            _compile(wrapped, context)
         name, signature = f"model {next(_model_numbers)}", _signature(raw, context, evaluation=False)
         registry.register_model(raw, PreparedModel(weakref.ref(wrapped), context.strategy, signature, name))
 

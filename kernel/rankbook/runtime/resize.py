@@ -14,6 +14,7 @@ The order of events, on every rank that stays (rank/recovery.py, coordinator/res
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,11 +35,12 @@ from rankbook.checkpoint.storage.backends import LocalStorage
 from rankbook.checkpoint.storage.steps import CheckpointLocation
 from rankbook.errors import InvalidArgument
 from rankbook.runtime import prepared, protection
+from rankbook.runtime.accelerator import restart_accumulation
 from rankbook.runtime.config import ParallelismConfig
 from rankbook.runtime.data.loader_base import PreparedLoader
 from rankbook.runtime.data.loaders import prepare_again
 from rankbook.runtime.data.samplers import per_rank_batch_size
-from rankbook.runtime.gradient_state import GradientState, window
+from rankbook.runtime.gradient_state import window
 from rankbook.runtime.optimizer import AcceleratedOptimizer
 from rankbook.runtime.process_state import DistributedType, PartialState
 from rankbook.runtime.state import AcceleratorState
@@ -90,15 +91,9 @@ def _check_loader(loader: Any, world_size: int) -> None:  # noqa: ANN401 - any l
     per_rank_batch_size(loader.batch_size or 0, ranks, split_batches=True)
 
 
-def find_unmovable() -> str:
-    """Return which sharded model outside of `prepare` would be lost; mostly nothing."""
-    from torch.distributed._composable_state import _module_state_mapping
-
-    known = {id(module) for _, raw in prepared.current_models().values() for module in raw.modules()}
-    for module in tuple(_module_state_mapping):
-        if isinstance(module, FSDPModule) and id(module) not in known:
-            return f"{type(module).__name__} is sharded by fully_shard outside of prepare(): prepare it, or delete it"
-    return ""
+def prepared_modules() -> set[int]:
+    """Return the ids of all modules of prepared models, which a resize moves."""
+    return {id(module) for _, raw in prepared.current_models().values() for module in raw.modules()}
 
 
 # Handing over ---------------------------------------------------------------------------------------------------------
@@ -182,8 +177,11 @@ def _fitted(strategy: FullyShardedDataParallel, world_size: int) -> FullySharded
     return kind(replace(strategy.setup, num_processes=world_size, parallelism=fitted))
 
 
-def enter_world(meshes: tuple[MeshSizes, ...]) -> None:
-    """Adapt the prepared objects to the ranks of the default process group. A collective."""
+def enter_world(meshes: tuple[MeshSizes, ...]) -> list[str]:
+    """Adapt the prepared objects to the ranks of the default process group. A collective.
+
+    Return what the user has to know: the loaders that cannot continue in the middle of their epoch.
+    """
     process, world_size = PartialState._shared_state, dist.get_world_size()
     if process:
         several = DistributedType.MULTI_CPU if process["device"].type == "cpu" else DistributedType.MULTI_GPU
@@ -196,7 +194,7 @@ def enter_world(meshes: tuple[MeshSizes, ...]) -> None:
     protection.end()  # its snapshots are those of another number of ranks
     # Gradients that were accumulated before belong to a window of other batches.
     window.drop_gradients()
-    window.abort(GradientState())
+    restart_accumulation()
     for strategy in _strategies():
         parallelism = strategy.setup.parallelism
         strategy.setup = replace(
@@ -208,11 +206,14 @@ def enter_world(meshes: tuple[MeshSizes, ...]) -> None:
     _shard_again()
     _renew_signatures()
     mesh = _loader_mesh()
-    for loader in prepared.registered("loader").values():
-        if isinstance(loader, PreparedLoader):
-            prepare_again(loader, mesh)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for loader in prepared.registered("loader").values():
+            if isinstance(loader, PreparedLoader):
+                prepare_again(loader, mesh)
     for scheduler in prepared.registered("scheduler").values():
         scheduler.set_num_processes(world_size if mesh is None else _data_parallel_size())
+    return [str(warning.message) for warning in caught]
 
 
 def _strategies() -> Iterator[Strategy]:

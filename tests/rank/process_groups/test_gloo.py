@@ -145,7 +145,7 @@ def test_a_rank_that_connects_slowly_looks_seldom_whether_another_one_has_failed
             return super().check(keys)
 
     def connect(*_arguments):
-        threading.Event().wait(0.4)
+        threading.Event().wait(2)
         return SimpleNamespace(_set_default_timeout=lambda _: None)
 
     monkeypatch.setattr(gloo, "_connect", connect)

@@ -62,6 +62,7 @@ _FOREVER = timedelta(days=365)
 _NAME = "rankbook"
 _PROTECTION = "rankbook.runtime.protection"
 _STRATEGIES = "rankbook.runtime.strategies.base"
+_ACCUMULATION = "rankbook.runtime.gradient_state"
 _MANAGED = {"gloo", "nccl"}
 _ACCELERATORS: dict[str, Callable[[torch.device], DeviceInterface]] = {"nccl": Cuda}
 """The backends that queue collectives on a device, and how to ask that device."""
@@ -70,6 +71,12 @@ _CHECK_INTERVAL = 0.25
 _NEW_GROUP = Op("new_group", None, alike=False)
 """Logged like a collective, so that the notebook sees ranks waiting in it."""
 _T = TypeVar("_T")
+
+
+def _uses_accumulation() -> bool:
+    """Return True if this process has the state of an `Accelerator`."""
+    module = sys.modules.get(_ACCUMULATION)  # not imported: a rank need not use the runtime
+    return module is not None and bool(module.GradientState._shared_state)
 
 
 @dataclass
@@ -193,6 +200,9 @@ class GroupManager:
             # After the groups work again, because models hold references to them.
             model_reset.reset_after_abort()
             self._mend_steps(steps)
+            # Last: an attempt that fails before is followed by another one.
+            for member in self._foreground().values():
+                member.group.cut_since = None
         else:
             dist.init_process_group(
                 self._backend,
@@ -226,6 +236,7 @@ class GroupManager:
             "steps": self._report_steps(),
             "snapshot": protection.next_number() if (protection := sys.modules.get(_PROTECTION)) is not None else 0,
             "serial": snapshot_files.next_serial,
+            "trains": _uses_accumulation(),
             "groups": {name: member.describe() for name, member in self._foreground().items()},
         }
         # Every rank writes its report and reads all others, so all of them compute the same result. There is no rank
@@ -246,6 +257,7 @@ class GroupManager:
                     groups.setdefault(name, group)
         # A new process has prepared nothing, and a rank whose cell has failed maybe less than the others.
         snapshot_files.next_serial = max(report["serial"] for report in reports)
+        snapshot_files.replicas_may_differ |= any(report["trains"] for report in reports)
         if protection is not None:
             protection.continue_numbers(max(report["snapshot"] for report in reports))
         if (strategies := sys.modules.get(_STRATEGIES)) is not None:
@@ -260,8 +272,6 @@ class GroupManager:
             return None
         groups = [member.group for member in self._foreground().values()]
         since = min((group.cut_since for group in groups if group.cut_since is not None), default=None)
-        for group in groups:
-            group.cut_since = None
         return self._steps.report(since)
 
     def _mend_steps(self, reports: list[model_reset.StepReport | None]) -> None:

@@ -33,6 +33,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 
 from rankbook.control_collectives import gather_objects
 from rankbook.runtime import prepared, protection
+from rankbook.runtime.gradient_state import settle_before_training
 from rankbook.runtime.optimizer import AcceleratedOptimizer
 from rankbook.runtime.process_state import PartialState
 from rankbook.runtime.protection import RestoredSnapshot
@@ -218,6 +219,7 @@ def shard_again(model: nn.Module, strategy: FullyShardedDataParallel) -> None:
     else:
         _make_parameters(model, None)
     strategy.shard_layout(model, mesh)
+    settle_before_training(model)
     _materialize(model, strategy.setup.device)
 
 
@@ -257,6 +259,7 @@ def _complete_model(model: nn.Module, sent: tuple[dict[str, Any], _Sharding]) ->
         hooks = [(vars(modules[path])[name], key) for path, name, key in sharding.tp_hooks]
         model.__dict__["_rankbook_tp_hooks"] = hooks
     strategy.shard_layout(model, sharding.mesh)
+    settle_before_training(model)
     _materialize(model, process.device)
 
 
