@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import inspect
 import os
 import queue
 import re
@@ -60,14 +61,38 @@ Answers = list[str] | Callable[[str], str]
 
 _ONE_LOOK = 0.25
 """Seconds that one look and the pause behind it count for at most."""
-_PATIENCE = """\
+
+
+def _wait_for_answers() -> None:
+    """Let questions to the ranks have time on a busy machine where a test gives them none of its own."""
+    import inspect
+
+    from rankbook.coordinator.cluster import Cluster
+    from rankbook.coordinator.monitor import StatusMonitor
+
+    both = ("placement", "detail", "shards", "statistic")
+    questions = [getattr(asked, name) for asked in (Cluster, StatusMonitor) for name in both]
+    questions += [Cluster.status, Cluster.stacks, Cluster.variables, Cluster.peek, StatusMonitor.snapshots]
+    for ask in questions:
+        assert ask.__kwdefaults__["timeout"] < 10.0, "the name has changed"
+        ask.__signature__ = inspect.signature(ask)  # what a user reads stays the same
+        ask.__kwdefaults__["timeout"] = 10.0
+
+
+_PATIENCE = f"""\
+{inspect.getsource(_wait_for_answers)}
+
+_wait_for_answers()
+del _wait_for_answers
+
+
 def _patience():
     from rankbook.coordinator.cluster import Cluster
     from rankbook.output import merger
 
     assert merger._HOLD < 1.0, "the name has changed"
     merger._HOLD = 1.0
-    for ask in (Cluster.complete, Cluster.inspect, Cluster.status, Cluster.stacks):
+    for ask in (Cluster.complete, Cluster.inspect):
         assert ask.__kwdefaults__["timeout"] < 5.0, "the name has changed"
         ask.__kwdefaults__["timeout"] = 5.0
 
@@ -83,6 +108,12 @@ del os, sys
 A person sees what one rank prints a tenth of a second later by itself, no completions that take as long, and a rank as
 unresponsive that takes ten times that to say where it is.
 """
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patience() -> None:
+    """Give the ranks of clusters in the tests' own process as much time as those of kernels."""
+    _wait_for_answers()
 
 
 RESTORE = """import os, sys

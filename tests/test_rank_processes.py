@@ -52,7 +52,7 @@ def test_the_stack_of_a_hung_rank_s_child_is_shown():
         child.join()
 
     with pytest.raises(RankFailed, match=r"(?s)in on_rank.*its child \d+, sleeping:.*in in_child"):
-        run_ranks(on_rank, 1, timeout=3)
+        run_ranks(on_rank, 1, timeout=15)
 
 
 def test_a_rank_that_is_killed_and_one_that_takes_too_long_are_reported():

@@ -18,7 +18,7 @@ from tests.conftest import MARK, check_nothing_left, leftovers, marked_processes
 
 pytestmark = pytest.mark.slow
 
-GONE_WITHIN = 2.0
+GONE_WITHIN = 10.0  # seconds after the script's end; what would be left stays for minutes
 
 TOUR = r"""
 import sys
@@ -148,7 +148,7 @@ Run = Callable[[str], Script]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """Start scripts; check at teardown that two seconds after their end nothing of them is left."""
+    """Start scripts; check at teardown that nothing of them is left after their end."""
     scripts: list[Script] = []
     before = leftovers()
 

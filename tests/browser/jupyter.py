@@ -45,10 +45,7 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        settings = {"IdentityProvider.token": "t", "ServerApp.disable_check_xsrf": True}
+        settings = {"IdentityProvider.token": "t", "ServerApp.disable_check_xsrf": True, "ServerApp.port_retries": 0}
         options = [f"--{name}={value}" for name, value in settings.items()]
         self.log = (folder / "server.log").open("wb")
         environment = {**os.environ, "JUPYTER_CONFIG_DIR": str(folder / "config"), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -57,12 +54,22 @@ class Server:
         environment["JUPYTERLAB_SETTINGS_DIR"] = str(folder / "settings")
         environment["JUPYTERLAB_WORKSPACES_DIR"] = str(folder / "workspaces")
         root = ["--allow-root"] if os.geteuid() == 0 else []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", "--no-browser", f"--port={self.port}", "--ip=127.0.0.1",
-             f"--ServerApp.root_dir={folder}", *root, *options],
-            cwd=folder, env=environment, stdout=self.log, stderr=self.log, start_new_session=True,
-        )  # fmt: skip
-        self.wait_ready(timeout=60)
+        for attempt in range(5):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self.port = probe.getsockname()[1]
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "jupyterlab", "--no-browser", f"--port={self.port}", "--ip=127.0.0.1",
+                 f"--ServerApp.root_dir={folder}", *root, *options],
+                cwd=folder, env=environment, stdout=self.log, stderr=self.log, start_new_session=True,
+            )  # fmt: skip
+            try:
+                self.wait_ready(timeout=120)
+                break
+            except RuntimeError as error:
+                # Another process may have taken the port meanwhile.
+                if attempt == 4 or "is not available" not in str(error):
+                    raise
 
     def wait_ready(self, *, timeout: float) -> None:
         """Wait until it lists its kernels: a page that asks for them too early lets the person choose one."""

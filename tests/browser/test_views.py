@@ -51,7 +51,7 @@ def updates(view):
 def updates_per_second(notebook, view, seconds=2.0):
     """The most of a few times, until it is enough: other work on the machine comes and goes, a slow view stays slow."""
     most = 0.0
-    for _ in range(5):
+    for _ in range(30):
         before, start = updates(view), time.monotonic()
         notebook.page.wait_for_timeout(1000 * seconds)
         most = max(most, (updates(view) - before) / (time.monotonic() - start))

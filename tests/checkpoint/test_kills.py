@@ -180,8 +180,9 @@ def many(count, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(330)
 def test_a_kill_leaves_the_previous_step_or_the_new_one():
-    (counts,) = run_ranks(many, 1, 12, 5, timeout=110, group=False)
+    (counts,) = run_ranks(many, 1, 12, 5, timeout=300, group=False)
     assert counts["old"] + counts["new"] == 12
     assert counts["old"] >= 2
     assert counts["left"] >= 1

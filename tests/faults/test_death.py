@@ -267,7 +267,7 @@ def new_rank(notebook: Notebook, earlier: dict[int, str]) -> int:
         fresh[:] = [pid for pid in notebook.processes() if pid not in earlier]
         return bool(fresh)
 
-    wait_until(look, timeout=10, what="a new rank's process")
+    wait_until(look, timeout=30, what="a new rank's process")
     return fresh[0]
 
 
@@ -282,7 +282,7 @@ def test_a_death_while_a_rank_is_restarted_is_a_clear_error_and_another_restart_
     failed = four.finish(message, timeout=20)
     assert "rank 1 was killed by SIGKILL" in full_text(failed)
     assert "dead" in status(four)[1]
-    assert "[3] 30" in four.ok("%%distributed --ranks 3\nprint(remembered)", timeout=10).stdout
+    assert "[3] 30" in four.ok("%%distributed --ranks 3\nprint(remembered)", timeout=30).stdout
     four.ok("%distributed restart 1", timeout=20)
     assert "[0-3] sum 6" in four.ok(REDUCE, timeout=20).stdout
 
@@ -301,17 +301,18 @@ def test_death_during_group_formation_does_not_block_other_ranks(four):
     try:
         message = four.send("%distributed restart 1")
         fresh = new_rank(four, earlier_processes)
-        wait_until(lambda: bool(joined() - earlier), timeout=10, what="rank 1 in the store")
+        wait_until(lambda: bool(joined() - earlier), timeout=30, what="rank 1 in the store")
         os.kill(fresh, signal.SIGKILL)
     finally:
         os.kill(before[0], signal.SIGCONT)
     failed = four.finish(message, timeout=20)
     assert "rank 1 was killed by SIGKILL" in full_text(failed)
-    assert "[3] 30" in four.ok("%%distributed --ranks 3\nprint(remembered)", timeout=10).stdout
+    assert "[3] 30" in four.ok("%%distributed --ranks 3\nprint(remembered)", timeout=30).stdout
     four.ok("%distributed restart 1", timeout=20)
     assert "[0-3] sum 6" in four.ok(REDUCE, timeout=20).stdout
 
 
+@pytest.mark.timeout(300)
 def test_twenty_deaths_and_restarts_leave_nothing_behind(four):
     kernel = psutil.Process(four.pid)
     code = """%%local
@@ -329,7 +330,7 @@ for _ in range({}):
         return kernel.num_fds(), kernel.num_threads(), len(four.processes()), files, len(folders)
 
     before = resource_counts()  # what a moment later will have ended may be counted too
-    four.ok(code.format(20))
+    four.ok(code.format(20), timeout=240)
     after: list[tuple[int, ...]] = []
 
     def settled() -> bool:
@@ -337,7 +338,7 @@ for _ in range({}):
         return all(now <= then for now, then in zip(after[0], before, strict=True))
 
     with contextlib.suppress(pytest.fail.Exception):
-        wait_until(settled, timeout=10, what="no more than before")
+        wait_until(settled, timeout=30, what="no more than before")
     assert settled(), f"(descriptors, threads, processes, files, folders): {before} before, {after[0]} after"
 
 
@@ -414,20 +415,21 @@ def test_ranks_that_are_in_a_loop_of_python_answer_where_they_are(four):
 BREAKS = """%%distributed --ranks 2
 import threading, time
 control = next(each for each in threading.enumerate() if each.name == 'rankbook-control')
-wait, fails = control._link.wait, [TIMES]
+wait, fails, mended = control._link.wait, [TIMES], threading.Event()
 def breaks(*args):
     if fails[0]:
         fails[0] -= 1
         raise OSError('the link is broken')
+    mended.set()
     return wait(*args)
 control._link.wait = breaks
 control._link.wake()
-time.sleep(LONG)
+assert mended.wait(60)
 print('went on')"""
 
 
 def test_errors_on_the_control_thread_are_reported_and_it_continues(four):
-    outcome = four.ok(BREAKS.replace("TIMES", "1").replace("LONG", "0.3"))
+    outcome = four.ok(BREAKS.replace("TIMES", "1"))
     assert "[2] went on" in outcome.stdout
     assert "Error in Rankbook's control thread, which continues" in outcome.stderr
     assert "the link is broken" in outcome.stderr
@@ -435,7 +437,7 @@ def test_errors_on_the_control_thread_are_reported_and_it_continues(four):
 
 
 def test_rank_whose_control_thread_fails_dies_with_the_reason(four):
-    failed = four.run(BREAKS.replace("TIMES", "1_000_000").replace("LONG", "60"))
+    failed = four.run(BREAKS.replace("TIMES", "1_000_000"))
     assert failed.seconds < TOLD_WITHIN
     assert "rank 2 exited with code 1" in full_text(failed)
     assert "control thread cannot continue" in failed.stderr
@@ -444,7 +446,7 @@ def test_rank_whose_control_thread_fails_dies_with_the_reason(four):
 
 def test_control_thread_that_cannot_report_its_error_ends_its_rank(four):
     deaf = "control._capture._send = None\ncontrol._link.wake()"
-    failed = four.run(BREAKS.replace("TIMES", "1").replace("LONG", "60").replace("control._link.wake()", deaf))
+    failed = four.run(BREAKS.replace("TIMES", "1").replace("control._link.wake()", deaf))
     assert "rank 2 exited with code 1" in full_text(failed)
     assert "'NoneType' object is not callable" in failed.stderr
     assert "the link is broken" in failed.stderr

@@ -1,4 +1,4 @@
-"""Test that no process of the ranks is left two seconds after the kernel has ended in any way."""
+"""Test that no process of the ranks is left after the kernel has ended in any way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.rank.test_forkserver import alive
 
 pytestmark = pytest.mark.slow
 
-GONE_WITHIN = 2.0
+GONE_WITHIN = 10.0  # seconds after the kernel's end; what would be left stays for minutes
 
 # Everything a rank may have around it: a subprocess that ignores every polite request, DataLoader workers, a thread
 # that writes, a process that left the rank's process group, and a value in shared memory.

@@ -15,9 +15,9 @@ from tests.faults.test_death import REDUCE, full_text, pids, status
 
 pytestmark = pytest.mark.slow
 
-HOLD = """import ctypes, os, time
+HOLD = """import ctypes, os, sys
 print('begun')
-time.sleep(0.5)  # what it prints goes out on the thread that is about to be held up
+print('holds', file=sys.stderr)  # before a change of streams, the main thread itself sends what was printed
 ctypes.PyDLL(None).read(os.open({!r}, os.O_RDWR), ctypes.create_string_buffer(1), 1)"""
 
 
@@ -139,8 +139,9 @@ def test_a_rank_whose_c_code_holds_the_interpreter_is_reported_with_its_cpu_time
 def test_a_rank_whose_c_code_holds_the_interpreter_can_be_interrupted_and_restarted(two, tmp_path):
     pressed = []
     marker = tmp_path / "held"
+    begun = "import ctypes, sys\nprint('begun')\nprint('holds', file=sys.stderr)"
     hold = f"open({str(marker)!r}, 'w').close()\nctypes.PyDLL(None).sleep(600)"
-    message = two.send(f"%%distributed --ranks 1\nimport ctypes, time\nprint('begun')\ntime.sleep(0.5)\n{hold}")
+    message = two.send(f"%%distributed --ranks 1\n{begun}\n{hold}")
 
     def press(outcome: Outcome) -> None:
         if "begun" in outcome.stdout and not pressed:

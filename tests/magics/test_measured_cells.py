@@ -212,8 +212,8 @@ def milliseconds(words):
 @pytest.mark.processes
 @pytest.mark.parametrize("work", ["dist.all_reduce(total)", "step()", "dist.barrier()"])
 def test_times_name_the_ranks_that_were_waited_for(notebook, work):
-    outcome = notebook.ok(f"%%distributed --time\nprint('there')\nif rank == 1:\n    time.sleep(0.4)\n{work}")
-    assert outcome.text.startswith("[0-1] there\n"), "the table comes after what the cell prints"
+    outcome = notebook.ok(f"%%distributed --time\nprint('there')\nif rank == 1:\n    time.sleep(2)\n{work}")
+    assert outcome.text.index("[0-1] there\n") < outcome.text.index("rank  wall"), "the table comes last"
     times = rows(outcome, "rank")
     wall, cpu, main, wait_time = milliseconds(times["0"])
     assert 200 < wait_time <= wall and main <= cpu + 1 < 300
@@ -225,7 +225,7 @@ def test_times_name_the_ranks_that_were_waited_for(notebook, work):
 @pytest.mark.processes
 def test_ranks_that_were_late_in_turn_are_both_named(notebook):
     outcome = notebook.ok(
-        "%%distributed --time\nfor late in range(2):\n    if rank == late:\n        time.sleep(0.4)\n    dist.barrier()"
+        "%%distributed --time\nfor late in range(2):\n    if rank == late:\n        time.sleep(2)\n    dist.barrier()"
     )
     assert all(" ".join(words).endswith("the others waited for it") for words in rows(outcome, "rank").values())
 
@@ -259,7 +259,7 @@ def test_a_cell_in_the_background_and_one_that_fails_are_measured_too(notebook):
 def test_a_profile_is_a_table_and_a_trace_whose_times_fit_together(notebook, folder):
     outcome = notebook.ok(
         "%%distributed --profile\n"
-        "dist.barrier()\nif rank == 1:\n    time.sleep(0.3)\n"
+        "dist.barrier()\nif rank == 1:\n    time.sleep(2)\n"
         "dist.all_reduce(total)\nstep()\ny = torch.ones(60, 60) @ torch.ones(60, 60)\nprint(time.time_ns())"
     )
     assert "stderr" not in {output.get("name") for output in outcome.outputs}
@@ -281,7 +281,7 @@ def test_a_profile_is_a_table_and_a_trace_whose_times_fit_together(notebook, fol
     assert waits["ts"] + 200_000 < start < waits["ts"] + waits["dur"] + 1000, "the clocks of the ranks are one"
     printed = [int(line.split()[-1]) for line in outcome.stdout.splitlines() if line.startswith("[")]
     last = max(part["ts"] + part["dur"] for part in spans)
-    assert abs(trace["baseTimeNanoseconds"] / 1e3 + last - max(printed) / 1e3) < 200_000, "microseconds since 1970"
+    assert abs(trace["baseTimeNanoseconds"] / 1e3 + last - max(printed) / 1e3) < 1_000_000, "microseconds since 1970"
 
 
 @pytest.mark.slow

@@ -6,21 +6,24 @@ import re
 
 import pytest
 
-from tests.rank_processes import free_port
-
 pytestmark = pytest.mark.slow
 
 
+# Chosen by rank 0 right before it is used, so that no other process is likely to take it.
+FREE_PORT = """import socket
+with socket.create_server(('127.0.0.1', 0)) as probe:
+    ports = [probe.getsockname()[1]]
+dist.broadcast_object_list(ports)
+(port,) = ports"""
 ADD = "x = torch.ones(1)\ndist.all_reduce(x)\nprint(x.item())"
 
 
 @pytest.mark.parametrize("of", ["tcp", "env"])
 def test_a_group_with_a_store_of_the_users_own_works_and_outlives_an_abort(fresh_notebook, of):
     fresh_notebook.ok("%distributed start -n 2")
-    port = free_port()
-    where = f"init_method='tcp://127.0.0.1:{port}', rank=rank, world_size=world_size" if of == "tcp" else ""
-    address = f"import os\nos.environ['MASTER_PORT'] = '{port}'" if of == "env" else ""
-    make = f"dist.destroy_process_group()\n{address}\ndist.init_process_group('gloo', {where})"
+    where = "init_method=f'tcp://127.0.0.1:{port}', rank=rank, world_size=world_size" if of == "tcp" else ""
+    address = "import os\nos.environ['MASTER_PORT'] = str(port)" if of == "env" else ""
+    make = f"{FREE_PORT}\ndist.destroy_process_group()\n{address}\ndist.init_process_group('gloo', {where})"
     assert "[0-1] 2.0" in fresh_notebook.ok(f"%%distributed\n{make}\n{ADD}").stdout
     outcome = fresh_notebook.run(f"%%distributed\nif rank == 1: raise ValueError('alone')\n{ADD}")
     assert "ValueError: alone" in outcome.traceback

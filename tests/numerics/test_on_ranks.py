@@ -346,7 +346,14 @@ def test_a_training_loop_that_ends_meanwhile_is_compared_after_it(cluster, tmp_p
 def test_the_placement_shows_the_gradient_norms_of_one_process(cluster, layout):
     run(cluster, f"build({layout!r})\nbackward()")
     expected, total = (cluster.pull(name)[0] for name in ("expected", "expected_total"))
-    placement = cluster.placement(timeout=30)
+    placements = []
+
+    def measured():
+        placements[:] = [cluster.placement(timeout=30)]
+        return any(norms.model == "model" for norms in placements[0].gradients)
+
+    wait_until(measured, timeout=30, what="the norms of the model")
+    (placement,) = placements
     (norms,) = (norms for norms in placement.gradients if norms.model == "model")
     assert norms.norm == pytest.approx(total, rel=1e-4) and norms.note == "" and norms.step is None
     up = (expected["up.weight"] ** 2 + expected["up.bias"] ** 2) ** 0.5
