@@ -20,6 +20,7 @@ from rankbook.coordinator.reattach import (
     select_detached,
 )
 from rankbook.coordinator.state_machine import RankState, RecoveredClusterState
+from rankbook.coordinator.states import choose_donor
 from rankbook.errors import InvalidArgument, NoClusterError
 from rankbook.launch.registry import ClusterRecord, DetachedCluster, DetachedRank
 from rankbook.output.merger import Emit, Stream
@@ -127,6 +128,14 @@ def test_reattached_state_starts_from_the_state_of_the_ranks():
     assert state.handle(ev.InterruptCell(5))[0] == act.SendInterrupt(5, (0,))
     assert state.handle(ev.CellDone(0, 1, 5)) == [act.EndCell(5, (), interrupted=True)]
     assert state.handle(ev.LaunchRanks((2,))) == [act.Fork(2, 7)]
+
+
+def test_a_rank_that_was_restarted_before_the_kernel_ended_is_not_the_donor():
+    accounts = {rank: account(replay_start(5, seen=True)) for rank in range(2)}
+    state = RecoveredClusterState(recovered_state(2, {0: 2, 1: 1}, {}, accounts, {0: 2, 1: 1}))
+    assert choose_donor(state.ranks.values()) == 1
+    state.handle(ev.LaunchRanks((0,)))
+    assert state.ranks[0].since == 3, "later than all launches before"
 
 
 def test_wait_for_a_rank_that_raised_while_detached_is_aborted():

@@ -682,7 +682,8 @@ class ClusterProcesses:
             notebook_started=process_start_time(os.getpid()) or 0.0,
             interrupted=interrupted,
             ranks=tuple(
-                DetachedRank(rank, ranks[rank].incarnation, rank_processes[rank].pid, devices[rank]) for rank in ranks
+                DetachedRank(rank, entry.incarnation, rank_processes[rank].pid, devices[rank], entry.since)
+                for rank, entry in ranks.items()
             ),
         )
         write_record(record)

@@ -140,8 +140,9 @@ class ReattachedProcesses(ClusterProcesses):
         reports = replay_handshake(
             hub, pids, incarnations, token=record.token, since=launcher.owner_lost_at, timeout=_HANDSHAKE_TIMEOUT
         )
+        since = {rank.rank: rank.since for rank in record.ranks}
         self.state = state = RecoveredClusterState(
-            recovered_state(len(record.ranks), incarnations, launcher.exited, reports),
+            recovered_state(len(record.ranks), incarnations, launcher.exited, reports, since),
             grace=GracePeriods(raised=abort_grace()),
         )
         state.reserve_incarnations(unknown)
@@ -333,17 +334,19 @@ def recovered_state(
     incarnations: Mapping[int, int],
     exits: Mapping[int, RankExited],
     reports: Mapping[int, ReplayReport],
+    since: Mapping[int, int] | None = None,
 ) -> RecoveredState:
-    """Return the initial state for the state machine."""
+    """Return the initial state for the state machine. `since` has the launches of the ranks, see `states.RankEntry`."""
+    launches = since or {}
     ranks = []
     for rank in range(world_size):
         report, exited = reports.get(rank), exits.get(rank)
         if report is None:
             incarnation = exited.incarnation if exited is not None else 0
             reason = describe_exit(exited) if exited is not None else "had already exited"
-            ranks.append(RecoveredRank(rank, incarnation, reason))
+            ranks.append(RecoveredRank(rank, incarnation, reason, launches.get(rank, 0)))
         else:
-            ranks.append(RecoveredRank(rank, incarnations[rank]))
+            ranks.append(RecoveredRank(rank, incarnations[rank], None, launches.get(rank, 0)))
     tasks = recovered_tasks(reports)
     running = tuple(
         RecoveredCell(task.cell, task.ranks, task.running, task.answers, task.collectives, task.internal)

@@ -573,11 +573,12 @@ class Journal:
 
 @dataclass(frozen=True)
 class RecoveredRank:
-    """A rank as it was found. `loss` says how its process ended, if it has."""
+    """A rank as it was found. `loss` says how its process ended, if it has. `since` as in `states.RankEntry`."""
 
     rank: int
     incarnation: int
     loss: str | None = None
+    since: int = 0
 
 
 @dataclass(frozen=True)
@@ -615,9 +616,12 @@ class RecoveredClusterState(ClusterState):
         super().__init__(len(recovered.ranks), grace=grace)
         # The numbers continue, because the ranks identify their messages by them.
         self._last_cell, self.generation = recovered.last_cell, recovered.generation
+        self._launches = max((rank.since for rank in recovered.ranks), default=0)
         for recovered_rank in recovered.ranks:
             rank = self.ranks[recovered_rank.rank]
             rank.incarnation, rank.loss = recovered_rank.incarnation, recovered_rank.loss
+            # A rank that was restarted has less state than the others, and is not the donor of a later heal.
+            rank.since = recovered_rank.since
             # By the regular steps, so that no state can be set that the tables do not allow.
             self._move(rank, RankStep.FORK)
             self._move(rank, RankStep.HELLO if recovered_rank.loss is None else RankStep.EXIT)

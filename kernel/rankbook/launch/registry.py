@@ -174,12 +174,13 @@ _CLOCK_STEP = 2.0
 
 @dataclass(frozen=True)
 class DetachedRank:
-    """State of a rank at the time when the record was written."""
+    """State of a rank at the time when the record was written. `since` is the number of the launch that started it."""
 
     rank: int
     incarnation: int
     pid: int | None
     device: str
+    since: int = 0
 
 
 @dataclass(frozen=True)
