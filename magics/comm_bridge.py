@@ -17,7 +17,7 @@ from comm.base_comm import BaseComm
 
 from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.running_cell import Sink
-from rankbook.magics.output_panel import JupyterSink
+from rankbook.magics.output_panel import CapturedSink, JupyterSink
 from rankbook.protocol.messages import CommFromRank, CommToRank
 
 _WIDGET = "jupyter.widget"
@@ -173,7 +173,7 @@ def forward_comms(cluster: Cluster, sink: Sink) -> None:
 
     Does nothing if `sink` is not that of a front end.
     """
-    if isinstance(sink, JupyterSink):
+    if isinstance(sink, JupyterSink | CapturedSink):
         bridge = cluster.comms.listener
         if not isinstance(bridge, CommBridge):
             bridge = cluster.comms.listener = CommBridge(cluster, sink.kernel)

@@ -119,7 +119,7 @@ class DistributedMagics(Magics):
         # An interrupt between submission and wait would leave a running cell that nothing waits for. It is deferred,
         # and `wait` forwards it to the ranks.
         with deferred_interrupts() as interrupts:
-            interrupts.ignore_repeats = isinstance(sink, JupyterSink)
+            interrupts.ignore_repeats = getattr(self._shell, "kernel", None) is not None
             # The ranks run cells in the order of submission, so the profiler's first start precedes the cell.
             before = None if measuring is None else measuring.prepare(cluster, ranks)
             submitted = cluster.submit_code(

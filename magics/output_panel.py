@@ -307,10 +307,13 @@ class TerminalSink:
 
 
 class CapturedSink(TerminalSink):
-    """Output of a cell under `%%capture`, which keeps the streams' text and what `publisher` is given."""
+    """Output of a cell of `kernel` under `%%capture`, which keeps the streams' text and what `publisher` is given."""
 
-    def __init__(self, publisher: CapturingDisplayPublisher) -> None:
+    shows_live = False  # a line that was shown live would not be part of the text
+
+    def __init__(self, kernel: Any, publisher: CapturingDisplayPublisher) -> None:  # noqa: ANN401 - ipykernel's
         super().__init__()
+        self.kernel, self.parent = kernel, kernel.get_parent("shell")
         self._publisher = publisher
 
     def emit(self, items: Sequence[Emit]) -> None:
@@ -338,7 +341,9 @@ def sink_for(shell: InteractiveShell, number: int | None = None) -> JupyterSink 
         with contextlib.suppress(Exception):  # a stream that the user has put there, for example a closed one
             stream.flush()
     publisher = shell.display_pub
-    return CapturedSink(publisher) if isinstance(publisher, CapturingDisplayPublisher) else JupyterSink(kernel, number)
+    if isinstance(publisher, CapturingDisplayPublisher):
+        return CapturedSink(kernel, publisher)
+    return JupyterSink(kernel, number)
 
 
 def ask_for(shell: InteractiveShell) -> Ask:

@@ -27,7 +27,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -729,6 +729,8 @@ def _make_agent(connection: Connection, launcher: LocalLauncher, options: argpar
     # Without a number of its own, the node of a single task has that of the task.
     if node is None and not is_task:
         node = identity.rank
+    if is_task:
+        _forget_threads_of_torchrun(os.environ)
     address = source_address(connection.address, connection.port)
     description = HostDescription(
         name=os.environ.get("SLURMD_NODENAME") or platform.node(),
@@ -753,6 +755,12 @@ def _make_agent(connection: Connection, launcher: LocalLauncher, options: argpar
         slots=1 if is_task else options.slots,
         outlives_terminal=_outlives_terminal(options.connect),
     )
+
+
+def _forget_threads_of_torchrun(environment: MutableMapping[str, str]) -> None:
+    """Remove the number of threads that torchrun sets for several tasks on a node if the user has set none."""
+    if "TORCHELASTIC_RUN_ID" in environment and environment.get("OMP_NUM_THREADS") == "1":
+        del environment["OMP_NUM_THREADS"]
 
 
 def _outlives_terminal(source: str | None) -> bool:

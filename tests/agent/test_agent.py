@@ -258,3 +258,17 @@ def test_the_process_of_a_rank_that_has_ended_is_not_looked_at_any_more(agent, l
     assert sent_after_looking() == [(RankExited, 3), (ProcessState, 2)]
     # A request that was on the way when the rank ended: no process is left that could be described.
     assert sent_after_looking() == [(ProcessState, 2)] and set(agent._asked) == {2}
+
+
+@pytest.mark.parametrize(
+    ("environment", "kept"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}, None),
+        ({"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "4"}, "4"),
+        ({"OMP_NUM_THREADS": "1"}, "1"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, None),
+    ],
+)
+def test_the_number_of_threads_that_torchrun_sets_is_not_taken_for_the_users(environment, kept):
+    agent_module._forget_threads_of_torchrun(environment)
+    assert environment.get("OMP_NUM_THREADS") == kept

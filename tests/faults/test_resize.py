@@ -224,6 +224,26 @@ def test_all_ranks_begin_their_first_batch_alike(cluster):
     prepare(cluster, "ddp")
     cluster.run(ACCUMULATE + "steps = accumulate(2)", timeout=60)
     assert cluster.pull("steps") == [2, 2, 2]
+    cluster.restart([1])
+    cluster.run("from rankbook.runtime.gradient_state import GradientState\nGradientState._reset_state()")
+    cluster.restart([1])
+    prepare(cluster, "ddp")
+    cluster.run(ACCUMULATE + "steps = accumulate(2)", timeout=60)
+    assert cluster.pull("steps") == [2, 2, 2]
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_a_restarted_rank_that_prepares_what_the_others_have_gets_the_optimizers_state(cluster):
+    prepare(cluster, "ddp")
+    cluster.run(ACCUMULATE + "steps = accumulate(3)")
+    cluster.restart([1])
+    making, prepares, _ = MODEL.partition("model, optimizer, scheduler, loader =")
+    cluster.run(making.replace("ACCELERATOR", LAYOUTS["ddp"]).replace("SAMPLES", str(SAMPLES)), ranks=[1])
+    cluster.run(f"{prepares} accelerator.prepare(net, optimizer, scheduler, loader)\n{ACCUMULATE}steps = accumulate(2)")
+    assert cluster.pull("steps") == [5, 5]
+    cluster.run("weights = weights_of(net) + [state['exp_avg'] for state in optimizer.state.values()]")
+    one, other = cluster.pull("weights")
+    assert all((mine == its).all() for mine, its in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("cluster", [2], indirect=True)
@@ -263,6 +283,9 @@ def test_a_model_that_is_sharded_outside_of_prepare_is_refused(cluster):
     with pytest.raises(InvalidArgument, match=r"is sharded by fully_shard outside of prepare\(\)"):
         cluster.resize(1)
     assert cluster.world_size == 2
+    cluster.run("del holder")
+    cluster.resize(1)
+    assert cluster.world_size == 1
 
 
 @pytest.mark.parametrize("cluster", [2], indirect=True)

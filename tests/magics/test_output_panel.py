@@ -307,9 +307,10 @@ def test_capture_keeps_text_and_displays_and_the_front_end_gets_none(front_end):
 
 
 def test_capture_around_a_cell_for_the_ranks_keeps_its_output(notebook):
-    assert notebook.ok("%%capture log\n%%distributed --ranks 0\nprint('caught')\nrank + 5").text == ""
+    code = "import time\nprint('caught', end=' ', flush=True)\ntime.sleep(1)\nprint('whole')\nrank + 5"
+    assert notebook.ok(f"%%capture log\n%%distributed --ranks 0\n{code}").text == ""
     shown = notebook.ok("print(log.stdout, log.outputs[0].data['text/plain'])").stdout
-    assert shown == "[0] caught\n [0] 5\n"
+    assert shown == "[0] caught whole\n [0] 5\n"
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,11 @@ import gc
 from dataclasses import dataclass
 
 import pytest
+import torch
+from torch import nn
 
-from rankbook.runtime.gradient_state import GradientState
+from rankbook import snapshot_files
+from rankbook.runtime.gradient_state import GradientState, settle_before_training, window
 
 
 @dataclass
@@ -134,3 +137,31 @@ def test_a_loop_that_outlives_a_reset_ends_quietly():
     for _ in Loader():
         GradientState._reset_state()
     assert not GradientState().in_dataloader
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_settles_the_window_once_in_a_loop_after_the_groups_were_formed_anew(monkeypatch, compiled):
+    monkeypatch.setattr(snapshot_files, "replicas_may_differ", True)
+    calls: list[str] = []
+    monkeypatch.setattr(window, "synchronize_replicas", lambda: calls.append("settled"))
+    monkeypatch.setattr(window, "drop_gradients", lambda: None)
+    model, state, loader = nn.Linear(1, 1), GradientState(), Loader()
+    if compiled:
+        model._compiled_call_impl = lambda batch: calls.append("called") or batch
+    else:
+        model.register_forward_hook(lambda *_: calls.append("called"))
+    settle_before_training(model)
+    model(torch.ones(1, 1))  # outside of a loop, where it may be one rank alone
+    with state.iterating(loader):
+        model.eval()(torch.ones(1, 1))
+        with torch.no_grad():
+            model.train()(torch.ones(1, 1))
+        with window.set_aside(state):
+            model(torch.ones(1, 1))
+        assert calls == ["called"] * 4
+        for _ in range(2):
+            model(torch.ones(1, 1))
+    assert calls[4:] == ["settled", "called", "called"]
+    assert not model._forward_pre_hooks and not snapshot_files.replicas_may_differ
+    settle_before_training(model)
+    assert not model._forward_pre_hooks, "nothing has happened since"

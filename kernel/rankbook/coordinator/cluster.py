@@ -1425,7 +1425,7 @@ class Cluster(ClusterQueries):
                 return Healed(ranks, donor, restored=outcome, was_refused=True)
             restored_from = "replicas" if version is None else "snapshot"
         # Only after the last attempt: until then the new ranks must not count as donors.
-        self._processes.driver.post(ev.StateRestored(ranks, donor))
+        self._processes.note_restored(ranks, donor)
         missing = {**listed["missing"], **refused}
         healed = summarize_recovery(ranks, donor, adopted, missing, next(iter(lost_saves), ""))
         return replace(healed, restored=outcome, restored_from=restored_from)

@@ -654,6 +654,11 @@ class ClusterProcesses:
                     )
                 driver.changed.wait(0.005)
 
+    def note_restored(self, ranks: tuple[int, ...], donor: int) -> None:
+        """Note that `ranks` have the variables of `donor`."""
+        self.driver.post(ev.StateRestored(ranks, donor))
+        self._record()
+
     def _record(self, *, interrupted: str = "") -> None:
         """Write the registry record of a kept cluster, with a note for its next owner."""
         # The start time identifies the forkserver: its PID may be given to another process later.

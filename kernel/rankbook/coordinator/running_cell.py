@@ -134,6 +134,7 @@ class RunningCell:
             cluster_key=cluster_key,
             view=view,
             can_clear=getattr(sink, "can_clear", True),
+            shows_live=getattr(sink, "shows_live", True),
         )
         self._make_header = make_header
         self._header: StatusHeader | None = None

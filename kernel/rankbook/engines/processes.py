@@ -437,7 +437,9 @@ class EnvEngine:
         """See `Engine`. Someone has to start the agent, so that it has to be waited for."""
         if not wait or self._connection is None:
             return None
-        self._events.append(Notice(describe_start(self._connection, 1, self._per_host)))
+        notice = Notice(describe_start(self._connection, 1, self._per_host))
+        if notice not in self._events:  # several hosts were lost at once
+            self._events.append(notice)
         self._next += 1
         return self._next
 

@@ -231,7 +231,8 @@ class OutputMerger:
     `key` identifies the cell and is the prefix of its live displays' ids. `cluster_key` makes the display ids of a rank
     unique to the cluster and the same in all cells. `live_after` is the age, in seconds, at which an unfinished line is
     shown. `view` is the view to show output in, by default the cell's single output area; `can_clear` tells whether
-    that can be cleared. The merger has no timer: call `flush` at `deadline`.
+    that can be cleared, and `shows_live` whether unfinished lines are shown in live displays. The merger has no timer:
+    call `flush` at `deadline`.
     """
 
     def __init__(
@@ -243,7 +244,9 @@ class OutputMerger:
         live_after: float = 0.3,
         view: OutputView | None = None,
         can_clear: bool = True,
+        shows_live: bool = True,
     ) -> None:
+        self._shows_live = shows_live
         # Ranks that may still send output, and that the others therefore wait for.
         self._open = set(ranks)
         # The subset of `_open` without queued items: those that the queued items of the others wait for.
@@ -377,7 +380,7 @@ class OutputMerger:
 
     def _hidden_rows(self) -> list[TerminalRow]:
         """Return the unfinished rows that may be shown: all that their rank sent before them has been."""
-        if not self._unfinished:
+        if not self._unfinished or not self._shows_live:
             return []
         return [
             row

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import operator
 import os
@@ -892,9 +893,14 @@ def _find_unmovable(namespace: Mapping[str, Any], prepared_modules: set[int]) ->
     if (states := sys.modules.get(_FSDP_STATES)) is not None:
         from torch.distributed.fsdp import FSDPModule
 
-        for module in tuple(states._module_state_mapping):
-            if isinstance(module, FSDPModule) and id(module) not in prepared_modules:
-                return f"{type(module).__name__} is sharded by fully_shard {remedy}"
+        def find() -> str:
+            found = (each for each in tuple(states._module_state_mapping) if isinstance(each, FSDPModule))
+            return next((type(each).__name__ for each in found if id(each) not in prepared_modules), "")
+
+        if find():
+            gc.collect()  # a model that was deleted is a cycle
+        if kind := find():
+            return f"{kind} is sharded by fully_shard {remedy}"
     return ""
 
 

@@ -8,7 +8,7 @@ prepared objects (`install`). The ranks may have failed at different batches: so
 others did not. The sequence is: the process groups are re-formed (rank/process_groups), rank/model_reset.py calls
 `restart_accumulation`, and at the start of the next batch the window clears all gradients (`_drop_gradients`) and
 copies replicas that differ from rank 0 (`_synchronize_replicas`). The batch starts with `accumulate`, or without it
-with the forward pass of a prepared model (`settle_before_training`).
+with the forward pass of a prepared model in a loop over a prepared loader (`settle_before_training`).
 """
 
 from __future__ import annotations
@@ -111,6 +111,12 @@ def _synchronize_replicas() -> None:
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, (set(copies), {serial: wrapper.steps for serial, wrapper in wrappers.items()}, scales))
     serials = sorted(set.intersection(*(set(steps) for _, steps, _ in rows)))
+    if not serials and len({(len(models), len(steps)) for models, steps, _ in rows}) == 1:
+        # A rank that was restarted has prepared the same objects, under other numbers: the order counts.
+        rows = [_renumbered(*row) for row in rows]
+        copies = dict(enumerate(copies[serial] for serial in sorted(copies)))
+        wrappers = dict(enumerate(wrappers[serial] for serial in sorted(wrappers)))
+        serials = list(range(len(wrappers)))
     for serial in serials:
         scaler, scale = wrappers[serial].scaler, rows[0][2].get(serial)
         # Gradients of different scales must not be averaged.
@@ -151,6 +157,18 @@ def _synchronize_replicas() -> None:
             if mixed
             else "all continue with the weights of rank 0.",
         )
+
+
+def _renumbered(
+    models: set[int], steps: dict[int, int], scales: dict[int, Any]
+) -> tuple[set[int], dict[int, int], dict[int, Any]]:
+    """Return what a rank has with numbers from 0 on, in the order of its serial numbers."""
+    order = dict(enumerate(sorted(steps)))
+    return (
+        set(range(len(models))),
+        {number: steps[serial] for number, serial in order.items()},
+        {number: scales[serial] for number, serial in order.items() if serial in scales},
+    )
 
 
 def _is_sharded(wrapper: AcceleratedOptimizer) -> bool:

@@ -223,6 +223,7 @@ class AccumulationWindow:
         self.before_backward: Callable[[], None] | None = None
         self.divisor = 1
         self.in_batch = False
+        self.is_set_aside = False
         self.scaler: torch.amp.GradScaler | None = None
         self.drop_gradients: Callable[[], None] = lambda: None
         self.synchronize_replicas: Callable[[], None] = lambda: None
@@ -350,6 +351,7 @@ class AccumulationWindow:
         kept, sync, settings = dict(vars(self)), gradients.sync_gradients, gradients.plugin_kwargs
         differ, snapshot_files.replicas_may_differ = snapshot_files.replicas_may_differ, False
         self._is_open = self._stale = self.in_batch = False
+        self.is_set_aside = True
         self._rescale = 1.0
         self.before_backward = None
         gradients.plugin_kwargs = {**settings, "num_steps": 1}
@@ -370,26 +372,47 @@ window = AccumulationWindow()
 def settle_before_training(model: nn.Module) -> None:
     """After the process groups were formed anew, settle the window before the prepared `model` trains again.
 
-    Does nothing at any other time, so that a step calls no hook. A loop with `accumulate` settles the window by itself.
+    The first training forward in a loop over a prepared loader does so, on all ranks alike. A loop with `accumulate`
+    has done so before. At any other time this function does nothing, so that a step calls no hook.
     """
-    # Inside of a compiled call, the hook would be traced.
-    if not snapshot_files.replicas_may_differ or model._compiled_call_impl is not None:
+    if not snapshot_files.replicas_may_differ:
         return
-    _remove_settling(model)
-    # Before the hooks of `fully_shard`, which gather the parameters.
-    model.register_forward_pre_hook(_settle_window, prepend=True)
+    remove_settling(model)
+    if model._compiled_call_impl is None:
+        # Before the hooks of `fully_shard`, which gather the parameters.
+        model.register_forward_pre_hook(_settle_window, prepend=True)
+    else:
+        model._compiled_call_impl = _SettlingCall(model, model._compiled_call_impl)
+
+
+class _SettlingCall:
+    """Compiled call of a model that settles the window first; a hook would be compiled as well."""
+
+    def __init__(self, model: nn.Module, compiled: Callable[..., Any]) -> None:
+        self.model, self.compiled = model, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the model's
+        _settle_window(self.model, args)
+        return self.compiled(*args, **kwargs)
 
 
 def _settle_window(model: nn.Module, _inputs: object) -> None:
-    if model.training and torch.is_grad_enabled():
-        _remove_settling(model)
+    is_training = model.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if not is_training or window.is_set_aside:
+        return
+    # Without such a loop it may be one rank alone that looks at an output, and no other rank would come.
+    if GradientState._shared_state and GradientState().in_dataloader:
+        remove_settling(model)
         window.settle()
 
 
-def _remove_settling(model: nn.Module) -> None:
+def remove_settling(model: nn.Module) -> None:
+    """Undo `settle_before_training`."""
     # By its function, and not by a handle: a rank that replaces a lost one receives the model with the hook.
     for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _settle_window]:
         del model._forward_pre_hooks[key]
+    if isinstance(model._compiled_call_impl, _SettlingCall):
+        model._compiled_call_impl = model._compiled_call_impl.compiled
 
 
 class AccumulateContext:

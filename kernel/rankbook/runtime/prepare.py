@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from rankbook.errors import InvalidArgument
 from rankbook.runtime import prepared as registry
 from rankbook.runtime.data.loaders import prepare_data_loader
-from rankbook.runtime.gradient_state import settle_before_training
+from rankbook.runtime.gradient_state import remove_settling, settle_before_training
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from rankbook.runtime.prepared import PrepareContext, PreparedModel, report_loader, report_model, report_optimizer
 from rankbook.runtime.settings import install_forward, remove_forward
@@ -194,6 +194,7 @@ def register_received_model(wrapped: nn.Module, context: PrepareContext) -> None
             _compile(wrapped, context)
         name, signature = f"model {next(_model_numbers)}", _signature(raw, context, evaluation=False)
         registry.register_model(raw, PreparedModel(weakref.ref(wrapped), context.strategy, signature, name))
+        settle_before_training(wrapped)
 
 
 def release_model(model: nn.Module) -> nn.Module:
@@ -210,6 +211,9 @@ def release_model(model: nn.Module) -> nn.Module:
     with registry.track_replaced_parameters(raw):
         preparation.strategy.release(raw, wrapped)
     remove_forward(raw)
+    for module in (raw, wrapped):
+        if module is not None:
+            remove_settling(module)
     # The compiled code refers to the shards or buckets of the old preparation.
     _undo_compile(raw if wrapped is None else wrapped)
     registry.unregister_model(raw)

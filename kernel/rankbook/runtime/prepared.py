@@ -67,8 +67,9 @@ def note_registered(kind: str, item: object, serial: int | None = None) -> None:
             number = known if number is None else number
         else:
             kept.append((known, reference))
-    if number is None:
-        number = snapshot_files.next_serial
+    number = snapshot_files.next_serial if number is None else number
+    if serial is None:
+        # Also if the object keeps its number: on another rank it may be new, and the next one has one number on both.
         snapshot_files.next_serial += 1
     try:
         kept.append((number, weakref.ref(item)))

@@ -236,7 +236,8 @@ class GroupManager:
             "steps": self._report_steps(),
             "snapshot": protection.next_number() if (protection := sys.modules.get(_PROTECTION)) is not None else 0,
             "serial": snapshot_files.next_serial,
-            "trains": _uses_accumulation(),
+            # Also what a living rank has not compared yet: a new process does not know of it.
+            "trains": snapshot_files.replicas_may_differ or _uses_accumulation(),
             "groups": {name: member.describe() for name, member in self._foreground().items()},
         }
         # Every rank writes its report and reads all others, so all of them compute the same result. There is no rank
