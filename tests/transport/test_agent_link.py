@@ -372,10 +372,15 @@ def test_a_port_at_which_nobody_listens_any_more_is_told_from_one_that_is_only_s
     probe.reset()
     assert probe.look(16.0) == 0.0
     probe.reset()
-    # An address for documentation (RFC 5737), where nobody answers.
-    silent = RefusalProbe("192.0.2.1", 9)
-    assert [silent.look(now) for now in (0.0, 1.0, 9.0)] == [0.0] * 3
-    silent.reset()
+    with socket.create_server((LOOPBACK, 0), backlog=0) as busy, contextlib.ExitStack() as queued:
+        # Nobody accepts them. While its queue is full, further connections get no answer.
+        for _ in range(4):
+            client = queued.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(busy.getsockname())
+        silent = RefusalProbe(LOOPBACK, busy.getsockname()[1])
+        assert [silent.look(now) for now in (0.0, 1.0, 9.0)] == [0.0] * 3
+        silent.reset()
 
 
 @pytest.mark.parametrize("receiver", ["hub", "link"])
