@@ -129,10 +129,12 @@ def plain_epoch(fail=False):
 """
 
 
-def test_replicas_are_equal_again_in_a_loop_without_accumulate(own_model):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_replicas_are_equal_again_in_a_loop_without_accumulate(own_model, compiled):
     cluster = own_model
     cluster.run(
         f"raw = make()\nmodel, optimizer = raw, torch.optim.SGD(raw.parameters(), 0.1)\n{PREPARE['ddp']}\n{PLAIN_EPOCH}"
+        + ("model.compile(backend='eager')" if compiled else "")
     )
     with pytest.raises(CellError, match="before its step"):
         cluster.run("plain_epoch(fail=True)", timeout=60)

@@ -128,6 +128,7 @@ import contextlib
 import re
 import threading
 import time
+import types
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -788,12 +789,25 @@ def describe_nccl_error(error: BaseException) -> BaseException:
         return error
 
 
+def _compile_never(code: types.CodeType) -> None:
+    """Let torch.compile neither trace `code` nor what it calls.
+
+    Where DDP itself is compiled, its reducer calls collectives from C++, whose Python frames would be traced.
+    """
+    with contextlib.suppress(ImportError):  # another version of torch
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+
+
 # The methods are generated, because every one does the same: log, forward, wrap the work.
 def _method(name: str, op: Op) -> Callable[..., Any]:
     def call(self: RecoverableProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
         return self._launch(name, op, args, kwargs)
 
     call.__name__ = name
+    _compile_never(call.__code__)
     return call
 
 
