@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from rankbook.errors import InvalidArgument
 from rankbook.runtime import prepared as registry
 from rankbook.runtime.data.loaders import prepare_data_loader
-from rankbook.runtime.gradient_state import remove_settling, settle_before_training
+from rankbook.runtime.gradient_state import remove_settling
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from rankbook.runtime.prepared import PrepareContext, PreparedModel, report_loader, report_model, report_optimizer
 from rankbook.runtime.settings import install_forward, remove_forward
@@ -182,7 +182,6 @@ def prepare_model(
         PreparedModel(weakref.ref(wrapped), context.strategy, _signature(raw, context, evaluation), name),
     )
     report_model(name, raw, context, wrapper=context.strategy.wrapper if spread else "")
-    settle_before_training(wrapped)
     return wrapped
 
 
@@ -194,7 +193,6 @@ def register_received_model(wrapped: nn.Module, context: PrepareContext) -> None
             _compile(wrapped, context)
         name, signature = f"model {next(_model_numbers)}", _signature(raw, context, evaluation=False)
         registry.register_model(raw, PreparedModel(weakref.ref(wrapped), context.strategy, signature, name))
-        settle_before_training(wrapped)
 
 
 def release_model(model: nn.Module) -> nn.Module:

@@ -23,6 +23,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from rankbook import snapshot_files
 from rankbook.protocol import telemetry
 from rankbook.runtime.config import TorchDynamoPlugin
+from rankbook.runtime.gradient_state import settle_before_training
 from rankbook.runtime.strategies.base import Strategy, StrategySetup
 
 
@@ -124,8 +125,10 @@ def strategy_of(model: nn.Module) -> Strategy | None:
 
 
 def register_model(raw: nn.Module, preparation: PreparedModel) -> None:
-    """Record `preparation` as the current preparation of `raw`."""
+    """Record `preparation` as the current preparation of `raw`, which may have to be settled before it trains."""
     _prepared_models[raw] = preparation
+    if (wrapped := preparation.wrapped()) is not None:
+        settle_before_training(wrapped)
 
 
 def unregister_model(raw: nn.Module) -> PreparedModel | None:

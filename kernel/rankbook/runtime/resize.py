@@ -194,7 +194,6 @@ def enter_world(meshes: tuple[MeshSizes, ...]) -> list[str]:
     protection.end()  # its snapshots are those of another number of ranks
     # Gradients that were accumulated before belong to a window of other batches.
     window.drop_gradients()
-    restart_accumulation()
     for strategy in _strategies():
         parallelism = strategy.setup.parallelism
         strategy.setup = replace(
@@ -204,6 +203,7 @@ def enter_world(meshes: tuple[MeshSizes, ...]) -> list[str]:
             parallelism=None if parallelism is None else parallelism.fitted_to(world_size),
         )
     _shard_again()
+    restart_accumulation()
     _renew_signatures()
     mesh = _loader_mesh()
     with warnings.catch_warnings(record=True) as caught:

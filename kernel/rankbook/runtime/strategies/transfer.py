@@ -219,7 +219,6 @@ def shard_again(model: nn.Module, strategy: FullyShardedDataParallel) -> None:
     else:
         _make_parameters(model, None)
     strategy.shard_layout(model, mesh)
-    settle_before_training(model)
     _materialize(model, strategy.setup.device)
 
 
