@@ -479,6 +479,7 @@ def test_interrupt_aborts_collectives_that_are_pending_after_half_a_second():
     actions = state.handle(ev.InterruptCell(cell))
     assert actions == [
         act.SendInterrupt(cell, (0, 1, 2)),
+        act.RequestCollectives((0, 1, 2)),
         act.StartTimer(cell, 0.5, "abort"),
         act.StartTimer(cell, 5.0, "release"),
     ]
@@ -490,6 +491,58 @@ def test_interrupt_aborts_collectives_that_are_pending_after_half_a_second():
     actions = state.handle(ev.CellDone(2, 1, cell, failed=True, reason="was interrupted", collectives=1))
     assert only(actions, act.FormGroup)
     assert decided(state.handle(ev.TimerFired(cell, "release"))) == [], "it has ended"
+
+
+def queued(count: int) -> tuple[GroupReport, ...]:
+    """Return the group of ranks 0 and 1 after `count` collectives of a rank, of which its device has executed none."""
+    launch = CollectiveLaunch(1, "all_reduce", "float32[2]", None, 0.1, on_device=True)
+    pending = (launch,) if count else ()
+    return (GroupReport(name="0", members=encode_members((0, 1)), count=count, pending=pending, recent=()),)
+
+
+def test_an_interrupt_cuts_short_no_collectives_that_devices_will_execute():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.InterruptCell(cell))
+    for rank in (0, 1):
+        state.handle(ev.CollectivesReceived(rank, 1, CollectiveReport(Collectives(1, cell, None, queued(1)), 0.1)))
+    actions = state.handle(ev.TimerFired(cell, "abort"))
+    assert not only(actions, act.SendAbort)
+    assert [action.text[:16] for action in only(actions, act.NotifyUser)] == ["ranks 0-1 wait u"]
+    assert only(actions, act.StartTimer) == [act.StartTimer(cell, 0.5, "abort")]
+    actions = state.handle(ev.TimerFired(cell, "abort"))
+    assert not only(actions, act.NotifyUser), "once"
+    # The device does not get on: the second interrupt, or one after the release, ends the wait.
+    again = state.handle(ev.InterruptCell(cell))
+    assert only(again, act.SendAbort) == [act.SendAbort((0, 1), (), "the cell was interrupted")]
+
+
+def test_an_interrupt_after_the_release_ends_the_wait_for_devices():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.InterruptCell(cell))
+    for rank in (0, 1):
+        state.handle(ev.CollectivesReceived(rank, 1, CollectiveReport(Collectives(1, cell, None, queued(1)), 0.1)))
+    state.handle(ev.TimerFired(cell, "abort"))
+    state.handle(ev.TimerFired(cell, "release"))
+    abort = act.SendAbort((0, 1), (), "the cell was interrupted")
+    assert only(state.handle(ev.InterruptCell(cell)), act.SendAbort) == [abort]
+    assert not only(state.handle(ev.InterruptCell(cell)), act.SendAbort)
+    for rank in (0, 1):
+        state.handle(ev.CellDone(rank, 1, cell, failed=True, reason="was interrupted"))
+    assert grouping(state)
+
+
+def test_an_interrupt_aborts_the_wait_for_a_collective_that_a_member_has_not_launched():
+    state = started(2)
+    cell, _ = submit(state, 0, 1)
+    state.handle(ev.InterruptCell(cell))
+    for rank in (0, 1):
+        report = CollectiveReport(Collectives(1, cell, None, queued(1 - rank)), 0.1)
+        state.handle(ev.CollectivesReceived(rank, 1, report))
+    assert only(state.handle(ev.TimerFired(cell, "abort")), act.SendAbort) == [
+        act.SendAbort((0, 1), (), "the cell was interrupted")
+    ]
 
 
 def test_aborted_collectives_cause_a_regroup_and_a_notice():

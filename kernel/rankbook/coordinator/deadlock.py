@@ -288,6 +288,21 @@ def _is_unbalanced(sides: Mapping[int, CollectiveLaunch], members: tuple[int, ..
     return len(sides) == len(members) and sum(side.balance for side in sides.values()) % (1 << 32) != 0
 
 
+def _will_complete(view: GroupReport, views: Mapping[int, GroupReport]) -> bool:
+    """Return True if the pending collectives of `view` are on a device, and all members have launched them.
+
+    The answer to a send or recv is not known.
+    """
+    return (
+        any(launch.on_device for launch in view.pending)
+        and all(launch.number for launch in view.pending)
+        and all(
+            (other := views.get(member)) is not None and not other.broken and other.count >= view.count
+            for member in view.ranks
+        )
+    )
+
+
 def _has_completed(view: GroupReport, number: int) -> bool:
     return not view.broken and not any(launch.number == number for launch in view.pending)
 
@@ -504,7 +519,7 @@ class CollectiveMonitor:
         broken = {(rank, key) for key, view in self._groups.get(rank, {}).items() if view.broken}
         if not broken <= self._broken:
             self._broken |= broken
-            return self._request(ranks)
+            return self.request(ranks)
         if rank not in self._asked:
             return []
         # Compared when the last reply is in. With some reports missing, the logs would be of different moments.
@@ -550,6 +565,22 @@ class CollectiveMonitor:
         affected = (ranks for members, ranks in waiting.items() if not lost_ranks.isdisjoint(decode_members(members)))
         return set().union(*affected)
 
+    def only_behind(self, ranks: Iterable[int]) -> set[int]:
+        """Return those of `ranks` whose devices will execute all that they have queued, given time.
+
+        All members of the groups concerned have launched the same number of collectives. An abort would cut these
+        short, and what is queued behind them, such as an optimizer step, would use partial results.
+        """
+        views = self._views()
+        behind = set()
+        for rank in ranks:
+            waits = {key: view for key, view in self._groups.get(rank, {}).items() if view.pending}
+            if waits and all(
+                key not in self._mismatches and _will_complete(view, views[key]) for key, view in waits.items()
+            ):
+                behind.add(rank)
+        return behind
+
     def check(self, now: float, ranks: Mapping[int, RankEntry], cells: Mapping[int, CellEntry]) -> list[act.Action]:
         """Return the actions for waits that cannot end, new requests for reports, and the time of the next check."""
         running = self._running(cells)
@@ -568,7 +599,7 @@ class CollectiveMonitor:
         ended = any(len(cell.running) < len(cell.ranks) for cell in running)
         return [
             *actions,
-            *self._request(ranks),
+            *self.request(ranks),
             act.ScheduleCheck(_CHECK_INTERVAL_PARTLY_DONE if ended else CHECK_INTERVAL),
         ]
 
@@ -581,7 +612,7 @@ class CollectiveMonitor:
             if not cell.internal and cell.state in (CellState.RUNNING, CellState.ENDING) and cell.running
         ]
 
-    def _request(self, ranks: Mapping[int, RankEntry]) -> list[act.Action]:
+    def request(self, ranks: Mapping[int, RankEntry]) -> list[act.Action]:
         """Ask all living ranks for reports."""
         alive = tuple(rank for rank, entry in ranks.items() if entry.state in (RankState.IDLE, RankState.BUSY))
         self._asked = set(alive)

@@ -37,9 +37,15 @@ from rankbook.coordinator.states import (
     RankStep,
 )
 from rankbook.errors import IllegalTransition
+from rankbook.ranks import name_ranks
 
 _REQUEST_INTERVAL = 0.05
 """Seconds between two requests for reports that follow from exits; less than half of `GracePeriods.death_interrupt`."""
+_INTERRUPTED = "the cell was interrupted"
+_SPARED = (
+    "until the device has executed what is queued; a second interrupt (■) cuts that short, and may cost the optimizer "
+    "steps in it"
+)
 _REGROUPED = "the process group is re-formed, and models and optimizers continue to use it\n"
 
 
@@ -70,6 +76,8 @@ class ClusterState:
         self._launches = 0
         # True from a change of the number of ranks until all ranks have left the groups of the number before.
         self._anew = False
+        # Ended cells of which some ranks still wait for their devices, see `CellEntry.spared`.
+        self._spared: set[int] = set()
         # The last incarnations of ranks that do not exist any more: their numbers must not be used again.
         self._former_incarnations: dict[int, int] = {}
         self._journal = Journal()
@@ -373,7 +381,12 @@ class ClusterState:
         cell = self.cells.get(event.cell)
         if cell is None:  # released already: interrupt its stragglers once more
             stragglers = tuple(rank.rank for rank in self.ranks.values() if rank.cell == event.cell)
-            return [act.SendInterrupt(event.cell, stragglers)] if stragglers else []
+            actions: list[act.Action] = [act.SendInterrupt(event.cell, stragglers)] if stragglers else []
+            if stragglers and event.cell in self._spared:
+                self._spared.discard(event.cell)
+                self._stale = True
+                actions.append(act.SendAbort(stragglers, (), _INTERRUPTED))
+            return actions
         # The user's interrupt must not break the formation of the group, which the ranks need to become usable again.
         if cell.internal:
             return []
@@ -386,9 +399,13 @@ class ClusterState:
         # Either it was queued, or this is the second interrupt. It ends at once for the user, and ranks that still run
         # it become stragglers.
         if cell.state is CellState.ENDED:
-            return [*self._interrupt_running(cell), *self._end(cell), *self._dispatch()]
+            # Whoever interrupts again, after a look at `_SPARED`, does not want to wait for a device.
+            aborts = self._abort(cell, tuple(sorted(cell.running))) if cell.spared else []
+            cell.spared = False
+            return [*self._interrupt_running(cell), *aborts, *self._end(cell), *self._dispatch()]
         return [
             *self._interrupt_running(cell),
+            *self._collective_monitor.request(self.ranks),  # for `_abort_unreached`
             act.StartTimer(cell.cell, self.grace.interrupt_abort, "abort"),
             act.StartTimer(cell.cell, self.grace.interrupt_release, "release"),
         ]
@@ -402,7 +419,7 @@ class ClusterState:
             case "interrupt":
                 return self._interrupt_after_death(cell)
             case "abort":
-                return self._abort(cell, tuple(sorted(cell.running)))
+                return self._abort_unreached(cell)
             case "release":
                 self._step(cell, CellStep.RELEASE)
                 return self._end(cell)
@@ -416,14 +433,28 @@ class ClusterState:
         interrupts: list[act.Action] = [act.SendInterrupt(cell.cell, not_waiting)] if not_waiting else []
         return self._abort(cell, waiting) + interrupts
 
+    def _abort_unreached(self, cell: CellEntry) -> list[act.Action]:
+        """Abort the ranks that an interrupt has not reached, except those that wait for a device that is only behind.
+
+        The latter are looked at again, until the cell is released.
+        """
+        behind = self._collective_monitor.only_behind(cell.running)
+        actions = self._abort(cell, tuple(sorted(cell.running - behind)))
+        if behind:
+            if not cell.spared:
+                text = f"{name_ranks(sorted(behind))} {'waits' if len(behind) == 1 else 'wait'} {_SPARED}\n"
+                actions.append(act.NotifyUser(cell.cell, text))
+            cell.spared = True
+            actions += self._collective_monitor.request(self.ranks)
+            actions.append(act.StartTimer(cell.cell, self.grace.interrupt_abort, "abort"))
+        return actions
+
     def _abort(self, cell: CellEntry, ranks: tuple[int, ...]) -> list[act.Action]:
         if not ranks:
             return []
         lost_rank = min(self._lost_ranks(cell), default=None)
         reason = (
-            "the cell was interrupted"
-            if lost_rank is None
-            else f"rank {lost_rank} {self.ranks[lost_rank].loss or 'was restarted'}"
+            _INTERRUPTED if lost_rank is None else f"rank {lost_rank} {self.ranks[lost_rank].loss or 'was restarted'}"
         )
         cell.aborted = True
         return [act.SendAbort(ranks, (), reason)]
@@ -459,6 +490,8 @@ class ClusterState:
     def _end(self, cell: CellEntry) -> list[act.Action]:
         # First: from now on an answer for this cell is late, and events for it are ignored.
         del self.cells[cell.cell]
+        if cell.spared and cell.running:
+            self._spared.add(cell.cell)
         if cell.internal and not cell.failed and len(cell.answers) == len(cell.ranks):
             self._anew = False
         mismatch, notices = self._compare_collectives(cell)

@@ -158,7 +158,8 @@ class CellEntry:
 
     `answers` maps the other ranks to their errors, in words; empty if they succeeded. Together the ranks started
     `collectives` collectives, and `aborted` says that some were aborted. `defines_variables`: see `events.Submit`.
-    `places` says where the ranks of a protected training are.
+    `places` says where the ranks of a protected training are. `spared`: an interrupt has aborted no collectives of some
+    ranks, because their devices were only behind.
     """
 
     cell: int
@@ -171,6 +172,7 @@ class CellEntry:
     answers: dict[int, str] = field(default_factory=dict)
     collectives: int = 0
     aborted: bool = False
+    spared: bool = False
     places: dict[int, TrainingPlace] = field(default_factory=dict)
 
     @property

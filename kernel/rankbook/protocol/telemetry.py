@@ -37,7 +37,7 @@ class CollectiveLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     3` if it is not in the running cell), empty if unknown. `sends` and `expects` are the numbers of elements that an
     all_to_all sends to and expects from the ranks of the group. `code` is a checksum of what should be equal on all
     ranks, `digest` one of the codes of all collectives up to this one, and `balance` one of all sizes in an all_to_all:
-    its sum over all ranks, modulo 2**32, should be 0.
+    its sum over all ranks, modulo 2**32, should be 0. `on_device`: it is queued on a device, which executes it later.
     """
 
     number: int
@@ -52,6 +52,7 @@ class CollectiveLaunch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     code: int = 0
     digest: int = 0
     balance: int = 0
+    on_device: bool = False
 
 
 Members = tuple[tuple[int, int, int], ...]

@@ -41,7 +41,7 @@ def manager():
     manager._members = {group.log.name: SimpleNamespace(group=group) for group in groups}
     manager._creation_log = CollectiveLog("", (0, 1, 2, 3))
     manager._cause, manager._creating, manager._cancel = None, None, threading.Event()
-    manager.store = dist.HashStore()
+    manager.store, manager._backend = dist.HashStore(), "gloo"
     return manager
 
 

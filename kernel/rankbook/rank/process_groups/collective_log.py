@@ -481,6 +481,7 @@ class CollectiveLog:
             code=launched.signature.code,
             digest=launched.checksums[0],
             balance=launched.checksums[1],
+            on_device=getattr(launched.work, "on_device", False),
         )
 
 

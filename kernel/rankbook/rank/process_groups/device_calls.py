@@ -101,6 +101,9 @@ class DeviceCall:
 
     __slots__ = ("_query", "done", "is_awaited", "keeps_tensors", "key", "launched")
 
+    on_device = True
+    """Marks the call in reports, see `CollectiveLaunch`."""
+
     def __init__(
         self, key: int, launched: CollectiveCall, query: Query, *, is_awaited: bool, keeps_tensors: bool
     ) -> None:

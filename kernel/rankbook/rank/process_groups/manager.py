@@ -66,6 +66,10 @@ _ACCUMULATION = "rankbook.runtime.gradient_state"
 _MANAGED = {"gloo", "nccl"}
 _ACCELERATORS: dict[str, Callable[[torch.device], DeviceInterface]] = {"nccl": Cuda}
 """The backends that queue collectives on a device, and how to ask that device."""
+_DEVICE_PATIENCE = 10.0
+"""Seconds without progress after which a device is not waited for any more, before a regroup."""
+_MISMATCH_PATIENCE = 1.0
+"""The same if the ranks have launched different collectives, so that some will never complete."""
 _CHECK_INTERVAL = 0.25
 """Seconds between two looks at `_cancel` while a thread connects backends."""
 _NEW_GROUP = Op("new_group", None, alike=False)
@@ -171,6 +175,8 @@ class GroupManager:
         if not dist.is_initialized():
             self._members.clear()
             c10d._world.group_count = 0  # a failed join has incremented it, and the ranks must agree
+        if not _ACCELERATORS.keys().isdisjoint(backends_of(self._backend).values()):
+            self._finish_device_calls()
         # First of all: while a kernel of an old collective waits for its peers, CUDA can connect nothing.
         # All at once: an abort frees device memory, for which CUDA waits until the kernels of other groups have ended.
         for member in self._foreground().values():
@@ -217,6 +223,42 @@ class GroupManager:
         self._creation_log.restart()
         self.store.set_timeout(c10d.default_pg_timeout)  # for programs, as torchrun's
         self._has_joined = True
+
+    def _finish_device_calls(self) -> None:
+        """Let the devices execute the collectives that all members have launched. The wait is the same on all ranks.
+
+        The host is ahead of its device. An error after a training loop must not cut short the steps that are still
+        queued: every rank has launched them, so that they complete.
+        """
+        groups = {
+            name: member.group
+            for name, member in self._foreground().items()
+            if not member.group.is_shut_down and member.group.cause is None
+        }
+        launched = {name: (group.log.count, group.log.checksums[0]) for name, group in groups.items()}
+        store = self._store("launched")
+        store.set(str(self.rank), json.dumps(launched))
+        everyone = [str(rank) for rank in range(self._world_size)]
+        self._wait_for_keys(store, everyone)
+        reports = [json.loads(store.get(key)) for key in everyone]
+        sides = {
+            name: [tuple(reports[rank].get(name, (0, 0))) for rank in group.log.ranks] for name, group in groups.items()
+        }
+        complete = {name: min(count for count, _ in of_group) for name, of_group in sides.items()}
+        match = all(len(set(of_group)) == 1 for of_group in sides.values())
+        watcher, unfinished = self._watcher, -1
+        patience = _DEVICE_PATIENCE if match else _MISMATCH_PATIENCE
+        deadline = time.monotonic() + patience
+        while watcher is not None and watcher.error is None and not self._cancel.is_set():
+            calls = [(name, call) for name, group in groups.items() for call in group.unfinished()]
+            # A send or recv has no number: whether its peer answers is not known, so it may take as long as the rest.
+            if all(call.launched.number > complete[name] for name, call in calls):
+                return
+            if len(calls) != unfinished:
+                unfinished, deadline = len(calls), time.monotonic() + patience
+            if time.monotonic() > deadline:
+                return
+            watcher.wait(_CHECK_INTERVAL)
 
     def _agree_on_groups(self) -> tuple[dict[str, dict[str, Any]], int, list[model_reset.StepReport | None]]:
         """Exchange the groups of all ranks. Return the groups to keep, and the highest group count of a rank.

@@ -43,7 +43,8 @@ Messages (`protocol/messages.py`)
 
 From the event to the abort
     Interrupt. The main thread raises KeyboardInterrupt within 0.25 s if it waits for gloo, because no such wait stays
-        in C++ for longer. A rank that is still in its cell after `GracePeriods.interrupt_abort` gets Abort(shut=True).
+        in C++ for longer. A rank that is still in its cell after `GracePeriods.interrupt_abort` gets Abort(shut=True),
+        unless it only waits for a device to execute what all members have launched. A second interrupt ends that.
     Error. The rank that raised sends Done. The notebook's `CollectiveMonitor` compares the logs. When a rank has waited
         for `GracePeriods.raised` in a collective that the failed rank will not launch, the waiting ranks get
         Abort(shut=True) for that group, and the others get the reason.
@@ -104,10 +105,11 @@ From the abort to the re-formed group:
    The death of a rank has the same effect, once its replacement has connected.
 2. Once all ranks are idle, the notebook increments the generation and sends Regroup to all ranks, before any queued
    cell. The first generation is formed in the same way.
-3. The ranks abort the unfinished calls of their devices: while one waits for its peers, CUDA can connect nothing. Then
-   they agree, through the store, on the groups to keep: those that exist on all of their members, where a fresh
-   process counts as having every group (`GroupManager._agree_on_groups`). A group that a rank failed to create is
-   aborted for good, and its connections are freed.
+3. The devices finish the calls that all members have launched (`GroupManager._finish_device_calls`), so that an error
+   after a loop costs none of its steps. The ranks abort the others: while one waits for its peers, CUDA can connect
+   nothing. Then they agree, through the store, on the groups to keep: those that exist on all of their members, where
+   a fresh process counts as having every group (`GroupManager._agree_on_groups`). A group that a rank failed to create
+   is aborted for good, and its connections are freed.
 4. For every kept group, in the order of creation, the members announce themselves in the store, wait for one another,
    connect a new inner group, and `renew` the outer one. The logs count from 0 again. A fresh process calls
    `init_process_group` and then creates the groups that its peers have.
@@ -467,6 +469,10 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         if not inner.unfinished():  # the watchdog was faster
             self.on_cut(self.abort_error(launched))
         self._break_off()
+
+    def unfinished(self) -> list[DeviceCall]:
+        """Return the calls that the device has not finished. Any thread."""
+        return self._inner.unfinished()
 
     def abort_device_calls(self) -> None:
         """Begin to abort what a device has not finished, before a regroup or when the rank leaves. Main thread."""
