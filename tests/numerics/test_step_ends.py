@@ -29,6 +29,27 @@ def test_listeners_are_called_after_every_step_with_the_optimizer():
     assert ends == [(adam, 1), (adam, 2), (sgd, None)]
 
 
+def test_a_counter_on_a_device_is_read_once():
+    """To read it waits for the device, which would end the lead of the host in every step."""
+    read = []
+
+    class OnDevice(torch.Tensor):
+        device = property(lambda _tensor: torch.device("cuda"))
+
+        def __int__(self) -> int:
+            read.append(True)
+            return 7
+
+    ends = []
+    step_ends.listen(lambda stepped: ends.append((step_ends.step_of(stepped), step_ends.step_of(stepped))))
+    fused = optimizer()
+    fused.state[fused.param_groups[0]["params"][0]]["step"] = torch.tensor(7.0).as_subclass(OnDevice)
+    for _ in range(3):
+        fused.step()
+    assert ends == [(7, 7), (8, 8), (9, 9)]
+    assert len(read) == 1
+
+
 def test_an_error_of_a_listener_is_shown_once_and_does_not_reach_the_training(capsys):
     ends = []
 

@@ -487,6 +487,7 @@ class FakeCuda:
         self, monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], error: str = "", crashes: bool = False
     ) -> None:
         self.error = error
+        self.is_initialized = False
         self.capabilities = capabilities or ((8, 0),) * 3
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "device_count", self.crash if crashes else self.visible)
@@ -505,7 +506,9 @@ class FakeCuda:
         os._exit(1)
 
     def initialize(self) -> None:
-        raise RuntimeError(self.error or "No CUDA GPUs are available")
+        self.is_initialized = True
+        if self.error or not self.visible():
+            raise RuntimeError(self.error or "No CUDA GPUs are available")
 
 
 @pytest.mark.parametrize(
@@ -543,6 +546,14 @@ def test_devices_from_the_first_on_for_which_torch_has_no_kernels_are_not_counte
     problem = f"torch {torch.__version__} has no kernels for {device}, only for sm_75 sm_80 sm_90a"
     advice = "install another build of torch, or choose other devices with CUDA_VISIBLE_DEVICES"
     assert forkserver.count_devices({}) == (usable, f"{problem}; {advice}", True)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_one_device_is_counted_of_cards_that_are_divided(monkeypatch):
+    """The management library counts all cards, of which a process may use one part."""
+    cards = FakeCuda(monkeypatch, (9, 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 if cards.is_initialized else 2)
+    assert forkserver.count_devices({}) == (1, "", False)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -25,6 +26,8 @@ _listeners: tuple[Listener, ...] = ()
 """Replaced and never changed, because another thread may be calling them."""
 _hook: RemovableHandle | None = None
 _lock = threading.Lock()
+_counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Steps of optimizers whose own counters are on a device, where to read one would wait for the device."""
 
 
 def listen(listener: Listener) -> None:
@@ -50,12 +53,15 @@ def remove_unused() -> None:
         if _hook is not None and not _listeners:
             _hook.remove()
             _hook = None
+            _counts.clear()  # steps are not counted from here on
 
 
 def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     # Inside a compiled step, this hook would be traced.
     if torch.compiler.is_compiling():
         return
+    if optimizer in _counts:
+        _counts[optimizer] += 1
     for listener in _listeners:
         try:
             listener(optimizer)
@@ -80,4 +86,8 @@ def step_of(optimizer: Optimizer) -> int | None:
     if wrapper is not None:  # counts a step when it has ended
         return int(wrapper.steps) + 1
     steps = next((state.get("step") for state in optimizer.state.values()), None)
+    if isinstance(steps, torch.Tensor) and steps.device.type != "cpu":
+        if optimizer not in _counts:
+            _counts[optimizer] = int(steps)
+        return _counts[optimizer]
     return None if steps is None else int(steps)

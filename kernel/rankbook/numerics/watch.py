@@ -650,9 +650,11 @@ def step_of(optimizer: torch.optim.Optimizer, counted: int, *, done: bool = Fals
     wrapper = prepare.wrapper_of(optimizer) if prepare is not None else None
     if wrapper is not None:  # counts a step when it has ended
         return int(wrapper.steps) + 1
-    steps = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
-    if steps:
-        return max(steps) + (not done)
+    counters = [state["step"] for state in optimizer.state.values() if "step" in state]
+    if counters and isinstance(counters[0], torch.Tensor) and counters[0].device.type != "cpu":
+        counters = counters[:1]  # to read one waits for the device
+    if counters:
+        return max(map(int, counters)) + (not done)
     adaptive = "betas" in optimizer.defaults
     return 1 if adaptive and not done else counted
 

@@ -395,6 +395,9 @@ def _usable_devices() -> DeviceCount:
         warnings.simplefilter("ignore")  # torch's warnings are the reasons below
         if not devices or not torch.cuda.is_available():
             return DeviceCount(0, _no_device(), unexpected=devices > 0 or (_has_nvidia_device() and not is_chosen))
+        # Now as CUDA counts them: of a card that is divided (MIG), a process sees one part only.
+        torch.cuda.init()
+        devices = torch.cuda.device_count()
         architectures = torch.cuda.get_arch_list()
         for index in range(devices):
             major, minor = torch.cuda.get_device_capability(index)

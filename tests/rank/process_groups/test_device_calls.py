@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -314,6 +315,7 @@ def test_a_thread_that_queries_events_does_not_disturb_the_capture_of_a_graph(mo
         return 0
 
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(device_calls, "_driver_function", device_calls._driver_function.__wrapped__)
     monkeypatch.setattr(
         device_calls.ctypes, "CDLL", lambda _name: SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
     )
@@ -327,8 +329,56 @@ def test_a_thread_is_bound_to_its_device_without_the_driver_of_cuda(monkeypatch)
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    monkeypatch.setattr(device_calls, "_driver_function", device_calls._driver_function.__wrapped__)
     monkeypatch.setattr(device_calls.ctypes, "CDLL", missing)
     Cuda(torch.device("cuda", 0)).bind_thread()
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(0, True), (600, False), (700, "illegal memory access")], ids=["done", "not ready", "failed"]
+)
+def test_an_event_is_asked_by_the_driver_which_does_not_keep_the_gil(monkeypatch, code, expected):
+    """torch's own query keeps it, and waits for another thread that frees memory. It only has to raise an error."""
+
+    class Event:
+        cuda_event = 1 << 40
+
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    asked: list[int] = []
+
+    def query(handle: ctypes.c_void_p) -> int:
+        asked.append(handle.value)
+        return code
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(device_calls, "_driver_function", lambda name: {"cuEventQuery": query}[name])
+    is_done = Cuda(torch.device("cuda", 0)).record()
+    if isinstance(expected, str):
+        with pytest.raises(RuntimeError, match=expected):
+            is_done()
+    else:
+        assert is_done() is expected
+    assert asked == [1 << 40]
+
+
+def test_the_output_of_a_call_is_released_once_it_was_waited_for(setting):
+    """As under torch alone, whose allocator uses the memory again in the order of the stream."""
+    work = setting.reduce(is_async=True)
+    (call,) = setting.backends.unfinished()
+    assert call.keeps_tensors
+    work.wait()
+    assert not call.keeps_tensors
+    kept = weakref.ref(work._work)
+    del work
+    assert kept() is None
+    assert setting.pending() == ["all_reduce #1 (float32[4])"]
+    setting.device.held = False
+    until(lambda: not setting.pending())
 
 
 def test_a_work_is_not_queried_while_its_communicator_is_aborted(setting):

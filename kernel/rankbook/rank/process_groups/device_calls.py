@@ -8,8 +8,8 @@ thread of `DeviceWatcher` does that. All other threads read the flags that it se
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import functools
 import threading
 import traceback
 from collections import deque
@@ -33,6 +33,8 @@ _LAST_ROUNDS = 20
 _DRIVER = "libcuda.so.1"
 _CAPTURE_THREAD_LOCAL = 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of the CUDA driver."""
+_SUCCESS, _NOT_READY = 0, 600
+"""CUDA_SUCCESS and CUDA_ERROR_NOT_READY of the CUDA driver."""
 
 Query = Callable[[], bool]
 
@@ -74,7 +76,17 @@ class Cuda:
         # no timing, which would make it slower.
         event = torch.cuda.Event()
         event.record()
-        return event.query
+        query, handle = _driver_function("cuEventQuery"), event.cuda_event
+        if query is None or not handle:
+            return event.query
+
+        def is_done() -> bool:
+            # A query waits for the lock of the CUDA context, which another thread may have while it frees memory. torch
+            # keeps the GIL meanwhile, and the rank would not even receive an abort; ctypes releases it.
+            code = query(ctypes.c_void_p(handle))
+            return False if code == _NOT_READY else code == _SUCCESS or event.query()  # which raises the error
+
+        return is_done
 
     def is_capturing(self) -> bool:
         """See `DeviceInterface`."""
@@ -87,8 +99,18 @@ def _allow_queries_during_captures() -> None:
     `torch.cuda.graph` captures in the mode "global", in which a query of any thread fails and makes the capture
     invalid. torch's watchdog of NCCL changes the mode of its thread too, but torch has no Python function for that.
     """
-    with contextlib.suppress(OSError, AttributeError):  # another driver, such as that of ROCm
-        ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_THREAD_LOCAL)))
+    if (exchange := _driver_function("cuThreadExchangeStreamCaptureMode")) is not None:
+        exchange(ctypes.byref(ctypes.c_int(_CAPTURE_THREAD_LOCAL)))
+
+
+@functools.cache
+def _driver_function(name: str) -> Callable[..., int] | None:
+    """Return a function of the CUDA driver; None with another driver, such as that of ROCm."""
+    try:
+        function: Callable[..., int] = getattr(ctypes.CDLL(_DRIVER), name)
+    except (OSError, AttributeError):
+        return None
+    return function
 
 
 class DeviceCall:
@@ -124,7 +146,14 @@ class DeviceCall:
 
     def query(self) -> bool:
         """Ask the device. The watcher's thread only."""
-        return self._query is None or self._query()
+        query = self._query
+        return query is None or query()
+
+    def release_tensors(self, query: Query) -> None:
+        """Ask with `query` from now on, which does not keep the output alive. The thread that has launched the call."""
+        if not self.done:
+            self._query = query
+            self.keeps_tensors = False
 
     def finish(self) -> None:
         """Set the flag, and release the work with its tensors."""

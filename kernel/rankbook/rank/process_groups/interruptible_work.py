@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from rankbook.rank.process_groups.collective_log import CollectiveCall, CollectiveLog, FutureWork
-from rankbook.rank.process_groups.device_calls import DeviceCall
+from rankbook.rank.process_groups.device_calls import DeviceCall, Query
 
 _CHECK_INTERVAL = timedelta(seconds=0.25)
 """The longest time that a wait stays in C++ before it checks for interrupts and for an aborted group."""
@@ -79,6 +79,9 @@ class Group(Protocol):
     @property
     def transport_failed(self) -> bool:
         """Return True if gloo's thread has failed, so that no wait in C++ will end."""
+
+    def record_device(self) -> Query | None:
+        """Return a query of what the current stream has been given so far; None while it is recorded in a graph."""
 
     @property
     def seconds_since_abort(self) -> float:
@@ -249,6 +252,11 @@ class DeviceWork(InterruptibleWork):
         # NCCL's wait returns normally after an abort.
         if self._group.seconds_since_abort > 0:
             raise self._group.abort_error(self._launched)
+        # The stream waits for the collective now. So an event on it comes later, and the work of torch is not needed,
+        # which would keep the output alive for as long as the device is behind.
+        call = self._launched.work
+        if isinstance(call, DeviceCall) and not call.done and (query := self._group.record_device()) is not None:
+            call.release_tensors(query)
         return result
 
     def synchronize(self) -> None:

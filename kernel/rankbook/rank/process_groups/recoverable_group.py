@@ -141,7 +141,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from rankbook.errors import CollectiveAborted, InvalidArgument
 from rankbook.rank.process_groups.collective_log import OPS, CollectiveCall, CollectiveLog, FutureWork, Op
-from rankbook.rank.process_groups.device_calls import DeviceCall, DeviceQueue
+from rankbook.rank.process_groups.device_calls import DeviceCall, DeviceQueue, Query
 from rankbook.rank.process_groups.gloo import Opened, shutdown_sockets
 from rankbook.rank.process_groups.interruptible_work import (
     ABORT_TIMEOUT,
@@ -473,6 +473,13 @@ class RecoverableProcessGroup(dist.ProcessGroup):
     def unfinished(self) -> list[DeviceCall]:
         """Return the calls that the device has not finished. Any thread."""
         return self._inner.unfinished()
+
+    def record_device(self) -> Query | None:
+        """Return a query of what the current stream has been given so far; None while it is recorded in a graph."""
+        queue = self._inner.queue
+        if queue is None or queue.watcher.error is not None or queue.watcher.accelerator.is_capturing():
+            return None
+        return queue.watcher.accelerator.record()
 
     def abort_device_calls(self) -> None:
         """Begin to abort what a device has not finished, before a regroup or when the rank leaves. Main thread."""
