@@ -532,6 +532,17 @@ def test_the_scale_of_fp16_goes_on(tmp_path, monkeypatch):
     window.scaler = None
 
 
+def test_the_random_state_of_the_device_of_a_rank_is_restored_on_its_present_device(monkeypatch, caplog):
+    state = {**rng.random_state(), "cuda": ["of device 0", "of device 1"], "cuda_device": 1}
+    states: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", states.append)
+    rng.restore_random_state(state)
+    assert states == ["of device 1"]
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(("devices", "restored"), [(2, True), (1, False), (0, False)])
 def test_random_states_of_other_devices_are_not_restored_in_silence(monkeypatch, caplog, devices, restored):
     state = {**rng.random_state(), "cuda": ["of device 0", "of device 1"]}

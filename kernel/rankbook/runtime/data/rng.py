@@ -491,6 +491,7 @@ def random_state() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
+        state["cuda_device"] = torch.cuda.current_device()
     return state
 
 
@@ -504,10 +505,12 @@ def restore_random_state(state: dict[str, Any]) -> None:
     # The states are per device of the process. With another number of devices there is no correspondence between them.
     saved = len(state.get("cuda", ()))
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if saved == devices:
-        if saved:
-            torch.cuda.set_rng_state_all(state["cuda"])
-    elif saved:
+    if saved == devices and saved:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    # The rank computes on one device, which may have another number by now. Older checkpoints do not name it.
+    if devices and "cuda_device" in state:
+        torch.cuda.set_rng_state(state["cuda"][state["cuda_device"]])
+    elif saved != devices and saved:
         _log.warning(
             "the random states of %s are not restored: this process has %d", plural(saved, "CUDA device"), devices
         )
