@@ -268,3 +268,43 @@ def test_a_healed_rank_reads_its_own_part_and_trains_on_as_one_process_would(clu
     cluster.run("check()", timeout=30)
     cluster.run(AFTER, timeout=30)
     cluster.run("check()", timeout=30)
+
+
+SCHEDULED_EPOCH = """
+class Decay(torch.optim.lr_scheduler.ExponentialLR):  # computes a rate from the last one
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.kept = {kept}
+
+{prepare}
+scheduler = accelerator.prepare(Decay(optimizer.optimizer, 0.5))
+
+def scheduled_epoch(fail=False):
+    for batch, in loader:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        if fail and rank == 1:
+            dist.recv(torch.ones(1), 0)  # its scheduler has stepped
+            raise ValueError('before its scheduler')
+        scheduler.step()
+        if fail: dist.send(torch.ones(1), 1)
+        optimizer.zero_grad()
+        break
+    print(scheduler.last_epoch, optimizer.param_groups[0]['lr'])
+"""
+
+
+@pytest.mark.parametrize(("strategy", "kept"), [("ddp", "None"), ("fsdp2", "None"), ("ddp", "lambda: None")])
+def test_schedulers_are_equal_again_if_one_rank_has_missed_a_step(own_model, strategy, kept):
+    cluster = own_model
+    code = SCHEDULED_EPOCH.format(kept=kept, prepare=PREPARE[strategy])
+    cluster.run(f"raw = make()\nmodel, optimizer = raw, torch.optim.SGD(raw.parameters(), 0.125)\n{code}")
+    with pytest.raises(CellError, match="before its scheduler"):
+        cluster.run("scheduled_epoch(fail=True)", timeout=60)
+    outcome = cluster.run("scheduled_epoch()", timeout=60)
+    if kept == "None":
+        assert outcome.stdout == {0: "2 0.03125\n", 1: "2 0.03125\n"}
+    else:  # the rates are equal nevertheless, and a warning names the scheduler whose state cannot be sent
+        assert outcome.stdout == {0: "2 0.03125\n", 1: "1 0.03125\n"}
+        assert "The state of Decay could not be made equal on all ranks" in outcome.stderr[1]
+    assert "The schedulers of the ranks were in different states (Decay)" in outcome.stderr[0]

@@ -1,9 +1,15 @@
-"""Test the choice of the replica whose state all ranks take over."""
+"""Test the choice of the replica whose state all ranks take over, and that its schedule comes along."""
 
 from __future__ import annotations
 
-import pytest
+import pickle
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from rankbook.rank import model_reset
+from rankbook.runtime import Accelerator
 from rankbook.runtime.strategies.transfer import choose_row
 
 
@@ -25,3 +31,32 @@ def test_a_whole_replica_of_one_step_is_chosen(steps, expected):
 
 def test_without_replicas_there_is_none():
     assert choose_row([], {0: (1,), 1: (1,)}) is None
+
+
+def test_the_schedule_of_a_reverted_step_is_reverted_with_it(monkeypatch):
+    """Its scheduler may have stepped too, since the host is ahead of the device."""
+
+    def trained(steps):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        optimizer, scheduler = Accelerator().prepare(optimizer, scheduler)
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+        return optimizer.optimizer, scheduler
+
+    sent = []
+    monkeypatch.setattr(dist, "broadcast", lambda *_: None)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, _: sent.extend(objects))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    optimizer, _ = trained(steps=1)
+    model_reset.restore_stepped([optimizer], 0)
+
+    def receive(objects, _):
+        objects[:] = pickle.loads(pickle.dumps(sent))
+
+    monkeypatch.setattr(dist, "broadcast_object_list", receive)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    optimizer, scheduler = trained(steps=2)
+    model_reset.restore_stepped([optimizer], 0)
+    assert (scheduler.last_epoch, scheduler.get_last_lr(), optimizer.param_groups[0]["lr"]) == (1, [0.5], 0.5)

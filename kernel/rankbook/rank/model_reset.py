@@ -5,7 +5,7 @@ gradients stay. `process_groups/manager.py` re-forms the process groups at the s
 
 On a device, the host is ahead: an optimizer step may be queued behind a collective that is aborted later, and is then
 executed with what the collective has left in the gradients. `StepTracker` knows which optimizers have begun a step
-since a given time. `restore_stepped` copies their weights and states from a rank that has not begun one.
+since a given time. `restore_stepped` copies their weights, states and schedulers from a rank that has not begun one.
 """
 
 from __future__ import annotations
@@ -154,16 +154,19 @@ def choose_source(reports: Sequence[StepReport | None]) -> int | None:
 
 
 def restore_stepped(optimizers: Collection[Optimizer], source: int) -> None:
-    """Copy the weights and states of `optimizers` from the rank `source` to all others. A collective."""
+    """Copy the weights, states and prepared schedulers of `optimizers` from the rank `source`. A collective."""
+    runtime = sys.modules.get(_RUNTIME)  # not imported, because a rank need not use it
     for optimizer in optimizers:
         for parameter in _parameters_of(optimizer):
             dist.broadcast(parameter.detach(), source)
         # Through the CPU, because the device of the source may be another one.
         state = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), optimizer.state_dict())
-        states = [state]
+        states = [state, runtime.schedules_of(optimizer) if runtime is not None else []]
         dist.broadcast_object_list(states, source)
         if dist.get_rank() != source:
             optimizer.load_state_dict(states[0])
+            if runtime is not None:
+                runtime.load_schedules(optimizer, states[1])
 
 
 def is_sharded(optimizer: Optimizer) -> bool:

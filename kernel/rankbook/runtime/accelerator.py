@@ -7,8 +7,8 @@ This module also recovers the training state after an aborted collective, and co
 prepared objects (`install`). The ranks may have failed at different batches: some may have taken an optimizer step that
 others did not. The sequence is: the process groups are re-formed (rank/process_groups), rank/model_reset.py calls
 `restart_accumulation`, and at the start of the next batch the window clears all gradients (`_drop_gradients`) and
-copies replicas that differ from rank 0 (`_synchronize_replicas`). The batch starts with `accumulate`, or without it
-with the forward pass of a prepared model in a loop over a prepared loader (`settle_before_training`).
+copies replicas and schedulers that differ from rank 0 (`_synchronize_replicas`). The batch starts with `accumulate`, or
+without it with the forward pass of a prepared model in a loop over a prepared loader (`settle_before_training`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -89,8 +89,31 @@ def _drop_gradients() -> None:
         strategy.drop_gradients(wrapped)
 
 
+class _TrainingProgress(NamedTuple):
+    """Progress of a rank's prepared objects, by serial number.
+
+    `models` are those under DDP, `steps` the optimizers' numbers of steps, `scales` the states of their scalers, and
+    `schedules` the checksums of the schedulers.
+    """
+
+    models: set[int]
+    steps: dict[int, int]
+    scales: dict[int, Any]
+    schedules: dict[int, int]
+
+    def renumbered(self) -> _TrainingProgress:
+        """Return the progress with numbers from 0 on, in the order of the serial numbers."""
+        order = dict(enumerate(sorted(self.steps)))
+        return _TrainingProgress(
+            set(range(len(self.models))),
+            {number: self.steps[serial] for number, serial in order.items()},
+            {number: self.scales[serial] for number, serial in order.items() if serial in self.scales},
+            dict(enumerate(self.schedules[serial] for serial in sorted(self.schedules))),
+        )
+
+
 def _synchronize_replicas() -> None:
-    """Copy replicated models and optimizer states from rank 0, if the ranks have taken different steps. A collective.
+    """Copy replicated models, optimizer states and schedules from rank 0, where the ranks differ. A collective.
 
     A rank may have failed before a step that others took. The scale of fp16 becomes that of rank 0 as well, because a
     rank may have skipped a step that others took. Shards are left as they are, with a warning: no other rank has what a
@@ -106,27 +129,40 @@ def _synchronize_replicas() -> None:
         for serial, (strategy, _) in prepared.current_models().items()
         if isinstance(strategy, DataParallel)
     }
-    wrappers = prepared.registered("optimizer")
-    scales = {serial: wrapper.scaler.state_dict() for serial, wrapper in wrappers.items() if wrapper.scaler is not None}
+    wrappers, schedulers = prepared.registered("optimizer"), prepared.registered("scheduler")
+    progress = _TrainingProgress(
+        set(copies),
+        {serial: wrapper.steps for serial, wrapper in wrappers.items()},
+        {serial: wrapper.scaler.state_dict() for serial, wrapper in wrappers.items() if wrapper.scaler is not None},
+        {serial: optimizer_module.schedule_checksum(scheduler) for serial, scheduler in schedulers.items()},
+    )
     rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, (set(copies), {serial: wrapper.steps for serial, wrapper in wrappers.items()}, scales))
-    serials = sorted(set.intersection(*(set(steps) for _, steps, _ in rows)))
-    if not serials and len({(len(models), len(steps)) for models, steps, _ in rows}) == 1:
+    dist.all_gather_object(rows, progress)
+    if not set.intersection(*(set(row.steps) for row in rows)) and len({tuple(map(len, row[:2])) for row in rows}) == 1:
         # A rank that was restarted has prepared the same objects, under other numbers: the order counts.
-        rows = [_renumbered(*row) for row in rows]
-        copies = dict(enumerate(copies[serial] for serial in sorted(copies)))
-        wrappers = dict(enumerate(wrappers[serial] for serial in sorted(wrappers)))
-        serials = list(range(len(wrappers)))
+        rows = [row.renumbered() for row in rows]
+        copies, wrappers, schedulers = (
+            dict(enumerate(items[serial] for serial in sorted(items))) for items in (copies, wrappers, schedulers)
+        )
+    _copy_replicas(rows, copies, wrappers)
+    # After the optimizers, whose options are a part of the schedules.
+    _copy_schedules(rows, schedulers)
+
+
+def _copy_replicas(
+    rows: list[_TrainingProgress], copies: dict[int, nn.Module], wrappers: dict[int, AcceleratedOptimizer]
+) -> None:
+    serials = sorted(set.intersection(*(set(row.steps) for row in rows)))
     for serial in serials:
-        scaler, scale = wrappers[serial].scaler, rows[0][2].get(serial)
+        scaler, scale = wrappers[serial].scaler, rows[0].scales.get(serial)
         # Gradients of different scales must not be averaged.
         if scaler is not None and scale is not None and scale != scaler.state_dict():
             scaler.load_state_dict(scale)
-    steps_by_rank = [[steps[serial] for serial in serials] for _, steps, _ in rows]
+    steps_by_rank = [[row.steps[serial] for serial in serials] for row in rows]
     if all(rank_steps == steps_by_rank[0] for rank_steps in steps_by_rank):
         return
     # All ranks have compared the same rows above, so all of them return there or all come here.
-    for serial in sorted(set.intersection(*(models for models, _, _ in rows))):
+    for serial in sorted(set.intersection(*(row.models for row in rows))):
         for tensor in (*copies[serial].parameters(), *copies[serial].buffers()):
             dist.broadcast(tensor.detach(), 0)
     for index, serial in enumerate(serials):
@@ -159,16 +195,45 @@ def _synchronize_replicas() -> None:
         )
 
 
-def _renumbered(
-    models: set[int], steps: dict[int, int], scales: dict[int, Any]
-) -> tuple[set[int], dict[int, int], dict[int, Any]]:
-    """Return what a rank has with numbers from 0 on, in the order of its serial numbers."""
-    order = dict(enumerate(sorted(steps)))
-    return (
-        set(range(len(models))),
-        {number: steps[serial] for number, serial in order.items()},
-        {number: scales[serial] for number, serial in order.items() if serial in scales},
-    )
+def _copy_schedules(rows: list[_TrainingProgress], schedulers: dict[int, AcceleratedScheduler]) -> None:
+    serials = sorted(set.intersection(*(set(row.schedules) for row in rows)))
+    # Also those of sharded optimizers: the learning rates are the same on all ranks.
+    different = [serial for serial in serials if len({row.schedules[serial] for row in rows}) > 1]
+    if not different:
+        return
+    is_first = dist.get_rank() == 0
+    schedules = [optimizer_module.dump_schedule(schedulers[serial]) if is_first else b"" for serial in different]
+    dist.broadcast_object_list(schedules, 0)
+    if is_first:
+        names = ", ".join(type(schedulers[serial].scheduler).__name__ for serial in different)
+        _log.warning(
+            "The schedulers of the ranks were in different states (%s); all continue with that of rank 0, and with its "
+            "learning rates.",
+            names,
+        )
+        return
+    for serial, schedule in zip(different, schedules, strict=True):
+        optimizer_module.load_schedule(schedulers[serial], schedule)
+
+
+def schedules_of(optimizer: torch.optim.Optimizer) -> list[bytes]:
+    """Return the schedules of the prepared schedulers that follow `optimizer`, for `load_schedules` on another rank."""
+    return [optimizer_module.dump_schedule(scheduler) for scheduler in _schedulers_of(optimizer)]
+
+
+def load_schedules(optimizer: torch.optim.Optimizer, schedules: list[bytes]) -> None:
+    """Load what `schedules_of` has returned on another rank."""
+    # A rank may have prepared more schedulers than the other one, in a cell that has failed there.
+    for scheduler, schedule in zip(_schedulers_of(optimizer), schedules, strict=False):
+        optimizer_module.load_schedule(scheduler, schedule)
+
+
+def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[AcceleratedScheduler]:
+    return [
+        scheduler
+        for scheduler in prepared.registered("scheduler").values()
+        if any(wrapper.optimizer is optimizer for wrapper in scheduler.optimizers)
+    ]
 
 
 def _is_sharded(wrapper: AcceleratedOptimizer) -> bool:

@@ -12,19 +12,25 @@ round ends before the second step, and gradients are converted to the new scale.
 from __future__ import annotations
 
 import inspect
+import logging
+import pickle
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 from torch.utils.weak import TensorWeakRef
 
 from rankbook.errors import InvalidArgument
 from rankbook.runtime.gradient_state import window
 from rankbook.runtime.state import GradientState
 from rankbook.runtime.strategies.base import group_by_layout
+
+_log = logging.getLogger(__name__)
 
 _NOT_PICKLED = {
     "step",
@@ -437,3 +443,81 @@ class AcceleratedScheduler:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, gradient_state=GradientState())
+
+
+# A scheduler may be one step behind that of another rank, if a cell ended between `optimizer.step()` and
+# `scheduler.step()`. Its schedule is its own state together with the options of its optimizers, such as the learning
+# rates: torch's schedulers do not set these when they load a state, and some compute the next rate from the last one.
+
+
+def schedule_checksum(scheduler: AcceleratedScheduler) -> int:
+    """Return a checksum of the numbers in the schedule of `scheduler`: counters, and options such as rates."""
+    leaves = pytree.tree_leaves((_state_of(scheduler), _options_of(scheduler)))
+    scalars = [leaf.item() if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 else leaf for leaf in leaves]
+    return zlib.crc32(repr([scalar for scalar in scalars if isinstance(scalar, int | float)]).encode())
+
+
+def dump_schedule(scheduler: AcceleratedScheduler) -> bytes:
+    """Return the pickled schedule of `scheduler`. The error takes the place of a state that cannot be pickled."""
+    state, options = _state_of(scheduler), _options_of(scheduler)
+    try:
+        return pickle.dumps((state, None, options))
+    except Exception as error:  # noqa: BLE001 - any object of the user, such as a lambda; shown by `load_schedule`
+        return pickle.dumps((None, repr(error), options))
+
+
+def load_schedule(scheduler: AcceleratedScheduler, schedule: bytes) -> None:
+    """Load a schedule of `dump_schedule`. Logs a warning if the scheduler does not take over the state."""
+    try:
+        state, error, options = pickle.loads(schedule)
+        for optimizer, groups in zip(scheduler.optimizers, options, strict=True):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                _set_options(group, values)
+        if state is not None:
+            scheduler.load_state_dict(state)
+    except Exception as raised:  # noqa: BLE001 - a class of the user; shown below, and the recovery goes on
+        error = repr(raised)
+    if error is not None:
+        _log.warning(
+            "The state of %s could not be made equal on all ranks (%s), and their learning rates may differ: make the "
+            "scheduler again, or load the last checkpoint.",
+            _name_of(scheduler),
+            error,
+        )
+
+
+def _set_options(group: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(group.get(name), torch.Tensor):
+            group[name].fill_(value)  # a captured graph refers to this tensor
+        else:
+            group[name] = value
+
+
+def _state_of(scheduler: AcceleratedScheduler) -> Any:  # noqa: ANN401 - the state of any scheduler
+    try:
+        state = scheduler.state_dict()
+    except Exception as error:  # noqa: BLE001 - a class of the user, which may have no states; shown here
+        _log.warning("%s has no state that could be compared with those of other ranks: %r", _name_of(scheduler), error)
+        return None
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), state)
+
+
+def _options_of(scheduler: AcceleratedScheduler) -> list[list[dict[str, Any]]]:
+    """Return the numeric options of the parameter groups of all optimizers that `scheduler` follows."""
+    return [[_numbers_in(group) for group in optimizer.param_groups] for optimizer in scheduler.optimizers]
+
+
+def _numbers_in(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group that are numbers, or tuples of numbers, such as betas."""
+    options = {name: value for name, value in group.items() if name != "params"}
+    plain = pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, options)
+    return {
+        name: value
+        for name, value in plain.items()
+        if all(isinstance(leaf, int | float) for leaf in pytree.tree_leaves(value))
+    }
+
+
+def _name_of(scheduler: AcceleratedScheduler) -> str:
+    return type(scheduler.scheduler).__name__
