@@ -26,6 +26,7 @@ from rankbook.runtime import (
 )
 from rankbook.runtime.gradient_state import window
 from rankbook.runtime.launched_function import run_launched
+from rankbook.runtime.prepared import track_replaced_parameters
 from rankbook.runtime.state import GradientState
 
 METHODS = {  # what a script that was written for Accelerate may give by position or by name
@@ -460,6 +461,29 @@ def test_sparse_gradients_are_clipped_with_dense_ones():
     assert net[0].weight.grad.layout is torch.sparse_coo
     torch.testing.assert_close(net[0].weight.grad.to_dense(), torch.tensor([[0.0], [1.0], [0.5], [0.0]]))
     torch.testing.assert_close(net[1].bias.grad, torch.ones(1))
+
+
+def test_parameters_that_were_listed_before_they_were_replaced_are_followed():
+    """Sharding replaces the parameters of a model."""
+    accelerator = Accelerator(cpu=True)
+    net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    listed = [net[0].weight, net[1].weight, net[0].weight]
+    optimizer = accelerator.prepare(torch.optim.SGD([nn.Parameter(torch.ones(1))], 1.0))
+    with track_replaced_parameters(net):
+        for layer in net:
+            layer.weight = nn.Parameter(torch.ones(1, 1))
+            layer.weight.grad = torch.full((1, 1), 2.0)
+    assert float(accelerator.clip_grad_norm_([*listed, net[0].weight], 0.5)) == pytest.approx(8**0.5)
+    assert torch.stack([layer.weight.grad for layer in net]).norm().item() == pytest.approx(0.5)
+    accelerator.clip_grad_value_(listed[0], 0.25)
+    assert [layer.weight.grad.item() == 0.25 for layer in net] == [True, False]
+    optimizer.add_param_group({"params": listed[0]})
+    optimizer.add_param_group({"params": listed[1:2]})
+    optimizer.step()
+    assert net[0].weight.item() == 0.75
+    assert net[1].weight.item() < 1.0
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": iter(listed[:2])})
 
 
 def test_values_are_clipped_only_when_gradients_synchronize():

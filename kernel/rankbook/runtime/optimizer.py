@@ -27,8 +27,9 @@ from torch.utils.weak import TensorWeakRef
 
 from rankbook.errors import InvalidArgument
 from rankbook.runtime.gradient_state import window
+from rankbook.runtime.prepared import replacement_of
 from rankbook.runtime.state import GradientState
-from rankbook.runtime.strategies.base import group_by_layout
+from rankbook.runtime.strategies.base import group_by_layout, update_one_by_one_where_mixed
 
 _log = logging.getLogger(__name__)
 
@@ -152,8 +153,18 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.defaults = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the wrapped optimizer."""
+        """Add a parameter group to the wrapped optimizer. Parameters that `prepare` has replaced are followed."""
+        # Otherwise the group would have the full parameters of a model that is sharded, which get no gradients.
+        parameters = param_group["params"]
+        if isinstance(parameters, torch.Tensor):
+            param_group["params"] = replacement_of(parameters)
+        elif not isinstance(parameters, set):  # torch refuses a set
+            param_group["params"] = [
+                (entry[0], replacement_of(entry[1])) if isinstance(entry, tuple) else replacement_of(entry)
+                for entry in parameters
+            ]
         self.optimizer.add_param_group(param_group)
+        update_one_by_one_where_mixed(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the wrapped optimizer."""

@@ -6,6 +6,7 @@ model is distributed is left to its strategy.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -22,7 +23,7 @@ from rankbook.runtime.collectives import reduce
 from rankbook.runtime.config import AutocastKwargs, ProfileKwargs
 from rankbook.runtime.gradient_state import AccumulateContext, window
 from rankbook.runtime.prepare import wrapper_of
-from rankbook.runtime.prepared import registered, strategy_of
+from rankbook.runtime.prepared import registered, replacement_of, strategy_of
 from rankbook.runtime.settings import AcceleratorSettings, autocast
 from rankbook.runtime.strategies.base import full_tensor, group_by_layout
 
@@ -146,7 +147,7 @@ class TrainingMethods(AcceleratorSettings):
         """Scale the gradients so that their norm over all parameters and shards is at most `max_norm`.
 
         Args:
-            parameters: a parameter, or an iterable of parameters.
+            parameters: a parameter, or an iterable of parameters. They may be those that `prepare` has replaced.
             max_norm: maximum norm.
             norm_type: order p of the p-norm.
 
@@ -154,7 +155,7 @@ class TrainingMethods(AcceleratorSettings):
         norm is that of the gradients accumulated on this rank so far. Under fp16 the gradients are unscaled first. They
         may be sparse. A collective if gradients are sharded.
         """
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        chosen = _current_parameters(parameters)
         # The gradients of this rank are not reduced yet, so their norm has no meaning for the step. Nothing is scaled:
         # the factor would differ between ranks.
         if not self.gradient_state.sync_gradients:
@@ -170,7 +171,7 @@ class TrainingMethods(AcceleratorSettings):
 
         Does nothing while gradients accumulate.
         """
-        chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        chosen = _current_parameters(parameters)
         if self.gradient_state.sync_gradients:
             window.rescale_gradients(chosen)
             self._unscale_gradients_of(chosen)
@@ -278,6 +279,17 @@ def _current_optimizers() -> list[torch.optim.Optimizer]:
 
 def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _current_parameters(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `parameters` as a list, with the shards in place of full parameters that were listed before `prepare`."""
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    # A parameter that was replaced gets no gradient any more. One that has a gradient is not looked up.
+    current = [replacement_of(parameter) if parameter.grad is None else parameter for parameter in listed]
+    if all(map(operator.is_, listed, current)):
+        return listed
+    # A tied parameter, or one that is listed before and after it was replaced, counts once in the norm.
+    return list({id(parameter): parameter for parameter in current}.values())
 
 
 def clip_norm(
