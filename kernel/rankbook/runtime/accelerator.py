@@ -384,7 +384,7 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         """
         if device_placement is not None and len(device_placement) != len(args):
             raise prepare.placement_length_error(len(device_placement), len(args))
-        return prepare.prepare_all(self, self._context(), args, device_placement)
+        return prepare.prepare_all(self, args, device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -50,7 +50,6 @@ def kind_of(item: object) -> str | None:
 
 def prepare_all(
     accelerator: Any,  # noqa: ANN401 - an Accelerator, whose module imports this one
-    context: PrepareContext,
     items: Sequence[Any],
     placement: Sequence[bool] | None,
 ) -> Any:  # noqa: ANN401 - types of the arguments
@@ -59,10 +58,6 @@ def prepare_all(
     A single thing is returned without a tuple, None for no things.
     """
     kinds = [kind_of(argument) for argument in items]
-    # Raised before anything changes: afterwards the model would be sharded, and an optimizer without its parameters.
-    if context.strategy.shards:
-        of = {name: [item for item, kind in zip(items, kinds, strict=True) if kind == name] for name, _ in KINDS}
-        check_sharded(of["prepare_model"], of["prepare_optimizer"])
     prepared = list(items)
     # By kind, not in the order of the arguments: sharding replaces parameters, which an optimizer in the same call has
     # to follow, and a scheduler follows the prepared optimizer. Results keep the positions of the arguments.
@@ -320,15 +315,6 @@ def prepared_optimizers() -> list[AcceleratedOptimizer]:
     """Return the wrappers that are still referenced."""
     # A copy of the values, because telemetry asks on another thread while a cell may prepare more.
     return [wrapper for reference in tuple(_wrappers.values()) if (wrapper := reference()) is not None]
-
-
-def check_sharded(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise `InvalidArgument` if several optimizers are prepared with one model that is to be sharded."""
-    if len(models) == 1 and len(optimizers) > 1:
-        raise InvalidArgument(
-            f"expected one optimizer for a model that is sharded by fully_shard, got {len(optimizers)} optimizers; "
-            "prepare one optimizer with a parameter group per set of options"
-        )
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer) -> None:
