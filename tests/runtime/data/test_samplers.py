@@ -180,6 +180,26 @@ def test_batches_of_any_lengths_are_distributed_undivided(lengths, ranks, even):
         assert all(None not in current.parts for current in rounds)
 
 
+GROUPS = type("Groups", (list,), {"batch_size": 4, "drop_last": False})(
+    [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14], [15, 16, 17, 18], [19], [20, 21, 22, 23], [24, 25, 26]]
+)
+
+
+def test_short_batches_of_a_sampler_that_groups_are_filled_up_in_the_last_round_only():
+    """Samples of other groups may have other shapes, which cannot be collated."""
+    rounds = list(BatchSamplerShard(GROUPS, 2, 0).rounds())
+    assert [part for round_ in rounds[:3] for part in round_.parts] == GROUPS[:6]
+    assert [round_.share.real if round_.share else None for round_ in rounds] == [(4, 3), None, (4, 1), (4, 3)]
+    assert rounds[3].parts == [[20, 21, 22, 23], [24, 25, 26, 0]]
+    for skip in range(1, 5):
+        assert list(BatchSamplerShard(GROUPS, 2, 0).rounds(skip)) == rounds[skip:]
+
+    rounds = list(BatchSamplerShard(GROUPS, 2, 0, split_batches=True).rounds())
+    assert [rounds[number].parts for number in (1, 5, 7)] == [[[4], [5, 6]], [[19], [19]], [[24, 25], [26, 0]]]
+    assert [rounds[number].share.real for number in (1, 5, 7)] == [(1, 2), (1, 0), (2, 1)]
+    assert [len(BatchSamplerShard(GROUPS, 2, 0, split_batches=split)) for split in (False, True)] == [4, 8]
+
+
 def test_rows_of_the_last_round_hold_the_longer_batch_that_is_repeated_in_it():
     *_, last = BatchSamplerShard([[0, 1, 2, 3], [4], [5]], 2, 0).rounds()
     assert last.parts == [[5], [0, 1, 2, 3]]

@@ -178,8 +178,8 @@ class BatchSamplerShard(BatchSampler):
 
     Batches are assigned in turn: batch k belongs to rank k % num_processes. With `split_batches` every batch is cut
     into one part per rank instead. With `even_batches` all ranks get the same number of batches of the same size; what
-    is missing at the end is taken from the beginning. A sampler with `drop_last` drops an incomplete round. The lists
-    of `batch_sampler` are never modified.
+    is missing at the end is taken from the beginning. A short batch before the last round stays as it is. A sampler
+    with `drop_last` drops an incomplete round. The lists of `batch_sampler` are never modified.
 
     Raises `InvalidArgument` (a ValueError) if a batch cannot be split evenly.
     """
@@ -242,8 +242,9 @@ class BatchSamplerShard(BatchSampler):
     def _dealt_rounds(self, skip: int, earlier: Sequence[EarlierDeal]) -> Iterator[Dealt]:
         ranks, size = self.num_processes, self.batch_size
         batches, first, start = self._batches_from(skip * ranks, ranks, earlier)
-        number = skip
-        while batch_list := list(islice(batches, ranks)):
+        number, following = skip, []
+        while batch_list := [*following, *islice(batches, ranks - len(following))]:
+            following = []
             # Batches of the first round, which fill up the last one.
             first = first or batch_list
             lengths = [len(batch) for batch in batch_list]
@@ -251,9 +252,10 @@ class BatchSamplerShard(BatchSampler):
             # The usual round: every rank has a full batch.
             if len(batch_list) == ranks and lengths.count(lengths[0] if size is None else size) == ranks:
                 yield Dealt(number, batch_list, None, samples)
-            # The user's sampler yields batches of different sizes. The round has one for every rank, so it is not
-            # dropped.
-            elif len(batch_list) == ranks and self.drop_last:
+            # The user's sampler yields batches of different sizes, such as one that groups samples of similar lengths:
+            # samples of other groups must not fill up a batch. The round has one for every rank, so it is not dropped.
+            # Only the last round of an epoch is filled up.
+            elif len(batch_list) == ranks and (self.drop_last or (following := list(islice(batches, 1)))):
                 share = RoundPadding(tuple(lengths), max(lengths), tuple(range(ranks)))
                 yield Dealt(number, batch_list, share, samples)
             elif not self.drop_last:
@@ -283,17 +285,22 @@ class BatchSamplerShard(BatchSampler):
         assert self.batch_size is not None
         rows = per_rank_batch_size(self.batch_size, self.num_processes, True)
         batches, first, start = self._batches_from(skip, 1, earlier)
-        batch = None
-        for number, batch in enumerate(batches, skip):
-            first = first or [batch]
-            is_full = len(batch) == self.batch_size
-            parts, share = split_samples(batch, first[0], rows, self.num_processes, self.even_batches)
-            samples = range(start, start := start + len(batch))
+        number, batch, length = skip, next(batches, None), None
+        while batch is not None:
+            first, following, length = first or [batch], None, len(batch)
+            is_full = length == self.batch_size
+            samples = range(start, start := start + length)
+            # As in `_dealt_rounds`, a short batch is filled up only at the end.
+            if batch and not is_full and self.even_batches and (following := next(batches, None)) is not None:
+                parts, share = divide_samples(batch, self.num_processes)
+            else:
+                parts, share = split_samples(batch, first[0], rows, self.num_processes, self.even_batches)
             if is_full or not self.drop_last:
                 yield Dealt(number, parts, share, samples)
+            number, batch = number + 1, next(batches, None) if following is None else following
         # Known after the first pass, for the next `__len__`.
-        if batch is not None:
-            self._last_length = len(batch)
+        if length is not None:
+            self._last_length = length
 
     def _rest_rounds(self, earlier: Sequence[EarlierDeal]) -> Iterator[Dealt]:
         """Deal the samples after those of `earlier` so that all ranks have a batch in every round.
