@@ -14,6 +14,7 @@ from rankbook.errors import InvalidArgument
 from rankbook.runtime import (
     Accelerator,
     DataLoaderConfiguration,
+    ParallelismConfig,
     PartialState,
     prepare_data_loader,
     set_seed,
@@ -189,6 +190,17 @@ def test_set_seed_seeds_everything_and_each_rank_apart_where_asked():
     torch.use_deterministic_algorithms(False)
     with pytest.raises(InvalidArgument, match="requires a generator"):
         synchronize_rng_states(["generator"])
+
+
+def test_ranks_of_a_tensor_parallel_group_are_seeded_alike():
+    """They compute on the same batch: with other dropout masks, parameters outside of the plan would drift apart."""
+    Accelerator().state.parallelism_config = ParallelismConfig(dp_replicate_size=2, tp_size=2)
+    drawn = []
+    for rank in range(4):
+        PartialState().process_index = rank
+        set_seed(5, device_specific=True)
+        drawn.append(torch.rand(()).item())
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
 
 
 def train_from(folder, kind, stop):

@@ -38,7 +38,7 @@ from torch.utils.data import TensorDataset, default_collate, default_convert, ge
 from rankbook.control_collectives import control_device
 from rankbook.errors import InvalidArgument
 from rankbook.formatting import plural
-from rankbook.runtime.process_state import PartialState
+from rankbook.runtime.state import AcceleratorState, PartialState
 
 T = TypeVar("T")
 
@@ -384,8 +384,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed `random`, numpy and torch (all devices), and remember `seed` for the loaders.
 
     With `device_specific` every rank draws different numbers, seeded by a hash of (seed, rank); the loaders still use
-    `seed` itself, so that all ranks agree on the order of samples. `deterministic` also selects torch's deterministic
-    algorithms.
+    `seed` itself, so that all ranks agree on the order of samples. The ranks of a tensor-parallel group draw the same
+    numbers, if the `Accelerator` with this mesh was made before: they compute on the same batch, and need the same
+    dropout. `deterministic` also selects torch's deterministic algorithms.
 
     Example::
 
@@ -396,13 +397,20 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     global _last_seed
     _last_seed = seed
     # Accelerate adds the rank to the seed, which gives rank 1 of seed 0 the numbers of rank 0 of seed 1.
-    rank_seed = stream_seed(seed, PartialState().process_index, "set_seed") >> 193 if device_specific else seed
+    rank_seed = stream_seed(seed, _batch_index(), "set_seed") >> 193 if device_specific else seed
     random.seed(rank_seed)
     # NumPy's seed has 32 bits.
     np.random.seed(rank_seed % 2**32)  # noqa: NPY002 - the global state has to be set
     torch.manual_seed(rank_seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
+
+
+def _batch_index() -> int:
+    """Return the index of this rank among those of different batches."""
+    parallelism = AcceleratorState._shared_state.get("parallelism_config")
+    # `tp` is the innermost axis of the mesh.
+    return PartialState().process_index // (parallelism.sizes["tp"] if parallelism is not None else 1)
 
 
 def last_seed() -> int | None:
