@@ -360,6 +360,15 @@ def save_and_load(folder):
     again = step(later, other, other_optimizer)
     assert all(torch.allclose(again[name], then[name], atol=1e-6) for name in then)
 
+    sharding = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+    with torch.device("meta"):
+        third = small_model()
+    third, third_optimizer = sharding.prepare(third, torch.optim.Adam(third.parameters(), 0.01))
+    third.to_empty(device=sharding.device)
+    sharding.load_state(folder)  # into shards of a model that was never whole
+    again = step(sharding, third, third_optimizer)
+    assert all(torch.allclose(again[name], then[name], atol=1e-6) for name in then)
+
     accelerator.load_state(folder)  # and into shards
     again = step(accelerator, model, optimizer)
     assert all(torch.allclose(again[name], then[name], atol=1e-6) for name in then)

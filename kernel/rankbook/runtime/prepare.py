@@ -14,6 +14,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedSchedule
 from rankbook.runtime.prepared import PrepareContext, PreparedModel, report_loader, report_model, report_optimizer
 from rankbook.runtime.settings import install_forward, remove_forward
 from rankbook.runtime.strategies.base import full_tensor, mesh_for, update_one_by_one_where_mixed
+from rankbook.runtime.strategies.fsdp2 import moved_in_parts
 
 KINDS: list[tuple[str, tuple[type, ...]]] = [
     # in the order of preparation: later kinds depend on earlier ones
@@ -145,7 +147,6 @@ def prepare_model(
     if earlier is not None and earlier.wrapped() is model and earlier.signature == _signature(raw, context, evaluation):
         return model
     name = earlier.name if earlier is not None else f"model {next(_model_numbers)}"
-    # An earlier preparation is undone first, and the model moved before its parameters are sharded.
     release_model(raw)
     mapped = any(len(getattr(module, "hf_device_map", ())) > 1 for module in raw.modules())
     if mapped and context.setup.num_processes > 1:
@@ -153,17 +154,20 @@ def prepare_model(
             f"{type(raw).__name__} was loaded with a device_map over several devices, which belong to other ranks; "
             "load it without device_map, or use one rank"
         )
+    # The user's own DDP wrapper is kept and not wrapped a second time.
+    spread = not evaluation and not isinstance(raw, DistributedDataParallel)
     # The parts of a model with a device map stay where Accelerate has put them.
-    if not mapped and (context.move_models if device_placement is None else device_placement):
+    moves = not mapped and (context.move_models if device_placement is None else device_placement)
+    in_parts = moves and spread and context.strategy.shards
+    if moves and not in_parts:
         raw.to(context.setup.device)
     # Installed on the user's own model, so that it also holds for a caller that uses the inner module directly.
     install_forward(raw, context.precision, context.setup.device, context.setup.handlers.autocast)
     wrapped = raw
-    # The user's own DDP wrapper is kept and not wrapped a second time.
-    spread = not evaluation and not isinstance(raw, DistributedDataParallel)
     try:
         if spread:
-            with registry.track_replaced_parameters(raw):
+            moving = moved_in_parts(raw, context.setup.device) if in_parts else nullcontext()
+            with registry.track_replaced_parameters(raw), moving:
                 wrapped = context.strategy.wrap(raw)
     # Without this, a failed `prepare` would leave a model that silently runs under autocast.
     except BaseException:

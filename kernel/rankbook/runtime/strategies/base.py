@@ -82,7 +82,10 @@ class Strategy(ABC):
         return (type(self).__name__, self.setup.device, self.setup.num_processes)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Spread `model`, which is on this rank's device, and return the module that the user calls from now on."""
+        """Spread `model`, and return the module that the user calls from now on.
+
+        `model` is on this rank's device, unless the strategy shards: then sharding moves it.
+        """
         return model
 
     def release(self, model: nn.Module, wrapped: nn.Module | None) -> None:  # noqa: B027 - most have nothing to do

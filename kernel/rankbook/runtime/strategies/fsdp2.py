@@ -14,6 +14,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class FullyShardedDataParallel(Strategy):
         """Shard `model` in place: its parameters become DTensors."""
         mesh = mesh_for(self.setup.device.type, self.axes)
         # The user's ranks may have initialized the model with different seeds.
-        copy_from_first(model)
+        copy_from_first(model, self.setup.device)
         self.shard_layout(model, mesh)
         return model
 
@@ -102,14 +103,67 @@ class FullyShardedDataParallel(Strategy):
         drop_unreduced(wrapped)
 
 
-def copy_from_first(model: nn.Module) -> None:
+def copy_from_first(model: nn.Module, device: torch.device) -> None:
     """Broadcast rank 0's weights, so that the shards of all ranks belong to the same model. A collective."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in (*model.parameters(), *model.buffers()):
             # A tensor on the meta device has no data yet, and a DTensor is distributed already. All ranks skip the same
             # ones, since they have the same model.
             if tensor.device.type != "meta" and not isinstance(tensor, DTensor):
-                dist.broadcast(tensor.detach(), 0)
+                # One at a time, since the whole model may not fit on the device.
+                moved = tensor.detach().to(device)
+                dist.broadcast(moved, 0)
+                if moved.device != tensor.device:
+                    tensor.detach().copy_(moved)
+
+
+@contextmanager
+def moved_in_parts(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Shard `model` in the block, and then move to `device` what has not been sharded.
+
+    `fully_shard` moves the parameters of one unit at a time, and frees all but the shard. It does so in place, so a
+    variable or an optimizer that still refers to the parameters would keep all of them on the device. Therefore the
+    model gets other parameters with the same data, which nothing else refers to.
+
+    Tensors on the meta device stay there: the user calls `to_empty` afterwards.
+    """
+    renewed: dict[nn.Parameter, nn.Parameter] = {}
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        # A subclass, such as a quantized parameter, has a constructor of its own.
+        if type(parameter) is nn.Parameter and _is_elsewhere(parameter, device)
+    ]
+    for module, name, parameter in places:
+        if parameter not in renewed:
+            renewed[parameter] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        # Not in `_parameters`: the attributes of recurrent modules keep a list of their own.
+        setattr(module, name, renewed[parameter])
+    try:
+        yield
+    except BaseException:
+        for module, name, parameter in places:
+            # The optimizer follows only if the model has been sharded.
+            if module._parameters.get(name) is renewed[parameter]:
+                setattr(module, name, parameter)
+        raise
+    for module in model.modules():
+        if not any(
+            isinstance(tensor, DTensor) or tensor.is_meta for tensor in (*module.parameters(), *module.buffers())
+        ):
+            module.to(device)  # with what its class has besides parameters and buffers
+            continue
+        for parameter in module._parameters.values():
+            if parameter is not None and _is_elsewhere(parameter, device):
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and _is_elsewhere(buffer, device):
+                module._buffers[name] = buffer.to(device)
+
+
+def _is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
+    return not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.device != device
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, plugin: FullyShardedDataParallelPlugin) -> None:
@@ -246,7 +300,7 @@ class TensorParallel(FullyShardedDataParallel):
         mesh = mesh_for(self.setup.device.type, self.axes)
         # `parallelize_module` scatters the weights of the first rank of every `tp` group, and does not touch parameters
         # outside the plan. So all ranks must have the same weights before it.
-        copy_from_first(model)
+        copy_from_first(model, self.setup.device)
         self.divide_layers(model, mesh)
         # Tensor parallelism first, then sharding: `fully_shard` accepts parameters that are DTensors on the `tp` axis
         # and shards them on the other axes of the same mesh.
