@@ -179,6 +179,35 @@ def test_hooks_may_save_a_model_themselves_and_their_files_remain(tmp_path):
     assert (model[0].weight == 7).all()
 
 
+def test_a_hook_may_load_a_model_itself_and_the_optimizers_state_and_the_other_models_come_back(tmp_path):
+    def prepared(seed):
+        accelerator = Accelerator()
+        torch.manual_seed(seed)
+        models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        optimizer = torch.optim.Adam([parameter for model in models for parameter in model.parameters()], 0.1)
+        *models, optimizer = accelerator.prepare(*models, optimizer)
+        (models[0](torch.ones(2)) + models[1](torch.ones(2))).sum().backward()
+        optimizer.step()
+        return accelerator, models, optimizer
+
+    def save(models, states, where):
+        torch.save(states.pop(0), tmp_path / "first.pt")
+
+    def load(models, where):
+        models.pop(0).load_state_dict(torch.load(tmp_path / "first.pt"))
+
+    accelerator, models, optimizer = prepared(1)
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.save_state(tmp_path / "state")
+    again, models_now, optimizer_now = prepared(2)
+    again.register_load_state_pre_hook(load)
+    again.load_state(tmp_path / "state")
+    assert all(same(values(one), values(other)) for one, other in zip(models, models_now, strict=True))
+    states = [optimizer.state_dict()["state"], optimizer_now.state_dict()["state"]]
+    assert len(states[0]) == 4
+    assert all(same(states[0][number], states[1][number]) for number in range(4))
+
+
 def test_mismatch_is_reported_before_anything_changes(tmp_path):
     accelerator = Accelerator()
     model, _ = trained(accelerator)

@@ -236,12 +236,17 @@ class SavingMethods(AcceleratorSettings):
                 folder = f"{folder.rstrip('/')}/{name}"
             checkpoints.existing_folder(folder)
             models = self._models
+            # All models are named before the hooks, which may remove those that they have loaded themselves. The names
+            # of the others stay, and the state of an optimizer is stored under the names of all models.
+            parts = self._training_parts(models)
+            names = {id(model): name for name, model in parts.models.items()}
             for hook in tuple(self._load_hooks.values()):
-                hook(models, folder)  # it may remove models that it has loaded itself
-        # The models are those that the hooks have left in the list.
-        checkpoints.read_state(
-            self._training_parts(models), folder, raise_on_all=self._raise_on_all, strict=strict, allow=allow
-        )
+                hook(models, folder)
+            # A replaced entry is assigned by its position, as in `save_state`.
+            remaining = [
+                names.get(id(self.unwrap_model(model)), name) for name, model in zip(parts.models, models, strict=False)
+            ]
+        checkpoints.read_state(parts, remaining, folder, raise_on_all=self._raise_on_all, strict=strict, allow=allow)
         # Continue to number after the loaded checkpoint, which would be overwritten otherwise.
         if input_dir is None and (number := checkpoint_number(Path(folder))) is not None:
             project.iteration = max(project.iteration, number + 1)

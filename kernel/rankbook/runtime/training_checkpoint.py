@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -169,19 +169,26 @@ def write_state(
 
 
 def read_state(
-    parts: TrainingParts, folder: str, *, raise_on_all: RaiseOnAll, strict: bool, allow: Sequence[type | str] = ()
+    parts: TrainingParts,
+    models: Collection[str],
+    folder: str,
+    *,
+    raise_on_all: RaiseOnAll,
+    strict: bool,
+    allow: Sequence[type | str] = (),
 ) -> None:
-    """Restore all objects from a checkpoint.
+    """Restore all objects from a checkpoint, and of the models those named in `models`.
 
     A collective; raises on every rank, `InvalidArgument` if objects are missing.
     """
     with raise_on_all("load_state"):
         folder = existing_folder(folder)
         manifest = load_metadata(folder)
-        _check(parts, manifest, folder)
+        _check([name for name in parts.names if name in models or name not in parts.models], manifest, folder)
+        states = {name: parts.models[name].state_dict() for name in models}
     # Steps 1 to 3 change nothing: read the objects, match the tensors, plan and check the reading of tensors.
     objects = load(_objects(parts, manifest), folder, allow=allow)
-    requested = sharded_state_dicts(parts.models, parts.optimizers)
+    requested = sharded_state_dicts(parts.models, parts.optimizers, states=states)
     with raise_on_all("load_state"):
         requested = select_stored(requested, manifest, folder, strict=strict)
     prepared = prepare_load(
@@ -258,14 +265,14 @@ def existing_folder(folder: str) -> str:
     raise InvalidArgument(f"no checkpoint found at {folder}: expected a checkpoint, or a folder of step-N checkpoints")
 
 
-def _check(parts: TrainingParts, manifest: Manifest, folder: str) -> None:
+def _check(names: Sequence[str], manifest: Manifest, folder: str) -> None:
     try:
         stored = manifest.metadata[_KIND]["parts"]
     except (KeyError, TypeError) as error:
         raise InvalidArgument(
             f"{folder} was not written by save_state(): load it with rankbook.checkpoint.load()"
         ) from error
-    if missing := [name for name in parts.names if name not in stored and name != "scaler"]:
+    if missing := [name for name in names if name not in stored and name != "scaler"]:
         raise InvalidArgument(
             f"{folder} does not contain {', '.join(missing)}: prepare the objects that were prepared when it was saved"
         )
