@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import subprocess
 import sys
@@ -206,6 +207,77 @@ def test_a_hook_may_load_a_model_itself_and_the_optimizers_state_and_the_other_m
     states = [optimizer.state_dict()["state"], optimizer_now.state_dict()["state"]]
     assert len(states[0]) == 4
     assert all(same(states[0][number], states[1][number]) for number in range(4))
+
+
+def with_head(accelerator, head, *, groups=1):
+    """Return a model whose head has the name `head`, its body, and its optimizer after a step, in 1 or 2 groups."""
+    body = nn.Linear(3, 4)
+    model = nn.Sequential()
+    model.add_module("body", body)
+    model.add_module(head, nn.Linear(4, 2))
+    parts = [body.parameters(), model.get_submodule(head).parameters()]
+    listed = [{"params": list(part)} for part in parts] if groups == 2 else model.parameters()
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(listed, 0.1))
+    model(torch.randn(5, 3)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_parameter_groups_are_compared_before_anything_changes(tmp_path):
+    accelerator = Accelerator()
+    then, optimizer_then = with_head(accelerator, "head")
+    accelerator.save_state(tmp_path / "state")
+    for head, groups, message in [
+        ("head", 2, "1 parameter groups are stored, but the optimizer has 2: create it with the stored groups"),
+        ("other", 1, r"only in the model: 'other.bias'"),
+    ]:
+        accelerator = Accelerator()
+        model, optimizer = with_head(accelerator, head, groups=groups)
+        before, state = values(model), copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(CheckpointError, match=message):
+            accelerator.load_state(tmp_path / "state")
+        assert same(values(model), before)
+        assert str(optimizer.state_dict()) == str(state)
+    # The model with another head is the last one.
+    optimizer.param_groups[0]["lr"] = 5.0
+    own = {name: value.clone() for name, value in optimizer.state[model.other.weight].items()}
+    accelerator.load_state(tmp_path / "state", strict=False)
+    assert torch.equal(model.body.weight, then.body.weight)
+    assert torch.equal(model.other.weight, before["other.weight"])
+    assert same(optimizer.state[model.body.weight], optimizer_then.state[then.body.weight])
+    assert same(optimizer.state[model.other.weight], own)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    model(torch.randn(5, 3)).square().sum().backward()
+    optimizer.step()
+
+
+def test_parameters_that_moved_to_another_group_are_reported_before_anything_changes(tmp_path):
+    accelerator = Accelerator()
+    parts = with_head(accelerator, "head", groups=2)
+    accelerator.save_state(tmp_path / "state")
+    accelerator.free_memory(*parts)
+    model, optimizer = with_head(accelerator, "head", groups=2)
+    first, second = optimizer.param_groups
+    first["params"].append(second["params"].pop())
+    before = values(model)
+    message = r"group 0 of the optimizer and the stored group differ in parameters: \['model.head.bias'\]; strict=False"
+    with pytest.raises(CheckpointError, match=message):
+        accelerator.load_state(tmp_path / "state")
+    assert same(values(model), before)
+    accelerator.load_state(tmp_path / "state", strict=False)
+    assert not same(values(model), before)
+
+
+def test_an_optimizer_keeps_the_kernels_that_it_has_now(tmp_path):
+    accelerator = Accelerator()
+    model = nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 0.1, foreach=True))
+    accelerator.save_state(tmp_path / "state")
+    # Such is the optimizer of a tensor-parallel model, whose parameters are partly DTensors.
+    optimizer.param_groups[0].update(foreach=False, lr=5.0, weight_decay=1.0)
+    accelerator.load_state(tmp_path / "state")
+    group = optimizer.param_groups[0]
+    assert (group["foreach"], group["lr"], group["weight_decay"]) == (False, 0.1, 0)
 
 
 def test_mismatch_is_reported_before_anything_changes(tmp_path):

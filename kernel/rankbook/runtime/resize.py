@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rankbook.checkpoint.loading import load_metadata, prepare_load
+from rankbook.checkpoint.loading import load, load_metadata, prepare_load
 from rankbook.checkpoint.local_state import local_state_of
 from rankbook.checkpoint.saving import save_aside
 from rankbook.checkpoint.state_dict.models import load_sharded_state_dicts, sharded_state_dicts
@@ -142,8 +142,11 @@ def take_over(folder: str) -> None:
 
     models, optimizers = _parts()
     checkpoint = f"{folder}/{_NAME}"
-    requested = select_stored(sharded_state_dicts(models, optimizers), load_metadata(checkpoint), folder, strict=True)
-    # Written some moments ago into memory, by these processes: there is nothing to verify.
+    # Written some moments ago into memory, by these processes: there is nothing to verify. A load of nothing returns
+    # the common part.
+    common = load({}, checkpoint, verify=False)
+    requested = sharded_state_dicts(models, optimizers)
+    requested = select_stored(requested, load_metadata(checkpoint), common, folder, strict=True)
     loaded = prepare_load(requested, checkpoint, verify=False).fill()
     load_sharded_state_dicts(models, optimizers, loaded)
 

@@ -213,12 +213,13 @@ class SavingMethods(AcceleratorSettings):
         samples that no rank has had, each once; the last batches of the epoch may be smaller. A loader that cannot find
         them, such as one of an iterable dataset without a state, starts the epoch anew and warns.
 
-        Without `strict` a model may differ from the saved one; what both have is loaded. A rank beyond the saved world
-        size keeps its random state. `allow` are classes and functions, or their names, that the states of registered
-        objects may contain besides those that torch considers safe.
+        Without `strict` a model may differ from the saved one, and so may the parameters in the groups of an optimizer;
+        what both have is loaded. The options `foreach`, `fused` and `capturable` of optimizers stay as they are. A rank
+        beyond the saved world size keeps its random state. `allow` are classes and functions, or their names, that the
+        states of registered objects may contain besides those that torch considers safe.
 
         Raises on every rank: `InvalidArgument` if the folder is not a checkpoint or contains something else;
-        `CheckpointError` if a model does not match or the data are damaged.
+        `CheckpointError` if a model or the groups of an optimizer do not match, or the data are damaged.
         These checks come before any prepared object changes, see `rankbook.checkpoint.load`.
         """
         from rankbook.checkpoint.async_save import wait_for_saves

@@ -30,7 +30,7 @@ from rankbook.checkpoint.format.manifest import Manifest
 from rankbook.checkpoint.loading import load, load_metadata, prepare_load
 from rankbook.checkpoint.local_state import local_state_of
 from rankbook.checkpoint.saving import Saved, save_contents
-from rankbook.checkpoint.state_dict.models import load_sharded_state_dicts, sharded_state_dicts
+from rankbook.checkpoint.state_dict.models import check_groups, load_sharded_state_dicts, sharded_state_dicts
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject
 from rankbook.checkpoint.storage import ASIDE
 from rankbook.checkpoint.storage.backends import LocalStorage, storage_of
@@ -190,7 +190,8 @@ def read_state(
     objects = load(_objects(parts, manifest), folder, allow=allow)
     requested = sharded_state_dicts(parts.models, parts.optimizers, states=states)
     with raise_on_all("load_state"):
-        requested = select_stored(requested, manifest, folder, strict=strict)
+        # What was loaded contains the common part of the checkpoint too.
+        requested = select_stored(requested, manifest, objects, folder, strict=strict)
     prepared = prepare_load(
         requested, folder, allow=allow, dtype_hint="load_state() does not convert: prepare it with the stored dtype"
     )
@@ -211,7 +212,7 @@ def read_state(
     # are loaded afterwards, for the values that are not tensors.
     loaded = prepared.fill()
     with raise_on_all("load_state"):
-        load_sharded_state_dicts(parts.models, parts.optimizers, loaded)
+        load_sharded_state_dicts(parts.models, parts.optimizers, loaded, strict=strict)
         for name, item in parts.objects.items():
             # Loaders have got their states above.
             if not _is_loader(name) and name in objects:  # the scaler of fp16 may start without a state
@@ -303,10 +304,13 @@ def _objects(parts: TrainingParts, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def select_stored(requested: dict[str, Any], manifest: Manifest, folder: str, *, strict: bool) -> dict[str, Any]:
-    """Return `requested` without the entries that are not stored.
+def select_stored(
+    requested: dict[str, Any], manifest: Manifest, common: Mapping[str, Any], folder: str, *, strict: bool
+) -> dict[str, Any]:
+    """Return `requested` without the entries that are not stored. `common` is the stored common part.
 
     Entries may be missing for models if not `strict`, and for optimizers that had not made a step when they were saved.
+    Raises `CheckpointError` for other differences of models, and for parameter groups that do not fit.
     """
     stored = {*manifest.tensors, *manifest.objects}
 
@@ -331,6 +335,17 @@ def select_stored(requested: dict[str, Any], manifest: Manifest, folder: str, *,
                 f"{folder} does not match the {name.replace('_', ' ')}; {'; '.join(gaps)}. strict=False loads the rest"
             )
         requested["models"][name] = {key: entry for key, entry in entries.items() if is_stored(entry)}
+    for name, optimizer in requested["optimizers"].items():
+        groups = [group["params"] for group in optimizer["param_groups"]]
+        try:
+            check_groups(groups, common["optimizers"][name]["param_groups"], strict=strict)
+        except CheckpointError as error:
+            hint = (
+                "; strict=False loads the rest"
+                if len(groups) == len(common["optimizers"][name]["param_groups"])
+                else ""
+            )
+            raise CheckpointError(f"{folder} does not match the {name.replace('_', ' ')}; {error}{hint}") from None
     # An optimizer creates its state in the first step, so the state of a parameter may be missing in the checkpoint
     # although the optimizer asks for it. This is not an error; the optimizer keeps what it has.
     for optimizer in requested["optimizers"].values():

@@ -9,7 +9,7 @@ models.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -307,9 +307,9 @@ def load_sharded_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer |
     """Load a restored `sharded_state_dict` into the model and the optimizer.
 
     `loaded` has local parts or DTensors in place of the shards. Values that were loaded into the model's own memory are
-    in place already; the rest is copied. Missing optimizer state is created, with the stored dtypes. Raises
-    `CheckpointError` for a name that the model or the optimizer does not have, a different shape, and parameter
-    groups with other parameters.
+    in place already; the rest is copied. Missing optimizer state is created, with the stored dtypes. The options
+    `foreach`, `fused` and `capturable` of the optimizer stay as they are. Raises `CheckpointError` for a name that the
+    model or the optimizer does not have, a different shape, and parameter groups with other parameters.
 
     Example::
 
@@ -352,30 +352,54 @@ def _same_memory(value: torch.Tensor, target: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], loaded: StateDict) -> None:
-    """Load the restored values of an `optimizer_map` into the optimizer."""
-    groups, local = _groups(optimizer, names), _local_optimizer(optimizer)
-    stored = loaded.get("param_groups", [{} for _ in groups])
+def check_groups(groups: Sequence[Sequence[str]], stored: Sequence[Mapping[str, Any]], *, strict: bool) -> None:
+    """Raise `CheckpointError` if stored parameter groups do not fit those of an optimizer.
+
+    `groups` are the names of the parameters of every group. Their number must be the stored one. Without `strict` the
+    names may differ.
+    """
     if len(stored) != len(groups):
-        raise CheckpointError(f"{len(stored)} parameter groups are stored, but the optimizer has {len(groups)}")
-    # torch's `load_state_dict` expects numbers again, counted through all groups in order.
-    numbers: dict[str, int] = {}
-    param_groups = []
-    for index, (group, stored_group, members) in enumerate(zip(optimizer.param_groups, stored, groups, strict=True)):
-        own_names = [name for name, _ in members]
-        if differing := sorted({*stored_group.get("params", own_names)} ^ {*own_names}):
+        raise CheckpointError(
+            f"{len(stored)} parameter groups are stored, but the optimizer has {len(groups)}: create it with the "
+            "stored groups, load it, and add further groups by add_param_group"
+        )
+    for index, (names, group) in enumerate(zip(groups, stored, strict=True)):
+        if strict and (differing := sorted({*group.get("params", names)} ^ {*names})):
             raise CheckpointError(
                 f"group {index} of the optimizer and the stored group differ in parameters: {differing}"
             )
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], loaded: StateDict, *, strict: bool = True
+) -> None:
+    """Load the restored values of an `optimizer_map` into the optimizer.
+
+    Without `strict`, parameters that are not in the stored groups keep their state, and stored state of other
+    parameters is left out.
+    """
+    groups, local = _groups(optimizer, names), _local_optimizer(optimizer)
+    stored = loaded.get("param_groups", [{} for _ in groups])
+    check_groups([[name for name, _ in members] for members in groups], stored, strict=strict)
+    # torch's `load_state_dict` expects numbers again, counted through all groups in order.
+    numbers: dict[str, int] = {}
+    param_groups = []
+    for group, stored_group, members in zip(optimizer.param_groups, stored, groups, strict=True):
+        own_names = [name for name, _ in members]
         numbers |= {name: len(numbers) + position for position, name in enumerate(own_names)}
-        # The stored settings, such as the learning rate, replace the current ones. Parameters are numbered as in
-        # torch's own format.
-        param_groups.append({**group, **stored_group, "params": [numbers[name] for name in own_names]})
+        # The stored settings, such as the learning rate, replace the current ones, except those that select torch's
+        # kernels: which of them work depends on the devices and the sharding now. Parameters are numbered as in torch's
+        # own format.
+        kept = {option: group[option] for option in ("foreach", "fused", "capturable") if option in group}
+        param_groups.append({**group, **stored_group, **kept, "params": [numbers[name] for name in own_names]})
         if "param_names" in group:
             param_groups[-1]["param_names"] = group["param_names"]
     parameters = dict(pair for members in groups for pair in members)
-    if unknown := sorted(loaded.get("state", {}).keys() - parameters.keys()):
-        raise CheckpointError(f"unexpected parameters for the optimizer: {unknown}")
+    loaded_state = loaded.get("state", {})
+    if unknown := sorted(loaded_state.keys() - parameters.keys()):
+        if strict:
+            raise CheckpointError(f"unexpected parameters for the optimizer: {unknown}")
+        loaded_state = {name: values for name, values in loaded_state.items() if name in parameters}
     state = {
         name: {
             state_name: _convert_state(
@@ -386,7 +410,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], l
             )
             for state_name, value in values.items()
         }
-        for name, values in loaded.get("state", {}).items()
+        for name, values in loaded_state.items()
+    }
+    known = {name for group in stored for name in group.get("params", parameters)}
+    state |= {
+        name: dict(local.state[parameter])
+        for name, parameter in parameters.items()
+        if name not in known and parameter in local.state
     }
     by_number = {numbers[name]: values for name, values in state.items()}
     # By torch's method, which creates the state, moves it to the parameters' devices and calls the optimizer's hooks.
@@ -448,8 +478,8 @@ def sharded_state_dicts(
     return state_dict
 
 
-def load_sharded_state_dicts(models: Models, optimizers: Optimizers, loaded: StateDict) -> None:
-    """Load a restored `sharded_state_dicts` into the models and optimizers.
+def load_sharded_state_dicts(models: Models, optimizers: Optimizers, loaded: StateDict, *, strict: bool = True) -> None:
+    """Load a restored `sharded_state_dicts` into the models and optimizers; for `strict` see `load_optimizer`.
 
     Raises as `load_sharded_state_dict` does.
     """
@@ -459,7 +489,7 @@ def load_sharded_state_dicts(models: Models, optimizers: Optimizers, loaded: Sta
     names = _names_of_all(models, optimizers)
     for name, optimizer in optimizers.items():
         if name in loaded.get("optimizers", {}):
-            load_optimizer(optimizer, names, loaded["optimizers"][name])
+            load_optimizer(optimizer, names, loaded["optimizers"][name], strict=strict)
 
 
 def _names_of_all(models: Models, optimizers: Optimizers) -> dict[int, str]:
