@@ -16,9 +16,19 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankbook.checkpoint import async_save, load_metadata, load_plain, verify
+from rankbook.checkpoint.state_dict.models import sharded_state_dicts
+from rankbook.checkpoint.state_dict.sharded_tensor import ShardedTensor
+from rankbook.checkpoint.state_dict.state_dicts import map_leaves
 from rankbook.checkpoint.storage.backends import LocalStorage
 from rankbook.errors import CheckpointError, InvalidArgument
-from rankbook.runtime import Accelerator, GradScalerKwargs, ProjectConfiguration, model_files, settings
+from rankbook.runtime import (
+    Accelerator,
+    GradScalerKwargs,
+    ProjectConfiguration,
+    model_files,
+    settings,
+    training_checkpoint,
+)
 from rankbook.runtime.data import rng
 from rankbook.runtime.gradient_state import window
 from rankbook.runtime.state import AcceleratorState
@@ -278,6 +288,113 @@ def test_an_optimizer_keeps_the_kernels_that_it_has_now(tmp_path):
     accelerator.load_state(tmp_path / "state")
     group = optimizer.param_groups[0]
     assert (group["foreach"], group["lr"], group["weight_decay"]) == (False, 0.1, 0)
+
+
+def trained_by(accelerator, optimizer_class, steps, seed=0, dtype=None, **options):
+    torch.manual_seed(seed)
+    data = torch.randn(16, 3, dtype=dtype)
+    model = nn.Sequential(nn.Linear(3, 4, dtype=dtype), nn.Tanh(), nn.Linear(4, 1, dtype=dtype))
+    model, optimizer = accelerator.prepare(model, optimizer_class(model.parameters(), **options))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(data) - data.prod(1, keepdim=True)).square().mean()
+        loss.backward()
+        return loss
+
+    def train(count):
+        return [optimizer.step(closure).item() for _ in range(count)]
+
+    train(steps)
+    return model, optimizer, train
+
+
+LBFGS = {"lr": 0.1, "max_iter": 1, "history_size": 4}
+
+
+@pytest.mark.parametrize("steps", [0, 2, 6])
+def test_lists_of_tensors_in_the_state_of_an_optimizer_come_back(tmp_path, steps):
+    accelerator = Accelerator()
+    kept = trained_by(accelerator, torch.optim.LBFGS, 5, **LBFGS)
+    accelerator.save_state(tmp_path / "state")
+    assert {f"optimizer.state.model.0.weight.old_dirs.{number}" for number in range(4)} <= {
+        *load_metadata(tmp_path / "state").tensors
+    }
+    (then,) = copy.deepcopy([*kept[1].state_dict()["state"].values()])
+    expected = kept[2](3)
+    accelerator.free_memory(*kept[:2])
+    model, optimizer, train = trained_by(accelerator, torch.optim.LBFGS, steps, **LBFGS)
+    accelerator.load_state(tmp_path / "state")
+    (now,) = optimizer.state_dict()["state"].values()
+    torch.testing.assert_close(now, then, rtol=0, atol=0)
+    assert train(3) == expected
+    assert model is not None
+
+
+def with_keys_of_earlier_versions(models, optimizers, **more):
+    """Return a map in which the tensors in lists are named by their paths, and nothing tells their structure."""
+    state = sharded_state_dicts(models, optimizers, **more)
+    for part in state["optimizers"].values():
+        part.pop("nested")
+        for values in part["state"].values():
+            values |= {
+                name: map_leaves(lambda _, leaf: leaf.data if isinstance(leaf, ShardedTensor) else leaf, value)
+                for name, value in values.items()
+                if isinstance(value, list)
+            }
+    return state
+
+
+def test_lists_of_tensors_that_earlier_versions_have_stored_come_back_if_their_lengths_are_equal(tmp_path, monkeypatch):
+    accelerator = Accelerator()
+    kept = trained_by(accelerator, torch.optim.LBFGS, 5, **LBFGS)
+    with monkeypatch.context() as patched:
+        patched.setattr(training_checkpoint, "sharded_state_dicts", with_keys_of_earlier_versions)
+        accelerator.save_state(tmp_path / "state")
+    assert "optimizers.optimizer.state.model.0.weight.old_dirs.0" in load_metadata(tmp_path / "state").tensors
+    expected = kept[2](3)
+    for steps in (0, 2, 6):
+        accelerator.free_memory(*kept[:2])
+        kept = model, _, train = trained_by(accelerator, torch.optim.LBFGS, steps, **LBFGS)
+        before = values(model)
+        if steps == 6:
+            accelerator.load_state(tmp_path / "state")
+            assert train(3) == expected
+        else:
+            with pytest.raises(CheckpointError, match="lists or dicts of tensors must step before it is loaded"):
+                accelerator.load_state(tmp_path / "state")
+            assert same(values(model), before)
+
+
+class Quantized(torch.optim.SGD):
+    """An optimizer whose state is a dict of tensors of other dtypes than the parameters."""
+
+    def step(self, closure):
+        loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter].setdefault("moment", {"codes": None, "scales": [None]})
+            state["codes"] = torch.full((3,), 200, dtype=torch.uint8)
+            state["scales"] = [torch.full((2,), 1 / 3), 7]
+        return loss
+
+
+def test_tensors_in_dicts_in_the_state_of_an_optimizer_keep_their_dtypes(tmp_path):
+    accelerator = Accelerator()
+    kept = trained_by(accelerator, Quantized, 1, dtype=torch.bfloat16)
+    accelerator.save_state(tmp_path / "state")
+    accelerator.free_memory(*kept[:2])
+    kept = model, optimizer, _ = trained_by(accelerator, Quantized, 0, dtype=torch.bfloat16)
+    accelerator.load_state(tmp_path / "state")
+    moment = optimizer.state[model[0].weight]["moment"]
+    assert moment["codes"].equal(torch.full((3,), 200, dtype=torch.uint8))
+    assert (moment["scales"][0].equal(torch.full((2,), 1 / 3)), moment["scales"][1]) == (True, 7)
+    # A load goes back to before the first step too.
+    optimizer.state.clear()
+    accelerator.save_state(tmp_path / "fresh")
+    accelerator.load_state(tmp_path / "state")
+    assert optimizer.state
+    accelerator.load_state(tmp_path / "fresh")
+    assert not optimizer.state
 
 
 def test_mismatch_is_reported_before_anything_changes(tmp_path):

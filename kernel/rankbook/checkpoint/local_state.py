@@ -22,7 +22,12 @@ from rankbook.checkpoint.format.manifest import Manifest
 from rankbook.checkpoint.format.tensor_io import dtype_named, object_blob
 from rankbook.checkpoint.load_plan import WantedChunk
 from rankbook.checkpoint.local_plan import LocalPlan, LocalShard
-from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor, is_main_replica
+from rankbook.checkpoint.state_dict.sharded_tensor import (
+    EqualTensor,
+    ShardedObject,
+    ShardedTensor,
+    is_main_replica,
+)
 from rankbook.checkpoint.state_dict.state_dicts import nest, normalize_path, partition
 from rankbook.errors import CheckpointError
 
@@ -117,13 +122,15 @@ class LocalState:
     """State dict of one rank, taken apart for planning and writing.
 
     `common` is everything that is neither a sharded tensor nor a sharded object: nested, with plain values as leaves.
-    `common_pickled` is its serialized form, if the state is a `snapshot`.
+    `common_pickled` is its serialized form, if the state is a `snapshot`. `equal` are tensors that must be the same on
+    all ranks, by key.
     """
 
     tensors: Sequence[LocalTensor]
     objects: Sequence[LocalObject]
     common: Any = field(default_factory=dict)
     common_pickled: bytes | None = None
+    equal: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     # Computed once: a save that has to declare in full after it has sent its digests uses it twice.
@@ -134,7 +141,8 @@ class LocalState:
                 for e in self.tensors
             ],
             [LocalShard(e.key, e.global_shape, e.global_offset, is_main=e.is_main) for e in self.objects],
-            common=dict(state_digests(self.common)),
+            # These tensors are stored as others are, and compared as the common part is.
+            common=dict(state_digests(self.common)) | {key: _tensor_digest(value) for key, value in self.equal.items()},
         )
 
     def local_plan(self) -> LocalPlan:
@@ -205,6 +213,12 @@ def _leaf_bytes(value: Any) -> bytes:  # noqa: ANN401 - a leaf
     return pickle.dumps(value)
 
 
+def _tensor_digest(tensor: torch.Tensor) -> str:
+    # Without dtype and shape, which are compared for all tensors.
+    data = tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return blake2b(data, digest_size=8).hexdigest()
+
+
 def local_state_of(sharded_state_dict: Any) -> LocalState:  # noqa: ANN401
     """Return this rank's part of a sharded state dict.
 
@@ -212,7 +226,9 @@ def local_state_of(sharded_state_dict: Any) -> LocalState:  # noqa: ANN401
     """
     split = partition(sharded_state_dict)
     tensors = [LocalTensor.of(tensor.shard) for tensor in split.tensors]
-    return LocalState(tensors, [LocalObject.of(shard) for _, shard in split.objects], split.common)
+    shards = [entry.shard for entry in split.tensors]
+    equal = {shard.key: shard.data for shard in shards if isinstance(shard, EqualTensor) and shard.data is not None}
+    return LocalState(tensors, [LocalObject.of(shard) for _, shard in split.objects], split.common, equal=equal)
 
 
 class LoadRequest:

@@ -32,6 +32,7 @@ from rankbook.checkpoint.local_state import local_state_of
 from rankbook.checkpoint.saving import Saved, save_contents
 from rankbook.checkpoint.state_dict.models import check_groups, load_sharded_state_dicts, sharded_state_dicts
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject
+from rankbook.checkpoint.state_dict.state_dicts import flatten
 from rankbook.checkpoint.storage import ASIDE
 from rankbook.checkpoint.storage.backends import LocalStorage, storage_of
 from rankbook.checkpoint.storage.steps import (
@@ -348,10 +349,14 @@ def select_stored(
             raise CheckpointError(f"{folder} does not match the {name.replace('_', ' ')}; {error}{hint}") from None
     # An optimizer creates its state in the first step, so the state of a parameter may be missing in the checkpoint
     # although the optimizer asks for it. This is not an error; the optimizer keeps what it has.
-    for optimizer in requested["optimizers"].values():
+    for name, optimizer in requested["optimizers"].items():
+        optimizer.nested = common["optimizers"][name].get("nested", {})
+        optimizer.use_stored_keys(stored)
         for values in optimizer["state"].values():
-            for quantity in [quantity for quantity, entry in values.items() if not is_stored(entry)]:
-                del values[quantity]
+            for quantity, entry in list(values.items()):
+                shards = [leaf for _, leaf in flatten(entry) if hasattr(leaf, "key")]
+                if shards and not any(map(is_stored, shards)):
+                    del values[quantity]
         optimizer["state"] = {name: values for name, values in optimizer["state"].items() if values}
     return requested
 

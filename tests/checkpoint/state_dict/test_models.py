@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from rankbook.checkpoint import save as save_checkpoint
 from rankbook.checkpoint.state_dict.models import load_sharded_state_dict, sharded_state_dict
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedBase, is_main_replica
 from rankbook.checkpoint.state_dict.state_dicts import map_leaves, partition
@@ -231,17 +232,23 @@ def test_an_optimizer_that_has_not_stepped_stores_no_state():
     assert [group["params"] for group in state["optimizer"]["param_groups"]] == [["weight", "bias"]]
 
 
-def plain_local_state(rows):
-    """Store and load state of an optimizer that keeps plain tensors of the local shape, and one of another shape."""
+def plain_local_state(rows, folder):
+    """Store and load state of an optimizer that keeps plain tensors of the local shape, and one of another shape.
+
+    Save it again with values of another shape that differ between the ranks.
+    """
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     def state(value):
         for parameter in model.parameters():
             local = torch.full_like(parameter.to_local(), value)
             # Not a multiple of anything, so that no shape is that of a local part by chance.
-            optimizer.state[parameter] = {"buffer": local, "history": torch.arange(11.0)}
+            history = torch.arange(11.0)
+            optimizer.state[parameter] = {"buffer": local, "history": history, "parts": [local.clone(), history]}
+        rows = distribute_tensor(torch.full((5,), value), model.weight.device_mesh, [Shard(0)], src_data_rank=0)
+        optimizer.state[model.bias]["rows"] = rows
 
     model = nn.Linear(2, rows)
     fully_shard(model)
@@ -252,18 +259,31 @@ def plain_local_state(rows):
     restore(model, optimizer, stored)
     buffers = [optimizer.state[parameter]["buffer"] for parameter in model.parameters()]
     kinds = [isinstance(buffer, DTensor) for buffer in buffers]
+    parts = [optimizer.state[parameter]["parts"][0] for parameter in model.parameters()]
+    assert all(map(torch.equal, parts, buffers))
+    assert optimizer.state[model.bias]["rows"].full_tensor().tolist() == [1.0] * 5
+    save_checkpoint(sharded_state_dict(model, optimizer), folder, step=1)
+    optimizer.state[model.weight]["scales"] = torch.full((13,), float(dist.get_rank()))
+    with pytest.raises(CheckpointError, match=r"'optimizer.state.weight.scales' differs between ranks") as raised:
+        save_checkpoint(sharded_state_dict(model, optimizer), folder, step=2)
+    assert "one value on rank 0, another on rank 1" in str(raised.value)
     return stored["tensors"], kinds, [buffer.tolist() for buffer in buffers]
 
 
 @pytest.mark.slow
-def test_plain_state_of_the_local_shape_is_stored_as_shards_and_stays_plain():
-    for rank, (stored, kinds, buffers) in enumerate(run_ranks(plain_local_state, 2, 3)):  # of 3 rows rank 1 has one
+def test_plain_state_of_the_local_shape_is_stored_as_shards_and_stays_plain(tmp_path):
+    for rank, (stored, kinds, buffers) in enumerate(
+        run_ranks(plain_local_state, 2, 3, tmp_path)
+    ):  # of 3 rows rank 1 has one
         assert stored["optimizer.state.weight.buffer"].tolist() == [[1.0, 1.0], [1.0, 1.0], [2.0, 2.0]]
         assert stored["optimizer.state.bias.buffer"].tolist() == [1.0, 1.0, 2.0]
+        assert stored["optimizer.state.weight.parts.0"].equal(stored["optimizer.state.weight.buffer"])
         assert stored["optimizer.state.weight.history"].tolist() == list(range(11))
         assert kinds == [False, False]
         assert buffers == ([[[1.0, 1.0]] * 2, [1.0, 1.0]] if rank == 0 else [[[2.0, 2.0]], [2.0]])
-    for rank, (stored, _, buffers) in enumerate(run_ranks(plain_local_state, 2, 1)):  # rank 1 has none
+    for rank, (stored, _, buffers) in enumerate(
+        run_ranks(plain_local_state, 2, 1, tmp_path / "one")
+    ):  # rank 1 has none
         assert stored["optimizer.state.weight.buffer"].tolist() == [[1.0, 1.0]]
         assert buffers == ([[[1.0, 1.0]], [1.0]] if rank == 0 else [[], []])
 
@@ -319,11 +339,15 @@ def test_optimizer_state_in_lists_is_not_created_by_load():
     model, optimizer, state = pair()
     stored = {"optimizer.state.weight.momentum_buffer.0": ((), "float32")}
     with pytest.raises(
-        CheckpointError, match=r"cannot load 'optimizer\.state\.weight\.momentum_buffer\.0': .* must step once"
+        CheckpointError, match=r"cannot load 'optimizer\.state\.weight\.momentum_buffer\.0': .* must step before"
     ):
         state["optimizer"].expected(stored)
-    step(model, optimizer, 0)
-    assert set(sharded_state_dict(model, optimizer)["optimizer"].expected(stored)["state"]) == {"weight", "bias"}
+    # What is stored beyond the present list would be lost.
+    optimizer.state[model.weight]["momentum_buffer"] = [torch.tensor(1.0)]
+    part = sharded_state_dict(model, optimizer)["optimizer"]
+    assert part.expected(stored)["state"]["weight"]["momentum_buffer"][0].data == 1
+    with pytest.raises(CheckpointError, match=r"momentum_buffer\.1': .* until they have the stored structure"):
+        part.expected({**stored, "optimizer.state.weight.momentum_buffer.1": ((), "float32")})
 
 
 def other_parameter(model, optimizer, loaded):

@@ -18,16 +18,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
+from rankbook.checkpoint.state_dict.sharded_tensor import (
+    EqualTensor,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+)
 from rankbook.checkpoint.state_dict.state_dicts import (
     Expecting,
     Gather,
+    Path,
     ReplicatedEntry,
     Stored,
     as_dtensor,
     as_sharded,
     assign_replica_ids,
+    flatten,
     local_part,
+    map_leaves,
 )
 from rankbook.control_collectives import gather_objects, this_rank
 from rankbook.errors import CheckpointError
@@ -70,7 +79,9 @@ def sharded_state_dict(
     try:
         state_dict["model"] = model_map(model, prefix, copies)
         if optimizer is not None:
-            state_dict["optimizer"] = optimizer_map(optimizer, _names(model), f"{prefix}optimizer.state.", copies)
+            state_dict["optimizer"] = optimizer_map(
+                optimizer, _names(model), f"{prefix}optimizer.state.", copies, path="optimizer.state."
+            )
     except Exception as raised:  # noqa: BLE001 - raised on all ranks in assign_replica_ids, so that none waits
         error = raised
     assign_replica_ids(copies, gather, error=error)
@@ -133,6 +144,10 @@ class OptimizerMap(Expecting):
     An optimizer that has not stepped has no state yet. On load, `expected` adds the stored state of its parameters:
     state with the parameter's global shape is sharded like the parameter, all other state is loaded whole on every
     rank. `updated` are the names of the parameters that this rank updates; only their state is added.
+
+    State may consist of lists or dicts of tensors, as that of LBFGS. Their tensors are stored by themselves, as
+    `<parameter name>.<state name>.<index>`. The structure is stored as `"nested": {parameter name: {state name:
+    structure}}`, with the keys in place of the tensors. On load `nested` is the stored one, if it is known.
     """
 
     def __init__(
@@ -141,34 +156,66 @@ class OptimizerMap(Expecting):
         parameters: Mapping[str, torch.Tensor],
         prefix: str,
         updated: Collection[str],
+        path: str,
     ) -> None:
         super().__init__(content)
         self.parameters = parameters
         self.prefix = prefix
         self.updated = updated
+        self.nested: Mapping[str, Mapping[str, Any]] = {}
+        # Rankbook has named tensors in lists and dicts by their path in the state dict.
+        self._earlier_prefix = path
 
     def expected(self, stored: Stored) -> dict[str, Any]:
         """Return the map with newly allocated shards for state that is stored but not present yet.
 
-        Raises `CheckpointError` for stored state that is a list of tensors, as LBFGS has it.
+        Raises `CheckpointError` for stored lists and dicts of tensors whose structure is neither in `nested` nor that
+        of the present state.
         """
+        self.use_stored_keys(stored)
         state = {name: dict(values) for name, values in self["state"].items()}
+        for name in self.nested.keys() & set(self.updated):
+            for state_name, structure in self.nested[name].items():
+                state.setdefault(name, {})[state_name] = self._nested_shards(name, structure, stored)
+        present = {leaf.key for _, leaf in flatten(state) if isinstance(leaf, ShardedTensor)}
         for key, (shape, dtype) in stored.items():
-            if not key.startswith(self.prefix):
+            prefix = next((prefix for prefix in (self.prefix, self._earlier_prefix) if key.startswith(prefix)), None)
+            if prefix is None or key in present:
                 continue
             # Only state that the optimizer lacks is added. What it has is in the map already, with its memory.
-            name, state_name = self._split_key(key.removeprefix(self.prefix))
+            name, state_name = self._split_key(key.removeprefix(prefix))
             first, dot, _ = state_name.partition(".")
-            if name not in self.updated or first in state.setdefault(name, {}):
+            if name not in self.updated or (not dot and first in state.get(name, {})):
                 continue
             if dot:
                 raise CheckpointError(
-                    f"cannot load {key!r}: an optimizer that keeps lists of tensors must step once before it is loaded"
+                    f"cannot load {key!r}: an optimizer that keeps lists or dicts of tensors must step before it is "
+                    "loaded, until they have the stored structure"
                 )
             shard = _expected_shard(key, shape, getattr(torch, dtype), self.parameters[name])
             if shard is not None:
-                state[name][state_name] = shard
+                state.setdefault(name, {})[state_name] = shard
         return {**self, "state": state}
+
+    def use_stored_keys(self, stored: Collection[str]) -> None:
+        """Rename tensors in lists and dicts to the keys under which earlier versions have stored them."""
+
+        def rename(_: Path, leaf: Any) -> Any:  # noqa: ANN401 - any leaf
+            if isinstance(leaf, ShardedTensor) and leaf.key not in stored:
+                earlier = self._earlier_prefix + leaf.key.removeprefix(self.prefix)
+                return replace(leaf, key=earlier) if earlier in stored else leaf
+            return leaf
+
+        self["state"] = map_leaves(rename, self["state"])
+
+    def _nested_shards(self, name: str, structure: Any, stored: Stored) -> Any:  # noqa: ANN401 - any containers
+        def shard(_: Path, leaf: Any) -> Any:  # noqa: ANN401 - any leaf
+            if not isinstance(leaf, str) or not leaf.startswith(f"{self.prefix}{name}.") or leaf not in stored:
+                return leaf
+            shape, dtype = stored[leaf]
+            return _expected_shard(leaf, shape, getattr(torch, dtype), self.parameters[name])
+
+        return map_leaves(shard, structure)
 
     def _split_key(self, rest: str) -> tuple[str, str]:
         """Split a key into parameter name and state name.
@@ -208,27 +255,31 @@ def _expected_shard(
 
 def _sharded_state(key: str, value: torch.Tensor, name: str, parameter: torch.Tensor) -> ReplicatedEntry | None:
     """Convert state of the parameter `name` to a shard. A plain tensor for the local part is sharded like it."""
-    if not _is_local_state(value, parameter):
+    if isinstance(value, DTensor) or not _is_cut(parameter):
         return as_sharded(key, value, name)
-    copy = as_sharded(key, parameter, name)
-    if copy is not None:
-        assert isinstance(copy.entry, ShardedTensor)
-        copy.entry = replace(copy.entry, data=value.detach(), dtype=value.dtype)
+    # An optimizer may keep plain tensors of the local part's shape, for example `zeros_like(parameter.to_local())`.
+    if value.dim() and value.shape == local_part(parameter).shape:
+        copy = as_sharded(key, parameter, name)
+        if copy is not None:
+            assert isinstance(copy.entry, ShardedTensor)
+            copy.entry = replace(copy.entry, data=value.detach(), dtype=value.dtype)
+        return copy
+    # A counter of steps is the same on all ranks. The scales of the blocks of a local part are not, and where they
+    # belong in a global tensor is not known.
+    copy = as_sharded(key, value, name)
+    assert copy is not None
+    copy.entry = EqualTensor(**vars(copy.entry))
     return copy
 
 
-def _is_local_state(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return True for a plain tensor with the shape of the parameter's local part, if the parameter is sharded.
-
-    An optimizer may keep such tensors, for example `torch.zeros_like(parameter.to_local())`.
-    """
-    if isinstance(value, DTensor) or not isinstance(parameter, DTensor):
-        return False
+def _is_cut(parameter: torch.Tensor) -> bool:
+    """Return True if the parameter is sharded over several ranks."""
     # By the placements, and not by comparing the shapes: one rank may hold all rows of a small parameter, and the other
     # ranks none, and all of them must decide in the same way.
-    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    is_cut = any(size > 1 and not placement.is_replicate() for placement, size in sizes)
-    return is_cut and bool(value.dim()) and value.shape == local_part(parameter).shape
+    return isinstance(parameter, DTensor) and any(
+        size > 1 and not placement.is_replicate()
+        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    )
 
 
 def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[tuple[str, torch.Tensor]]]:
@@ -267,32 +318,38 @@ def _local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def optimizer_map(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], prefix: str, copies: list[ReplicatedEntry]
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], prefix: str, copies: list[ReplicatedEntry], path: str
 ) -> OptimizerMap:
     """Return the sharded entries of an optimizer; `names` are the names of its parameters by identity.
 
-    Appends the replicated entries to `copies`. `prefix` is the prefix of the parameter names in the keys of the state.
+    Appends the replicated entries to `copies`. `prefix` is the prefix of the parameter names in the keys of the state,
+    and `path` that in the joined path of the state in the whole state dict. State that is a plain tensor, beside a
+    parameter that is sharded, has the shape of the local part or the same values on all ranks; a save compares them.
     Raises `CheckpointError` for state that is neither here nor the same on all ranks.
     """
     state: dict[str, dict[str, Any]] = {}
+    nested: dict[str, dict[str, Any]] = {}
     groups, local = _groups(optimizer, names), _local_optimizer(optimizer)
     # In the order of the groups, which is the same on all ranks.
     for name, parameter in (pair for group in groups for pair in group):
         for state_name, value in local.state.get(parameter, {}).items():
-            entry = value
+            key = f"{prefix}{name}.{state_name}"
             if local is not optimizer and value is not None and not isinstance(value, torch.Tensor):
                 # Plain values are stored once for all ranks, by rank 0, which does not have this one.
                 raise CheckpointError(
-                    f"{prefix}{name}.{state_name} is a {type(value).__name__}, on rank {this_rank()}: of a "
-                    f"{type(optimizer).__name__} only tensors can be stored"
+                    f"{key} is a {type(value).__name__}, on rank {this_rank()}: of a {type(optimizer).__name__} only "
+                    "tensors can be stored"
                 )
-            if isinstance(value, torch.Tensor):
-                copy = _sharded_state(f"{prefix}{name}.{state_name}", value, name, parameter)
-                if copy is None:
-                    continue
-                copies.append(copy)
-                entry = copy.entry
-            state.setdefault(name, {})[state_name] = entry
+            tensors = {path: leaf for path, leaf in flatten(value) if isinstance(leaf, torch.Tensor)}
+            keys = {path: ".".join([key, *map(str, path)]) for path in tensors}
+            if tensors and not isinstance(value, torch.Tensor):
+                nested.setdefault(name, {})[state_name] = _with_leaves(value, keys)
+            shards = {path: _sharded_state(keys[path], leaf, name, parameter) for path, leaf in tensors.items()}
+            present = [copy for copy in shards.values() if copy is not None]
+            if len(present) == len(shards):
+                copies += present
+                entries = dict(zip(shards, (copy.entry for copy in present), strict=True))
+                state.setdefault(name, {})[state_name] = _with_leaves(value, entries)
     param_groups = [
         # torch numbers the parameters. Names stay right when the order or the number of the parameters changes.
         {**group, "params": [name for name, _ in members]}
@@ -300,7 +357,13 @@ def optimizer_map(
     ]
     parameters = dict(pair for group in groups for pair in group)
     updated = {names[id(parameter)] for group in local.param_groups for parameter in group["params"]}
-    return OptimizerMap({"state": state, "param_groups": param_groups}, parameters, prefix, updated)
+    content = {"state": state, "param_groups": param_groups, **({"nested": nested} if nested else {})}
+    return OptimizerMap(content, parameters, prefix, updated, path)
+
+
+def _with_leaves(value: Any, leaves: Mapping[Path, Any]) -> Any:  # noqa: ANN401 - a leaf or containers
+    """Return `value` with other leaves at the paths in `leaves`."""
+    return map_leaves(leaves.get, value)
 
 
 def load_sharded_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None, loaded: StateDict) -> None:
@@ -428,21 +491,34 @@ def load_optimizer(
         if own_state is None:  # a parameter that another rank updates
             continue
         for state_name, value in values.items():
-            if isinstance(value, torch.Tensor) and own_state[state_name].dtype != value.dtype:
-                own_state[state_name] = value.to(own_state[state_name].device)
+            cast = {path: leaf for path, leaf in flatten(own_state[state_name]) if isinstance(leaf, torch.Tensor)}
+            uncast = {
+                path: leaf.to(cast[path].device)
+                for path, leaf in flatten(value)
+                if path in cast and isinstance(leaf, torch.Tensor) and cast[path].dtype != leaf.dtype
+            }
+            if uncast:
+                own_state[state_name] = _with_leaves(own_state[state_name], uncast)
 
 
 def _convert_state(name: str, value: Any, parameter: torch.Tensor, current: Any) -> Any:  # noqa: ANN401 - any value
-    """Convert a local part that is sharded like its parameter to a DTensor, unless the `current` state is plain.
+    """Convert the tensors of a state that are sharded like the parameter to DTensors, except where `current` is plain.
 
     Returns other values unchanged.
     """
+    present = dict(flatten(current))
+    return map_leaves(lambda path, leaf: _convert_leaf(name, leaf, parameter, present.get(path)), value)
+
+
+def _convert_leaf(name: str, value: Any, parameter: torch.Tensor, current: Any) -> Any:  # noqa: ANN401 - any value
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return value
     if isinstance(current, torch.Tensor) and not isinstance(current, DTensor):
         return value
-    sharded = value.dim() and value.shape == local_part(parameter).shape
-    return _convert_layout(name, value, parameter.detach()) if sharded else value
+    # State may be a DTensor of another shape than the parameter's, such as one value per row.
+    like = parameter.detach() if current is None else current
+    sharded = (value.dim() or like is current) and value.shape == local_part(like).shape
+    return _convert_layout(name, value, like) if sharded else value
 
 
 def sharded_state_dicts(
@@ -471,7 +547,9 @@ def sharded_state_dicts(
                 state_dict["models"][name] = model_map(model, f"{name}.", copies, state=state, storage_group=f"{name}.")
         names = _names_of_all(models, optimizers)
         for name, optimizer in optimizers.items():
-            state_dict["optimizers"][name] = optimizer_map(optimizer, names, f"{name}.state.", copies)
+            state_dict["optimizers"][name] = optimizer_map(
+                optimizer, names, f"{name}.state.", copies, path=f"optimizers.{name}.state."
+            )
     except Exception as raised:  # noqa: BLE001 - raised on all ranks in assign_replica_ids, so that none waits
         error = raised
     assign_replica_ids(copies, gather, error=error)

@@ -307,6 +307,11 @@ class LocalNonpersistentObject:
 
 
 @dataclass
+class EqualTensor(ShardedTensor):
+    """A whole tensor that must have the same values on all ranks. A save compares them."""
+
+
+@dataclass
 class ShardedObject(ShardedBase):
     """A local object as one element of a global grid of objects.
 
