@@ -17,6 +17,30 @@ MIDDLE = 4
 """Batches before the save, of the 8 of an epoch."""
 
 
+class Average:
+    """The average of the weights, which holds DTensors if the model is sharded."""
+
+    def __init__(self, model):
+        self.model = model
+        self.state = {"steps": 0, "weights": {name: item.detach().clone() for name, item in model.named_parameters()}}
+
+    def update(self):
+        self.state["steps"] += 1
+        for name, item in self.model.named_parameters():
+            self.state["weights"][name].lerp_(item.detach(), 0.1)
+
+    def total(self):
+        from rankbook.runtime.strategies.base import full_tensor
+
+        return sum(full_tensor(value).abs().sum().item() for value in self.state["weights"].values())
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
 def training(**options):
     """Return the prepared objects of a fresh process: batches of 6, split by the ranks, with two batches per step."""
     from torch import nn
@@ -37,11 +61,17 @@ def training(**options):
     rows = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(5))
     set_seed(1)
     loader = DataLoader(TensorDataset(rows, torch.arange(SAMPLES)), batch_size=BATCH, shuffle=True)
-    return accelerator, *accelerator.prepare(model, optimizer, scheduler, loader)
+    parts = accelerator.prepare(model, optimizer, scheduler, loader)
+    accelerator.register_for_checkpointing(Average(accelerator.unwrap_model(parts[0])))
+    return accelerator, *parts
 
 
 def go_on(accelerator, model, optimizer, scheduler, loader, stop=None):
-    """Train until `stop`. Return for every batch its samples, the loss over all ranks, and the learning rate."""
+    """Train until `stop`.
+
+    Return for every batch its samples, the loss over all ranks, the learning rate, and the sum of the averaged weights.
+    """
+    (average,) = accelerator._custom_objects
     records = []
     for rows, numbers in loader:
         with accelerator.accumulate(model):
@@ -50,8 +80,10 @@ def go_on(accelerator, model, optimizer, scheduler, loader, stop=None):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+        average.update()
         samples = sorted(set(accelerator.gather(numbers).tolist()))
-        records.append((samples, accelerator.reduce(loss.detach(), "mean").item(), scheduler.get_last_lr()[0]))
+        loss_of_all = accelerator.reduce(loss.detach(), "mean").item()
+        records.append((samples, loss_of_all, scheduler.get_last_lr()[0], average.total()))
         if len(records) == stop:
             break
     return records
@@ -85,7 +117,7 @@ def save_in(folder, layouts):
         drawn = torch.rand(1).item()
         rest = go_on_within(parts)
         handle.wait(30)
-        assert sorted(sample for samples, _, _ in records + rest for sample in samples) == list(range(SAMPLES))
+        assert sorted(sample for samples, *_ in records + rest for sample in samples) == list(range(SAMPLES))
         results[way] = rest, drawn
     return results
 
@@ -132,7 +164,8 @@ def test_training_goes_on_with_the_next_batch_however_many_ranks_load(world, lay
                 expected = runs[0][where][0]
                 assert [step[0] for step in rest] == [step[0] for step in expected], (where, way)
                 assert len(rest) == SAMPLES // BATCH - MIDDLE
-                for (_, loss, rate), (_, loss_then, rate_then) in zip(rest, expected, strict=True):
+                for (_, loss, rate, total), (_, loss_then, rate_then, total_then) in zip(rest, expected, strict=True):
+                    assert total == pytest.approx(total_then, rel=1e-4), (where, way)
                     assert loss == pytest.approx(loss_then, rel=1e-4), (where, way)
                     assert rate == pytest.approx(rate_then)
                 assert drawn == (runs[rank][where][1] if rank < world else drawn_after), (where, way, rank)
@@ -221,6 +254,69 @@ def test_save_and_load_errors_of_one_rank_are_raised_on_all_ranks(tmp_path):
     }
     for errors in run_ranks(what_goes_wrong, 2, str(tmp_path)):
         assert {name: error for name, error in errors.items() if error is None or expected[name] not in error} == {}
+
+
+def sharded_objects(folder):
+    """Save registered objects of a sharded model that cannot be restored on every rank. Return the errors."""
+    from types import SimpleNamespace
+
+    from torch.distributed.tensor import DTensor
+
+    from rankbook.runtime import FullyShardedDataParallelPlugin, training_checkpoint
+
+    parts = training(fsdp_plugin=FullyShardedDataParallelPlugin())
+    accelerator = parts[0]
+    (average,) = accelerator._custom_objects
+    then = average.total()
+    errors = []
+
+    def note_error(call, *args):
+        with pytest.raises(CheckpointError) as raised:
+            call(*args)
+        errors.append(str(raised.value))
+
+    average.state["hidden"] = SimpleNamespace(weight=average.state["weights"]["0.weight"])
+    note_error(accelerator.save_state, f"{folder}/hidden")
+    assert not Path(f"{folder}/hidden").exists()
+    del average.state["hidden"]
+    accelerator.save_state(f"{folder}/good")
+    weights = average.state["weights"]
+    average.state["weights"] = {}
+    note_error(accelerator.load_state, f"{folder}/good")
+    average.state["weights"] = {name: torch.zeros_like(value) for name, value in weights.items()}
+    accelerator.load_state(f"{folder}/good")
+    assert average.total() == then
+    assert all(isinstance(value, DTensor) for value in average.state["weights"].values())
+    # As earlier versions have stored it: rank 0's part.
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(training_checkpoint, "_without_shards", lambda _, state, __: state)
+        accelerator.save_state(f"{folder}/earlier")
+    weights = average.state["weights"]
+    note_error(accelerator.load_state, f"{folder}/earlier")
+    with pytest.warns(UserWarning, match=r"only rank 0's part of sharded tensors in custom_checkpoint, which stays"):
+        accelerator.load_state(f"{folder}/earlier", strict=False)
+    assert average.state["weights"] is weights
+    return errors, [value.tolist() for value in accelerator.get_state_dict(parts[1]).values()]
+
+
+def test_sharded_tensors_of_a_registered_object_that_cannot_be_restored_are_refused(tmp_path):
+    from rankbook.checkpoint import load_plain
+
+    (errors, weights), other = run_ranks(sharded_objects, 2, str(tmp_path))
+    assert (errors, weights) == other
+    for error, message in zip(
+        errors,
+        [
+            "has a DTensor in an object that is no dict, list or tuple",
+            "the registered object has none there: create its tensors before load_state()",
+            "only rank 0's part of sharded tensors in custom_checkpoint; strict=False loads the rest",
+        ],
+        strict=True,
+    ):
+        assert message in error
+    stored = load_plain(tmp_path / "good")
+    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert [stored[f"object_tensors.custom_checkpoint.weights.{name}"].tolist() for name in names] == weights
 
 
 def write_files(folder):

@@ -148,9 +148,9 @@ class SavingMethods(AcceleratorSettings):
         """Save all prepared and registered objects, and the random state of every rank. All ranks call it.
 
         The folder becomes a checkpoint of `rankbook.checkpoint`; every rank writes what it holds. The default for
-        `output_dir` is the project's next numbered checkpoint. Objects that are not sharded are saved as rank 0 has
-        them. `safe_serialization` is accepted for compatibility and has no effect: loading a checkpoint never executes
-        code from it.
+        `output_dir` is the project's next numbered checkpoint. Registered objects are saved as rank 0 has them, except
+        for DTensors, of which every rank saves its part. `safe_serialization` is accepted for compatibility and has no
+        effect: loading a checkpoint never executes code from it.
 
         Returns the folder. With `async_` it returns a `SaveHandle` at once, while copies of all data are written in the
         background; `wait()` returns what was saved, or raises. Raises on every rank if one cannot write, or if an

@@ -1,8 +1,8 @@
 """Content of a training checkpoint: what `save_state` stores, and how `load_state` restores it.
 
 Models and optimizers are stored as sharded tensors. Schedulers, loaders, the gradient scaler and registered objects are
-stored as rank 0 has them. The random state of every rank is a separate object, and so is the dataset state of
-torchdata's loader on every rank.
+stored as rank 0 has them, except for DTensors in their states, which are stored as sharded tensors. The random state of
+every rank is a separate object, and so is the dataset state of torchdata's loader on every rank.
 
 Order of loading. Checks come before changes: read the manifest, check that all objects are stored, load the objects,
 match the stored tensors with the models and optimizers, and let the loaders accept their states, which they do for any
@@ -13,9 +13,13 @@ This module is imported on the first save or load. Folders, hooks and numbering 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import pickle
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -24,15 +28,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rankbook.checkpoint.async_save import SaveHandle
 from rankbook.checkpoint.format.manifest import Manifest
+from rankbook.checkpoint.format.tensor_io import dtype_named
 from rankbook.checkpoint.loading import load, load_metadata, prepare_load
 from rankbook.checkpoint.local_state import local_state_of
 from rankbook.checkpoint.saving import Saved, save_contents
-from rankbook.checkpoint.state_dict.models import check_groups, load_sharded_state_dicts, sharded_state_dicts
-from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject
-from rankbook.checkpoint.state_dict.state_dicts import flatten
+from rankbook.checkpoint.state_dict.models import (
+    check_groups,
+    is_cut,
+    load_sharded_state_dicts,
+    sharded_state_dicts,
+)
+from rankbook.checkpoint.state_dict.sharded_tensor import ShardedObject, ShardedTensor, format_path
+from rankbook.checkpoint.state_dict.state_dicts import as_dtensor, as_sharded, flatten, local_part, map_leaves
 from rankbook.checkpoint.storage import ASIDE
 from rankbook.checkpoint.storage.backends import LocalStorage, storage_of
 from rankbook.checkpoint.storage.steps import (
@@ -54,6 +65,9 @@ RaiseOnAll = Callable[[str], AbstractContextManager[None]]
 # `rankbook.checkpoint.save`.
 _KIND = "rankbook.runtime"
 _RANDOM = "random_states"
+# Of the DTensors in the states of objects; and the text that the state has in the place of one, before its key.
+_TENSORS = "object_tensors"
+_SHARDED = f"rankbook.{_TENSORS}:"
 # Files that the checkpoint itself consists of. Everything else in a folder belongs to a hook or to the user.
 _CHECKPOINT_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata|metadata\.json|manifest\.json|common\.pt")
 
@@ -150,13 +164,16 @@ def write_state(
     """Save all objects, with `states` for the models, replacing the content of the folder. A collective."""
     # A user's `state_dict` may raise on one rank. All ranks have to know before the collective save begins.
     with raise_on_all("save_state"):
-        objects = {name: item.state_dict() for name, item in parts.objects.items()}
+        shards: dict[str, torch.Tensor] = {}
+        objects = {name: _without_shards(name, item.state_dict(), shards) for name, item in parts.objects.items()}
         random = random_state()
     state = {
         **sharded_state_dicts(parts.models, parts.optimizers, states=states),
         # The fifth argument is the replica: rank 0 is replica 0, which is the one that is written. `readers` and random
         # states have one entry per rank instead: their shape is (world size,), and the offset is the rank.
         "objects": {name: ShardedObject(name, value, (1,), (0,), parts.rank) for name, value in objects.items()},
+        # By their paths, "object_tensors.custom_checkpoint.average.weight" and so on.
+        _TENSORS: shards,
         "readers": {
             name: ShardedObject(name, value, (parts.world_size,), (parts.rank,)) for name, value in _readers(objects)
         },
@@ -189,12 +206,19 @@ def read_state(
         states = {name: parts.models[name].state_dict() for name in models}
     # Steps 1 to 3 change nothing: read the objects, match the tensors, plan and check the reading of tensors.
     objects = load(_objects(parts, manifest), folder, allow=allow)
+    with raise_on_all("load_state"):
+        _drop_lost(objects, folder, strict=strict)
+        layouts = _layouts(parts, objects)
+        shards = _requested_shards(layouts, objects, manifest)
     requested = sharded_state_dicts(parts.models, parts.optimizers, states=states)
     with raise_on_all("load_state"):
         # What was loaded contains the common part of the checkpoint too.
         requested = select_stored(requested, manifest, objects, folder, strict=strict)
     prepared = prepare_load(
-        requested, folder, allow=allow, dtype_hint="load_state() does not convert: prepare it with the stored dtype"
+        {**requested, _TENSORS: shards},
+        folder,
+        allow=allow,
+        dtype_hint="load_state() does not convert: prepare it with the stored dtype",
     )
     # A loader may refuse a damaged state, on any rank. Nothing else has changed yet, and the loaders are put back.
     loaders = {name: item for name, item in parts.objects.items() if _is_loader(name)}
@@ -217,7 +241,8 @@ def read_state(
         for name, item in parts.objects.items():
             # Loaders have got their states above.
             if not _is_loader(name) and name in objects:  # the scaler of fp16 may start without a state
-                item.load_state_dict(objects[name])
+                state, values = objects[name], loaded.get(_TENSORS, {})
+                item.load_state_dict(_with_shards(state, values, layouts[name]) if name in layouts else state)
         # The random states come last, so that nothing of the loading itself draws from the restored generators.
         if objects.get(_RANDOM) is not None:
             restore_random_state(objects[_RANDOM])
@@ -303,6 +328,126 @@ def _objects(parts: TrainingParts, manifest: Manifest) -> dict[str, Any]:
         for name, request in requests.items()
         if name not in optional or request.unique_key in manifest.objects
     }
+
+
+# DTensors in the states of objects, such as averages of the weights of a sharded model. They are stored as tensors, and
+# the state has their keys in their places.
+
+
+def _without_shards(name: str, state: Any, shards: dict[str, torch.Tensor]) -> Any:  # noqa: ANN401 - any state
+    """Return the state of an object with texts in place of its DTensors, which are added to `shards`.
+
+    Raises `CheckpointError` for a DTensor within another object than a dict, list or tuple.
+    """
+
+    def take_out(path: tuple[Any, ...], leaf: Any) -> Any:  # noqa: ANN401 - any leaf
+        if not isinstance(leaf, DTensor):
+            return leaf
+        key = ".".join([name, *map(str, path)])
+        if key in shards:
+            raise CheckpointError(f"two tensors in the state of an object would be stored as {key!r}")
+        shards[key] = leaf
+        return f"{_SHARDED}{key}"
+
+    # The states of loaders are loaded before the tensors are read.
+    if not _is_loader(name) and any(isinstance(leaf, DTensor) for _, leaf in flatten(state)):
+        state = map_leaves(take_out, state)
+    # An error of another kind is one of the save too, which pickles the state as it is.
+    with contextlib.suppress(pickle.PicklingError, TypeError, AttributeError):
+        _ShardSearch(name).dump(state)
+    return state
+
+
+class _ShardSearch(pickle.Pickler):
+    """Raise `CheckpointError` for a DTensor in what is pickled; other tensors are left out."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(io.BytesIO())
+        self._name = name
+
+    def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - pickle's own contract
+        if isinstance(value, DTensor):
+            raise CheckpointError(
+                f"the state of {self._name} has a DTensor in an object that is no dict, list or tuple, so that only "
+                "rank 0's part would be stored: return it from state_dict() in dicts and lists, or its full_tensor()"
+            )
+        return (int, ()) if isinstance(value, torch.Tensor) else NotImplemented
+
+
+def _shard_keys(state: Any) -> dict[tuple[Any, ...], str]:  # noqa: ANN401 - any state
+    """Return the keys of the DTensors that were stored apart from the state of an object, by path."""
+    texts = [(path, leaf) for path, leaf in flatten(state) if isinstance(leaf, str)]
+    return {path: text.removeprefix(_SHARDED) for path, text in texts if text.startswith(_SHARDED)}
+
+
+def _drop_lost(objects: dict[str, Any], folder: str, *, strict: bool) -> None:
+    """Remove the states that have rank 0's part of a DTensor only, as earlier versions have stored them.
+
+    Raises `CheckpointError` if `strict`.
+    """
+    for name in list(objects):
+        if any(is_cut(leaf) for _, leaf in flatten(objects[name]) if isinstance(leaf, torch.Tensor)):
+            lost = (
+                f"{folder} was written by an earlier version, and has only rank 0's part of sharded tensors in {name}"
+            )
+            if strict:
+                raise CheckpointError(f"{lost}; strict=False loads the rest")
+            warnings.warn(f"{lost}, which stays as it is", stacklevel=2)
+            del objects[name]
+
+
+def _layouts(parts: TrainingParts, objects: Mapping[str, Any]) -> dict[str, dict[tuple[Any, ...], Any]]:
+    """Return the present leaves of the states of objects, by path, if those or the stored ones have DTensors."""
+    layouts = {}
+    for name, item in parts.objects.items():
+        stored, has_keys = flatten(objects.get(name)), bool(_shard_keys(objects.get(name)))
+        if not _is_loader(name) and (has_keys or any(isinstance(leaf, torch.Tensor) for _, leaf in stored)):
+            present = dict(flatten(item.state_dict()))
+            if has_keys or any(isinstance(leaf, DTensor) for leaf in present.values()):
+                layouts[name] = present
+    return layouts
+
+
+def _requested_shards(
+    layouts: Mapping[str, Mapping[tuple[Any, ...], Any]], objects: Mapping[str, Any], manifest: Manifest
+) -> dict[str, torch.Tensor]:
+    """Return new tensors for the DTensors that are stored, by key, in the layout of the present ones.
+
+    Raises `CheckpointError` if an object has no tensor of this shape at the path.
+    """
+    requested = {}
+    for name, present in layouts.items():
+        for path, key in _shard_keys(objects[name]).items():
+            stored, like = manifest.tensors[f"{_TENSORS}.{key}"], present.get(path)
+            if not isinstance(like, torch.Tensor) or tuple(like.shape) != tuple(stored.shape):
+                what = f"shape {tuple(like.shape)}" if isinstance(like, torch.Tensor) else "none"
+                raise CheckpointError(
+                    f"the state of {name} has a sharded tensor of shape {tuple(stored.shape)} at {format_path(path)}, "
+                    f"but the registered object has {what} there: create its tensors before load_state()"
+                )
+            requested[key] = torch.empty_like(like, dtype=dtype_named(stored.dtype), requires_grad=False)
+    return requested
+
+
+def _with_shards(state: Any, shards: Mapping[str, Any], present: Mapping[tuple[Any, ...], Any]) -> Any:  # noqa: ANN401 - any state
+    """Return the state of an object with its DTensors in their places.
+
+    A whole tensor becomes a DTensor where the object has one now.
+    """
+
+    def restored(path: tuple[Any, ...], leaf: Any) -> Any:  # noqa: ANN401 - any leaf
+        like = present.get(path)
+        if path in keys:
+            return shards[keys[path]]
+        if isinstance(leaf, torch.Tensor) and isinstance(like, DTensor) and leaf.shape == like.shape:
+            copy = as_sharded("", like)
+            assert copy is not None and isinstance(copy.entry, ShardedTensor)
+            part = local_part(leaf)[copy.entry.global_slice()]
+            return as_dtensor(part.to(like.device, copy=True), like)
+        return leaf
+
+    keys = _shard_keys(state)
+    return map_leaves(restored, state)
 
 
 def select_stored(

@@ -255,7 +255,7 @@ def _expected_shard(
 
 def _sharded_state(key: str, value: torch.Tensor, name: str, parameter: torch.Tensor) -> ReplicatedEntry | None:
     """Convert state of the parameter `name` to a shard. A plain tensor for the local part is sharded like it."""
-    if isinstance(value, DTensor) or not _is_cut(parameter):
+    if isinstance(value, DTensor) or not is_cut(parameter):
         return as_sharded(key, value, name)
     # An optimizer may keep plain tensors of the local part's shape, for example `zeros_like(parameter.to_local())`.
     if value.dim() and value.shape == local_part(parameter).shape:
@@ -272,7 +272,7 @@ def _sharded_state(key: str, value: torch.Tensor, name: str, parameter: torch.Te
     return copy
 
 
-def _is_cut(parameter: torch.Tensor) -> bool:
+def is_cut(parameter: torch.Tensor) -> bool:
     """Return True if the parameter is sharded over several ranks."""
     # By the placements, and not by comparing the shapes: one rank may hold all rows of a small parameter, and the other
     # ranks none, and all of them must decide in the same way.
