@@ -29,19 +29,29 @@ __all__ = ["load_ipython_extension", "unload_ipython_extension"]
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """Register the magics (`%load_ext rankbook`) and start the forkserver, so that the first ranks start fast."""
+    from rankbook.coordinator import default_cluster
     from rankbook.launch import local
     from rankbook.magics.magics import install
 
     install(shell)
-    local.prestart_forkserver()
+    # Ranks that have stayed through `%reload_ext rankbook` have a forkserver. Another one would only hold memory.
+    if not default_cluster.is_starting() and default_cluster.default_or_none() is None:
+        local.prestart_forkserver()
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Stop the ranks and remove the magics (`%unload_ext rankbook`)."""
-    from rankbook.coordinator.default_cluster import stop
+    """Remove the magics (`%unload_ext rankbook`). The ranks keep running, until `rankbook.stop()` or the kernel's end.
+
+    They stay because IPython also calls this function for `%reload_ext rankbook`, which it names itself when the
+    extension is loaded a second time: nobody expects to lose the variables of the ranks by that.
+    """
+    from rankbook.coordinator.default_cluster import default_or_none
+    from rankbook.formatting import plural
     from rankbook.launch import local
     from rankbook.magics.magics import uninstall
 
-    stop()
-    local.shutdown_prestarted()
     uninstall(shell)
+    local.shutdown_prestarted()
+    if (running := default_or_none()) is not None:
+        verb = "keeps" if running.world_size == 1 else "keep"
+        print(f"{plural(running.world_size, 'rank')} {verb} running; rankbook.stop() ends the ranks")  # noqa: T201 - the answer to a magic

@@ -164,6 +164,21 @@ class DebugMultiplexer:
             troubles = await asyncio.gather(*(self._attach(rank) for rank in missing))
         return {rank: trouble for rank, trouble in zip(missing, troubles, strict=True) if trouble}
 
+    async def close(self) -> None:
+        """End the debuggers of all ranks, and give their breakpoints to the kernel's debugger.
+
+        `adopt_breakpoints` of a later multiplexer takes them over from there.
+        """
+        await self._detach()
+        for path, lines in self._breakpoints.items():
+            await self._set_in_kernel(path, lines)
+
+    async def _detach(self) -> None:
+        async with self._starting:  # includes debuggers that are being attached
+            await asyncio.gather(*(self._ask(rank, "disconnect", {}) for rank in self._connections))
+            self._resume(tuple(self.stopped.threads))
+            self._connections.clear()
+
     async def _attach(self, rank: int) -> str:
         # Registered before the first request, since responses are looked up by it.
         connection = self._connections[rank] = _RankDebugConnection()
@@ -214,14 +229,11 @@ class DebugMultiplexer:
         """Move the breakpoints to where plain cells now run, after auto mode was turned on or off."""
         for path, lines in self._breakpoints.items():
             # `setBreakpoints` replaces all breakpoints of a file, so an empty list removes the kernel's.
-            kernel_breakpoints = [] if self._gateway.is_for_ranks(path) else lines
-            request = {
-                "type": "request",
-                "seq": 0,
-                "command": "setBreakpoints",
-                "arguments": _breakpoints_at(path, kernel_breakpoints),
-            }
-            await self._stock.process(request)
+            await self._set_in_kernel(path, [] if self._gateway.is_for_ranks(path) else lines)
+
+    async def _set_in_kernel(self, path: str, lines: list[Message]) -> None:
+        arguments = _breakpoints_at(path, lines)
+        await self._stock.process({"type": "request", "seq": 0, "command": "setBreakpoints", "arguments": arguments})
 
     async def _ask_all(self, command: str, arguments: Message) -> dict[int, Message]:
         # Ranks that are being attached read the breakpoints themselves (`_start_requests`).
@@ -301,10 +313,7 @@ class DebugMultiplexer:
     async def _on_disconnect(self, request: Message, _arguments: Message) -> Message:
         # First, so that no cell attaches another debugger while these disconnect.
         self.is_active = False
-        async with self._starting:  # includes debuggers that are being attached
-            await asyncio.gather(*(self._ask(rank, "disconnect", {}) for rank in self._connections))
-            self._resume(tuple(self.stopped.threads))
-            self._connections.clear()
+        await self._detach()
         self._breakpoints.clear()
         self._filters = None
         return await self._stock.process(request)

@@ -81,8 +81,10 @@ class Debugging:
             self.multiplexer.adopt_breakpoints(debugger.breakpoint_list)
 
     def stop(self) -> None:
-        """Restore the kernel's method."""
+        """Restore the kernel's method, and end the debuggers of the ranks, which keep running."""
         del self._kernel.do_debug_request  # uncovers the method of the class
+        if self.multiplexer.is_active and self._loop is not None:
+            asyncio.run_coroutine_threadsafe(self.multiplexer.close(), self._loop).result(_START_SECONDS)
         if self._cluster is not None:
             self._cluster.debugs.listener = None
 

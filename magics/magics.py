@@ -58,6 +58,8 @@ class DistributedMagics(Magics):
         self._last_result: CellResult | None = None
         self._detached_reported = False  # whether the kept ranks were reported
         self._has_printed = False  # whether this cell shows a message of `_print`
+        self.runs_plain_cells: bool | None = None
+        """Whether auto mode was on when the extension was unloaded; None before that."""
 
     @no_var_expand
     @line_cell_magic
@@ -574,26 +576,34 @@ def install(shell: InteractiveShell) -> None:
     debugger.install(shell)
     completion.install(shell)
     set_ending_check(lambda: bool(getattr(shell, "exit_now", False)))  # set by a kernel on a shutdown request
-    shell.register_magics(DistributedMagics(shell))
+    # After `%reload_ext`, the object of before, so that the view and auto mode stay as they were.
+    magics = shell.magics_manager.registry.get(DistributedMagics.__name__)
+    if not isinstance(magics, DistributedMagics):
+        magics = DistributedMagics(shell)
+    shell.register_magics(magics)
     for name in CELL_MAGICS:
         # IPython takes one percent sign off a line magic. The rest of `%%distributed` is the name "%distributed".
         shell.magics_manager.register_function(_misplaced_magic(name), "line", f"%{name}")
     _wrap_package_magics(shell)
     set_cell_numbers(cell_numbers(shell.compile))
-    if getattr(getattr(shell, "kernel", None), "distributes_cells", False):  # jupyter/kernel.py
+    runs_plain_cells = magics.runs_plain_cells
+    if runs_plain_cells is None:
+        runs_plain_cells = getattr(getattr(shell, "kernel", None), "distributes_cells", False)  # jupyter/kernel.py
+    if runs_plain_cells:
         auto_mode.set_enabled(shell, on=True)
 
 
 def uninstall(shell: InteractiveShell) -> None:
-    """Unregister the magics."""
+    """Unregister the magics. Their object stays in IPython's registry, for a later `install`."""
+    manager = shell.magics_manager
+    if isinstance(magics := manager.registry.get(DistributedMagics.__name__), DistributedMagics):
+        magics.runs_plain_cells = auto_mode.is_enabled(shell)
     auto_mode.uninstall(shell)
     debugger.uninstall(shell)
     completion.uninstall(shell)
     _unwrap_package_magics(shell)
     # IPython has no function that removes magics, so they are removed from its tables.
-    manager = shell.magics_manager
     manager.magics["line"].pop("distributed", None)
     for name in CELL_MAGICS:
         manager.magics["cell"].pop(name, None)
         manager.magics["line"].pop(f"%{name}", None)
-    manager.registry.pop("DistributedMagics", None)

@@ -560,7 +560,9 @@ class SharedKernel:
                     get_message(timeout=0)
         # The forkserver is kept: its imports are most of the time that a start takes.
         notebook.ok("import sys\nfrom rankbook.launch import local\nsys.rankbook_forkserver = local._prestarted")
-        notebook.ok(f"local._prestarted = None\n%unload_ext rankbook\n{RESTORE}")
+        forget = "get_ipython().magics_manager.registry.pop('DistributedMagics', None)"
+        notebook.ok("import rankbook\nlocal._prestarted = None\nrankbook.stop()")
+        notebook.ok(f"%unload_ext rankbook\n{forget}\n{RESTORE}")
         notebook.ok("from rankbook.launch import local\nlocal._prestarted = sys.rankbook_forkserver\n%reset -f")
         notebook.ok("%load_ext rankbook")
 

@@ -314,13 +314,20 @@ def test_interrupt_during_the_import_of_torch_is_delivered_at_once(loaded, tmp_p
     assert "[0-1] hello" in loaded.ok(HELLO).stdout
 
 
-@pytest.mark.full
-def test_the_extension_can_be_loaded_twice_and_unloaded_with_its_ranks(loaded):
+def test_the_ranks_keep_their_variables_when_the_extension_is_loaded_again_or_unloaded(loaded):
     loaded.ok("%distributed start -n 2")
-    loaded.ok("%load_ext rankbook\n%reload_ext rankbook")
-    assert "[0-1] hello" in loaded.ok(HELLO).stdout
+    loaded.ok("%%distributed\nx = rank + 10")
+    processes = loaded.processes()
+    loaded.ok("%distributed auto on")
+    outcome = loaded.ok("%load_ext rankbook\n%reload_ext rankbook")
+    assert "2 ranks keep running; rankbook.stop() ends the ranks" in outcome.stdout
+    assert loaded.ok("print(x)").stdout == "[0] 10\n[1] 11\n", "plain cells still run on the ranks"
+    assert loaded.processes() == processes, "the same ranks, and no second forkserver"
     loaded.ok("%unload_ext rankbook")
-    wait_until(lambda: len(loaded.processes()) == 1, timeout=10, what="only the kernel is left")
     assert loaded.run("%distributed status").status == "error"
-    loaded.ok("%load_ext rankbook")
-    assert "[0-1] hello" in loaded.ok(HELLO).stdout
+    assert loaded.ok("import rankbook\nrankbook.current().pull('x')").text.strip() == "[10, 11]"
+    loaded.ok("%load_ext rankbook\n%distributed auto off")
+    assert loaded.ok("print('plain')").stdout == "plain\n"
+    assert "2 ranks stopped" in loaded.ok("%distributed stop").stdout
+    loaded.ok("%reload_ext rankbook")
+    assert loaded.ok("print('plain')").stdout == "plain\n", "auto mode is still off"

@@ -51,6 +51,11 @@ def test_lines_are_those_of_the_cell_as_it_is_written_and_errors_name_the_cell(n
     assert front_end.variables(frames["rank 1 · <module>"])["base"] == "10"
     front_end.move("continue")
     assert sorted(finish(front_end, cell).stdout.splitlines()) == ["[0] value 10", "[1] value 11"]
+    notebook.ok("%reload_ext rankbook")
+    cell = notebook.send(CELL)
+    front_end.wait_paused(2)
+    front_end.move("continue")
+    assert sorted(finish(front_end, cell).stdout.splitlines()) == ["[0] value 10", "[1] value 11"]
     failed = notebook.run("%%distributed\n\n1 / 0")
     reported = ANSI.sub("", failed.traceback)
     assert shows_frame(reported, failed.count, 3), reported
