@@ -189,7 +189,10 @@ def _make_line_parser() -> tuple[_Parser, dict[str, _Parser]]:
     _add_recovery(add)
     restart = add("restart", "restart ranks with empty namespaces")
     restart.add_argument("ranks", nargs="?", metavar="RANKS", help=selection)
-    add("stop", "stop the ranks")
+    stop = add("stop", "stop the ranks")
+    stop.add_argument(
+        "key", nargs="?", metavar="KEY", help="key of ranks that an earlier kernel has left, to end those"
+    )
     add("stacks", "show the line of code that every rank is executing")
     debug = add("debug", "show the debugger's state, and which ranks continue and step apply to")
     debug.add_argument(

@@ -213,8 +213,10 @@ class DistributedMagics(Magics):
         running = None if default_cluster.is_starting() else default_cluster.default_or_none()
         # With no cluster running, a new start reports again: ranks may have been kept since the last report.
         self._detached_reported = self._detached_reported and running is not None
-        self._report_detached()
+        if not options.get("keep"):
+            self._report_detached()
         cluster = default_cluster.start(n, **options)
+        self._report_detached()  # not before a start with `keep`, which may be refused because of them
         state = "already running" if running is cluster else "ready"
         verb = "is" if cluster.world_size == 1 else "are"
         self._print(
@@ -333,11 +335,14 @@ class DistributedMagics(Magics):
         every = None if command.state is None else (command.every or 1) if command.state == "on" else 0
         self._print(str(default_cluster.current().protect(every)))
 
-    def _command_stop(self, _command: argparse.Namespace) -> None:
+    def _command_stop(self, command: argparse.Namespace) -> None:
         with contextlib.suppress(RankbookError):  # of a start in the background, which has told of it
             default_cluster.wait_default()
         running = default_cluster.default_or_none()
-        if default_cluster.stop() and running is not None:
+        if command.key is not None and (running is None or running.key != command.key):
+            default_cluster.stop(command.key)
+            self._print(f"the kept ranks of {command.key} stopped")
+        elif default_cluster.stop() and running is not None:
             self._print(f"{plural(running.world_size, 'rank')} stopped")
         else:
             self._print("no ranks are running")

@@ -179,13 +179,18 @@ def describe_available() -> str:
     records = [record for record in find_detached().records if not record.owned]
     how = "%distributed stop, then %distributed attach"
     return "\n".join(
-        f"kept ranks are available: {record.describe()}; {how} {record.key} connects to them" for record in records
+        f"kept ranks are available: {record.describe()}; {how} {record.key} connects to them; "
+        f"%distributed stop {record.key} ends them"
+        for record in records
     )
 
 
 def describe_kept() -> str:
     """Return a line per set of kept ranks, and the notes about unreadable records; empty if there are none."""
     detached = find_detached()
-    how = "%distributed attach connects to them"
-    lines = [f"kept ranks: {record.describe()}, from kernel {record.notebook}; {how}" for record in detached.records]
+    lines = [
+        f"kept ranks: {record.describe()}, from kernel {record.notebook}; %distributed attach connects to them, "
+        f"%distributed stop {record.key} ends them"
+        for record in detached.records
+    ]
     return "\n".join([*lines, *detached.notes])

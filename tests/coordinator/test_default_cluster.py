@@ -8,6 +8,7 @@ import pytest
 
 from rankbook.coordinator import default_cluster
 from rankbook.errors import InvalidArgument, NoClusterError
+from rankbook.launch.registry import ClusterRecord, DetachedCluster
 
 
 class FakeCluster:
@@ -90,3 +91,46 @@ def test_ranks_that_stopped_by_themselves_are_not_replaced_without_being_asked(g
             default_cluster.check_not_ended()
     go_on()
     default_cluster.check_not_ended()
+
+
+class Kept(ClusterRecord):
+    """The record of kept ranks, whose notebook runs if `notebook` is 1."""
+
+    def __init__(self, key, session, notebook=0):
+        for name, value in {"key": key, "session": session, "notebook": notebook}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def owned(self):
+        return self.notebook == 1
+
+    def describe(self):
+        return f"{self.key}: described"
+
+
+def test_ranks_that_this_notebook_has_kept_are_named_before_others_are_kept(monkeypatch):
+    kept = [Kept("1-1", "a.ipynb"), Kept("1-2", "b.ipynb"), Kept("1-3", "", 0), Kept("1-4", "a.ipynb", 1)]
+    monkeypatch.setattr(default_cluster, "find_detached", lambda: DetachedCluster(tuple(kept)))
+    monkeypatch.setenv("JPY_SESSION_NAME", "a.ipynb")
+    default_cluster.prestart_ranks()
+    one = (
+        "kept already; connect to them with %distributed attach 1-1, or end them with %distributed stop 1-1:\n1-1: desc"
+    )
+    with pytest.raises(InvalidArgument, match=one):
+        default_cluster.start(2, keep=True)
+    assert default_cluster._prestarted is not None, "`attach` may replace the ranks that start in the background"
+    started = default_cluster.start(2)
+    assert [started] == FakeCluster.instances and not started.stopped
+    default_cluster.stop()
+    kept[0] = Kept("1-5", "b.ipynb")
+    started = default_cluster.start(2, keep=True)
+    kept[0] = Kept("1-1", "a.ipynb")
+    assert default_cluster.start(2, keep=True) is started, "it runs already"
+    default_cluster.stop()
+    monkeypatch.setenv("JPY_SESSION_NAME", "")
+    default_cluster.start(2, keep=True)
+    default_cluster.stop()
+    kept += [Kept("1-6", "a.ipynb")]
+    monkeypatch.setenv("JPY_SESSION_NAME", "a.ipynb")
+    with pytest.raises(InvalidArgument, match=r"%distributed stop KEY:\n1-1: described\n1-6: described$"):
+        default_cluster.start(2, keep=60)

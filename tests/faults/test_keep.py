@@ -320,6 +320,21 @@ def test_a_start_says_once_that_kept_ranks_wait(open_notebook, cell):
     notebook.ok("%distributed stop")
 
 
+def test_a_restarted_notebook_starts_no_further_kept_ranks_until_those_of_before_have_ended(open_notebook):
+    notebook = open_notebook("work/train.ipynb")
+    notebook.ok("%distributed start -n 1 --keep 60")
+    key = notebook.ok("import rankbook\nprint(rankbook.current().key)").stdout.strip()
+    kill(notebook)
+    restart(notebook)
+    reported = refusal(notebook, "%distributed start -n 1 --keep 60")
+    commands = f"%distributed attach {key}, or end them with %distributed stop {key}:\n{key} (train.ipynb, "
+    assert f"connect to them with {commands}" in reported
+    assert f"the kept ranks of {key} stopped" in notebook.ok(f"%distributed stop {key}").stdout
+    assert "no kept ranks found" in refusal(notebook, f"%distributed stop {key}")
+    assert "1 rank is ready" in notebook.ok("%distributed start -n 1 --keep 60").stdout
+    notebook.ok("%distributed stop")
+
+
 @pytest.mark.full
 def test_unanswered_input_request_is_repeated_after_attach(notebook, runtime_dir):
     run_while_detached(notebook, runtime_dir, "go()\ntell()\nprint('got', input('name? ') if rank == 0 else '')")
@@ -557,7 +572,11 @@ def test_attach_names_a_rank_that_does_not_answer_and_can_be_repeated(notebook):
     notebook.ok("reattach._HANDSHAKE_TIMEOUT, zmq_link._FIRST_SEND_MS = 10.0, 10_000")
     assert "ranks 0-1 attached" in notebook.ok("%distributed attach").stdout
     assert "[0-1] 5" in notebook.ok("%%distributed\nprint(x)").stdout
-    notebook.ok("%distributed stop")
+    key = notebook.ok("import rankbook\nprint(rankbook.current().key)").stdout.strip()
+    restart(notebook)
+    stop_process(pids[1])
+    notebook.ok("from rankbook.coordinator import reattach\nreattach._HANDSHAKE_TIMEOUT = 1.0")
+    notebook.ok(f"%distributed stop {key}")
 
 
 @pytest.mark.full

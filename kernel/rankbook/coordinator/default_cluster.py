@@ -14,11 +14,11 @@ from rankbook.coordinator.reattach import select_detached
 from rankbook.coordinator.running_cell import Sink
 from rankbook.coordinator.wait import deferred_interrupts
 from rankbook.engines.engine import Engine
-from rankbook.errors import InvalidArgument, NoClusterError, RankbookError
+from rankbook.errors import InvalidArgument, NoClusterError, RankbookError, StartError
 from rankbook.launch import local
 from rankbook.launch.hosts import LOST_AFTER, HostOptions
 from rankbook.launch.placement import choose_device
-from rankbook.launch.registry import find_detached
+from rankbook.launch.registry import ClusterRecord, find_detached, session_id
 from rankbook.output.merger import Stream
 from rankbook.protocol import telemetry
 
@@ -127,7 +127,7 @@ def start(
     `device` is "cpu", which hides CUDA devices from the ranks, or "cuda", which raises `StartError` if torch can use
     none; by default the ranks use CUDA devices if torch can. `keep`: the ranks survive this process, for ten minutes or
     the given number of seconds, and `attach` finds them again. Raises `InvalidArgument` if a cluster of another size,
-    backend, device or `keep` is running.
+    backend, device or `keep` is running, and with `keep` if ranks of this notebook are kept already.
 
     `launcher` starts ranks on other hosts: "ssh", "slurm", "mpirun" and "ray" start an agent on each of them, "env"
     prints the command, and another package or a `rankbook.engines.Engine` object may start them too. The call waits up
@@ -155,6 +155,9 @@ def start(
         options = HostOptions(
             launcher, address, port, home, lost_after, tuple(env), nodes, tuple(launcher_args), sync_code
         )
+    # Before the start in the background is taken: after a refusal, `attach` may still replace its cluster.
+    if seconds is not None and (_prestarted is not None or default_or_none() is None):
+        _check_none_kept()
     prestarted = _wait_prestarted()
     # The cluster that was started in the background has run no cell, so it can be replaced silently if the request does
     # not fit.
@@ -168,6 +171,24 @@ def start(
         if differs or seconds is not None or options is not None:
             unused.stop()
     return _start(n, backend, device, timeout, seconds, options)
+
+
+def _check_none_kept() -> None:
+    """Raise `InvalidArgument` if ranks of this notebook's earlier processes are kept.
+
+    A notebook that starts kept ranks and is restarted some times would otherwise fill the devices' memory with ranks
+    that nothing uses any more.
+    """
+    session = session_id()
+    # Without a session, a record may be of any other notebook, whose ranks must not hinder this one.
+    kept = [record for record in find_detached().records if session and record.session == session and not record.owned]
+    if kept:
+        key = kept[0].key if len(kept) == 1 else "KEY"
+        lines = "".join(f"\n{record.describe()}" for record in kept)
+        raise InvalidArgument(
+            f"ranks of this notebook are kept already; connect to them with %distributed attach {key}, or end them "
+            f"with %distributed stop {key}:{lines}"
+        )
 
 
 def _start(
@@ -270,14 +291,20 @@ def current() -> Cluster:
     return running
 
 
-def stop() -> bool:
+def stop(key: str | None = None) -> bool:
     """Stop the notebook's cluster. Return True if one was running.
+
+    With the `key` of a kept cluster whose notebook has ended, stop that one (`start(keep=True)`). Raises
+    `NoClusterError` if none is kept, and `InvalidArgument` if none has this key or another notebook still owns it.
 
     Example::
 
         rankbook.stop()  # True
     """
     global _current
+    if key is not None and ((own := default_or_none()) is None or own.key != key):
+        _stop_detached(select_detached(find_detached(), key))
+        return True
     # A start that is under way must end first. Otherwise its cluster would appear after this call has returned.
     _wait_prestarted()
     running = default_or_none()
@@ -286,3 +313,15 @@ def stop() -> bool:
         return False
     running.stop()
     return True
+
+
+def _stop_detached(record: ClusterRecord) -> None:
+    """Attach to a kept cluster and stop it, so that idle ranks may save."""
+    with deferred_interrupts():
+        try:
+            cluster = Cluster.adopt(record)
+        except StartError:
+            # A rank does not answer, which `stop` would kill as well. Raises if the forkserver does not answer either.
+            local.ReattachedLauncher(record).close()
+        else:
+            cluster.stop()
