@@ -548,7 +548,7 @@ def _misplaced_magic(name: str) -> Callable[[str], None]:
 
 
 class _PackageMagic:
-    """A line magic that installs packages, and then says how the ranks come to use them."""
+    """A line magic that installs packages: ranks that start later use them, and for those in use it says how."""
 
     def __init__(self, run: Callable[[str], None]) -> None:
         self.run = run
@@ -556,7 +556,7 @@ class _PackageMagic:
 
     def __call__(self, line: str) -> None:
         self.run(line)
-        if default_cluster.is_starting() or default_cluster.default_or_none() is not None:
+        if not default_cluster.renew_unused():
             print(PACKAGE_NOTE)  # noqa: T201 - below the note that IPython prints
 
 

@@ -26,7 +26,7 @@ ANSI_ESCAPE = re.compile(r"\x1b(?:\[([\d;]*)m|\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*
 """Matches a terminal escape sequence. Group 1 has the parameters of a colour and style sequence (SGR)."""
 
 PACKAGE_MAGICS = ("pip", "conda", "mamba", "micromamba", "uv")
-PACKAGE_NOTE = "Note: the ranks use updated packages after %distributed restart, which empties their namespaces."
+PACKAGE_NOTE = "Note: the ranks use updated packages after %distributed stop, which ends them with their variables."
 """Text below the note of these magics that names a restart of the kernel."""
 
 # 999.6 has to become "1 k" and not "1000".

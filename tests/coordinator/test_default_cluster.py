@@ -79,6 +79,28 @@ def test_ranks_that_were_started_in_the_background_give_way_to_those_on_another_
     assert started.device == (device or "cuda")
 
 
+def test_unused_ranks_are_started_again_if_other_packages_are_installed_and_others_are_left(monkeypatch):
+    class Packages:
+        changed = False
+
+    forkservers: list[str] = []
+    monkeypatch.setattr(default_cluster.local, "InstalledPackages", Packages)
+    monkeypatch.setattr(default_cluster.local, "prestart_forkserver", lambda: forkservers.append("renewed"))
+    default_cluster.prestart_ranks()
+    assert default_cluster.renew_unused()
+    (unused,) = FakeCluster.instances
+    assert not unused.stopped, "nothing has changed"
+    Packages.changed = True
+    assert default_cluster.renew_unused()
+    assert unused.stopped
+    used = default_cluster.start()
+    assert used is FakeCluster.instances[1]
+    assert not default_cluster.renew_unused(), "the ranks keep what they have imported"
+    assert not used.stopped and not forkservers
+    default_cluster.stop()
+    assert default_cluster.renew_unused() and forkservers == ["renewed"]
+
+
 @pytest.mark.parametrize("go_on", [default_cluster.start, default_cluster.stop])
 def test_ranks_that_stopped_by_themselves_are_not_replaced_without_being_asked(go_on):
     default_cluster.check_not_ended()

@@ -248,3 +248,38 @@ def test_a_launch_that_times_out_is_bounded_by_the_timeout_of_the_start(stopped_
     monkeypatch.setattr(local, "_prestarted", stopped_launcher)
     with pytest.raises(StartError, match="the forkserver was not ready within 1 s"):
         Cluster(2, timeout=1)
+
+
+@pytest.fixture
+def forkservers(tmp_path, monkeypatch) -> Iterator[list[int]]:
+    """Provide the process ids of the forkservers that are started, which import a module in place of torch."""
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    local.shutdown_prestarted()
+    started: list[int] = []
+    start = LocalLauncher.__init__
+
+    def record(self):
+        start(self)
+        started.append(self.pid)
+
+    monkeypatch.setattr(LocalLauncher, "__init__", record)
+    yield started
+    local.shutdown_prestarted()
+    assert not any(map(psutil.pid_exists, started))
+
+
+@pytest.mark.parametrize("take", [local.prestart_forkserver, local.acquire_forkserver])
+def test_a_forkserver_is_replaced_when_other_packages_are_installed(forkservers, tmp_path, monkeypatch, take):
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    monkeypatch.syspath_prepend(packages)
+    for _ in range(2):
+        local.prestart_forkserver()
+    assert len(forkservers) == 1, "nothing has changed"
+    (packages / "new-2.0.dist-info").mkdir()
+    launcher = take()
+    assert len(forkservers) == 2 and not psutil.pid_exists(forkservers[0])
+    if launcher is not None:
+        assert launcher.pid == forkservers[1]
+        launcher.terminate()

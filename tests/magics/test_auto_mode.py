@@ -238,8 +238,11 @@ def test_a_question_below_code_shows_one_answer_in_the_pager(auto):
     assert auto.run("1 / 0\ndocumented?").payload == []
 
 
-def test_pip_reports_that_ranks_need_a_restart(auto):
+def test_pip_reports_that_other_ranks_are_needed_if_there_are_some(auto):
     for cell in ("%pip --version", "%%distributed\n%pip --version"):
         outcome = auto.ok(cell)
-        assert "Note: the ranks use updated packages after %distributed restart" in outcome.stdout
+        assert "Note: the ranks use updated packages after %distributed stop" in outcome.stdout
         assert "Traceback" not in outcome.text
+    auto.ok("%distributed stop")
+    assert "Note: the ranks" not in auto.ok("%pip --version").stdout
+    auto.ok("%distributed start -n 2")

@@ -36,6 +36,7 @@ class _Prestarted:
     """A start in the background. The cluster is unused until the first call that needs ranks."""
 
     def __init__(self) -> None:
+        self.packages = local.InstalledPackages()
         self.ended = threading.Event()
         self.error: RankbookError | None = None
         self.cluster: Cluster | None = None
@@ -64,6 +65,24 @@ def prestart_ranks() -> None:
     global _prestarted
     _prestarted = _Prestarted()
     threading.Thread(target=_prestarted.run, name="rankbook-start", daemon=True).start()
+
+
+def renew_unused() -> bool:
+    """Start again what was started early, forkserver or ranks, if other packages are installed now.
+
+    Return False if there are ranks in use, which keep the modules that are imported.
+    """
+    if (prestarted := _prestarted) is not None:
+        prestarted.ended.wait()
+        if prestarted is _prestarted and prestarted.packages.changed:
+            if prestarted.cluster is not None:
+                prestarted.cluster.stop()
+            prestart_ranks()
+        return True
+    if default_or_none() is not None:
+        return False
+    local.prestart_forkserver()
+    return True
 
 
 def _check_not_on_rank() -> None:

@@ -2,7 +2,8 @@
 
 `Launcher` is what the driver needs of a launcher. `LocalLauncher` starts a forkserver, which imports torch; this
 process does not. A forkserver serves one cluster at a time and is kept for the next one: `prestart_forkserver` starts
-it early, `acquire_forkserver` takes it. `ReattachedLauncher` claims the forkserver of a detached cluster.
+it early, `acquire_forkserver` takes it. One that is outdated is replaced: its ranks would have the modules that it has
+imported, and not the packages that are installed now. `ReattachedLauncher` claims the forkserver of a detached cluster.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Protocol, TypeVar
 
 import psutil
@@ -97,6 +98,27 @@ class Process(Protocol):
         """Wait for the process to exit. Raises `subprocess.TimeoutExpired`."""
 
 
+class InstalledPackages:
+    """The folders of installed packages on `sys.path`, and the times of their last changes."""
+
+    def __init__(self) -> None:
+        names = ("site-packages", "dist-packages")
+        self._changed_at = {folder: _time_of_change(folder) for folder in sys.path if PurePath(folder).name in names}
+
+    @property
+    def changed(self) -> bool:
+        """Return True if a package was installed, updated or removed since this object was made."""
+        # Each of these adds or removes an entry of the folder, whichever program it is done with.
+        return any(_time_of_change(folder) != changed_at for folder, changed_at in self._changed_at.items())
+
+
+def _time_of_change(folder: str) -> int | None:
+    try:
+        return Path(folder).stat().st_mtime_ns
+    except OSError:
+        return None
+
+
 class LocalLauncher:
     """Start ranks through one forkserver process, which serves one cluster at a time."""
 
@@ -108,6 +130,8 @@ class LocalLauncher:
             raise StartError(
                 f"Rankbook runs on Linux and macOS; this is {sys.platform}. On Windows use it under WSL 2."
             )
+        # Before the process can import anything.
+        self._packages = InstalledPackages()
         # A socket pair and not a pipe: both ends notice at once that the other process has ended, however it ended. No
         # other process can connect.
         local_end, remote_end = socket.socketpair()
@@ -143,6 +167,11 @@ class LocalLauncher:
     def alive(self) -> bool:
         """See `Launcher`."""
         return not self._stream.closed and self._process.poll() is None
+
+    @property
+    def is_outdated(self) -> bool:
+        """Return True if a new forkserver would import other modules than this one has."""
+        return self._packages.changed
 
     def fileno(self) -> int:
         """See `Launcher`."""
@@ -305,10 +334,16 @@ _prestarted: LocalLauncher | None = None
 
 
 def prestart_forkserver() -> None:
-    """Start the next cluster's forkserver in advance, because importing torch takes seconds."""
+    """Start the next cluster's forkserver in advance, because importing torch takes seconds.
+
+    One that was prestarted before is replaced if it is outdated.
+    """
     global _prestarted
     with _lock:
-        if _prestarted is None or not _prestarted.alive:
+        if _prestarted is not None and (not _prestarted.alive or _prestarted.is_outdated):
+            _prestarted.terminate()
+            _prestarted = None
+        if _prestarted is None:
             _prestarted = LocalLauncher()
 
 
@@ -318,7 +353,7 @@ def acquire_forkserver() -> LocalLauncher:
     with _lock:
         # Taken and removed under the lock, so that two clusters never share one.
         launcher, _prestarted = _prestarted, None
-        if launcher is not None and launcher.alive:
+        if launcher is not None and launcher.alive and not launcher.is_outdated:
             return launcher
         if launcher is not None:
             launcher.terminate()
