@@ -314,6 +314,13 @@ def test_interrupt_during_the_import_of_torch_is_delivered_at_once(loaded, tmp_p
     assert "[0-1] hello" in loaded.ok(HELLO).stdout
 
 
+@pytest.mark.full
+def test_a_variable_that_torch_reads_when_it_is_imported_counts_if_it_is_set_before_the_start(loaded):
+    loaded.ok("%env TORCH_DISTRIBUTED_DEBUG=DETAIL\n%distributed start -n 2")
+    cell = "%%distributed\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(t.item(), dist.get_debug_level().name)"
+    assert loaded.ok(cell).stdout == "[0-1] 2.0 DETAIL\n"
+
+
 def test_the_ranks_keep_their_variables_when_the_extension_is_loaded_again_or_unloaded(loaded):
     loaded.ok("%distributed start -n 2")
     loaded.ok("%%distributed\nx = rank + 10")

@@ -270,14 +270,24 @@ def forkservers(tmp_path, monkeypatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("take", [local.prestart_forkserver, local.acquire_forkserver])
-def test_a_forkserver_is_replaced_when_other_packages_are_installed(forkservers, tmp_path, monkeypatch, take):
+@pytest.mark.parametrize("what", ["package", "TORCH_LOGS", "KMP_AFFINITY"])
+def test_a_forkserver_is_replaced_when_its_imports_are_out_of_date(forkservers, tmp_path, monkeypatch, take, what):
     packages = tmp_path / "site-packages"
     packages.mkdir()
     monkeypatch.syspath_prepend(packages)
+
+    def change():
+        if what == "package":
+            (packages / "new-2.0.dist-info").mkdir()
+        else:
+            monkeypatch.setenv(what, "other")
+
     for _ in range(2):
         local.prestart_forkserver()
-    assert len(forkservers) == 1, "nothing has changed"
-    (packages / "new-2.0.dist-info").mkdir()
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert len(forkservers) == 1, "nothing has changed that is read when torch is imported"
+    change()
     launcher = take()
     assert len(forkservers) == 2 and not psutil.pid_exists(forkservers[0])
     if launcher is not None:

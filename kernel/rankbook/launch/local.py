@@ -3,7 +3,8 @@
 `Launcher` is what the driver needs of a launcher. `LocalLauncher` starts a forkserver, which imports torch; this
 process does not. A forkserver serves one cluster at a time and is kept for the next one: `prestart_forkserver` starts
 it early, `acquire_forkserver` takes it. One that is outdated is replaced: its ranks would have the modules that it has
-imported, and not the packages that are installed now. `ReattachedLauncher` claims the forkserver of a detached cluster.
+imported, and not the packages that are installed now, and libraries that have read other environment variables.
+`ReattachedLauncher` claims the forkserver of a detached cluster.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import IO, Protocol, TypeVar
 
@@ -112,6 +113,20 @@ class InstalledPackages:
         return any(_time_of_change(folder) != changed_at for folder, changed_at in self._changed_at.items())
 
 
+_READ_AT_IMPORT = ("TORCH", "PYTORCH", "ATEN_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NPY_")
+"""Beginnings of the names of variables that torch, NumPy and the libraries that they load read when they are loaded."""
+
+
+def import_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables on which the import of torch and NumPy depends."""
+    # OMP_NUM_THREADS is often set between two starts, and needs no new import: ranks tell torch the number of threads.
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_AT_IMPORT) and name != "OMP_NUM_THREADS"
+    }
+
+
 def _time_of_change(folder: str) -> int | None:
     try:
         return Path(folder).stat().st_mtime_ns
@@ -131,7 +146,7 @@ class LocalLauncher:
                 f"Rankbook runs on Linux and macOS; this is {sys.platform}. On Windows use it under WSL 2."
             )
         # Before the process can import anything.
-        self._packages = InstalledPackages()
+        self._packages, self._variables = InstalledPackages(), import_variables(os.environ)
         # A socket pair and not a pipe: both ends notice at once that the other process has ended, however it ended. No
         # other process can connect.
         local_end, remote_end = socket.socketpair()
@@ -171,7 +186,7 @@ class LocalLauncher:
     @property
     def is_outdated(self) -> bool:
         """Return True if a new forkserver would import other modules than this one has."""
-        return self._packages.changed
+        return self._packages.changed or import_variables(os.environ) != self._variables
 
     def fileno(self) -> int:
         """See `Launcher`."""
