@@ -6,7 +6,8 @@ import base64
 
 import pytest
 
-from tests.conftest import Gate, needs_assigned_commands
+from rankbook.rank.shell import _CHANGES_PACKAGES
+from tests.conftest import Gate, needs_assigned_commands, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -298,6 +299,54 @@ def test_a_command_sees_the_cells_variables(notebook):
     assert notebook.ok("%%distributed\nword = f'rank {rank}'\n!echo {word} $word").stdout == (
         "[0] rank 0 rank 0\n[1] rank 1 rank 1\n"
     )
+
+
+def test_a_command_that_installs_packages_runs_once_and_never_on_two_ranks_at_a_time(notebook, tmp_path):
+    pip, runs, gate = tmp_path / "pip", tmp_path / "runs", Gate(tmp_path / "gate")
+    pip.write_text(
+        f"#!/bin/sh\nmkdir {tmp_path}/busy || echo both >> {runs}\necho $* >> {runs}\n"
+        f"case $* in *slow*) touch {tmp_path}/slow; while [ ! -e {gate.path} ]; do sleep 0.02; done;; esac\n"
+        f"sleep 0.1\nrmdir {tmp_path}/busy\nexit 3\n"
+    )
+    pip.chmod(0o700)
+
+    def run(*lines):
+        runs.unlink(missing_ok=True)
+        shown = notebook.ok("\n".join(["%%distributed", *lines, "print(_exit_code)"])).stdout
+        return shown, sorted(runs.read_text().splitlines())
+
+    assert run(f"!{pip} install one") == ("[0-1] 3\n", ["install one"])
+    assert run(f"!{pip} install one") == ("[0-1] 3\n", ["install one"]), "of another cell"
+    assert (
+        run(f"for _ in range(2): get_ipython().system('{pip} --quiet install two')")[1] == ["--quiet install two"] * 2
+    )
+    assert run(f"!{pip} install of{{rank}}")[1] == ["install of0", "install of1"]
+    assert "[1]" in notebook.ok(f"%%distributed --ranks 1\n!{pip} install one\nprint(_exit_code)").stdout
+    message = notebook.send(f"%%distributed\n!{pip} install slow")
+    wait_until((tmp_path / "slow").exists, timeout=10, what="the command")
+    notebook.interrupt()
+    outcome = notebook.finish(message, timeout=20)
+    assert outcome.ename == "KeyboardInterrupt" and "ranks 0-1" in outcome.traceback
+    (tmp_path / "busy").rmdir()
+    assert run(f"!{pip} install one") == ("[0-1] 3\n", ["install one"])
+
+
+@pytest.mark.parametrize(
+    ("command", "changes"),
+    [
+        ("'/opt/my python' -m pip install -U torch", True),
+        ("pip3.11 --quiet uninstall -y x", True),
+        ("uv pip install x", True),
+        ("cd /tmp && micromamba update x", True),
+        ("pip list", False),
+        ("pip show install-requires", False),
+        ("echo pip; python train.py install", False),
+        ("pip-compile install", False),
+        ("pytest add", False),
+    ],
+)
+def test_commands_that_change_packages_are_known(command, changes):
+    assert (_CHANGES_PACKAGES.search(command) is not None) is changes
 
 
 def test_a_command_is_shown_while_it_runs(notebook, tmp_path):

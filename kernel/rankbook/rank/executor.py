@@ -17,6 +17,7 @@ from bdb import BdbQuit
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from os import getpid
+from pathlib import Path
 from subprocess import CalledProcessError
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
@@ -480,6 +481,11 @@ class Executor:
         return plain_module(name, value) if isinstance(value, torch.nn.Module) else value
 
     # ShellSession
+
+    @property
+    def host_folder(self) -> Path:
+        """See `shell.ShellSession`."""
+        return self._segments.folder
 
     def display(self, kind: str, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None) -> None:
         """See `shell.ShellSession`."""

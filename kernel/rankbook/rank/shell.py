@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import fcntl
 import getpass
+import importlib
 import io
 import json
 import re
@@ -22,8 +24,11 @@ import types
 import warnings
 from base64 import b64encode
 from bdb import BdbQuit
+from collections import Counter
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -47,10 +52,16 @@ from rankbook.protocol import RESULT, WIDGET_VIEW
 from rankbook.rank import comms
 from rankbook.rank.tracebacks import text_of
 from rankbook.transport.serialization import set_cell_numbers
+from rankbook.transport.shared_memory import ensure_private_folder
 
 # The right side may still be a magic or a shell command (`x = !ls`). Such a line does not compile, and IPython
 # transforms it.
 _ASSIGNS = re.compile(r"[^\W\d]\w*[ \t]*=(?!=)")
+# `pip install x`, `/opt/bin/pip3 uninstall -y x`, `python -m pip --quiet install x`, `uv pip install x`
+_CHANGES_PACKAGES = re.compile(
+    rf"(?<![\w.-])(?:{'|'.join(PACKAGE_MAGICS)})[\d.]*\s(?:[^;&|\n]*\s)?"
+    r"(?:add|create|install|remove|sync|uninstall|update|upgrade)(?!\S)"
+)
 _LAYOUT = frozenset((tokenize.COMMENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.NEWLINE, tokenize.NL))
 _EMPTY_LINES = re.compile(r"(?:[^\S\n]*\n)+")
 _MUST_BE_FIRST = "must be the first line of its cell; no comment may precede it"
@@ -67,6 +78,13 @@ _CELL_FLAGS = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
 class ShellSession(Protocol):
     """Interface through which the shell reaches its rank."""
+
+    cell: int
+    """The cell that runs, or that ran last: a number that no other cell of the cluster has."""
+
+    @property
+    def host_folder(self) -> Path:
+        """Return a folder that the cluster's ranks of this host share."""
 
     def display(self, kind: str, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None) -> None:
         """Send a mime bundle."""
@@ -283,9 +301,45 @@ class RankEvents(EventManager):
                 self.shell.showtraceback()
 
 
+class PackageCommands:
+    """Run commands that change the installed packages on one rank of a host, while the other ranks wait.
+
+    All ranks of a cell come to the same command, and would write into one folder at the same time. The first one runs
+    it, with a lock on the file `path`, and records its exit code there for the others. Only that it is the same command
+    of the same cell says so: if ranks run different commands, or a cell runs one twice, all of them run, one by one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._cell = 0
+        self._calls: Counter[str] = Counter()
+
+    def run(self, cell: int, command: str, run: Callable[[], int]) -> int:
+        """Return the exit code of `command`, after `run()` here or on another rank of this host."""
+        if cell != self._cell:
+            self._cell = cell
+            self._calls.clear()
+        self._calls[command] += 1
+        call = [cell, command, self._calls[command]]
+        ensure_private_folder(self._path.parent)
+        # The lock ends with the file. So it does not outlive a rank that dies, and an interrupt ends the wait for it.
+        with self._path.open("a+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            ended = [json.loads(line) for line in file]
+            codes = [int(code) for other, code in ended if other == call]
+            code = codes[0] if codes else run()
+            if not codes:
+                file.write(json.dumps([call, code]) + "\n")
+        importlib.invalidate_caches()
+        return code
+
+
 class RankShell(InteractiveShell):
     """An IPython shell whose front end is in another process."""
 
+    _session: ShellSession
+    _package_commands: PackageCommands
     compiler_class = Type(RankCompiler)
     display_pub_class = Type(RankDisplayPublisher)
     displayhook_class = Type(RankDisplayHook)
@@ -432,7 +486,8 @@ class RankShell(InteractiveShell):
         """Send display and input through `session` from now on."""
         assert isinstance(self.display_pub, RankDisplayPublisher)
         assert isinstance(self.displayhook, RankDisplayHook)
-        self.display_pub.session = self.displayhook.session = session
+        self.display_pub.session = self.displayhook.session = self._session = session
+        self._package_commands = PackageCommands(session.host_folder / "package-commands")
 
         # Replaces `input` for all code on this rank. The prompt is converted here, because it may be any object.
         def ask(prompt: object = "", /) -> str:
@@ -469,21 +524,19 @@ class RankShell(InteractiveShell):
     def system(self, cmd: str) -> None:
         """Run `!cmd` in the rank's process group and on its descriptors.
 
-        So an interrupt reaches the command, and its output is captured.
+        So an interrupt reaches the command, and its output is captured. A command that changes the installed packages
+        runs on one rank of this host.
         """
         sys.stdout.flush()
         sys.stderr.flush()
-        command = self.var_expand(cmd, depth=1)
-        # IPython's own version uses a pseudo-terminal on Unix, whose output would not go through the rank's pipes.
-        with subprocess.Popen(  # noqa: S602 - `!` runs a shell command
-            command, shell=True, stdin=subprocess.DEVNULL
-        ) as process:
-            try:
-                # As IPython does, for `_exit_code` in a later cell.
-                self.user_ns["_exit_code"] = process.wait()
-            except KeyboardInterrupt:
-                _end(process)
-                raise
+        command = str(self.var_expand(cmd, depth=1))
+        run = partial(_run_command, command)
+        # As IPython does, for `_exit_code` in a later cell.
+        self.user_ns["_exit_code"] = (
+            self._package_commands.run(self._session.cell, command, run)
+            if _CHANGES_PACKAGES.search(command) is not None
+            else run()
+        )
 
     system_piped = system
     system_raw = system
@@ -513,6 +566,19 @@ class RankShell(InteractiveShell):
         """Refuse the event loops of desktop toolkits: a rank has no display."""
         if gui not in (None, "inline"):
             raise UsageError(f"%gui {gui}: a rank has no display; use %matplotlib inline to show figures")
+
+
+def _run_command(command: str) -> int:
+    """Run a shell command and return its exit code."""
+    # IPython's own version uses a pseudo-terminal on Unix, whose output would not go through the rank's pipes.
+    with subprocess.Popen(  # noqa: S602 - `!` runs a shell command
+        command, shell=True, stdin=subprocess.DEVNULL
+    ) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            _end(process)
+            raise
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
