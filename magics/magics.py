@@ -19,7 +19,7 @@ from IPython.display import display
 from rankbook.coordinator import default_cluster
 from rankbook.coordinator.cluster import HOSTS_TIMEOUT, START_TIMEOUT, Cluster, RankStatus
 from rankbook.coordinator.liveness import RESTART_ADVICE_AFTER, restart_advice
-from rankbook.coordinator.running_cell import RunningCell, Sink
+from rankbook.coordinator.running_cell import Sink
 from rankbook.coordinator.wait import deferred_interrupts, set_ending_check
 from rankbook.errors import InvalidArgument, RankbookError
 from rankbook.formatting import PACKAGE_MAGICS, PACKAGE_NOTE, plural, python_name, suggest
@@ -150,7 +150,7 @@ class DistributedMagics(Magics):
             first = submitted if before is None else before
             if first.started is None and first.waiting_behind:
                 submitted.has_other_output = True
-                sink.emit([Stream("stderr", _queued_message(submitted, first.waiting_behind))])
+                sink.emit([Stream("stderr", submitted.describe_queue(first.waiting_behind) + "\n")])
             cluster.wait(submitted, timeout=chosen.timeout, ask=ask)
         # Views that the cell has asked for are made in threads. Some front ends read no output after the end of the
         # cell.
@@ -299,7 +299,7 @@ class DistributedMagics(Magics):
             self._print(str(protection))
         for cell in running.cells():
             if cell.started is None:
-                self._print(_queued_message(cell, cell.waiting_behind).rstrip())
+                self._print(cell.describe_queue())
 
     def _command_interrupt(self, command: argparse.Namespace) -> None:
         cluster = default_cluster.current()
@@ -518,10 +518,6 @@ def _note_of(status: RankStatus) -> str:
     if status.loss is None and status.empty:
         return f"its namespace is empty; %distributed heal {status.rank} copies the variables of another rank"
     return status.loss or ""
-
-
-def _queued_message(cell: RunningCell, blocking_ranks: Sequence[int]) -> str:
-    return f"{cell.label} on {name_ranks(cell.ranks)}: queued, waiting for {name_ranks(blocking_ranks)}\n"
 
 
 @contextlib.contextmanager

@@ -98,6 +98,21 @@ def test_a_question_is_asked_on_the_main_thread_and_answered(harness):
     assert questions == [("[1] name? ", False, True)]
 
 
+@pytest.mark.parametrize(
+    ("patience", "note"), [(0.0, "cell [7] on rank 0: queued, waiting for rank 0, see peek\n"), (SOON, "")]
+)
+def test_a_call_that_stays_in_the_queue_is_reported_once(harness, monkeypatch, capsys, patience, note):
+    monkeypatch.setattr(wait, "_QUEUE_PATIENCE", patience)
+    first, second = harness.submit(0), harness.submit(0)
+    second.queue_hint = ", see peek"
+    for seconds in (0.1, 0.1):
+        wait_here(harness, second, patience=seconds)
+    harness.done(0, first.cell)
+    harness.done(0, second.cell)
+    wait_here(harness, second)
+    assert capsys.readouterr().err == note
+
+
 def test_wait_ends_after_its_timeout_and_the_cell_continues(harness):
     cell = harness.submit(0)
     wait_here(harness, cell, patience=0.1)

@@ -233,6 +233,19 @@ def test_a_second_cell_for_a_busy_rank_is_queued_visibly_and_in_order(notebook, 
         assert word in outcome.stdout
 
 
+def test_a_pull_behind_a_background_cell_says_that_it_waits_and_what_does_not(notebook, gate):
+    start(notebook, f"loss = 0.5\n{gate.wait}", "training")
+    message = notebook.send("%distributed pull loss --as losses")
+    pulled = notebook.finish(
+        message, timeout=30, seen=lambda outcome: gate.open() if "queued" in outcome.stderr else None
+    )
+    assert pulled.stderr == (
+        "a pull of loss on ranks 0-1: queued, waiting for ranks 0-1; "
+        "%distributed peek loss reads it while a cell runs\n"
+    )
+    assert value(notebook, "losses") == "[0.5, 0.5]"
+
+
 def test_a_free_rank_does_not_overtake_for_a_cell_that_wants_both(notebook, gate):
     start(notebook, f"{gate.wait}\nseen = ['first']", "first", options="--ranks 0")
     notebook.ok("%%distributed --ranks 1\nseen = []")

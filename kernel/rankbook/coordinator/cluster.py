@@ -261,11 +261,14 @@ class ClusterTasks:
         sink: Sink | None = None,
         ask: Ask = ask_in_terminal,
         raise_error: RaiseError | None = None,
+        queue_hint: str = "",
     ) -> dict[int, Any]:
         __tracebackhide__ = True
         # Around both calls. A KeyboardInterrupt between them would leave a running cell that nobody waits for.
         with deferred_interrupts():
             cell = self._submit(tasks, number=0, sink=sink, label=label)
+            # Nothing else shows that the caller waits, possibly for hours.
+            cell.queue_hint = queue_hint
             self.wait(cell, timeout=timeout, ask=ask)
         try:
             self._check(cell, raise_error)
@@ -857,7 +860,8 @@ class Cluster(ClusterQueries):
         """
         __tracebackhide__ = True
         parse_conditions(*conditions)
-        self.apply(watch_numbers, *conditions, timeout=timeout)
+        packed = pack((watch_numbers, conditions, {}), store=self._segments)
+        self._exchange(packed, CallFunction, None, timeout, "watch")
         self._number_watch = conditions if parse_conditions(*conditions) else ()
         write_record(self._segments.folder, _NUMBER_WATCH, self._number_watch)
 
@@ -886,7 +890,8 @@ class Cluster(ClusterQueries):
             raise InvalidArgument(f"pull expects the name of one variable, got {type(name).__name__}")
         name = python_name(name)
         tasks = dict.fromkeys(chosen, (lambda cell: FetchValue(cell=cell, name=name), ()))
-        return list(self._collect(tasks, timeout, f"a pull of {name}").values())
+        hint = f"; %distributed peek {name} reads it while a cell runs"
+        return list(self._collect(tasks, timeout, f"a pull of {name}", queue_hint=hint).values())
 
     def scatter(
         self, name: str, values: Sequence[object], *, ranks: RankSelection = None, timeout: float | None = None

@@ -121,6 +121,8 @@ class RunningCell:
         self.stragglers: tuple[int, ...] = ()
         self.timed_out: float | None = None
         self.waiting_behind: tuple[int, ...] = ()
+        # Who waits for the cell says so with this text at its end, if the cell stays in the queue. None: says nothing.
+        self.queue_hint: str | None = None
         self.on_change: list[Callable[[], None]] = []
         self.has_other_output = has_other_output
         self.received_bytes: Counter[tuple[int, str]] = Counter()
@@ -170,6 +172,11 @@ class RunningCell:
             return f"{self.label} was interrupted after {option}{self.timed_out:g} s"
         busy = f" (waiting for {name_ranks(self.waiting_behind)})" if self.waiting_behind else ""
         return f"{self.label} did not start within {self.timed_out:g} s{busy} and was removed from the queue"
+
+    def describe_queue(self, blocking_ranks: tuple[int, ...] | None = None) -> str:
+        """Return which ranks the queued cell waits for, by default those in `waiting_behind`."""
+        behind = self.waiting_behind if blocking_ranks is None else blocking_ranks
+        return f"{self.label} on {name_ranks(self.ranks)}: queued, waiting for {name_ranks(behind)}"
 
     def notify_change(self) -> None:
         """Call the callbacks in `on_change`. Any thread."""

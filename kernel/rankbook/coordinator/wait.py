@@ -186,6 +186,8 @@ Ask = Callable[[str, bool], str]
 _INTERRUPT_CHECK_INTERVAL = 0.05
 """Seconds between two checks for SIGINT, which may have arrived on another thread."""
 _PROGRESS_INTERVAL = 0.5
+_QUEUE_PATIENCE = 0.5
+"""Seconds in the queue that are not reported: the cell before may be about to end."""
 _SAME_RANK_FIRST = 0.15
 """Seconds in which the rank answered last may ask again (as a debugger does) before other ranks do."""
 
@@ -207,8 +209,10 @@ def wait_for_cell(
     """Wait until `cell` has ended, or for `patience` seconds.
 
     SIGINT interrupts the cell on its ranks; the second one ends the cell at once. `describe_transfers` returns the
-    progress of values on the way between hosts, which is shown on stderr.
+    progress of values on the way between hosts, which is shown on stderr. A cell with a `queue_hint` that stays in the
+    queue is reported there too.
     """
+    start = time.monotonic()
     progress = None if describe_transfers is None else _ProgressLine(describe_transfers)
     prompter = _InputPrompter(driver, cell, ask)
     # Called by the signal handler, possibly during `inbox.get` on this thread: SimpleQueue.put is reentrant.
@@ -218,6 +222,10 @@ def wait_for_cell(
     while not cell.ended and (deadline is None or time.monotonic() < deadline):
         prompter.wait_notice()
         prompter.liveness_warning.check()
+        if cell.started is None and cell.queue_hint is not None and time.monotonic() - start >= _QUEUE_PATIENCE:
+            sys.stderr.write(f"{cell.describe_queue()}{cell.queue_hint}\n")
+            sys.stderr.flush()
+            cell.queue_hint = None
         if progress is not None:
             progress.update()
         if interrupts.take():
