@@ -102,7 +102,7 @@ class DistributedMagics(Magics):
         number = _cell_number(self._shell)
         measuring = Measuring(chosen, number) if chosen.time or chosen.profile is not None else None
         cluster, is_shown = self._cluster(), not chosen.quiet
-        sink = sink_for(self._shell, number if chosen.auto else None)
+        sink = sink_for(self._shell, number if chosen.auto else None, background=chosen.background)
         forward_comms(cluster, sink)
         ranks = cluster.select(chosen.ranks)
         # The whole cell is `x?`: nothing is executed on the ranks.
@@ -252,7 +252,7 @@ class DistributedMagics(Magics):
         )
 
     def _command_attach(self, command: argparse.Namespace) -> None:
-        sink = sink_for(self._shell)
+        sink = sink_for(self._shell, background=True)
         cluster = default_cluster.attach(command.key, sink=sink)
         # Ranks keep no comm messages for a later kernel, so widgets are forwarded from here on.
         forward_comms(cluster, sink)

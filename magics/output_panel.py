@@ -8,6 +8,8 @@ merged output, `sink_for` and `ask_for` choose the sink and the prompt of the ru
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +22,7 @@ from IPython.core.displaypub import CapturingDisplayPublisher
 from rankbook.coordinator.running_cell import RunningCell, Sink
 from rankbook.coordinator.wait import Ask, ask_in_terminal
 from rankbook.errors import RankbookError
+from rankbook.formatting import strip_ansi
 from rankbook.output.by_rank import BlockAdded, BlockRemoved, ByRankOutput, Change, OutputBlock, TextAppended
 from rankbook.output.cell_result import CellResult, RankOutcome
 from rankbook.output.merger import ClearOutput, Emit, RichOutput, Stream
@@ -272,14 +275,20 @@ def as_message(item: Emit, number: int | None = None) -> tuple[str, dict[str, An
 
 
 class TerminalSink:
-    """Write output to a terminal or a file: text unchanged, displays as their text/plain."""
+    """Write output to a terminal or a file: text unchanged, displays as their text/plain.
+
+    `owns_cursor`: nothing else writes to the terminal until the cell ends, as the prompt does during a background cell.
+    """
 
     can_clear = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, owns_cursor: bool = True) -> None:
         # The streams of the running cell, which `%%capture` may have replaced.
         self._out, self._err = sys.stdout, sys.stderr
+        # A progress bar changes ten times a second. Where it cannot be written again in place, only its last state is.
+        self.shows_live = owns_cursor and _can_move_cursor(self._out)
         self._display_texts: dict[str, str] = {}
+        self._last_display: str | None = None
         self.views = RequestedViews(self.emit)
 
     def emit(self, items: Sequence[Emit]) -> None:
@@ -292,27 +301,43 @@ class TerminalSink:
                     self.views.show(data[VIEW])
                 case RichOutput(data, _, display_id, _):
                     text = str(data.get("text/plain", "")).rstrip("\n") + "\n"
-                    # A terminal cannot update a display. It prints the text again if that has changed.
-                    if display_id is None or self._display_texts.get(display_id) != text:
-                        self._write(self._out, text)
+                    before = None if display_id is None else self._display_texts.get(display_id)
+                    if before != text:
+                        self._write(self._out, self._erase(display_id, before) + text)
                         if display_id is not None:
                             self._display_texts[display_id] = text
+                            self._last_display = display_id
                 case ClearOutput():
                     pass
 
-    @staticmethod
-    def _write(stream: Any, text: str) -> None:  # noqa: ANN401 - whatever sys.stdout is
+    def _erase(self, display_id: str | None, text: str | None) -> str:
+        """Return what erases the display, which shows `text`, if it is the last output; "" if it stays.
+
+        Further up, a terminal cannot change what it shows: the new text is printed below.
+        """
+        if text is None or not self.shows_live or display_id != self._last_display:
+            return ""
+        columns = shutil.get_terminal_size().columns
+        rows = sum(-(-max(1, len(strip_ansi(line))) // columns) for line in text.splitlines())
+        return f"\x1b[{rows}F\x1b[J"
+
+    def _write(self, stream: Any, text: str) -> None:  # noqa: ANN401 - whatever sys.stdout is
         stream.write(text)
         stream.flush()
+        self._last_display = None
+
+
+def _can_move_cursor(stream: Any) -> bool:  # noqa: ANN401 - whatever sys.stdout is
+    is_terminal = getattr(stream, "isatty", None)
+    return is_terminal is not None and is_terminal() and os.environ.get("TERM") != "dumb"
 
 
 class CapturedSink(TerminalSink):
     """Output of a cell of `kernel` under `%%capture`, which keeps the streams' text and what `publisher` is given."""
 
-    shows_live = False  # a line that was shown live would not be part of the text
-
     def __init__(self, kernel: Any, publisher: CapturingDisplayPublisher) -> None:  # noqa: ANN401 - ipykernel's
         super().__init__()
+        self.shows_live = False  # a line that was shown live would not be part of the text
         self.kernel, self.parent = kernel, kernel.get_parent("shell")
         self._publisher = publisher
 
@@ -328,14 +353,16 @@ class CapturedSink(TerminalSink):
                 super().emit([item])
 
 
-def sink_for(shell: InteractiveShell, number: int | None = None) -> JupyterSink | TerminalSink:
-    """Return a sink for the running cell. `number`: see `JupyterSink`.
+def sink_for(
+    shell: InteractiveShell, number: int | None = None, *, background: bool = False
+) -> JupyterSink | TerminalSink:
+    """Return a sink for the running cell. `number`: see `JupyterSink`. `background`: the cell's magic returns first.
 
     What the notebook has printed so far is sent first.
     """
     kernel = getattr(shell, "kernel", None)
     if kernel is None:
-        return TerminalSink()
+        return TerminalSink(owns_cursor=not background)
     # ipykernel sends text with a delay of up to 0.2 s, which a message of the sink would overtake.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # a stream that the user has put there, for example a closed one

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import re
+import sys
+
 import pytest
 
 from rankbook.coordinator import running_cell
 from rankbook.coordinator.running_cell import InputQuestion, RunningCell
 from rankbook.magics.output_panel import TerminalSink
 from rankbook.output.merger import ClearOutput, RichOutput, Stream
-from rankbook.protocol.messages import Clear, InputRequest, RunCell, Text
+from rankbook.protocol.messages import Clear, Done, InputRequest, RunCell, Text
 
 
 class Keeper:
@@ -58,6 +62,71 @@ def test_a_terminal_shows_a_line_once_although_another_rank_clears(capsys):
     cell.add_output(1, Clear(cell=1, wait=False))
     cell.end(())
     assert capsys.readouterr().out == "[0] first\n"
+
+
+class Screen(io.StringIO):
+    """A terminal, whose `lines` are what it shows in the end."""
+
+    def isatty(self):
+        return True
+
+    @property
+    def lines(self):
+        lines = [""]
+        for up, end, text in re.findall(r"\x1b\[(\d+)F\x1b\[J|(\n)|([^\x1b\n]+)", self.getvalue()):
+            if up:
+                lines[-int(up) - 1 :] = [""]
+            elif end:
+                lines.append("")
+            else:
+                lines[-1] += text
+        return lines
+
+
+def run_bar(sink):
+    """Run a cell with a bar of two ranks and a line of text between, as its output is flushed every 0.1 s."""
+    tasks = {rank: (RunCell(cell=1, source="", number=3), ()) for rank in range(2)}
+    cell = RunningCell(1, 3, tasks, cluster_key="c", sink=sink)
+    for percent in range(0, 101, 10):
+        for rank in range(2):
+            cell.add_output(rank, Text(cell=1, stream="stderr", data=f"\r{percent:3}%".encode()))
+            if percent == 50:
+                cell.add_output(rank, Text(cell=1, stream="stdout", data=b"halfway\n"))
+        cell._merger._view.live.next_update = 0.0
+        cell.flush()
+    for rank in range(2):
+        cell.rank_done(rank, Done(cell=1, status="ok", seconds=0.1), [])
+    cell.end(())
+
+
+def test_a_bar_is_written_once_to_a_file(capsys):
+    run_bar(TerminalSink())
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("[0-1] halfway\n", "[0-1] 100%\n")
+
+
+def test_a_bar_is_rewritten_in_place_on_a_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", screen := Screen())
+    run_bar(TerminalSink())
+    # What is above other output stays as it was.
+    assert screen.lines == ["[0]  40%", "[1]  40%", "[0-1] halfway", "[0] 100%", "[1] 100%", ""]
+    assert screen.getvalue().count("\x1b[2F\x1b[J") == 9
+
+
+def test_rows_longer_than_the_terminal_are_erased_whole(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", screen := Screen())
+    monkeypatch.setenv("COLUMNS", "10")
+    sink = TerminalSink()
+    for text in ("\x1b[31mten digits\x1b[0m\neleven more", "done"):
+        sink.emit([RichOutput({"text/plain": text}, {}, "bar", update=True)])
+    assert "\x1b[3F\x1b[J" in screen.getvalue()
+
+
+def test_a_background_cell_moves_no_cursor_of_the_prompt(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", screen := Screen())
+    monkeypatch.setattr(sys, "stderr", screen)
+    run_bar(TerminalSink(owns_cursor=False))
+    assert screen.getvalue() == "[0-1] halfway\n[0-1] 100%\n"
 
 
 def test_header_clears_no_open_question_and_no_answer(run_cell):

@@ -50,7 +50,8 @@ _TAIL = 4096
 class Sink(Protocol):
     """Destination of a cell's output. Called on the driver thread.
 
-    One that cannot clear what it has shown has the attribute `can_clear` with the value False.
+    One that cannot clear what it has shown has the attribute `can_clear` with the value False, and one that cannot
+    update it `shows_live`.
     """
 
     def emit(self, items: Sequence[Emit]) -> None:
