@@ -8,6 +8,7 @@ merged output, `sink_for` and `ask_for` choose the sink and the prompt of the ru
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import sys
@@ -333,24 +334,46 @@ def _can_move_cursor(stream: Any) -> bool:  # noqa: ANN401 - whatever sys.stdout
 
 
 class CapturedSink(TerminalSink):
-    """Output of a cell of `kernel` under `%%capture`, which keeps the streams' text and what `publisher` is given."""
+    """Output of a cell of `kernel` whose text or displays are captured, as by `%%capture` or `redirect_stdout`.
 
-    def __init__(self, kernel: Any, publisher: CapturingDisplayPublisher) -> None:  # noqa: ANN401 - ipykernel's
+    Streams that were replaced get their text, and `publisher` the displays. The front end gets the rest: the text of
+    the other streams and, without a publisher, the displays. `number`: see `JupyterSink`.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,  # noqa: ANN401 - ipykernel's
+        number: int | None = None,
+        publisher: CapturingDisplayPublisher | None = None,
+    ) -> None:
         super().__init__()
         self.shows_live = False  # a line that was shown live would not be part of the text
         self.kernel, self.parent = kernel, kernel.get_parent("shell")
+        self._front_end = JupyterSink(kernel, number)
         self._publisher = publisher
+        self._captures = {"stdout": _is_redirected(self._out), "stderr": _is_redirected(self._err)}
 
     def emit(self, items: Sequence[Emit]) -> None:
         """See `Sink`."""
         for item in items:
-            if isinstance(item, RichOutput) and VIEW not in item.data:
-                _, content = as_message(item)
-                self._publisher.publish(
-                    content["data"], content["metadata"], transient=content["transient"], update=item.update
-                )
-            else:
-                super().emit([item])
+            match item:
+                case RichOutput(data) if VIEW not in data and self._publisher is not None:
+                    _, content = as_message(item)
+                    self._publisher.publish(
+                        content["data"], content["metadata"], transient=content["transient"], update=item.update
+                    )
+                case Stream(name) if self._captures[name]:
+                    super().emit([item])
+                case RichOutput(data) if VIEW in data:
+                    super().emit([item])
+                case _:
+                    self._front_end.emit([item])
+
+
+def _is_redirected(stream: Any) -> bool:  # noqa: ANN401 - whatever sys.stdout is
+    # Objects of other types, such as one that also writes a log, may pass the text on to the kernel's own stream, which
+    # takes text of the driver thread for that of another cell.
+    return type(stream) in (io.StringIO, io.TextIOWrapper)
 
 
 def sink_for(
@@ -367,9 +390,9 @@ def sink_for(
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # a stream that the user has put there, for example a closed one
             stream.flush()
-    publisher = shell.display_pub
-    if isinstance(publisher, CapturingDisplayPublisher):
-        return CapturedSink(kernel, publisher)
+    publisher = shell.display_pub if isinstance(shell.display_pub, CapturingDisplayPublisher) else None
+    if publisher is not None or _is_redirected(sys.stdout) or _is_redirected(sys.stderr):
+        return CapturedSink(kernel, number, publisher)
     return JupyterSink(kernel, number)
 
 

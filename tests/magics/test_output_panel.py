@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from types import SimpleNamespace
@@ -306,11 +307,31 @@ def test_capture_keeps_text_and_displays_and_the_front_end_gets_none(front_end):
     ]
 
 
+def test_what_is_not_captured_goes_to_the_front_end(front_end, tmp_path):
+    shown = [("display_data", {"data": {"text/plain": "[0] 5"}, "metadata": {}, "transient": {}})]
+    items = [Stream("stdout", "[0] text\n"), RichOutput({"text/plain": "[0] 5"}, {})]
+    with capture_output(display=False) as captured:
+        sink_for(front_end).emit(items)
+    assert (captured.stdout, front_end.sent) == ("[0] text\n", shown)
+    with (tmp_path / "log").open("w") as log, contextlib.redirect_stdout(log):
+        sink_for(front_end).emit([*items, Stream("stderr", "of stderr\n")])
+    assert (tmp_path / "log").read_text() == "[0] text\n"
+    assert front_end.sent[1:] == [*shown, ("stream", {"name": "stderr", "text": "of stderr\n"})]
+    with capture_output(stdout=False, display=False):
+        front_end.display_pub = CapturingDisplayPublisher()
+        sink_for(front_end).emit(items)
+    assert front_end.sent[3:] == [("stream", {"name": "stdout", "text": "[0] text\n"})]
+    assert len(front_end.display_pub.outputs) == 1
+
+
 def test_capture_around_a_cell_for_the_ranks_keeps_its_output(notebook):
     code = "import time\nprint('caught', end=' ', flush=True)\ntime.sleep(1)\nprint('whole')\nrank + 5"
     assert notebook.ok(f"%%capture log\n%%distributed --ranks 0\n{code}").text == ""
     shown = notebook.ok("print(log.stdout, log.outputs[0].data['text/plain'])").stdout
     assert shown == "[0] caught whole\n [0] 5\n"
+    outcome = notebook.ok(f"%%capture --no-display log\n%%distributed --ranks 0 --view tabs\n{code}")
+    assert (outcome.stdout, outcome.displays[-1]["text/plain"]) == ("", "[0] 5")
+    assert notebook.ok("print(log.stdout, end='')").stdout == "[0] caught whole\n"
 
 
 @pytest.mark.parametrize(
