@@ -97,6 +97,49 @@ capture.end()
     assert streams(sent) == [("stderr", "before\n"), ("stdout", "child\n"), ("stderr", "after\n")]
 
 
+def test_a_finalizer_that_prints_in_the_middle_of_a_send_waits_for_no_lock(tmp_path):
+    sent, reported = run(
+        tmp_path,
+        """
+from rankbook.transport import sending
+taken = threading.Event()
+def hold():  # another thread drains, and waits for the send
+    with capture.lock:
+        taken.set()
+        threading.Event().wait(60)
+threading.Thread(target=hold, daemon=True).start()
+taken.wait()
+def finalize():
+    with sending:
+        print("bar closed", file=sys.stderr)
+thread = threading.Thread(target=finalize, daemon=True)
+thread.start()
+thread.join(10)
+told = thread.is_alive()
+""",
+    )
+    assert (sent, reported) == ([], False)
+
+
+def test_a_finalizer_that_prints_during_a_drain_keeps_the_order(tmp_path):
+    sent, _ = run(
+        tmp_path,
+        """
+capture.begin(1)
+quota = capture._quota.admit
+def admit(name, data):
+    if data == b"first\\n":
+        print("closed", file=sys.stderr)  # as the garbage collector does
+    return quota(name, data)
+capture._quota.admit = admit
+print("first", file=sys.stderr)
+capture.drain()
+capture.end()
+""",
+    )
+    assert streams(sent) == [("stderr", "first\nclosed\n")]
+
+
 def test_half_lines_and_their_order_are_kept_too(tmp_path):
     sent, _ = run(
         tmp_path,

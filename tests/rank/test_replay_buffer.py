@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
 
 import pytest
@@ -217,6 +218,31 @@ def test_a_full_link_is_waited_for_as_long_as_there_is_a_notebook():
     rank.wire.full = 3
     rank.link.send(text(1, "late"))
     assert rank.wire.sent == [text(1, "late")]
+
+
+def test_a_message_that_begins_in_the_middle_of_a_send_or_a_replay_follows_it():
+    rank = Rank()
+    rank.gets(RunCell(cell=1, source="", number=1))
+    offer, later = rank.wire.offer, [text(1, "c"), text(1, "b")]
+
+    def interrupted(message: Message, frames: Frames = ()) -> bool:
+        if later:
+            rank.link.send(later.pop())  # as a finalizer does
+        return offer(message, frames)
+
+    def play() -> None:
+        rank.link.send(text(1, "a"))
+        later.append(text(1, "d"))
+        rank.gets(RequestReplay(token=TOKEN, nonce="n", since=0.0))
+
+    rank.wire.offer = interrupted
+    thread = threading.Thread(target=play, daemon=True)  # it would wait for its own lock
+    thread.start()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    start = rank.wire.sent.index(next(message for message in rank.wire.sent if isinstance(message, ReplayStart)))
+    assert rank.wire.sent[:start] == [text(1, "a"), text(1, "b"), text(1, "c")]
+    assert rank.wire.sent[start + 1 :] == [text(1, "a"), text(1, "b"), text(1, "c"), text(1, "d")]
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "sécret"])

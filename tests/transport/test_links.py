@@ -72,6 +72,35 @@ def test_messages_and_frames_arrive_with_their_sender_and_in_order(pair):
     assert pair.hub.receive() is None
 
 
+class Interrupting(list):
+    """Frames in whose send other code runs, as the garbage collector or a signal handler runs it."""
+
+    def __init__(self, run):
+        super().__init__([b"frame"])
+        self.run = run
+
+    def __iter__(self):
+        self.run()
+        return super().__iter__()
+
+
+def test_a_message_that_begins_in_the_middle_of_another_follows_it(tmp_path_factory):
+    pair = RealPair(tmp_path_factory.mktemp("s"))
+    rank = pair.dial(1, 2)
+
+    def send_more():
+        for cell in (5, 6):
+            rank.send(Clear(cell=cell, wait=True))
+
+    # A daemon: it would wait for its own lock.
+    sender = threading.Thread(target=rank.send, args=(Clear(cell=4, wait=True), Interrupting(send_more)), daemon=True)
+    sender.start()
+    sender.join(10.0)
+    assert not sender.is_alive()
+    assert [next_of(pair.hub)[1].cell for _ in range(3)] == [4, 5, 6]
+    pair.close()
+
+
 def test_messages_wait_for_a_rank_that_does_not_read_yet(pair):
     rank = pair.dial(0, 1)
     for cell in range(100):

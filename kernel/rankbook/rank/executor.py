@@ -93,7 +93,7 @@ from rankbook.rank.output_capture import OutputCapture
 from rankbook.rank.process_groups.manager import GroupManager
 from rankbook.rank.shell import RankShell
 from rankbook.snapshot_files import SnapshotHeader, TrainingPlace
-from rankbook.transport import Frames, RankLink
+from rankbook.transport import Frames, RankLink, sending
 from rankbook.transport.serialization import Packed, pack, unpack
 from rankbook.transport.shared_memory import SegmentStore
 
@@ -552,6 +552,9 @@ class Executor:
     # What was printed before a display or an input prompt must be shown before it. So flush Python's streams, then hold
     # the capture's lock while the pipes are drained and the message is sent: the control thread cannot read in between.
     def _send_in_order(self, message: Message) -> None:
+        if sending.active:  # a finalizer displays something in the middle of a send
+            self._link.send(message)
+            return
         self._capture.flush()
         with self._interrupts.shield(), self._capture.lock:
             self._capture.drain()

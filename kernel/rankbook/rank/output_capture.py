@@ -30,6 +30,7 @@ from typing import Any, Protocol
 from rankbook.protocol import StreamName
 from rankbook.protocol.messages import MAX_CELL_OUTPUT, Text, TextCut
 from rankbook.rank import os_utils
+from rankbook.transport import sending
 from rankbook.transport.output_journal import OutputJournal
 
 RATE_LIMIT_STEP = 0.05
@@ -88,6 +89,7 @@ class OutputCapture:
         self._never = threading.Event()
         # Reentrant: `_send_in_order` of the executor holds it while it calls `drain`.
         self.lock = threading.RLock()
+        self._draining = False
         self._quota = _Quota(0, logs, f"before-the-first-cell-rank-{rank}.log")
         self.forked = False
         self._main = threading.get_ident()
@@ -174,16 +176,19 @@ class OutputCapture:
                 TurnTakingStream.flush(stream)
 
     def drain(self) -> None:
-        """Send the content of the pipes. Any thread."""
-        if self.forked:
+        """Send the content of the pipes. Any thread.
+
+        In the middle of a send, as in a finalizer, it stays there: the control thread reads it a moment later.
+        """
+        if self.forked or sending.active:
             return
         # The shield first: an interrupt between the two would leave the lock held, or a message half sent.
         with self._shield(), self.lock:
             self._send_pipes(MAX_CELL_OUTPUT)
 
     def drain_if_room(self) -> None:
-        """Send the content of the pipes unless the rate limit is exhausted. Any thread."""
-        if self.forked:
+        """Send the content of the pipes as `drain` does, unless the rate limit is exhausted. Any thread."""
+        if self.forked or sending.active:
             return
         with self._shield(), self.lock:
             if self._rate_limit.room() != 0:
@@ -197,6 +202,16 @@ class OutputCapture:
 
     def _send_pipes(self, most: int) -> bool:
         """Send up to `most` bytes of every pipe. Return True if there may be more."""
+        # A finalizer that prints here must not send what comes after the bytes that were just read.
+        if self._draining:
+            return False
+        self._draining = True
+        try:
+            return self._read_and_send(most)
+        finally:
+            self._draining = False
+
+    def _read_and_send(self, most: int) -> bool:
         ready = {file for file, _ in self._poll.poll(0)}  # one system call instead of two reads of empty pipes
         more = False
         for descriptor, name in zip(self.files, self._names, strict=True):

@@ -13,6 +13,7 @@ import hmac
 import threading
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -38,7 +39,7 @@ from rankbook.protocol.messages import (
     ToRank,
     encode_from_rank,
 )
-from rankbook.transport import Frames, RankLink
+from rankbook.transport import Frames, RankLink, sending
 
 MAX_BYTES = 16 << 20
 """Maximum size in bytes; the oldest output is dropped first. `rank/output_capture.py` limits text on its own."""
@@ -221,15 +222,18 @@ class DetachableLink:
 
     def send(self, message: Message, frames: Frames = ()) -> None:
         """See `RankLink`."""
+        if sending.active:
+            sending.postpone(partial(self.send, message, frames))
+            return
         # Stored and sent under one lock, so that a replay has every message exactly once, and in order.
-        with self._lock:
+        with sending, self._lock:
             self._buffer.add(message, time.monotonic())
             self._forward(message, frames)
 
     def receive(self) -> tuple[ToRank, list[memoryview]] | None:
         """See `RankLink`. Handles messages for the replay buffer itself."""
         while (received := self._link.receive()) is not None:
-            with self._lock:
+            with sending, self._lock:  # `_handle` may send
                 if not self._handle(received[0]):
                     return received
         return None

@@ -14,7 +14,8 @@ output_journal.py   crash-safe copy of a rank's latest output, in files that out
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from rankbook.errors import ProtocolError, UnreadableMessage
@@ -36,6 +37,36 @@ def read_from_rank(sender: Sender, data: bytes | memoryview) -> FromRank:
         return decode_from_rank(data)
     except ProtocolError as error:
         raise UnreadableMessage(str(error), sender) from error
+
+
+class _Sending(threading.local):
+    """The send that this thread is in, between `__enter__` and `__exit__`.
+
+    The garbage collector and signal handlers run Python code in the middle of a send, on its thread: the finalizer of a
+    progress bar prints, or that of a widget sends a message. The locks of a send are not reentrant, nor is a socket
+    with half of a message. So what is printed stays in its pipe meanwhile, and messages are postponed.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self._postponed: list[Callable[[], None]] = []
+
+    def postpone(self, send: Callable[[], None]) -> None:
+        """Call `send` after the send of this thread."""
+        self._postponed.append(send)
+
+    def __enter__(self) -> None:
+        self.active = True
+
+    def __exit__(self, *_error: object) -> None:
+        self.active = False
+        if self._postponed:
+            postponed, self._postponed = self._postponed, []
+            for send in postponed:
+                send()
+
+
+sending = _Sending()
 
 
 class HubLink(Protocol):

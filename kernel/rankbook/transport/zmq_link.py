@@ -16,13 +16,14 @@ import selectors
 import struct
 import threading
 from collections.abc import Collection, Iterable
+from functools import partial
 from pathlib import Path
 
 import zmq
 
 from rankbook.errors import StartError, UnreadableMessage
 from rankbook.protocol.messages import FromRank, Message, ToRank, decode_to_rank, encode, encode_from_rank
-from rankbook.transport import Frames, Sender, read_from_rank
+from rankbook.transport import Frames, Sender, read_from_rank, sending
 from rankbook.transport.shared_memory import ensure_private_folder
 
 _SENDER = struct.Struct("<II")
@@ -276,15 +277,22 @@ class ZmqRank:
 
     def send(self, message: Message, frames: Frames = ()) -> None:
         """See `RankLink`."""
+        if sending.active:
+            sending.postpone(partial(self.send, message, frames))
+            return
+        with sending:
+            self._send_now(message, frames)
+
+    def _send_now(self, message: Message, frames: Frames) -> None:
         header = self._sender + encode_from_rank(message)
         # The main thread, the control thread and background threads send. Encoding needs no lock.
         with self._lock:
             _send(self._up, header, frames)
 
     def offer(self, message: Message, frames: Frames = ()) -> bool:
-        """See `rank.replay_buffer.TimeoutLink`."""
+        """See `rank.replay_buffer.TimeoutLink`, which is in `sending` already."""
         try:
-            self.send(message, frames)
+            self._send_now(message, frames)
         except zmq.Again:
             return False
         return True
