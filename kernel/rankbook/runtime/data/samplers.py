@@ -242,7 +242,8 @@ class BatchSamplerShard(BatchSampler):
     def _dealt_rounds(self, skip: int, earlier: Sequence[EarlierDeal]) -> Iterator[Dealt]:
         ranks, size = self.num_processes, self.batch_size
         batches, first, start = self._batches_from(skip * ranks, ranks, earlier)
-        number, following = skip, []
+        number = skip
+        following: list[list[Any]] = []
         while batch_list := [*following, *islice(batches, ranks - len(following))]:
             following = []
             # Batches of the first round, which fill up the last one.
@@ -290,6 +291,7 @@ class BatchSamplerShard(BatchSampler):
             first, following, length = first or [batch], None, len(batch)
             is_full = length == self.batch_size
             samples = range(start, start := start + length)
+            share: RoundPadding | None
             # As in `_dealt_rounds`, a short batch is filled up only at the end.
             if batch and not is_full and self.even_batches and (following := next(batches, None)) is not None:
                 parts, share = divide_samples(batch, self.num_processes)

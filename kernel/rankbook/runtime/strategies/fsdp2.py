@@ -154,8 +154,8 @@ def moved_in_parts(model: nn.Module, device: torch.device) -> Iterator[None]:
         ):
             module.to(device)  # with what its class has besides parameters and buffers
             continue
-        for parameter in module._parameters.values():
-            if parameter is not None and _is_elsewhere(parameter, device):
+        for parameter in module.parameters(recurse=False):
+            if _is_elsewhere(parameter, device):
                 parameter.data = parameter.data.to(device)
         for name, buffer in module._buffers.items():
             if buffer is not None and _is_elsewhere(buffer, device):
