@@ -140,9 +140,12 @@ SlurmctldPidFile={folder}/ctld.pid
 SlurmdPidFile={folder}/d-%n.pid
 SlurmctldLogFile={folder}/ctld.log
 SlurmdLogFile={folder}/d-%n.log
+SlurmdParameters=config_overrides
+GresTypes=gpu
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-_SLURM_NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN\n"
+# More cores and GPUs than this machine has: nothing binds processes to them.
+_SLURM_NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 Gres=gpu:2 State=UNKNOWN\n"
 
 
 @contextlib.contextmanager
@@ -164,6 +167,9 @@ def slurm_nodes(
     head, partition = _SLURM.format(folder=folder, host=host, ports=ports).split("PartitionName")
     config.write_text(f"{head}{''.join(lines)}PartitionName{partition}")
     (folder / "state").mkdir()
+    for number in range(2):
+        (folder / f"gpu{number}").touch()
+    (folder / "gres.conf").write_text("".join(f"NodeName={name} Name=gpu File={folder}/gpu[0-1]\n" for name in names))
     user = pwd.getpwnam("munge")
     (folder / "munge").mkdir(mode=0o700)
     key = folder / "munge" / "key"

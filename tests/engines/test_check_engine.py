@@ -184,6 +184,49 @@ def test_a_job_ends_in_a_process_with_many_open_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+def test_a_job_of_slurm_is_kept_until_the_command_that_runs_in_it_ends(monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    in_job = [sys.executable, supervisor.__file__, "--in-job", str(len(supervisor.HOLD)), *supervisor.HOLD]
+    done = subprocess.run(
+        [*in_job, "sh", "-c", "echo in job $SLURM_JOB_ID; exit 3"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (3, "in job 9\n")
+    with subprocess.Popen(supervisor.HOLD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdin is not None and holder.stdout is not None
+        assert holder.stdout.readline() == "rankbook-job 9\n"
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            holder.send_signal(number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            holder.wait(0.3)
+        holder.stdin.close()
+        assert holder.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "signals", "lines"),
+    [
+        ("--report", 1, ["ended: it was killed by SIGTERM"]),
+        ("--report-sigterm", 2, ["ending: node9", "ended: it was killed by SIGTERM"]),
+    ],
+)
+def test_slurms_first_sigterm_is_reported_and_not_passed_on(monkeypatch, mode, signals, lines):
+    monkeypatch.setenv("SLURMD_NODENAME", "node9")
+    command = [sys.executable, supervisor.__file__, mode, "4", "sh", "-c", "echo runs; exec sleep 1000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reporter:
+        assert reporter.stdout is not None
+        assert [reporter.stdout.readline() for _ in range(2)] == ["rankbook-host 4 started: node9\n", "runs\n"]
+        output = []
+        for _ in range(signals):
+            reporter.terminate()
+            output.append(reporter.stdout.readline())
+        assert output == [f"rankbook-host 4 {line}\n" for line in lines]
+
+
 def test_a_connection_can_name_another_module():
     connection = dataclasses.replace(AgentConnection("", None), module="other")  # type: ignore[arg-type]
     assert connection.command(None, None)[:4] == [sys.executable, "-P", "-m", "other"]

@@ -209,6 +209,7 @@ _NOTEBOOK = {
                 "%distributed start --launcher slurm -n 4 --address 127.0.0.1",
                 "%distributed status",
                 "%%distributed\nt = torch.ones(1); dist.all_reduce(t)\nprint('sum', t.item(), 'of', world_size)",
+                "%%distributed\nimport os\nprint(os.environ['SLURM_GPUS_ON_NODE'], 'GPUs,', os.environ.get('CHOSEN'))",
             )
         )
     ],
@@ -223,11 +224,20 @@ def test_a_notebook_runs_headless_on_the_nodes_of_a_batch_job(short_path, monkey
         notebook, script = short_path / "notebook.ipynb", short_path / "job.sh"
         notebook.write_text(json.dumps(_NOTEBOOK))
         rankbook = Path(sys.executable).with_name("rankbook")
-        script.write_text(f"#!/bin/bash\n#SBATCH -N2 -t 30 -o {short_path}/job.out\n{rankbook} run {notebook}\n")
+        # The step has neither the job's number of GPUs per task, nor its list of variables.
+        asked = "#SBATCH -N2 -n4 --gpus-per-task=1 --export=PATH,HOME,SLURM_CONF"
+        lines = (
+            "#!/bin/bash",
+            f"{asked} -t 30 -o {short_path}/job.out",
+            "export CHOSEN=1",
+            f"{rankbook} run {notebook}",
+        )
+        script.write_text("\n".join(lines) + "\n")
         subprocess.run(["sbatch", "--wait", str(script)], check=False, timeout=300, cwd=short_path)
         output = (short_path / "job.out").read_text()
         assert "sum 4.0 of 4" in output, output
         assert "the hosts end at" in output, output
+        assert "2 GPUs, 1" in output, output
         wait_until(lambda: not _jobs(), timeout=60, what="the job ends")
 
 

@@ -20,6 +20,8 @@ from tests.engines import programs
 pytestmark = [pytest.mark.full, pytest.mark.engines, pytest.mark.timeout(400)]
 
 START = "%distributed start --launcher slurm -n 4 --nodes 2 --address 127.0.0.1"
+RESOURCES = """import os
+print(os.environ["SLURM_CPUS_ON_NODE"], "cores,", os.environ["SLURM_GPUS_ON_NODE"], "GPUs")"""
 SAVES_WHEN_INTERRUPTED = """%%distributed
 import time
 try:
@@ -61,7 +63,8 @@ def test_the_interrupt_button_cancels_a_job_that_is_queued(short_path, monkeypat
 
 def test_the_end_of_the_time_is_announced_and_ranks_save_before_it(short_path, monkeypatch):
     with programs.slurm_nodes(short_path, monkeypatch), running_kernel(timeout=30) as notebook:
-        notebook.ok(f"{START} -- --time=00:02:00", timeout=120)
+        notebook.ok(f"{START} -- --time=00:02:00 --gpus=4", timeout=120)
+        assert notebook.ok(f"%%distributed\n{RESOURCES}").stdout.count("4 cores, 2 GPUs") == 1, "all of each node"
         status = notebook.ok("%distributed status").text
         assert re.search(r"launcher slurm: the hosts end at .*, in (2 minutes|1\d\d seconds|\d\d seconds)", status), (
             status
@@ -96,7 +99,8 @@ def lose_node(cluster: Cluster, name: str, daemon: subprocess.Popen[bytes]) -> N
 def test_the_ranks_of_a_lost_node_go_to_a_free_node_of_the_allocation(short_path, monkeypatch):
     with programs.slurm_nodes(short_path, monkeypatch, nodes=3) as daemons:
         granted = subprocess.run(
-            ["salloc", "--no-shell", "--no-kill", "-N3", "--exclusive"],
+            # Its number of GPUs is that of three nodes, and a step has two, and then one.
+            ["salloc", "--no-shell", "--no-kill", "-N3", "--exclusive", "--gpus=6"],
             capture_output=True,
             text=True,
             check=True,
@@ -115,6 +119,8 @@ def test_the_ranks_of_a_lost_node_go_to_a_free_node_of_the_allocation(short_path
             cluster.heal()
             assert [(host.name, host.ranks) for host in cluster.hosts()] == [("node1", (0, 1)), ("node3", (2, 3))]
             assert "4.0" in cluster.run("t = torch.ones(1); dist.all_reduce(t); t.item()").text(3)
+            gpus = cluster.run("import os\nos.environ['SLURM_GPUS_ON_NODE']")
+            assert [gpus.text(rank) for rank in range(4)] == ["'2'"] * 4
             # The last node: there is none left.
             lose_node(cluster, "node3", daemons["node3"])
             wait_until(lambda: cluster.status()[3].state == "dead", timeout=120, what="the node is lost")

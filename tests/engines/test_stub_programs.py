@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -14,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 from rankbook.coordinator.engine_monitor import EngineState
-from rankbook.engines import AgentConnection, HostEnded, HostOutput, HostQueued, HostStarted, Limits, slurm
+from rankbook.engines import AgentConnection, HostEnded, HostOutput, HostQueued, HostStarted, Limits, Notice, slurm
 from rankbook.engines.engine import make_engine
 from rankbook.engines.processes import MpirunEngine, SshEngine, StepEngine, quote_remote_path
 from rankbook.engines.ray import _RayHost, agent_environment
-from rankbook.engines.slurm import SlurmEngine, read_queue
+from rankbook.engines.slurm import NodeResources, SlurmEngine, options_per_host, read_queue, read_resources
 from rankbook.errors import InvalidArgument, StartError
 from rankbook.testing import check_engine
 from tests.conftest import wait_until
@@ -64,8 +65,12 @@ def test_ssh_passes_the_suite(programs):
 
 @pytest.mark.processes
 def test_slurm_passes_the_suite(programs):
-    check_engine(lambda: SlurmEngine(["--", "--partition=gpu"], environment={}))
-    first = commands(programs)[0]
+    check_engine(lambda: SlurmEngine(["--", "--partition=gpu", "--gpus=4", "-w", "a,b"], environment={}))
+    hold, first, *_ = commands(programs)
+    assert hold[: hold.index("--exclusive")] == first[: first.index("--overlap")]
+    # All of a node's cores: a step of srun's own job has one per task.
+    assert "--exclusive" in hold and "--exclusive" not in first
+    assert "-w" in hold and "-w" not in first, "the step has all nodes of the job"
     for option in (
         "--nodes=2",
         "--ntasks=2",
@@ -74,9 +79,11 @@ def test_slurm_passes_the_suite(programs):
         "--kill-on-bad-exit=0",
         "--mpi=none",
         "--no-kill",
+        "--export=ALL",
+        "--partition=gpu",
+        "--gpus-per-node=2",
     ):
-        assert option in first
-    assert "--exclusive" in first and "--partition=gpu" in first
+        assert option in hold and option in first
     assert first.index("--partition=gpu") < first.index(sys.executable)
     assert "scancel --name=rankbook-" in (programs / "asked").read_text()
 
@@ -95,8 +102,92 @@ def test_slurm_uses_the_nodes_of_its_allocation_and_replaces_one_by_a_free_one(p
     assert "scancel" not in (programs / "asked").read_text()
 
 
+@pytest.mark.processes
+def test_a_further_job_has_the_gpus_of_one_node_and_may_have_any_node(programs):
+    engine = SlurmEngine(["--", "-G", "a100:16", "--nodelist", "a,b", "--exclusive=user"], environment={})
+    started = []
+    engine.start_job = lambda _, command, **__: started.append(command)  # type: ignore[method-assign]
+    engine.start(2, 16, AgentConnection("text", Path("/f"), "127.0.0.1"))
+    engine.replace(0, wait=True)
+    for command in started:
+        assert command.count("--gpus-per-node=a100:8") == 2
+    assert "--nodelist" in started[0] and "--nodelist" not in started[1]
+
+
+@pytest.mark.processes
+def test_steps_that_cannot_share_gpus_are_not_started_beside_one_that_has_them(programs, monkeypatch):
+    monkeypatch.setenv("STUB_VERSION", "21.08.5")
+    check_engine(lambda: SlurmEngine([], environment={}))
+    first = commands(programs)[0]
+    assert "--exclusive" in first and "rankbook.testing" in first
+
+
+@pytest.mark.parametrize(
+    ("options", "of_any", "of_all"),
+    [
+        (["-p", "gpu", "--gpus=16", "-w", "a,b"], ["-p", "gpu", "--gpus-per-node=8"], ["-w", "a,b"]),
+        (["-G16", "-wa,b", "--time=1"], ["--gpus-per-node=8", "--time=1"], ["-wa,b"]),
+        (["--gpus", "v100:4", "--exclusive"], ["--gpus-per-node=v100:2"], ["--exclusive"]),
+        (["--nodefile", "/f", "--gpus=3"], [], ["--nodefile", "/f", "--gpus=3"]),
+        (["--gpus=v100:2,a100:2"], [], ["--gpus=v100:2,a100:2"]),
+        (["--gpus-per-node=8", "--gres", "gpu:8"], ["--gpus-per-node=8", "--gres", "gpu:8"], []),
+    ],
+)
+def test_options_of_a_whole_job_are_told_from_those_of_a_host(options, of_any, of_all):
+    assert options_per_host(options, 2) == (of_any, of_all)
+
+
+NODES = """   TresPer{}
+   JOB_GRES=gpu:8
+     Nodes=node[1-2] CPU_IDs=0-7 Mem=0 GRES=gpu:a100:4(IDX:0-3),nic:1(CNT:1)
+     Nodes=node3 CPU_IDs=0-7 Mem=0 GRES=gpu:3090:2(IDX:0-1)
+     Nodes=node4 CPU_IDs=0-7 Mem=0 GRES=
+"""
+RESOURCES = [
+    NodeResources("node[1-2]", {"gpu:a100": 4, "nic": 1}),
+    NodeResources("node3", {"gpu:3090": 2}),
+    NodeResources("node4", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("asked", "resources"),
+    [
+        ("Task=gres:gpu:1", RESOURCES),
+        ("Task=cpu=4,gres/gpu=1", RESOURCES),
+        ("Job=gres:gpu:8", RESOURCES),
+        ("Job=gres:gpu:8\n TresPerNode=gres:gpu:4", RESOURCES),
+        ("Node=gres:gpu:4", []),
+        ("Node=gres/gpu:4\n TresPerTask=cpu=2", []),
+        ("", RESOURCES),
+    ],
+)
+def test_a_step_asks_for_gpus_that_the_job_was_not_asked_for_per_node(asked, resources):
+    assert read_resources(NODES.format(asked)) == resources
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "gres"),
+    [
+        ([], ["node1", "node2"], ["--gres=gpu:4,nic:1"]),
+        ([], ["node1", "node3"], ["--gres=gpu:2"]),  # as many as there are on all nodes
+        ([], ["node4"], []),
+        (["--gpus-per-node=1"], ["node1"], []),
+        (["-G1"], ["node1"], []),
+        (["--gres-flags=x"], ["node3"], ["--gres=gpu:2"]),
+    ],
+)
+def test_gpus_are_those_of_the_nodes_of_the_step(monkeypatch, options, nodes, gres):
+    text = NODES.format("Task=gres:gpu:1").replace(":a100", "").replace(":3090", "")
+    names = {"node[1-2]": "node1\nnode2"}
+    monkeypatch.setattr(slurm, "_run", lambda *words: text if words[2] == "job" else names.get(words[3], words[3]))
+    engine = SlurmEngine(["--", *options], environment={"SLURM_JOB_ID": "7"})
+    assert engine._resources(nodes) == gres
+
+
 def test_slurm_is_asked_ever_more_seldom_while_a_job_waits(monkeypatch):
     looks: list[int] = []
+    monkeypatch.setattr(slurm, "_version", lambda: (22, 5))
     monkeypatch.setattr(slurm, "time", SimpleNamespace(monotonic=lambda: float(second)))
     monkeypatch.setattr(slurm, "_run", lambda *_: looks.append(second) or "")
     monkeypatch.setattr(StepEngine, "events", lambda _: [])
@@ -264,6 +355,29 @@ def test_lines_that_arrive_in_pieces_are_put_together_and_a_failed_node_is_found
     assert engine.read_output(None, f"{text}\n") == [HostOutput(None, f"{text}\n")]
 
 
+def test_a_step_that_waits_for_what_another_step_has_is_shown():
+    line = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)\n"
+    (_, notice) = SlurmEngine([], environment={}).read_output(None, line)
+    text = "Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
+    assert notice == Notice(f"slurm: {text}; interrupt to cancel")
+
+
+def test_the_end_is_asked_for_when_slurm_sends_sigterm_and_agents_end_if_it_is_now(monkeypatch):
+    engine, ended = SlurmEngine([], environment={"SLURM_JOB_ID": "7"}), []
+    monkeypatch.setattr(slurm, "_run", lambda *_: line)
+    for job, hosts in {None: (0, 1), 2: (2,)}.items():
+        engine.jobs[job] = SimpleNamespace(end=functools.partial(ended.append, job))  # type: ignore[assignment]
+        engine.read_output(job, "".join(f"rankbook-host {host} started: node{host}\n" for host in hosts))
+    # Preempted: the job has some minutes.
+    line = "7|RUNNING|None|2096-01-02T09:30:00|2096-01-02T10:30:00|1:00:00"
+    assert engine.read_output(None, "rankbook-host 1 ending: node1\n") == [HostStarted(1, "node1")]
+    assert engine.limits() == Limits(datetime(2096, 1, 2, 10, 30).astimezone().timestamp()) and not ended
+    line = line.replace("RUNNING", "COMPLETING")
+    assert engine.limits() == Limits() and not ended
+    engine.read_output(None, "rankbook-host 0 ending: node0\n")
+    assert engine.limits() == Limits() and ended == [None]
+
+
 def test_a_task_that_ends_before_its_agent_has_started_ends_the_start():
     engine, state = SlurmEngine([], environment={}), EngineState("slurm", grace=40.0)
     exited = "srun: error: node2: task 1: Exited with exit code 1\n"
@@ -325,13 +439,14 @@ def test_the_name_of_the_launchers_own_job_is_not_the_users(monkeypatch):
     engine = SlurmEngine(["--", "--job-name=mine"], environment={})
     (command, env), _ = srun_of(engine, monkeypatch)
     names = [word for word in command if word.startswith("--job-name=")]
-    assert names == ["--job-name=mine", f"--job-name={engine._job_name}"] and env is None
-    assert command.index(names[1]) < command.index(sys.executable)
+    assert names == ["--job-name=mine", f"--job-name={engine._job_name}"] * 2 and env is None
+    assert command.index(names[1]) < command.index("sh")
 
 
 def test_a_step_in_an_allocation_does_not_take_over_what_the_allocation_was_asked_for(monkeypatch):
     asked = {"SLURM_GPUS": "3", "SLURM_CPUS_PER_TASK": "4", "SRUN_CPUS_PER_TASK": "4", "SLURM_GPUS_PER_TASK": "1"}
     asked |= {"SLURM_TRES_PER_TASK": "gres/gpu:1", "SLURM_NTASKS_PER_GPU": "1"}
+    asked |= {"SLURM_TRES_BIND": "gres/gpu:per_task:1", "SLURM_GPU_BIND": "per_task:1"}
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_CONF", "/slurm.conf")
@@ -345,6 +460,7 @@ def test_a_step_in_an_allocation_does_not_take_over_what_the_allocation_was_aske
 def srun_of(engine: SlurmEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str] | None]]:
     """Return the commands of a start on one host and of its replacement, and their environments."""
     started = []
+    monkeypatch.setattr(slurm, "_version", lambda: (22, 5))
     monkeypatch.setattr(engine, "start_job", lambda _, command, *, env: started.append((command, env)))
     engine.start(1, 1, AgentConnection("text", Path("/f"), "127.0.0.1"))
     assert engine.replace(0, wait=engine._is_own_job) == 1
@@ -371,6 +487,7 @@ def test_invalid_options_are_rejected(make, text):
 def test_a_leading_tilde_is_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "hosts").write_text("a\n")
+    monkeypatch.setattr(slurm, "_version", lambda: (22, 5))
     connection, started = AgentConnection("text", Path("/f"), "127.0.0.1"), []
     for cls in (SlurmEngine, MpirunEngine, SshEngine):
         monkeypatch.setattr(cls, "start_job", lambda _, __, command, **___: started.append(command))

@@ -212,6 +212,8 @@ class StepEngine(ProcessEngine):
     hosts of every job.
     """
 
+    _report_option = "--report"
+
     def __init__(self) -> None:
         super().__init__()
         self.hosts_of: dict[int | None, set[int]] = {}
@@ -221,7 +223,7 @@ class StepEngine(ProcessEngine):
     def supervised(self, number: str, host: int | None, slots: int, python: str) -> list[str]:
         """Return the command that runs and reports the agent; `number` is the host's number, or its variable."""
         assert self.connection is not None
-        reporter = [python, "-P", "-m", supervisor.__name__, "--report", number]
+        reporter = [python, "-P", "-m", supervisor.__name__, self._report_option, number]
         return [*reporter, *self.connection.command(host, slots, python=python)]
 
     def events(self) -> Iterable[EngineEvent]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from rankbook.engines import supervisor
 from rankbook.engines.engine import (
     AgentConnection,
     EngineEvent,
@@ -22,6 +23,7 @@ from rankbook.engines.engine import (
     HostQueued,
     HostStarted,
     Limits,
+    Notice,
     slots_per_host,
     split_arguments,
 )
@@ -36,22 +38,29 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 60.0
 Every look is a request to the controller of the whole cluster, and a job may wait for hours.
 """
 # One node's end leaves the others: do not wait for the rest of the step, and do not end it for a bad exit or for a node
-# that has failed. PMI is not used. The agent takes all CPUs of its node.
+# that has failed. PMI is not used. The agent takes all CPUs of its node, and the notebook's environment: the steps of a
+# batch job would inherit its `--export`.
 _STEP = (
     *("--wait=0", "--kill-on-bad-exit=0", "--no-kill"),
-    *("--mpi=none", "--ntasks-per-node=1", "--cpu-bind=none", "--unbuffered"),
+    *("--mpi=none", "--ntasks-per-node=1", "--cpu-bind=none", "--unbuffered", "--export=ALL"),
 )
 # What the allocation was asked for. srun would take it for options of the step, which has one task per node and all
 # that the job has there.
 _OF_ALLOCATION = frozenset(
     {
         *("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU"),
+        *("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET", "SLURM_GPU_BIND", "SLURM_TRES_BIND"),
         *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK"),
     }
 )
+_FOR_GPUS = re.compile(r"(--gpus(-per-\w+)?|--gres|--tres-per-task)(=|$)|-G")
+"""An option that says which GPUs a step gets."""
+_SHARES_GPUS = (22, 5)
+"""First version of Slurm in which steps with `--overlap` share GPUs and memory, not only CPUs."""
 _NODE_FAILURE = re.compile(r"error: Node failure on (\S+)")
 # The reporters exit with 0: this one has not run, as where Rankbook is not installed.
 _TASK_EXIT = re.compile(r"error: (\S+): task (\d+): (Exited with exit code \d+)")
+_STEP_WAITS = re.compile(r"srun: (Job \d+ step creation temporarily disabled, .+)")
 
 
 @dataclass(frozen=True)
@@ -90,21 +99,89 @@ def _time(text: str) -> float | None:
     return None
 
 
+def options_per_host(options: Sequence[str], hosts: int) -> tuple[list[str], list[str]]:
+    """Return the options that hold for any part of the hosts, and those that are about all of them together.
+
+    A total of GPUs becomes a number per host if it can be divided by `hosts`.
+
+    Example::
+
+        options_per_host(["-p", "x", "-w", "a,b", "--gpus=16"], 2)  # (['-p', 'x', '--gpus-per-node=8'], ['-w', 'a,b'])
+    """
+    of_any: list[str] = []
+    of_all: list[str] = []
+    words = iter(options)
+    for word in words:
+        name, has_value, value = word.partition("=") if word.startswith("--") else (word[:2], word[2:], word[2:])
+        if name not in {"--gpus", "-G", "--nodelist", "-w", "--nodefile", "-F"}:
+            (of_all if name == "--exclusive" else of_any).append(word)
+            continue
+        parts = [word]
+        if not has_value:
+            value = next(words, "")
+            parts.append(value)
+        kind, _, count = value.rpartition(":")
+        if name in {"--gpus", "-G"} and count.isdecimal() and int(count) % hosts == 0 and "," not in kind:
+            of_any.append(f"--gpus-per-node={kind}{':' if kind else ''}{int(count) // hosts}")
+        else:
+            of_all += parts
+    return of_any, of_all
+
+
+@dataclass(frozen=True)
+class NodeResources:
+    """Nodes of a job (`node[1-2]`), and the generic resources that the job has on each, such as `{"gpu:a100": 4}`."""
+
+    nodes: str
+    count_of: Mapping[str, int]
+
+
+def read_resources(text: str) -> list[NodeResources]:
+    r"""Return the generic resources of a job's nodes that a step has to ask for, from `scontrol show job --details`.
+
+    An empty list if a step gets what the job has there without asking, because the job was asked for them per node. In
+    a job that was asked for a number per task, a step has those of one task per node; in one that was asked for a
+    number in all, it needs all of them, also on some of the nodes; and in one that has them only because its nodes are
+    whole (`--exclusive`), it has none.
+
+    Example::
+
+        read_resources("TresPerTask=gres:gpu:1\n Nodes=node[1-2] CPU_IDs=0-7 Mem=0 GRES=gpu:4(IDX:0-3)")
+    """
+    asked = {per: "gres" in value for per, value in re.findall(r"TresPer(\w+)=(\S+)", text)}
+    if (asked.get("Node") or asked.get("Socket")) and not (asked.get("Task") or asked.get("Job")):
+        return []
+    return [
+        NodeResources(
+            nodes,
+            # `gpu:a100:4(IDX:0-3),nic:1(CNT:1)`
+            {kind: int(count) for kind, count in re.findall(r"([^,]+):(\d+)(?:,|$)", re.sub(r"\(.*?\)", "", gres))},
+        )
+        for nodes, gres in re.findall(r"^ *Nodes=(\S+) .*GRES=(\S*)", text, re.MULTILINE)
+    ]
+
+
 class SlurmEngine(StepEngine):
     """`--launcher slurm`: a step over the nodes of this allocation, or a job of its own.
 
     The connection goes over the standard input of srun, which copies it to all tasks. If srun ends, also by SIGKILL,
     its step ends, and its job if it has made one.
+
+    A job of its own is kept by a first srun, and the agents are a second step of it: srun asks for whole nodes with
+    `--exclusive`, but that also gives its own step one core per task (`--exact`).
     """
 
     name = "slurm"
     # After SIGTERM, srun kills its tasks with SIGKILL, and nobody removes the folders of the agents. This signal it
     # passes on to all processes of the tasks' groups. While srun waits in the queue, it ends with either.
     _end_signal = signal.SIGUSR2
+    # Slurm sends SIGTERM when it ends the job: at once, or in some time if the job is preempted or the user has asked
+    # for it. srun never sends it.
+    _report_option = "--report-sigterm"
 
     def __init__(self, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None) -> None:
         super().__init__()
-        own, self._passed = split_arguments(arguments)
+        own, self._options = split_arguments(arguments)
         parser = OptionParser(self.name)
         parser.add_argument("--python", type=os.path.expanduser, default=sys.executable)
         self._python: str = parser.parse_args(own).python
@@ -119,22 +196,23 @@ class SlurmEngine(StepEngine):
         self._look_at = 0.0
         self._pause = _FIRST_PAUSE
         self._ends_at: float | None = None
+        self._ending: set[int] = set()
 
     def start(self, hosts: int | None, slots: int, connection: AgentConnection) -> None:
         """See `Engine`."""
         self.connection = connection
         if self._is_own_job:
             count = hosts or 1
-            where = ["--exclusive"]
+            nodes = None
         else:
             self._nodes = self._allocated_nodes()
             count = hosts or len(self._nodes)
             if count > len(self._nodes):
                 raise InvalidArgument(f"{count} nodes, but the allocation has {len(self._nodes)}: {self._nodes}")
-            # The notebook may run in a step of the same allocation.
-            where = ["--overlap", f"--nodelist={','.join(self._nodes[:count])}"]
+            nodes = self._nodes[:count]
         self._slots, self._next = slots_per_host(slots, count), count
-        self._run_step(None, count, where, "SLURM_NODEID")
+        self._options, of_all = options_per_host(self._options, count)
+        self._run_step(None, count, nodes, "SLURM_NODEID", of_all)
 
     def events(self) -> Iterable[EngineEvent]:
         """See `Engine`."""
@@ -157,14 +235,13 @@ class SlurmEngine(StepEngine):
         node = next(iter(free), self.names.get(host))
         if not wait and self._job is not None and node is not None:
             # If the node itself has failed, srun ends and says so.
-            where = [f"--jobid={self._job}", "--overlap", "--immediate=20", f"--nodelist={node}"]
+            self._run_step(number, 1, [node], str(number), ["--immediate=20"])
             self.names[number] = node
         elif wait and self._is_own_job:
-            where = ["--exclusive"]
+            self._run_step(number, 1, None, str(number))
         else:
             return None
         self._next += 1
-        self._run_step(number, 1, where, str(number))
         return number
 
     def limits(self) -> Limits:
@@ -175,6 +252,11 @@ class SlurmEngine(StepEngine):
             running = [entry for entry in entries if entry.state == "RUNNING"]
             if self._job is None and running:
                 self._job = running[0].job
+            if not running:
+                # Slurm sends SIGKILL in some seconds: until then the agents can remove their files.
+                for number in [job for job in self.jobs if self._ending & self.hosts_of.get(job, set())]:
+                    self.jobs[number].end()
+            self._ending.clear()
             self._ends_at = min((entry.ends_at for entry in running if entry.ends_at is not None), default=None)
         # The controller does not answer: the end that it has told holds as long as it is not there.
         elif self._ends_at is not None and self._ends_at <= time.time():
@@ -193,6 +275,11 @@ class SlurmEngine(StepEngine):
     def read_line(self, host: int | None, line: str) -> list[EngineEvent]:
         """Return the end of a node or of its task that srun reports, and the line."""
         events: list[EngineEvent] = [HostOutput(host, f"{line}\n")]
+        if (report := supervisor.read_report(line)) is not None:  # Slurm has sent SIGTERM
+            self._ending.add(report[0])
+            return [HostStarted(report[0], report[2])]  # after it, the limits are asked for
+        if waits := _STEP_WAITS.search(line):
+            events.append(Notice(f"slurm: {waits[1]}; interrupt to cancel"))
         if exited := _TASK_EXIT.search(line):
             number = int(exited[2]) if host is None else host  # one task per node, or one in all
             self.hosts_of.get(host, set()).discard(number)
@@ -204,18 +291,49 @@ class SlurmEngine(StepEngine):
                     events.append(HostEnded(number, f"the node {name} has failed"))
         return events
 
-    def _run_step(self, job: int | None, count: int, where: Sequence[str], number: str) -> None:
+    def _run_step(
+        self, job: int | None, count: int, nodes: Sequence[str] | None, number: str, further: Sequence[str] = ()
+    ) -> None:
+        """Start agents on nodes of the job, or (None) in a job that is asked for.
+
+        `number` is the variable with the number of a host, or the number.
+        """
         host = int(number) if number.isdecimal() else None
         size = [f"--nodes={count}", f"--ntasks={count}"]
         agent = self.supervised(number, host, self._slots, self._python)
         # Behind the user's options: squeue and scancel find the job by this name.
         named = [f"--job-name={self._job_name}"] if self._is_own_job else []
+        # The notebook, or the first srun, may run in a step of the same job.
+        step = ["srun", *size, *_STEP, "--overlap"]
         env = None
         if not self._is_own_job:
             env = {name: value for name, value in os.environ.items() if name not in _OF_ALLOCATION}
+        if nodes is not None:
+            where = [f"--jobid={self._job}", f"--nodelist={','.join(nodes)}", *self._resources(nodes, further)]
+            command = [*step, *where, *self._options, *further, *named, *agent]
+        else:
+            command = ["srun", *size, *_STEP, "--exclusive", *self._options, *further, *named]
+            if _version() < _SHARES_GPUS:
+                command += agent
+            else:
+                hold = [*command, *supervisor.HOLD]
+                in_job = [sys.executable, "-I", "-S", supervisor.__file__, "--in-job", str(len(hold))]
+                command = [*in_job, *hold, *step, *self._options, *named, *agent]
         self._waiting.add(job)
         self._look_at, self._pause = 0.0, _FIRST_PAUSE
-        self.start_job(job, ["srun", *size, *_STEP, *where, *self._passed, *named, *agent], env=env)
+        self.start_job(job, command, env=env)
+
+    def _resources(self, nodes: Sequence[str], further: Sequence[str] = ()) -> list[str]:
+        """Return the option for the GPUs that the allocation has on all of these nodes, if a step needs one."""
+        if self._is_own_job or any(_FOR_GPUS.match(option) for option in (*self._options, *further)):
+            return []
+        counts = []
+        for part in read_resources(_run("scontrol", "show", "job", "--details", str(self._job)) or ""):
+            names = (_run("scontrol", "show", "hostnames", part.nodes) or "").split()
+            counts += [part.count_of for name in names if name in nodes]
+        kinds = set.intersection(*map(set, counts)) if counts else set()
+        gres = [f"{kind}:{min(count_of[kind] for count_of in counts)}" for kind in sorted(kinds)]
+        return [f"--gres={','.join(gres)}"] if gres else []
 
     def _queue(self) -> list[QueueEntry] | None:
         """Return the entries of this engine's jobs; None if the controller does not answer."""
@@ -233,6 +351,12 @@ class SlurmEngine(StepEngine):
         if not nodes:
             raise StartError(f"scontrol does not know the nodes of this allocation: SLURM_JOB_NODELIST={names!r}")
         return nodes
+
+
+def _version() -> tuple[int, int]:
+    """Return the version of Slurm; a low one if it is not known."""
+    found = re.search(r"(\d+)\.(\d+)", _run("srun", "--version") or "")
+    return (0, 0) if found is None else (int(found[1]), int(found[2]))
 
 
 def _run(*command: str) -> str | None:

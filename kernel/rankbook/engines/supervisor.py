@@ -1,16 +1,21 @@
 """Run a command until it ends or the notebook does. Run as a script, with the standard library only.
 
     python supervisor.py --alive FD,SIGNAL COMMAND...  on the notebook's host
+    python supervisor.py --in-job N HOLDER COMMAND...  on the notebook's host
     python supervisor.py --report NAME COMMAND...      on another host
 
 With `--alive`, the command runs in a session of its own and is ended when the pipe FD has data, is closed at its other
 end, or the process that has started this one ends. That is what a killed kernel leaves behind: neither a handler nor an
 exit function runs there. First comes the number SIGNAL, then SIGTERM and SIGKILL, with some seconds between.
 
+With `--in-job`, HOLDER, of N words, asks for a job, writes a line with its number (`HOLD`), and keeps it until its
+standard input ends. The command runs in that job, and its end is the job's.
+
 With `--report`, lines on standard output say that the command has started and how it has ended (`read_report`), and
 the exit status is 0: MPI ends all processes when one has failed, and Slurm says only of some ends which task it was.
 NAME is the variable that has the number of the host, or the number itself. In the first case, `--node` and the number
 are appended to the command: variables of another launcher, in which the notebook runs, say nothing about its hosts.
+With `--report-sigterm` in its place, the first SIGTERM is reported and not passed on.
 """
 
 from __future__ import annotations
@@ -28,11 +33,21 @@ import time
 _GRACE = 4.0
 """Seconds between two signals that end a command."""
 _POLL = 0.2
-_REPORT = re.compile(r"rankbook-host (\d+) (started|ended): (.*)")
+_REPORT = re.compile(r"rankbook-host (\d+) (started|ending|ended): (.*)")
+_JOB = "rankbook-job "
+# It ends when its standard input does, and with no signal but SIGKILL: the agents need the job when a signal comes to
+# all of its tasks.
+HOLD = (
+    *("sh", "-c"),
+    f"""trap "" HUP INT TERM USR1 USR2; [ "$SLURM_PROCID" != 0 ] || echo "{_JOB}$SLURM_JOB_ID"; exec cat""",
+)
+"""Command that keeps a job of Slurm, for `--in-job`."""
 
 
 def read_report(line: str) -> tuple[int, str, str] | None:
-    """Return what a line of `--report` says: the host, "started" or "ended", and its name or the reason of its end.
+    """Return what a line of `--report` says: the host, "started", "ending" or "ended", and its name or the reason.
+
+    "ending" means that the launcher has sent SIGTERM, and the agent runs on.
 
     Example::
 
@@ -85,11 +100,44 @@ def _end(child: subprocess.Popen[bytes], first_signal: int) -> None:
         os.killpg(child.pid, signal.SIGKILL)
 
 
-def _report(variable: str, command: list[str]) -> int:
+def _run_in_job(holder_command: list[str], command: list[str]) -> int:
+    ended: list[int] = []
+    # They also go to both programs. The holder's tasks ignore them, so that the other one has time to end.
+    for number in (signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(number, lambda number, _frame: ended.append(number))
+    try:
+        holder = subprocess.Popen(holder_command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    except OSError as error:
+        sys.stderr.write(f"cannot run {holder_command[0]}: {error.strerror}\n")
+        return 127
+    assert holder.stdin is not None and holder.stdout is not None
+    code: int | None = None
+    for line in holder.stdout:
+        if line.startswith(_JOB):
+            if not ended:
+                # srun takes the job of this variable.
+                environment = {**os.environ, "SLURM_JOB_ID": line.removeprefix(_JOB).strip()}
+                code = subprocess.run(command, env=environment, check=False).returncode
+            break
+        sys.stdout.write(line)
+        sys.stdout.flush()
+    holder.stdin.close()
+    held = holder.wait()
+    code = held if code is None else code
+    return code if code >= 0 else 128 - code
+
+
+def _report(variable: str, command: list[str], *, sigterm: bool) -> int:
     ended = False
+    is_first = sigterm
 
     def forward(number: int, _frame: object) -> None:
-        nonlocal ended
+        nonlocal ended, is_first
+        if number == signal.SIGTERM and is_first:
+            is_first = False
+            with contextlib.suppress(OSError):
+                os.write(1, f"rankbook-host {host} ending: {name}\n".encode())
+            return
         ended = True
         if child is not None:
             child.send_signal(number)
@@ -123,8 +171,10 @@ def _report(variable: str, command: list[str]) -> int:
 def main(arguments: list[str]) -> int:
     """Run the command that the arguments name, and return the exit code."""
     mode, value, *command = arguments
-    if mode == "--report":
-        return _report(value, command)
+    if mode.startswith("--report"):
+        return _report(value, command, sigterm=mode == "--report-sigterm")
+    if mode == "--in-job":
+        return _run_in_job(command[: int(value)], command[int(value) :])
     alive, first_signal = value.split(",")
     return _supervise(int(alive), int(first_signal), command)
 

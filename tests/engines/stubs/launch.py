@@ -1,7 +1,7 @@
 """A stand-in for srun, mpirun and ssh, by the name that it is called by: it runs the command on this machine.
 
 Its arguments are appended to the file STUB_LOG. The standard input goes to all processes, as srun and
-`mpirun --stdin all` do it, and SIGTERM ends them.
+`mpirun --stdin all` do it, and SIGTERM ends them. A command that keeps a job gets the number 9.
 """
 
 import json
@@ -14,11 +14,17 @@ from pathlib import Path
 
 def main() -> int:
     name, arguments = Path(sys.argv[0]).name, sys.argv[1:]
+    if arguments == ["--version"]:
+        sys.stdout.write(f"slurm {os.environ.get('STUB_VERSION', '22.05.8')}\n")
+        return 0
     with Path(os.environ["STUB_LOG"]).open("a") as log:
         log.write(json.dumps([name, *arguments]) + "\n")
     if failure := os.environ.get("STUB_FAILURE"):
         sys.stderr.write(f"{name}: error: {failure}\n")
         return 1
+    if "sh" in arguments:
+        command = arguments[arguments.index("sh") :]
+        os.execvpe(command[0], command, {**os.environ, "SLURM_PROCID": "0", "SLURM_JOB_ID": "9"})
     text = sys.stdin.read()
     if name == "ssh":
         commands = [["bash", "-c", arguments[-1]]]
