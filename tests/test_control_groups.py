@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankbook import control_groups, snapshot_files
-from rankbook.control_groups import RecentKills, find_counter, free_memory, read_counter
+from rankbook.control_groups import RecentKills, cpu_quota, find_counter, free_memory, read_counter
 
 EVENTS = "low 0\nhigh 17\nmax 4031\noom 3\noom_kill {}\noom_group_kill 1\n"
 OOM_CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
@@ -134,6 +134,41 @@ def test_the_narrowest_limit_of_the_group_and_those_around_it_counts(tmp_path, v
     assert free_memory(process) == 3300
     (tmp_path / limit).write_text("1\n")  # outside of the file system of control groups
     assert free_memory(process) == 3300
+
+
+CPU_MACHINES = {
+    "version 1": {
+        "groups": "4:memory:/user.slice\n3:cpu,cpuacct:/pods/one\n",
+        "mounts": "33 25 0:28 / @/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n"
+        "35 25 0:32 / @/cgroup/memory rw - cgroup cgroup rw,memory\n",
+        "file": "cgroup/cpu/pods/one/cpu.cfs_period_us",
+        "text": "100000\n",
+    },
+    "version 2": {**MACHINES["version 2"], "text": ""},
+}
+
+
+@pytest.mark.parametrize("version", CPU_MACHINES)
+def test_the_smallest_cpu_quota_of_the_group_and_those_around_it_counts(tmp_path, version):
+    process = machine(tmp_path, **CPU_MACHINES[version])
+    own = (tmp_path / CPU_MACHINES[version]["file"]).parent
+
+    def write(folder: Path, quota: int, period: int = 100000) -> None:
+        if version == "version 1":
+            (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+            (folder / "cpu.cfs_period_us").write_text(f"{period}\n")
+        else:
+            (folder / "cpu.max").write_text(f"{quota if quota >= 0 else 'max'} {period}\n")
+
+    assert cpu_quota(process) is None
+    write(own, -1)
+    assert cpu_quota(process) is None
+    write(own.parent, 800000)
+    assert cpu_quota(process) == 8.0
+    write(own, 75000, 50000)
+    assert cpu_quota(process) == 1.5
+    write(tmp_path, 1000)  # outside of the file system of control groups
+    assert cpu_quota(process) == 1.5
 
 
 def test_a_limit_below_the_shared_memory_is_named(tmp_path, monkeypatch):

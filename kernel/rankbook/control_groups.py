@@ -1,7 +1,8 @@
-"""Memory of the process's control group: what its limit leaves, and the kills of the OOM killer.
+"""Limits of the process's control group: what is left of its memory, its CPU quota, and the kills of the OOM killer.
 
-A container, a job of a scheduler or a systemd unit has a control group with a limit of its own, which may be far below
-the memory of the machine. Both versions of control groups are read (cgroup-v2.rst, cgroup-v1/memory.rst).
+A container, a job of a scheduler or a systemd unit has a control group with limits of its own, which may be far below
+the memory and the CPUs of the machine. Both versions of control groups are read (cgroup-v2.rst, cgroup-v1/memory.rst,
+scheduler/sched-bwc.rst).
 """
 
 from __future__ import annotations
@@ -108,10 +109,42 @@ def _read_line(file: Path, name: str) -> int:
         return 0
 
 
-def _memory_groups(process: Path) -> Iterator[tuple[Path, Path, _Names]]:
-    """Yield the folders that may be that of our memory controller, the topmost groups above them, and their files.
+def cpu_quota(process: Path = _PROCESS) -> float | None:
+    """Return the number of CPUs whose time the control groups of a process allow; None without a limit.
 
-    A machine can mount both versions of control groups; the memory controller belongs to one of them.
+    Containers, among them those of Kubernetes, limit the time per period, and leave the affinity as it is.
+    """
+    quotas = [
+        quota
+        for group, top, is_version_1 in _groups("cpu", process)
+        for folder in (group, *group.parents)
+        if folder.is_relative_to(top) and (quota := _read_quota(folder, is_version_1))
+    ]
+    return min(quotas, default=None)
+
+
+def _read_quota(folder: Path, is_version_1: bool) -> float | None:
+    try:
+        if is_version_1:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        else:
+            quota, period = (folder / "cpu.max").read_text().split()
+        # Without a limit, the quota is `max` in version 2, and -1 in version 1.
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _memory_groups(process: Path) -> Iterator[tuple[Path, Path, _Names]]:
+    """Yield the folders that may be that of our memory controller, the topmost groups above them, and their files."""
+    for group, top, is_version_1 in _groups("memory", process):
+        yield group, top, _VERSION_1 if is_version_1 else _VERSION_2
+
+
+def _groups(controller: str, process: Path) -> Iterator[tuple[Path, Path, bool]]:
+    """Yield the folders that may be that of our controller, the topmost groups above them, and whether of version 1.
+
+    A machine can mount both versions of control groups; a controller belongs to one of them.
     """
     try:
         groups = (process / "cgroup").read_text().splitlines()
@@ -121,12 +154,12 @@ def _memory_groups(process: Path) -> Iterator[tuple[Path, Path, _Names]]:
     for line in groups:
         _, controllers, path = line.split(":", 2)
         # Version 2 has one line without controllers, version 1 a line per controller.
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        kind, names = ("cgroup", _VERSION_1) if controllers else ("cgroup2", _VERSION_2)
+        kind = "cgroup" if controllers else "cgroup2"
         for mount in mounts:
-            if mount.kind == kind and (not controllers or "memory" in mount.options):
-                yield mount.folder_of(path), mount.point, names
+            if mount.kind == kind and (not controllers or controller in mount.options):
+                yield mount.folder_of(path), mount.point, bool(controllers)
 
 
 class _Mount:

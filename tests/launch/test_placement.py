@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from rankbook import control_groups
 from rankbook.errors import InvalidArgument
 from rankbook.launch.placement import (
     HOME,
@@ -18,6 +19,7 @@ from rankbook.launch.placement import (
     place_ranks,
     place_variables,
     ranks_per_node,
+    usable_cores,
 )
 
 TWO_GPUS = HostSlots("a", "node1", slots=2, devices=2, cores=16, node=0)
@@ -104,6 +106,13 @@ def test_two_lost_ranks_get_two_places():
         seats[rank] = moved
     assert sorted(seat.device for seat in seats) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert free_seat(seats[0], seats, [TWO_GPUS]) is not None
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(None, 12), (96.0, 12), (8.0, 8), (1.5, 2), (0.1, 1)])
+def test_the_cores_are_those_of_the_affinity_and_of_the_cpu_quota(monkeypatch, quota, cores):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(12)}, raising=False)
+    monkeypatch.setattr(control_groups, "cpu_quota", lambda: quota)
+    assert usable_cores() == cores
 
 
 def test_nccl_is_used_if_every_rank_has_a_device_of_its_own():

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rankbook import control_groups
 from rankbook.errors import InvalidArgument
 from rankbook.runtime.launch_environment import read_flag, read_text
 
@@ -113,8 +114,10 @@ def abort_grace() -> float:
 
 def usable_cores() -> int:
     """Return the number of CPU cores that this process may use."""
-    # The cores of this process's affinity, which containers and job schedulers restrict. macOS has no such call.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Job schedulers restrict the affinity, and containers the time. macOS has no such call.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = control_groups.cpu_quota()
+    return cores if quota is None else min(cores, math.ceil(quota))
 
 
 def threads_per_rank(environment: Mapping[str, str], default: int) -> int:
