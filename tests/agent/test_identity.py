@@ -42,11 +42,13 @@ PMI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANK
         ({**SLURM, **TORCHRUN}, TaskIdentity(1, 3, 1, 2, 4)),
         ({**SLURM, **OPEN_MPI}, TaskIdentity(None, 1, 1, 2, 2)),
         ({**SLURM, **MVAPICH}, TaskIdentity(None, 1, 0, 1, 2)),
+        ({**SLURM, **PMI}, TaskIdentity(None, 5, 1, 4, 8)),
         ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, TaskIdentity(2, 3, 0, 1, 4)),
     ],
     ids=[
         *("torchrun", "slurm", "open mpi", "mvapich", "pmi", "nothing"),
-        *("torchrun within slurm", "open mpi within slurm", "mvapich within slurm", "srun with pmi"),
+        *("torchrun within slurm", "open mpi within slurm", "mvapich within slurm", "mpich within slurm"),
+        "srun with pmi",
     ],
 )
 def test_the_numbers_of_every_launcher_are_read(environment, identity):

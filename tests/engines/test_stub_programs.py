@@ -56,7 +56,7 @@ def test_ssh_passes_the_suite(programs):
     first, second, again, *_ = commands(programs)
     assert first[:3] == second[:3] == ["ssh", "-p", "2222"]
     assert {first[-2], second[-2]} == {"me@a", "b"} and again[-2] == "me@a"
-    assert "BatchMode=yes" in first
+    assert "BatchMode=yes" in first and "ControlMaster=no" in first, "terminals of the user do not end with it"
     settings = dict(option.split("=") for option in first if option.startswith("ServerAlive"))
     seconds = int(settings["ServerAliveInterval"]) * int(settings["ServerAliveCountMax"])
     assert seconds >= 86_400, "the most that `lost_after` may be"
@@ -508,6 +508,24 @@ def test_a_leading_tilde_is_the_home_folder(monkeypatch, tmp_path):
 )
 def test_paths_of_other_hosts_are_quoted_except_for_their_home_folder(path, quoted):
     assert quote_remote_path(path) == quoted
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ConnectionError("none"), r"no Ray cluster: run ray.init\(\) in the notebook, or set RAY_ADDRESS \(none\)"),
+        (
+            RuntimeError("No node"),
+            r"the Ray cluster: No node; the notebook must run on one of its nodes \(in Kubernetes",
+        ),
+    ],
+)
+def test_a_ray_cluster_that_cannot_be_used_is_an_error_with_advice(monkeypatch, error, text):
+    ray = stub_ray.make_module()
+    vars(ray).update(is_initialized=lambda: False, init=lambda **_: (_ for _ in ()).throw(error))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    with pytest.raises(StartError, match=text):
+        make_engine("ray", []).start(1, 1, AgentConnection("text", Path("/f"), "127.0.0.1"))
 
 
 def test_ray_that_is_not_installed_is_named_with_the_remedy(monkeypatch):

@@ -250,10 +250,10 @@ _VARIABLES = (
         "OMPI_COMM_WORLD_SIZE",
     ),
     ("", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_SIZE"),
-    # Before PMI, which `srun --mpi=pmi2` sets as well, without the numbers of the node.
     ("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID", "", "SLURM_STEP_NUM_TASKS"),
-    ("", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_SIZE"),
 )
+# Before Slurm if mpirun of MPICH or Intel MPI has set the numbers of the node. `srun --mpi=pmi2` sets PMI_RANK alone.
+_PMI = ("", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_SIZE")
 
 
 def read_identity(environment: Mapping[str, str]) -> TaskIdentity:
@@ -263,7 +263,9 @@ def read_identity(environment: Mapping[str, str]) -> TaskIdentity:
 
         read_identity({"SLURM_PROCID": "3", "SLURM_NODEID": "1", "SLURM_LOCALID": "1"}).node  # 1
     """
-    for names in _VARIABLES:
+    *others, slurm = _VARIABLES
+    last = (_PMI, slurm) if "MPI_LOCALNRANKS" in environment else (slurm, _PMI)
+    for names in (*others, *last):
         node, rank, local_rank, local_size, world_size = (_number(environment, name) for name in names)
         if rank is None:
             continue

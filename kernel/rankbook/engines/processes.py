@@ -265,9 +265,10 @@ class StepEngine(ProcessEngine):
 # The first value of an option counts for ssh, so that what the user passes goes before. No question can be answered,
 # and a machine that does not answer is given up. Nothing is written to a terminal. A message every ten seconds keeps a
 # firewall from forgetting the connection. Its answer may be missing for a day: when a host is lost is decided by
-# `lost_after`, and the default of three messages would decide it after half a minute.
+# `lost_after`, and the default of three messages would decide it after half a minute. A connection that the user has
+# open is shared if the user's configuration says so, but this one never: terminals of the user would end with it.
 _OPTIONS = (
-    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
+    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ControlMaster=no"),
     *("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=8640"),
 )
 
@@ -346,8 +347,8 @@ _NO_ROUTE = "ORTE does not know how to route a message"
 class MpirunEngine(StepEngine):
     """`--launcher mpirun --hostfile FILE`, or `--nodes N` where mpirun knows the nodes from a scheduler.
 
-    The connection goes over the standard input, which mpirun copies to all processes. A lost node cannot be replaced:
-    an MPI job has a fixed number of processes.
+    The connection goes over the standard input, which mpirun copies to all processes. An agent cannot be replaced: an
+    MPI job has a fixed number of processes. Open MPI 4 ends all of them when it has lost the connection to a node.
 
     Open MPI 4 now and then finds no route to a node, with the same command that works a moment later. Then nothing has
     run on any host, and mpirun is started once more.

@@ -178,6 +178,12 @@ class RayEngine:
                 raise StartError(
                     f"no Ray cluster: run ray.init() in the notebook, or set RAY_ADDRESS ({error})"
                 ) from error
+            except RuntimeError as error:
+                # Ray looks for a node on this host, also if it reaches the cluster of RAY_ADDRESS.
+                raise StartError(
+                    f"cannot connect to the Ray cluster: {error}; the notebook must run on one of its nodes (in "
+                    "Kubernetes: in a pod of the Ray cluster), with the same version of Ray"
+                ) from error
         self._bundles = hosts or 1
         self._slots = slots_per_host(slots, self._bundles)
         self._resources = {"CPU": self._options.cpus_per_rank * self._slots}
