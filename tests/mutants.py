@@ -246,8 +246,8 @@ MUTANTS = (
     # Training.
     Mutant(
         "kernel/rankbook/runtime/data/samplers.py",
-        "elif len(batch_list) == ranks and self.drop_last:",
-        "elif self.drop_last:",
+        "elif len(batch_list) == ranks and (self.drop_last or (",
+        "elif (self.drop_last or (",
         "runtime/data/test_samplers.py",
     ),
     Mutant(

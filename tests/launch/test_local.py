@@ -91,6 +91,7 @@ def install():
     torch.version.cuda = "13.0"
     torch.cuda.device_count = count
     torch.cuda.is_available = lambda: count() > 0
+    torch.cuda.init = lambda: None
     torch.cuda.get_arch_list = lambda: ["sm_80"]
     torch.cuda.get_device_capability = lambda index: (5, 0)
     torch.cuda.get_device_name = lambda index: "GTX 750"

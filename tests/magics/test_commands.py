@@ -48,7 +48,7 @@ def test_a_command_that_is_none_is_one_line_that_names_all(notebook, line):
         assert command in reported
 
 
-@pytest.mark.parametrize(("line", "valid"), [("stacks --foo", "none"), ("stop now", "none"), ("auto maybe", "on|off")])
+@pytest.mark.parametrize(("line", "valid"), [("stacks --foo", "none"), ("auto maybe", "on|off")])
 def test_a_wrong_option_is_one_line_that_names_the_valid_ones(notebook, line, valid):
     assert refused(notebook, f"%distributed {line}").rstrip().endswith(f"valid arguments: {valid}")
 
