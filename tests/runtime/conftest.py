@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from rankbook.runtime import prepare
+from rankbook.runtime.gradient_state import window
 from rankbook.runtime.launch_environment import LAUNCHERS
 from rankbook.runtime.state import AcceleratorState, GradientState
 
@@ -31,3 +33,6 @@ def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _forget() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+    # Otherwise loops that only read would count as evaluations beside the training of an earlier test.
+    window.backwards = 0
+    prepare._wrappers.clear()

@@ -459,6 +459,47 @@ def test_training_goes_on_in_the_middle_of_an_epoch(tmp_path):
     assert train(*later) == pytest.approx(losses)
 
 
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 with torch 2.13
+@pytest.mark.parametrize("options", [{}, {"use_stateful_dataloader": True}])
+def test_a_loop_that_was_left_is_resumed_in_the_middle_only_if_it_has_trained(tmp_path, options):
+    if options:
+        pytest.importorskip("torchdata")
+
+    def fresh():
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
+        loaders = [DataLoader(TensorDataset(ROWS), batch_size=1) for _ in range(4)]
+        return accelerator, *accelerator.prepare(*one_weight(), *loaders)
+
+    accelerator, model, optimizer, training, by_steps, evaluation, glance = fresh()
+    next(iter(glance))  # before anything has trained
+    for number, (batch,) in enumerate(training):
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        for _ in evaluation:
+            break
+        if number == 2:
+            break
+    backwards = window.backwards
+    for (batch,) in by_steps:
+        model(batch).mean().backward()  # without the Accelerator
+        optimizer.step()
+        break
+    assert window.backwards == backwards
+    for _ in zip(range(2), evaluation, strict=False):
+        accelerator.save_state(tmp_path / "inside")  # the loop goes on: it may be one that trains later
+    accelerator.save_state(tmp_path / "left")
+
+    def positions(folder):
+        accelerator, _model, _optimizer, *loaders = fresh()
+        accelerator.load_state(tmp_path / folder)
+        return [(loader.position.next_epoch(), next(iter(loader))[0].item()) for loader in loaders]
+
+    rows = ROWS.flatten().tolist()
+    assert positions("left") == [(0, rows[3]), (0, rows[1]), (3, rows[0]), (0, rows[0])]
+    assert positions("inside")[2] == (3, rows[2])
+
+
 def test_trackers_triggers_profiles_and_utilities(tmp_path):
     class CallTracker:
         name, main_process_only, tracker = "kept", True, "inner"

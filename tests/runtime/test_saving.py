@@ -515,8 +515,9 @@ def test_loaders_keep_their_positions_if_one_cannot_be_loaded(tmp_path, monkeypa
     accelerator = Accelerator()
     model, _ = trained(accelerator)
     loaders = accelerator.prepare(*(DataLoader(TensorDataset(torch.arange(8)), 2, shuffle=True) for _ in range(3)))
-    for loader in loaders:
-        next(iter(loader))
+    loops = [iter(loader) for loader in loaders]  # they go on when the state is saved
+    for loop in loops:
+        next(loop)
     accelerator.save_state(tmp_path / "state")
     list(loaders[0])
     for _, _ in zip(range(3), loaders[1], strict=False):

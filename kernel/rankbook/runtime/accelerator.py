@@ -56,6 +56,7 @@ def install() -> None:
     # The window is in a module that imports neither models nor optimizers, so it gets these functions from here.
     window.drop_gradients = _drop_gradients
     window.synchronize_replicas = _synchronize_replicas
+    window.count_steps = _count_steps
     telemetry.offer_source("training", _training_step)
 
 
@@ -246,9 +247,13 @@ class _Rate:
     seconds = 0.0
 
 
+def _count_steps() -> int:
+    return sum(wrapper.steps for wrapper in prepare.prepared_optimizers())
+
+
 def _training_step() -> telemetry.TrainingStep:
     # Of all optimizers together: with two of them, such as those of a GAN, the rate is that of both.
-    steps, now = sum(wrapper.steps for wrapper in prepare.prepared_optimizers()), time.monotonic()
+    steps, now = _count_steps(), time.monotonic()
     rate = (steps - _Rate.steps) / (now - _Rate.seconds) if _Rate.seconds and now > _Rate.seconds else None
     _Rate.steps, _Rate.seconds = steps, now
     return telemetry.TrainingStep(steps=steps, batches=window.batches, rate=rate)

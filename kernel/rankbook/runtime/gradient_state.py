@@ -209,6 +209,7 @@ class AccumulationWindow:
         step: number of batches since the start or the last end of a loader.
         backwards: number of calls of `Accelerator.backward`.
         before_backward: called by `Accelerator.backward`, while the training state is protected (protection.py).
+        count_steps: returns the number of steps of all prepared optimizers.
         scaler: loss scaler of the optimizers that are prepared now.
         drop_gradients: clears the gradients of all prepared models and optimizers.
         synchronize_replicas: makes the replicas on all ranks equal again, after the process groups were formed anew
@@ -221,6 +222,7 @@ class AccumulationWindow:
         self.step = 0
         self.backwards = 0
         self.before_backward: Callable[[], None] | None = None
+        self.count_steps: Callable[[], int] = lambda: 0
         self.divisor = 1
         self.in_batch = False
         self.is_set_aside = False
@@ -234,6 +236,11 @@ class AccumulationWindow:
         self._stale = False
         self._rescale = 1.0
         self._rescaled: set[int] = set()
+
+    @property
+    def updates(self) -> int:
+        """Number of backward passes and optimizer steps, which tells whether a loop has trained."""
+        return self.backwards + self.count_steps()
 
     def __reduce__(self) -> str:
         return "window"  # unpickled as the receiving process's window

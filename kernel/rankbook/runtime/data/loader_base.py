@@ -12,7 +12,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ from rankbook.runtime.data.seen import (
     parts_of,
 )
 from rankbook.runtime.data.stateful import ReadPosition, StatefulIterable, StatefulReader, is_stateful
-from rankbook.runtime.gradient_state import GradientState
+from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.process_state import PartialState
 from rankbook.runtime.tree import find_batch_size, send_to_device
 
@@ -317,12 +317,19 @@ class PreparedLoader(DataLoader[Any]):
         raise InvalidArgument("the loader has no batch on this rank")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position (seed, epoch, batches delivered) and other state that a resumed run continues from."""
-        samples = self.parts.tickets.samples_before(self.position.delivered)
-        state = self.position.state_dict(self.parts.num_processes, self.parts.total_rows, samples)
+        """Return the position (seed, epoch, batches delivered) and other state that a resumed run continues from.
+
+        If this process trains, but not in the last loop over this loader, such as an evaluation that was left with
+        `break`, the position is that before this loop: the next evaluation shall not begin in the middle.
+        """
+        # Without a backward pass or a step in this process nothing tells which loops train.
+        at_start = self.position.left_untrained and window.updates > 0
+        position = replace(self.position, delivered=self.position.start) if at_start else self.position
+        samples = self.parts.tickets.samples_before(position.delivered)
+        state = position.state_dict(self.parts.num_processes, self.parts.total_rows, samples)
         if state["finished"] and not self.position.restore and self.parts.generator is not None:
             state["generator"] = self.parts.generator.get_state()
-        if self.parts.stateful:
+        if self.parts.stateful and not at_start:
             skip = self.parts.tickets.current.skip
             state["reader"] = reader_state.capture_state(
                 self.parts.inner, self.parts.fetch, self.position, self.parts.rank_and_count, skip
@@ -361,7 +368,7 @@ class PreparedLoader(DataLoader[Any]):
         state, position, device = GradientState(), self.position, self.parts.device
         if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
             device = None  # without an accelerator, all batches are on the CPU
-        run, non_blocking = position.run, self.parts.non_blocking
+        run, non_blocking, updates = position.run, self.parts.non_blocking, window.updates
         try:
             with state.iterating(self):
                 for batch, share, last in self._arrivals():
@@ -384,6 +391,7 @@ class PreparedLoader(DataLoader[Any]):
         finally:
             if position.run == run:
                 self._rest_after = ()
+                position.left_untrained = not position.finished and window.updates == updates
 
     def _end(self, share: RoundPadding | None, batch: object = None) -> None:
         self.end_of_dataloader = self.position.finished = True

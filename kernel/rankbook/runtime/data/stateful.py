@@ -280,7 +280,8 @@ class ReadPosition:
     after the deals `resume_after`, that is after `resume_samples` samples (-1: unknown). `restore` says that it has to
     restore `generator`, the state of the user's own generator at the start of the pass. `reader` is the loaded state of
     torchdata's loader, until the next pass. `seeded_by` is the seed given to `set_seed` when `seed` was fixed; a later
-    `set_seed` causes a new seed.
+    `set_seed` causes a new seed. `start` is the round at which the pass has started. `left_untrained` is True if its
+    loop was left early and has trained nothing.
     """
 
     seed: int | None = None
@@ -297,6 +298,8 @@ class ReadPosition:
     resume_samples: int = -1
     restore: bool = False
     reader: dict[str, Any] | None = None
+    start: int = 0
+    left_untrained: bool = False
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass. A pending resume is kept if it is of the same epoch."""
@@ -324,6 +327,7 @@ class ReadPosition:
         # `delivered` starts at `skip`, so that it is always the number of the next round.
         self.seed, self.epoch, self.delivered, self.earlier = seed, epoch, skip, earlier
         self.finished, self.requested_epoch, self.restore = False, None, False
+        self.start, self.left_untrained = skip, False
         self.start_anew()
         self.run += 1
 
@@ -367,7 +371,7 @@ class ReadPosition:
         self.seed, self.seeded_by = state["seed"], seeded_by
         # `next_epoch` adds one: a finished epoch is followed by the next one, an unfinished one is continued.
         self.epoch = state["epoch"] if state["finished"] else state["epoch"] - 1
-        self.delivered, self.finished = 0, True
+        self.delivered, self.finished, self.left_untrained = 0, True, False
         self.requested_epoch = None
         if not state["finished"]:
             self._resume(state, world_size, total_rows)
