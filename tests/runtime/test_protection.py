@@ -17,6 +17,7 @@ from rankbook.numerics import compare
 from rankbook.runtime import Accelerator, GradScalerKwargs, optimizer, prepared, protection, set_seed, settings
 from rankbook.runtime.optimizer import AcceleratedOptimizer
 from rankbook.snapshot_files import SnapshotFile, SnapshotHeader, SnapshotPlace, SnapshotVersion, read_headers
+from tests.rank_processes import run_ranks
 
 
 @pytest.fixture
@@ -359,6 +360,66 @@ def test_state_of_a_new_rank_is_restored_on_the_device_where_its_optimizer_expec
     restored = {name: value.device.type for name, value in optimizer.state[parameter].items()}
     assert restored == {"step": device, "average": "meta", "moments": "meta"}
     assert optimizer.param_groups[0]["lr"].device.type == "meta"
+
+
+class Averaging(torch.optim.SGD):
+    """An optimizer that keeps its averages in a dict."""
+
+    def step(self, *_):
+        for parameter in self.param_groups[0]["params"]:
+            average = self.state[parameter].setdefault("averages", {"fast": torch.zeros_like(parameter.detach())})
+            average["fast"].add_(1)
+
+
+class Weights:
+    """A registered object that is made anew when it is loaded."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def state_dict(self):
+        return {"values": dict(self.values)}
+
+    def load_state_dict(self, state):
+        self.values = state["values"]
+
+
+def restore_sharded_objects(folder: Path) -> tuple[list[float], list[str], bool]:
+    """Return to a snapshot of a sharded model whose optimizer and registered object have DTensors in dicts."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    from rankbook.runtime import FullyShardedDataParallelPlugin
+
+    snapshot_files.this_place = SnapshotPlace(folder, 0, 1)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    model = nn.Linear(2, 3)
+    model, wrapper = accelerator.prepare(model, Averaging(model.parameters()))
+    weights = Weights({name: value.detach().clone().fill_(5) for name, value in model.named_parameters()})
+    accelerator.register_for_checkpointing(weights)
+    wrapper.step()
+    protection.protect(1)
+    version = versions(folder)[0]
+    wrapper.step()
+    # A new rank has an object without tensors.
+    weights.values = {}
+    assert protection.restore(version, 1)["refused"] == ""
+    averages = [values["averages"]["fast"] for values in wrapper.state.values()]
+    tensors = [*averages, *weights.values.values()]
+    layouts = all(isinstance(value, DTensor) and value.device_mesh is model.weight.device_mesh for value in tensors)
+    wrapper.step()  # an optimizer refuses a mix of tensors and DTensors
+    weights.values["other"] = distribute_tensor(torch.ones(1), init_device_mesh("cpu", (1,), mesh_dim_names=("other",)))
+    with pytest.raises(
+        InvalidArgument, match=r"it has a DTensor on DeviceMesh.*, which is no mesh of a prepared model"
+    ):
+        wrapper.step()
+    return [value.full_tensor().mean().item() for value in tensors], list(weights.values), layouts
+
+
+@pytest.mark.slow
+def test_sharded_tensors_in_dicts_come_back_as_such(tmp_path):
+    [(means, names, layouts)] = run_ranks(restore_sharded_objects, 1, tmp_path)
+    assert (means, names, layouts) == ([3, 3, 5, 5], ["weight", "bias", "other"], True)
 
 
 def test_a_comparison_takes_no_snapshot_and_counts_no_step(folder):

@@ -43,6 +43,7 @@ from typing import Any, TypeAlias, TypedDict
 import cloudpickle
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rankbook import snapshot_files
@@ -694,27 +695,69 @@ def _tensor_of(data: bytes, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype)
 
 
+@dataclass(frozen=True)
+class _DTensorLayout:
+    """Layout of a DTensor. `mesh` is its key in `_meshes`: a new rank has a mesh of its own."""
+
+    mesh: tuple[Any, ...]
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def _mesh_key(mesh: DeviceMesh) -> tuple[Any, ...]:
+    # Without the ranks: those of a replica may take over the state of another one.
+    return mesh.device_type, tuple(mesh.shape), mesh.mesh_dim_names
+
+
+def _meshes() -> dict[tuple[Any, ...], DeviceMesh]:
+    """Return the meshes of prepared models."""
+    tensors = [tensor for _, raw in prepared.current_models().values() for _, tensor in _named_tensors(raw)]
+    return {_mesh_key(tensor.device_mesh): tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+
+
 class _SnapshotPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no type hints
-    """A pickler that takes all tensors out of the pickle, in order."""
+    """A pickler that takes all tensors out of the pickle, in order. Of DTensors it takes the local parts."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[torch.Tensor] = []
 
-    def persistent_id(self, value: object) -> int | None:
+    def persistent_id(self, value: object) -> int | tuple[int, _DTensorLayout] | None:
         if not isinstance(value, torch.Tensor):
             return None
         self.tensors.append(local_part(value))
-        return len(self.tensors) - 1
+        number = len(self.tensors) - 1
+        if not isinstance(value, DTensor):
+            return number
+        mesh = _mesh_key(value.device_mesh)
+        if mesh not in _meshes():
+            raise InvalidArgument(f"it has a DTensor on {value.device_mesh}, which is no mesh of a prepared model")
+        return number, _DTensorLayout(mesh, value.placements, value.shape, value.stride())
 
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors
+        self.problem = ""
 
-    def persistent_load(self, number: int) -> torch.Tensor:
-        return self._tensors[number]
+    def persistent_load(self, identifier: int | tuple[int, _DTensorLayout]) -> torch.Tensor:
+        if isinstance(identifier, int):
+            return self._tensors[identifier]
+        number, layout = identifier
+        mesh = _meshes().get(layout.mesh)
+        if mesh is None:
+            self.problem = "no prepared model has the mesh of a DTensor in the snapshot"
+            return self._tensors[number]
+        return DTensor.from_local(
+            self._tensors[number],
+            mesh,
+            layout.placements,
+            run_check=False,
+            shape=layout.shape,
+            stride=layout.stride,
+        )
 
 
 def _flatten(state: dict[str, Any]) -> tuple[bytes, list[torch.Tensor], int]:
@@ -740,7 +783,7 @@ def _unflatten(content: bytes, data: mmap.mmap | bytearray) -> dict[str, Any]:
     offsets, _ = _offsets_of(layout)
     unpickler = _Unpickler(io.BytesIO(pickled), _views_of(data, layout, offsets))
     models, states = unpickler.load()
-    return {"models": models, "optimizers": states, **unpickler.load()}
+    return {"models": models, "optimizers": states, **unpickler.load(), "problem": unpickler.problem}
 
 
 # Restoring ------------------------------------------------------------------------------------------------------------
@@ -756,6 +799,8 @@ def _optimizers_of(serials: Sequence[int]) -> list[AcceleratedOptimizer]:
 
 def find_difference(state: dict[str, Any]) -> str:
     """Return why the stored state does not fit the objects of this rank; mostly nothing."""
+    if state["problem"]:
+        return str(state["problem"])
     for serial, (_, raw) in prepared.current_models().items():
         stored = state["models"].get(serial)
         for name, tensor in _named_tensors(raw) if stored is not None else ():
