@@ -255,7 +255,7 @@ def test_a_dispatched_loop_that_was_broken_off_begins_anew(cluster, culprit):
 
 @pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.full), 0])
 def test_a_healed_rank_reads_its_own_part_and_trains_on_as_one_process_would(cluster, victim):
-    cluster.run("import sys\n" + PREPARE["ddp"] + "\ncheck()")
+    cluster.run("import sys\n" + PREPARE["ddp"] + "\nformer, model = model, accelerator.prepare(raw)\ncheck()")
     cluster.run(DEAL, timeout=30)
     with pytest.raises(RankLostError):
         cluster.run(
@@ -266,6 +266,8 @@ def test_a_healed_rank_reads_its_own_part_and_trains_on_as_one_process_would(clu
         )
     assert f"rank {victim} was healed with the state of rank {1 - victim}" in str(cluster.heal())
     cluster.run("check()", timeout=30)
+    counts = cluster.run("from rankbook import snapshot_files\nprint(snapshot_files.next_serial)").stdout
+    assert counts[0] == counts[1], "what is prepared next has one number on all ranks"
     cluster.run(AFTER, timeout=30)
     cluster.run("check()", timeout=30)
 
