@@ -299,9 +299,6 @@ def scheduled_epoch(fail=False):
 @pytest.mark.parametrize(("strategy", "kept"), [("ddp", "None"), ("fsdp2", "None"), ("ddp", "lambda: None")])
 def test_schedulers_are_equal_again_if_one_rank_has_missed_a_step(own_model, strategy, kept):
     cluster = own_model
-    # Ranks that the errors of other tests have left with different objects compare neither steps nor schedules.
-    cluster.restart()
-    cluster.run(SETUP)
     code = SCHEDULED_EPOCH.format(kept=kept, prepare=PREPARE[strategy])
     cluster.run(f"raw = make()\nmodel, optimizer = raw, torch.optim.SGD(raw.parameters(), 0.125)\n{code}")
     with pytest.raises(CellError, match="before its scheduler"):
