@@ -508,10 +508,11 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         attributes = {name: value for name, value in self.__dict__.items() if name not in _NOT_PICKLED}
         shared = {name: getattr(self.state, name) for name in ("dynamo_plugin", "fsdp_plugin", "parallelism_config")}
         # Without a former wrapper of a model that was prepared again: it has no number, and DDP cannot pickle it.
-        objects = {
-            kind: [item for item in self._registered(kind) if prepared.serials_of(kind, [item]) != [None]]
-            for kind in self._references
-        }
+        objects = {}
+        for kind in self._references:
+            items = self._registered(kind)
+            numbered = zip(items, prepared.serials_of(kind, items), strict=True)
+            objects[kind] = [item for item, serial in numbered if serial is not None]
         settings = (self.mixed_precision, dict(self.gradient_state.plugin_kwargs), shared)
         scale = self.scaler.state_dict() if self.scaler is not None else {}
         return {

@@ -722,6 +722,7 @@ class _SnapshotPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickl
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[torch.Tensor] = []
+        self._meshes: Mapping[tuple[Any, ...], DeviceMesh] | None = None  # collected for the first DTensor
 
     def persistent_id(self, value: object) -> int | tuple[int, _DTensorLayout] | None:
         if not isinstance(value, torch.Tensor):
@@ -731,7 +732,9 @@ class _SnapshotPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickl
         if not isinstance(value, DTensor):
             return number
         mesh = _mesh_key(value.device_mesh)
-        if mesh not in _meshes():
+        if self._meshes is None:
+            self._meshes = _meshes()
+        if mesh not in self._meshes:
             raise InvalidArgument(f"it has a DTensor on {value.device_mesh}, which is no mesh of a prepared model")
         return number, _DTensorLayout(mesh, value.placements, value.shape, value.stride())
 

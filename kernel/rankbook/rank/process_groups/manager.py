@@ -236,11 +236,7 @@ class GroupManager:
             if not member.group.is_shut_down and member.group.cause is None
         }
         launched = {name: (group.log.count, group.log.checksums[0]) for name, group in groups.items()}
-        store = self._store("launched")
-        store.set(str(self.rank), json.dumps(launched))
-        everyone = [str(rank) for rank in range(self._world_size)]
-        self._wait_for_keys(store, everyone)
-        reports = [json.loads(store.get(key)) for key in everyone]
+        reports = self._exchange("launched", launched)
         sides = {
             name: [tuple(reports[rank].get(name, (0, 0))) for rank in group.log.ranks] for name, group in groups.items()
         }
@@ -282,13 +278,7 @@ class GroupManager:
             "trains": snapshot_files.replicas_may_differ or _uses_accumulation(),
             "groups": {name: member.describe() for name, member in self._foreground().items()},
         }
-        # Every rank writes its report and reads all others, so all of them compute the same result. There is no rank
-        # that decides.
-        store = self._store("agreement")
-        store.set(str(self.rank), json.dumps(local_report))
-        everyone = [str(rank) for rank in range(self._world_size)]
-        self._wait_for_keys(store, everyone)
-        reports = [json.loads(store.get(key)) for key in everyone]
+        reports = self._exchange("agreement", local_report)
         for rank, report in enumerate(reports):
             if report["lost"]:
                 raise RuntimeError(f"rank {rank} has lost its device ({report['lost']}); %distributed heal replaces it")
@@ -308,6 +298,17 @@ class GroupManager:
         self._fresh |= {rank for rank, report in enumerate(reports) if report["fresh"]}
         steps = [None if report["fresh"] else report["steps"] for report in reports]
         return groups, max(report["count"] for report in reports), steps
+
+    def _exchange(self, what: str, report: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the reports of all ranks under this name, in the order of the ranks. Once in a generation.
+
+        Every rank reads all of them, so that all compute the same result. There is no rank that decides.
+        """
+        store = self._store(what)
+        store.set(str(self.rank), json.dumps(report))
+        everyone = [str(rank) for rank in range(self._world_size)]
+        self._wait_for_keys(store, everyone)
+        return [json.loads(store.get(key)) for key in everyone]
 
     def _report_steps(self) -> model_reset.StepReport | None:
         """Describe the optimizers' steps, if a device executes collectives."""

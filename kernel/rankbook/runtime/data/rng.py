@@ -409,8 +409,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def _batch_index() -> int:
     """Return the index of this rank among those of different batches."""
     parallelism = AcceleratorState._shared_state.get("parallelism_config")
-    # `tp` is the innermost axis of the mesh.
-    return PartialState().process_index // (parallelism.sizes["tp"] if parallelism is not None else 1)
+    # As in `StrategySetup.data_parallel_rank`: `tp` is the innermost axis of the mesh.
+    return PartialState().process_index // (parallelism.non_data_parallel_size if parallelism is not None else 1)
 
 
 def last_seed() -> int | None:
