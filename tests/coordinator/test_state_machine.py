@@ -500,12 +500,19 @@ def queued(count: int) -> tuple[GroupReport, ...]:
     return (GroupReport(name="0", members=encode_members((0, 1)), count=count, pending=pending, recent=()),)
 
 
-def test_an_interrupt_cuts_short_no_collectives_that_devices_will_execute():
+def interrupted_with(*counts: int) -> tuple[ClusterState, int]:
+    """Return a cluster of two ranks, and its cell that was interrupted after so many collectives were queued."""
     state = started(2)
     cell, _ = submit(state, 0, 1)
     state.handle(ev.InterruptCell(cell))
-    for rank in (0, 1):
-        state.handle(ev.CollectivesReceived(rank, 1, CollectiveReport(Collectives(1, cell, None, queued(1)), 0.1)))
+    for rank, count in enumerate(counts):
+        report = CollectiveReport(Collectives(1, cell, None, queued(count)), 0.1)
+        state.handle(ev.CollectivesReceived(rank, 1, report))
+    return state, cell
+
+
+def test_an_interrupt_cuts_short_no_collectives_that_devices_will_execute():
+    state, cell = interrupted_with(1, 1)
     actions = state.handle(ev.TimerFired(cell, "abort"))
     assert not only(actions, act.SendAbort)
     assert [action.text[:16] for action in only(actions, act.NotifyUser)] == ["ranks 0-1 wait u"]
@@ -518,11 +525,7 @@ def test_an_interrupt_cuts_short_no_collectives_that_devices_will_execute():
 
 
 def test_an_interrupt_after_the_release_ends_the_wait_for_devices():
-    state = started(2)
-    cell, _ = submit(state, 0, 1)
-    state.handle(ev.InterruptCell(cell))
-    for rank in (0, 1):
-        state.handle(ev.CollectivesReceived(rank, 1, CollectiveReport(Collectives(1, cell, None, queued(1)), 0.1)))
+    state, cell = interrupted_with(1, 1)
     state.handle(ev.TimerFired(cell, "abort"))
     state.handle(ev.TimerFired(cell, "release"))
     abort = act.SendAbort((0, 1), (), "the cell was interrupted")
@@ -534,12 +537,7 @@ def test_an_interrupt_after_the_release_ends_the_wait_for_devices():
 
 
 def test_an_interrupt_aborts_the_wait_for_a_collective_that_a_member_has_not_launched():
-    state = started(2)
-    cell, _ = submit(state, 0, 1)
-    state.handle(ev.InterruptCell(cell))
-    for rank in (0, 1):
-        report = CollectiveReport(Collectives(1, cell, None, queued(1 - rank)), 0.1)
-        state.handle(ev.CollectivesReceived(rank, 1, report))
+    state, cell = interrupted_with(1, 0)
     assert only(state.handle(ev.TimerFired(cell, "abort")), act.SendAbort) == [
         act.SendAbort((0, 1), (), "the cell was interrupted")
     ]

@@ -56,6 +56,22 @@ def lines(outcome: Outcome) -> set[str]:
     return set(outcome.stdout.splitlines())
 
 
+def run_and_interrupt(notebook: Notebook, code: str, *words: str, timeout: float = 30) -> Outcome:
+    """Run a cell, and interrupt it when both ranks, or a message of the cell, have said each of `words` in turn."""
+    waiting = list(words)
+
+    def press(outcome: Outcome) -> None:
+        word = waiting[0] if waiting else None
+        by_both = {f"[0-1] {word}"} & lines(outcome) or {f"[0] {word}", f"[1] {word}"} <= lines(outcome)
+        if word is not None and (by_both or word in outcome.stderr):
+            waiting.pop(0)
+            notebook.interrupt()
+
+    outcome = notebook.finish(notebook.send(code), timeout=timeout, seen=press)
+    assert not waiting, outcome.text
+    return outcome
+
+
 def test_ranks_launch_collectives_and_the_device_executes_them_later(stand_in):
     outcome = stand_in.ok(
         """%%distributed
@@ -212,17 +228,8 @@ def test_mismatched_collectives_are_reported(stand_in, one, words):
 
 
 def test_an_interrupt_ends_a_wait_for_the_device(stand_in):
-    message = stand_in.send(
-        f"%%distributed\nprint('now')\nif rank == 1: dist.recv(t, 0)\nelse:\n    {WAITS['barrier']}"
-    )
-    pressed: list[bool] = []
-
-    def press(outcome: Outcome) -> None:
-        if "now" in outcome.stdout and not pressed:
-            pressed.append(True)
-            stand_in.interrupt()
-
-    outcome = stand_in.finish(message, timeout=20, seen=press)
+    code = f"%%distributed\nprint('now')\nif rank == 1: dist.recv(t, 0)\nelse:\n    {WAITS['barrier']}"
+    outcome = run_and_interrupt(stand_in, code, "now", timeout=20)
     assert outcome.ename in ("KeyboardInterrupt", "CollectiveAborted")
 
 
@@ -260,65 +267,47 @@ def test_a_step_on_a_broken_off_gradient_is_taken_back(stand_in):
 
 def test_weights_that_no_rank_has_right_are_named(stand_in):
     stand_in.ok(f"%%distributed\n{DDP}")
-    message = stand_in.send(
-        "%%distributed\nif rank == 1: stand_in.held = True\nstep()\nprint('now')\nddp.module.weight.sum().item()"
-    )
-    pressed: list[str] = []
-
-    def press(outcome: Outcome) -> None:
-        """Interrupt, and once more when the cell says that the devices need time."""
-        words = ("now", "a second interrupt")[len(pressed) :][:1]
-        if words and words[0] in outcome.text and outcome.text.count("now") >= 1:
-            pressed.append(words[0])
-            stand_in.interrupt()
-
-    outcome = stand_in.finish(message, timeout=30, seen=press)
+    code = "%%distributed\nif rank == 1: stand_in.held = True\nstep()\nprint('now')\nddp.module.weight.sum().item()"
+    # Once more when the cell says that the devices need time.
+    outcome = run_and_interrupt(stand_in, code, "now", "a second interrupt")
     assert outcome.status == "error"
-    assert len(pressed) == 2
     stand_in.ok("%distributed peek setattr(stand_in,'held',False)")
     outcome = stand_in.ok("%%distributed\nstand_in.held = False")
     assert re.search(r"ddp.*optimizer.* not to be trusted", outcome.stderr), outcome.text
     assert "not to be trusted" not in stand_in.ok("%%distributed\npass").stderr
 
 
-STEPS_OF = """for _ in range(3): step()
-print('weights', ddp.module.weight.tolist())"""
+WEIGHTS = "print('weights', ddp.module.weight.tolist())"
+
+
+def expect_three_steps(notebook: Notebook) -> set[str]:
+    """Make the model, and return the lines with the weights that it has after three steps."""
+    notebook.ok(f"%%distributed\n{DDP}")
+    expected = lines(notebook.ok(f"%%distributed\nfor _ in range(3): step()\n{WEIGHTS}"))
+    notebook.ok(f"%%distributed\n{DDP}")
+    return expected
+
+
+def check_weights(notebook: Notebook, expected: set[str]) -> None:
+    """Check that the steps on the slow devices were executed, and that the weights count as right."""
+    outcome = notebook.ok(f"%%distributed\nstand_in.delay = 0.0\n{WEIGHTS}", timeout=30)
+    assert lines(outcome) == expected
+    assert "not to be trusted" not in outcome.text
 
 
 def test_an_error_on_all_ranks_costs_none_of_the_steps_that_their_devices_have_still_to_execute(stand_in):
-    stand_in.ok(f"%%distributed\n{DDP}")
-    expected = lines(stand_in.ok(f"%%distributed\n{STEPS_OF}"))
-    stand_in.ok(f"%%distributed\n{DDP}")
+    expected = expect_three_steps(stand_in)
     outcome = stand_in.run("%%distributed\nstand_in.delay = 0.02\nfor _ in range(3): step()\nundefined_name")
     assert "NameError" in outcome.traceback
-    outcome = stand_in.ok(
-        "%%distributed\nstand_in.delay = 0.0\nprint('weights', ddp.module.weight.tolist())", timeout=30
-    )
-    assert lines(outcome) == expected
-    assert "not to be trusted" not in outcome.text
+    check_weights(stand_in, expected)
 
 
 def test_an_interrupt_cuts_no_collective_short_that_is_only_slow(stand_in):
-    stand_in.ok(f"%%distributed\n{DDP}")
-    expected = lines(stand_in.ok(f"%%distributed\n{STEPS_OF}"))
-    stand_in.ok(f"%%distributed\n{DDP}")
-    message = stand_in.send(
-        "%%distributed\nstand_in.delay = 0.05\nfor _ in range(3): step()\nprint('now')\nddp.module.weight.sum().item()"
-    )
-    pressed: list[bool] = []
-
-    def press(outcome: Outcome) -> None:
-        if "now" in outcome.stdout and not pressed:
-            pressed.append(True)
-            stand_in.interrupt()
-
-    outcome = stand_in.finish(message, timeout=30, seen=press)
+    expected = expect_three_steps(stand_in)
+    steps = "stand_in.delay = 0.05\nfor _ in range(3): step()\nprint('now')\nddp.module.weight.sum().item()"
+    outcome = run_and_interrupt(stand_in, f"%%distributed\n{steps}", "now")
     assert outcome.ename == "KeyboardInterrupt", outcome.text
-    outcome = stand_in.ok(
-        "%%distributed\nstand_in.delay = 0.0\nprint('weights', ddp.module.weight.tolist())", timeout=30
-    )
-    assert lines(outcome) == expected
-    assert "not to be trusted" not in outcome.text
+    check_weights(stand_in, expected)
 
 
 def test_a_killed_rank_is_healed_and_training_goes_on(stand_in):
