@@ -26,8 +26,16 @@ from rankbook.rank.inspect.query_handlers import (
 )
 from rankbook.rank.inspect.tensor_introspection import GilYield, list_variables
 from rankbook.rank.process_groups.device_calls import DeviceWatcher
+from rankbook.runtime import prepare, prepared
 from tests.nccl_stand_in import Device, DeviceError
 from tests.nccl_stand_in.ranks import StandInAccelerator
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the objects that earlier tests of this process have prepared, and that are still referenced."""
+    monkeypatch.setattr(prepared, "_prepared_models", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(prepare, "_wrappers", weakref.WeakKeyDictionary())
 
 
 def inventory(namespace):
