@@ -140,6 +140,19 @@ def test_a_wait_ends_for_a_file_of_the_caller_and_no_longer_for_one_that_it_gave
         os.close(end)
 
 
+def test_a_file_with_the_number_of_a_closed_one_ends_a_wait(tmp_path_factory):
+    hub = ZmqHub(tmp_path_factory.mktemp("hub"))
+    read, write = os.pipe()
+    assert hub.wait(0.0, {read}) == (False, set())
+    other_read, other_write = os.pipe()
+    os.dup2(other_read, read)  # closes the first one
+    os.write(other_write, b"x")
+    assert hub.wait(5.0, {read}) == (False, {read})
+    hub.close()
+    for end in (read, write, other_read, other_write):
+        os.close(end)
+
+
 def test_a_folder_that_is_taken_is_a_start_error(tmp_path):
     (tmp_path / "up").mkdir()
     with pytest.raises(StartError, match="cannot listen"):

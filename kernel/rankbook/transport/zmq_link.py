@@ -46,7 +46,9 @@ class _Inbox:
         # Non-blocking at both ends: a thread that wakes must not wait for a full pipe, and reading must not wait for an
         # empty one. macOS has no `pipe2`.
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) if hasattr(os, "pipe2") else _pipe()
-        self._selector = selectors.DefaultSelector()
+        # Not epoll, which drops a descriptor that is closed: a file that is opened with its number before the next wait
+        # would never be reported.
+        self._selector = selectors.PollSelector()
         for file in (int(socket.getsockopt(zmq.FD)), self._wake_read):
             self._selector.register(file, selectors.EVENT_READ)
         self._files: frozenset[int] = frozenset()
