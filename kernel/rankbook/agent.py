@@ -100,6 +100,7 @@ _FIRST_CONNECTION = 30.0
 """Seconds at least for the first connection: the notebook may be busy with its start, and there is nothing to lose."""
 _REFUSED_SECONDS = 5.0
 """Seconds for which the coordinator's host refuses connections until its process counts as ended."""
+_STOPPED = "the cluster was stopped"
 _LEAVE_SECONDS = 0.5
 """Seconds in which the last message to the coordinator may leave."""
 
@@ -302,6 +303,8 @@ class Agent:
             case agent_link.Unreachable():
                 self._unreachable_since = self._unreachable_since or time.monotonic()
             case agent_link.Refused(reason):
+                # Nothing more is read of what this agent sends.
+                self._unreachable_since = self._unreachable_since or time.monotonic()
                 raise HostLost(reason) if self._was_accepted else AgentRefused(reason)
             case agent_link.LinkMessage(_, _, frames):
                 self._handle_message(frames)
@@ -337,9 +340,13 @@ class Agent:
             case StoreReply(connection):
                 self._requests.reply(connection, bytes(frames[1]))
             case ModuleFiles(connection, names):
-                self._modules.write(connection, dict(zip(names, map(bytes, frames[1:]), strict=True)))
-            case CloseHost():
-                self._ended = "the cluster was stopped"
+                try:
+                    self._modules.write(connection, dict(zip(names, map(bytes, frames[1:]), strict=True)))
+                except OSError as error:
+                    self._send(HostNote(f"modules of the notebook's folder could not be written: {error}"))
+                    self._modules.refuse(connection)
+            case CloseHost(reason):
+                self._ended = f"the notebook does not use this host: {reason}" if reason else _STOPPED
 
     def _deliver(self) -> None:
         waiting: list[_Held] = []
@@ -368,7 +375,7 @@ class Agent:
         cwd = Path(os.fsdecode(request.cwd))
         # The functions of `os` raise no error below a folder that is closed to this user.
         if not (os.path.isdir(cwd) and os.access(cwd, os.X_OK)):  # noqa: PTH112
-            cwd = Path.cwd()
+            cwd = _working_directory()
             missing, used = (os.fsencode(folder).decode(errors="backslashreplace") for folder in (request.cwd, cwd))
             text = f"{missing} does not exist on this host or cannot be entered"
             self._send(HostNote(f"{text}: rank {request.rank} starts in {used}"))
@@ -541,7 +548,7 @@ class ModuleCopies:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.own_folder = Path.cwd()
+        self.own_folder = _working_directory()
         self._listener = RequestListener(folder / "modules")
         self.address = self._listener.address
         self.filenos = self._listener.filenos
@@ -577,6 +584,10 @@ class ModuleCopies:
                 compiled.unlink(missing_ok=True)
         self._listener.reply(connection, b"1" if files else b"")
 
+    def refuse(self, connection: int) -> None:
+        """Tell the rank that has asked, if one has, that there is no such module."""
+        self._listener.reply(connection, b"")
+
     def _digests(self, request: bytes) -> dict[str, str]:
         """Return the digests of this host's own files of the module, which are imported if they are the same."""
         name = request.decode(errors="replace").replace(".", "/")
@@ -607,6 +618,14 @@ def _is_display(data: memoryview) -> bool:
         return isinstance(decode_from_rank(data), Display)
     except ProtocolError:  # the coordinator reports it
         return False
+
+
+def _working_directory() -> Path:
+    """Return the working directory; the root folder if it was removed."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return Path("/")
 
 
 def _frozen(frame: Bytes) -> bytes | memoryview:
@@ -660,7 +679,7 @@ def _serve(connection: Connection, options: argparse.Namespace) -> int:
                 launcher = LocalLauncher()
                 continue
             _report(f"ends because {reason}")
-            return 0 if reason == "the cluster was stopped" else 1
+            return 0 if reason == _STOPPED else 1
     finally:
         launcher.terminate()
 
@@ -729,8 +748,7 @@ def _make_agent(connection: Connection, launcher: LocalLauncher, options: argpar
     # Without a number of its own, the node of a single task has that of the task.
     if node is None and not is_task:
         node = identity.rank
-    if is_task:
-        _forget_threads_of_torchrun(os.environ)
+    _forget_torchrun(os.environ, is_task=is_task)
     address = source_address(connection.address, connection.port)
     description = HostDescription(
         name=os.environ.get("SLURMD_NODENAME") or platform.node(),
@@ -757,9 +775,23 @@ def _make_agent(connection: Connection, launcher: LocalLauncher, options: argpar
     )
 
 
-def _forget_threads_of_torchrun(environment: MutableMapping[str, str]) -> None:
-    """Remove the number of threads that torchrun sets for several tasks on a node if the user has set none."""
-    if "TORCHELASTIC_RUN_ID" in environment and environment.get("OMP_NUM_THREADS") == "1":
+_FOR_WORKERS = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS")
+"""Variables that torchrun sets for its own workers: this agent is one, and its ranks are none."""
+
+
+def _forget_torchrun(environment: MutableMapping[str, str], *, is_task: bool) -> None:
+    """Remove what torchrun has set by itself for its worker, which the ranks would inherit.
+
+    Source: `torch.distributed.elastic.agent.server.local_elastic_agent` and `torch.distributed.run`.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return
+    for name in _FOR_WORKERS:
+        environment.pop(name, None)
+    # Its defaults, where the user has set none. The number of threads is set for several tasks on a node.
+    if environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "1":
+        del environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+    if is_task and environment.get("OMP_NUM_THREADS") == "1":
         del environment["OMP_NUM_THREADS"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -19,11 +20,12 @@ from rankbook.protocol.forkserver import (
     FromRanks,
     HostFailed,
     HostNote,
+    ModuleFiles,
     ProcessState,
     RankExited,
     decode_from_agent,
 )
-from rankbook.protocol.messages import Display, Done, FromRank, Text, decode_from_rank, encode_from_rank
+from rankbook.protocol.messages import Display, Done, FromRank, Text, decode_from_rank, encode, encode_from_rank
 from rankbook.transport import Sender
 from tests.coordinator.fork_requests import request
 
@@ -270,5 +272,30 @@ def test_the_process_of_a_rank_that_has_ended_is_not_looked_at_any_more(agent, l
     ],
 )
 def test_the_number_of_threads_that_torchrun_sets_is_not_taken_for_the_users(environment, kept):
-    agent_module._forget_threads_of_torchrun(environment)
+    agent_module._forget_torchrun(environment, is_task=True)
     assert environment.get("OMP_NUM_THREADS") == kept
+
+
+def test_what_torchrun_sets_for_its_workers_does_not_reach_the_ranks():
+    given = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1", "TORCH_NCCL_BLOCKING_WAIT": "0", "PATH": "/bin"}
+    by_torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    environment = given | by_torchrun | {"TORCHELASTIC_ERROR_FILE": "/tmp/error.json"}
+    agent_module._forget_torchrun(environment, is_task=False)
+    assert environment == given
+    # Without torchrun, it is the user's choice.
+    by_user = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    agent_module._forget_torchrun(by_user, is_task=True)
+    assert by_user == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+
+
+def test_a_module_that_cannot_be_written_costs_a_note_and_the_rank_is_answered(agent, link):
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    refused: list[int] = []
+    agent._modules = SimpleNamespace(write=fail, refuse=refused.append)
+    agent._handle_message([encode(ModuleFiles(7, ("helper.py",))), b"x = 1"])
+    assert refused == [7]
+    assert link.take()[1] == [
+        "modules of the notebook's folder could not be written: [Errno 28] No space left on device"
+    ]

@@ -333,6 +333,14 @@ def test_an_agent_that_was_given_up_is_refused_when_it_returns(pair, proxy):
     assert "given this host up" in pair.seen(link, Refused)[0].reason
 
 
+def test_an_agent_that_is_given_up_while_it_is_connected_is_told(pair):
+    link = pair.connect()
+    pair.until(lambda: pair.seen(link, Accepted))
+    pair.hub.forget("agent-0")
+    pair.until(lambda: pair.seen(link, Refused))
+    assert pair.seen(link, Refused)[0].reason == "the notebook has given this host up"
+
+
 def test_a_hub_that_was_busy_takes_no_agent_for_silent(pair, monkeypatch):
     link = pair.connect()
     pair.until(lambda: pair.seen(link, Accepted))

@@ -284,9 +284,11 @@ class AgentHub:
             self._drop(agent)
 
     def forget(self, agent: str) -> None:
-        """Give an agent up. It is refused when it returns."""
+        """Give an agent up. It is told so if it is still connected, and refused when it returns."""
         with self._lock:
             self._forgotten.add(agent)
+            if agent in self._peers:
+                self._send_frames(self._peers[agent], [_REFUSE, b"the notebook has given this host up"])
             self._drop(agent)
 
     def send(self, agent: str, stream: int, frames: Sequence[Bytes]) -> None:
