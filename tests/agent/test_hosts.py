@@ -219,12 +219,20 @@ def test_a_rank_learns_that_another_one_has_moved_to_its_host(tmp_path, monkeypa
     with cluster_on_hosts(tmp_path, monkeypatch, 2, [1, 1]) as (cluster, agents):
         agents.start("--slots", "2", "--node", "2")
         wait_until(lambda: sum(host.slots for host in cluster.hosts()) == 4, timeout=60, what="a third host is there")
-        for rank, size in ((0, "1"), (1, "2")):
+        names = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT")
+        cluster.run(f"import os; names = {names}; port = os.environ['MASTER_PORT']")
+        first_port = cluster.pull("port")[0]
+        for rank, numbers in ((0, [("1", "0", "2"), ("1", "1", "2")]), (1, [("2", "0", "1"), ("2", "0", "1")])):
             agents.processes[rank].terminate()
             wait_until(lambda rank=rank: cluster.status()[rank].state == "dead", timeout=30, what="the host is lost")
             assert cluster.heal() is not None
-            cluster.run("import os; size = os.environ['LOCAL_WORLD_SIZE']")
-            assert cluster.pull("size") == [size, size]
+            cluster.run("import os; *place, port = map(os.environ.get, names)")
+            assert list(map(tuple, cluster.pull("place"))) == numbers
+            # That of the host where rank 0 runs now.
+            assert len(set(cluster.pull("port"))) == 1 and cluster.pull("port")[0] != first_port
+            # Groups that are made by these variables use the store of the cluster.
+            cluster.run("dist.destroy_process_group(); dist.init_process_group('gloo')")
+            assert cluster.run(REDUCE).text(0) == "[3.0, 3.0]"
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def test_the_devices_of_a_host_count_unless_the_ranks_are_to_use_the_cpu(tmp_pat
 
 def test_a_host_without_a_device_that_torch_can_use_is_sent_away_if_all_ranks_are_to_have_one(tmp_path):
     agent = OneAgent(tmp_path, device="cuda", problem=TOO_OLD)
-    assert not agent.poll(times=1) and agent.sent == [CloseHost()]
+    assert not agent.poll(times=1) and agent.sent == [CloseHost(agent.hosts.lacks_device)]
     assert agent.hosts.lacks_device.startswith(f"no CUDA device can be used on node: {TOO_OLD}; to start the ranks on")
     assert agent.reported == [], "the start that waits for it raises it"
     later = OneAgent(tmp_path, device="cuda")
@@ -199,9 +199,22 @@ def test_all_ranks_that_move_to_a_host_know_how_many_it_has(tmp_path):
     assert [(seat.host, seat.local_rank, seat.local_world_size) for seat in moved] == [("agent", 1, 3), ("agent", 2, 3)]
     # So does the one that was there before.
     assert (agent.hosts.seats[2].host, agent.hosts.seats[2].local_world_size) == ("agent", 3)
+    assert {(seat.group_rank, seat.group_world_size) for seat in agent.hosts.seats.values()} == {(0, 1)}
     # Once more, as while another rank waits for a host: nothing changes.
     assert agent.hosts.move_lost((0, 1), {}) == []
     assert [agent.hosts.seats[rank] for rank in (0, 1)] == moved
+
+
+def test_ranks_that_need_a_device_of_their_own_do_not_move_to_a_host_without_one(tmp_path):
+    agent = OneAgent(tmp_path, slots=2, devices=1)
+    agent.poll(times=1)
+    lost = HostSlots("lost", "node0", slots=2, devices=2, node=0)
+    agent.hosts.seats = {seat.rank: seat for seat in place_ranks(2, [lost])}
+    agent.hosts.own_devices = True
+    assert agent.hosts.move_lost((0, 1), {}) == [1]
+    assert agent.hosts.seats[0].device == "cuda:0"
+    agent.hosts.own_devices = False
+    assert agent.hosts.move_lost((1,), {}) == []
 
 
 def exited(rank: int, incarnation: int) -> RankExited:

@@ -16,9 +16,9 @@ from rankbook.launch.placement import (
     free_seat,
     home_seat,
     inherited_variables,
+    number_nodes,
     place_ranks,
     place_variables,
-    ranks_per_node,
     usable_cores,
 )
 
@@ -75,9 +75,23 @@ def test_agents_that_were_started_per_rank_keep_its_order_and_share_the_node():
     newcomer = replace(tasks[3], id="task4", name="node1#3")
     moved = free_seat(seats[3], seats, [*tasks[:3], newcomer])
     assert moved is not None and (moved.host, moved.local_rank, moved.group_rank) == ("task4", 1, 1)
-    assert ranks_per_node([*seats[:3], moved], [*tasks[:3], newcomer]) == dict.fromkeys(
-        ("task0", "task1", "task2", "task4"), 2
-    )
+    assert number_nodes([*seats[:3], moved], [*tasks[:3], newcomer]) == (*seats[:3], moved)
+
+
+def test_nodes_are_numbered_without_gaps_after_ranks_have_moved():
+    def numbers(*hosts: str) -> list[tuple[int, int, int]]:
+        moved = [replace(seat, host=host) for seat, host in zip(seats, hosts, strict=True)]
+        numbered = number_nodes(moved, [HostSlots(host, f"node-{host}", slots=4) for host in set(hosts)])
+        return [(seat.group_rank, seat.group_world_size, seat.local_world_size) for seat in numbered]
+
+    nodes = [HostSlots(name, name, slots=2) for name in "ab"]
+    seats = place_ranks(4, nodes)
+    assert numbers("a", "a", "b", "b") == [(0, 2, 2), (0, 2, 2), (1, 2, 2), (1, 2, 2)]
+    # The ranks of one host have moved to two.
+    assert numbers("a", "a", "c", "d") == [(0, 3, 2), (0, 3, 2), (1, 3, 1), (2, 3, 1)]
+    assert numbers("c", "d", "b", "b") == [(0, 3, 1), (1, 3, 1), (2, 3, 2), (2, 3, 2)]
+    # To the other host.
+    assert numbers("b", "b", "b", "b") == [(0, 1, 4)] * 4
 
 
 def test_too_few_slots_are_an_error_that_says_how_many_there_are():

@@ -39,6 +39,7 @@ from rankbook.launch.connection import connection_path, decode_connection, inter
 from rankbook.launch.hosts import HostOptions, Hosts, HostsLauncher, HostsLink, listen
 from rankbook.launch.placement import (
     HOME,
+    PLACE_OF_OTHERS,
     DeviceAssignment,
     HostSlots,
     RankSeat,
@@ -356,13 +357,9 @@ class ClusterProcesses:
         world_size, threads = len(self.state.ranks), self.assignment.threads
         if self._hosts is None:
             seat = home_seat(rank, self.assignment.devices[:world_size], threads)  # see `resize`
-            address, port = "127.0.0.1", self._port
         else:
             seat = self._hosts.seats[rank]
-            address, port = self._hosts.address_of(0), self._hosts.port_of(0, self._port)
-        variables = place_variables(
-            seat, world_size=world_size, address=address, port=port, run=self.key, device=self.device
-        )
+        variables = self._place_variables(seat)
         if self._hosts is None:
             environment = rank_environment(os.environ, variables, threads=threads)
         else:
@@ -386,6 +383,14 @@ class ClusterProcesses:
             modules="on" if self._hosts is not None and self._hosts.modules is not None and seat.host != HOME else "",
             keep=self._token,
             widgets="ipykernel.kernelapp" in sys.modules,  # imported in the process of every kernel
+        )
+
+    def _place_variables(self, seat: RankSeat) -> dict[str, str]:
+        address, port = "127.0.0.1", self._port
+        if self._hosts is not None:
+            address, port = self._hosts.address_of(0), self._hosts.port_of(0, self._port)
+        return place_variables(
+            seat, world_size=len(self.state.ranks), address=address, port=port, run=self.key, device=self.device
         )
 
     # Other hosts
@@ -468,7 +473,9 @@ class ClusterProcesses:
         seats = place_ranks(n, [home, *hosts.slots])
         hosts.seats.update({seat.rank: seat for seat in seats})
         threads = threads_per_rank(os.environ, min(seat.threads for seat in seats))  # all ranks inherit the variable
-        return DeviceAssignment(tuple(seat.device for seat in seats), choose_backend(seats, backend), threads)
+        backend = choose_backend(seats, backend)
+        hosts.own_devices = "nccl" in backend
+        return DeviceAssignment(tuple(seat.device for seat in seats), backend, threads)
 
     def _replace_hosts(
         self, hosts: Hosts, ranks: tuple[int, ...], deadline: float, interrupted: Callable[[], bool]
@@ -550,7 +557,8 @@ class ClusterProcesses:
             time.sleep(0.05)
         seats = [seat for _, seat in sorted(hosts.seats.items())]
         self.assignment = replace(self.assignment, devices=tuple(seat.device for seat in seats))
-        driver.local_world_sizes = tuple(seat.local_world_size for seat in seats)
+        places = map(self._place_variables, seats)
+        driver.places = tuple({name: variables[name] for name in PLACE_OF_OTHERS} for variables in places)
 
     def _ask_for_hosts(
         self, hosts: Hosts, missing: list[int], deadline: float, interrupted: Callable[[], bool]

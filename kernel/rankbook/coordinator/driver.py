@@ -154,7 +154,7 @@ class Driver:
         self._launcher = launcher
         self._request = request
         # Of all ranks, if there are other hosts: those that were on one before others moved there have to be told.
-        self.local_world_sizes: tuple[int, ...] = ()
+        self.places: tuple[dict[str, str], ...] = ()
         self._cells: dict[int, RunningCell] = {}
         self._recent: deque[int] = deque()
         self._flusher = OutputFlusher(self._cells, lambda number, ranks: hub.send_many(ranks, LimitOutput(cell=number)))
@@ -307,7 +307,7 @@ class Driver:
     def _perform_grouping(self, action: act.FormGroup | act.ReplaceRanks) -> None:
         if isinstance(action, act.FormGroup):
             number, ranks = action.cell, self.state.ranks
-            regroup = Regroup(number, action.generation, len(ranks), action.anew, self.local_world_sizes)
+            regroup = Regroup(number, action.generation, len(ranks), action.anew, self.places)
             self._cells[number] = RunningCell(
                 number, -1, dict.fromkeys(ranks, (regroup, ())), cluster_key="", sink=None, label="forming the group"
             )

@@ -42,7 +42,7 @@ from rankbook.formatting import format_bytes, plural
 from rankbook.launch.code_sync import ModuleFolder, SentModules
 from rankbook.launch.connection import Connection, choose_address, write_connection
 from rankbook.launch.local import LocalLauncher
-from rankbook.launch.placement import HOME, HostSlots, RankSeat, describe_no_device, free_seat, ranks_per_node
+from rankbook.launch.placement import HOME, HostSlots, RankSeat, describe_no_device, free_seat, number_nodes
 from rankbook.process_identity import ProcessInfo, package_version
 from rankbook.protocol import PROTOCOL_VERSION, Message
 from rankbook.protocol.forkserver import (
@@ -183,6 +183,8 @@ class Hosts:
         self.modules: ModuleFolder | None = None
         self.device: str | None = None
         """Type of device that all ranks are to have; None for CUDA devices where there are some."""
+        self.own_devices = False
+        """Whether every rank has a CUDA device of its own, as NCCL needs."""
         self.lacks_device = ""
         """Why a host was refused that has no such device."""
         self.probe_agents = False
@@ -293,6 +295,8 @@ class Hosts:
         missing = []
         for rank in ranks:
             hosts = [*home, *self.slots]
+            if self.own_devices:
+                hosts = [replace(host, slots=min(host.slots, host.devices)) for host in hosts]
             node = self.node_of(rank)
             started = [host for host in hosts if node is not None and host.node == replacements.get(node, -1)]
             seat = free_seat(self.seats[rank], self.seats.values(), started)
@@ -301,11 +305,10 @@ class Hosts:
                 missing.append(rank)
             else:
                 self.seats[rank] = seat
-        # Only now it is known how many ranks these hosts have, with those that were there before.
-        sizes = ranks_per_node(self.seats.values(), self.slots)
-        for rank, seat in self.seats.items():
-            if sizes.get(seat.host, seat.local_world_size) != seat.local_world_size:
-                self.seats[rank] = replace(seat, local_world_size=sizes[seat.host])
+        if not missing:
+            # Only now it is known how many ranks every host has, with those that were there before.
+            seats = number_nodes(list(self.seats.values()), self.slots)
+            self.seats.update({seat.rank: seat for seat in seats})
         return missing
 
     def lose_node(self, node: int | None, reason: str) -> None:
@@ -521,7 +524,7 @@ class Hosts:
             self.lacks_device = describe_no_device(ready.problem[:500], host.name)
             if self.seats:  # a start that waits for hosts raises it
                 self.report(self.lacks_device)
-            self._send(host.id, CloseHost())
+            self._send(host.id, CloseHost(self.lacks_device))
             return
         description = host.description
         host.port = ready.port

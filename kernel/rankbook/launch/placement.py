@@ -139,8 +139,8 @@ def rank_environment(
     """Return the environment of a rank: defaults, then `base` of the notebook or the agent, then `place`.
 
     `place` has the variables that torchrun sets, see `placement.place_variables`. Nothing listens on MASTER_PORT: rank
-    0 may host a `TCPStore` there. `init_method="env://"` uses the cluster's own store. `interface` is the name of the
-    network interface that reaches the other hosts; without one, all ranks are on this host.
+    0 may host a `TCPStore` there. `init_method="env://"` uses the cluster's own store, also on other hosts. `interface`
+    is the name of the network interface that reaches the other hosts; without one, all ranks are on this host.
     """
     # Without other hosts: no listening on the network, no loss with a VPN.
     name = interface or ("lo0" if sys.platform == "darwin" else "lo")
@@ -269,8 +269,8 @@ def place_ranks(count: int, hosts: Sequence[HostSlots]) -> tuple[RankSeat, ...]:
 def free_seat(seat: RankSeat, seats: Iterable[RankSeat], hosts: Sequence[HostSlots]) -> RankSeat | None:
     """Return where the replacement of the rank at `seat` runs: at the same place if its host is among `hosts`.
 
-    Otherwise in the first free slot of another host; None if there is none. `seats` are those of all ranks. Its
-    `local_world_size` is as before: when all ranks have moved, `ranks_per_node` has it.
+    Otherwise in the first free slot of another host; None if there is none. `seats` are those of all ranks. When all
+    ranks have moved, `number_nodes` has the numbers that depend on the others.
     """
     if any(host.id == seat.host for host in hosts):
         return seat
@@ -292,11 +292,26 @@ def free_seat(seat: RankSeat, seats: Iterable[RankSeat], hosts: Sequence[HostSlo
     return None
 
 
-def ranks_per_node(seats: Iterable[RankSeat], hosts: Iterable[HostSlots]) -> dict[str, int]:
-    """Return, by the id of a host, how many ranks run on its node, which agents of single ranks share."""
-    nodes = {host.id: _node_key(host) for host in hosts}
-    counts = Counter(nodes[seat.host] for seat in seats if seat.host in nodes)
-    return {host: counts[node] for host, node in nodes.items()}
+def number_nodes(seats: Sequence[RankSeat], hosts: Iterable[HostSlots]) -> tuple[RankSeat, ...]:
+    """Return `seats` with the numbers of nodes and of ranks per node, which change when ranks move to other `hosts`.
+
+    Nodes keep their order, and are numbered without gaps.
+    """
+    keys = {host.id: _node_key(host) for host in hosts}
+    node_of = {seat.rank: keys.get(seat.host, (seat.host,)) for seat in seats}
+    nodes = list(
+        dict.fromkeys(node_of[seat.rank] for seat in sorted(seats, key=lambda seat: (seat.group_rank, seat.rank)))
+    )
+    counts = Counter(node_of.values())
+    return tuple(
+        replace(
+            seat,
+            local_world_size=counts[node_of[seat.rank]],
+            group_rank=nodes.index(node_of[seat.rank]),
+            group_world_size=len(nodes),
+        )
+        for seat in seats
+    )
 
 
 def home_seat(rank: int, devices: Sequence[str], threads: int) -> RankSeat:
@@ -336,6 +351,9 @@ def _device(host: HostSlots, number: int) -> str:
 
 
 # Environment --------------------------------------------------------------------------------------------------------
+
+PLACE_OF_OTHERS = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of a rank that change when other ranks move to another host."""
 
 INHERITED_PREFIXES = ("RANKBOOK_", "ACCELERATE_", "OMP_", "NCCL_", "TORCH", "HF_", "WANDB_")
 """Prefixes of the environment variables that ranks on other hosts inherit from the notebook's process."""

@@ -200,7 +200,12 @@ class DropSegments(Message, frozen=True):
 
 
 class CloseHost(Message, frozen=True):
-    """Kill all ranks, remove all folders, and exit."""
+    """Kill all ranks, remove all folders, and exit.
+
+    `reason` says why this host is not used; it is empty when the cluster is stopped.
+    """
+
+    reason: str = ""
 
 
 class ModuleFiles(Message, frozen=True):

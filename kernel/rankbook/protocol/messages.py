@@ -398,15 +398,15 @@ class TakeOver(Message, frozen=True):
 class Regroup(Message, frozen=True):
     """Leave the current process group, if any, and join generation `generation` of it.
 
-    `anew`: destroy all groups first, because the number of ranks is `world_size` now. `local_world_sizes` has the
-    LOCAL_WORLD_SIZE of every rank, which changes when ranks move to another host; it is empty without other hosts.
+    `anew`: destroy all groups first, because the number of ranks is `world_size` now. `places` has the variables of
+    every rank's environment that change when ranks move to another host; it is empty without other hosts.
     """
 
     cell: int
     generation: int
     world_size: int = 0
     anew: bool = False
-    local_world_sizes: tuple[int, ...] = ()
+    places: tuple[dict[str, str], ...] = ()
 
 
 class Interrupt(Message, frozen=True):

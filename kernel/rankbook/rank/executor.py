@@ -370,8 +370,8 @@ class Executor:
         return None
 
     def _regroup(self, message: Regroup) -> None:
-        if message.local_world_sizes:
-            os.environ["LOCAL_WORLD_SIZE"] = str(message.local_world_sizes[self._group.rank])
+        if message.places:
+            self._group.enter_place(message.places[self._group.rank])
         try:
             self._group.join(message.generation, message.world_size, anew=message.anew)
         except (RuntimeError, OSError) as error:

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
@@ -149,11 +149,18 @@ class GroupManager:
         self._cause: str | None = None
         self._cancel = threading.Event()
         self._timeouts_suspended = False
-        self.master_port = os.environ.get("MASTER_PORT")
+        self.master = _master_variables(os.environ)
         self.store = open_store(folder / "store", agent, self._cancel)  # never replaced: torch keeps a reference
         self._install()
 
     # Joining a generation
+
+    def enter_place(self, variables: Mapping[str, str]) -> None:
+        """Set `variables` of this process, which have changed because ranks have moved to another host."""
+        has_own_master = _master_variables(os.environ) != self.master
+        kept = _MASTER if has_own_master else ()  # user code has set another address
+        os.environ.update({name: value for name, value in variables.items() if name not in kept})
+        self.master = _master_variables(variables)
 
     def join(self, generation: int, world_size: int = 0, *, anew: bool = False) -> None:
         """Join a generation: create the default group the first time, later give every group fresh connections.
@@ -807,11 +814,18 @@ def _create_backend(options: object, backend_options: object) -> RecoverableProc
     return _manager()._create_group(options, backend_options)
 
 
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+
+
+def _master_variables(environment: Mapping[str, str]) -> tuple[str | None, ...]:
+    return tuple(map(environment.get, _MASTER))
+
+
 def _env_rendezvous(original: Callable[..., Any], url: str, **options: Any) -> Iterator[Any]:  # noqa: ANN401
     """Redirect `init_method="env://"` to the cluster's store, unless the user has set another address."""
     manager = _manager()
     # User code that has set another address wants torch's own rendezvous.
-    if (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) != ("127.0.0.1", manager.master_port):
+    if _master_variables(os.environ) != manager.master:
         yield from original(url, **options)
         return
     query = dict(parse_qsl(urlsplit(url).query))
