@@ -203,9 +203,20 @@ def test_a_host_that_is_lost_costs_its_ranks_and_is_replaced_by_another_one(tmp_
         number = next(
             index for index, agent in enumerate(agents.processes) if pid_of(cluster, 2) in pids_below(agent.pid)
         )
+        here = [tmp_path / f"here-{rank}" for rank in range(3)]
+        cell = cluster.submit_code(
+            f"import time; open({str(tmp_path)!r} + f'/here-{{rank}}', 'w')\n"
+            "if rank == 2: time.sleep(60)\ndist.all_reduce(torch.ones(2))",
+            number=0,
+            ranks=None,
+            sink=None,
+        )
+        wait_until(lambda: all(path.exists() for path in here), timeout=20, what="two ranks wait for the third one")
         agents.processes[number].terminate()  # its end is known at once
+        cluster.wait(cell, timeout=30)
+        assert cell.result is not None
         with pytest.raises(RankLostError, match=r"rank 2 was lost: the agent on .* ended because it received SIGTERM"):
-            cluster.run("import time\nfor _ in range(1000): time.sleep(0.02)", timeout=30)
+            cell.result.raise_for_status()
         assert [state.state for state in cluster.status()] == ["idle", "idle", "dead"]
         assert cluster.heal() is not None
         assert cluster.status()[2].host not in ("", lost)

@@ -1,4 +1,4 @@
-"""The link over ZeroMQ; the only module that imports zmq.
+"""The link over ZeroMQ between a process and the ranks of its host; `agent_link` is the one between hosts.
 
 Uplink: every rank PUSHes to the notebook's single PULL socket. Downlink: one PUSH socket per incarnation of a rank,
 bound by the notebook, so that ranks connect to known addresses, and a message to a rank that is not connected yet waits
