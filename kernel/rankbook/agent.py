@@ -39,7 +39,7 @@ from rankbook.formatting import format_bytes
 from rankbook.launch.code_sync import digest
 from rankbook.launch.connection import CONNECT, Connection, decode_connection, interface_addresses
 from rankbook.launch.local import LocalLauncher
-from rankbook.launch.placement import rank_environment, threads_per_rank, usable_cores
+from rankbook.launch.placement import core_ids, rank_environment, threads_per_rank, usable_cores
 from rankbook.launch.registry import make_folders
 from rankbook.process_identity import package_version, process_info
 from rankbook.protocol import PROTOCOL_VERSION, Message
@@ -414,7 +414,9 @@ class Agent:
             case ClusterOpened(port, devices, problem, unexpected):
                 slots = self._slots if self._slots is not None else devices or 1
                 cores, liveness_port = usable_cores(), self._liveness.port
-                self._send(HostReady(slots, devices, cores, port, liveness_port, problem, unexpected))
+                # With a quota, agents of one node share it, whatever their cores are.
+                ids = core_ids() if cores == len(core_ids()) else ()
+                self._send(HostReady(slots, devices, cores, port, liveness_port, problem, unexpected, ids))
             case RankForked(rank, incarnation, pid):
                 self._pids[rank] = (incarnation, pid)
                 self._send(report)

@@ -71,6 +71,14 @@ def test_agents_that_were_started_per_rank_keep_its_order_and_share_the_node():
     assert [seat.local_rank for seat in seats] == [0, 1, 0, 1]
     assert {seat.local_world_size for seat in seats} == {2} and [seat.group_rank for seat in seats] == [0, 0, 1, 1]
     assert [seat.device for seat in seats] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    # They share the cores of their node, or have their own.
+    assert [seat.threads for seat in seats] == [4] * 4
+    shared = [replace(task, core_ids=frozenset(range(8))) for task in tasks]
+    assert [seat.threads for seat in place_ranks(4, shared)] == [4] * 4
+    bound = [replace(task, core_ids=frozenset(range(8 * task.local_rank, 8 * task.local_rank + 8))) for task in tasks]
+    assert [seat.threads for seat in place_ranks(4, bound)] == [8] * 4
+    moved = free_seat(place_ranks(4, bound)[3], place_ranks(4, bound), [*bound[:3], replace(bound[3], id="task4")])
+    assert moved is not None and moved.threads == 8
     # The task of rank 3 is lost, and another one takes its place.
     newcomer = replace(tasks[3], id="task4", name="node1#3")
     moved = free_seat(seats[3], seats, [*tasks[:3], newcomer])

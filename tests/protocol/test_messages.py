@@ -48,7 +48,7 @@ def test_every_message_belongs_to_a_direction():
     assert directed == kinds | {*QueryRequest.__subclasses__(), *QueryReply.__subclasses__()}
 
 
-WIRE = (4, "bd0579cd731bc316")
+WIRE = (4, "a6616ca9e9e0b9bf")
 """The protocol's version, and a digest of the messages and their fields that it stands for."""
 
 

@@ -543,6 +543,7 @@ class Hosts:
             rank=_number(description.rank),
             local_rank=_number(description.local_rank),
             machine=description.name,
+            core_ids=frozenset(ready.core_ids),
         )
         what = f"{devices} CUDA devices" if devices else f"{cores} cores"
         problem = f"; {ready.problem[:500]}" if ready.unexpected and self.device != "cpu" else ""

@@ -114,10 +114,15 @@ def abort_grace() -> float:
 
 def usable_cores() -> int:
     """Return the number of CPU cores that this process may use."""
-    # Job schedulers restrict the affinity, and containers the time. macOS has no such call.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Job schedulers restrict the affinity, and containers the time.
+    cores = len(core_ids()) or os.cpu_count() or 1
     quota = control_groups.cpu_quota()
     return cores if quota is None else min(cores, math.ceil(quota))
+
+
+def core_ids() -> tuple[int, ...]:
+    """Return the numbers of the CPU cores that this process may use; empty on macOS, which has no such call."""
+    return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
 
 
 def threads_per_rank(environment: Mapping[str, str], default: int) -> int:
@@ -203,7 +208,8 @@ class HostSlots:
     `id` identifies the host's agent; `HOME` is the notebook's host. `slots` is the number of ranks that it takes,
     `devices` its number of CUDA devices, and `cores` its number of CPU cores. `node` is the node's number from the
     launcher, if it has given one. `rank` and `local_rank` are set for an agent that a launcher has started for one
-    rank: several of them may run on one `machine`, and have a `name` each.
+    rank: several of them may run on one `machine`, and have a `name` each. `core_ids` tell whether they share their
+    cores.
     """
 
     id: str
@@ -215,6 +221,7 @@ class HostSlots:
     rank: int | None = None
     local_rank: int | None = None
     machine: str = ""
+    core_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -251,6 +258,7 @@ def place_ranks(count: int, hosts: Sequence[HostSlots]) -> tuple[RankSeat, ...]:
     # Agents that were started for one rank each share the node.
     nodes = list(dict.fromkeys(_node_key(host) for host, _ in chosen))
     per_node = {key: sum(_node_key(host) == key for host, _ in chosen) for key in nodes}
+    cores = {key: _cores_of([host for host, _ in chosen if _node_key(host) == key]) for key in nodes}
     return tuple(
         RankSeat(
             rank=rank,
@@ -260,7 +268,7 @@ def place_ranks(count: int, hosts: Sequence[HostSlots]) -> tuple[RankSeat, ...]:
             local_world_size=per_node[_node_key(host)],
             group_rank=nodes.index(_node_key(host)),
             group_world_size=len(nodes),
-            threads=max(1, host.cores // per_node[_node_key(host)]),
+            threads=max(1, cores[_node_key(host)] // per_node[_node_key(host)]),
         )
         for rank, (host, number) in enumerate(chosen)
     )
@@ -287,7 +295,8 @@ def free_seat(seat: RankSeat, seats: Iterable[RankSeat], hosts: Sequence[HostSlo
                 local_rank=local_rank if host.local_rank is None else host.local_rank,
                 # A host without ranks takes the number of the lost one.
                 group_rank=taken[0].group_rank if taken else seat.group_rank,
-                threads=max(1, host.cores // host.slots),
+                # The task of a launcher may have all cores of its node or some: what its predecessor had.
+                threads=seat.threads if host.local_rank is not None else max(1, host.cores // host.slots),
             )
     return None
 
@@ -341,6 +350,13 @@ def _order(host: HostSlots) -> tuple[bool, bool, int, str, str]:
 
 def _node_key(host: HostSlots) -> tuple[object, ...]:
     return (host.id,) if host.local_rank is None else (host.node, host.machine or host.name)
+
+
+def _cores_of(agents: Iterable[HostSlots]) -> int:
+    """Return the number of cores of one node, all of whose `agents` may use the same ones, or each its own."""
+    agents = list(agents)
+    own = frozenset[int]().union(*(agent.core_ids for agent in agents))
+    return max(len(own), *(agent.cores for agent in agents))
 
 
 def _device(host: HostSlots, number: int) -> str:

@@ -254,8 +254,10 @@ class SegmentRefused(Message, frozen=True):
 class HostReady(Message, frozen=True):
     """Report that the host can start ranks: its slots, CUDA devices and CPU cores, and a free TCP port.
 
-    The agent listens at `liveness_port` for as long as its process lives (0: at none). `problem` and `unexpected` are
-    those of `ClusterOpened`.
+    `core_ids` are the numbers of the cores: agents that a launcher has started for one rank each have the same ones, or
+    each its own. It is empty where the system does not tell them, or limits the time instead. The agent listens at
+    `liveness_port` for as long as its process lives (0: at none). `problem` and `unexpected` are those of
+    `ClusterOpened`.
     """
 
     slots: int
@@ -265,6 +267,7 @@ class HostReady(Message, frozen=True):
     liveness_port: int = 0
     problem: str = ""
     unexpected: bool = False
+    core_ids: tuple[int, ...] = ()
 
 
 class HostFailed(Message, frozen=True):
