@@ -179,6 +179,19 @@ def test_a_host_without_a_device_that_torch_can_use_is_sent_away_if_all_ranks_ar
     assert not later.poll(times=1) and later.reported == [later.hosts.lacks_device]
 
 
+@pytest.mark.parametrize("name", ["rankbook", "torch", "python"])
+def test_an_agent_with_another_version_is_refused_on_both_sides(tmp_path, name):
+    agent = OneAgent(tmp_path)
+    versions = local_versions()
+    description = HostDescription(name="node", pid="1", address="127.0.0.1", **{**versions, name: "0.1"})
+    agent.events = [Hello("agent", encode_description(description))]
+    refused: list[str] = []
+    agent.refuse = lambda _agent, reason: refused.append(reason)
+    assert not agent.poll(times=1)
+    assert refused == [f"it has {name} 0.1 instead of {versions[name]}; install the same versions"]
+    assert agent.reported == [f"refused node: {refused[0]}"]
+
+
 def test_a_host_that_cannot_start_ranks_is_lost_with_the_cause(tmp_path):
     agent = OneAgent(tmp_path)
     agent.deliver(HostFailed("Traceback\n" * 1000 + "ImportError: libcudart.so.12"))
