@@ -235,8 +235,11 @@ class Hosts:
         """Return the status of every host that was accepted, except lost ones whose ranks have all moved."""
         statuses = []
         now = time.monotonic()
+        ranks_of: dict[str, list[int]] = {}
+        for rank, seat in list(self.seats.items()):
+            ranks_of.setdefault(seat.host, []).append(rank)
         for host in list(self._hosts.values()):
-            ranks = tuple(rank for rank, seat in self.seats.items() if seat.host == host.id)
+            ranks = tuple(ranks_of.get(host.id, ()))
             if host.lost and not ranks:
                 continue
             since = host.unreachable_since

@@ -256,21 +256,25 @@ def place_ranks(count: int, hosts: Sequence[HostSlots]) -> tuple[RankSeat, ...]:
         raise InvalidArgument(f"{count} ranks need {count} slots, but the hosts offer {offered}")
     chosen = [(host, number) for host in sorted(hosts, key=_order) for number in range(host.slots)][:count]
     # Agents that were started for one rank each share the node.
-    nodes = list(dict.fromkeys(_node_key(host) for host, _ in chosen))
-    per_node = {key: sum(_node_key(host) == key for host, _ in chosen) for key in nodes}
-    cores = {key: _cores_of([host for host, _ in chosen if _node_key(host) == key]) for key in nodes}
+    keys = [_node_key(host) for host, _ in chosen]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    per_node = Counter(keys)
+    agents: dict[tuple[object, ...], dict[str, HostSlots]] = {}
+    for (host, _), key in zip(chosen, keys, strict=True):
+        agents.setdefault(key, {})[host.id] = host
+    threads = {key: max(1, _cores_of(of_node.values()) // per_node[key]) for key, of_node in agents.items()}
     return tuple(
         RankSeat(
             rank=rank,
             host=host.id,
             device=_device(host, number),
             local_rank=number if host.local_rank is None else host.local_rank,
-            local_world_size=per_node[_node_key(host)],
-            group_rank=nodes.index(_node_key(host)),
-            group_world_size=len(nodes),
-            threads=max(1, cores[_node_key(host)] // per_node[_node_key(host)]),
+            local_world_size=per_node[key],
+            group_rank=numbers[key],
+            group_world_size=len(numbers),
+            threads=threads[key],
         )
-        for rank, (host, number) in enumerate(chosen)
+        for rank, ((host, number), key) in enumerate(zip(chosen, keys, strict=True))
     )
 
 
@@ -308,16 +312,15 @@ def number_nodes(seats: Sequence[RankSeat], hosts: Iterable[HostSlots]) -> tuple
     """
     keys = {host.id: _node_key(host) for host in hosts}
     node_of = {seat.rank: keys.get(seat.host, (seat.host,)) for seat in seats}
-    nodes = list(
-        dict.fromkeys(node_of[seat.rank] for seat in sorted(seats, key=lambda seat: (seat.group_rank, seat.rank)))
-    )
+    in_order = sorted(seats, key=lambda seat: (seat.group_rank, seat.rank))
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(node_of[seat.rank] for seat in in_order))}
     counts = Counter(node_of.values())
     return tuple(
         replace(
             seat,
             local_world_size=counts[node_of[seat.rank]],
-            group_rank=nodes.index(node_of[seat.rank]),
-            group_world_size=len(nodes),
+            group_rank=numbers[node_of[seat.rank]],
+            group_world_size=len(numbers),
         )
         for seat in seats
     )
@@ -356,7 +359,7 @@ def _cores_of(agents: Iterable[HostSlots]) -> int:
     """Return the number of cores of one node, all of whose `agents` may use the same ones, or each its own."""
     agents = list(agents)
     own = frozenset[int]().union(*(agent.core_ids for agent in agents))
-    return max(len(own), *(agent.cores for agent in agents))
+    return max([len(own), *(agent.cores for agent in agents)])
 
 
 def _device(host: HostSlots, number: int) -> str:
