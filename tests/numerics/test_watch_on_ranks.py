@@ -381,6 +381,21 @@ def test_optimizer_of_one_rank_may_step_after_that_of_all_ranks(cluster):
     )
 
 
+@pytest.mark.processes
+def test_training_of_some_ranks_waits_for_no_other(cluster):
+    cluster.watch_numbers("nan")
+    cluster.run("pair = dist.new_group([0, 1])")
+    cluster.run(
+        "net = nn.parallel.DistributedDataParallel(nn.Linear(4, 1), process_group=pair)\n"
+        "sgd = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "net(torch.ones(2, 4)).mean().backward(); sgd.step()",
+        ranks=[0, 1],
+        timeout=30,
+    )
+    with pytest.raises(NumericalError, match="in the data: the input of `net`"):
+        cluster.run("net(torch.full((2, 4), float('nan'))).mean().backward(); sgd.step()", ranks=[0, 1], timeout=30)
+
+
 @pytest.mark.slow
 def test_restarted_rank_watches_too(cluster):
     cluster.watch_numbers("nan")

@@ -199,7 +199,8 @@ class NumberWatch:
             return
         self._begin_step()
         self._modules[id(module)] = module
-        if isinstance(module, DistributedDataParallel):
+        # Of a model that some of the ranks train, the others take no step: each of its ranks decides alone.
+        if isinstance(module, DistributedDataParallel) and module.process_group.size() == dist.get_world_size():
             self._wrapped = True
             if module not in self._replicated:
                 self._replicated[module] = frozenset(map(id, module.parameters()))
@@ -415,7 +416,8 @@ class NumberWatch:
         """Return True if all ranks of the default group take this step together."""
         if not dist.is_initialized() or dist.get_world_size() == 1 or self._joined:
             return False
-        if any(isinstance(parameter, DTensor) for parameter in parameters):
+        meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
+        if any(mesh.size() == dist.get_world_size() for mesh in meshes):
             return True
         earlier: dict[str, int] = {}
         if self._ended is None:
