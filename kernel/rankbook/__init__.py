@@ -13,7 +13,8 @@ Run a cell on all ranks:
 Train the same loop on one device and on many; names and signatures are those of Hugging Face Accelerate:
 
     %%distributed
-    accelerator = rankbook.Accelerator(mixed_precision="bf16")
+    from rankbook import Accelerator
+    accelerator = Accelerator(mixed_precision="bf16")
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for x, y in loader:
         accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
