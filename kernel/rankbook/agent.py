@@ -100,9 +100,10 @@ _FIRST_CONNECTION = 30.0
 """Seconds at least for the first connection: the notebook may be busy with its start, and there is nothing to lose."""
 _REFUSED_SECONDS = 5.0
 """Seconds for which the coordinator's host refuses connections until its process counts as ended."""
-_STOPPED = "the cluster was stopped"
 _LEAVE_SECONDS = 0.5
 """Seconds in which the last message to the coordinator may leave."""
+_STOPPED = "the cluster was stopped"
+"""The reason of an agent's end after which its exit code is 0."""
 
 
 class HostLost(RankbookError):
@@ -344,7 +345,7 @@ class Agent:
                     self._modules.write(connection, dict(zip(names, map(bytes, frames[1:]), strict=True)))
                 except OSError as error:
                     self._send(HostNote(f"modules of the notebook's folder could not be written: {error}"))
-                    self._modules.refuse(connection)
+                    self._modules.write(connection, {})
             case CloseHost(reason):
                 self._ended = f"the notebook does not use this host: {reason}" if reason else _STOPPED
 
@@ -413,9 +414,9 @@ class Agent:
         match report:
             case ClusterOpened(port, devices, problem, unexpected):
                 slots = self._slots if self._slots is not None else devices or 1
-                cores, liveness_port = usable_cores(), self._liveness.port
-                # With a quota, agents of one node share it, whatever their cores are.
-                ids = core_ids() if cores == len(core_ids()) else ()
+                cores, ids, liveness_port = usable_cores(), core_ids(), self._liveness.port
+                if cores != len(ids):  # agents of one node share its quota, whatever their cores are
+                    ids = ()
                 self._send(HostReady(slots, devices, cores, port, liveness_port, problem, unexpected, ids))
             case RankForked(rank, incarnation, pid):
                 self._pids[rank] = (incarnation, pid)
@@ -585,10 +586,6 @@ class ModuleCopies:
             for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
                 compiled.unlink(missing_ok=True)
         self._listener.reply(connection, b"1" if files else b"")
-
-    def refuse(self, connection: int) -> None:
-        """Tell the rank that has asked, if one has, that there is no such module."""
-        self._listener.reply(connection, b"")
 
     def _digests(self, request: bytes) -> dict[str, str]:
         """Return the digests of this host's own files of the module, which are imported if they are the same."""

@@ -153,7 +153,7 @@ class Driver:
         self._hub = hub
         self._launcher = launcher
         self._request = request
-        # Of all ranks, if there are other hosts: those that were on one before others moved there have to be told.
+        # Variables of all ranks, if ranks have moved to other hosts: those that stayed have to be told.
         self.places: tuple[dict[str, str], ...] = ()
         self._cells: dict[int, RunningCell] = {}
         self._recent: deque[int] = deque()
