@@ -61,6 +61,7 @@ PANEL = """\
 %%distributed --view grid
 import matplotlib.pyplot as plt
 
+torch.manual_seed(rank)
 losses = [1 / (1 + 0.3 * step) + 0.02 * torch.rand(()).item() for step in range(20)]
 figure, axes = plt.subplots(figsize=(2.4, 1.3))
 axes.plot(losses)
@@ -175,7 +176,7 @@ def take_export(notebook: Notebook, folder: Path, places: dict[str, int]) -> Non
     page = notebook.page.context.new_page()
     page.goto(file.with_suffix(".html").as_uri())
     cells = page.locator(".jp-CodeCell")
-    for name in ("placement", "shards", "checkpoints", "panel"):
+    for name in VIEWS:
         index = places[name]
         write(picture(cells.nth(index).locator(".jp-Cell-outputWrapper")), folder / f"{name}-static.png")
     page.close()
