@@ -247,6 +247,7 @@ class LiveView(EarlyMessageWidget):
     def __init__(self, models: Sequence[ViewModel]) -> None:
         self._models = {model.name: model for model in models}
         self._opened: set[str] = set()
+        self._closed_at: dict[str, str] = {}  # part: when it was last updated
         self._viewers: dict[str, tuple[float, frozenset[str]]] = {}
         self._last_messages: dict[str, int] = {}  # browser view: number of its last message
         self._lock, self._send_lock = RLock(), Lock()
@@ -300,7 +301,7 @@ class LiveView(EarlyMessageWidget):
 
     def text(self) -> str:
         """Return the current state as text for a terminal."""
-        return "\n\n".join(model.text() for model in self._models.values())
+        return "\n\n".join(f"{self._age(name)}\n{model.text()}".lstrip("\n") for name, model in self._models.items())
 
     def summary(self) -> str:
         """Return the current state in one line."""
@@ -308,7 +309,17 @@ class LiveView(EarlyMessageWidget):
 
     def html(self) -> str:
         """Return the current state as HTML that needs no JavaScript or kernel."""
-        return f'<div class="{self.still}">' + "".join(model.html() for model in self._models.values()) + "</div>"
+        parts = []
+        for name, model in self._models.items():
+            age = self._age(name)
+            parts.append((f"<p>{escape(age)}:</p>" if age else "") + model.html())
+        return f'<div class="{self.still}">' + "".join(parts) + "</div>"
+
+    def _age(self, name: str) -> str:
+        """Return how old the state of a part is, if the view has others that may be newer."""
+        if len(self._models) == 1 or name in self._opened or name not in self._closed_at:
+            return ""
+        return f"{name} as of {self._closed_at[name]}, when this part was last shown"
 
     def to_svg(self) -> str:
         """Return the current state as an SVG document. A view that was never shown asks the ranks first.
@@ -373,6 +384,7 @@ class LiveView(EarlyMessageWidget):
         for name in sorted(self._opened - visible):
             self._opened.discard(name)
             self._models[name].close()
+            self._closed_at[name] = time.strftime("%Y-%m-%d %H:%M:%S")
 
     def _schedule_expiry(self) -> None:
         # A lease ends at most LEASE / 3 seconds late.

@@ -185,6 +185,21 @@ def test_a_view_that_was_closed_is_its_last_state(feed, monkeypatch):
     assert not feed.watchers["placement"]
 
 
+def test_the_static_html_says_how_old_a_tab_is_that_nobody_sees(feed):
+    view = Dashboard(feed, FakeCheckpoints(), variable="model")
+    view._repr_mimebundle_()
+    assert "as of" not in view.html() + view.text()
+    look(view, parts=["placement"])
+    wait_until(lambda: view._opened == {"placement"}, timeout=10, what="one tab is shown")
+    for said in (view.html(), view.text()):
+        assert "placement as of" not in said
+        assert "shards as of 20" in said and "checkpoints as of 20" in said
+    look(view, parts=["checkpoints"])
+    wait_until(lambda: view._opened == {"checkpoints"}, timeout=10, what="another tab is shown")
+    assert "checkpoints as of" not in view.html() and "placement as of 20" in view.html()
+    view.close()
+
+
 def test_reopening_leaves_one_dashboard(feed):
     first = Dashboard.reopen(feed)
     second = Dashboard.reopen(feed)
