@@ -379,11 +379,16 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         auto_wrap_policy: selects the submodules that are gathered separately. None or "no_wrap" for none,
             "size_based_wrap" with `min_num_params`, "transformer_based_wrap" with `transformer_cls_names_to_wrap`, or a
             function from a module to a bool.
+        cpu_offload: True, or torch's `CPUOffloadPolicy`, to keep the shards in CPU memory and copy them to the GPU for
+            the computation; without effect on CPU ranks.
         ignored_modules: modules, or a regular expression over module names, that are not sharded; their gradients are
             not reduced.
         state_dict_type: accepted for compatibility; `save_state` stores shards that any layout can load.
+        activation_checkpointing: recompute the activations of the submodules that `auto_wrap_policy` selects in the
+            backward.
 
-    Raises `InvalidArgument` for unknown or unsupported values.
+    Raises `InvalidArgument` for unknown or unsupported values. With `activation_checkpointing`, `prepare` raises it if
+    `auto_wrap_policy` selects no submodule.
 
     Example::
 
