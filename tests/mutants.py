@@ -3,8 +3,9 @@
     python tests/mutants.py [--only TEXT] [--jobs N]
 
 Each mutant replaces one fragment of source text in a copy of the package; then the tests named beside it run against
-that copy, without those marked slow or exhaustive. The checkout itself is never changed. The tests must first pass
-without any change. Exits with 1 when more than two mutants survive, or when the table does not fit the sources.
+that copy: without those marked slow or full, or for a mutant with `slow`, without those marked full. The checkout
+itself is never changed. The tests must first pass without any change. Exits with 1 when more than two mutants survive,
+or when the table does not fit the sources.
 """
 
 from __future__ import annotations
