@@ -68,6 +68,33 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def section(page: Path, anchor: str) -> str:
+    """Return the text below a heading of a page up to the next heading; without an anchor, below the title."""
+    text = page.read_text()
+    plain = FENCE.sub(lambda fence: fence[0].replace("#", "~"), text)  # a comment in a code block is no heading
+    headings = [*re.finditer(r"^#{1,3} (.+)$", plain, flags=re.MULTILINE)]
+    ends = [*(heading.start() for heading in headings[1:]), len(text)]
+    for heading, end in zip(headings, ends, strict=True):
+        if not anchor or re.sub(r"[^\w\- ]", "", heading[1].lower()).replace(" ", "-") == anchor:
+            return text[heading.start() : end]
+    raise LookupError(f"{page} has no heading #{anchor}")
+
+
+def seconds_to_read(links: str) -> float:
+    """Return the seconds to read the sections that a cell of docs/questions.md links to, at 200 words a minute."""
+    sections = [section(DOCS / page, anchor) for page, anchor in re.findall(r"\]\(([\w/-]+\.md)#?([\w-]*)\)", links)]
+    return sum(len(re.findall(r"\S*\w\S*", text)) for text in sections) * 60 / 200
+
+
+def test_every_question_is_answered_in_the_time_that_its_row_says():
+    text = (DOCS / "questions.md").read_text()
+    rows = re.findall(r"^\| ([^|]+\?) \| [^|]+ \| ([^|]+) \| (\d+) s \|$", text, flags=re.MULTILINE)
+    assert len(rows) == len(re.findall(r"^\| .*\|$", text, flags=re.MULTILINE)) - text.count("| Question |") >= 10
+    times = {question: (int(stated), seconds_to_read(links)) for question, links, stated in rows}
+    wrong = {question: both for question, both in times.items() if abs(both[0] - both[1]) > 5 or both[1] > 60}
+    assert wrong == {}, "write the new time into the row, or link to a shorter section"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_within_the_repository_leads_to_a_file_and_a_heading_of_it(page):
     broken = []
