@@ -153,6 +153,108 @@ def test_closure_whose_optimizer_spoils_the_parameters_is_not_at_fault():
         optimizer.step(closure)
 
 
+class Passes:
+    """A model, and the closure of its passes, which counts its calls and may multiply the gradient by a factor."""
+
+    def __init__(self):
+        self.net = nn.Sequential(nn.Linear(2, 2), Poison())
+        self.calls, self.factor = 0, {}
+
+    def __call__(self):
+        self.calls += 1
+        self.net.zero_grad()
+        loss = self.net(torch.ones(3, 2)).square().sum() * self.factor.get(self.calls, 1.0)
+        loss.backward()
+        return loss
+
+    def weights(self):
+        return [parameter.detach().clone() for parameter in self.net.parameters()]
+
+
+def step_with(optimizer, closure, how):
+    return optimizer.step(closure) if how == "positional" else optimizer.step(closure=closure)
+
+
+@pytest.mark.parametrize("how", ["positional", "keyword"])
+@pytest.mark.parametrize("condition", [Conditions(nan=True), Conditions(norm=1e6)], ids=str)
+def test_gradients_of_a_closure_are_checked_before_the_update(condition, how):
+    watch.set_conditions(condition)
+    passes = Passes()
+    optimizer = torch.optim.AdamW(passes.net.parameters(), lr=0.1)
+    for calls in (1, 2):
+        result = step_with(optimizer, passes, how)
+        assert passes.calls == calls and isinstance(result, torch.Tensor) and result.requires_grad
+    before, state = passes.weights(), optimizer.state[passes.net[0].weight]["exp_avg"].clone()
+    passes.net[1].active = condition.nan
+    passes.factor[3] = 1.0 if condition.nan else 1e8
+    message = (
+        r"the gradient norm .* limit of 1e\+06, at step 3" if condition.norm else "born, in `1` backward, at step 3"
+    )
+    with pytest.raises(NumericalError, match=message):
+        step_with(optimizer, passes, how)
+    assert passes.calls == 3
+    assert all(map(torch.equal, before, passes.weights()))
+    assert torch.equal(state, optimizer.state[passes.net[0].weight]["exp_avg"])
+    assert all(parameter.grad is None for parameter in passes.net.parameters())
+    passes.net[1].active = False
+    step_with(optimizer, passes, how)
+    assert not any(map(torch.equal, before, passes.weights()))
+
+
+def test_parameter_that_is_bad_before_the_closure_is_no_fault_of_the_optimizer():
+    passes = Passes()
+    optimizer = torch.optim.AdamW(passes.net.parameters())
+    with torch.no_grad():
+        passes.net[0].weight[0, 0] = math.nan
+    with pytest.raises(NumericalError, match="born, in a parameter of `0`, before the step"):
+        optimizer.step(passes)
+
+
+@pytest.mark.parametrize("condition", [Conditions(nan=True), Conditions(norm=1e6)], ids=str)
+def test_every_closure_call_of_lbfgs_is_checked(condition):
+    watch.set_conditions(condition)
+    passes = Passes()
+    optimizer = torch.optim.LBFGS(passes.net.parameters(), lr=1e-3, max_iter=4, tolerance_grad=0, tolerance_change=0)
+    optimizer.step(passes)
+    assert passes.calls == 4
+    passes.factor[7] = math.nan if condition.nan else 1e8
+    message = "born, in the loss, at step 2" if condition.nan else r"the gradient norm .*, at step 2"
+    with pytest.raises(NumericalError, match=message):
+        optimizer.step(passes)
+    assert passes.calls == 7
+    assert all(parameter.isfinite().all() for parameter in passes.net.parameters())
+
+
+def test_step_of_an_optimizer_that_does_not_call_its_closure_ends_too():
+    class Idle(torch.optim.SGD):
+        def step(self, closure=None):
+            del closure
+
+    passes = Passes()
+    passes.factor[1] = math.nan
+    passes()
+    Idle(passes.net.parameters(), lr=0.1).step(passes)
+    passes()
+    torch.optim.SGD(passes.net.parameters(), lr=0.1).step()  # what the other has left unused is forgotten
+    assert passes.calls == 2
+
+
+def test_watch_that_is_off_passes_the_closure_itself_on():
+    class Keeping(torch.optim.SGD):
+        def step(self, closure=None):
+            self.closure = closure
+            return closure()
+
+    passes = Passes()
+    optimizer = Keeping(passes.net.parameters(), lr=0.1)
+    optimizer.step(passes)
+    assert optimizer.closure is not passes
+    watch.set_conditions(Conditions())
+    passes.net[1].active = True
+    optimizer.step(passes)
+    assert optimizer.closure is passes
+
+
 def test_optimizers_that_do_not_count_their_steps_are_counted_one_by_one():
     nets = [nn.Linear(2, 2), nn.Linear(2, 2)]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]

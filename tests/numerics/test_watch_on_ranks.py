@@ -117,6 +117,28 @@ def train_in_two_groups(plant, at):
             optimizer.step()
             optimizer.zero_grad()
 
+def train_with_closure(plant, at, optimizer_class=torch.optim.AdamW, scale=1.0, **options):
+    """Take `at` steps in which a prepared optimizer runs the passes itself, and keep the weights before the last."""
+    global net, weights_before
+    AcceleratorState._reset_state()  # of the case before
+    torch.manual_seed(5)
+    net = Net()
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(net, optimizer_class(net.parameters(), lr=1e-3, **options))
+    for step in range(1, at + 1):
+        x = torch.randn(4, 5, 8)
+        if step == at:
+            plant(net, optimizer)
+            weights_before = [parameter.detach().clone() for parameter in net.parameters()]
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(x).square().mean() * (scale if step == at else 1.0)
+            accelerator.backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
 def poison(*ranks):
     return lambda x: PoisonGradient.apply(x) if rank in ranks else x * 1.0
 
@@ -260,6 +282,29 @@ CASES = {
         "norm > 1000",
         ["the gradient norm", "is above the limit of 1000, at step 2"],
     ),
+    "norm, in a closure": (
+        "train_with_closure(nothing, 2, scale=1e6)",
+        "norm > 1000",
+        ["the gradient norm", "is above the limit of 1000, at step 2"],
+    ),
+    "backward, in a closure, one rank": (
+        "train_with_closure(change('blocks.1.gate', poison(2)), 3)",
+        "nan",
+        ["NaN born on rank 2, in `blocks.1.gate` backward, at step 3", "ranks 0-1 received it in all_reduce #"],
+    ),
+    "forward, in a closure that is called several times, one rank": (
+        "train_with_closure(change('blocks.1.gate', spoil(1)), 2, torch.optim.LBFGS, max_iter=3)",
+        "nan",
+        ["NaN born on rank 1, in `blocks.1.gate` forward, at step 2", "ranks 0,2 received it in all_reduce #"],
+    ),
+    "optimizer, in a closure that is called several times, one rank": (
+        (
+            "def plant(net, o):\n    o.param_groups[0]['lr'] = math.nan if rank == 1 else 0.1\n"
+            "train_with_closure(plant, 1, torch.optim.LBFGS, max_iter=3)"
+        ),
+        "nan",
+        ["NaN born on rank 1, in the optimizer's step, in `blocks.0.norm`", "at step 1"],
+    ),
     "optimizer, the second one": (
         (
             "train_in_two_groups(\n"
@@ -281,7 +326,7 @@ CASES = {
 }
 STANDARD = (
     *("forward, code of a module, one rank", "backward, a module, one rank", "optimizer, its state on one rank"),
-    "optimizer, the second one",
+    *("optimizer, the second one", "norm, in a closure", "backward, in a closure, one rank"),
 )
 
 
@@ -348,6 +393,18 @@ def test_step_with_bad_numbers_leaves_the_parameters_as_they_were(cluster):
     with pytest.raises(NumericalError):
         cluster.run("train(keep, 2, loss_of=lambda out: out.mean() * (float('nan') if rank == 1 else 1.0))")
     assert evaluate(cluster, "torch.equal(kept[0].head.weight, kept[1])") == [True, True, True]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("condition", "arguments"),
+    [("nan", "change('blocks.1.gate', poison(1)), 2"), ("norm > 1000", "nothing, 2, scale=1e6")],
+)
+def test_closure_with_bad_gradients_leaves_the_parameters_as_they_were(cluster, condition, arguments):
+    cluster.watch_numbers(condition)
+    with pytest.raises(NumericalError):
+        cluster.run(f"train_with_closure({arguments})")
+    assert evaluate(cluster, "all(map(torch.equal, net.parameters(), weights_before))") == [True] * 3
 
 
 @pytest.mark.processes

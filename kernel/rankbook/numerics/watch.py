@@ -23,6 +23,10 @@ forward pass.
 Before an optimizer steps, all ranks that train together exchange one flag. If it is set on any of them, they exchange
 their reports, and all raise the same `NumericalError` (see `attribution.py`).
 
+An optimizer may run the passes itself, by a closure. Then the gradients exist when the closure has returned, and are
+checked there: the closure is wrapped for this call of `step`. LBFGS calls it several times and updates the parameters
+in between. So from the second call on, the parameters are looked at too, if the passes have shown something.
+
 A step may have several optimizers, which step one after another. What was seen in the step is kept for all of them, and
 forgotten when the next forward or backward pass begins.
 
@@ -90,7 +94,7 @@ class _First:
     """The first non-finite value of the step, before it is attributed to a module."""
 
     __slots__ = (
-        "call", "finite_grads", "in_pass", "inputs_kind", "kind", "later", "line", "phase", "positions", "spoilt",
+        "call", "finite_grads", "in_pass", "inputs_kind", "kind", "later", "line", "phase", "positions",
     )  # fmt: skip
 
     def __init__(self, phase: str, kind: str, call: _Call | None, line: str, positions: dict[str, int]) -> None:
@@ -100,7 +104,6 @@ class _First:
         # Calls that ended after it in the forward pass, and whether their inputs were finite: the enclosing modules are
         # among them.
         self.in_pass = True
-        self.spoilt = False  # whether the optimizer had made parameters non-finite before, in the same step
         self.later: list[tuple[_Call, bool]] = []
 
 
@@ -114,7 +117,7 @@ class NumberWatch:
         # Models under DDP, and the ids of their parameters.
         self._replicated: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
         self._busy = self._shared = False
-        self._closure_of: torch.optim.Optimizer | None = None  # while an optimizer runs the passes itself
+        self._checked = True  # whether a check has run before the update
         self._reset()
 
     def _reset(self) -> None:
@@ -327,9 +330,6 @@ class NumberWatch:
         line = (self._line if phase == at.BACKWARD else "") or cell_line()
         self._first = first = _First(phase, kind, call, line, dict(self._positions))
         first.finite_grads = frozenset(self._finite_grads)
-        if self._closure_of is not None:
-            parameters = (p for group in self._closure_of.param_groups for p in group["params"])
-            first.spoilt = not _all_finite([_local(parameter.detach()) for parameter in parameters])
         if phase == at.FORWARD and call is not None:
             first.inputs_kind = _kind_of_all(call.inputs)
 
@@ -357,15 +357,43 @@ class NumberWatch:
                 assert self._first is not None
                 self._first.line = (cell_line(lines) if lines else "") or self._line or cell_line()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         # A fused optimizer is called although the scaler has found infinities, and skips the step by itself.
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf) > 0:
-            return
+            return None
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        self._closure_of = optimizer if _has_closure(args, kwargs) else None
-        if self._closure_of is not None:  # it computes the gradients inside of the step
-            return
+        step = step_of(optimizer, self._steps[optimizer])
+        # torch passes the optimizer itself as the first argument.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._check_before_update(optimizer, step)
+            return None
+        self._checked = False
+        checking = self._checking(closure, optimizer, step)
+        if len(args) > 1:
+            return (args[0], checking, *args[2:]), kwargs
+        return args, {**kwargs, "closure": checking}
+
+    def _checking(self, closure: Callable[..., Any], optimizer: torch.optim.Optimizer, step: int) -> Callable[..., Any]:
+        """Return a closure that also checks the gradients that `closure` has computed."""
+
+        @functools.wraps(closure)
+        def checking(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the user's
+            result = closure(*args, **kwargs)
+            self._check_before_update(optimizer, step, updated=self._checked)
+            return result
+
+        return checking
+
+    def _check_before_update(self, optimizer: torch.optim.Optimizer, step: int, *, updated: bool = False) -> None:
+        """Raise `NumericalError` on all ranks if one of them has gradients that the optimizer must not use.
+
+        `updated`: the optimizer has updated the parameters in this step already, before the last passes.
+        """
+        self._checked = True
         self._read_deferred()
         parameters = _parameters(optimizer)
         gradients: tuple[torch.Tensor, ...] = ()
@@ -377,37 +405,33 @@ class NumberWatch:
         self._shared = self._is_shared(parameters)
         if self._first is not None and self._first.phase == at.BACKWARD and self._scaled and not gradients:
             self._first = None  # in the graph of another optimizer, whose step the scaler will skip
-        self._agree(step_of(optimizer, self._steps[optimizer]), gradients, parameters, norm)
+        spoilt = self._spoilt(parameters) if updated and (self._first is not None or gradients) else None
+        self._agree(step, gradients, parameters, norm, spoilt)
         self._end_step()
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _spoilt(self, parameters: Sequence[torch.Tensor]) -> at.Event | None:
+        """Return the event of an optimizer that has made one of the parameters non-finite, None if it has not."""
+        # A state that is not finite makes the parameter so, in the same step: only parameters are checked.
+        if _all_finite([_local(parameter.detach()) for parameter in parameters]):
+            return None
+        for parameter in parameters:
+            kind = kind_of(_local(parameter))
+            if kind is not None:
+                name = self._names().parameter(parameter)
+                return at.Event(at.OPTIMIZER, _module_of(name), kind, cell_line(), f"parameter {name}")
+        return None
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         if not (self.conditions.nan or self.conditions.inf):
             return
-        # A state that is not finite makes the parameter so, in the same step: only parameters are checked.
         touched = _parameters(optimizer)
-        bad = None
-        if not _all_finite([_local(parameter.detach()) for parameter in touched]):
-            bad = next((parameter for parameter in touched if kind_of(_local(parameter)) is not None), None)
-        event: at.Event | None = None
-        inputs: tuple[Any, ...] | None = None
-        launches: tuple[at.Launch, ...] = ()
-        if _has_closure(args, kwargs):  # nothing was checked before the step
-            self._read_deferred()
-            self._shared, self._closure_of = self._is_shared(touched), None
-            if bad is not None and self._first is not None and not self._first.spoilt:
-                event, inputs = self._attribute_locally()
-                launches = tuple(self._describe_launches())
+        if not self._checked:  # an optimizer that does not call its closure
+            self._checked, self._shared = True, self._is_shared(touched)
             self._end_step()
-        if bad is not None and event is None:
-            name = self._names().parameter(bad)
-            kind = kind_of(_local(bad)) or "NaN"
-            event = at.Event(at.OPTIMIZER, _module_of(name), kind, cell_line(), f"parameter {name}")
+        event = self._spoilt(touched)
         if self._any_rank(event is not None):
             step = step_of(optimizer, self._steps.get(optimizer, 0), done=True)
-            report = at.RankReport(
-                control_collectives.this_rank(), step, event, launches, has_inputs=inputs is not None
-            )
-            self._raise(report, inputs)
+            self._raise(at.RankReport(control_collectives.this_rank(), step, event), None)
         self._modules = {}
 
     # Agreement of the ranks
@@ -444,14 +468,22 @@ class NumberWatch:
             self._busy = False
 
     def _agree(
-        self, step: int, gradients: tuple[torch.Tensor, ...], parameters: Sequence[torch.Tensor], norm: float
+        self,
+        step: int,
+        gradients: tuple[torch.Tensor, ...],
+        parameters: Sequence[torch.Tensor],
+        norm: float,
+        spoilt: at.Event | None = None,
     ) -> None:
-        """Raise `NumericalError` on all ranks if one of them has seen a value that is watched."""
+        """Raise `NumericalError` on all ranks if one of them has seen a value that is watched.
+
+        `spoilt` takes the place of what the passes have shown: the optimizer has made their parameters non-finite.
+        """
         limit = self.conditions.norm
         above = limit is not None and norm > limit
         if not self._any_rank(self._first is not None or bool(gradients) or above):
             return
-        event, inputs = self._attribute_locally()
+        event, inputs = (spoilt, None) if spoilt is not None else self._attribute_locally()
         largest = ""
         if above:
             by_norm = max(parameters, key=lambda p: float(torch.linalg.vector_norm(_gradient(p))))
@@ -594,11 +626,6 @@ def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:
 def _is_float(tensor: torch.Tensor) -> bool:
     """Return True if the elements may be NaN."""
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    # torch passes the optimizer itself as the first argument.
-    return (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
