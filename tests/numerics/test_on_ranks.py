@@ -320,6 +320,31 @@ def test_a_training_loop_is_compared_at_the_end_of_one_step(cluster, tmp_path):
         assert table.norm > 0 and {gradient.note for gradient in table.parameters.values()} == {""}
 
 
+def test_nothing_is_measured_while_a_rank_that_pauses_has_not_sent_its_hashes(cluster, tmp_path):
+    code = """
+        build('ddp')
+        train()
+        model.module.norm.bias.data += rank
+        from rankbook.rank.inspect import state_inventory
+
+        def refuse(*_):
+            raise RuntimeError("no hashes today")
+
+        hash_state = state_inventory.hash_state
+        if rank == 3:
+            state_inventory.hash_state = refuse
+        """
+    run(cluster, dedent(code))
+    try:
+        with training(cluster, Gate(tmp_path / "gate")):
+            report = cluster.sync_check(timeout=60)
+    finally:
+        run(cluster, "state_inventory.hash_state = hash_state")
+    assert report.ranks == (0, 1, 2) and report.unanswered == {3: "no hashes today"}, report
+    assert report.note == "the differences were not measured: not all ranks have answered"
+    assert report.findings and {finding.largest for finding in report.findings} == {None}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["fsdp", "hybrid", "tp", "mesh", "bare"])
 def test_a_training_loop_of_any_layout_is_compared_at_one_step(cluster, tmp_path, layout):

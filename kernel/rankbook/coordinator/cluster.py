@@ -502,7 +502,7 @@ class ClusterQueries(ClusterTasks):
         differences: list[PieceDifference] = []
         if comparison.pieces:
             remaining = max(1.0, start + timeout - time.monotonic())
-            differences, note = self._measure_differences(names, comparison, remaining, hold)
+            differences, note = self._measure_differences(names, comparison, remaining, hold, tuple(replies))
         findings = add_differences(comparison, differences)
         steps = max((reply.steps for reply in replies.values() if reply.steps is not None), default=None)
         return SyncReport(
@@ -548,14 +548,25 @@ class ClusterQueries(ClusterTasks):
         )
 
     def _measure_differences(
-        self, names: tuple[str, ...], comparison: HashComparison, timeout: float, hold: StepHold | None
+        self,
+        names: tuple[str, ...],
+        comparison: HashComparison,
+        timeout: float,
+        hold: StepHold | None,
+        answered: tuple[int, ...],
     ) -> tuple[list[PieceDifference], str]:
-        """Return the measured differences, or the reason why they could not be measured."""
+        """Return the measured differences, or the reason why they could not be measured.
+
+        `answered` are the ranks that have sent their hashes.
+        """
         if not self._state.grouped:
             return [], "the differences were not measured: not all ranks are in the process group"
         if hold is not None:
             if set(hold.held) != set(self._all_ranks):
                 return [], "the differences were not measured: not all ranks have reached the same step"
+            # A rank without hashes may not pause any more: the broadcasts of the others would meet those of its loop.
+            if set(answered) != set(self._all_ranks):
+                return [], "the differences were not measured: not all ranks have answered"
             replies, reasons = hold.check(MeasureDifferences(0, names, tuple(comparison.pieces)), timeout)
             if reasons:
                 return [], f"the differences were not measured: {next(iter(reasons.values()))}"
