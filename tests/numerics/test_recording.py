@@ -13,6 +13,7 @@ from rankbook.errors import InvalidArgument
 from rankbook.numerics import compare
 from rankbook.numerics.recording import difference, summarize
 from rankbook.runtime import Accelerator, AcceleratorState, GradientState
+from rankbook.runtime.optimizer import LayoutGradScaler
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,40 @@ def test_a_step_is_compared_while_a_window_of_gradient_accumulation_is_open(accu
     train(model, optimizer, batch)
     assert optimizer.steps == 1
     torch.testing.assert_close(before - model.weight.detach(), 0.1 * expected)
+
+
+@pytest.mark.parametrize("given", ["step", "clipping step", "two steps", "loss"])
+def test_loss_scale_of_fp16_is_no_difference_and_stays(given):
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    # Without a GPU, mixed_precision="fp16" is refused. Its loss scale alone is the same on the CPU.
+    optimizer.scaler = LayoutGradScaler("cpu", growth_interval=3)
+    scaler, batch = optimizer.scaler, torch.randn(4, 2)
+
+    def step(model, optimizer, batch):
+        for _ in range(2 if given == "two steps" else 1):
+            accelerator.backward(model(batch).square().mean())
+            if given == "clipping step":
+                accelerator.clip_grad_norm_(model.parameters(), 100.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step(model, optimizer, batch)
+    before, state = [parameter.detach().clone() for parameter in net.parameters()], scaler.state_dict()
+    assert state["scale"] == 2.0**16 and state["_growth_tracker"] == optimizer.steps
+    if given == "loss":
+        data = (batch, torch.zeros(4, 1))
+        compared = compare(model=model, optimizer=optimizer, batch=data, loss=nn.functional.mse_loss)
+    else:
+        compared = compare(step, model, optimizer, batch)
+    assert compared.equal, compared
+    assert scaler.state_dict() == state
+    assert all(map(torch.equal, before, net.parameters()))
+    while optimizer.steps < 3:
+        step(model, optimizer, batch)
+    assert scaler.get_scale() == 2.0**17
 
 
 def make_net() -> nn.Module:

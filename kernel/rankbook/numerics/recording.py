@@ -641,19 +641,22 @@ def _solo_group(step: Callable[..., object]) -> Iterator[None]:
 def preserved(models: list[nn.Module], optimizer: Any) -> Iterator[Callable[[], None]]:  # noqa: ANN401 - an optimizer
     """Restore weights, buffers, gradients, optimizer and random states at the end, and when the result is called.
 
-    The steps in between are not those of the training: they take no snapshot, and accumulate no gradients.
+    The steps in between are not those of the training: they take no snapshot, accumulate no gradients, and have a loss
+    scale of 1. Only a prepared optimizer divides gradients by the scale of fp16, and those of the copies are plain.
     """
     saved = _save(models, optimizer)
 
     def restore() -> None:
         _restore(saved, models, optimizer)
+        if saved["scaler"]:  # empty if it is disabled
+            optimizer.scaler.load_state_dict({**saved["scaler"], "scale": 1.0, "_growth_tracker": 0})
 
     with _unprotected(), window.set_aside(GradientState()):
         try:
             yield restore
         finally:
             _SIGNS.clear()  # as large as the parameters
-            restore()
+            _restore(saved, models, optimizer)
 
 
 @contextlib.contextmanager
