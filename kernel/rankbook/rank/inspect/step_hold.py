@@ -210,5 +210,6 @@ class HoldHandler:
             work.error = error
             if not isinstance(error, Exception):  # an interrupt ends the cell
                 raise
+            error.__traceback__ = None  # a cycle with `work`, whose frames would keep the user's optimizer
         finally:
             work.done.set()
