@@ -114,7 +114,7 @@ def test_quickstart_learns_digits_on_all_ranks(options: tuple[str, ...], world: 
 @pytest.mark.parametrize(
     ("options", "world"),
     [
-        pytest.param((), "0-1", id="default", marks=pytest.mark.full),  # .ci/run executes it from the wheel
+        pytest.param((), "0-1", id="default"),
         pytest.param(("-n", "3"), "0-2", id="3 ranks", marks=pytest.mark.full),
     ],
 )
