@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import pkgutil
 import re
+import subprocess
+import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +21,7 @@ from tests.conftest import Notebook, running_kernel
 
 PACKAGES = ("rankbook", "rankbook.checkpoint")
 BLOCK = re.compile(r"^Example::\n\n((?:(?: {4}.*)?\n)+)", re.MULTILINE)
-VALUE = re.compile(r"tensor\(|torch\.\w+(?:\(|$)|[\[({'\d-]|True$|False$|None$")
+VALUE = re.compile(r"tensor\(|torch\.\w+(?:\(|$)|[\[({'\"\d-]|True$|False$|None$")
 """Comments that are values. Others are remarks."""
 NOT_RUN = {"attach": "it needs the ranks of another notebook"}
 NEEDS = {"WandBTracker": "wandb", "MLflowTracker": "mlflow", "TensorBoardTracker": "tensorboard"}
@@ -113,10 +116,10 @@ def public() -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
-def examples() -> list[Example]:
-    """Return the examples of the public names and their methods."""
+def examples(names: Iterable[tuple[str, Any]]) -> list[Example]:
+    """Return the examples of these functions and classes, and of their methods."""
     collected = []
-    for name, value in public():
+    for name, value in names:
         members = {name: value}
         if inspect.isclass(value):
             members |= {f"{name}.{member}": vars(value)[member] for member in vars(value) if member[0] != "_"}
@@ -143,7 +146,18 @@ def checked(code: str) -> str:
     return "\n".join(lines)
 
 
-EXAMPLES = examples()
+def of_engines() -> Iterator[tuple[str, Any]]:
+    """Yield the functions and classes of `rankbook.engines` and `rankbook.testing`, those for internal use too."""
+    package = importlib.import_module("rankbook.engines")
+    modules = [f"rankbook.engines.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
+    for module in (*modules, "rankbook.testing"):
+        for name, value in vars(importlib.import_module(module)).items():
+            if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__ == module:
+                yield name, value
+
+
+EXAMPLES = examples(public())
+ENGINE_EXAMPLES = examples(of_engines())
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +180,36 @@ def test_an_example_runs_and_returns_what_it_says(example: Example, example_note
     head = "import rankbook\nfrom rankbook import Cluster\n" if example.in_notebook else "%%distributed\n"
     outcome = example_notebook.run(head + checked(example.code))
     assert outcome.status == "ok", f"{example.code}\n{outcome.text}{outcome.traceback}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("example", ENGINE_EXAMPLES, ids=lambda example: example.name)
+def test_an_example_of_an_engine_runs_and_returns_what_it_says(example: Example, tmp_path: Path) -> None:
+    owner = example.name.partition("-")[0].partition(".")[0]
+    module = {name: value.__module__ for name, value in of_engines()}[owner]
+    code = f"""\
+import rankbook
+from pathlib import Path
+from rankbook.engines import AgentConnection
+from {module} import *
+from {module} import {owner}
+connection = AgentConnection("a key", Path("file"))
+{checked(example.code)}
+rankbook.stop()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, f"{example.code}\n{done.stdout}{done.stderr}"
+
+
+def test_engines_have_examples_that_are_compared():
+    assert {"FakeEngine", "check_engine", "AgentConnection.command", "split_arguments"} <= {
+        example.name for example in ENGINE_EXAMPLES
+    }
+    compared = [example.name for example in ENGINE_EXAMPLES if "assert repr(found)" in checked(example.code)]
+    assert len(compared) >= len(ENGINE_EXAMPLES) - 3
 
 
 def test_public_functions_and_settings_have_an_example():

@@ -50,9 +50,10 @@ class FakeEngine(ProcessEngine):
 
     Example::
 
-        engine = FakeEngine(hosts=2)
+        engine = FakeEngine(hosts=2, spare=1)
         cluster = rankbook.start(4, launcher=engine)
         engine.kill(1)  # as if the machine had been switched off
+        cluster.heal()  # its ranks run on the third host now
     """
 
     name = "fake"
@@ -130,8 +131,7 @@ def check_engine(
 
     Example::
 
-        def test_engine():
-            check_engine(lambda: MyEngine(["--partition", "debug"]))
+        check_engine(lambda: FakeEngine(hosts=2, spare=1), hosts=2, slots=2)
     """
     with _check(make(), address) as check:
         check.engine.start(hosts, slots, check.connection)

@@ -76,7 +76,8 @@ class AgentConnection:
 
         Example::
 
-            connection.command(1, 4)  # ['/usr/bin/python3', '-P', '-m', 'rankbook.agent', '--connect', '-', …
+            command = connection.command(1, 4)
+            command[2:]  # ['-m', 'rankbook.agent', '--connect', '-', '--slots', '4', '--node', '1']
         """
         # `-P`: files of the user called `logging.py` or `types.py` in the working folder must not be imported.
         words = [python or sys.executable, "-P", "-m", self.module, "--connect", source]

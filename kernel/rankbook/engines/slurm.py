@@ -146,7 +146,8 @@ def read_resources(text: str) -> list[NodeResources]:
 
     Example::
 
-        read_resources("TresPerTask=gres:gpu:1\n Nodes=node[1-2] CPU_IDs=0-7 Mem=0 GRES=gpu:4(IDX:0-3)")
+        text = "TresPerTask=gres:gpu:1\n Nodes=node[1-2] CPU_IDs=0-7 Mem=0 GRES=gpu:4(IDX:0-3)"
+        read_resources(text)  # [NodeResources(nodes='node[1-2]', count_of={'gpu': 4})]
     """
     asked = {per: "gres" in value for per, value in re.findall(r"TresPer(\w+)=(\S+)", text)}
     if (asked.get("Node") or asked.get("Socket")) and not (asked.get("Task") or asked.get("Job")):
