@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,22 @@ from rankbook import CellError, Cluster
 from rankbook.launch import code_sync
 from rankbook.launch.code_sync import MOST_FILE, ModuleFolder, SentModules, digest
 from rankbook.launch.hosts import Hosts
+from rankbook.output.merger import Emit, Stream
 from tests.agent.agents import cluster_on_hosts
+from tests.conftest import wait_until
+
+
+class Seen:
+    """A sink that keeps what a cell shows."""
+
+    def __init__(self) -> None:
+        self.items: list[Emit] = []
+
+    def emit(self, items: Sequence[Emit]) -> None:
+        self.items += items
+
+    def text(self) -> str:
+        return "".join(item.text for item in tuple(self.items) if isinstance(item, Stream))
 
 
 @pytest.fixture
@@ -106,7 +121,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_ranks_import_modules_of_the_notebooks_folder_and_see_changes(shared):
+def test_ranks_import_modules_of_the_notebooks_folder_and_see_changes(shared, tmp_path):
     cluster, book = shared
     (book / "wares.py").write_text("def price(x):\n    return 2 * x\n")
     (book / "shop").mkdir()
@@ -117,8 +132,17 @@ def test_ranks_import_modules_of_the_notebooks_folder_and_see_changes(shared):
     assert [result.text(rank) for rank in (0, 1)] == ["(0, 3, False)", "(2, 3, False)"]
     (book / "wares.py").write_text("def price(x):\n    return 100 + x\n")
     (book / "shop" / "till.py").write_text("def total(values):\n    return max(values)\n")
-    result = cluster.run("wares.price(rank), shop.till.total([1, 2])")
-    assert [result.text(rank) for rank in (0, 1)] == ["(100, 2)", "(101, 2)"]
+    seen = Seen()
+    code = f"""import time
+while not os.path.exists({str(tmp_path / "seen")!r}): time.sleep(0.01)
+wares.price(rank), shop.till.total([1, 2])"""
+    cell = cluster.submit_code(code, number=0, ranks=None, sink=seen)
+    # The cell that caused it says so, not the one after it.
+    wait_until(lambda: "sent wares.py" in seen.text(), timeout=20, what="the cell names the module")
+    (tmp_path / "seen").touch()
+    cluster.wait(cell, timeout=30)
+    assert cell.result is not None
+    assert [cell.result.text(rank) for rank in (0, 1)] == ["(100, 2)", "(101, 2)"]
 
 
 @pytest.mark.slow

@@ -165,6 +165,9 @@ class ClusterProcesses:
                 self._driver = make_driver(self.state, self._hub, self._launcher, self._fork_request)
                 if self._hosts is not None:
                     self._hosts.report = self._note
+                    if self._hosts.modules is not None:
+                        # Modules are sent before a task, when its cell has not started yet: `_note` would be too early.
+                        self._hosts.modules.report = self._show
                 self._driver.start()
                 self._show_notes()
                 self.launch(tuple(self.state.ranks), timeout=timeout)

@@ -48,7 +48,7 @@ class ModuleFolder:
 
     def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
         self._folder = folder.resolve()
-        self._report = report
+        self.report = report
         self._reported: set[tuple[str, Version]] = set()
 
     def find(self, module: str, sent: SentModules, known: Mapping[str, str], *, host: str = "") -> dict[str, bytes]:
@@ -121,7 +121,7 @@ class ModuleFolder:
     def _say(self, name: str, version: Version, text: str) -> None:
         if (name, version) not in self._reported:
             self._reported.add((name, version))
-            self._report(text)
+            self.report(text)
 
 
 def digest(content: bytes) -> str:
