@@ -280,10 +280,12 @@ class Measuring:
 def times_table(times: Mapping[int, Times]) -> dict[str, str]:
     """Return a table with one row per rank as a mime bundle."""
     late = late_ranks(times)
+    on_device = any(rank_times.device is not None for rank_times in times.values())
     rows = [
         (
             str(rank),
             seconds(rank_times.wall),
+            *([] if not on_device else ["" if rank_times.device is None else seconds(rank_times.device)]),
             seconds(rank_times.cpu),
             seconds(rank_times.main_cpu),
             seconds(rank_times.waited),
@@ -292,7 +294,8 @@ def times_table(times: Mapping[int, Times]) -> dict[str, str]:
         )
         for rank, rank_times in sorted(times.items())
     ]
-    return table(("rank", "wall", "CPU", "CPU, main thread", "waited", "collectives", "note"), rows)
+    device = ["device done"] if on_device else []
+    return table(("rank", "wall", *device, "CPU", "CPU, main thread", "waited", "collectives", "note"), rows)
 
 
 def late_ranks(times: Mapping[int, Times]) -> set[int]:

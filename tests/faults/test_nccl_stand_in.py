@@ -101,6 +101,33 @@ print(round(model.module.weight.sum().item(), 4))"""
     assert "[0-1] " in outcome.stdout
 
 
+def test_a_measured_cell_says_when_the_device_was_done(stand_in):
+    outcome = stand_in.ok(
+        """%%distributed --time
+import threading
+stand_in.held = True
+stand_in.submit("a kernel", lambda: None)
+threading.Timer(1.0, lambda: setattr(stand_in, "held", False)).start()""",
+        timeout=30,
+    )
+    (display,) = [display for display in outcome.displays if "waited" in display["text/plain"]]
+    rows = [re.split(r"  +", line) for line in display["text/plain"].splitlines()]
+    assert rows[0][1:3] == ["wall", "device done"]
+    for rank, row in enumerate(rows[1:3]):
+        assert row[0] == str(rank) and row[1].endswith("s") and 1.0 <= float(row[2].removesuffix(" s")) < 20
+        assert row[1].endswith(" ms"), "the host was not held"
+
+
+def test_an_interrupt_ends_the_wait_for_the_device_of_a_measured_cell(stand_in):
+    code = "%%distributed --time\nstand_in.held = True\nstand_in.submit('a kernel', lambda: None)\nprint('queued')"
+    try:
+        outcome = run_and_interrupt(stand_in, code, "queued")
+    finally:
+        stand_in.ok("%%distributed\nstand_in.held = False")
+    assert outcome.status == "error" and "KeyboardInterrupt" in outcome.traceback
+    assert "device done" not in outcome.text
+
+
 def test_groups_are_connected_when_they_are_formed(stand_in):
     """Check it: a rank that connects in its first collective is reached by neither an abort nor an interrupt."""
     outcome = stand_in.ok(

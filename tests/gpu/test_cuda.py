@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.gpu.ranks import ON_CUDA, cuda_devices
@@ -48,6 +50,16 @@ def test_cuda_that_is_initialised_in_the_notebook_is_in_nobodys_way(fresh_notebo
     fresh_notebook.ok("%%distributed\ny = torch.arange(4., device=device)")
     fresh_notebook.ok("%distributed pull y")
     assert fresh_notebook.ok("[t.device.type for t in y]").displays[-1]["text/plain"] == "['cpu', 'cpu']"
+
+
+def test_a_measured_cell_says_when_the_device_was_done(fresh_notebook):
+    fresh_notebook.ok("%distributed start -n 1")
+    fresh_notebook.ok("%%distributed\ntorch.ones(3, device=device).sum().item()")  # the context exists
+    outcome = fresh_notebook.ok("%%distributed --time\ntorch.cuda._sleep(2_000_000_000)")
+    (table,) = [display["text/plain"] for display in outcome.displays if "waited" in display["text/plain"]]
+    header, row = (re.split(r"  +", line) for line in table.splitlines())
+    assert header[1:3] == ["wall", "device done"]
+    assert row[1].endswith((" ms", " µs")) and row[2].endswith(" s"), "the kernel runs for about a second"
 
 
 def test_ranks_have_the_devices_that_are_visible_at_the_start(fresh_notebook):

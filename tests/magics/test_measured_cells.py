@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 
 import pytest
@@ -45,6 +46,15 @@ def waited(*amounts, wall=10.0):
 )
 def test_ranks_that_wait_least_are_reported_as_late(amounts, late):
     assert late_ranks(waited(*amounts)) == late
+
+
+def test_a_column_has_the_time_until_the_device_was_done():
+    assert "device" not in times_table(waited(1.0, 1.0))["text/plain"]
+    times = {0: Times(0.5, 0.5, 0.5, 0.0, 3, device=7.0), 1: Times(0.5, 0.5, 0.5, 0.0, 3)}
+    header, first, second = times_table(times)["text/plain"].splitlines()
+    assert re.split(r"  +", header)[1:3] == ["wall", "device done"]
+    assert re.split(r"  +", first)[1:4] == ["500.0 ms", "7.00 s", "500.0 ms"]
+    assert re.split(r"  +", second)[1:3] == ["500.0 ms", "500.0 ms"]
 
 
 def test_nobody_waits_for_a_rank_without_collectives():

@@ -514,7 +514,8 @@ class Times(msgspec.Struct, frozen=True):
     `wall` is elapsed time, `cpu` the CPU time of all threads of the process, `main_cpu` that of the main thread.
     `waited` is the time that the main thread was blocked in a pending collective. On CUDA, collectives run on the
     device and block the host only where it needs their result; device time is not included. `collectives` is a count,
-    and `spans` are the times of the first thousands of them.
+    and `spans` are the times of the first thousands of them. `device` is the time from the start of the cell until the
+    device had executed what the cell has queued; None on the CPU, or if the cell has failed.
     """
 
     wall: float
@@ -523,6 +524,7 @@ class Times(msgspec.Struct, frozen=True):
     waited: float
     collectives: int
     spans: tuple[CollectiveSpan, ...] = ()
+    device: float | None = None
 
 
 # Self time, so that the column can be added up: of a linear layer of 5 ms that spends 4 ms in addmm, 1 ms is its own.

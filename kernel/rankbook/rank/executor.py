@@ -212,6 +212,8 @@ class Executor:
                 packed = self._perform(message, frames)
                 # A collective that the cell has waited for belongs to the cell, also if only a device has to wait.
                 self._group.wait_for_device()
+                if self._measurement is not None and self._group.wait_for_queue():
+                    self._measurement.device_done()
                 # The streams' `flush` may be user code, so it is called while interrupts are armed.
                 self._capture.flush()
             except BaseException as caught:  # noqa: BLE001 - any error of user code is reported in Done

@@ -22,6 +22,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -277,6 +278,11 @@ class Measurement:
                 self._profiling.stop()
             except RuntimeError as error:
                 self._profiling, self._error = None, f"torch's profiler could not record the cell: {error}"
+
+    def device_done(self) -> None:
+        """Note that the device has executed what the cell has queued. After `stop`."""
+        assert self._times is not None
+        self._times = msgspec.structs.replace(self._times, device=time.perf_counter() - self._start_times[0])
 
     def result(self) -> Measured:
         """Return the measurement, after `stop`."""

@@ -531,6 +531,20 @@ class GroupManager:
         while watcher.error is None and any(entry.group.waits_for_device() for entry in self._foreground().values()):
             watcher.wait(_CHECK_INTERVAL)
 
+    def wait_for_queue(self) -> bool:
+        """Wait until the device has executed all that this thread has queued. Main thread.
+
+        Returns False on the CPU, and if the device has failed. Ends as `wait_for_device` does.
+        """
+        watcher = self.device_watcher()
+        if watcher is None or watcher.error is not None:
+            return False
+        executed = threading.Event()
+        watcher.run_when_done(executed.set)
+        while not executed.is_set():
+            watcher.wait(_CHECK_INTERVAL)
+        return watcher.error is None
+
     def device_watcher(self) -> DeviceWatcher | None:
         """Return the watcher of the rank's device; None if the rank computes on the CPU. Any thread."""
         if self._watcher is None and self.device.type == "cuda" and torch.cuda.is_initialized():
