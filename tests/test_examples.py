@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -18,6 +22,7 @@ RENDERED = Path(__file__).parents[1] / "docs" / "examples"
 LOSE_A_RANK = {"checkpoints": ["interrupted"], "protection": ["protect-10", "protect-14"]}
 """Cells of examples that fail because a rank is killed in them."""
 SCRIPT = EXAMPLES / "train_digits.py"
+CHECKS = Path(__file__).parents[1] / ".ci" / "run"
 
 
 def run(notebook: Path, output: Path, *options: str) -> str:
@@ -56,6 +61,26 @@ def test_every_example_has_a_test() -> None:
         "trackers.ipynb",
     ]
     assert sorted(EXAMPLES.glob("*.py")) == [SCRIPT]
+
+
+def runs_without_full(test: Any) -> int:
+    """Return how many times `pytest -m "not full"` runs a test of this module."""
+    marks = getattr(test, "pytestmark", [])
+    if any(mark.name == "full" for mark in marks):
+        return 0
+    tables = [mark.args[1] for mark in marks if mark.name == "parametrize"]
+    is_full = lambda row: any(mark.name == "full" for mark in getattr(row, "marks", ()))  # noqa: E731 - used once
+    return math.prod(sum(not is_full(row) for row in table) for table in tables)
+
+
+def test_every_notebook_is_executed_once_by_the_checks_of_a_change() -> None:
+    executed = Counter(re.findall(r'/rankbook" run "\$root/examples/(\w+)\.ipynb"', CHECKS.read_text()))
+    for name, test in list(globals().items()):
+        if name.startswith("test_"):
+            (notebook,) = re.findall(r'\brun\(EXAMPLES / "(\w+)\.ipynb"', inspect.getsource(test)) or [""]
+            executed[notebook] += runs_without_full(test)
+    del executed[""]
+    assert executed == Counter(path.stem for path in NOTEBOOKS)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
