@@ -284,6 +284,7 @@ class PreparedLoader(DataLoader[Any]):
 
         Example::
 
+            loader = accelerator.prepare(loader)
             for batch in loader:
                 ...
             loader.seen()  # shown as a table by the last line of a cell
