@@ -90,7 +90,7 @@ def test_a_notebook_gives_the_same_outputs(runner, install, tmp_path):
     assert outputs_of(nbformat.read(file, as_version=4)) == EXPECTED
 
 
-@pytest.mark.full  # .ci/run executes the quickstart with the wheel
+@pytest.mark.full  # .ci/run executes the quickstart with `rankbook run`
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("runner", ["papermill", "nbconvert", "rankbook run --kernel"])
 def test_the_quickstart_runs_as_it_is_in_the_rankbook_kernel(runner, install, tmp_path):
