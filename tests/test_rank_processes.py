@@ -39,6 +39,10 @@ def test_an_error_on_one_rank_is_reported_and_one_that_waits_is_ended_and_shown(
 
 def test_the_stack_of_a_hung_rank_s_child_is_shown():
     def on_rank():
+        if dist.get_rank() == 1:
+            dist.barrier()
+            raise ValueError("the child waits")
+
         def in_child():
             ours.close()
             theirs.send(None)
@@ -49,10 +53,11 @@ def test_the_stack_of_a_hung_rank_s_child_is_shown():
         child.start()
         theirs.close()
         ours.recv()
+        dist.barrier()
         child.join()
 
     with pytest.raises(RankFailed, match=r"(?s)in on_rank.*its child \d+, sleeping:.*in in_child"):
-        run_ranks(on_rank, 1, timeout=15)
+        run_ranks(on_rank, 2, patience=1)
 
 
 def test_a_rank_that_is_killed_and_one_that_takes_too_long_are_reported():
