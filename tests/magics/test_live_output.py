@@ -313,13 +313,13 @@ def test_excessive_output_is_truncated_with_a_message_and_complete_in_its_log(no
 
 
 def test_a_flood_of_all_ranks_together_is_cut(notebook):
-    # Rank 1 begins when the output of rank 0 was sent, and prints slowly enough that the limit reaches it meanwhile.
+    # Rank 1 begins when rank 0 has printed everything, and prints slowly enough that the limit reaches it meanwhile.
     outcome = notebook.ok(
         "%%distributed\nimport time\n"
         "for turn in range(2):\n"
         "    for part in range(120 if turn == rank else 0):\n"
         "        print((f'{rank}.{part} ' + 'x' * 100 + '\\n') * 300, end='')\n"
-        "        time.sleep(0.1)\n"
+        "        time.sleep(0.1 * rank)\n"
         "    dist.barrier()",
         timeout=100,
     )
