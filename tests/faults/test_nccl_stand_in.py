@@ -304,6 +304,44 @@ def test_weights_that_no_rank_has_right_are_named(stand_in):
     assert "not to be trusted" not in stand_in.ok("%%distributed\npass").stderr
 
 
+# torch's own SyncBatchNorm refuses the CPU, and DDP refuses a model with one there.
+STATISTICS = f"""%%distributed
+{DDP}
+class Synchronized(torch.nn.SyncBatchNorm):
+    def forward(self, x):
+        mean = x.detach().mean(0)
+        dist.all_reduce(mean)
+        self.running_mean.copy_(mean)
+        return x
+net = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4)), broadcast_buffers=False)
+net.module.append(Synchronized(4, affine=False))
+before = net.module[1].running_mean.tolist()"""
+
+
+def test_running_statistics_of_a_broken_off_collective_are_taken_back(stand_in):
+    """No optimizer has stepped, and yet the forward pass has written what the aborted collective has left."""
+    stand_in.ok(STATISTICS)
+    outcome = raise_on_rank_1(stand_in, "net(torch.ones(2, 4)); stand_in.synchronize()")
+    assert "CollectiveAborted" in outcome.traceback
+    outcome = stand_in.ok("%%distributed\nstand_in.held = False\nprint(net.module[1].running_mean.tolist() == before)")
+    assert "[0-1] True" in outcome.stdout
+    assert "not to be trusted" not in outcome.stderr
+
+
+def test_running_statistics_that_no_rank_has_right_are_named(stand_in):
+    stand_in.ok(STATISTICS)
+    code = (
+        "%%distributed\nif rank == 1: stand_in.held = True\nnet(torch.ones(2, 4))\nprint('now')\nstand_in.synchronize()"
+    )
+    assert run_and_interrupt(stand_in, code, "now", "a second interrupt").status == "error"
+    stand_in.ok("%distributed peek setattr(stand_in,'held',False)")
+    outcome = stand_in.ok("%%distributed\nstand_in.held = False")
+    assert re.search(r"net: .*SyncBatchNorm: its running statistics are not to be trusted", outcome.stderr), (
+        outcome.text
+    )
+    assert "not to be trusted" not in stand_in.ok("%%distributed\npass").stderr
+
+
 WEIGHTS = "print('weights', ddp.module.weight.tolist())"
 
 

@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 
 from rankbook.rank import model_reset
-from rankbook.rank.model_reset import StepReport, StepTracker, choose_source, names_of
+from rankbook.rank.model_reset import (
+    StepReport,
+    StepTracker,
+    choose_source,
+    choose_statistics_source,
+    names_of,
+    names_of_models,
+)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +27,7 @@ def tracker() -> StepTracker:
 
 
 def report(*suspect: int, optimizers: tuple[int, ...] = (1, 2)) -> StepReport:
-    return StepReport(optimizers=list(optimizers), suspect=list(suspect))
+    return StepReport(optimizers=list(optimizers), suspect=list(suspect), was_cut=bool(suspect), statistics=[])
 
 
 def test_a_step_is_suspect_if_it_began_after_the_aborted_collective(tracker):
@@ -95,3 +102,21 @@ def test_an_unpickled_model_moves_its_inputs_to_the_device_of_its_parameters():
     on_cpu = SimpleNamespace(device_ids=None, output_device=None, device=torch.device("cpu"))
     model_reset._with_own_device(lambda _model: None)(on_cpu)
     assert on_cpu.output_device is None
+
+
+def test_statistics_come_from_a_rank_without_a_cut_collective():
+    def of(*statistics: int, was_cut: bool) -> StepReport:
+        return StepReport(optimizers=[], suspect=[], was_cut=was_cut, statistics=list(statistics))
+
+    assert choose_statistics_source([of(1, 2, was_cut=True), of(1, 2, was_cut=False)]) == 1
+    assert choose_statistics_source([of(1, was_cut=True), of(1, was_cut=True)]) is None
+    assert choose_statistics_source([of(1, was_cut=True), None]) is None, "a new process has no models"
+    assert choose_statistics_source([of(1, was_cut=True), of(2, was_cut=False)]) is None, "different models"
+    assert choose_statistics_source([of(1, 1, was_cut=True), of(1, 1, was_cut=False)]) is None, "two alike"
+
+
+def test_models_are_named_by_the_variables_that_hold_them_or_their_parts():
+    layer = torch.nn.Linear(1, 1)
+    model = torch.nn.Sequential(layer)
+    namespace = {"model": model, "part": layer, "_hidden": model, "other": torch.nn.Linear(1, 1), "x": 1}
+    assert names_of_models([model], namespace) == ["model", "part"]

@@ -259,8 +259,10 @@ class Executor:
     def _tell_steps(self) -> None:
         """Tell the user which weights a regroup has replaced, or could not."""
         group = self._group
-        text = recovery.describe_steps(self._shell.user_ns, group.restored_from, group.untrusted)
-        group.restored_from, group.untrusted = None, []
+        text = recovery.describe_steps(
+            self._shell.user_ns, group.restored_from, group.untrusted, group.untrusted_statistics
+        )
+        group.restored_from, group.untrusted, group.untrusted_statistics = None, [], []
         if text:
             sys.stderr.write(text)
 

@@ -6,6 +6,7 @@ gradients stay. `process_groups/manager.py` re-forms the process groups at the s
 On a device, the host is ahead: an optimizer step may be queued behind a collective that is aborted later, and is then
 executed with what the collective has left in the gradients. `StepTracker` knows which optimizers have begun a step
 since a given time. `restore_stepped` copies their weights, states and schedulers from a rank that has not begun one.
+In the same way a forward pass may have left partial data in the running statistics of SyncBatchNorm, without a step.
 """
 
 from __future__ import annotations
@@ -100,10 +101,16 @@ def _with_hooks(original: Callable[..., None]) -> Callable[..., None]:
 
 
 class StepReport(TypedDict):
-    """The optimizers of a rank: a checksum of each, and the indices of those with a step that may be wrong."""
+    """The optimizers of a rank: a checksum of each, and the indices of those with a step that may be wrong.
+
+    `was_cut`: a collective of the rank was aborted while its device had not finished it. `statistics`: the checksums of
+    the models in `models_with_statistics`.
+    """
 
     optimizers: list[int]
     suspect: list[int]
+    was_cut: bool
+    statistics: list[int]
 
 
 class StepTracker:
@@ -124,7 +131,12 @@ class StepTracker:
         """Describe the optimizers. Those with a step since this time, if any, are suspect."""
         optimizers = self.optimizers()
         suspect = [] if since is None else [i for i, each in enumerate(optimizers) if self._began[each] >= since]
-        return StepReport(optimizers=[_checksum_of(each) for each in optimizers], suspect=suspect)
+        return StepReport(
+            optimizers=[_checksum_of(each) for each in optimizers],
+            suspect=suspect,
+            was_cut=since is not None,
+            statistics=[checksum for checksum, _ in models_with_statistics()],
+        )
 
     def forget(self) -> None:
         """Trust all steps so far, once they have been dealt with."""
@@ -153,6 +165,41 @@ def choose_source(reports: Sequence[StepReport | None]) -> int | None:
     return next((rank for rank, report in enumerate(known) if not report["suspect"]), None)
 
 
+def choose_statistics_source(reports: Sequence[StepReport | None]) -> int | None:
+    """Return the first rank without a cut collective, whose running statistics all may have; None if there is none.
+
+    None also if the ranks have different models, or several of the same form, which nobody could tell apart.
+    """
+    known = [report for report in reports if report is not None]
+    statistics = known[0]["statistics"] if len(known) == len(reports) else []
+    if len(set(statistics)) < len(statistics) or any(report["statistics"] != statistics for report in known):
+        return None
+    return next((rank for rank, report in enumerate(known) if not report["was_cut"]), None)
+
+
+def models_with_statistics() -> list[tuple[int, DistributedDataParallel]]:
+    """Return the DDP models with SyncBatchNorm, each with a checksum of its form, in the order of the checksums."""
+    found = []
+    for model in models_with_reducers():
+        if _synchronized_layers(model):
+            shapes = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict(keep_vars=True).items()]
+            found.append((zlib.crc32(str(shapes).encode()), model))
+    return sorted(found, key=lambda entry: entry[0])
+
+
+def _synchronized_layers(model: torch.nn.Module) -> list[torch.nn.SyncBatchNorm]:
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.SyncBatchNorm)]
+    return [layer for layer in layers if layer.running_mean is not None]
+
+
+def restore_statistics(source: int) -> None:
+    """Copy the running statistics of SyncBatchNorm in all DDP models from the rank `source`. A collective."""
+    for _, model in models_with_statistics():
+        for layer in _synchronized_layers(model):
+            for buffer in layer.buffers(recurse=False):
+                dist.broadcast(buffer, source)
+
+
 def restore_stepped(optimizers: Collection[Optimizer], source: int) -> None:
     """Copy the weights, states and prepared schedulers of `optimizers` from the rank `source`. A collective."""
     runtime = sys.modules.get(_RUNTIME)  # not imported, because a rank need not use it
@@ -172,6 +219,12 @@ def restore_stepped(optimizers: Collection[Optimizer], source: int) -> None:
 def is_sharded(optimizer: Optimizer) -> bool:
     """Return True if no rank has all weights of the optimizer."""
     return any(hasattr(parameter, "placements") for parameter in _parameters_of(optimizer))
+
+
+def names_of_models(models: Collection[torch.nn.Module], namespace: dict[str, Any]) -> list[str]:
+    """Return the variables that hold `models`, or the modules in them."""
+    modules = {id(module) for model in models for module in model.modules()}
+    return [name for name, value in namespace.items() if not name.startswith("_") and id(value) in modules]
 
 
 def names_of(optimizers: Collection[Optimizer], namespace: dict[str, Any]) -> list[str]:

@@ -332,7 +332,12 @@ def changed_environment() -> dict[str, str | None]:
     return {name: value for name, value in sorted(now.items()) if value != first_environment.get(name)}
 
 
-def describe_steps(namespace: dict[str, Any], restored_from: int | None, untrusted: list[Optimizer]) -> str:
+def describe_steps(
+    namespace: dict[str, Any],
+    restored_from: int | None,
+    untrusted: list[Optimizer],
+    untrusted_statistics: list[torch.nn.Module],
+) -> str:
     """Return what the user has to know about steps on the results of aborted collectives; mostly nothing."""
     lines = []
     if restored_from is not None:
@@ -345,6 +350,12 @@ def describe_steps(namespace: dict[str, Any], restored_from: int | None, untrust
         lines.append(
             f"{' and '.join(names)}: an optimizer step used a collective that was aborted, on all ranks; the weights "
             f"are not to be trusted: load a checkpoint, or make them again{_last_saved()}"
+        )
+    if untrusted_statistics:
+        names = model_reset.names_of_models(untrusted_statistics, namespace) or ["a model"]
+        lines.append(
+            f"{' and '.join(names)}: a collective was aborted on all ranks, maybe one of SyncBatchNorm: its running "
+            f"statistics are not to be trusted: load a checkpoint, or let further steps renew them{_last_saved()}"
         )
     return "".join(f"{line}\n" for line in lines)
 

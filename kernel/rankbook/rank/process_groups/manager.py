@@ -145,6 +145,8 @@ class GroupManager:
         """The rank whose weights have replaced those of a step on the results of aborted collectives."""
         self.untrusted: list[Optimizer] = []
         """The optimizers with such a step for which there was no other rank to copy from."""
+        self.untrusted_statistics: list[torch.nn.Module] = []
+        """The models whose running statistics may have come from aborted collectives, on all ranks."""
         self._creating: tuple[str, dict[str, str]] | None = None  # name and backends, while torch calls `_create_group`
         self._cause: str | None = None
         self._cancel = threading.Event()
@@ -327,6 +329,7 @@ class GroupManager:
 
     def _mend_steps(self, reports: list[model_reset.StepReport | None]) -> None:
         """Take back the steps on the results of aborted collectives, or note that no rank can. A collective."""
+        self._mend_statistics(reports)
         suspect = sorted({index for report in reports if report is not None for index in report["suspect"]})
         if self._steps is None or not suspect:
             return
@@ -342,6 +345,16 @@ class GroupManager:
             own_report = reports[self.rank]
             self.untrusted += [optimizers[index] for index in (own_report["suspect"] if own_report is not None else ())]
         self._steps.forget()
+
+    def _mend_statistics(self, reports: list[model_reset.StepReport | None]) -> None:
+        """Take back running statistics from aborted collectives, or note that no rank can. A collective."""
+        if not any(report is not None and report["was_cut"] for report in reports):
+            return
+        source, own_report = model_reset.choose_statistics_source(reports), reports[self.rank]
+        if source is not None:
+            model_reset.restore_statistics(source)
+        elif own_report is not None and own_report["was_cut"]:
+            self.untrusted_statistics += [model for _, model in model_reset.models_with_statistics()]
 
     def _find_destroyed(self) -> set[str]:
         """Return the groups that the user has destroyed: they are not in torch's table any more."""
