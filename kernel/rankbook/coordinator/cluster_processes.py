@@ -621,10 +621,17 @@ class ClusterProcesses:
 
     def _show(self, text: str) -> None:
         """Show a line in the cells that run, or keep it for the next one. Any thread."""
-        if self._driver is None:
+        if (driver := self._driver) is None:
             self._notes.append(text)
-        else:
-            self._driver.after(0.0, lambda: self._note(text))
+            return
+
+        def note() -> None:
+            # A cell whose task another thread is sending has started when that thread releases the lock.
+            with driver.changed:
+                pass
+            self._note(text)
+
+        driver.after(0.0, note)
 
     def _show_notes(self) -> None:
         """Print what was kept for the next cell: this one starts ranks."""
