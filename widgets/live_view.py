@@ -301,7 +301,8 @@ class LiveView(EarlyMessageWidget):
 
     def text(self) -> str:
         """Return the current state as text for a terminal."""
-        return "\n\n".join(f"{self._age(name)}\n{model.text()}".lstrip("\n") for name, model in self._models.items())
+        parts = [(self._age(name), model.text()) for name, model in self._models.items()]
+        return "\n\n".join(f"{age}:\n{text}" if age else text for age, text in parts)
 
     def summary(self) -> str:
         """Return the current state in one line."""
@@ -309,11 +310,9 @@ class LiveView(EarlyMessageWidget):
 
     def html(self) -> str:
         """Return the current state as HTML that needs no JavaScript or kernel."""
-        parts = []
-        for name, model in self._models.items():
-            age = self._age(name)
-            parts.append((f"<p>{escape(age)}:</p>" if age else "") + model.html())
-        return f'<div class="{self.still}">' + "".join(parts) + "</div>"
+        parts = [(self._age(name), model.html()) for name, model in self._models.items()]
+        shown = "".join(f"<p>{escape(age)}:</p>{html}" if age else html for age, html in parts)
+        return f'<div class="{self.still}">{shown}</div>'
 
     def _age(self, name: str) -> str:
         """Return how old the state of a part is, if the view has others that may be newer."""

@@ -319,15 +319,16 @@ before = net.module[1].running_mean.tolist()"""
 
 
 @pytest.fixture
-def with_statistics(stand_in) -> Iterator[Notebook]:
+def with_statistics(stand_in: Notebook) -> Iterator[None]:
+    """Give the ranks a model with running statistics."""
     stand_in.ok(STATISTICS)
-    yield stand_in
+    yield
     stand_in.ok("%%distributed\ndel net")  # `heal` would make it anew, which DDP refuses
 
 
-def test_running_statistics_of_a_broken_off_collective_are_taken_back(with_statistics):
+@pytest.mark.usefixtures("with_statistics")
+def test_running_statistics_of_a_broken_off_collective_are_taken_back(stand_in):
     """No optimizer has stepped, and yet the forward pass has written what the aborted collective has left."""
-    stand_in = with_statistics
     outcome = raise_on_rank_1(stand_in, "net(torch.ones(2, 4)); stand_in.synchronize()")
     assert "CollectiveAborted" in outcome.traceback
     outcome = stand_in.ok("%%distributed\nstand_in.held = False\nprint(net.module[1].running_mean.tolist() == before)")
@@ -335,8 +336,8 @@ def test_running_statistics_of_a_broken_off_collective_are_taken_back(with_stati
     assert "not to be trusted" not in outcome.stderr
 
 
-def test_running_statistics_that_no_rank_has_right_are_named(with_statistics):
-    stand_in = with_statistics
+@pytest.mark.usefixtures("with_statistics")
+def test_running_statistics_that_no_rank_has_right_are_named(stand_in):
     code = (
         "%%distributed\nif rank == 1: stand_in.held = True\nnet(torch.ones(2, 4))\nprint('now')\nstand_in.synchronize()"
     )
