@@ -109,12 +109,13 @@ def test_ranks_save_and_stop_before_their_hosts_end(reported):
     with on(engine, 1, grace=GracePeriods(save=5.0)) as cluster:
         assert "in 60 minutes" in cluster.describe_launcher()
         cell = cluster.submit_code(
-            "import time\ntry:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    print('saved')",
+            "import time\ntry:\n    print('inside')\n    time.sleep(600)\n"
+            "except KeyboardInterrupt:\n    print('saved')",
             number=0,
             ranks=None,
             sink=sink,
         )
-        wait_until(lambda: cell.started is not None, timeout=20, what="the cell runs")
+        wait_until(lambda: "inside" in str(sink.items), timeout=20, what="the cell can catch the interrupt")
         engine._ends_at = time.time() + 13.0
         cluster._processes._engine._limits_due = 0.0
         cluster.wait(cell, timeout=30)
