@@ -261,6 +261,14 @@ def clean_layouts():
         clip_norm(list(model.parameters()), 0.5, 2, torch.device("cpu"))
         optimizer.step()
 
+    def by_hand(model, optimizer, batch):
+        x, y = batch
+        F.mse_loss(model(x), y).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        optimizer.step()
+
     def accumulated(model, optimizer, batch):
         x, y = batch
         for half in (slice(0, 2), slice(2, 4)):
@@ -281,6 +289,7 @@ def clean_layouts():
         "mesh, clipping": (("one rank", mesh), clipped, {}),
         "ddp and fsdp2": (("ddp", "fsdp2"), clipped, {"dropout": 0.3}),
         "fsdp2 and mesh": (("fsdp2", mesh), plain_step, {}),
+        "reduced by hand": (("current", "one rank"), by_hand, {}),
         "bf16, ddp": (("one rank bf16", "ddp bf16"), clipped, {}),
         "bf16, fsdp2": (("one rank bf16", "fsdp2 bf16"), plain_step, {"dropout": 0.3}),
         "bf16, tp": (("one rank bf16", "tp bf16"), plain_step, {}),

@@ -222,7 +222,9 @@ def compare_summaries(
         names = [name for p, name in keys if p == phase]
         if phase in (recording.FORWARD, recording.LOSS) and not forward:
             continue
-        if phase == recording.GRADIENT and not any((phase, n) in s for s in candidate for n in names):
+        if phase == recording.GRADIENT and not all(
+            any((phase, name) in summaries for summaries in side for name in names) for side in (reference, candidate)
+        ):
             continue  # the user's code reduces them, so the optimizer's gradients are the first to compare
         if phase in (recording.GRADIENT, recording.CLIPPED):
             names.sort(key=lambda name: backward.get(name, -1))

@@ -114,7 +114,7 @@ def use_current(model: nn.Module, optimizer: Any) -> Built:  # noqa: ANN401 - an
     if "tp" in names:
         mesh = next(t.device_mesh for t in tensors if "tp" in (t.device_mesh.mesh_dim_names or ()))
         width = mesh["tp"].size()
-    reduces = isinstance(model, DistributedDataParallel) or bool(tensors)
+    reduces = world == 1 or isinstance(model, DistributedDataParallel) or bool(tensors)
     return Built(model, inner, optimizer, world // width, rank // width, reduces)
 
 
