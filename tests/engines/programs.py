@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -260,14 +261,17 @@ def ray_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     command = (sys.executable, str(Path(__file__).with_name("ray_nodes.py")))
     with contextlib.ExitStack() as stack:
-        # On a busy machine Ray's own start fails now and then.
+        # On a busy machine Ray's own start fails or hangs now and then.
         for attempt in range(3):
             log = stack.enter_context((folder / f"ray-{attempt}.log").open("w"))
             server = stack.enter_context(
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
             )
             assert server.stdin is not None and server.stdout is not None
+            limit = threading.Timer(100.0, server.terminate)
+            limit.start()
             address = next((line.split()[1] for line in server.stdout if line.startswith("address ")), "")
+            limit.cancel()
             if address:
                 break
         else:
