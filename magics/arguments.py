@@ -27,7 +27,8 @@ _BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 # the options before and after it are split into words.
 _PEEK_OPTION = r"(?:--ranks|-r|--timeout)(?:=|\s+)(?:'[^']*'|\"[^\"]*\"|\S+)"
 _PEEK = re.compile(
-    rf"\s*peek\s*(?P<before>(?:{_PEEK_OPTION}(?:\s+|$))*)(?P<expression>.*?)(?P<after>(?:\s+{_PEEK_OPTION})*)\s*",
+    rf"\s*peek\s*(?P<before>(?:{_PEEK_OPTION}(?:\s+|$))*)(?P<expression>.*?)(?P<after>(?:\s+{_PEEK_OPTION})*)"
+    r"(?:\s+#[^'\"\n]*)?\s*",  # a comment without quotes, so that no string is cut
     re.DOTALL,
 )
 
