@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ RANK_CELL_MAGICS = frozenset(
     ("!", "bash", "capture", "debug", "prun", "python", "sh", "sx", "system", "time", "timeit")
 )
 
+_OWN_MAGICS = frozenset(("distributed", "local"))
+
 
 def runs_locally(cell: str) -> bool:
     """Return True if a cell runs in the notebook process in auto mode.
@@ -49,7 +52,10 @@ def runs_locally(cell: str) -> bool:
         return True
     # `%%time` and similar magics act on the code below them, so they run where that code runs.
     if lines[0].startswith("%%"):
-        return lines[0][2:].split(" ")[0] not in RANK_CELL_MAGICS
+        stacked = takewhile(lambda line: line.startswith("%%"), lines)
+        names = [words[0] for line in stacked if (words := line[2:].split())]
+        # A magic above `%%distributed` or `%%local` acts on what the notebook process runs.
+        return not names or names[0] not in RANK_CELL_MAGICS or not _OWN_MAGICS.isdisjoint(names)
     if len(lines) == 1 and _EXIT.fullmatch(lines[0]):
         return True
     # A cell that mixes magics with code runs on the ranks, where IPython's magics exist as well.

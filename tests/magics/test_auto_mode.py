@@ -32,6 +32,9 @@ pytestmark = pytest.mark.processes
         "%%distributed --ranks 0\nx",
         "%%local\nx = 1",
         "%%local",
+        "%%capture log\n%%distributed --ranks 0\nx",
+        "%%time\n%%local\nx = 1",
+        "%%",
         "%%writefile notes.txt\nx = 1",
         "%%html\n<b>x</b>",
         "%%javascript\n1",
@@ -68,7 +71,10 @@ def test_auto_mode_keeps_cells_for_the_notebook(cell):
         "%psource f",
         "%%debug\nf(1)",
         "%%time\nx = 1",
+        "%%time\n%%capture\nx = 1",
+        "%%time\nx = 1\n%%local\n",
         "%%bash\nls",
+        "%%bash\t--out text\nls",
         "%who",
         "x?",
         "await f()",
@@ -160,6 +166,8 @@ def test_local_is_a_plain_cell_in_every_respect(auto):
     assert auto.ok("%%local\nthere").displays == [{"text/plain": "5"}], "also what a cell magic runs in turn"
     auto.ok("%%local\n%%capture caught\nprint('caught here')")
     assert auto.ok("%%local\ncaught.stdout").displays == [{"text/plain": "'caught here\\n'"}]
+    auto.ok("%%capture caught\n%%distributed --ranks 1\nprint('of', rank)")
+    assert auto.ok("%%local\ncaught.stdout").displays == [{"text/plain": "'[1] of 1\\n'"}]
     assert auto.ok("print(rank)").stdout == "[0] 0\n[1] 1\n", "and the next cell is distributed again"
 
 
