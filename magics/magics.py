@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dis
 import linecache
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
     from rankbook.magics.output_panel import Panel
 CELL_MAGICS = ("distributed", "local")
+_INDENT = re.compile(r"(?:[ \t]*\n)*([ \t]*)")
+"""Matches up to the first character of a cell; the group is the indentation of its line."""
 _CALLER_DEPTH = 2 + MAGIC_WRAPPER_FRAMES
 """Stack frames from IPython's expansion of `$name` and `{name}` to the frame whose variables it uses."""
 
@@ -109,8 +113,11 @@ class DistributedMagics(Magics):
         if "?" in cell and completion.show_inspection(cluster, ranks, cell):
             return None
         # The ranks get the magic's line as a comment, so that lines in tracebacks and breakpoints match the cell.
-        # A cell magic in the body has to stay in the first line.
-        head = "" if chosen.auto or cell.lstrip().startswith("%%") else f"# %%distributed {line}".rstrip() + "\n"
+        # A cell magic in the body has to stay in the first line. IPython removes an indentation that all lines share.
+        indent = _INDENT.match(cell)
+        head = f"{'' if indent is None else indent[1]}# %%distributed {line}".rstrip() + "\n"
+        if chosen.auto or cell.lstrip().startswith("%%"):
+            head = ""
         on_result = self._result_callback(chosen.out and python_name(chosen.out))
         ask = ask_for(self._shell)
         panel = self._panel(sink, number, ranks, chosen.view, cluster.key) if is_shown else None
@@ -487,9 +494,12 @@ def _is_statement(caller: FrameType) -> bool:
     A value that is returned to a statement would be shown as the cell's result.
     """
     # IPython translates `%distributed …` into a call that begins its line, and `x = %distributed …` into an assignment
-    # of the same call. linecache has the translated source, but not that of `%time %distributed …`.
+    # of the same call. linecache has the translated source, but not that of `%time` and `%%time`.
     line = linecache.getline(caller.f_code.co_filename, caller.f_lineno).strip()
-    return not line or line.startswith("get_ipython().run_line_magic(")
+    if line:
+        return line.startswith("get_ipython().run_line_magic(")
+    following = (step.opname for step in dis.get_instructions(caller.f_code) if step.offset > caller.f_lasti)
+    return not next(following, "").startswith("STORE_")
 
 
 def _cell_number(shell: InteractiveShell) -> int:

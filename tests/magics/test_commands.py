@@ -263,6 +263,14 @@ def test_a_pull_in_an_assignment_is_its_value(notebook):
     assert value(notebook, "loss") == "[0.5, 1.5]"
 
 
+@pytest.mark.parametrize("code", ["%time got = %distributed pull unstored", "%%time\ngot = %distributed pull unstored"])
+def test_a_pull_in_a_timed_assignment_is_its_value(notebook, code):
+    notebook.ok("%%distributed\nunstored = rank")
+    notebook.ok("got = None")
+    notebook.ok(code)
+    assert value(notebook, "got, 'unstored' in globals()") == "([0, 1], False)"
+
+
 def test_a_pull_outside_an_assignment_has_no_value(notebook):
     notebook.ok("%%distributed\nx = rank")
     for code in ("%distributed pull x", "distributed pull x", "if True:\n    %distributed pull x"):

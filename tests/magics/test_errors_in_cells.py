@@ -222,6 +222,13 @@ def test_a_syntax_error_shows_the_line_and_none_of_our_own(notebook, code, line)
     assert "magic.py" not in text and "rankbook" not in text and "frames of libraries" not in text
 
 
+def test_a_cell_that_is_indented_as_a_whole_runs_and_its_error_names_the_line(notebook):
+    assert notebook.ok("%%distributed --ranks 0\n\n    x = 1\n    print(x)").stdout == "[0] 1\n"
+    outcome, text = failed(notebook, "%%distributed\n    x = 1\n    x / 0")
+    assert outcome.ename == "ZeroDivisionError"
+    assert shows_frame(text, outcome.count, 3)
+
+
 def test_an_error_in_await_names_its_line(notebook):
     outcome, text = failed(
         notebook,
