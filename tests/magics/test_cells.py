@@ -317,6 +317,8 @@ def test_a_command_that_installs_packages_runs_once_and_never_on_two_ranks_at_a_
 
     assert run(f"!{pip} install one") == ("[0-1] 3\n", ["install one"])
     assert run(f"!{pip} install one") == ("[0-1] 3\n", ["install one"]), "of another cell"
+    assert run(f"lines = !{pip} install three; echo done\nprint(lines)")[1] == ["install three"]
+    assert run(f"lines = !{pip} install four; echo done\nprint(lines)")[0].startswith("[0-1] ['done']\n[0-1] 0")
     assert (
         run(f"for _ in range(2): get_ipython().system('{pip} --quiet install two')")[1] == ["--quiet install two"] * 2
     )

@@ -68,6 +68,15 @@ def test_a_cell_magic_runs_within_another_one_that_captures_it(ranks):
     assert ranks.ok("%%distributed\nprint(out.stdout[:6])").stdout == "[0-1] caught\n"
 
 
+def test_shell_commands_print_into_a_stream_that_captures(ranks):
+    shown = ranks.ok("%%distributed\n%%capture caught\n!echo hidden; echo wrong >&2\nprint('too')")
+    assert shown.text == ""
+    assert ranks.ok("%%distributed\nprint(caught.stdout.split())").stdout == "[0-1] ['hidden', 'wrong', 'too']\n"
+    code = "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as text:\n    !echo grün; exit 3"
+    shown = ranks.ok(f"%%distributed\n{code}\nprint(text.getvalue().strip(), _exit_code)").stdout
+    assert shown == "[0-1] grün 3\n"
+
+
 def test_exit_is_an_error_of_its_cell_after_a_reset_too(ranks):
     ranks.ok("%%distributed\n%reset -f")
     assert "ranks 0-1: SystemExit" in ranks.run("%%distributed\nexit()").traceback

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import codecs
 import contextlib
 import fcntl
 import getpass
@@ -29,7 +30,7 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 from zlib import crc32
 
 import psutil
@@ -50,6 +51,7 @@ from rankbook.formatting import PACKAGE_MAGICS, PACKAGE_NOTE
 from rankbook.ipython_compat import cell_numbers
 from rankbook.protocol import RESULT, WIDGET_VIEW
 from rankbook.rank import comms
+from rankbook.rank.output_capture import TurnTakingStream
 from rankbook.rank.tracebacks import text_of
 from rankbook.transport.serialization import set_cell_numbers
 from rankbook.transport.shared_memory import ensure_private_folder
@@ -305,8 +307,9 @@ class PackageCommands:
     """Run commands that change the installed packages on one rank of a host, while the other ranks wait.
 
     All ranks of a cell come to the same command, and would write into one folder at the same time. The first one runs
-    it, with a lock on the file `path`, and records its exit code there for the others. Only that it is the same command
-    of the same cell says so: if ranks run different commands, or a cell runs one twice, all of them run, one by one.
+    it, with a lock on the file `path`, and records its exit code and output there for the others. Only that it is the
+    same command of the same cell says so: if ranks run different commands, or a cell runs one twice, all of them run,
+    one by one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -314,8 +317,8 @@ class PackageCommands:
         self._cell = 0
         self._calls: Counter[str] = Counter()
 
-    def run(self, cell: int, command: str, run: Callable[[], int]) -> int:
-        """Return the exit code of `command`, after `run()` here or on another rank of this host."""
+    def run(self, cell: int, command: str, run: Callable[[], tuple[int, str]]) -> tuple[int, str]:
+        """Return the exit code and output of `command`, after `run()` here or on another rank of this host."""
         if cell != self._cell:
             self._cell = cell
             self._calls.clear()
@@ -327,12 +330,12 @@ class PackageCommands:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             ended = [json.loads(line) for line in file]
-            codes = [int(code) for other, code in ended if other == call]
-            code = codes[0] if codes else run()
-            if not codes:
-                file.write(json.dumps([call, code]) + "\n")
+            results = [(int(code), str(output)) for other, code, output in ended if other == call]
+            result = results[0] if results else run()
+            if not results:
+                file.write(json.dumps([call, *result]) + "\n")
         importlib.invalidate_caches()
-        return code
+        return result
 
 
 class RankShell(InteractiveShell):
@@ -530,13 +533,9 @@ class RankShell(InteractiveShell):
         sys.stdout.flush()
         sys.stderr.flush()
         command = str(self.var_expand(cmd, depth=1))
-        run = partial(_run_command, command)
-        # As IPython does, for `_exit_code` in a later cell.
-        self.user_ns["_exit_code"] = (
-            self._package_commands.run(self._session.cell, command, run)
-            if _CHANGES_PACKAGES.search(command) is not None
-            else run()
-        )
+        # `%%capture` and `contextlib.redirect_stdout` replace the stream: the command's output goes there as well.
+        replaced = None if isinstance(sys.stdout, TurnTakingStream) else sys.stdout
+        self._run_in_turn(command, partial(_run_command, command, replaced))
 
     system_piped = system
     system_raw = system
@@ -546,21 +545,16 @@ class RankShell(InteractiveShell):
 
         IPython's version treats an interrupt as the command's own and continues the cell.
         """
-        command = self.var_expand(cmd, depth=depth + 1)
-        with subprocess.Popen(  # noqa: S602 - as above
-            command,
-            shell=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        ) as process:
-            try:
-                text = process.communicate()[0].decode(errors="replace")
-            except KeyboardInterrupt:
-                _end(process)
-                raise
-        self.user_ns["_exit_code"] = process.returncode
+        command = str(self.var_expand(cmd, depth=depth + 1))
+        text = self._run_in_turn(command, partial(_read_command, command))
         return SList(text.splitlines()) if split else LSString(text)
+
+    def _run_in_turn(self, command: str, run: Callable[[], tuple[int, str]]) -> str:
+        """Run a shell command and return its output; on one rank of this host if it changes the installed packages."""
+        changes = _CHANGES_PACKAGES.search(command) is not None
+        code, text = self._package_commands.run(self._session.cell, command, run) if changes else run()
+        self.user_ns["_exit_code"] = code  # as IPython does, for a later cell
+        return text
 
     def enable_gui(self, gui: str | None = None) -> None:
         """Refuse the event loops of desktop toolkits: a rank has no display."""
@@ -568,17 +562,42 @@ class RankShell(InteractiveShell):
             raise UsageError(f"%gui {gui}: a rank has no display; use %matplotlib inline to show figures")
 
 
-def _run_command(command: str) -> int:
-    """Run a shell command and return its exit code."""
+def _run_command(command: str, output: TextIO | None) -> tuple[int, str]:
+    """Run a shell command and return its exit code. Its output goes to the rank's descriptors, or to `output`."""
     # IPython's own version uses a pseudo-terminal on Unix, whose output would not go through the rank's pipes.
     with subprocess.Popen(  # noqa: S602 - `!` runs a shell command
-        command, shell=True, stdin=subprocess.DEVNULL
+        command,
+        shell=True,
+        stdin=subprocess.DEVNULL,
+        stdout=None if output is None else subprocess.PIPE,
+        stderr=None if output is None else subprocess.STDOUT,
     ) as process:
         try:
-            return process.wait()
+            if output is not None:
+                assert isinstance(process.stdout, io.BufferedReader)  # `read1` returns what there is
+                for text in codecs.iterdecode(iter(partial(process.stdout.read1, 1 << 16), b""), "utf-8", "replace"):
+                    output.write(text)
+            return process.wait(), ""
         except KeyboardInterrupt:
             _end(process)
             raise
+
+
+def _read_command(command: str) -> tuple[int, str]:
+    """Run a shell command and return its exit code and output."""
+    with subprocess.Popen(  # noqa: S602 - as above
+        command,
+        shell=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        try:
+            text = process.communicate()[0].decode(errors="replace")
+        except KeyboardInterrupt:
+            _end(process)
+            raise
+    return process.returncode, text
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
