@@ -37,3 +37,31 @@ def test_cell_that_creates_an_accelerator_uses_it(notebook, code):
 
 def test_cell_that_does_not_use_accelerator_gets_none(notebook):
     assert "False" in notebook.ok("%%distributed\n'acc' + 'elerator' in globals()").text
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import rankbook\naccelerator: rankbook.Accelerator",
+        "def train(accelerator):\n    return accelerator.device",
+        "# set up the accelerator",
+        "text = 'accelerator'",
+    ],
+)
+def test_a_cell_that_only_mentions_accelerator_gets_none(notebook, code):
+    notebook.ok(f"%%distributed\n{code}")
+    assert "False" in notebook.ok("%%distributed\n'acc' + 'elerator' in globals()").text
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def train():\n    return accelerator.device\ntrain()",
+        "%time accelerator.device",
+        "%%time\naccelerator.device",
+        "import asyncio\nawait asyncio.sleep(0)\naccelerator.device",
+    ],
+)
+def test_a_cell_whose_functions_or_magics_use_accelerator_gets_one(notebook, code):
+    notebook.run(f"%%distributed\n{code}")
+    assert "True" in notebook.ok("%%distributed\n'acc' + 'elerator' in globals()").text

@@ -7,12 +7,14 @@ An error in user code fails the task and never ends the rank.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import os
 import re
 import sys
 import time
+import types
 from bdb import BdbQuit
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -106,10 +108,9 @@ if TYPE_CHECKING:
     from rankbook.rank.process_groups.device_calls import DeviceWatcher
 
 
-# A text search and not a parser, because every cell is searched. A false match, in a string for example, creates an
-# object that is not used.
 _Protection = Protect | ListSnapshots | RestoreSnapshot | RestoreReplicas
 _Resize = CheckResize | HandOver | EnterWorld | TakeOver
+# A text search before anything is compiled, because every cell is searched.
 _USES_ACCELERATOR = re.compile(r"(?<![\w.])accelerator\b")
 _ASSIGNS_ACCELERATOR = re.compile(
     r"(?<![\w.])accelerator\s*(?::[^=\n]*)?=[^=]|\bas accelerator\b|\bimport accelerator\b"
@@ -119,6 +120,12 @@ _ASSIGNS_ACCELERATOR = re.compile(
 _PROTECTION = "rankbook.runtime.protection"
 _REPORT_TIME = 2.0
 """Seconds by which an interrupt is postponed while the report of an error is made."""
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    """Return the names of globals and attributes in `code` and in the functions and classes that it defines."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*map(_global_names, inner))
 
 
 class Executor:
@@ -460,15 +467,23 @@ class Executor:
     def _provide_accelerator(self, source: str) -> None:
         """Define `accelerator` for a cell that uses the name without assigning it."""
         namespace = self._shell.user_ns
-        if (
-            # The user's own variable of this name is never replaced.
-            "accelerator" not in namespace
-            and _USES_ACCELERATOR.search(source)
-            and not _ASSIGNS_ACCELERATOR.search(source)
-        ):
+        # The user's own variable of this name is never replaced.
+        if "accelerator" not in namespace and self._uses_accelerator(source):
             from rankbook.runtime import Accelerator
 
             namespace["accelerator"] = Accelerator()
+
+    def _uses_accelerator(self, source: str) -> bool:
+        if not _USES_ACCELERATOR.search(source) or _ASSIGNS_ACCELERATOR.search(source):
+            return False
+        with contextlib.suppress(Exception):  # the run of the cell reports it
+            transformed = self._shell.transform_cell(source)
+            if "get_ipython()" in transformed:
+                return True  # the arguments of magics may be code
+            # Not for a comment, a parameter, or the declaration `accelerator: Accelerator`.
+            code = compile(transformed, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+            return "accelerator" in _global_names(code)
+        return False
 
     def _unpack(self, payload: Payload, frames: list[memoryview]) -> Any:  # noqa: ANN401 - any value
         return unpack(payload, frames, unlink=False, folder=self._segments.folder)
