@@ -164,6 +164,20 @@ def test_a_bar_of_another_rank_survives_a_clearing_once():
     assert [(piece.ranks, piece.text) for piece in reader.blocks.values()] == [((1,), "1 at 1")]
 
 
+def test_a_bar_of_another_rank_keeps_its_place_at_a_clearing():
+    reader = Reader()
+    reader.add_output(0, "\r0 at 1", 0.0)
+    reader.add_output(1, "\r1 at 1", 0.0)
+    reader.merger.flush(1.0)
+    reader.add_output(1, "\r1 at 2\nbelow\n", 1.0)
+    reader.merger.flush(2.0)
+    reader.merger.add_output(0, Clear(cell=1, wait=False), 2.0)
+    reader.merger.flush(3.0)
+    reader.add_output(0, "\r0 anew", 3.0)
+    reader.merger.flush(4.0)
+    assert reader.close() == [((1,), "1 at 2"), ((1,), "below\n"), ((0,), "0 anew")]
+
+
 def test_oldest_output_is_dropped_over_the_limit(monkeypatch):
     monkeypatch.setattr(by_rank, "_MAX_TEXT", 100)
     monkeypatch.setattr(by_rank, "_MAX_BLOCK_TEXT", 30)

@@ -773,6 +773,108 @@ def test_live_lines_are_shown_afresh_below_what_is_replayed():
     assert book.lines[-1] == "[1] b 20%"
 
 
+def clear_around(output: OutputMerger, by: str, now: float) -> list[Emit]:
+    """Clear the cell and show it again, for the status header or for a clear of rank 1, which has no output."""
+    if by == "header":
+        return output.set_header({"text/plain": "running"}, now)
+    output.add_output(1, Clear(cell=1, wait=False), now)
+    return output.flush(now + HOLD)
+
+
+@pytest.mark.parametrize("by", ["header", "another rank"])
+def test_a_half_line_keeps_its_place_when_the_cell_is_cleared(by):
+    output = merger(2)
+    book = Notebook()
+    for start, piece in enumerate(["Loading... ", "done\n", "next line\n"]):
+        output.add_output(0, text(piece), 0.3 * start)
+        book.show(output.flush(0.3 * start + AFTER))
+    before = book.lines
+    assert before == ["[0] Loading... done", "[0] next line"]
+    book.show(clear_around(output, by, 1.0))
+    book.show(output.close(2.0))
+    assert book.lines == (["running", *before] if by == "header" else before)
+
+
+@pytest.mark.parametrize("by", ["header", "another rank"])
+def test_finished_bars_keep_their_places_among_the_lines(by):
+    output = merger(2)
+    book = Notebook()
+    for epoch in range(3):
+        for piece in (f"\rbar {epoch}  50%", f"\rbar {epoch} 100%\n"):
+            output.add_output(0, text(piece, "stderr"), 0.2 * epoch)
+            book.show(output.flush(0.2 * epoch))
+        output.add_output(0, text(f"loss {epoch}\n"), 0.2 * epoch)
+        book.show(output.flush(0.2 * epoch + HOLD))
+    before = [line for epoch in range(3) for line in (f"[0] bar {epoch} 100%", f"[0] loss {epoch}")]
+    assert book.lines == before
+    for now in (1.0, 2.0):  # what was shown again keeps its place the next time too
+        book.show(clear_around(output, by, now))
+    book.show(output.close(3.0))
+    assert book.lines == (["running", *before] if by == "header" else before)
+
+
+def test_a_bar_that_is_shown_again_goes_on_in_its_place():
+    output = merger(2)
+    book = Notebook()
+    for piece in ("\router 0%", "\n\rinner 0%"):
+        output.add_output(0, text(piece, "stderr"), 0.0)
+        book.show(output.flush(output.deadline))
+    output.add_output(0, text("printed\n"), 0.5)
+    book.show(output.flush(0.5 + HOLD))
+    book.show(clear_around(output, "header", 1.0))
+    output.add_output(0, text("\x1b[A\router 50%\n", "stderr"), 1.2)
+    book.show(output.flush(1.2))
+    assert book.lines == ["running", "[0] outer 50%", "[0] inner 0%", "[0] printed"]
+    output.add_output(0, text("\rinner 100%\n", "stderr"), 1.4)
+    book.show(output.close(1.4))
+    assert book.lines == ["running", "[0] outer 50%", "[0] inner 100%", "[0] printed"]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_bar_above_more_than_the_record_holds(ends):
+    output = merger(3)
+    book = Notebook()
+    output.add_output(0, text("\rbar 10%", "stderr"), 0.0)
+    book.show(output.flush(0.0))
+    for number in range(300):
+        output.add_output(2, display({"text/plain": str(number)}), 0.0)
+    book.show(output.flush(HOLD))
+    if ends:
+        for piece in ("\n", "line\n", "\rnext"):
+            output.add_output(0, text(piece, "stderr"), 0.5)
+            book.show(output.flush(0.5 + HOLD))
+    book.show(clear_around(output, "another rank", 1.0))
+    note, first, *_, last = book.lines
+    cleared = "ranks 0,2" if ends else "rank 2"
+    assert note == f"earlier output of {cleared} was cleared together with that of rank 1"
+    assert "[0] bar 10%" not in book.lines[2:]
+    if ends:
+        assert last == "[0] next"
+    else:
+        assert (first, last) == ("[0] bar 10%", "[2] 299")
+
+
+@pytest.mark.parametrize(
+    ("stream", "width", "fewest", "most"), [("stdout", 0, 600, 600), ("stderr", 0, 190, 200), ("stdout", 900, 450, 583)]
+)
+def test_many_bars_between_lines_are_replayed_up_to_the_limits(stream, width, fewest, most):
+    output = merger(2)
+    book = Notebook()
+    expected = []
+    for number in range(300):
+        for piece in (f"\rbar {number:<{width}}.", "\n"):
+            output.add_output(0, text(piece, stream), number)
+            book.show(output.flush(number + 0.5))
+        output.add_output(0, text(f"line {number}\n"), number + 0.5)
+        book.show(output.flush(number + 0.5 + HOLD))
+        expected += [f"[0] bar {number:<{width}}.", f"[0] line {number}"]
+    assert book.lines == expected
+    book.show(clear_around(output, "another rank", 400.0))
+    replayed = [line for line in book.lines if line.startswith("[0]")]
+    assert fewest <= len(replayed) <= most
+    assert replayed == expected[-len(replayed) :]
+
+
 def test_rows_of_regions_long_past_survive_another_ranks_clearing():
     output = merger(2)
     book = Notebook()
@@ -937,6 +1039,56 @@ def test_clearing_leaves_exactly_what_every_rank_printed_since(ranks, seed):
         lines.append("end")
     book.show(output.close(now))
     assert of_ranks(book.lines) == {rank: lines for rank, lines in expected.items() if lines}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 30), st.integers(0, 2**32))
+def test_rows_shown_live_stay_in_order_whatever_clears_the_cell(count, seed):
+    dice = random.Random(seed)
+    output, book, now = merger(2), Notebook(), 0.0
+    lines = [f"line {number}" for number in range(count)]
+    for line in lines:
+        # In one piece, as a half line, or as a bar that is rewritten.
+        for piece in dice.choice([[f"{line}\n"], [line[:3], f"{line[3:]}\n"], ["\rbar", f"\r{line}", "\n"]]):
+            output.add_output(0, text(piece), now)
+            if dice.random() < 0.2:
+                output.add_output(1, text("other\n"), now)
+            if dice.random() < 0.2:
+                output.add_output(1, Clear(cell=1, wait=dice.random() < 0.5), now)
+            if dice.random() < 0.2:
+                book.show(output.set_header({"text/plain": "[2] running"}, now))
+            now += dice.choice([0.0, 0.05, 0.15, 0.4])
+            book.show(output.flush(now))
+    book.show(output.close(now))
+    assert of_ranks(book.lines)[0] == lines
+
+
+def lines_around_clears(seed: int, *, clears: bool) -> list[str]:
+    """Return what two ranks show of random output, with or without clears that remove nothing of theirs."""
+    dice, clear_dice = random.Random(seed), random.Random(seed + 1)
+    output, book, now = merger(3), Notebook(), 0.0
+    for number in range(dice.randrange(60)):
+        rank, stream = dice.randrange(2), dice.choice(["stdout", "stderr"])
+        pieces = [f"line {number}\n", f"half {number}", "\n", f"\rbar {number}", f"\rbar {number}\n", "\x1b[A\rup"]
+        piece = dice.choice([*pieces, None])
+        message = display({"text/plain": f"display {number}"}) if piece is None else text(piece, stream)
+        output.add_output(rank, message, now)
+        now += dice.choice([0.11, 0.2, 0.45])
+        book.show(output.flush(now))
+        if clears and clear_dice.random() < 0.3:
+            book.show(output.set_header({"text/plain": "[2] running"}, now))
+        if clears and clear_dice.random() < 0.2:
+            output.add_output(2, Clear(cell=1, wait=False), now)
+        now += HOLD
+        book.show(output.flush(now))
+    book.show(output.close(now))
+    return [line for line in book.lines if line not in ("", "[2] running")]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32))
+def test_what_is_shown_again_is_in_the_order_that_it_had(seed):
+    assert lines_around_clears(seed, clears=True) == lines_around_clears(seed, clears=False)
 
 
 @pytest.mark.parametrize("kind", ["equal", "apart", "mixed"])

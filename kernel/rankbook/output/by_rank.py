@@ -144,9 +144,8 @@ class ByRankOutput:
                 blocks[rank] = self._put_block(
                     OutputBlock(blocks.get(rank, -1), (rank,), "stdout", "\n".join(texts), live=True)
                 )
-        for row in self.live.remove_finished():
-            if row.display is not None:
-                self._rows.pop(row.display.display_id, None)
+        for display in self.live.remove_finished():
+            self._rows.pop(display.display_id, None)
 
     def take(self) -> list[Emit]:
         """Report the changes to the callback, and return the updates of earlier cells' displays. See `OutputView`."""
@@ -256,12 +255,6 @@ class ByRankOutput:
         if not cleared:
             return
         self._clearing -= cleared
-        for blocks in self._rows.values():
-            for key in blocks.values():
-                self._drop_block(key)
-        # All live blocks are dropped, also those of other ranks. `LiveDisplays.clear` opens new displays for the rows
-        # that remain.
-        self._rows.clear()
         self.live.clear(cleared)
         for key in [key for key, block in self._blocks.items() if not cleared.isdisjoint(block.ranks)]:
             block = self._full_block(key)

@@ -56,13 +56,15 @@ not overwrite one another's displays, and an update works from a later cell. Upd
 only the newest of every display, because their position does not matter.
 
 Clearing. A front end can clear only the whole cell, but a rank clears only its own output. So `_MergedView` clears the
-cell, and then shows again what the other ranks have there, from `OutputHistory`. With `clear_output(wait=True)` this is
-delayed until the cell shows something new, which avoids flicker. Ranks that clear in lockstep clear once. The history
-is bounded (256 Ki characters and 200 entries; a display counts a sixteenth of its size). If the cleared cell held older
-output of other ranks, a line on stderr says that it was cleared along with the rest. The status header, which appears
-above the output of a long-running cell, is placed by such a clear too, unless the cell shows something that is not in
-the history: an open question, an answer, or a message of Rankbook. Then it is appended. In a terminal, which cannot be
-cleared (`can_clear` False), the clears of ranks are ignored, so that no line is shown twice.
+cell, and then shows again what the other ranks have there, from `OutputHistory`, in the same order. A live display has
+a place in the history from when it is first shown. It is opened again in this place, and its rows become lines of the
+history once they can no longer change. With `clear_output(wait=True)` this is delayed until the cell shows something
+new, which avoids flicker. Ranks that clear in lockstep clear once. The history is bounded (256 Ki characters and 200
+entries; a display counts a sixteenth of its size). If the cleared cell held older output of other ranks, a line on
+stderr says that it was cleared along with the rest. The status header, which appears above the output of a long-running
+cell, is placed by such a clear too, unless the cell shows something that is not in the history: an open question, an
+answer, or a message of Rankbook. Then it is appended. In a terminal, which cannot be cleared (`can_clear` False), the
+clears of ranks are ignored, so that no line is shown twice.
 
 What is kept and what is dropped. Every line and every display is shown, except for the following. Intermediate states
 of rewritten rows and of updated displays are dropped; only the latest state is sent. Of a live row, at most the last
@@ -88,7 +90,7 @@ from rankbook.output.interleave import (
     TextBatch,
     interleave,
 )
-from rankbook.output.terminal import LiveDisplays, TerminalRow
+from rankbook.output.terminal import LiveDisplay, LiveDisplays, TerminalRow
 from rankbook.protocol import VIEW, StreamName
 from rankbook.protocol.messages import Clear, Display, OutputBarrier, Text, TextCut
 from rankbook.ranks import format_ranks, name_ranks
@@ -101,13 +103,17 @@ _MAX_ENTRY_TEXT = 16 << 10
 
 @dataclass(eq=False)
 class HistoryEntry:
-    """Lines of one stream with the ranks that printed them, or one display."""
+    """Lines of one stream with the ranks that printed them, one display, or the place of one live display.
+
+    `live_id` is the id of the live display. `LiveDisplays` has its rows until they are recorded as lines.
+    """
 
     stream: StreamName | None
     ranks: set[int] = field(default_factory=set)
     size: int = 0
     rows: list[tuple[Ranks, str]] = field(default_factory=list)
     display: DisplayItem | None = None
+    live_id: str | None = None
 
 
 class OutputHistory:
@@ -128,23 +134,36 @@ class OutputHistory:
         while (size := sum(len(line) + 1 for _, line in rows)) > _MAX_TEXT:
             rows = rows[(len(rows) + 1) // 2 :]
             self.forgotten |= ranks
-        last = self.entries[-1] if self.entries else None
-        # Lines join the last entry, as long as it is small.
-        if last is None or last.stream != stream or last.size > _MAX_ENTRY_TEXT:
-            last = HistoryEntry(stream)
-            self.entries.append(last)
-        last.ranks |= ranks
-        last.rows += rows
-        self._add_size(last, size)
+        self._add(HistoryEntry(stream, ranks, size, list(rows)))
 
     def add_display(self, display: DisplayItem, ranks: Ranks) -> None:
         """Record a display that was shown.
 
         It counts a sixteenth of its size: figures are large, and should survive a clear by another rank.
         """
-        entry = HistoryEntry(None, set(ranks), display=display)
-        self.entries.append(entry)
-        self._add_size(entry, display.size // 16)
+        self._add(HistoryEntry(None, set(ranks), display.size // 16, display=display))
+
+    def add_live(self, display_id: str) -> None:
+        """Record that a live display was shown."""
+        self._add(HistoryEntry(None, live_id=display_id))
+
+    def finish_live(self, display: LiveDisplay) -> None:
+        """Record the rows of a live display that will not change any more, as lines in its place."""
+        settled = []
+        for row in display.rows:
+            rank, line = row.terminal.rank, row.final
+            settled.append(HistoryEntry(row.terminal.stream, {rank}, len(line) + 1, [((rank,), line)]))
+        entries = list(self.entries)
+        index = next((i for i, entry in enumerate(entries) if entry.live_id == display.display_id), None)
+        if index is None:
+            # Its entry was dropped, with everything before it, so the rows have no place in the record.
+            self.forgotten.update(*(entry.ranks for entry in settled))
+            return
+        self.entries = deque(entries[:index])
+        for entry in settled + entries[index + 1 :]:
+            self._append(entry)
+        self._size += sum(entry.size for entry in settled)
+        self._drop_oldest()
 
     def update(self, rank: int, message: Display) -> None:
         """Apply an update to a recorded display of `rank`."""
@@ -154,9 +173,22 @@ class OutputHistory:
                 entry.display = entry.display.updated(message)
                 return
 
-    def _add_size(self, entry: HistoryEntry, size: int) -> None:
-        entry.size += size
-        self._size += size
+    def _add(self, entry: HistoryEntry) -> None:
+        self._size += entry.size
+        self._append(entry)
+        self._drop_oldest()
+
+    def _append(self, entry: HistoryEntry) -> None:
+        last = self.entries[-1] if self.entries else None
+        # Lines join the last entry, as long as it is small.
+        if last is None or entry.stream is None or last.stream != entry.stream or last.size > _MAX_ENTRY_TEXT:
+            self.entries.append(entry)
+            return
+        last.ranks |= entry.ranks
+        last.rows += entry.rows
+        last.size += entry.size
+
+    def _drop_oldest(self) -> None:
         while self._size > _MAX_TEXT or len(self.entries) > _MAX_ENTRIES:
             old = self.entries.popleft()
             self._size -= old.size
@@ -518,6 +550,12 @@ class _MergedView:
             self._apply_pending_clear()
         for row in rows:
             self.live.add_row(row)
+        self._update_live(now)
+        # From here on the rows are ordinary output.
+        for display in self.live.remove_finished():
+            self._history.finish_live(display)
+
+    def _update_live(self, now: float) -> None:
         # The first state is appended to the output, later ones replace it.
         for name, live, update in self.live.updates(now):
             text = "\n".join(f"[{rank}] {row}" for rank, row in live)
@@ -527,9 +565,7 @@ class _MergedView:
             else:
                 self._end_text()
                 self._emits.append(rich)
-        # From here on the row is ordinary output, and a clear by another rank must show it again.
-        for row in self.live.remove_finished():
-            self._history.add_lines(row.terminal.stream, [((row.terminal.rank,), row.final)])
+                self._history.add_live(name)
 
     def take(self) -> list[Emit]:
         """Return the items to send now, with updates last and only the newest update of every display."""
@@ -547,7 +583,7 @@ class _MergedView:
 
         A front end has no way to clear part of a cell.
         """
-        # The new record is filled by the replay itself: `add_display` and `add_lines` add what they show.
+        # The new record is filled by the replay itself: what shows the output adds it.
         cleared, self._clearing = self._clearing, set()
         history, self._history = self._history, OutputHistory()
         # Text before the clear is sent before it. The front end then removes it with the rest.
@@ -558,6 +594,7 @@ class _MergedView:
             # The header is the first display of the cleared cell.
             self._emits.append(self._header)
         self.live.clear(cleared)
+        live_rows = self.live.take()
         lost_ranks = history.forgotten - cleared
         if lost_ranks:
             self._stream = "stderr"
@@ -565,7 +602,14 @@ class _MergedView:
                 f"earlier output of {name_ranks(lost_ranks)} was cleared together with that of {name_ranks(cleared)}\n"
             )
             self._texts.append(note)
+        # A live display whose place was dropped from the record is older than all that is recorded.
+        recorded = {entry.live_id for entry in history.entries}
+        for name, live in live_rows.items():
+            if name not in recorded:
+                self._open_live(live)
         for entry in history.entries:
+            if entry.live_id in live_rows:
+                self._open_live(live_rows[entry.live_id])
             if entry.display is not None and not cleared.issuperset(entry.ranks):
                 # A display of several ranks stays for those that have not cleared.
                 self.add_display(entry.display, tuple(sorted(entry.ranks - cleared)))
@@ -573,6 +617,11 @@ class _MergedView:
             rows = [(ranks, line) for ranks, line in remaining if ranks]
             if rows and entry.stream is not None:
                 self.add_lines(entry.stream, rows)
+
+    def _open_live(self, rows: list[TerminalRow]) -> None:
+        self.live.open(rows)
+        # The pace is for updates in place, so this one does not delay the next.
+        self._update_live(float("-inf"))
 
     def _end_text(self) -> None:
         if self._texts:

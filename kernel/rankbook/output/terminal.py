@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable
+from collections.abc import Container
 
 from rankbook.formatting import ANSI_ESCAPE, strip_ansi
 from rankbook.protocol import StreamName
@@ -412,7 +412,7 @@ class LiveDisplays:
         # A live display that is finished, with output below it, is history: a new row belongs to the end.
         if display is None or row.index >= _MAX_DISPLAY_ROWS or (display.has_output_below and not display.live):
             row.index = 0
-            self._open([row])
+            self.open([row])
             return
         display.rows.append(row)
         display.rows.sort(key=lambda entry: (entry.index, entry.terminal.rank))
@@ -437,8 +437,8 @@ class LiveDisplays:
             self.next_update = now + _LIVE_INTERVAL
         return changes
 
-    def remove_finished(self) -> list[TerminalRow]:
-        """Forget live displays that will not change any more, and return their rows."""
+    def remove_finished(self) -> list[LiveDisplay]:
+        """Forget live displays that will not change any more, and return them."""
         old = [
             display
             # The last live display stays, because new rows are added to it.
@@ -447,22 +447,21 @@ class LiveDisplays:
         ]
         if old:
             self._displays = [display for display in self._displays if display not in old]
-        return [row for display in old for row in display.rows]
+        return old
 
-    def clear(self, ranks: Iterable[int]) -> None:
-        """Handle a cleared cell: all live displays are gone; open a new one for the rows that are not of `ranks`."""
-        cleared = set(ranks)
-        rows = [row for display in self._displays for row in display.rows]
-        remaining = [row for row in rows if row.terminal.rank not in cleared]
-        # The new display takes the rows that remain. The others have no display, and are hidden rows again if they
-        # still change.
-        for row in rows:
-            row.display = None
-        self._displays = []
-        if remaining:
-            self._open(remaining)
-            self.next_update = float("-inf")
+    def clear(self, ranks: Container[int]) -> None:
+        """Remove the rows of `ranks`, which have cleared their output, from the live displays."""
+        # Without a display, a row is a hidden row again if it still changes.
+        for display in self._displays:
+            for row in [row for row in display.rows if row.terminal.rank in ranks]:
+                display.drop(row)
 
-    def _open(self, rows: list[TerminalRow]) -> None:
+    def take(self) -> dict[str, list[TerminalRow]]:
+        """Forget the live displays of a cleared cell, and return their rows, for `open`, by display id."""
+        displays, self._displays = self._displays, []
+        return {display.display_id: display.rows for display in displays if display.rows}
+
+    def open(self, rows: list[TerminalRow]) -> None:
+        """Open a live display for `rows` at the end of the output."""
         self._displays.append(LiveDisplay(f"{self._prefix}-{self._count}", rows))
         self._count += 1
