@@ -437,9 +437,9 @@ def test_the_known_end_of_a_job_holds_until_then_while_the_controller_does_not_a
 
 def test_the_name_of_the_launchers_own_job_is_not_the_users(monkeypatch):
     engine = SlurmEngine(["--", "--job-name=mine"], environment={})
-    (command, env), _ = srun_of(engine, monkeypatch)
+    (command, _), _ = srun_of(engine, monkeypatch)
     names = [word for word in command if word.startswith("--job-name=")]
-    assert names == ["--job-name=mine", f"--job-name={engine._job_name}"] * 2 and env is None
+    assert names == ["--job-name=mine", f"--job-name={engine._job_name}"] * 2
     assert command.index(names[1]) < command.index("sh")
 
 
@@ -454,10 +454,20 @@ def test_a_step_in_an_allocation_does_not_take_over_what_the_allocation_was_aske
     engine = SlurmEngine([], environment={"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"})
     for command, env in srun_of(engine, monkeypatch):
         assert not any(word.startswith("--job-name=") for word in command)
-        assert env is not None and env["SLURM_CONF"] == "/slurm.conf" and not asked.keys() & env.keys()
+        assert env["SLURM_CONF"] == "/slurm.conf" and not asked.keys() & env.keys()
 
 
-def srun_of(engine: SlurmEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str] | None]]:
+@pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1"}])
+def test_the_users_options_for_sruns_streams_do_not_reach_those_of_the_agents(monkeypatch, environment):
+    streams = {"SLURM_LABELIO": "1", "SLURM_STDINMODE": "none", "SLURM_STDOUTMODE": "0", "SLURM_STDERRMODE": "0"}
+    for name, value in {**streams, "SLURM_PARTITION": "gpu"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(slurm, "_run", lambda *_: "node1\n")
+    for _, env in srun_of(SlurmEngine([], environment=environment), monkeypatch):
+        assert env["SLURM_PARTITION"] == "gpu" and not streams.keys() & env.keys()
+
+
+def srun_of(engine: SlurmEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
     """Return the commands of a start on one host and of its replacement, and their environments."""
     started = []
     monkeypatch.setattr(slurm, "_version", lambda: (22, 5))

@@ -44,6 +44,8 @@ _STEP = (
     *("--wait=0", "--kill-on-bad-exit=0", "--no-kill"),
     *("--mpi=none", "--ntasks-per-node=1", "--cpu-bind=none", "--unbuffered", "--export=ALL"),
 )
+# Options of srun for its streams, over which the connection and the reports go.
+_OF_STREAMS = frozenset({"SLURM_LABELIO", "SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_STDERRMODE"})
 # What the allocation was asked for. srun would take it for options of the step, which has one task per node and all
 # that the job has there.
 _OF_ALLOCATION = frozenset(
@@ -306,9 +308,8 @@ class SlurmEngine(StepEngine):
         named = [f"--job-name={self._job_name}"] if self._is_own_job else []
         # The notebook, or the first srun, may run in a step of the same job.
         step = ["srun", *size, *_STEP, "--overlap"]
-        env = None
-        if not self._is_own_job:
-            env = {name: value for name, value in os.environ.items() if name not in _OF_ALLOCATION}
+        unused = _OF_STREAMS if self._is_own_job else _OF_STREAMS | _OF_ALLOCATION
+        env = {name: value for name, value in os.environ.items() if name not in unused}
         if nodes is not None:
             where = [f"--jobid={self._job}", f"--nodelist={','.join(nodes)}", *self._resources(nodes, further)]
             command = [*step, *where, *self._options, *further, *named, *agent]
