@@ -440,19 +440,31 @@ def test_the_name_of_the_launchers_own_job_is_not_the_users(monkeypatch):
     (command, _), _ = srun_of(engine, monkeypatch)
     names = [word for word in command if word.startswith("--job-name=")]
     assert names == ["--job-name=mine", f"--job-name={engine._job_name}"] * 2
+    assert "--mem=0" not in command, "a job has what its user has asked for"
     assert command.index(names[1]) < command.index("sh")
 
 
-def test_a_step_in_an_allocation_does_not_take_over_what_the_allocation_was_asked_for(monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "memory"),
+    [
+        ([], ["--mem=0"]),
+        (["--mem-per-cpu=4G"], ["--mem-per-cpu=4G"]),
+        (["--mem", "4G"], ["--mem"]),
+        (["--mem-bind=local"], ["--mem=0", "--mem-bind=local"]),
+    ],
+)
+def test_a_step_in_an_allocation_does_not_take_over_what_the_allocation_was_asked_for(monkeypatch, options, memory):
     asked = {"SLURM_GPUS": "3", "SLURM_CPUS_PER_TASK": "4", "SRUN_CPUS_PER_TASK": "4", "SLURM_GPUS_PER_TASK": "1"}
     asked |= {"SLURM_TRES_PER_TASK": "gres/gpu:1", "SLURM_NTASKS_PER_GPU": "1"}
+    asked |= {"SLURM_MEM_PER_NODE": "8G", "SLURM_MEM_PER_CPU": "2G", "SLURM_MEM_PER_GPU": "4G"}
     asked |= {"SLURM_TRES_BIND": "gres/gpu:per_task:1", "SLURM_GPU_BIND": "per_task:1"}
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_CONF", "/slurm.conf")
     monkeypatch.setattr(slurm, "_run", lambda *_: "node1\nnode2\n")
-    engine = SlurmEngine([], environment={"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"})
+    engine = SlurmEngine(["--", *options], environment={"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"})
     for command, env in srun_of(engine, monkeypatch):
+        assert [word for word in command if word.startswith("--mem")] == memory
         assert not any(word.startswith("--job-name=") for word in command)
         assert env["SLURM_CONF"] == "/slurm.conf" and not asked.keys() & env.keys()
 

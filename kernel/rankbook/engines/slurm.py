@@ -53,10 +53,14 @@ _OF_ALLOCATION = frozenset(
         *("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU"),
         *("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET", "SLURM_GPU_BIND", "SLURM_TRES_BIND"),
         *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK"),
+        # srun ends if it has two of these, also if one of them is an option.
+        *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
     }
 )
 _FOR_GPUS = re.compile(r"(--gpus(-per-\w+)?|--gres|--tres-per-task)(=|$)|-G")
 """An option that says which GPUs a step gets."""
+_FOR_MEMORY = re.compile(r"--mem(-per-\w+)?(=|$)")
+"""An option that says how much memory a step gets."""
 _SHARES_GPUS = (22, 5)
 """First version of Slurm in which steps with `--overlap` share GPUs and memory, not only CPUs."""
 _NODE_FAILURE = re.compile(r"error: Node failure on (\S+)")
@@ -312,6 +316,8 @@ class SlurmEngine(StepEngine):
         env = {name: value for name, value in os.environ.items() if name not in unused}
         if nodes is not None:
             where = [f"--jobid={self._job}", f"--nodelist={','.join(nodes)}", *self._resources(nodes, further)]
+            if not self._is_own_job and not any(_FOR_MEMORY.match(option) for option in self._options):
+                where.append("--mem=0")  # all that the job has on the node
             command = [*step, *where, *self._options, *further, *named, *agent]
         else:
             command = ["srun", *size, *_STEP, "--exclusive", *self._options, *further, *named]
