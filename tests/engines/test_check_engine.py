@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import os
@@ -10,12 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from rankbook.engines import AgentConnection, HostEnded, HostStarted, Limits, engine, supervisor
-from rankbook.engines.processes import Job
+from rankbook.engines.processes import Job, ProcessEngine
 from rankbook.errors import StartError
 from rankbook.testing import FakeEngine, check_engine
 from tests.conftest import wait_until
@@ -128,6 +130,41 @@ def test_a_job_gets_its_text_and_its_output_and_end_are_read():
     assert job.poll() == 3
     with pytest.raises(StartError, match="no-such-program is not installed"):
         Job(["no-such-program"])
+
+
+def test_a_debugger_of_the_notebook_does_not_attach_itself_to_a_job(monkeypatch):
+    entered = []
+
+    @contextlib.contextmanager
+    def skip():
+        entered.append(True)
+        yield
+        entered.append(False)
+
+    def run(*_, **__):
+        assert entered == [True]
+        raise FileNotFoundError("not started")
+
+    monkeypatch.setitem(sys.modules, "pydevd", SimpleNamespace(skip_subprocess_arg_patch=skip))
+    monkeypatch.setattr("rankbook.engines.processes.subprocess.Popen", run)
+    with pytest.raises(StartError, match="not started"):
+        Job(["true"])
+
+
+def test_a_job_whose_supervisor_does_not_react_is_killed_at_the_stop(monkeypatch):
+    monkeypatch.setattr("rankbook.engines.processes._STOP_SECONDS", 0.2)
+    engine = ProcessEngine()
+    job = engine.jobs[0] = Job(["sh", "-c", "echo $$; exec sleep 1000"])
+    output = []
+    wait_until(lambda: output.append(job.read()) or "\n" in "".join(output), timeout=20, what="it runs")
+    processes = [psutil.Process(job._process.pid), psutil.Process(int("".join(output)))]
+    processes[0].suspend()
+    with pytest.raises(StartError, match=r"did not end within .* and was killed"):
+        engine.stop()
+    _, left = psutil.wait_procs(processes, timeout=20)
+    for process in left:
+        process.kill()
+    assert not left
 
 
 @pytest.mark.slow

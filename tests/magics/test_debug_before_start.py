@@ -10,13 +10,20 @@ from tests.debugger import FrontEnd, finish
 CELL = "%%distributed\nbase = 10\nvalue = base + rank\nprint('value', value)"
 
 
-def start_while_debugging(notebook: Notebook) -> None:
+LOCAL = "%distributed start -n 2"
+ON_HOSTS = (
+    "import rankbook, rankbook.testing\n"
+    "cluster = rankbook.start(2, launcher=rankbook.testing.FakeEngine(2), address='127.0.0.1')"
+)
+
+
+def start_while_debugging(notebook: Notebook, start: str = LOCAL) -> None:
     """Turn the debugger on, start two ranks, and stop both of them at a breakpoint."""
     front_end = FrontEnd(notebook)
     front_end.start()
     assert front_end.breakpoints(CELL, 3) == [3]
     notebook.ok("%load_ext rankbook")
-    notebook.ok("%distributed start -n 2", timeout=60)
+    notebook.ok(start, timeout=90)
     engines = [command for command in notebook.processes().values() if "pydevd" in command]
     assert not engines, "the debugger attached itself to a process of ours"
     cell = notebook.send(CELL)
@@ -37,6 +44,18 @@ def test_ranks_start_while_the_debugger_is_on_also_after_a_restart_of_the_kernel
         wait_until(lambda: not first & set(notebook.processes()), timeout=10, what="the end of the first processes")
         notebook.late.clear()
         start_while_debugging(notebook)
+    finally:
+        notebook.close()
+    check_nothing_left(notebook.mark, before)
+
+
+@pytest.mark.slow
+def test_ranks_on_other_hosts_start_while_the_debugger_is_on():
+    before = leftovers()
+    notebook = Notebook()
+    try:
+        start_while_debugging(notebook, ON_HOSTS)
+        notebook.ok("%distributed stop", timeout=60)
     finally:
         notebook.close()
     check_nothing_left(notebook.mark, before)

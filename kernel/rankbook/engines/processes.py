@@ -22,6 +22,7 @@ from typing import NoReturn
 
 import psutil
 
+from rankbook.debugger_patch import without_debugger
 from rankbook.engines import supervisor
 from rankbook.engines.engine import (
     AgentConnection,
@@ -42,6 +43,8 @@ _LAST_OUTPUT = 600
 """Characters of a job's last output that its end quotes."""
 _STOP_SECONDS = 14.0
 """Seconds for a job to end; its supervisor needs twelve at most."""
+_KILL_SECONDS = 0.5
+"""Seconds for a job to end that was killed. The whole stop may take 15 s."""
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -76,15 +79,16 @@ class Job:
         read, self._alive = os.pipe()
         os.set_inheritable(read, True)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", supervisor.__file__, "--alive", f"{read},{end_signal:d}", *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(read,),
-                start_new_session=True,
-                env=env,
-            )
+            with without_debugger():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", supervisor.__file__, "--alive", f"{read},{end_signal:d}", *command],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(read,),
+                    start_new_session=True,
+                    env=env,
+                )
         except OSError as error:
             os.close(self._alive)
             raise StartError(f"cannot run {command[0]}: {error}") from error
@@ -142,6 +146,12 @@ class Job:
             for child in psutil.Process(self._process.pid).children():
                 child.kill()
 
+    def kill_all(self) -> None:
+        """Kill the program's first process and its supervisor, where `end` has not ended them."""
+        self.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def wait(self, timeout: float) -> bool:
         """Wait for the end. Return False if the program has not ended after `timeout` seconds."""
         try:
@@ -195,14 +205,18 @@ class ProcessEngine:
         self.jobs[host] = Job(command, self.connection.text, env=env, end_signal=self._end_signal)
 
     def stop(self) -> None:
-        """See `Engine`. Raises `StartError` if a program does not end."""
+        """See `Engine`. Raises `StartError` if a program had to be killed."""
         for job in self.jobs.values():
             job.end()
         deadline = time.monotonic() + _STOP_SECONDS
         left = [job for job in self.jobs.values() if not job.wait(max(0.0, deadline - time.monotonic()))]
         self.jobs.clear()
+        for job in left:
+            job.kill_all()
+        for job in left:
+            job.wait(_KILL_SECONDS)
         if left:
-            raise StartError(f"{self.name} did not end within {_STOP_SECONDS:.0f} s")
+            raise StartError(f"{self.name} did not end within {_STOP_SECONDS:.0f} s and was killed")
 
 
 class StepEngine(ProcessEngine):

@@ -26,6 +26,7 @@ from typing import IO, Protocol, TypeVar
 
 import psutil
 
+from rankbook.debugger_patch import without_debugger
 from rankbook.errors import InvalidArgument, StartError
 from rankbook.launch.registry import ClusterRecord
 from rankbook.process_identity import ProcessInfo, describe_process, process_info
@@ -151,7 +152,7 @@ class LocalLauncher:
         # other process can connect.
         local_end, remote_end = socket.socketpair()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process runs
-        with remote_end, _without_debugger():
+        with remote_end, without_debugger():
             self._process = subprocess.Popen(
                 # `-P`: a file of the user called `torch.py` or `signal.py` in the working directory must not be
                 # imported.
@@ -330,18 +331,6 @@ class LocalLauncher:
     def _error_text(self) -> str:
         self._stderr.seek(0)
         return self._stderr.read().decode(errors="replace").strip()[-2000:]
-
-
-def _without_debugger() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which a debugger of this process does not attach itself to new processes.
-
-    While JupyterLab's debugger is on, debugpy rewrites the command line of every new Python process so that its engine
-    (pydevd) runs the program. In the forkserver that engine would wait for a front end that never comes.
-    """
-    engine = sys.modules.get("pydevd")
-    skip: Callable[[], contextlib.AbstractContextManager[None]] | None
-    skip = getattr(engine, "skip_subprocess_arg_patch", None)
-    return contextlib.nullcontext() if skip is None else skip()
 
 
 _lock = threading.Lock()
