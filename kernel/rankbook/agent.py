@@ -39,7 +39,14 @@ from rankbook.formatting import format_bytes
 from rankbook.launch.code_sync import digest
 from rankbook.launch.connection import CONNECT, Connection, decode_connection, interface_addresses
 from rankbook.launch.local import LocalLauncher
-from rankbook.launch.placement import core_ids, rank_environment, threads_per_rank, usable_cores
+from rankbook.launch.placement import (
+    OWN_FOLDERS,
+    core_ids,
+    path_on_host,
+    rank_environment,
+    threads_per_rank,
+    usable_cores,
+)
 from rankbook.launch.registry import make_folders
 from rankbook.process_identity import package_version, process_info
 from rankbook.protocol import PROTOCOL_VERSION, Message
@@ -380,7 +387,7 @@ class Agent:
             missing, used = (os.fsencode(folder).decode(errors="backslashreplace") for folder in (request.cwd, cwd))
             text = f"{missing} does not exist on this host or cannot be entered"
             self._send(HostNote(f"{text}: rank {request.rank} starts in {used}"))
-        known = [entry for entry in request.path if not entry or os.path.exists(entry)]  # noqa: PTH110
+        known = [entry for entry in request.path if entry in (b"", OWN_FOLDERS) or os.path.exists(entry)]  # noqa: PTH110
         self._modules.own_folder = cwd
         self._pids.pop(request.rank, None)
         self._asked.pop(request.rank, None)
@@ -396,7 +403,7 @@ class Agent:
                     threads=threads_per_rank(environment, request.threads),
                     env={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
                     cwd=os.fsencode(cwd),
-                    path=(*known, *(entry for entry in map(os.fsencode, sys.path) if entry not in known)),
+                    path=path_on_host(known, map(os.fsencode, sys.path)),
                     uplink=self._hub.uplink,
                     downlink=downlink,
                     segments=str(self._folders.segments),

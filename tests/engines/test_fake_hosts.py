@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import site
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -124,6 +126,20 @@ def test_ranks_save_and_stop_before_their_hosts_end(reported):
         wait_until(lambda: cluster.stopped, timeout=30, what="the ranks stop before the end")
         assert cluster.ended_because == "the time of their hosts has ended"
     assert agents() == set()
+
+
+@pytest.mark.slow
+def test_packages_of_a_host_are_those_of_its_own_python(tmp_path, monkeypatch):
+    for where in ("notebook", "agent", "user"):
+        (tmp_path / where).mkdir()
+        (tmp_path / where / "probe_pkg.py").write_text(f"WHERE = {where!r}\n")
+    (tmp_path / "user" / "probe_pkg.py").rename(tmp_path / "user" / "users_module.py")
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(tmp_path / "notebook")])
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "notebook"), str(tmp_path / "user"), *sys.path])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "agent"))  # of the agent's process
+    with on(FakeEngine(1), 1) as cluster:
+        result = cluster.run("import probe_pkg, users_module\nprobe_pkg.WHERE, users_module.WHERE")
+    assert result.text(0) == "('agent', 'user')"
 
 
 class MakesKeys(FakeEngine):

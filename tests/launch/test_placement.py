@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import site
 import sys
+import sysconfig
 from dataclasses import replace
 
 import pytest
@@ -11,12 +14,15 @@ from rankbook import control_groups
 from rankbook.errors import InvalidArgument
 from rankbook.launch.placement import (
     HOME,
+    OWN_FOLDERS,
     HostSlots,
     choose_backend,
     free_seat,
     home_seat,
     inherited_variables,
     number_nodes,
+    path_on_host,
+    path_to_send,
     place_ranks,
     place_variables,
     usable_cores,
@@ -215,3 +221,15 @@ def test_hosts_may_have_different_numbers_of_devices():
     assert [seat.threads for seat in seats] == [4, 4, 4, 4, 8, 8, 4]
     assert choose_backend(seats, None) == "gloo", "a rank has no device"
     assert choose_backend(seats[:6], None) == "cpu:gloo,cuda:nccl"
+
+
+def test_the_folders_of_the_notebooks_python_are_not_sent_to_other_hosts():
+    libraries = [entry for entry in sys.path if entry.startswith(sysconfig.get_paths()["stdlib"])]
+    assert any("lib-dynload" in entry for entry in libraries)
+    archive = next(entry for entry in sys.path if entry.endswith(".zip"))
+    installed = [*site.getsitepackages(), site.getusersitepackages()]
+    path = ["", "/before", archive, *libraries, *installed, "/of/a/pth/file"]
+    sent = path_to_send(map(os.fsencode, path))
+    assert sent == (b"", b"/before", OWN_FOLDERS, b"/of/a/pth/file")
+    assert path_on_host(sent, [b"/lib", b"/before"]) == (b"", b"/before", b"/lib", b"/of/a/pth/file")
+    assert path_on_host((b"/before",), [b"/lib"]) == (b"/before", b"/lib")

@@ -50,6 +50,7 @@ from rankbook.launch.placement import (
     describe_no_device,
     home_seat,
     inherited_variables,
+    path_to_send,
     place_ranks,
     place_variables,
     rank_environment,
@@ -367,6 +368,7 @@ class ClusterProcesses:
             environment = rank_environment(os.environ, variables, threads=threads)
         else:
             environment = self._environment_on(self._hosts, seat, variables)
+        path = tuple(_encode_paths(sys.path))
         return ForkRank(
             rank=rank,
             incarnation=incarnation,
@@ -377,7 +379,7 @@ class ClusterProcesses:
             threads=threads_per_rank(environment, seat.threads),
             env={os.fsencode(name): os.fsencode(value) for name, value in environment.items()},
             cwd=os.fsencode(Path.cwd()),
-            path=tuple(_encode_paths(sys.path)),
+            path=path if seat.host == HOME else path_to_send(path),
             uplink=self._hub.uplink,
             downlink=downlink,
             segments=str(self._folders.segments),

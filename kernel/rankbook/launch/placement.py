@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import os
+import site
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rankbook import control_groups
 from rankbook.errors import InvalidArgument
@@ -392,6 +395,35 @@ def inherited_variables(environment: Mapping[str, str], names: Collection[str] =
         for name, value in environment.items()
         if name in names or (name.startswith(INHERITED_PREFIXES) and name not in _NOT_INHERITED)
     }
+
+
+OWN_FOLDERS = b"\0"
+"""Entry of the `sys.path` for another host that stands for the folders of the Python there. No path has this byte."""
+
+
+def path_to_send(path: Iterable[bytes]) -> tuple[bytes, ...]:
+    """Return this process's `sys.path` for another host: with `OWN_FOLDERS` in place of the folders of its Python.
+
+    The standard library and the installed packages are those of the Python on the host, which may be another one.
+    """
+    paths = sysconfig.get_paths()
+    libraries = [Path(paths[name]) for name in ("stdlib", "platstdlib")]
+    archive = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    own = {os.fsencode(name) for library in libraries for name in (library / "lib-dynload", library.with_name(archive))}
+    installed = (paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages())
+    own.update(map(os.fsencode, (*map(str, libraries), *installed)))
+    return tuple(dict.fromkeys(OWN_FOLDERS if entry in own else entry for entry in path))
+
+
+def path_on_host(sent: Sequence[bytes], own: Iterable[bytes]) -> tuple[bytes, ...]:
+    """Return the `sys.path` of a rank: what was sent, with this host's `own` in place of `OWN_FOLDERS`, or behind it.
+
+    Example::
+
+        path_on_host((b"/mine", OWN_FOLDERS, b"/more"), [b"/lib"])  # (b'/mine', b'/lib', b'/more')
+    """
+    place = sent.index(OWN_FOLDERS) if OWN_FOLDERS in sent else len(sent)
+    return tuple(dict.fromkeys((*sent[:place], *own, *sent[place + 1 :])))
 
 
 def place_variables(
