@@ -68,9 +68,20 @@ def test_the_printed_lines_start_one_agent_per_node_on_all_of_its_cores():
     agent = shlex.join(CONNECTION.command(None, 2, source="/home/me/c.json"))
     assert lines["on the node"] == agent
     nodes = "$SLURM_JOB_NUM_NODES"
-    srun = f"srun -N {nodes} -n {nodes} --ntasks-per-node 1 --cpu-bind none --overlap"
+    srun = f"srun -N {nodes} -n {nodes} --ntasks-per-node 1 --cpu-bind none --overlap --wait=0 --kill-on-bad-exit=0"
     assert lines["in a Slurm allocation"] == f"{srun} {agent}"
-    assert lines["by Open MPI"] == f"mpirun --map-by ppr:1:node --bind-to none {agent}"
+    mpirun = "mpirun --map-by ppr:1:node --bind-to none --mca orte_abort_on_non_zero_status 0"
+    assert lines["by Open MPI"] == f"{mpirun} {agent}"
+    assert lines["by ssh"] == f"ssh NODE {shlex.join(CONNECTION.command(None, 2))} < /home/me/c.json"
+
+
+def test_the_printed_line_for_ssh_is_quoted_for_the_shell_on_the_node_too(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/my env/it's/python")
+    line = next(line for line in describe_start(CONNECTION, 4).splitlines() if "by ssh" in line)
+    *command, _, _ = shlex.split(line[25:])
+    assert command[:2] == ["ssh", "NODE"]
+    # ssh joins the words with spaces, and the shell on the node splits them.
+    assert shlex.split(" ".join(command[2:])) == CONNECTION.command(None, None)
 
 
 def test_arguments_behind_two_dashes_are_the_programs():

@@ -472,21 +472,24 @@ def describe_start(connection: AgentConnection, missing: int, per_host: int | No
     """Return the lines that start agents for `missing` ranks, of which a host takes `per_host`."""
     name = shlex.quote(str(connection.file))
     from_file = shlex.join(connection.command(None, per_host, source=str(connection.file)))
-    from_input = shlex.join(connection.command(None, per_host))
+    # The shell on the node splits it once more.
+    by_ssh = shlex.join(map(shlex.quote, connection.command(None, per_host)))
     by_torchrun = f"-m {connection.module} --connect {name}" + ("" if per_host is None else f" --slots {per_host}")
     # Without it, every node takes itself for the first one.
     meeting = "--rdzv-backend c10d --rdzv-endpoint NODE:29500"
     # One task per node, whatever the allocation has, beside a step in which the notebook may run, and on all cores.
     size = "-N $SLURM_JOB_NUM_NODES -n $SLURM_JOB_NUM_NODES --ntasks-per-node 1"
-    srun = f"srun {size} --cpu-bind none --overlap"
+    # The end of one agent leaves the others.
+    srun = f"srun {size} --cpu-bind none --overlap --wait=0 --kill-on-bad-exit=0"
+    mpirun = "mpirun --map-by ppr:1:node --bind-to none --mca orte_abort_on_non_zero_status 0"
     return "\n".join(
         (
             f"waiting for {plural(missing, 'slot')}: start one agent per node, in one of these ways",
             "(--slots N offers N ranks; the default is one per CUDA device)",
             f"  on the node            {from_file}",
-            f"  by ssh                 ssh NODE {from_input} < {name}",
+            f"  by ssh                 ssh NODE {by_ssh} < {name}",
             f"  in a Slurm allocation  {srun} {from_file}",
             f"  by torchrun            torchrun --nnodes N --nproc-per-node 1 {meeting} {by_torchrun}",
-            f"  by Open MPI            mpirun --map-by ppr:1:node --bind-to none {from_file}",
+            f"  by Open MPI            {mpirun} {from_file}",
         )
     )
