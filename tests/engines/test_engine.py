@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankbook.engines import AgentConnection, engine, split_arguments, supervisor
+from rankbook.engines import AgentConnection, engine, slurm_tools, split_arguments, supervisor
 from rankbook.engines.processes import describe_start
 from rankbook.errors import InvalidArgument
 from rankbook.launch.hosts import HostOptions
@@ -63,7 +63,8 @@ def test_the_command_of_an_agent_never_has_the_key():
     assert "secret" not in repr(CONNECTION)
 
 
-def test_the_printed_lines_start_one_agent_per_node_on_all_of_its_cores():
+def test_the_printed_lines_start_one_agent_per_node_on_all_of_its_cores(monkeypatch):
+    monkeypatch.setattr(slurm_tools, "version", lambda: None)
     lines = {line[:25].strip(): line[25:] for line in describe_start(CONNECTION, 4, 2).splitlines()[2:]}
     agent = shlex.join(CONNECTION.command(None, 2, source="/home/me/c.json"))
     assert lines["on the node"] == agent
@@ -76,6 +77,7 @@ def test_the_printed_lines_start_one_agent_per_node_on_all_of_its_cores():
 
 
 def test_the_printed_line_for_ssh_is_quoted_for_the_shell_on_the_node_too(monkeypatch):
+    monkeypatch.setattr(slurm_tools, "version", lambda: None)
     monkeypatch.setattr(sys, "executable", "/my env/it's/python")
     line = next(line for line in describe_start(CONNECTION, 4).splitlines() if "by ssh" in line)
     *command, _, _ = shlex.split(line[25:])

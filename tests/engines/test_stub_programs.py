@@ -15,9 +15,19 @@ from types import SimpleNamespace
 import pytest
 
 from rankbook.coordinator.engine_monitor import EngineState
-from rankbook.engines import AgentConnection, HostEnded, HostOutput, HostQueued, HostStarted, Limits, Notice, slurm
+from rankbook.engines import (
+    AgentConnection,
+    HostEnded,
+    HostOutput,
+    HostQueued,
+    HostStarted,
+    Limits,
+    Notice,
+    slurm,
+    slurm_tools,
+)
 from rankbook.engines.engine import make_engine
-from rankbook.engines.processes import MpirunEngine, SshEngine, StepEngine, quote_remote_path
+from rankbook.engines.processes import MpirunEngine, SshEngine, StepEngine, describe_start, quote_remote_path
 from rankbook.engines.ray import _RayHost, agent_environment
 from rankbook.engines.slurm import NodeResources, SlurmEngine, options_per_host, read_queue, read_resources
 from rankbook.errors import InvalidArgument, StartError
@@ -180,16 +190,16 @@ def test_a_step_asks_for_gpus_that_the_job_was_not_asked_for_per_node(asked, res
 def test_gpus_are_those_of_the_nodes_of_the_step(monkeypatch, options, nodes, gres):
     text = NODES.format("Task=gres:gpu:1").replace(":a100", "").replace(":3090", "")
     names = {"node[1-2]": "node1\nnode2"}
-    monkeypatch.setattr(slurm, "_run", lambda *words: text if words[2] == "job" else names.get(words[3], words[3]))
+    monkeypatch.setattr(slurm_tools, "run", lambda *words: text if words[2] == "job" else names.get(words[3], words[3]))
     engine = SlurmEngine(["--", *options], environment={"SLURM_JOB_ID": "7"})
     assert engine._resources(nodes) == gres
 
 
 def test_slurm_is_asked_ever_more_seldom_while_a_job_waits(monkeypatch):
     looks: list[int] = []
-    monkeypatch.setattr(slurm, "_version", lambda: (22, 5))
+    monkeypatch.setattr(slurm_tools, "version", lambda: (22, 5))
     monkeypatch.setattr(slurm, "time", SimpleNamespace(monotonic=lambda: float(second)))
-    monkeypatch.setattr(slurm, "_run", lambda *_: looks.append(second) or "")
+    monkeypatch.setattr(slurm_tools, "run", lambda *_: looks.append(second) or "")
     monkeypatch.setattr(StepEngine, "events", lambda _: [])
     engine = SlurmEngine([], environment={})
     monkeypatch.setattr(engine, "start_job", lambda job, _, **__: engine.jobs.update({job: None}))
@@ -364,7 +374,7 @@ def test_a_step_that_waits_for_what_another_step_has_is_shown():
 
 def test_the_end_is_asked_for_when_slurm_sends_sigterm_and_agents_end_if_it_is_now(monkeypatch):
     engine, ended = SlurmEngine([], environment={"SLURM_JOB_ID": "7"}), []
-    monkeypatch.setattr(slurm, "_run", lambda *_: line)
+    monkeypatch.setattr(slurm_tools, "run", lambda *_: line)
     for job, hosts in {None: (0, 1), 2: (2,)}.items():
         engine.jobs[job] = SimpleNamespace(end=functools.partial(ended.append, job))  # type: ignore[assignment]
         engine.read_output(job, "".join(f"rankbook-host {host} started: node{host}\n" for host in hosts))
@@ -409,17 +419,17 @@ def test_the_end_of_a_step_ends_those_of_its_hosts_that_are_left_and_none_of_a_l
 
 
 def test_limits_of_a_job_without_a_controller_are_unknown(monkeypatch):
-    monkeypatch.setattr("rankbook.engines.slurm._run", lambda *_: None)
+    monkeypatch.setattr(slurm_tools, "run", lambda *_: None)
     assert SlurmEngine([], environment={"SLURM_JOB_ID": "7"}).limits() == Limits()
     line = f"7|RUNNING|None|{TIME}|2096-01-02T11:00:00|1:00:00"
-    monkeypatch.setattr("rankbook.engines.slurm._run", lambda *_: line)
+    monkeypatch.setattr(slurm_tools, "run", lambda *_: line)
     ends_at = SlurmEngine([], environment={"SLURM_JOB_ID": "7"}).limits().ends_at
     assert ends_at is not None and ends_at > time.time()
 
 
 def test_the_known_end_of_a_job_holds_until_then_while_the_controller_does_not_answer(monkeypatch):
     answers: list[str | None] = []
-    monkeypatch.setattr(slurm, "_run", lambda *_: answers.pop())
+    monkeypatch.setattr(slurm_tools, "run", lambda *_: answers.pop())
     end = datetime(2096, 1, 2, 11).astimezone().timestamp()
     now = end - 1.0
     monkeypatch.setattr(slurm, "time", SimpleNamespace(monotonic=time.monotonic, time=lambda: now))
@@ -461,7 +471,7 @@ def test_a_step_in_an_allocation_does_not_take_over_what_the_allocation_was_aske
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_CONF", "/slurm.conf")
-    monkeypatch.setattr(slurm, "_run", lambda *_: "node1\nnode2\n")
+    monkeypatch.setattr(slurm_tools, "run", lambda *_: "node1\nnode2\n")
     engine = SlurmEngine(["--", *options], environment={"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"})
     for command, env in srun_of(engine, monkeypatch):
         assert [word for word in command if word.startswith("--mem")] == memory
@@ -469,20 +479,31 @@ def test_a_step_in_an_allocation_does_not_take_over_what_the_allocation_was_aske
         assert env["SLURM_CONF"] == "/slurm.conf" and not asked.keys() & env.keys()
 
 
+@pytest.mark.parametrize(("version", "has_it"), [(None, True), ((20, 2), False), ((20, 11), True), ((23, 2), True)])
+def test_overlap_is_not_an_option_of_slurm_before_20_11(monkeypatch, version, has_it):
+    monkeypatch.setattr(slurm_tools, "run", lambda *_: "node1\n")
+    engine = SlurmEngine([], environment={"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1"})
+    assert ["--overlap" in command for command, _ in srun_of(engine, monkeypatch, version)] == [has_it] * 2
+    line = describe_start(AgentConnection("text", Path("/f"), "127.0.0.1"), 1)
+    assert ("--overlap --wait=0" in line) == ("--overlap" in line) == has_it and "none --" in line
+
+
 @pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1"}])
 def test_the_users_options_for_sruns_streams_do_not_reach_those_of_the_agents(monkeypatch, environment):
     streams = {"SLURM_LABELIO": "1", "SLURM_STDINMODE": "none", "SLURM_STDOUTMODE": "0", "SLURM_STDERRMODE": "0"}
     for name, value in {**streams, "SLURM_PARTITION": "gpu"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(slurm, "_run", lambda *_: "node1\n")
+    monkeypatch.setattr(slurm_tools, "run", lambda *_: "node1\n")
     for _, env in srun_of(SlurmEngine([], environment=environment), monkeypatch):
         assert env["SLURM_PARTITION"] == "gpu" and not streams.keys() & env.keys()
 
 
-def srun_of(engine: SlurmEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
+def srun_of(
+    engine: SlurmEngine, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int] | None = (22, 5)
+) -> list[tuple[list[str], dict[str, str]]]:
     """Return the commands of a start on one host and of its replacement, and their environments."""
     started = []
-    monkeypatch.setattr(slurm, "_version", lambda: (22, 5))
+    monkeypatch.setattr(slurm_tools, "version", lambda: version)
     monkeypatch.setattr(engine, "start_job", lambda _, command, *, env: started.append((command, env)))
     engine.start(1, 1, AgentConnection("text", Path("/f"), "127.0.0.1"))
     assert engine.replace(0, wait=engine._is_own_job) == 1
@@ -509,7 +530,7 @@ def test_invalid_options_are_rejected(make, text):
 def test_a_leading_tilde_is_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "hosts").write_text("a\n")
-    monkeypatch.setattr(slurm, "_version", lambda: (22, 5))
+    monkeypatch.setattr(slurm_tools, "version", lambda: (22, 5))
     connection, started = AgentConnection("text", Path("/f"), "127.0.0.1"), []
     for cls in (SlurmEngine, MpirunEngine, SshEngine):
         monkeypatch.setattr(cls, "start_job", lambda _, __, command, **___: started.append(command))

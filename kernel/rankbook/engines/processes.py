@@ -23,7 +23,7 @@ from typing import NoReturn
 import psutil
 
 from rankbook.debugger_patch import without_debugger
-from rankbook.engines import supervisor
+from rankbook.engines import slurm_tools, supervisor
 from rankbook.engines.engine import (
     AgentConnection,
     EngineEvent,
@@ -480,7 +480,7 @@ def describe_start(connection: AgentConnection, missing: int, per_host: int | No
     # One task per node, whatever the allocation has, beside a step in which the notebook may run, and on all cores.
     size = "-N $SLURM_JOB_NUM_NODES -n $SLURM_JOB_NUM_NODES --ntasks-per-node 1"
     # The end of one agent leaves the others.
-    srun = f"srun {size} --cpu-bind none --overlap --wait=0 --kill-on-bad-exit=0"
+    srun = " ".join(["srun", size, "--cpu-bind none", *slurm_tools.overlap(), "--wait=0 --kill-on-bad-exit=0"])
     mpirun = "mpirun --map-by ppr:1:node --bind-to none --mca orte_abort_on_non_zero_status 0"
     return "\n".join(
         (

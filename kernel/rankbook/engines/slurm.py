@@ -7,14 +7,13 @@ import os
 import re
 import secrets
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from rankbook.engines import supervisor
+from rankbook.engines import slurm_tools, supervisor
 from rankbook.engines.engine import (
     AgentConnection,
     EngineEvent,
@@ -30,8 +29,6 @@ from rankbook.engines.engine import (
 from rankbook.engines.processes import OptionParser, StepEngine
 from rankbook.errors import InvalidArgument, StartError
 
-_TIMEOUT = 10.0
-"""Seconds for squeue, scontrol and scancel."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 60.0
 """Seconds between two looks at the queue, each half as long again as the one before.
 
@@ -277,7 +274,7 @@ class SlurmEngine(StepEngine):
             super().stop()
         finally:
             if running and self._is_own_job:
-                _run("scancel", f"--name={self._job_name}")
+                slurm_tools.run("scancel", f"--name={self._job_name}")
 
     def read_line(self, host: int | None, line: str) -> list[EngineEvent]:
         """Return the end of a node or of its task that srun reports, and the line."""
@@ -311,7 +308,7 @@ class SlurmEngine(StepEngine):
         # Behind the user's options: squeue and scancel find the job by this name.
         named = [f"--job-name={self._job_name}"] if self._is_own_job else []
         # The notebook, or the first srun, may run in a step of the same job.
-        step = ["srun", *size, *_STEP, "--overlap"]
+        step = ["srun", *size, *_STEP, *slurm_tools.overlap()]
         unused = _OF_STREAMS if self._is_own_job else _OF_STREAMS | _OF_ALLOCATION
         env = {name: value for name, value in os.environ.items() if name not in unused}
         if nodes is not None:
@@ -321,7 +318,7 @@ class SlurmEngine(StepEngine):
             command = [*step, *where, *self._options, *further, *named, *agent]
         else:
             command = ["srun", *size, *_STEP, "--exclusive", *self._options, *further, *named]
-            if _version() < _SHARES_GPUS:
+            if (slurm_tools.version() or (0, 0)) < _SHARES_GPUS:
                 command += agent
             else:
                 hold = [*command, *supervisor.HOLD]
@@ -336,8 +333,8 @@ class SlurmEngine(StepEngine):
         if self._is_own_job or any(_FOR_GPUS.match(option) for option in (*self._options, *further)):
             return []
         counts = []
-        for part in read_resources(_run("scontrol", "show", "job", "--details", str(self._job)) or ""):
-            names = (_run("scontrol", "show", "hostnames", part.nodes) or "").split()
+        for part in read_resources(slurm_tools.run("scontrol", "show", "job", "--details", str(self._job)) or ""):
+            names = (slurm_tools.run("scontrol", "show", "hostnames", part.nodes) or "").split()
             counts += [part.count_of for name in names if name in nodes]
         kinds = set.intersection(*map(set, counts)) if counts else set()
         gres = [f"{kind}:{min(count_of[kind] for count_of in counts)}" for kind in sorted(kinds)]
@@ -346,7 +343,7 @@ class SlurmEngine(StepEngine):
     def _queue(self) -> list[QueueEntry] | None:
         """Return the entries of this engine's jobs; None if the controller does not answer."""
         which = f"--name={self._job_name}" if self._is_own_job else f"--jobs={self._job}"
-        output = _run("squeue", "--noheader", which, f"--format={QUEUE_FORMAT}")
+        output = slurm_tools.run("squeue", "--noheader", which, f"--format={QUEUE_FORMAT}")
         if output is None:
             return None
         entries = [entry for line in output.splitlines() if (entry := read_queue(line)) is not None]
@@ -355,30 +352,7 @@ class SlurmEngine(StepEngine):
 
     def _allocated_nodes(self) -> list[str]:
         names = self._environment.get("SLURM_JOB_NODELIST", "")
-        nodes = (_run("scontrol", "show", "hostnames", names) or "").split()
+        nodes = (slurm_tools.run("scontrol", "show", "hostnames", names) or "").split()
         if not nodes:
             raise StartError(f"scontrol does not know the nodes of this allocation: SLURM_JOB_NODELIST={names!r}")
         return nodes
-
-
-def _version() -> tuple[int, int]:
-    """Return the version of Slurm; a low one if it is not known."""
-    found = re.search(r"(\d+)\.(\d+)", _run("srun", "--version") or "")
-    return (0, 0) if found is None else (int(found[1]), int(found[2]))
-
-
-def _run(*command: str) -> str | None:
-    """Return the output of a Slurm command; None if it fails, as when the controller does not answer."""
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_TIMEOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "SLURM_TIME_FORMAT": "standard"},  # users may have set another one
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
