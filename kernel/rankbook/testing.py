@@ -134,8 +134,10 @@ def check_engine(
         check_engine(lambda: FakeEngine(hosts=2, spare=1), hosts=2, slots=2)
     """
     with _check(make(), address) as check:
+        began = time.monotonic()
         check.engine.start(hosts, slots, check.connection)
         agents = check.wait_agents(range(hosts), timeout)
+        took = time.monotonic() - began
         offered = sum(agent.slots for agent in agents.values())
         assert offered >= slots, f"expected at least {slots} slots, the agents offer {offered}"
         check.wait_events(HostStarted, range(hosts))
@@ -170,9 +172,12 @@ def check_engine(
     with _check(make(), address) as check:
         check.engine.start(hosts, slots, check.connection)
         check.stop()
-        left = check.accept_all()
+        # An agent that the stop has missed connects when it has started.
+        deadline = time.monotonic() + 2 * took + 1.0
+        while time.monotonic() < deadline:
+            check.accept_all()
         deadline = time.monotonic() + _END_SECONDS
-        for agent in left:
+        for agent in check.agents:
             assert agent.has_ended(deadline - time.monotonic()), f"the agent of host {agent.host} runs after stop()"
     # An engine that was never started.
     make().stop()
@@ -217,7 +222,9 @@ class _Check:
         """Accept the agents that have connected; return all that ever have."""
         with contextlib.suppress(TimeoutError):
             while True:
-                self.agents.append(_Probe(self._server.accept()[0], self._keys))
+                connection = self._server.accept()[0]
+                with contextlib.suppress(ConnectionError):  # its agent was ended meanwhile
+                    self.agents.append(_Probe(connection, self._keys))
         return self.agents
 
     def wait_agents(self, hosts: Sequence[int] | range, timeout: float) -> dict[int, _Probe]:
@@ -283,7 +290,11 @@ class _Probe:
     def __init__(self, connection: socket.socket, keys: set[str]) -> None:
         self.socket = connection
         self.socket.settimeout(10.0)
-        hello = json.loads(self.socket.makefile().readline())
+        line = self.socket.makefile().readline()
+        if not line:
+            self.socket.close()
+            raise ConnectionResetError("the agent has ended before it has said who it is")
+        hello = json.loads(line)
         assert hello["key"] in keys, "an agent has another connection's text, or a key that was not allowed"
         assert hello["host"] is not None, "an agent has no number: neither --node nor a variable of its launcher"
         self.host = int(hello["host"])

@@ -93,6 +93,20 @@ class StartsNothing(FakeEngine):
         self.pending += [HostStarted(0), HostStarted(1)]
 
 
+class EndsWhatItHasReported(FakeEngine):
+    reported: frozenset[int] = frozenset()
+
+    def events(self):
+        events = super().events()
+        self.reported |= {event.host for event in events if isinstance(event, HostStarted)}
+        return events
+
+    def stop(self):
+        missed = {host: self.jobs.pop(host) for host in [*self.jobs] if host not in self.reported}
+        super().stop()
+        self.jobs, self.reported = missed, frozenset(missed)  # the next call ends them
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -105,6 +119,7 @@ class StartsNothing(FakeEngine):
         (HasEnded, r"the hosts have ended already"),
         (TakesFewerSlots, r"expected at least 4 slots, the agents offer 2"),
         (ReportsOthers, r"expected the end of host 0 alone"),
+        (EndsWhatItHasReported, r"the agent of host [01] runs after stop\(\)"),
         (StartsNothing, r"an agent of every host in \[0, 1\] to connect"),
     ],
 )
