@@ -84,7 +84,14 @@ from rankbook.transport import agent_link
 from rankbook.transport.agent_link import AgentLink, source_address
 from rankbook.transport.framed_socket import RequestListener, modules_folder
 from rankbook.transport.output_journal import journal_path, read_crash, read_journal
-from rankbook.transport.shared_memory import AHEAD, Bytes, SegmentReceiver, SegmentSender, SegmentStore
+from rankbook.transport.shared_memory import (
+    AHEAD,
+    Bytes,
+    SegmentReceiver,
+    SegmentSender,
+    SegmentStore,
+    ensure_private_folder,
+)
 from rankbook.transport.zmq_link import ZmqHub
 
 _EXIT_DELAY = 0.02
@@ -396,6 +403,9 @@ class Agent:
             held.ranks.discard(request.rank)
         try:
             downlink = self._hub.open_downlink(request.rank, request.incarnation)
+            # The hub has made the folder again if it was removed.
+            self._requests.renew()
+            self._modules.renew()
             self._launcher.fork(
                 msgspec.structs.replace(
                     request,
@@ -565,6 +575,17 @@ class ModuleCopies:
         self.close = self._listener.close
         self._folder = modules_folder(self.address)
         self._folder.mkdir(mode=0o700)
+        # The notebook sends a file once.
+        self._written: dict[str, bytes] = {}
+
+    def renew(self) -> None:
+        """Make what was removed of the folders and files again, and listen again. Raises `OSError`."""
+        ensure_private_folder(self._folder.parent)
+        self._listener.renew()
+        was_removed = not self._folder.exists()
+        ensure_private_folder(self._folder)
+        if was_removed:
+            self.write(0, dict(self._written))
 
     def receive(self) -> list[ModuleRequest]:
         """Return what to ask the notebook for."""
@@ -575,16 +596,20 @@ class ModuleCopies:
 
     def write(self, connection: int, files: dict[str, bytes]) -> None:
         """Write files that the notebook has sent, and reply to the rank that has asked for them, if one has."""
+        if files:
+            self.renew()
         for name, content in files.items():
             path = self._folder / name
             if not path.resolve().is_relative_to(self._folder.resolve()):
                 raise ProtocolError(f"invalid name of a module's file: {name!r}")
             if name.endswith("/"):
+                self._written[name] = content
                 path.mkdir(parents=True, exist_ok=True)
                 continue
             # A change of a file in a folder that this host shares with the notebook's.
             if not connection and not path.exists() and self._digest(name) == digest(content):
                 continue
+            self._written[name] = content
             path.parent.mkdir(parents=True, exist_ok=True)
             fresh = path.with_name(f"{path.name}.fresh")
             fresh.write_bytes(content)

@@ -179,8 +179,8 @@ def forked(agent) -> list[ForkRank]:
     agent._hub = SimpleNamespace(open_downlink=lambda *_: "down", uplink="up")
     agent._launcher = SimpleNamespace(fork=requests.append)
     agent._folders = SimpleNamespace(segments="/segments", logs="/logs")
-    agent._requests = SimpleNamespace(address="/store")
-    agent._modules = SimpleNamespace(own_folder=None, address="/modules")
+    agent._requests = SimpleNamespace(address="/store", renew=lambda: None)
+    agent._modules = SimpleNamespace(own_folder=None, address="/modules", renew=lambda: None)
     return requests
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,12 +12,14 @@ import pytest
 from msgspec.structs import replace
 
 from rankbook import CellError, Cluster
+from rankbook.agent import ModuleCopies
 from rankbook.launch import code_sync
 from rankbook.launch.code_sync import MOST_FILE, ModuleFolder, SentModules, digest
 from rankbook.launch.hosts import Hosts
 from rankbook.output.merger import Emit, Stream
+from rankbook.transport.framed_socket import modules_folder
 from tests.agent.agents import cluster_on_hosts
-from tests.conftest import wait_until
+from tests.conftest import cluster_folders, wait_until
 
 
 class Seen:
@@ -104,6 +107,21 @@ def test_the_limit_of_a_host_counts_the_files_that_it_has_and_not_how_often_they
         (tmp_path / "book" / f"{name}.py").write_bytes(b"#" * 500)
         assert bool(folder.find(name, sent, {}, host="node1")) == is_sent
     assert lines[-1] == "second.py (500 B) was not sent: node1 has the most it may get; install it on the hosts"
+
+
+def test_a_folder_that_was_removed_is_private_again_when_a_module_is_written(short_path, monkeypatch):
+    monkeypatch.chdir(short_path)
+    folder = short_path / "cluster"
+    folder.mkdir(mode=0o700)
+    copies = ModuleCopies(folder)
+    copies.write(0, {"first.py": b"1", "names/": b""})
+    shutil.rmtree(folder)
+    copies.write(0, {"first.py": b"3", "second.py": b"2"})
+    copies.close()
+    below = modules_folder(copies.address)
+    assert [oct(each.stat().st_mode & 0o777) for each in (folder, below)] == ["0o700", "0o700"]
+    assert {file.name: file.read_bytes() for file in below.glob("*.py")} == {"first.py": b"3", "second.py": b"2"}
+    assert (below / "names").is_dir() and Path(copies.address).exists()
 
 
 @pytest.fixture(scope="module")
@@ -195,3 +213,21 @@ def test_a_healed_rank_imports_them_too(shared):
     os.kill(pid, signal.SIGKILL)
     assert cluster.heal() is not None
     assert cluster.run("import late; late.value").text(1) == "5"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_modules_that_were_sent_are_there_again_after_a_removal_of_the_hosts_folder(shared):
+    cluster, book = shared
+    (book / "early.py").write_text("value = 6\n")
+    assert cluster.run("import early; early.value").text(0) == "6"
+    (host,) = cluster._processes.hosts._hosts.values()
+    for folder in cluster_folders(int(host.description.pid)):
+        shutil.rmtree(folder)
+    pid = cluster.status()[1].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: cluster.status()[1].state == "dead", timeout=20, what="the rank has ended")
+    assert cluster.heal() is not None
+    (book / "later.py").write_text("value = 7\n")
+    assert cluster.run("import early, later; (early.value, later.value)").text(1) == "(6, 7)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 import site
 import sys
 import threading
@@ -22,7 +23,7 @@ from rankbook.launch.connection import decode_connection
 from rankbook.launch.hosts import HostOptions
 from rankbook.launch.local import LocalLauncher
 from rankbook.testing import FakeEngine
-from tests.conftest import wait_until
+from tests.conftest import cluster_folders, wait_until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
@@ -140,6 +141,24 @@ def test_packages_of_a_host_are_those_of_its_own_python(tmp_path, monkeypatch):
     with on(FakeEngine(1), 1) as cluster:
         result = cluster.run("import probe_pkg, users_module\nprobe_pkg.WHERE, users_module.WHERE")
     assert result.text(0) == "('agent', 'user')"
+
+
+@pytest.mark.slow
+def test_a_removed_runtime_folder_of_a_host_is_made_again():
+    with on(FakeEngine(1), 2) as cluster:
+        (host,) = cluster._processes.hosts._hosts.values()
+        folders = cluster_folders(int(host.description.pid))
+        assert folders
+        for folder in folders:
+            shutil.rmtree(folder)
+        cluster.run("kept = rank + 1.0")
+        with pytest.raises(RankLostError):
+            cluster.run("import os\nif rank == 1: os._exit(3)")
+        assert cluster.heal() is not None
+        assert cluster.run(REDUCE).text(0) == "[3.0, 3.0]"
+        assert cluster.pull("kept") == [1.0, 1.0]
+        assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
+    assert agents() == set() and not any(folder.exists() for folder in folders)
 
 
 class MakesKeys(FakeEngine):

@@ -114,12 +114,15 @@ class RequestListener:
 
     def __init__(self, path: Path) -> None:
         self.address = str(path)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.address)
-        self._listener.listen(128)
-        self._listener.setblocking(False)
+        self._listener = self._listen()
         self._streams: dict[int, MessageStream[bytes]] = {}
         self._next = 1
+
+    def renew(self) -> None:
+        """Listen again if the socket's file was removed. Connections survive the removal. Raises `OSError`."""
+        if not Path(self.address).exists():
+            before, self._listener = self._listener, self._listen()
+            before.close()
 
     def filenos(self) -> list[int]:
         """Return the descriptors to poll."""
@@ -158,6 +161,17 @@ class RequestListener:
         for number in tuple(self._streams):
             self._drop(number)
         self._listener.close()
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(self.address)
+            listener.listen(128)
+            listener.setblocking(False)
+        except OSError:
+            listener.close()
+            raise
+        return listener
 
     def _drop(self, number: int) -> None:
         self._streams.pop(number).close()
