@@ -174,6 +174,15 @@ def test_the_longest_path_that_is_accepted_has_room_for_every_socket(short_path,
     pytest.fail("no path is too long")
 
 
+def test_the_folder_of_a_login_session_is_not_used_in_a_job_of_slurm(short_path, monkeypatch):
+    monkeypatch.delenv("RANKBOOK_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    assert registry.socket_base() == short_path
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert registry.socket_base() == Path(registry.tempfile.gettempdir())
+
+
 def test_a_folder_for_temporary_files_that_is_too_long_is_not_used(short_path, monkeypatch):
     folder = short_path / ("x" * (65 - len(str(short_path))))
     folder.mkdir()

@@ -100,8 +100,10 @@ def socket_base() -> Path:
                 f"got {size}"
             )
         return Path(chosen)
+    # systemd removes this one with the user's last session, and a job of Slurm is none.
+    of_session = None if "SLURM_JOB_ID" in os.environ else os.environ.get("XDG_RUNTIME_DIR")
     # The first one that is writable and short enough. On macOS, `gettempdir` is a long path below /var/folders.
-    for candidate in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):  # noqa: S108 - 0700 inside
+    for candidate in (of_session, tempfile.gettempdir(), "/tmp"):  # noqa: S108 - 0700 inside
         if candidate and len(os.fsencode(candidate)) <= limit and os.access(candidate, os.W_OK | os.X_OK):
             return Path(candidate)
     raise StartError("no writable folder for sockets found; set RANKBOOK_RUNTIME_DIR to a folder that you can write to")
