@@ -429,22 +429,22 @@ def test_a_death_is_reported_as_text_with_its_cell_after_its_last_output(harness
 
 
 def test_messages_in_flight_at_an_exit_are_part_of_the_result(harness, monkeypatch):
-    after, due, sink = harness.driver.after, [], Keeper()
+    schedule, due, sink = harness.driver._schedule, [], Keeper()
 
     def later(seconds, callback):
         if seconds == driver._EXIT_DELAY:
             due.append(callback)
         else:
-            after(seconds, callback)
+            schedule(seconds, callback)
 
-    monkeypatch.setattr(harness.driver, "after", later)
+    monkeypatch.setattr(harness.driver, "_schedule", later)
     harness.launch()
     cell = harness.submit(0, sink=sink)
     harness.launcher.tell(exited(0, 3))
     wait_until(lambda: due, timeout=SOON, what="the exit is heard")
     harness.say(0, Text(cell=cell.cell, stream="stdout", data=b"sent\n"))
     wait_until(lambda: sink.text, timeout=SOON, what="what was sent")
-    after(0.0, due.pop())
+    schedule(0.0, due.pop())
     harness.wait_end(cell)
     assert cell.result.stdout[0] == "sent\n"
     assert "rank 0 exited with code 3 while running cell [7]" in error_of(cell)
@@ -709,6 +709,21 @@ def test_a_callback_is_called_on_the_drivers_thread_and_not_too_early(harness):
     wait_until(lambda: bool(called), timeout=SOON, what="the callback")
     assert called[0][0] == "rankbook-driver"
     assert called[0][1] >= 0.05
+
+
+def test_an_error_of_a_callback_is_reported_and_ends_nothing(harness, monkeypatch):
+    reported = []
+    monkeypatch.setattr("sys.excepthook", lambda _, value, __: reported.append(str(value)))
+    harness.launch()
+    cell = harness.submit(0)
+    cell.on_change.append(lambda: {}["x"])
+    harness.driver.after(0.0, lambda: 1 / 0)
+    wait_until(lambda: reported, timeout=SOON, what="the report")
+    harness.done(0, cell.cell)
+    harness.wait_end(cell)
+    assert reported == ["division by zero", "'x'"]
+    assert harness.driver.failure is None
+    cell.result.raise_for_status()
 
 
 def test_a_request_that_cannot_be_made_is_a_start_error_of_that_rank():

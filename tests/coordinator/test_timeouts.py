@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from datetime import timedelta
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
 import rankbook
-from rankbook import CellTimeout, Cluster
+from rankbook import CellTimeout, Cluster, InvalidArgument
 from rankbook.launch import local
 from tests.conftest import wait_until
 
@@ -54,6 +57,66 @@ def test_the_timeout_of_a_call_counts_while_it_waits_for_a_busy_rank(busy, call)
         call(busy)
     assert time.monotonic() - start < SOON
     assert [cell.state for cell in busy.cells()] == ["running"], "what waited is gone"
+
+
+TAKES_TIMEOUT = {
+    "run": lambda cluster, timeout: cluster.run("never = 1", timeout=timeout),
+    "apply": lambda cluster, timeout: cluster.apply(int, timeout=timeout),
+    "push": lambda cluster, timeout: cluster.push({"never": 1}, timeout=timeout),
+    "pull": lambda cluster, timeout: cluster.pull("rank", timeout=timeout),
+    "scatter": lambda cluster, timeout: cluster.scatter("never", [1, 2], timeout=timeout),
+    "gather": lambda cluster, timeout: cluster.gather("rank", timeout=timeout),
+    "watch_numbers": lambda cluster, timeout: cluster.watch_numbers("nan", timeout=timeout),
+    "sync_check": lambda cluster, timeout: cluster.sync_check(timeout=timeout),
+    "gradients": lambda cluster, timeout: cluster.gradients(timeout=timeout),
+    "placement": lambda cluster, timeout: cluster.placement(timeout=timeout),
+    "detail": lambda cluster, timeout: cluster.detail(0, timeout=timeout),
+    "variables": lambda cluster, timeout: cluster.variables(timeout=timeout),
+    "shards": lambda cluster, timeout: cluster.shards("rank", timeout=timeout),
+    "statistic": lambda cluster, timeout: cluster.statistic("rank", "", 0, timeout=timeout),
+    "complete": lambda cluster, timeout: cluster.complete("ra", 2, timeout=timeout),
+    "inspect": lambda cluster, timeout: cluster.inspect("rank", timeout=timeout),
+    "peek": lambda cluster, timeout: cluster.peek("rank", timeout=timeout),
+    "stacks": lambda cluster, timeout: cluster.stacks(timeout=timeout),
+    "status": lambda cluster, timeout: cluster.status(timeout=timeout),
+    "protect": lambda cluster, timeout: cluster.protect(timeout=timeout),
+    "restart": lambda cluster, timeout: cluster.restart(timeout=timeout),
+    "resize": lambda cluster, timeout: cluster.resize(1, timeout=timeout),
+    "heal": lambda cluster, timeout: cluster.heal(timeout=timeout),
+    "start": lambda _, timeout: Cluster(1, timeout=timeout),
+}
+
+
+@pytest.mark.parametrize("timeout", ["30", timedelta(minutes=5), float("nan")], ids=["text", "timedelta", "nan"])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused_before_anything_is_submitted(cluster, timeout):
+    for name, call in TAKES_TIMEOUT.items():
+        with pytest.raises(InvalidArgument) as caught:
+            call(cluster, timeout)
+        assert str(caught.value) == f"timeout must be a number of seconds, got {timeout!r}", name
+    assert cluster.cells() == []
+    assert cluster.run("print('never' in globals())").stdout == {0: "False\n", 1: "False\n"}
+
+
+def test_a_cell_that_is_waited_for_with_such_a_timeout_is_not_affected(cluster):
+    cell = cluster.submit_code("ran = 1", number=0, ranks=None, sink=None)
+    with pytest.raises(InvalidArgument, match="timeout must be a number of seconds, got '30'"):
+        cluster.wait(cell, timeout="30")
+    with pytest.raises(InvalidArgument, match="timeout must be a number of seconds, got '30'"):
+        cluster.wait(cell, patience="30")
+    cluster.wait(cell, patience=SOON)
+    assert cell.result is not None
+    assert cell.result.ok
+
+
+@pytest.mark.parametrize("timeout", [Decimal("0.3"), np.float32(0.3)], ids=["Decimal", "numpy"])
+def test_a_timeout_may_be_any_type_of_number(busy, timeout):
+    with pytest.raises(CellTimeout, match=r"did not start within 0\.3 s"):
+        busy.pull("rank", timeout=timeout)
+    assert busy.peek("rank", ranks=[1], timeout=10 * timeout)[0].text == "1"
+
+
+def test_a_timeout_may_be_infinite(cluster):
+    assert cluster.pull("rank", timeout=float("inf")) == [0, 1]
 
 
 def test_a_cell_that_was_removed_never_runs(cluster):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import keyword
+import math
 import operator
 import os
 import shutil
@@ -187,6 +188,7 @@ class ClusterTasks:
         """
         # The block of the caller, if there is one, is the outermost. It began before the cell was submitted, so an
         # interrupt in between is not lost.
+        patience = None if patience is None else _check_timeout(patience)
         with deferred_interrupts() as interrupts:
             if timeout is not None:
                 self.interrupt_after(cell, timeout)
@@ -206,8 +208,10 @@ class ClusterTasks:
     def interrupt_after(self, cell: RunningCell, seconds: float) -> None:
         """Interrupt `cell` in `seconds`, unless it has ended by then.
 
-        Time that a running cell spends paused in a debugger does not count.
+        Time that a running cell spends paused in a debugger does not count. Raises `InvalidArgument` if `seconds` is
+        not a number.
         """
+        seconds = _check_timeout(seconds)
         # A timer on the driver thread that polls: time between two calls in which the cell was paused is added to the
         # deadline.
         driver, paused, was_paused = self._processes.driver, 0.0, False
@@ -264,6 +268,8 @@ class ClusterTasks:
         queue_hint: str = "",
     ) -> dict[int, Any]:
         __tracebackhide__ = True
+        # Before the ranks get the task, which nobody would wait for.
+        timeout = None if timeout is None else _check_timeout(timeout)
         # Around both calls. A KeyboardInterrupt between them would leave a running cell that nobody waits for.
         with deferred_interrupts():
             cell = self._submit(tasks, number=0, sink=sink, label=label)
@@ -406,7 +412,7 @@ class ClusterQueries(ClusterTasks):
 
         Ranks that do not reply within `timeout` seconds are reported as unresponsive.
         """
-        return self._monitor.placement(timeout=timeout)
+        return self._monitor.placement(timeout=_check_timeout(timeout))
 
     @property
     def comms(self) -> CommChannels:
@@ -427,7 +433,7 @@ class ClusterQueries(ClusterTasks):
 
         Raises `RankLostError` if the rank does not reply within `timeout` seconds.
         """
-        return self._monitor.detail(rank, timeout=timeout)
+        return self._monitor.detail(rank, timeout=_check_timeout(timeout))
 
     def variables(
         self, ranks: RankSelection = None, *, timeout: float = ANSWER_TIMEOUT
@@ -436,7 +442,7 @@ class ClusterQueries(ClusterTasks):
 
         Ranks that do not reply within `timeout` seconds are missing from the result.
         """
-        return self._monitor.variables(self.select(ranks), timeout=timeout)
+        return self._monitor.variables(self.select(ranks), timeout=_check_timeout(timeout))
 
     def sync_check(
         self, names: str | Sequence[str] = (), *, ranks: RankSelection = None, timeout: float = SYNC_TIMEOUT
@@ -463,6 +469,7 @@ class ClusterQueries(ClusterTasks):
             assert report.ok, report
         """
         chosen, requested_names = self.select(ranks), (names,) if isinstance(names, str) else tuple(names)
+        timeout = _check_timeout(timeout)
         start = time.monotonic()
         self._check_available(chosen)
         if self._any_busy(chosen):
@@ -531,6 +538,7 @@ class ClusterQueries(ClusterTasks):
             table = cluster.gradients("model")
             table.norm, table["blocks.0"], table.parameters["blocks.0.fc.weight"].norm
         """
+        timeout = _check_timeout(timeout)
         if self._any_busy(self._all_ranks):
             return self._gradients_at_step(name, timeout)
         make = lambda cell: MeasureGradients(cell, name)  # noqa: E731 - used once
@@ -624,14 +632,14 @@ class ClusterQueries(ClusterTasks):
 
         `name` refers to a model, optimizer, state dict, DTensor or `ShardedTensor`. Raises `InvalidArgument`.
         """
-        return self._monitor.shards(name, timeout=timeout)
+        return self._monitor.shards(name, timeout=_check_timeout(timeout))
 
     def statistic(self, name: str, key: str, rank: int, *, timeout: float = ANSWER_TIMEOUT) -> Statistic:
         """Return minimum, mean, maximum and number of NaNs of `rank`'s part of the tensor `key` of `name`.
 
         Raises `InvalidArgument`, and `RankLostError` if the rank does not reply within `timeout` seconds.
         """
-        return self._monitor.statistic(name, key, rank, timeout=timeout)
+        return self._monitor.statistic(name, key, rank, timeout=_check_timeout(timeout))
 
     def complete(
         self,
@@ -648,6 +656,7 @@ class ClusterQueries(ClusterTasks):
         looks at its live objects, also while it runs, and runs no user code. `variables` restricts the completions to
         the variables of cells. Without a reply within `timeout` seconds there are no completions.
         """
+        timeout = _check_timeout(timeout)
         return self._completion.complete(text, cursor, self.select(ranks), variables=variables, timeout=timeout)
 
     def inspect(
@@ -665,6 +674,7 @@ class ClusterQueries(ClusterTasks):
         the source code.
         """
         at = len(text) if cursor is None else cursor
+        timeout = _check_timeout(timeout)
         return self._completion.inspect(text, at, self.select(ranks), source=source, timeout=timeout)
 
     def peek(self, expression: str, *, ranks: RankSelection = None, timeout: float = ANSWER_TIMEOUT) -> list[Peeked]:
@@ -675,14 +685,14 @@ class ClusterQueries(ClusterTasks):
         functions with side effects, but cannot start a collective. C code that holds the GIL blocks the evaluation.
         Raises `InvalidArgument` if it is not an expression.
         """
-        return peek(self._processes.driver, self.select(ranks), expression, timeout=timeout)
+        return peek(self._processes.driver, self.select(ranks), expression, timeout=_check_timeout(timeout))
 
     def stacks(self, *, timeout: float = STACK_TIMEOUT) -> dict[int, Stack | None]:
         """Return the stack of every rank's main thread.
 
         A rank that does not reply within `timeout` seconds maps to None.
         """
-        answers = self._processes.driver.wait_stacks(timeout=timeout)
+        answers = self._processes.driver.wait_stacks(timeout=_check_timeout(timeout))
         return {rank: answers.get(rank) for rank in self._state.ranks}
 
 
@@ -734,6 +744,7 @@ class Cluster(ClusterQueries):
         grace: GracePeriods | None = None,
         hosts: HostOptions | None = None,
     ) -> None:
+        timeout = _check_timeout(timeout)
         self._set_processes(
             ClusterProcesses(n, backend=backend, device=device, timeout=timeout, keep=keep, grace=grace, hosts=hosts)
         )
@@ -815,6 +826,7 @@ class Cluster(ClusterQueries):
         """
         __tracebackhide__ = True  # IPython and pytest show the caller's frames
         # See `_collect`.
+        timeout = None if timeout is None else _check_timeout(timeout)
         with deferred_interrupts():
             cell = self.submit_code(code, number=0, ranks=ranks, sink=sink)
             self.wait(cell, timeout=timeout)
@@ -831,7 +843,8 @@ class Cluster(ClusterQueries):
     ) -> list[Any]:
         """Call `function(*args, **kwargs)` on `ranks`; return the list of the results, in rank order.
 
-        Functions, lambdas, closures and classes are pickled by value (cloudpickle). Raises the errors of `run`, and
+        Functions, lambdas, closures and classes are pickled by value (cloudpickle). `ranks` and `timeout` are those of
+        the call; `functools.partial` gives the function arguments with these names. Raises the errors of `run`, and
         `TransferError` for arguments that cannot be pickled.
         """
         __tracebackhide__ = True
@@ -1023,7 +1036,7 @@ class Cluster(ClusterQueries):
     def status(self, *, timeout: float = _ANSWER_TIMEOUT) -> list[RankStatus]:
         """Return the status of every rank. Busy and idle ranks have `timeout` seconds to reply."""
         driver = self._processes.driver
-        unresponsive = driver.liveness.wait_unresponsive(driver.live_ranks(), timeout=timeout)
+        unresponsive = driver.liveness.wait_unresponsive(driver.live_ranks(), timeout=_check_timeout(timeout))
         statuses = []
         hosts = self._processes.hosts
         for rank, entry in self._state.ranks.items():
@@ -1062,7 +1075,7 @@ class Cluster(ClusterQueries):
         The other ranks keep their variables. The process group is formed anew once every rank has connected and is
         idle. Raises `StartError`.
         """
-        chosen = self.select(ranks)
+        chosen, timeout = self.select(ranks), _check_timeout(timeout)
         self._processes.launch(chosen, timeout=timeout)
         self._renew_number_watch(chosen)
         self._renew_protection(chosen, timeout)
@@ -1102,6 +1115,7 @@ class Cluster(ClusterQueries):
                 cluster.resize(3)
                 cluster.world_size  # 3
         """
+        timeout = _check_timeout(timeout)
         if self._processes.hosts is not None:
             raise InvalidArgument(
                 "resize requires all ranks on the notebook's host; with other hosts save a checkpoint and start again"
@@ -1290,6 +1304,7 @@ class Cluster(ClusterQueries):
         Raises `StartError`; `RankLostError` if there is no healthy rank left; `InvalidArgument` for a rank that is
         alive and was not restarted alone.
         """
+        timeout = _check_timeout(timeout)
         if self._pending is not None:
             return self._complete_resize(self._pending, timeout)
         if shrink:
@@ -1535,6 +1550,7 @@ class Cluster(ClusterQueries):
         protection and frees the memory; None only reports. Raises `InvalidArgument`, with the arithmetic, if there is
         too little shared memory, and the errors of `run`.
         """
+        timeout = _check_timeout(timeout)
         tasks = dict.fromkeys(self._all_ranks, (lambda cell: Protect(cell=cell, every=every), ()))
         try:
             answers = self._collect(tasks, timeout, "protect")
@@ -1627,6 +1643,17 @@ def _numbers_of(ranks: int | Sequence[int]) -> tuple[int, ...]:
         return tuple(map(operator.index, cast("Sequence[int]", ranks)))
     except TypeError as error:
         raise InvalidArgument(f"invalid ranks {ranks!r}: expected numbers, or a text such as '0,2-3'") from error
+
+
+def _check_timeout(timeout: object) -> float:
+    """Convert a number of seconds of any type. Raises `InvalidArgument` for other values, NaN among them."""
+    try:
+        # Unlike `float`, it takes no text.
+        if not math.isnan(timeout):  # type: ignore[arg-type]  # raises TypeError for other values
+            return float(timeout)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise InvalidArgument(f"timeout must be a number of seconds, got {timeout!r}")
 
 
 def _check_names(names: Iterable[object]) -> list[str]:

@@ -45,7 +45,8 @@ reported it, because the rank's last messages may still be on the link; `RankGon
 for the rank. When all exits that have been received are handled, one message tells the other ranks of them. While a
 cell runs, the event `CheckCollectives` compares the ranks' reports of their collectives and finds ranks that wait for a
 peer that will never join. If a message cannot be handled, only its sender is affected (`MessageReceiver`). Any other
-exception on the driver thread ends all cells (`Driver._fail`), so that no thread waits forever.
+exception on the driver thread ends all cells (`Driver._fail`), so that no thread waits forever; those of the callbacks
+of others (`Driver.after`, `RunningCell.on_change`) are only reported.
 """
 
 from __future__ import annotations
@@ -227,7 +228,18 @@ class Driver:
         self._hub.send(rank, reply)
 
     def after(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call `callback` on the driver thread in `seconds`. Any thread."""
+        """Call `callback` on the driver thread in `seconds`. Its errors are reported, and end nothing. Any thread."""
+
+        def call() -> None:
+            try:
+                callback()
+            except Exception as error:  # noqa: BLE001 - shown in full; cells and ranks are unaffected
+                sys.excepthook(type(error), error, error.__traceback__)
+
+        self._schedule(seconds, call)
+
+    def _schedule(self, seconds: float, callback: Callable[[], None]) -> None:
+        # An error of one of the driver's own callbacks is not caught: other threads may wait for its event forever.
         self._timers.add(seconds, callback)
         self.wake()
 
@@ -256,7 +268,7 @@ class Driver:
     #
     # These methods run on the thread that called `post`, with `changed` held. They must not call `post` themselves: the
     # actions of the event that is being handled are not all performed yet. What has to be posted, or shown, is left to
-    # the driver thread by `after(0.0, ...)`.
+    # the driver thread by `after(0.0, ...)` or `_schedule`.
 
     def _perform(self, action: act.Action) -> None:
         match action:
@@ -328,7 +340,7 @@ class Driver:
     ) -> None:
         match action:
             case act.StartTimer(ending, seconds, step):
-                self.after(seconds, lambda: self.post(ev.TimerFired(ending, step)))
+                self._schedule(seconds, lambda: self.post(ev.TimerFired(ending, step)))
             case act.ScheduleCheck(seconds):
                 # Keep the earlier of the two times, except one that has passed or was never set (0.0).
                 now, before = time.monotonic(), self._next_check or 0.0
@@ -369,7 +381,7 @@ class Driver:
             self.start_errors[rank] = f"rank {rank} {reason}"
             # Not posted here, in the middle of another event's actions. `RankGone` handles it as a death: the rank has
             # left no process.
-            self.after(0.0, lambda: self.post(ev.RankGone(rank, incarnation, reason)))
+            self._schedule(0.0, lambda: self.post(ev.RankGone(rank, incarnation, reason)))
 
     # Driving
 
@@ -523,7 +535,7 @@ class Driver:
                 if message.ordered:
                     self._handle_rank_exit(message)
                 else:
-                    self.after(_EXIT_DELAY, lambda: self._handle_rank_exit(message))
+                    self._schedule(_EXIT_DELAY, lambda: self._handle_rank_exit(message))
             case _:
                 pass
 

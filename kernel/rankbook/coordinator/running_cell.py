@@ -180,9 +180,12 @@ class RunningCell:
         return f"{self.label} on {name_ranks(self.ranks)}: queued, waiting for {name_ranks(behind)}"
 
     def notify_change(self) -> None:
-        """Call the callbacks in `on_change`. Any thread."""
+        """Call the callbacks in `on_change`. Their errors are reported, and do not affect the cell. Any thread."""
         for callback in tuple(self.on_change):
-            callback()
+            try:
+                callback()
+            except Exception as error:  # noqa: BLE001 - shown in full
+                sys.excepthook(type(error), error, error.__traceback__)
 
     def start(self) -> bool:
         """Mark the cell as running; output may already arrive. Called on the thread that sends the tasks.
