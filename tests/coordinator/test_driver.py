@@ -711,6 +711,37 @@ def test_a_callback_is_called_on_the_drivers_thread_and_not_too_early(harness):
     assert called[0][1] >= 0.05
 
 
+def test_cells_that_end_in_the_queue_are_dropped_like_others(harness, monkeypatch):
+    monkeypatch.setattr(driver, "_RECENT_CELLS", 2)
+    harness.launch()
+    running = harness.submit(0)
+    queued = [harness.submit(0, 1) for _ in range(5)]
+    for cell in queued:
+        harness.driver.post(ev.InterruptCell(cell.cell))
+        harness.wait_end(cell)
+        assert cell.closed
+    harness.done(0, running.cell)
+    harness.wait_end(running)
+    wait_until(lambda: len(harness.driver.cells()) == 2, timeout=SOON, what="the last two cells are left")
+    assert harness.driver.cells() == [running, queued[-1]]
+
+
+def test_a_cell_stays_while_a_straggler_runs_it(harness, monkeypatch):
+    monkeypatch.setattr(driver, "_RECENT_CELLS", 0)
+    harness.launch()
+    cell = harness.submit(0, 1)
+    harness.done(1, cell.cell)
+    harness.wait_states(RankState.BUSY, RankState.IDLE)
+    for _ in range(2):
+        harness.driver.post(ev.InterruptCell(cell.cell))
+    harness.wait_end(cell)
+    assert cell.stragglers == (0,)
+    assert not cell.closed
+    assert cell in harness.driver.cells()
+    harness.done(0, cell.cell)
+    wait_until(lambda: cell.closed, timeout=SOON, what="the end of the straggler")
+
+
 def test_an_error_of_a_callback_is_reported_and_ends_nothing(harness, monkeypatch):
     reported = []
     monkeypatch.setattr("sys.excepthook", lambda _, value, __: reported.append(str(value)))

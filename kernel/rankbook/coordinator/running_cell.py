@@ -313,6 +313,8 @@ class RunningCell:
         # `close` would end the unfinished lines of stragglers, which may continue them.
         self._show(self._merger.flush if stragglers else self._merger.close)
         self.stragglers = stragglers
+        # Ranks to which a queued cell was never sent have nothing to send for it.
+        self._open.intersection_update(stragglers)
         # A rank has one outcome. A rank that was recorded as lost before stays so.
         for rank in stragglers:
             self._builder.rank_lost(rank, describe(rank), still_running=True)
