@@ -282,25 +282,29 @@ class CheckpointBrowser:
                     latest = steps.read_latest(self._storage)
                 except CheckpointError as error:
                     trouble = str(error)
-                entries = []
-                for step in steps.finished_steps(self._storage):
-                    # Another process may save and remove steps at any time, so a listed step may be gone when it is
-                    # read.
-                    with contextlib.suppress(CheckpointError):  # another process has removed it meanwhile
-                        stored = self._stored_checkpoint(
-                            steps.folder_of(self._storage, step), step, latest=step == latest
-                        )
-                        # A step that is being removed lacks files, and so looks damaged. It counts as such only if it
-                        # is still listed after it was read.
-                        if stored.checked != "damaged" or step in steps.finished_steps(self._storage):
-                            entries.append(stored)
-                others = [self._stored_checkpoint(name, None, latest=False) for name in self._other_checkpoints(names)]
+                folders = steps.finished_folders(self._storage, names)
+                finished = set(folders.values())
+                # Before manifests are read, which may take longer than a save.
+                partials = [
+                    self._partial_checkpoint(name) for name in steps.list_partials(self._storage, names, finished)
+                ]
+                entries = [self._stored_checkpoint(folders[step], step, latest=step == latest) for step in folders]
+                # Another process may remove a step at any time. It lacks files then, and so looks damaged. It counts as
+                # such only if it is still finished after it was read.
+                if damaged := {entry.name for entry in entries if entry.checked == "damaged"}:
+                    still = steps.finished_folders(self._storage, damaged & self._storage.list().keys()).values()
+                    entries = [entry for entry in entries if entry.name not in damaged or entry.name in still]
+                candidates = {name: size for name, size in names.items() if name not in finished}
+                others = [
+                    self._stored_checkpoint(name, None, latest=False) for name in self._other_checkpoints(candidates)
+                ]
                 # A step that loses its manifest first, while it is being removed, looks like one of another program.
                 entries += [other for other in others if other.checked != "damaged" or self._is_other(other.name)]
-                entries += [self._partial_checkpoint(name) for name in steps.list_partials(self._storage)]
             except (OSError, CheckpointError) as error:
                 return CheckpointFolder(self._folder, (), f"{self._folder}: {error}")
-            return CheckpointFolder(self._folder, tuple(entries), trouble)
+            self._cache = {name: cached for name, cached in self._cache.items() if name in names}
+            self._verified = {name: checked for name, checked in self._verified.items() if name in names}
+            return CheckpointFolder(self._folder, (*entries, *partials), trouble)
 
     def verify(self, name: str) -> str:
         """See `CheckpointSource`."""

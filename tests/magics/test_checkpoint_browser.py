@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from msgspec.structs import replace
 
 from rankbook.checkpoint.format.manifest import encode
 from rankbook.checkpoint.storage import steps
-from rankbook.checkpoint.storage.backends import storage_of
+from rankbook.checkpoint.storage.backends import LocalStorage, storage_of
 from rankbook.errors import CheckpointError, InvalidArgument
+from rankbook.magics import views
 from rankbook.magics.views import CheckpointBrowser
 from tests.checkpoint.hand_made import write_checkpoint
 
@@ -125,6 +128,40 @@ def test_folders_of_another_program_are_listed_only_if_they_are_checkpoints(run)
     assert f"{run}/step-50" in checkpoint_browser.load("step-50")
     assert checkpoint_browser.delete("step-50") == "step-50 was deleted"
     assert (run / "step-60/model.pt").exists()
+
+
+def test_listing_takes_as_many_requests_as_there_are_steps(tmp_path, monkeypatch):
+    for step in range(50):
+        write_checkpoint(tmp_path / "run", step)
+    checkpoint_browser = CheckpointBrowser(tmp_path / "run")
+    assert len(states(checkpoint_browser)) == 50
+    listed = []
+    original = LocalStorage.list
+    monkeypatch.setattr(LocalStorage, "list", lambda self, path="": listed.append(path) or original(self, path))
+    assert len(states(checkpoint_browser)) == 50
+    assert listed.count("") <= 2, "the list itself, and the one that finds the latest step"
+    assert len(listed) <= 2 * 50 + 5
+
+
+def test_nothing_is_remembered_of_checkpoints_that_were_removed(run):
+    checkpoint_browser = CheckpointBrowser(run)
+    checkpoint_browser.list_checkpoints()
+    checkpoint_browser.verify("step-30")
+    shutil.rmtree(run / "step-30")
+    assert set(states(checkpoint_browser)) == {"step-40"}
+    assert (set(checkpoint_browser._cache), set(checkpoint_browser._verified)) == ({"step-40"}, set())
+
+
+def test_a_step_that_is_removed_while_it_is_read_is_not_listed_as_damaged(run, monkeypatch):
+    original = views.read_manifest
+
+    def read(storage, path):
+        if path == "step-30":
+            steps.remove(storage, 30)
+        return original(storage, path)
+
+    monkeypatch.setattr(views, "read_manifest", read)
+    assert states(CheckpointBrowser(run)) == {"step-40": ("finished", "")}
 
 
 def test_a_checkpoint_itself_and_an_empty_folder(run, tmp_path):

@@ -38,7 +38,7 @@ import re
 import time
 import uuid
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -96,10 +96,14 @@ def parse_step(name: str) -> int | None:
 
 def finished_steps(storage: Storage) -> list[int]:
     """Return the steps that can be loaded, in ascending order."""
-    names = storage.list()
+    return list(finished_folders(storage, storage.list()))
+
+
+def finished_folders(storage: Storage, names: Collection[str]) -> dict[int, str]:
+    """Return the folder names of those of `names` that are steps which can be loaded, in the order of the steps."""
     # A step that is being replaced may exist under its `ASIDE` name only, and counts as finished.
     steps = {step for name in names if (step := parse_step(name.removesuffix(ASIDE))) is not None}
-    return sorted(step for step in steps if _find_folder(storage, step, names) is not None)
+    return {step: name for step in sorted(steps) if (name := _find_folder(storage, step, names)) is not None}
 
 
 def steps(folder: str | os.PathLike[str] | Storage) -> list[int]:
@@ -112,10 +116,16 @@ def steps(folder: str | os.PathLike[str] | Storage) -> list[int]:
     return finished_steps(storage_of(folder))
 
 
-def list_partials(storage: Storage) -> list[str]:
-    """Return the folders of running or interrupted saves, and the remains of removed steps."""
-    names = storage.list()
-    return sorted(name for name in names if names[name] is None and _is_leftover(storage, name, names))
+def list_partials(
+    storage: Storage, names: Mapping[str, int | None] | None = None, finished: Collection[str] = ()
+) -> list[str]:
+    """Return the folders of running or interrupted saves, and the remains of removed steps.
+
+    Who has listed the storage passes the result as `names`, and the folders of finished steps as `finished`.
+    """
+    names = storage.list() if names is None else names
+    candidates = (name for name in names if names[name] is None and name not in finished)
+    return sorted(name for name in candidates if _is_leftover(storage, name, names))
 
 
 def writer_of(storage: Storage, partial: str) -> WriterIdentity | None:
