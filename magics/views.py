@@ -169,7 +169,7 @@ def make_requested(request: Mapping[str, Any]) -> LiveView:
 
 
 def _absolute(folder: Folder) -> str:
-    """Return the folder for another process, whose working directory may differ."""
+    """Return the folder for another process or a later time, when the working directory may differ."""
     path = os.fspath(folder)
     # A URL such as s3://bucket/run does not depend on the working directory.
     return path if "://" in path else str(Path(path).absolute())
@@ -260,7 +260,8 @@ class CheckpointBrowser:
     """
 
     def __init__(self, folder: str | os.PathLike[str], load: Loader | None = None) -> None:
-        self._folder = os.fspath(folder)
+        # `_folder` is shown. What the user does later means the folder of now, also after `os.chdir`.
+        self._folder, self._where = os.fspath(folder), _absolute(folder)
         self._storage = storage_of(folder)
         self._load = load
         # Guards the two dicts: polls, clicks and the first display come from several threads.
@@ -312,7 +313,7 @@ class CheckpointBrowser:
         # shown.
         signature = self._signature(self._path(name))
         # This reads all files and may take minutes, so the lock is not held and the list stays available.
-        report = verify(self._folder if self._is_single_checkpoint(name) else self._full_path(name))
+        report = verify(self._full_path(name))
         detail = "; ".join(map(str, report.damages[:3]))
         with self._lock:
             self._verified[name] = (signature, "verified" if report.ok else "damaged", detail)
@@ -320,14 +321,11 @@ class CheckpointBrowser:
 
     def load(self, name: str) -> str:
         """See `CheckpointSource`."""
-        step, where = (
-            self._parse_name(name),
-            self._folder if self._is_single_checkpoint(name) else self._full_path(name),
-        )
+        step, where = self._parse_name(name), self._full_path(name)
         message = self._load(where, read_manifest(self._storage, self._path(name))) if self._load is not None else None
         if message is not None:
             return message
-        which = f"{self._folder!r}, step={step}" if step is not None else repr(where)
+        which = f"{self._where!r}, step={step}" if step is not None else repr(where)
         return f"run this in a cell on the ranks: rankbook.checkpoint.load(sharded_state_dict, {which})"
 
     def delete(self, name: str) -> str:
@@ -375,7 +373,7 @@ class CheckpointBrowser:
         return name == self._folder_name() and steps.is_checkpoint(self._storage.list())
 
     def _full_path(self, name: str) -> str:
-        return f"{self._folder.rstrip('/')}/{name}"
+        return self._where if self._is_single_checkpoint(name) else f"{self._where.rstrip('/')}/{name}"
 
     def _folder_name(self) -> str:
         return self._folder.rstrip("/").rpartition("/")[2] or self._folder

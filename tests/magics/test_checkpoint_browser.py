@@ -102,6 +102,21 @@ def test_load_calls_its_loader_or_shows_the_code(run):
     )
 
 
+def test_a_relative_folder_means_that_of_the_call_whatever_the_working_directory_is_later(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint_browser = CheckpointBrowser("run", lambda where, _manifest: where)
+    single, told = CheckpointBrowser("run/step-40", lambda where, _manifest: where), CheckpointBrowser("run")
+    write_checkpoint(tmp_path / "elsewhere/run", 30)
+    (tmp_path / "elsewhere/run/step-30/common.pt").unlink()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert "intact" in checkpoint_browser.verify("step-30")
+    assert checkpoint_browser.load("step-30") == f"{run}/step-30"
+    assert "intact" in single.verify("step-40")
+    assert single.load("step-40") == f"{run}/step-40"
+    assert f"load(sharded_state_dict, {str(run)!r}, step=30)" in told.load("step-30")
+    assert checkpoint_browser.list_checkpoints().folder == "run"
+
+
 def test_checkpoints_with_names_are_listed(run):
     (run / "step-40").rename(run / "checkpoint_7")
     checkpoint_browser = CheckpointBrowser(run)
