@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from rankbook.coordinator.monitor import NormsMerger, RankView, StatusAggregator, stragglers_of
 from rankbook.coordinator.states import RankState
@@ -183,6 +184,20 @@ def test_saves_are_reported_by_rank():
     aggregator, views = StatusAggregator("key"), [view(0), view(1)]
     handle_replies(aggregator, views, {1: status_reply(saves=(save,))})
     assert [(item.rank, item.save) for item in aggregator.saves(views, wall=1.0).saves] == [(1, save)]
+
+
+@pytest.mark.parametrize("state", [RankState.DEAD, RankState.ABSENT])
+def test_a_rank_that_has_ended_writes_no_save_any_more(state):
+    phases = ("planning", "staging", "writing", "committing", "done", "failed")
+    saves = [CheckpointSave("f", phase, 1, phase, 1, 2, 0.5, 9.0, True, "") for phase in phases]
+    aggregator = StatusAggregator("key")
+    handle_replies(aggregator, [view(0)], {0: status_reply(saves=saves)})
+
+    def names(state):
+        return tuple(item.save.name for item in aggregator.saves([view(0, state)], wall=1.0).saves)
+
+    assert names(RankState.LEAVING) == phases, "it may finish them before it exits"
+    assert names(state) == ("done", "failed")
 
 
 def local_norms(step, norm, place="", module="fc", missing=()):

@@ -687,12 +687,14 @@ class StatusAggregator:
         return Placement(ranks, wall, self._name, protection, self._norms.norms(self._owners()))
 
     def saves(self, views: Iterable[RankView], *, wall: float) -> Saves:
-        """Return the checkpoint saves of all ranks."""
+        """Return the checkpoint saves of all ranks; of ranks that have ended, those that had ended before."""
+        ended = (RankState.ABSENT, RankState.DEAD)
         entries = [
             RankSave(view.rank, save)
             for view in views
             if (reply := self._record_of(view).reply) is not None
             for save in reply.saves
+            if view.state not in ended or save.phase in ("done", "failed")
         ]
         return Saves(tuple(entries), wall)
 
