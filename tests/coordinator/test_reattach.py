@@ -138,6 +138,25 @@ def test_a_rank_that_was_restarted_before_the_kernel_ended_is_not_the_donor():
     assert state.ranks[0].since == 3, "later than all launches before"
 
 
+def test_an_empty_rank_is_not_the_donor_before_a_cell_has_given_it_variables():
+    quiet = {rank: account(replay_start(5, seen=True)) for rank in range(2)}
+    state = RecoveredClusterState(recovered_state(2, {0: 2, 1: 1}, {}, quiet, empty={0}))
+    assert [rank.empty for rank in state.ranks.values()] == [True, False]
+    assert choose_donor(state.ranks.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "empty"), [(5, None, False), (5, "bad", True), (0, None, True), (-1, None, True)]
+)
+def test_an_empty_rank_gets_variables_by_a_cell_that_ends_while_detached_or_later(number, error, empty):
+    ended = account(replay_start(5, number=number, entries=1), done(5, error))
+    runs = account(replay_start(5, number=number, running=True))
+    state = RecoveredClusterState(recovered_state(2, {0: 1, 1: 1}, {}, {0: ended, 1: runs}, empty={0, 1}))
+    assert [rank.empty for rank in state.ranks.values()] == [empty, True]
+    state.handle(ev.CellDone(1, 1, 5, failed=error is not None, reason=error or ""))
+    assert state.ranks[1].empty is empty
+
+
 def test_wait_for_a_rank_that_raised_while_detached_is_aborted():
     accounts = {
         0: account(replay_start(5, running=True)),

@@ -157,6 +157,29 @@ def test_ranks_on_the_cpu_stay_there_after_a_restart_a_resize_and_for_another_no
         assert cluster.run(HIDDEN) and cluster.pull("hidden") == [ON_CPU] * 2
 
 
+@pytest.mark.slow
+def test_a_restarted_rank_of_a_kept_cluster_is_empty_for_another_notebook_until_it_has_run_a_cell():
+    def recorded() -> list[bool]:
+        (record,) = find_detached().records
+        return [rank.empty for rank in record.ranks]
+
+    with Cluster(2, device="cpu", keep=60) as cluster:
+        cluster.run("x = rank")
+        assert recorded() == [False, False]
+        cluster.restart([0])
+        assert recorded() == [True, False]
+        cluster._processes.detach()
+        (record,) = find_detached().records
+    with Cluster.adopt(record) as cluster:
+        assert [status.empty for status in cluster.status()] == [True, False]
+        assert cluster.heal().donor == 1
+        assert recorded() == [False, False]
+        cluster.restart([1])
+        assert recorded() == [False, True]
+        cluster.run("y = rank", ranks=[1])
+        assert recorded() == [False, False]
+
+
 MANY_FILES = """
 import os, resource, sys
 limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

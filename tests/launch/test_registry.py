@@ -112,6 +112,16 @@ def test_unreadable_record_is_reported_and_kept(base, text):
     assert file.exists()
 
 
+def test_record_without_the_newer_fields_of_ranks_is_read(base):
+    record = make(base)
+    file = Path(record.sockets, RECORD)
+    fields = json.loads(file.read_text())
+    for rank in fields["ranks"]:
+        del rank["since"], rank["empty"]
+    file.write_text(json.dumps(fields))
+    assert find_detached().records == (record,)
+
+
 @pytest.mark.parametrize("version", [None, 1, 99])
 def test_ranks_of_another_protocol_version_are_named_and_kept(base, version):
     record = make(base)

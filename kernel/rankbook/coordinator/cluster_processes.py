@@ -164,6 +164,7 @@ class ClusterProcesses:
                 self.segments = SegmentStore(self._folders.segments) if self._hosts is None else self._hosts.segments
                 make_driver = Driver if keep is None else ReattachedDriver
                 self._driver = make_driver(self.state, self._hub, self._launcher, self._fork_request)
+                self._driver.on_filled = self._record_filled
                 if self._hosts is not None:
                     self._hosts.report = self._note
                     if self._hosts.modules is not None:
@@ -198,6 +199,8 @@ class ClusterProcesses:
         # interpreter's exit calls them while a user's thread does.
         self._stopped = threading.Event()
         self._stop_lock = threading.Lock()
+        self._record_lock = threading.Lock()
+        self._interrupted = ""
         self._driver, self._hub, self._hosts = None, None, None
         self._notes: deque[str] = deque(maxlen=100)
         self.ended_because = ""
@@ -679,39 +682,49 @@ class ClusterProcesses:
         self.driver.post(ev.StateRestored(ranks, donor))
         self._record()
 
-    def _record(self, *, interrupted: str = "") -> None:
-        """Write the registry record of a kept cluster, with a note for its next owner."""
+    def _record(self) -> None:
+        """Write the registry record of a kept cluster. Any thread."""
         # The start time identifies the forkserver: its PID may be given to another process later.
         start_time = process_start_time(self._launcher.pid)
         if self.keep is None or self._hub is None or self._driver is None or start_time is None:
             return
-        rank_processes, ranks, devices = self._driver.rank_processes, self.state.ranks, self.assignment.devices
-        record = ClusterRecord(
-            key=self.key,
-            token=self._token,
-            seconds=self.keep,
-            notebook=os.getpid(),
-            forkserver=self._launcher.pid,
-            started=start_time,
-            address=self._address,
-            uplink=self._hub.uplink,
-            sockets=str(self._folders.sockets),
-            segments=str(self._folders.segments),
-            logs=str(self._folders.logs),
-            master_port=self._port,
-            backend=self.assignment.backend,
-            threads=self.assignment.threads,
-            device=self.device,
-            session=session_id(),
-            created=self._created,
-            notebook_started=process_start_time(os.getpid()) or 0.0,
-            interrupted=interrupted,
-            ranks=tuple(
-                DetachedRank(rank, entry.incarnation, rank_processes[rank].pid, devices[rank], entry.since)
-                for rank, entry in ranks.items()
-            ),
-        )
-        write_record(record)
+        with self._record_lock:
+            rank_processes, ranks, devices = self._driver.rank_processes, self.state.ranks, self.assignment.devices
+            record = ClusterRecord(
+                key=self.key,
+                token=self._token,
+                seconds=self.keep,
+                notebook=os.getpid(),
+                forkserver=self._launcher.pid,
+                started=start_time,
+                address=self._address,
+                uplink=self._hub.uplink,
+                sockets=str(self._folders.sockets),
+                segments=str(self._folders.segments),
+                logs=str(self._folders.logs),
+                master_port=self._port,
+                backend=self.assignment.backend,
+                threads=self.assignment.threads,
+                device=self.device,
+                session=session_id(),
+                created=self._created,
+                notebook_started=process_start_time(os.getpid()) or 0.0,
+                interrupted=self._interrupted,
+                ranks=tuple(
+                    DetachedRank(
+                        rank, entry.incarnation, rank_processes[rank].pid, devices[rank], entry.since, entry.empty
+                    )
+                    for rank, entry in ranks.items()
+                ),
+            )
+            write_record(record)
+
+    def _record_filled(self) -> None:
+        """Write the record again because a rank is not empty any more. Driver thread."""
+        try:
+            self._record()
+        except StartError as error:  # the former record stays, in which the rank is empty
+            self._note(str(error))
 
     # End
 
@@ -723,9 +736,10 @@ class ClusterProcesses:
             if self._stopped.is_set():
                 return
             self._stopped.set()
-            if message := describe_interrupt():
+            self._interrupted = describe_interrupt()
+            if self._interrupted:
                 with contextlib.suppress(StartError):  # the ranks stay even if the record cannot be written
-                    self._record(interrupted=message)
+                    self._record()
             if self._driver is not None:
                 self._driver.close()
             # The forkserver sees the end of the connection, and from then on waits for another owner.

@@ -151,6 +151,8 @@ class Driver:
             lambda rank: launcher.process_info(rank, self.rank_processes[rank].pid),
         )
         self.failure: BaseException | None = None
+        # Called on the driver thread when a cell has given an empty rank variables.
+        self.on_filled: Callable[[], None] = lambda: None
         self._hub = hub
         self._launcher = launcher
         self._request = request
@@ -508,7 +510,7 @@ class Driver:
             # An internal cell has no output in which its error could be seen. `ClusterProcesses.launch` raises it.
             if cell.number < 0 and message.error is not None and message.status == "error":
                 self.start_errors[rank] = f"rank {rank}: {message.error.plain}"
-        failure = describe_failure(message, cell)
+        failure, was_empty = describe_failure(message, cell), self.state.ranks[rank].empty
         self.post(
             ev.CellDone(
                 rank,
@@ -522,6 +524,8 @@ class Driver:
                 message.place,
             )
         )
+        if was_empty and not self.state.ranks[rank].empty:
+            self.on_filled()
         # A late `Done` of a straggler: those who show the cell as still running must learn that it has ended.
         if cell is not None and cell.result is not None:
             cell.notify_change()

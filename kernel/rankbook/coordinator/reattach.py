@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
@@ -141,8 +141,9 @@ class ReattachedProcesses(ClusterProcesses):
             hub, pids, incarnations, token=record.token, since=launcher.owner_lost_at, timeout=_HANDSHAKE_TIMEOUT
         )
         since = {rank.rank: rank.since for rank in record.ranks}
+        empty = {rank.rank for rank in record.ranks if rank.empty}
         self.state = state = RecoveredClusterState(
-            recovered_state(len(record.ranks), incarnations, launcher.exited, reports, since),
+            recovered_state(len(record.ranks), incarnations, launcher.exited, reports, since, empty),
             grace=GracePeriods(raised=abort_grace()),
         )
         state.reserve_incarnations(unknown)
@@ -157,6 +158,7 @@ class ReattachedProcesses(ClusterProcesses):
         # The forkserver has reported the processes in reply to the claim, not to the driver.
         for rank, info in driver.rank_processes.items():
             info.pid = pids.get(rank)
+        driver.on_filled = self._record_filled
         # Before `start`: afterwards the driver thread would receive and handle newer messages first.
         driver.resume(state, replay.cells, replay.ended, _later_messages(reports, incarnations))
         driver.start()
@@ -301,6 +303,11 @@ class RecoveredTask:
         """Return True if the task forms the process group."""
         return self.number == _INTERNAL
 
+    @property
+    def is_cell(self) -> bool:
+        """Return True if the task is a cell of the notebook."""
+        return self.number > 0
+
 
 def recovered_tasks(reports: Mapping[int, ReplayReport]) -> list[RecoveredTask]:
     """Return the tasks that are running or whose end was not seen, oldest first."""
@@ -335,9 +342,17 @@ def recovered_state(
     exits: Mapping[int, RankExited],
     reports: Mapping[int, ReplayReport],
     since: Mapping[int, int] | None = None,
+    empty: Collection[int] = (),
 ) -> RecoveredState:
-    """Return the initial state for the state machine. `since` has the launches of the ranks, see `states.RankEntry`."""
+    """Return the initial state for the state machine.
+
+    `since` has the launches of the ranks and `empty` the empty ones when the record was written, see
+    `states.RankEntry`.
+    """
     launches = since or {}
+    tasks = recovered_tasks(reports)
+    # Cells that ended since then. Of a call, nobody knows any more whether it has defined variables.
+    filled = {rank for task in tasks if task.is_cell for rank, error in task.answers.items() if not error}
     ranks = []
     for rank in range(world_size):
         report, exited = reports.get(rank), exits.get(rank)
@@ -346,10 +361,10 @@ def recovered_state(
             reason = describe_exit(exited) if exited is not None else "had already exited"
             ranks.append(RecoveredRank(rank, incarnation, reason, launches.get(rank, 0)))
         else:
-            ranks.append(RecoveredRank(rank, incarnations[rank], None, launches.get(rank, 0)))
-    tasks = recovered_tasks(reports)
+            is_empty = rank in empty and rank not in filled
+            ranks.append(RecoveredRank(rank, incarnations[rank], None, launches.get(rank, 0), is_empty))
     running = tuple(
-        RecoveredCell(task.cell, task.ranks, task.running, task.answers, task.collectives, task.internal)
+        RecoveredCell(task.cell, task.ranks, task.running, task.answers, task.collectives, task.internal, task.is_cell)
         for task in tasks
         if task.running
     )

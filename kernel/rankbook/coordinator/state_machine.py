@@ -606,12 +606,13 @@ class Journal:
 
 @dataclass(frozen=True)
 class RecoveredRank:
-    """A rank as it was found. `loss` says how its process ended, if it has. `since` as in `states.RankEntry`."""
+    """A rank as it was found. `loss` says how its process ended, if it has. For the others see `states.RankEntry`."""
 
     rank: int
     incarnation: int
     loss: str | None = None
     since: int = 0
+    empty: bool = False
 
 
 @dataclass(frozen=True)
@@ -624,6 +625,7 @@ class RecoveredCell:
     answers: Mapping[int, str]
     collectives: int = 0
     internal: bool = False
+    defines_variables: bool = False
 
 
 @dataclass(frozen=True)
@@ -654,7 +656,7 @@ class RecoveredClusterState(ClusterState):
             rank = self.ranks[recovered_rank.rank]
             rank.incarnation, rank.loss = recovered_rank.incarnation, recovered_rank.loss
             # A rank that was restarted has less state than the others, and is not the donor of a later heal.
-            rank.since = recovered_rank.since
+            rank.since, rank.empty = recovered_rank.since, recovered_rank.empty
             # By the regular steps, so that no state can be set that the tables do not allow.
             self._move(rank, RankStep.FORK)
             self._move(rank, RankStep.HELLO if recovered_rank.loss is None else RankStep.EXIT)
@@ -662,6 +664,7 @@ class RecoveredClusterState(ClusterState):
             # The cell keeps its number. Ranks that have ended it are in `answers`.
             cell = CellEntry(task.cell, task.ranks, internal=task.internal, running=set(task.running))
             cell.answers, cell.collectives = dict(task.answers), task.collectives
+            cell.defines_variables = task.defines_variables
             self._step(cell, CellStep.DISPATCH)
             self.cells[task.cell] = cell
             for number in task.running:

@@ -176,13 +176,17 @@ _CLOCK_STEP = 2.0
 
 @dataclass(frozen=True)
 class DetachedRank:
-    """State of a rank at the time when the record was written. `since` is the number of the launch that started it."""
+    """State of a rank at the time when the record was written.
+
+    `since` is the number of the launch that started it. `empty`: nothing has given it variables since then.
+    """
 
     rank: int
     incarnation: int
     pid: int | None
     device: str
     since: int = 0
+    empty: bool = False
 
 
 @dataclass(frozen=True)
