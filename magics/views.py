@@ -332,7 +332,7 @@ class CheckpointBrowser:
         """Delete a checkpoint; see `CheckpointSource`. A step that is being saved is not deleted."""
         if name in steps.list_partials(self._storage):
             # Checked at the moment of the click. The list in the browser may be seconds old.
-            if (owner := steps.writer_of(self._storage, name)) is not None:
+            if (owner := self._writer_of(name)) is not None:
                 raise InvalidArgument(
                     f"{name} is being saved by {owner}; wait until the save has finished, or stop that process"
                 )
@@ -435,8 +435,13 @@ class CheckpointBrowser:
             detail="",
         )
 
+    def _writer_of(self, name: str) -> steps.WriterIdentity | None:
+        """Return the process that is writing a partial checkpoint, also one that gets its final name file by file."""
+        partial = name if name.endswith(steps.PARTIAL) else name.removesuffix(ASIDE) + steps.PARTIAL
+        return steps.writer_of(self._storage, partial)
+
     def _partial_checkpoint(self, name: str) -> StoredCheckpoint:
-        owner = steps.writer_of(self._storage, name) if name.endswith(steps.PARTIAL) else None
+        owner = self._writer_of(name)
         return StoredCheckpoint(
             name=name,
             step=steps.parse_step(name.removesuffix(steps.PARTIAL)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import uuid
 
 import pytest
 from msgspec.structs import replace
@@ -91,6 +92,40 @@ def test_only_checkpoints_that_are_not_being_saved_are_deleted(run):
         with pytest.raises(InvalidArgument):
             checkpoint_browser.delete(name)
     steps.abandon_step(storage_of(run), 50)
+
+
+@pytest.mark.parametrize("name", ["step-50", "step-50.partial"])
+def test_a_step_that_gets_its_name_file_by_file_is_being_saved(monkeypatch, name):
+    """Check the moment in which an object store has copied a part of the step, the manifest not yet."""
+    url = f"memory://{uuid.uuid4().hex}/run"
+    storage, checkpoint_browser, rows = storage_of(url), CheckpointBrowser(url), {}
+    copy = storage._filesystem.copy
+
+    def copy_and_look(source, target, **options):
+        if not rows and target.endswith("/step-50/manifest.json"):
+            rows.update({row.name: row for row in checkpoint_browser.list_checkpoints().checkpoints})
+            with pytest.raises(InvalidArgument, match=f"^{name} is being saved by process"):
+                checkpoint_browser.delete(name)
+        copy(source, target, **options)
+
+    monkeypatch.setattr(storage._filesystem, "copy", copy_and_look)
+    partial = steps.begin_step(storage, 50)
+    storage.write(f"{partial}/data", [b"x"])
+    storage.write(f"{partial}/manifest.json", [b"{}"])
+    steps.commit_step(storage, 50)
+    assert rows[name].state == "partial"
+    assert rows[name].detail.startswith("being saved by process")
+    assert storage.list("step-50") == {"data": 1, "manifest.json": 2}
+
+
+def test_what_a_killed_save_has_left_of_a_final_name_is_interrupted_and_deleted():
+    url = f"memory://{uuid.uuid4().hex}/run"
+    storage, checkpoint_browser = storage_of(url), CheckpointBrowser(url)
+    storage.write("step-50/data", [b"x"])
+    storage.write("step-50.latest", [b"x"])
+    (row,) = checkpoint_browser.list_checkpoints().checkpoints
+    assert (row.name, row.state, row.detail) == ("step-50", "partial", "the save was interrupted")
+    assert checkpoint_browser.delete("step-50") == "step-50 was deleted"
 
 
 def test_load_calls_its_loader_or_shows_the_code(run):
