@@ -76,7 +76,10 @@ class PlacementHistory:
         self._last = float("-inf")
 
     def add(self, placement: Placement) -> None:
-        """Take new gradient norms, and a sample of every rank if the last one is older than `SAMPLE_INTERVAL`."""
+        """Take new gradient norms, and a sample of every rank if the last one is older than `SAMPLE_INTERVAL`.
+
+        If the clock was set back, samples of a later time are dropped.
+        """
         norms = {}
         for model in placement.gradients:
             known = self._norms.get(model.model, ())
@@ -85,13 +88,13 @@ class PlacementHistory:
             new = (model.step, model.norm)
             norms[model.model] = known if known and known[-1] == new else (*known, new)[-MAX_SAMPLES:]
         self._norms = norms
-        if placement.at - self._last < SAMPLE_INTERVAL:
+        if 0 <= placement.at - self._last < SAMPLE_INTERVAL:
             return
         self._last = placement.at
         samples = {}
         for rank in placement.ranks:
             used = used_bytes(rank.memory) if rank.memory is not None else 0
-            before = self._samples.get(rank.rank, ())
+            before = [sample for sample in self._samples.get(rank.rank, ()) if sample.at < placement.at]
             samples[rank.rank] = (*before, Sample(placement.at, used, rank.rate or 0.0))[-MAX_SAMPLES:]
         # Replaced and not changed, because another thread may be drawing it.
         self._samples = samples

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from rankbook.widgets.live_view import script
 from tests.conftest import Gate
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
@@ -115,6 +116,30 @@ def test_placement_is_walked_with_the_keyboard_and_tells_that_its_kernel_was_res
     expect(page.locator("dialog.jp-Dialog")).to_contain_text("Restart Kernel")
     notebook.answer_dialog()
     expect(page.locator(".rb-old")).to_have_text("This view is out of date: the kernel was restarted or has ended.")
+
+
+@pytest.fixture
+def part(browser, tmp_path):
+    """Provide `part(name, function)`: a page with a part of a view alone, whose `channel` answers nothing."""
+    from tests.browser.jupyter import open_page
+
+    with open_page(browser, tmp_path) as page:
+
+        def draw(name, function):
+            page.add_script_tag(content=script(name, last=""))
+            page.evaluate(f"window.part = {function}({{ask: async () => null}}, document.body)")
+            return page
+
+        yield draw
+
+
+def test_a_course_goes_on_when_the_clock_is_set_back(part):
+    page = part("placement", "drawPlacement")
+    page.evaluate("part.fixed({ranks: [{rank: 0, host: 'a', device: 'cpu'}]})")
+    for at in (100, 102, 3700, 101, 102, 103):
+        page.evaluate("at => part.state({at, ranks: [[0, 'running', '', 0, '', 5, at > 1000 ? 9 : 1, null]]})", at)
+    titles = page.locator(".rb-course title").all_text_contents()
+    assert [title for title in titles if "steps per second" in title] == ["steps per second, last 3.0 s: 1/s to 1/s"]
 
 
 def test_shards_are_searched_and_walked_while_a_cell_blocks(opened, tmp_path):

@@ -145,6 +145,13 @@ def test_the_course_of_the_last_minutes_is_sampled_and_drawn():
     assert f'CPU_SCALE = "{placement_picture.CPU_SCALE}"' in common
 
 
+def test_the_course_goes_on_when_the_clock_is_set_back():
+    history = placement_picture.PlacementHistory()
+    for at in (100.0, 102.0, 3700.0, 101.0, 102.0, 103.0):
+        history.add(placement(1, at=at))
+    assert [sample.at for sample in history.samples()[0]] == [100.0, 101.0, 103.0]
+
+
 def test_a_course_is_drawn_from_zero_to_its_largest_value():
     assert drawing.sparkline([0, 1, 2, 4]) == "▁▃▅█"
     assert drawing.sparkline([1, 1], most=2) == "▅▅"

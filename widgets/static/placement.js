@@ -57,10 +57,12 @@ function drawPlacement(channel, root) {
   }).catch(() => {});  // the kernel has ended, or is of another version: the course begins here
 
   function sample(state) {
-    if (!(state.at - sampled >= SAMPLE_INTERVAL)) return;
+    const passed = state.at - sampled;
+    if (!(passed >= SAMPLE_INTERVAL || passed < 0)) return;  // below 0 if the clock was set back
     sampled = state.at;
     for (const [rank, , , , , , rate, bytes] of state.ranks) {
-      const samples = [...(courses.get(rank) || []), [state.at, bytes ? bytes[0] - bytes[5] : 0, rate || 0]].slice(-MAX_SAMPLES);
+      const before = (courses.get(rank) || []).filter(([at]) => at < state.at);
+      const samples = [...before, [state.at, bytes ? bytes[0] - bytes[5] : 0, rate || 0]].slice(-MAX_SAMPLES);
       courses.set(rank, samples);
       if (rows.has(rank)) rows.get(rank).course(samples);
     }
