@@ -142,6 +142,29 @@ def test_a_course_goes_on_when_the_clock_is_set_back(part):
     assert [title for title in titles if "steps per second" in title] == ["steps per second, last 3.0 s: 1/s to 1/s"]
 
 
+def test_the_buttons_of_a_checkpoint_follow_its_state(part):
+    page = part("checkpoints", "drawCheckpoints")
+    row = page.get_by_role("row", name="step-50")
+
+    def buttons(*can):
+        values = [["step-50", "", "50", "", "", "", "", list(can)]]
+        page.evaluate("checkpoints => part.fixed({folder: '/ckpt', checkpoints})", values)
+        return row.get_by_role("button").all_text_contents()
+
+    assert buttons("delete") == ["Delete …"]
+    row.get_by_role("button").focus()
+    assert buttons("load", "verify", "delete") == ["Load …", "Verify", "Delete …"]
+    expect(row.get_by_role("button", name="Delete …")).to_be_focused()
+    row.get_by_role("button", name="Delete …").click()
+    assert buttons("delete") == ["Keep", "Yes, delete"], "the question is not taken away"
+    row.get_by_role("button", name="Keep").click()
+    assert buttons("delete") == ["Delete …"]
+    assert buttons("load", "delete") == ["Load …", "Delete …"]
+    row.get_by_role("button", name="Load …").click()
+    assert buttons("delete") == ["Delete …"], "it can be loaded no more"
+    expect(row.get_by_role("button")).to_be_focused()
+
+
 def test_shards_are_searched_and_walked_while_a_cell_blocks(opened, tmp_path):
     gate = Gate(tmp_path / "gate")
     notebook = opened(SHARDS.format(ranks=8, parameters=2000), block(gate))

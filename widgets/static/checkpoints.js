@@ -34,8 +34,8 @@ function drawCheckpoints(channel, root) {
       const seen = new Set();
       for (const [name, latest, step, saved, bytes, ranks, state, can] of checkpoints) {
         seen.add(name);
-        if (!rows.has(name)) rows.set(name, checkpointRow(name, can, act));
-        rows.get(name).update([latest, name, step, saved, bytes, ranks, state]);
+        if (!rows.has(name)) rows.set(name, checkpointRow(name, act));
+        rows.get(name).update([latest, name, step, saved, bytes, ranks, state], can);
       }
       let had = null;
       for (const [name, row] of rows) {
@@ -103,7 +103,7 @@ function saveBox(what) {
 }
 
 /** One checkpoint. Asked once before it is loaded, for that changes the ranks' model; twice before it is deleted. */
-function checkpointRow(name, can, act) {
+function checkpointRow(name, act) {
   const cells = ["td", "th", "td", "td", "td", "td", "td"].map((tag) => make(tag, tag === "th" ? {scope: "row"} : {}));
   const place = make("td", {});
   const questions = {
@@ -113,15 +113,19 @@ function checkpointRow(name, can, act) {
   const answers = {load: ["Cancel", "Yes, load"], delete: ["Keep", "Yes, delete"]};
   const button = (words, does) => make("button", {type: "button", onclick: does, "aria-label": `${words} ${name}`}, words);
 
+  let can = [], buttons = [], asked = null;
+
   function usual(focus) {
-    const buttons = can.map((op) => button({load: "Load …", verify: "Verify", delete: "Delete …"}[op],
+    asked = null;
+    buttons = can.map((op) => button({load: "Load …", verify: "Verify", delete: "Delete …"}[op],
       op in questions ? () => ask(op, 0) : () => act(op, name)));
     place.replaceChildren(make("span", {class: "rb-line"}, ...buttons));
-    if (focus) buttons[can.indexOf(focus)].focus();
+    if (can.includes(focus)) buttons[can.indexOf(focus)].focus();
   }
 
   function ask(op, stage) {
     const question = questions[op][stage], [keep, go] = answers[op];
+    asked = op;
     const no = button(keep, () => usual(op));
     const yes = button(go, () => {
       if (stage + 1 < questions[op].length) ask(op, stage + 1);
@@ -131,8 +135,12 @@ function checkpointRow(name, can, act) {
     no.focus();
   }
 
-  usual(null);
-  return {element: make("tr", {}, ...cells, place), update(values) {
+  return {element: make("tr", {}, ...cells, place), update(values, able) {
     values.forEach((value, index) => setText(cells[index], value));
+    if (able.join() === can.join()) return;
+    const focused = can[buttons.indexOf(document.activeElement)], inside = place.contains(document.activeElement);
+    can = able;
+    if (can.includes(asked)) return;  // the question stays
+    usual(can.includes(focused) ? focused : inside ? can[0] : null);
   }};
 }
