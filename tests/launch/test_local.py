@@ -180,6 +180,19 @@ def test_a_restarted_rank_of_a_kept_cluster_is_empty_for_another_notebook_until_
         assert recorded() == [False, False]
 
 
+@pytest.mark.slow
+def test_another_notebook_knows_how_many_devices_there_are_beside_those_in_use():
+    with Cluster(1, device="cpu", keep=60) as cluster:
+        cluster._processes._cuda_devices = 4  # as on a machine with four of them
+        cluster.restart([0])
+        cluster._processes.detach()
+        (record,) = find_detached().records
+    with Cluster.adopt(record) as cluster:
+        assert cluster._processes.assign(3).devices == ("cuda:0", "cuda:1", "cuda:2")
+        (again,) = find_detached().records
+        assert again.cuda_devices == 4
+
+
 MANY_FILES = """
 import os, resource, sys
 limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -706,6 +706,7 @@ class ClusterProcesses:
                 backend=self.assignment.backend,
                 threads=self.assignment.threads,
                 device=self.device,
+                cuda_devices=self._cuda_devices,
                 session=session_id(),
                 created=self._created,
                 notebook_started=process_start_time(os.getpid()) or 0.0,

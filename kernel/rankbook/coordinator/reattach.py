@@ -107,7 +107,7 @@ class ReattachedProcesses(ClusterProcesses):
         self._port = record.master_port
         self.assignment = DeviceAssignment(record.devices, record.backend, record.threads)
         self.device = record.device
-        self._cuda_devices = len({device for device in record.devices if device != "cpu"})
+        self._cuda_devices = record.cuda_devices or len({device for device in record.devices if device != "cpu"})
         self.segments = SegmentStore(self._folders.segments)
         # An interrupt between the claim and the registration would leave ranks that nobody owns until the process ends.
         with deferred_interrupts():

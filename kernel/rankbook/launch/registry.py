@@ -196,8 +196,9 @@ class ClusterRecord:
     `notebook` is the process id of its owner, `forkserver` that of its forkserver. `session` is the owner's notebook
     file as named by Jupyter, or empty. `created`, `started` (of the forkserver) and `notebook_started` are seconds
     since the epoch. `seconds` is how long the cluster waits for a new owner. `interrupted` names the cell that the
-    owner interrupted just before it ended. `device` is the type of device that the start has asked for. `protocol` is
-    the version of the messages that the ranks understand.
+    owner interrupted just before it ended. `device` is the type of device that the start has asked for. `cuda_devices`
+    is how many CUDA devices ranks can use, 0 in older records too. `protocol` is the version of the messages that the
+    ranks understand.
     """
 
     key: str
@@ -220,6 +221,7 @@ class ClusterRecord:
     notebook_started: float = 0.0
     interrupted: str = ""
     device: str | None = None
+    cuda_devices: int = 0
     protocol: int = PROTOCOL_VERSION
 
     @property
