@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from itertools import product
+from itertools import islice, product
 
 import pytest
 import torch
@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from rankbook.errors import InvalidArgument
+from rankbook.runtime import prepare_data_loader
 from rankbook.runtime.data.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,
     SkipBatchSampler,
+    mark_last,
 )
 
 TABLE = [
@@ -253,6 +255,52 @@ def test_a_stream_that_is_its_own_iterator_is_asked_for_it_once():
     assert [list(IterableDatasetShard(FromTheStart(), 1, False, 2, rank)) for rank in range(2)] == [
         [0, 2, 4],
         [1, 3, 0],
+    ]
+
+
+class BeginsAnew(FromTheStart):
+    """Is its own iterator, and can be read again after its end."""
+
+    def __next__(self):
+        try:
+            return next(self.numbers)
+        except StopIteration:
+            iter(self)
+            raise
+
+
+@pytest.mark.parametrize(
+    ("drop", "even", "expected"),
+    [(False, True, [[0, 2, 4], [1, 3, 0]]), (False, False, [[0, 2, 4], [1, 3]]), (True, True, [[0, 2], [1, 3]])],
+)
+def test_a_stream_ends_with_its_first_short_round(drop, even, expected):
+    streams = [IterableDatasetShard(BeginsAnew(), 1, drop, 2, rank, even_batches=even) for rank in range(2)]
+    assert [list(islice(stream, 9)) for stream in streams] == expected
+    assert list(islice((round_.number for round_ in streams[0].rounds(iter(BeginsAnew()))), 9)) == [0, 1, 2][: 3 - drop]
+    rest = mark_last(streams[0].dealt(iter(BeginsAnew()), is_rest=True))
+    assert len(list(islice(rest, 9))) == 3 - drop
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_a_loader_ends_with_a_stream_that_can_be_read_again(size):
+    loader = prepare_data_loader(DataLoader(BeginsAnew(), batch_size=size), num_processes=2, process_index=0)
+    assert [int(batch) for batch in islice(loader, 9)] == [0, 2, 4]
+    assert [int(batch) for batch in islice(loader, 9)] == [0, 2, 4]
+
+
+class BatchesAnew(BeginsAnew):
+    """A batch sampler that is its own iterator, and can be read again after its end."""
+
+    batch_size = 1
+
+    def __next__(self):
+        return [super().__next__()]
+
+
+def test_a_batch_sampler_ends_with_its_first_short_round():
+    assert [list(islice(BatchSamplerShard(BatchesAnew(), 2, rank), 9)) for rank in range(2)] == [
+        [[0], [2], [4]],
+        [[1], [3], [0]],
     ]
 
 

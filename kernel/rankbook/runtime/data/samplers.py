@@ -372,7 +372,8 @@ class BatchSamplerShard(BatchSampler):
                 first = [run for _ in range(keep) if (run := list(islice(indices, size)))]
                 next(islice(indices, (skip - keep) * size, (skip - keep) * size), None)
             return _runs(indices, size, below.drop_last), first, start + skip * size
-        batches = iter(below)
+        # A generator stays at its end. The user's iterator may begin anew when it is read after its end.
+        batches: Iterator[Any] = (batch for batch in below)
         for deal in earlier:
             if deal.samples >= 0:
                 batches = _without_samples(batches, deal.samples)
@@ -627,14 +628,17 @@ class IterableDatasetShard(IterableDataset[Any]):
                 return
             initial = initial or chunk
             places = range(number * total, number * total + len(chunk))
-            # `continue` and not `return`: the next `islice` finds the end of the stream.
-            if len(chunk) < total and self.drop_last:
-                continue
-            if len(chunk) < total and is_rest and self.even_batches:
+            ended = len(chunk) < total
+            if ended and self.drop_last:
+                return
+            if ended and is_rest and self.even_batches:
                 yield Dealt(number, *divide_samples(chunk, self.num_processes), places)
-                continue
-            parts, share = split_samples(chunk, initial, self.rows, self.num_processes, self.even_batches)
-            yield Dealt(number, parts, share, places)
+            else:
+                parts, share = split_samples(chunk, initial, self.rows, self.num_processes, self.even_batches)
+                yield Dealt(number, parts, share, places)
+            # A stream may begin anew when it is read after its end.
+            if ended:
+                return
 
     def first_samples(self, stream: Iterator[Any]) -> list[Any]:
         """Return the samples of the first round, for the argument `initial` of `dealt`."""
