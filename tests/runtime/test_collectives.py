@@ -90,6 +90,9 @@ def _reduces():
     results = {name: reduce({"x": x}, name)["x"].tolist()[0] for name in ("mean", "sum", "min", "max")}
     results["scaled"] = reduce(x, "sum", scale=0.5).tolist()[0]
     results["int"] = reduce(torch.tensor(rank)).item()
+    large = [(torch.uint8, 200), (torch.int8, -100), (torch.int32, 2**31 - 1)]
+    results["large"] = [reduce(torch.tensor(value - rank, dtype=kind)).item() for kind, value in large]
+    results["complex"] = reduce(torch.tensor(complex(rank, 3.0))).item()
     results["bool"] = reduce(torch.tensor([rank > 0]), "sum").tolist()
     results["short"] = [reduce(torch.tensor([rank]).to(kind), "sum") for kind in (torch.int16, torch.float8_e4m3fn)]
     results["short"] = [(str(tensor.dtype), tensor.float().tolist()) for tensor in results["short"]]
@@ -108,6 +111,8 @@ def test_reduce_knows_four_reductions_and_leaves_its_input():
                 "max": [2.0, 5.0],
                 "scaled": [1.5, 6.0],
                 "int": 1.0,
+                "large": [199.0, -101.0, 2.0**31],
+                "complex": complex(1, 3),
                 "bool": [2],
                 "short": [("torch.int16", [3.0]), ("torch.float8_e4m3fn", [3.0])],
             }

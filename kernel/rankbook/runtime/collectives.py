@@ -122,7 +122,7 @@ def reduce(tensor: _T, reduction: str = "mean", scale: float = 1.0) -> _T:
     failure = f"unknown reduction {reduction!r}; choose from {', '.join(REDUCTIONS)}" if unknown else None
     _prepare(state, f"reduce({reduction!r})", tensor, describe, failure)
     tensors = [leaf for _, leaf in leaves(tensor)]
-    summed = [_as_summed(leaf) for leaf in tensors]
+    summed = [_as_summed(leaf, reduction) for leaf in tensors]
     if state.use_distributed:
         for bucket in make_buckets(summed, [(leaf.device, leaf.dtype) for leaf in summed]):
             if len(bucket) == 1:
@@ -138,10 +138,13 @@ def reduce(tensor: _T, reduction: str = "mean", scale: float = 1.0) -> _T:
     return _map(lambda _: next(results), tensor)
 
 
-def _as_summed(tensor: torch.Tensor) -> torch.Tensor:
+def _as_summed(tensor: torch.Tensor, reduction: str) -> torch.Tensor:
     """Return a contiguous copy of a type and on a device that the backend can reduce."""
     # Collectives work in place, and the user's tensor must not change.
     copied = _on_supported_device(tensor.detach()).clone(memory_format=torch.contiguous_format)
+    # A mean of small integers is in their range, but the sum that it is computed from may not be.
+    if reduction == "mean" and not copied.is_floating_point() and not copied.is_complex():
+        return copied.to(torch.int64)
     if copied.dtype in _SUPPORTED_DTYPES and copied.dtype != torch.bool:
         return copied
     # Floats that the backends do not support, such as float8, are reduced in float32; bools and unsupported integers,
