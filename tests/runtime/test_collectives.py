@@ -161,6 +161,9 @@ def _bad_data():
         "dims": lambda: pad_across_processes(x if rank else x[None]),
         "object": lambda: gather_object([threading.Lock() if rank == 1 else rank]),
         "no list": lambda: gather_object(5 if rank == 1 else [5]),
+        "text": lambda: gather_object("text" if rank == 1 else ["text"]),
+        "bytes": lambda: gather_object(b"text" if rank == 1 else []),
+        "dict": lambda: gather_object({"loss": 1}),
         "unsent": lambda: broadcast_object_list([threading.Lock() if rank == 1 else rank], from_process=1),
     }
     messages = {}
@@ -194,6 +197,9 @@ def test_bad_data_is_the_same_error_on_every_rank_and_the_group_goes_on():
         "object": "TransferError: gather_object: rank 1: cannot be pickled: TypeError: cannot pickle "
         "'_thread.lock' object",
         "no list": "InvalidArgument: gather_object: expected a list on every rank, got int on rank 1; pass [object]",
+        "text": "InvalidArgument: gather_object: expected a list on every rank, got str on rank 1; pass [object]",
+        "bytes": "InvalidArgument: gather_object: expected a list on every rank, got bytes on rank 1; pass [object]",
+        "dict": "InvalidArgument: gather_object: expected a list on every rank, got dict on rank 0; pass [object]",
         "unsent": "TransferError: broadcast_object_list: rank 1: cannot be pickled: TypeError: cannot pickle "
         "'_thread.lock' object",
     }

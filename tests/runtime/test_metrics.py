@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import dataclass
 
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from rankbook.errors import InvalidArgument
+from rankbook.runtime import Accelerator, DataLoaderConfiguration
+from rankbook.runtime.state import AcceleratorState
 from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -22,12 +30,6 @@ CASES = [
 
 
 def gather_all(cases):
-    import torch
-    from torch.utils.data import DataLoader, IterableDataset
-
-    from rankbook.runtime import Accelerator, DataLoaderConfiguration
-    from rankbook.runtime.state import AcceleratorState
-
     class Stream(IterableDataset):
         def __init__(self, length):
             self.length = length
@@ -80,11 +82,6 @@ def test_each_sample_comes_once_and_in_order_on_three_ranks():
 
 
 def gather_objects(size, even):
-    import torch
-    from torch.utils.data import DataLoader
-
-    from rankbook.runtime import Accelerator, DataLoaderConfiguration
-
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=even))
     loader = accelerator.prepare(DataLoader(list(range(7)), batch_size=size))
     found = {"tensors": [], "flagged": [], "dicts": [], "tuple": [], "rows": []}
@@ -110,13 +107,49 @@ def test_objects_with_tensors_and_tuples_are_samples_too(size, even):
         assert found["tuple"] == [str(n) for n in range(7)] and [int(row) for row in found["rows"]] == list(range(7))
 
 
+@dataclass
+class Output:
+    scores: np.ndarray
+    names: tuple
+
+
+def gather_columns(size, even):
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=even))
+    if accelerator.use_distributed:
+        columns = ["text", "mask"][:: -1 if accelerator.process_index else 1]
+        with pytest.raises(InvalidArgument, match=r"arguments differ between ranks:\n  rank 0: \['text', 'mask'\]"):
+            accelerator.gather_for_metrics({name: ["a"] for name in columns})
+        with pytest.raises(InvalidArgument, match="expected a list on every rank, got float on rank 0; pass"):
+            accelerator.gather_for_metrics({"loss": 0.5, "text": ["a"]})
+    found = []
+    for batch in accelerator.prepare(DataLoader(list(range(7)), batch_size=size)):
+        words = [str(number) for number in batch.tolist()]
+        mapping = accelerator.gather_for_metrics({"pred": batch, "text": words, "nested": {"text": tuple(words)}})
+        names, rows = accelerator.gather_for_metrics((words, batch))
+        output = accelerator.gather_for_metrics(Output(batch.numpy(), tuple(words)))
+        assert isinstance(output, Output) and isinstance(rows, torch.Tensor)
+        sent = accelerator.gather_for_metrics({"pred": batch}, use_gather_object=True)["pred"]
+        columns = [mapping["text"], mapping["nested"]["text"], names, output.names, rows, output.scores, sent]
+        found += zip(mapping["pred"].tolist(), *columns, strict=True)
+    return [(first, {int(value) for value in others}) for first, *others in found]
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_columns_that_are_not_all_tensors_are_gathered_one_by_one(size, even):
+    expected = [(number, {number}) for number in range(7)]
+    first, second = run_ranks(gather_columns, 2, size, even)
+    assert first == expected
+    # Without a last batch the other rank does not hear of that round.
+    assert second == (expected[:6] if size == 1 and not even else expected)
+
+
+def test_columns_of_one_process_are_gathered_one_by_one():
+    assert gather_columns(2, True) == [(number, {number}) for number in range(7)]
+
+
 @pytest.mark.parametrize("samples", [11, 12, 16])
 def test_a_repeated_mean_counts_the_samples_of_a_short_last_batch(samples):
-    import torch
-    from torch.utils.data import DataLoader
-
-    from rankbook.runtime import Accelerator
-
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(torch.arange(float(samples)), batch_size=8))
     losses = [accelerator.gather_for_metrics(batch.mean().repeat(8)) for batch in loader]

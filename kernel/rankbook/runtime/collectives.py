@@ -19,7 +19,7 @@ for selected ranks.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -234,7 +234,7 @@ def gather_object(object: Any) -> Any:  # noqa: A002, ANN401 - the established n
     """Concatenate the lists of all ranks to one list, in rank order, on every rank.
 
     With one process the object is returned unchanged. Raises `TransferError` on every rank if an object of any rank
-    cannot be pickled, and `InvalidArgument` if a rank passes something that is not a list.
+    cannot be pickled, and `InvalidArgument` if a rank passes something that is not a list, such as a text or a dict.
 
     Example::
 
@@ -246,7 +246,8 @@ def gather_object(object: Any) -> Any:  # noqa: A002, ANN401 - the established n
     items: list[Any] = []
     # Every rank sees all objects, so all ranks raise the same error.
     for rank, objects in enumerate(_exchange(state, object)):
-        if not hasattr(objects, "__iter__"):
+        # Of these, characters and keys would be joined.
+        if isinstance(objects, str | bytes | Mapping) or not hasattr(objects, "__iter__"):
             raise InvalidArgument(
                 f"gather_object: expected a list on every rank, got {type(objects).__name__} on rank {rank}; "
                 "pass [object]"
@@ -308,12 +309,17 @@ def _prepare(state: PartialState, what: str, data: Any, describe_data: Any, fail
         ]
         if wrong:
             failure = f"expected tensors in lists, tuples, mappings and dataclasses, but {', '.join(wrong[:3])}"
-    # Comparing costs a collective on the CPU. If the group has only nccl, it would wait for the GPU's queue in every
-    # call.
-    if state.use_distributed and (state.debug or (state.checks and control_collectives.is_cheap())):
+    if _compares(state):
         control_collectives.check_same(what, describe_data(data), failure)
     elif failure is not None:
         raise InvalidArgument(f"{what}: {failure}")
+
+
+def _compares(state: PartialState) -> bool:
+    """Return True if the ranks compare the arguments of a collective."""
+    # Comparing costs a collective on the CPU. If the group has only nccl, it would wait for the GPU's queue in every
+    # call.
+    return state.use_distributed and (state.debug or (state.checks and control_collectives.is_cheap()))
 
 
 def _is_tensor(value: object) -> bool:
@@ -443,6 +449,13 @@ def _rows(total: int, share: RoundPadding) -> list[int]:
     return [rank * rows + row for rank, count in enumerate(counts) for row in range(count)]
 
 
+def _has_columns(data: object) -> bool:
+    """Return True if `data`, which are not tensors alone, are columns of samples and not a list of samples."""
+    if isinstance(data, tuple):
+        return any(is_container(item) or hasattr(item, "shape") for item in data)
+    return is_container(data) and not isinstance(data, list)
+
+
 class CollectiveMethods(AcceleratorSettings):
     """See `Accelerator`."""
 
@@ -475,20 +488,33 @@ class CollectiveMethods(AcceleratorSettings):
 
         Every sample of the dataset appears once, in order. There may be several rows per sample, such as one per token,
         if their number is the same for all samples. With uneven batches, ranks without a batch in the last round have
-        left the loop; only the other ranks get its samples. Data that are not tensors are gathered as objects;
-        `use_gather_object` sends tensors this way too. Raises as `gather`; and `InvalidArgument` if the number of rows
-        is not the same for every rank, or not for every sample of a round with repeated samples.
+        left the loop; only the other ranks get its samples. A list with data that are not tensors is one of samples,
+        and gathered as objects; `use_gather_object` sends tensors this way too. The values of a mapping or dataclass,
+        and those of a tuple with a container or an array in it, are gathered one by one. Raises as `gather` and
+        `rankbook.gather_object`; and `InvalidArgument` if the number of rows is not the same for every rank, or not for
+        every sample of a round with repeated samples.
         """
         values = [leaf for _, leaf in leaves(input_data)]
         as_objects = use_gather_object or not values or not all(isinstance(leaf, torch.Tensor) for leaf in values)
         # All ranks decide alike if their data have the same structure.
-        if as_objects:
+        if not as_objects:
+            return self._for_metrics(input_data)
+        if not _has_columns(input_data):
             return self._for_metrics_as_objects(input_data)
-        return self._for_metrics(input_data)
+        columns = children(input_data)
+        share = self._current_share()
+        # In another order, or with another number of them, the ranks would mix up the columns. Ranks that have left the
+        # loop cannot take part.
+        if _compares(PartialState()) and (share is None or len(share.ranks) == len(share.real)):
+            control_collectives.check_same("gather_for_metrics", repr([key for key, _ in columns]))
+        return rebuild(input_data, {key: self.gather_for_metrics(child, use_gather_object) for key, child in columns})
+
+    def _current_share(self) -> RoundPadding | None:
+        """Return what is real in the current round of the innermost loop, None if all of it is."""
+        return getattr(self.gradient_state.active_dataloader, "share", None) if self.use_distributed else None
 
     def _for_metrics(self, data: Any) -> Any:  # noqa: ANN401 - nested
-        # `share` describes the current round of the innermost loop. It is None for all rounds but incomplete ones.
-        share = getattr(self.gradient_state.active_dataloader, "share", None) if self.use_distributed else None
+        share = self._current_share()
         if share is None:
             return self._cut_repeated(self._drop_replicas(gather(data)))
         # As `gather` does: a loss without dimensions is one row.
@@ -515,10 +541,9 @@ class CollectiveMethods(AcceleratorSettings):
         return map_leaves(lambda leaf: leaf[:rows] if is_repeated(leaf) else leaf, data)
 
     def _for_metrics_as_objects(self, data: Any) -> Any:  # noqa: ANN401 - nested
-        share = getattr(self.gradient_state.active_dataloader, "share", None) if self.use_distributed else None
-        # A collate function that unpacks samples gives tuples. One of containers or tensors is no list of samples.
-        is_list = isinstance(data, tuple) and not any(is_container(item) or hasattr(item, "shape") for item in data)
-        if is_list or (isinstance(data, torch.Tensor) and data.ndim):
+        share = self._current_share()
+        # A collate function that unpacks samples gives tuples. The rows of a tensor or an array are samples, too.
+        if isinstance(data, tuple) or getattr(data, "ndim", 0) > 0:
             data = list(data)
         if share is None or not isinstance(data, list):
             return self._drop_replicas(gather_object(data))
