@@ -163,7 +163,7 @@ def test_clipping_sees_gradients_without_the_scale_which_is_taken_off_once(half_
     for number, batch in enumerate(loader):
         with accelerator.accumulate(model):
             accelerator.backward(model(batch).sum())
-            if number == 1:
+            if number < 2:
                 accelerator.unscale_gradients()
                 accelerator.unscale_gradients(optimizer)
             norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -419,6 +419,34 @@ def test_gradients_that_were_unscaled_and_never_used_do_not_count_for_the_next(h
     assert accelerator.clip_grad_norm_(model.parameters(), 10.0).item() == 0.5
     optimizer.step()
     assert model.weight.item() == 0.5
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("kwargs", [{}, {"create_graph": True}], ids=["in-place", "new-tensor"])
+def test_scaled_gradients_are_not_added_to_unscaled_ones(half_precision, kwargs):
+    accelerator = fp16()
+    (first, second), (one, other) = two_models(accelerator)
+    backward(accelerator, (first, 0.5))
+    accelerator.clip_grad_norm_([first.weight], 0.25)
+    backward(accelerator, (second, 0.5))  # of another optimizer
+    with pytest.raises(InvalidArgument, match="added to gradients that were unscaled already: unscale or clip after"):
+        accelerator.backward(first(torch.ones(1, 1)).square().sum(), **kwargs)
+    one.zero_grad()
+    backward(accelerator, (first, 0.25))
+    one.step()
+    other.step()
+    assert (first.weight.item(), second.weight.item()) == (0.75, 0.5)
+
+
+def test_a_parameter_without_a_gradient_gets_no_scaled_one_beside_unscaled_ones(half_precision):
+    accelerator = fp16()
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    *models, optimizer = accelerator.prepare(*models, torch.optim.SGD([model.weight for model in models], lr=1.0))
+    backward(accelerator, (models[0], 0.5))
+    accelerator.unscale_gradients()
+    with pytest.raises(InvalidArgument, match="added to gradients that were unscaled already"):
+        backward(accelerator, (models[1], 0.5))
+    assert optimizer.steps == 0
 
 
 def test_fused_optimizer_reports_a_skipped_step(half_precision):

@@ -17,11 +17,13 @@ import pickle
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import TensorWeakRef
 
@@ -331,6 +333,31 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
 def _sharing(scaler: torch.amp.GradScaler) -> list[AcceleratedOptimizer]:
     return [optimizer for optimizer in tuple(_optimizers) if optimizer.scaler is scaler]
+
+
+@contextmanager
+def check_added_gradients(scaler: torch.amp.GradScaler) -> Iterator[None]:
+    """Raise `InvalidArgument` if the backward pass in the block adds to gradients that were unscaled before."""
+    unscaled = [wrapper for wrapper in _sharing(scaler) if wrapper._is_unscaled()] if scaler.is_enabled() else ()
+    # The gradients are kept until they are compared: a new one could otherwise be at the address of a freed one.
+    before = [[(gradient, _version(gradient)) for gradient in wrapper._gradients()] for wrapper in unscaled]
+    yield
+    for wrapper, earlier in zip(unscaled, before, strict=True):
+        gradients = list(wrapper._gradients())
+        if len(gradients) != len(earlier) or any(
+            gradient is not old or _version(gradient) != version
+            for gradient, (old, version) in zip(gradients, earlier, strict=True)
+        ):
+            raise InvalidArgument(
+                "this backward pass added to gradients that were unscaled already: unscale or clip after the last "
+                "backward pass before the step; optimizer.zero_grad() drops the gradients"
+            )
+
+
+def _version(gradient: torch.Tensor) -> int:
+    """Return a number that changes when `gradient` is changed in place."""
+    # `fully_shard` adds to the local part, past the DTensor.
+    return gradient._version + (gradient._local_tensor._version if isinstance(gradient, DTensor) else 0)
 
 
 def _convert_gradients(scaler: torch.amp.GradScaler, before: float, stepping: AcceleratedOptimizer | None) -> None:

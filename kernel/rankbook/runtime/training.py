@@ -22,6 +22,7 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from rankbook.runtime.collectives import reduce
 from rankbook.runtime.config import AutocastKwargs, ProfileKwargs
 from rankbook.runtime.gradient_state import AccumulateContext, window
+from rankbook.runtime.optimizer import check_added_gradients
 from rankbook.runtime.prepare import wrapper_of
 from rankbook.runtime.prepared import registered, replacement_of, strategy_of
 from rankbook.runtime.settings import AcceleratorSettings, autocast
@@ -34,7 +35,8 @@ class TrainingMethods(AcceleratorSettings):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
         """Call `loss.backward()` with the loss divided by the length of its window, and scaled for fp16.
 
-        `kwargs` are passed to `torch.Tensor.backward`.
+        `kwargs` are passed to `torch.Tensor.backward`. Raises `InvalidArgument` if gradients that were unscaled for
+        fp16 got scaled ones added.
         """
         # Inside `accumulate` the window knows how many batches it will have. Outside, the user counts the batches,
         # and Accelerate's rule applies: divide by `num_steps`.
@@ -51,7 +53,8 @@ class TrainingMethods(AcceleratorSettings):
         optimizers = self._optimizers
         scaler = optimizers[-1].scaler if optimizers else window.scaler
         if scaler is not None:
-            scaler.scale(loss).backward(**kwargs)
+            with check_added_gradients(scaler):
+                scaler.scale(loss).backward(**kwargs)
         else:
             loss.backward(**kwargs)
 
@@ -131,8 +134,11 @@ class TrainingMethods(AcceleratorSettings):
     ) -> None:
         """Unscale the fp16 gradients of `optimizer`, by default of all prepared optimizers.
 
-        Repeated calls before a step have no effect.
+        Does nothing while gradients accumulate. Repeated calls before a step have no effect.
         """
+        # The next batches of the window add scaled gradients.
+        if not self.gradient_state.sync_gradients:
+            return
         if optimizer is None:
             optimizer = _current_optimizers()
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
