@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rankbook.errors import CheckpointError
+from rankbook.errors import CheckpointError, InvalidArgument
 from tests.rank_processes import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -442,6 +442,37 @@ def train_with_two_optimizers(folder):
 
 def test_a_sharded_model_may_have_several_optimizers(tmp_path):
     assert run_ranks(train_with_two_optimizers, 2, str(tmp_path / "state"), timeout=60) == [True, True]
+
+
+def prepare_in_the_wrong_order():
+    from rankbook.runtime import Accelerator, FullyShardedDataParallelPlugin
+
+    raw = small_model()
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+    optimizer = accelerator.prepare(torch.optim.SGD(raw.parameters(), 0.1))
+    model = accelerator.prepare(raw)
+    errors = []
+
+    def train():
+        accelerator.backward(model(torch.ones(2, 8)).sum())
+        optimizer.step()
+
+    for change in (lambda: None, lambda: accelerator.prepare(model[0].requires_grad_(False) and model)):
+        change()
+        with pytest.raises(InvalidArgument) as caught:
+            train()
+        errors.append(str(caught.value))
+        accelerator.prepare(optimizer)
+        before = model[2].weight.full_tensor().clone()
+        train()
+        assert not torch.equal(before, model[2].weight.full_tensor())
+    return errors
+
+
+def test_an_optimizer_that_was_prepared_before_its_model_does_not_step():
+    for errors in run_ranks(prepare_in_the_wrong_order, 2):
+        assert len(errors) == 2
+        assert all("replaced parameters of this optimizer since it was prepared" in error for error in errors), errors
 
 
 def divide_layers():

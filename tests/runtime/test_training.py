@@ -514,6 +514,24 @@ def test_parameters_that_were_listed_before_they_were_replaced_are_followed():
         optimizer.add_param_group({"params": iter(listed[:2])})
 
 
+def test_an_optimizer_whose_parameters_were_replaced_does_not_step():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*one_weight())
+    unrelated, other = accelerator.prepare(*one_weight())
+    model.weight.grad = unrelated.weight.grad = torch.ones(1, 1)
+    with track_replaced_parameters(model):
+        model.weight = nn.Parameter(torch.ones(1, 1))
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match=r"replaced parameters of this optimizer .* or prepare it again"):
+            optimizer.step()
+    other.step()
+    assert unrelated.weight.item() == 0.0
+    optimizer = accelerator.prepare(optimizer)
+    model.weight.grad = torch.ones(1, 1)
+    optimizer.step()
+    assert (model.weight.item(), optimizer.steps) == (0.0, 1)
+
+
 def test_values_are_clipped_only_when_gradients_synchronize():
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model, optimizer, loader = accelerator.prepare(*one_weight(), DataLoader(torch.full((2, 1), 4.0), batch_size=1))

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import TensorWeakRef
 
 from rankbook.errors import InvalidArgument
+from rankbook.runtime import prepared
 from rankbook.runtime.gradient_state import window
 from rankbook.runtime.prepared import replacement_of
 from rankbook.runtime.state import GradientState
@@ -44,6 +45,7 @@ _NOT_PICKLED = {
     "_unscaled_gradient",
     "_stepped_after",
     "_used_after",
+    "_checked_replacements",
 }
 """Attributes that are not pickled.
 
@@ -104,6 +106,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     _stepped_after: int | None
     # Of the last step, whatever the round: the number of backward passes at it. Its gradients have no loss scale.
     _used_after: int | None
+    # The `replacement_count` at which no parameter had been replaced.
+    _checked_replacements: int
 
     def __init__(
         self,
@@ -122,6 +126,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """True in the middle of a step, and after a step that did not end."""
         self._was_skipped = False
         self._used_after = None
+        self._checked_replacements = 0
         self._begin_round()
         _optimizers.add(self)
 
@@ -204,7 +209,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Step, if the current batch ends its window.
 
         Returns the wrapped optimizer's return value, None while gradients accumulate. Raises `InvalidArgument` for a
-        closure under fp16: the optimizer would use the gradients of the closure without unscaling them.
+        closure under fp16: the optimizer would use the gradients of the closure without unscaling them. Raises it also
+        if `prepare` has replaced parameters of this optimizer, which get no gradients any more.
         """
         if closure is not None and self.scaler is not None and self.scaler.is_enabled():
             raise InvalidArgument(
@@ -214,6 +220,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # In the middle of a window. All ranks are at the same batch of their windows, so all skip the step.
         if not self.gradient_state.sync_gradients:
             return None
+        if self._checked_replacements != prepared.replacement_count:
+            self._check_parameters()
         # Rescales the gradients of a window that was shorter than its divisor, see
         # `AccumulationWindow.rescale_gradients`.
         if self.before_step is not None:
@@ -227,6 +235,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if after_step is not None:
             after_step(self)
         return result
+
+    def _check_parameters(self) -> None:
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        if any(replacement_of(parameter) is not parameter for parameter in parameters):
+            raise InvalidArgument(
+                "prepare() has replaced parameters of this optimizer since it was prepared: pass it to prepare() "
+                "together with its model, or prepare it again"
+            )
+        self._checked_replacements = prepared.replacement_count
 
     def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Callable[[], Any] | None) -> Any:  # noqa: ANN401 - as torch's
         if self._stepped_after is not None or (self._unscaled and not self._is_unscaled()):
@@ -324,6 +341,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, before_step=None, scaler=None, gradient_state=GradientState(), _used_after=None)
+        self._checked_replacements = 0
         self._begin_round()
         _optimizers.add(self)
 

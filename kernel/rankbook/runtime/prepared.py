@@ -43,6 +43,8 @@ _prepared_models: weakref.WeakKeyDictionary[nn.Module, PreparedModel] = weakref.
 # By identity, because tensors compare elementwise. The values are `TensorWeakRef`s: a plain weak reference to a tensor
 # dies if only C++ code still holds the tensor.
 _replacements: WeakIdKeyDictionary = WeakIdKeyDictionary()
+replacement_count = 0
+"""How often parameters of a model have been replaced."""
 
 
 # All prepared and registered objects of the process by kind, in the order of their preparation. All ranks prepare the
@@ -160,6 +162,7 @@ def track_replaced_parameters(model: nn.Module) -> Iterator[None]:
         for name, parameter in submodule._parameters.items()
     ]
     yield
+    global replacement_count
     # Compare by position (module and name). Strategies replace `_parameters` entries and keep modules and names.
     pairs = [(old, module._parameters.get(name)) for module, name, old in before]
     replaced = {id(old): (old, new) for old, new in pairs if old is not None and new is not None and new is not old}
@@ -173,6 +176,7 @@ def track_replaced_parameters(model: nn.Module) -> Iterator[None]:
     for old, new in replaced.values():
         _replacements[old] = TensorWeakRef(new)
         _replacements.pop(new, None)  # otherwise two parameters could lead to each other
+    replacement_count += bool(replaced)
 
 
 def replacement_of(parameter: torch.Tensor) -> torch.Tensor:
