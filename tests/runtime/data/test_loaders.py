@@ -25,7 +25,9 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
     get_worker_info,
 )
 
@@ -350,6 +352,45 @@ def test_the_epoch_reaches_the_persons_own_samplers_once():
             assert [sampler.epochs for sampler in samplers] == [[5, 6]] * len(samplers)
     prepare_data_loader(DataLoader(Numbers(8), sampler=seedable)).set_epoch(3)
     assert seedable.epoch == 3
+
+
+class CountsPasses(BatchSampler):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.passes, self.first = 1000, 0
+
+    def __iter__(self):
+        self.passes += 1
+        return ([index + self.first + 100 * (self.passes - 1000) for index in batch] for batch in super().__iter__())
+
+
+class Identity:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+def test_later_changes_of_the_persons_samplers_are_followed(seedable):
+    weighted = WeightedRandomSampler([1.0, 0.0, 0.0, 0.0], 4)
+    subset, shuffled, passes = SubsetRandomSampler([0, 1]), RandomSampler(range(4)), RandomSampler(range(1))
+    by_passes = CountsPasses(passes, 1, False)
+    samplers = [{"sampler": weighted}, {"sampler": subset}, {"sampler": shuffled}, {"batch_sampler": by_passes}]
+    sources = [DataLoader(Identity(), **sampler) for sampler in samplers]
+    loaders = [prepare_data_loader(source, use_seedable_sampler=seedable) for source in sources]
+
+    def drawn():
+        return [sorted(int(index) for batch in loader for index in batch) for loader in loaders]
+
+    assert drawn() == [[0] * 4, [0, 1], [0, 1, 2, 3], [100]]
+    weighted.weights, subset.indices = torch.tensor([0.0, 0.0, 1.0, 0.0]), [3, 2, 1]
+    shuffled.data_source, by_passes.first = range(3), 7
+    loaders = [pickle.loads(pickle.dumps(loader)) for loader in loaders]  # as for a rank that replaces a lost one
+    assert drawn() == [[2] * 4, [1, 2, 3], [0, 1, 2], [207]]
+    assert drawn()[3] == [307], "what the copied sampler has counted stays"
+    assert by_passes.passes == 1000
 
 
 def test_prepared_loader_does_not_change_draws_of_the_main_process():

@@ -69,12 +69,37 @@ class SingleItemSampler:
         return len(self.sampler)
 
 
+class _CopiedSampler:
+    """A copy of a user's sampler, which takes over what the user changes in `original` later.
+
+    Attributes named in `own` stay those of the copy, and so do others that only the copy has changed, such as a number
+    of passes.
+    """
+
+    def __init__(self, copied: Any, original: Any, own: tuple[str, ...]) -> None:  # noqa: ANN401 - any sampler
+        self._copied, self._original, self._own = copied, original, own
+        self._seen = self._attributes()
+
+    def _attributes(self) -> dict[str, Any]:
+        attributes = getattr(self._original, "__dict__", {})  # a class with slots has none
+        return {name: value for name, value in attributes.items() if name not in self._own}
+
+    def refresh(self) -> None:
+        """Take over the attributes of the original that have changed since the last call."""
+        seen, self._seen = self._seen, self._attributes()
+        for name, value in self._seen.items():
+            # By identity, because tensors compare elementwise. A pickle keeps the identity of all values but numbers.
+            earlier = seen.get(name, seen)
+            if value is not earlier and not (isinstance(value, int | float) and value == earlier):
+                vars(self._copied)[name] = value
+
+
 class Shuffle:
     """Seed a batch sampler from (seed, epoch), so that all ranks shuffle alike.
 
     `batch_sampler` is a copy of the user's, as deep as needed: torch's samplers are given a generator, and the user's
-    objects (`original`) stay unchanged. A torch generator that the user gave is used as it is, and available as
-    `user_generator`.
+    objects (`original`) stay unchanged. What the user changes in these later is followed from the next pass on. A torch
+    generator that the user gave is used as it is, and available as `user_generator`.
     """
 
     def __init__(self, batch_sampler: Any, seedable: bool = False) -> None:  # noqa: ANN401 - any batch sampler
@@ -97,6 +122,11 @@ class Shuffle:
         # differently.
         if type(sampler) is SeedableRandomSampler and not sampler.seed_given:
             self._seedable = self._replace(copy.copy(sampler))
+        self._copies: list[_CopiedSampler] = []
+        if self.batch_sampler is not batch_sampler:
+            own = ("generator", "initial_seed", "epoch")
+            self._copies.append(_CopiedSampler(self.batch_sampler, batch_sampler, ("sampler",)))
+            self._copies.append(_CopiedSampler(self.batch_sampler.sampler, batch_sampler.sampler, own))
         draws_nothing_else = (
             type(batch_sampler) in {BatchSampler, SingleItemSampler} and type(sampler) in _KNOWN_SAMPLERS
         )
@@ -120,7 +150,9 @@ class Shuffle:
             set_epoch_recursive(epoch, self.batch_sampler.sampler)
 
     def begin(self, epoch_state: EpochState) -> None:
-        """Seed the sampler for a new pass."""
+        """Seed the sampler for a new pass, and take over what the user has changed in the originals."""
+        for copied in self._copies:
+            copied.refresh()
         if self._seedable is not None:
             self._seedable.initial_seed = epoch_state.seed
         if self._generator is not None:
