@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from rankbook.errors import InvalidArgument
+from rankbook.numerics.gradients import local_gradients
 from rankbook.protocol import telemetry
 from rankbook.runtime import (
     Accelerator,
@@ -130,6 +131,45 @@ def test_a_window_left_by_break_or_by_an_error_is_dropped():
     assert accelerator.sync_gradients
     assert not accelerator.gradient_state.in_dataloader
     assert run(accelerator, model, optimizer, loader) == pytest.approx([2, 20, 100])
+
+
+def test_a_plain_loop_after_a_window_left_by_break_steps():
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    model, optimizer, loader = accelerator.prepare(*one_weight(), DataLoader(Stream(ROWS), batch_size=1))
+    other = accelerator.prepare(DataLoader(Stream(ROWS), batch_size=1))
+    assert run(accelerator, model, optimizer, loader, stop=5) == [2]
+    assert accelerator.sync_gradients and window.is_open
+    assert not local_gradients(model, "model").reduced
+    optimizer.zero_grad()
+    for batch in loader:
+        model(batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (optimizer.steps, model.weight.item()) == (8, pytest.approx(-2 - ROWS.sum().item()))
+
+    for number, batch in enumerate(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).mean())
+            for _ in other:
+                assert accelerator.sync_gradients == (number in {2, 5, 6})
+                break
+            assert accelerator.sync_gradients == (number in {2, 5, 6})
+        for _ in other:
+            pass
+        assert accelerator.sync_gradients == (number in {2, 5, 6}), "a loop inside of the window's loop has ended"
+        if number == 3:
+            break
+    assert accelerator.sync_gradients
+    assert run(accelerator, model, optimizer, loader) == pytest.approx([2, 20, 100])
+
+
+def test_a_window_that_goes_on_over_loops_is_not_ended_by_break():
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    model, optimizer, loader = accelerator.prepare(*one_weight(), DataLoader(Stream(ROWS), batch_size=1))
+    assert run(accelerator, model, optimizer, loader, stop=3) == [1.5]
+    assert not accelerator.sync_gradients
+    assert run(accelerator, model, optimizer, loader, stop=1) == [2]
 
 
 def test_an_error_inside_a_loop_that_goes_on_begins_a_new_window():

@@ -19,7 +19,7 @@ from rankbook.numerics.hashing import place_of
 from rankbook.numerics.norms import GradientTable, merge_gradients
 from rankbook.numerics.relations import as_real
 from rankbook.protocol.queries import GradientEntry, LocalGradients
-from rankbook.runtime.gradient_state import GradientState
+from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.prepare import prepared_optimizers
 from rankbook.runtime.strategies.base import reshard
 
@@ -42,7 +42,7 @@ def local_gradients(model: object, name: str) -> LocalGradients:
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgument(f"{name!r} is a {type(model).__name__} on this rank: expected a model")
     reshard(model)  # the gradients of FSDP2 belong to the shards
-    reduced = not GradientState._shared_state or GradientState().sync_gradients
+    reduced = not GradientState._shared_state or (GradientState().sync_gradients and not window.is_open)
     parameters = dict(_named_parameters(model))
     scale = loss_scale(list(parameters.values()))
     with torch.no_grad():

@@ -127,7 +127,7 @@ class GradientState:
         """Return None, followed by the active loaders from the outermost loop to the innermost."""
         # A loop that was left with `break` has no code that runs at its end. It is over when its iterator is garbage
         # collected, which is at once in CPython unless somebody holds it.
-        self._active[:] = [entry for entry in self._active if entry[0]() is not None and entry[1]() is not None]
+        self._keep([entry for entry in self._active if entry[0]() is not None and entry[1]() is not None])
         return [None, *(loader() for loader, _ in self._active)]
 
     @property
@@ -163,7 +163,13 @@ class GradientState:
 
     def _remove_dataloader(self, dataloader: object) -> None:
         """End the loop over `dataloader`, if it is active."""
-        self._active[:] = [entry for entry in self._active if entry[0]() is not dataloader]
+        self._keep([entry for entry in self._active if entry[0]() is not dataloader])
+
+    def _keep(self, active: list[tuple[weakref.ref[Any], weakref.ref[Any]]]) -> None:
+        """End all loops but these."""
+        if len(active) < len(self._active):
+            self._active[:] = active
+            window.end_loops(self)
 
     @contextmanager
     def iterating(self, dataloader: object) -> Iterator[None]:
@@ -236,6 +242,11 @@ class AccumulationWindow:
         self._stale = False
         self._rescale = 1.0
         self._rescaled: set[int] = set()
+
+    @property
+    def is_open(self) -> bool:
+        """True after a batch that did not end the window, also if its loop was left then."""
+        return self._is_open
 
     @property
     def updates(self) -> int:
@@ -321,6 +332,13 @@ class AccumulationWindow:
         # The current batch is included in `delivered`, since `begin_batch` runs after it was delivered.
         delivered = getattr(getattr(loader, "position", None), "delivered", 1)
         self._position = max(0, delivered - 1 - getattr(loader, "skip_batches", 0))
+
+    def end_loops(self, gradients: GradientState) -> None:
+        """Let optimizers step outside of `accumulate`, if the loop of this window was left in the middle of it."""
+        # The next `accumulate` drops the gradients of the window, see `_begin_loop`.
+        is_left = self._loop is not None and all(loop is not self._loop for loop in gradients._active)
+        if is_left and self._is_open and not self.in_batch and gradients.sync_with_dataloader:
+            gradients._set_sync_gradients(True)
 
     def rescale_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Rescale the gradients of `parameters`, if the window was shorter than expected.
