@@ -354,6 +354,25 @@ def test_the_epoch_reaches_the_persons_own_samplers_once():
     assert seedable.epoch == 3
 
 
+class SeedsOfWorkers(Numbers):
+    def __getitem__(self, index):
+        return get_worker_info().seed
+
+
+@pytest.mark.processes
+def test_workers_have_a_seed_of_torch_for_every_rank_epoch_and_seed():
+    def seeds(rank, data_seed, generator=None):
+        loader = DataLoader(SeedsOfWorkers(8), batch_size=2, num_workers=2, generator=generator)
+        loader = prepare_data_loader(loader, num_processes=2, process_index=rank, data_seed=data_seed)
+        return [int(seed) for _ in range(2) for batch in loader for seed in batch[:1]]
+
+    everything = [seeds(rank, data_seed) for data_seed in (3, 4) for rank in range(2)]
+    assert len({seed for of_rank in everything for seed in of_rank}) == 16
+    assert seeds(1, 4) == everything[-1]
+    generators = [torch.Generator().manual_seed(5) for _ in range(2)]
+    assert seeds(0, 3, generators[0]) == seeds(1, 4, generators[1]), "from the person's own generator"
+
+
 class CountsPasses(BatchSampler):
     def __init__(self, *args):
         super().__init__(*args)

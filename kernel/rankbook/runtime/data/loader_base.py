@@ -33,7 +33,7 @@ from rankbook.runtime.data.batch_requests import (
     SingleItemSampler,
     UnbatchedSampler,
 )
-from rankbook.runtime.data.rng import check_rng_types, last_seed, run_seed, synchronize_rng_states
+from rankbook.runtime.data.rng import check_rng_types, last_seed, run_seed, stream_seed, synchronize_rng_states
 from rankbook.runtime.data.samplers import (
     WHOLE,
     BatchSamplerShard,
@@ -457,8 +457,12 @@ class PreparedLoader(DataLoader[Any]):
         parts.tickets.begin(EpochState(position.run, seed, epoch, first, earlier))
         # torch's iterator draws the base seed of its workers from this generator, or from the global one if there is
         # none. A generator of its own keeps the global one unchanged by loaders. The seed itself has no effect on the
-        # batches.
-        parts.inner.generator = torch.Generator() if parts.source.generator is None else parts.source.generator
+        # batches, but a `worker_init_fn` may use it.
+        workers = parts.source.generator
+        if workers is None:
+            workers = torch.Generator()
+            workers.manual_seed(stream_seed(seed, epoch, "workers", parts.process_index) >> 193)
+        parts.inner.generator = workers
 
     def _fingerprints(self) -> tuple[int, int]:
         """Return fingerprints of dataset and sampler for the first pass; later, and for a rank's own part, 0."""
