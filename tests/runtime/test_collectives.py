@@ -121,6 +121,13 @@ def test_reduce_knows_four_reductions_and_leaves_its_input():
     )
 
 
+class Named(dict):
+    """A mapping whose text is another one on every rank, and cannot be made of numbers of dimensions."""
+
+    def __repr__(self):
+        return f"{PartialState().process_index}: {sum(tensor.numel() for tensor in self.values())}"
+
+
 def _broadcasts_and_pads():
     rank = PartialState().process_index
     columns = torch.full((2, 2), rank).t()
@@ -133,6 +140,8 @@ def _broadcasts_and_pads():
     end, start = pad_across_processes(ragged, pad_index=-1), pad_across_processes(ragged, pad_index=-1, pad_first=True)
     wide = pad_across_processes(torch.ones(2, rank + 1, dtype=torch.int64), dim=-1)
     gathered = gather(pad_across_processes(torch.full((rank + 1,), rank), pad_index=9))
+    named = pad_across_processes(Named(x=torch.ones(rank + 1)))["x"]
+    assert named.tolist() == [1.0, 1.0 * rank]
     names = broadcast_object_list([f"{rank}-{number}" for number in range(rank + 1)], from_process=1)
     return same, values, [tensor.tolist() for tensor in (end[0], start[0], end[1], wide, gathered)], names
 
@@ -159,6 +168,7 @@ def _bad_data():
         "calls": lambda: gather(x) if rank else reduce(x, "sum"),
         "sources": lambda: broadcast(x, from_process=rank),
         "dims": lambda: pad_across_processes(x if rank else x[None]),
+        "keys": lambda: pad_across_processes({"xy"[rank]: [x]}),
         "object": lambda: gather_object([threading.Lock() if rank == 1 else rank]),
         "no list": lambda: gather_object(5 if rank == 1 else [5]),
         "text": lambda: gather_object("text" if rank == 1 else ["text"]),
@@ -194,6 +204,8 @@ def test_bad_data_is_the_same_error_on_every_rank_and_the_group_goes_on():
         "rank 1: broadcast(from 1)",
         "dims": "InvalidArgument: pad_across_processes(dim=0): arguments differ between ranks:\n"
         "  rank 0: 2-d\n  rank 1: 1-d",
+        "keys": "InvalidArgument: pad_across_processes(dim=0): arguments differ between ranks:\n"
+        "  rank 0: ['x'][0]: 1-d\n  rank 1: ['y'][0]: 1-d",
         "object": "TransferError: gather_object: rank 1: cannot be pickled: TypeError: cannot pickle "
         "'_thread.lock' object",
         "no list": "InvalidArgument: gather_object: expected a list on every rank, got int on rank 1; pass [object]",

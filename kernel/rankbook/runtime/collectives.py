@@ -202,7 +202,7 @@ def pad_across_processes(tensor: _T, dim: int = 0, pad_index: float = 0, pad_fir
         gather(pad_across_processes(torch.ones(1 + rank)))  # tensor([1., 0., 1., 1.])
     """
     state = PartialState()
-    _prepare(state, f"pad_across_processes(dim={dim})", tensor, lambda data: str(map_leaves(_kind, data)))
+    _prepare(state, f"pad_across_processes(dim={dim})", tensor, _describe_kinds)
     # One MAX reduction for the sizes of all leaves.
     padded = [leaf for _, leaf in leaves(tensor) if -leaf.ndim <= dim < leaf.ndim]
     if not state.use_distributed or not padded:
@@ -214,6 +214,11 @@ def pad_across_processes(tensor: _T, dim: int = 0, pad_index: float = 0, pad_fir
         lambda leaf: _pad(leaf, dim, next(longest), pad_index, pad_first) if -leaf.ndim <= dim < leaf.ndim else leaf,
         tensor,
     )
+
+
+def _describe_kinds(data: object) -> str:
+    # Not by the text of the container: a class of the user's may have a `repr` of its own, or one with an address.
+    return ", ".join(f"{path}: {_kind(leaf)}" if path else _kind(leaf) for path, leaf in leaves(data))
 
 
 def _kind(leaf: object) -> str:
