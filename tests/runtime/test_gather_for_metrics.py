@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rankbook.errors import InvalidArgument
+from rankbook.runtime import Accelerator
 from rankbook.runtime.collectives import trim
 from rankbook.runtime.data.samplers import WHOLE, RoundPadding
 
@@ -36,6 +37,14 @@ def test_containers_of_tensors_and_lists_of_objects_are_trimmed():
     assert trimmed["a"].tolist() == trimmed["b"][0].tolist() == trimmed["b"][1][0].tolist() == [0, 1, 2]
     assert trimmed["b"][1][1] == "label"
     assert trim(["r0", "r0", "r1", "r1", "r2", "r2"], UNEVEN) == ["r0", "r0", "r1"]
+
+
+def test_rows_of_the_last_uneven_round_stay_on_their_device():
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.device = torch.device("meta")  # plays a GPU
+    share = RoundPadding((1,), 1, (0,))  # of this rank alone, which has nobody to wait for
+    rows = accelerator._gather_from_ranks_with_batch({"x": torch.ones(1), "y": [torch.zeros(1)]}, share)
+    assert (rows["x"].tolist(), rows["y"][0].tolist()) == ([1.0], [0.0])
 
 
 def test_rows_that_are_not_the_same_number_for_each_rank_are_an_error():

@@ -42,7 +42,6 @@ from rankbook.runtime.tree import (
     leaves,
     map_leaves,
     rebuild,
-    send_to_device,
 )
 
 _T = TypeVar("_T")
@@ -595,7 +594,9 @@ class CollectiveMethods(AcceleratorSettings):
             parts.append(message[0])  # where ranks have no batch, no sample is repeated
         if as_objects:
             return [row for part in parts for row in part]
-        return send_to_device(concatenate(parts), self.device)
+        # As after `gather`: on the devices of the arguments.
+        devices = iter([leaf.device for _, leaf in leaves(data)])
+        return map_leaves(lambda leaf: leaf.to(next(devices)), concatenate(parts))
 
     def _drop_replicas(self, gathered: Any) -> Any:  # noqa: ANN401 - nested
         """Keep the rows of one rank of every group that shares batches, such as a tensor-parallel group."""
