@@ -32,6 +32,7 @@ from torch.utils.data import (
 )
 
 from rankbook.errors import InvalidArgument
+from rankbook.protocol import telemetry
 from rankbook.runtime import (
     Accelerator,
     DataLoaderDispatcher,
@@ -571,6 +572,20 @@ def test_skipped_batches_are_not_read_and_the_position_is_shared():
     assert batches(plain) == [[2, 3], [4]]
     with pytest.raises(InvalidArgument, match="-1"):
         skip_first_batches(loader, -1)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+@pytest.mark.parametrize("stateful", [False, True])
+def test_position_is_published_after_a_loader_that_skips_has_ended(stateful):
+    if stateful and not find_spec("torchdata"):
+        pytest.skip("torchdata is not installed")
+    loader = prepare_data_loader(DataLoader(Numbers(12), batch_size=2), use_stateful_dataloader=stateful)
+    loader.tell("loader that is skipped")
+    assert type(skip_first_batches(loader, 2)) is type(loader)
+    assert batches(skip_first_batches(loader, 2)) == [[4, 5], [6, 7], [8, 9], [10, 11]]
+    gc.collect()
+    (position,) = telemetry.snapshot("loader that is skipped")
+    assert (position.delivered, position.batches) == (6, 6)
 
 
 def test_bad_options_are_errors_that_say_what_to_do():

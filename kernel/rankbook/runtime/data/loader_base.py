@@ -181,6 +181,13 @@ class PreparedLoader(DataLoader[Any]):
         self.telemetry_name = name
         telemetry.offer_source(name, _position_source(name, weakref.ref(self)))
 
+    def __copy__(self) -> PreparedLoader:
+        # Not by `__setstate__`: the copy would publish its position in place of this loader, also after its end.
+        copied = _new_loader(getattr(type(self), "_plain_class", type(self)))
+        copied.__dict__.update(self.__dict__)
+        copied._become_stateful()
+        return copied
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _new_loader, (getattr(type(self), "_plain_class", type(self)),), self.__dict__
 
