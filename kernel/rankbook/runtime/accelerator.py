@@ -385,7 +385,8 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
             args: models, optimizers, loaders and schedulers.
             device_placement: for every argument, whether it is moved to the rank's device.
 
-        Raises `InvalidArgument` on all ranks, before any object is changed.
+        Raises `InvalidArgument` on all ranks for arguments that cannot be prepared. Objects that were prepared before
+        the invalid one stay so, and can be passed to `prepare` again.
         """
         if device_placement is not None and len(device_placement) != len(args):
             raise prepare.placement_length_error(len(device_placement), len(args))
