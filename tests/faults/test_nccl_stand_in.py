@@ -292,6 +292,33 @@ def test_a_step_on_a_broken_off_gradient_is_taken_back(stand_in):
     assert "[0-1] " in outcome.stdout
 
 
+def test_weights_that_differ_between_ranks_are_named_and_not_copied(stand_in):
+    stand_in.ok(
+        """%%distributed
+torch.manual_seed(rank)
+shard = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(shard.parameters(), lr=0.1)
+def step():
+    optimizer.zero_grad()
+    shard(torch.ones(1, 4)).sum().backward()
+    dist.all_reduce(shard.bias.grad)
+    optimizer.step()
+step()
+seen = [each.tolist() for each in shard.parameters()]"""
+    )
+    outcome = raise_on_rank_1(stand_in, "step()\nshard.weight.sum().item()")
+    assert "CollectiveAborted" in outcome.traceback
+    outcome = stand_in.ok(
+        """%%distributed
+rows = [None, None]
+dist.all_gather_object(rows, shard.weight.tolist())
+print(rows[0] == rows[1], rank == 0 or [each.tolist() for each in shard.parameters()] == seen)"""
+    )
+    assert "[0-1] False True" in outcome.stdout
+    assert re.search(r"shard.*optimizer.* not to be trusted", outcome.stderr), outcome.text
+    assert "all ranks continue" not in outcome.stderr
+
+
 def test_weights_that_no_rank_has_right_are_named(stand_in):
     stand_in.ok(f"%%distributed\n{DDP}")
     code = "%%distributed\nif rank == 1: stand_in.held = True\nstep()\nprint('now')\nddp.module.weight.sum().item()"

@@ -18,6 +18,7 @@ from rankbook.rank.model_reset import (
     choose_statistics_source,
     names_of,
     names_of_models,
+    replicated_on_all,
 )
 
 
@@ -27,7 +28,9 @@ def tracker() -> StepTracker:
 
 
 def report(*suspect: int, optimizers: tuple[int, ...] = (1, 2)) -> StepReport:
-    return StepReport(optimizers=list(optimizers), suspect=list(suspect), was_cut=bool(suspect), statistics=[])
+    return StepReport(
+        optimizers=list(optimizers), suspect=list(suspect), replicated=[], was_cut=bool(suspect), statistics=[]
+    )
 
 
 def test_a_step_is_suspect_if_it_began_after_the_aborted_collective(tracker):
@@ -35,13 +38,13 @@ def test_a_step_is_suspect_if_it_began_after_the_aborted_collective(tracker):
     first, second = (torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2))
     first.step()
     since = time.monotonic()
-    assert tracker.report(since)["suspect"] == []
+    assert tracker.report(since, 1)["suspect"] == []
     second.step()
-    report = tracker.report(since)
+    report = tracker.report(since, 1)
     assert [tracker.optimizers()[index] for index in report["suspect"]] == [second]
-    assert tracker.report(None)["suspect"] == []
+    assert tracker.report(None, 1)["suspect"] == []
     tracker.forget()
-    assert tracker.report(since)["suspect"] == []
+    assert tracker.report(since, 1)["suspect"] == []
 
 
 def test_the_first_rank_without_a_suspect_step_is_the_source():
@@ -59,7 +62,53 @@ def test_variables_that_hold_a_model_or_its_optimizer_are_named():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     namespace = {"net": model, "sgd": optimizer, "other": other, "_hidden": model, "number": 3}
     assert names_of([optimizer], namespace) == ["net", "sgd"]
-    assert not model_reset.is_sharded(optimizer)
+
+
+@pytest.fixture
+def group_of_one():
+    model_reset.track_models()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_weights_of_ddp_over_all_ranks_count_as_replicated(tracker):
+    layers = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("first", "second")})
+    layers._ddp_params_and_buffers_to_ignore = ["second.weight"]
+    model = torch.nn.parallel.DistributedDataParallel(layers)
+    whole = torch.optim.SGD(layers["first"].parameters(), lr=0.1)
+    part = torch.optim.SGD(layers["second"].parameters(), lr=0.1)  # one of its weights is not reduced
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    for optimizer in (whole, part, plain):
+        optimizer.step()
+
+    def replicated(world_size):
+        optimizers = tracker.optimizers()
+        return [optimizers[index] for index in tracker.report(None, world_size)["replicated"]]
+
+    assert replicated(1) == [whole]
+    assert replicated(2) == [], "the model's group is a part of the ranks"
+    del model
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_optimizers_with_other_parts_of_a_replica_are_told_apart(tracker):
+    layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
+    model = torch.nn.parallel.DistributedDataParallel(layers)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
+    for optimizer in optimizers:
+        optimizer.step()
+    checksums = dict(zip(tracker.optimizers(), tracker.report(None, 1)["optimizers"], strict=True))
+    assert checksums[optimizers[0]] != checksums[optimizers[1]]
+    del model
+
+
+def test_only_what_is_replicated_on_all_ranks_is_copied():
+    with_both, with_one = report(0), report()
+    with_both["replicated"], with_one["replicated"] = [0, 1], [1]
+    assert replicated_on_all([with_both, with_one]) == {1}
+    assert replicated_on_all([with_both, None]) == set()
 
 
 def count_and_reduce(calls, bucket):
@@ -70,20 +119,16 @@ def count_and_reduce(calls, bucket):
     return future
 
 
+@pytest.mark.usefixtures("group_of_one")
 def test_a_model_with_a_new_reducer_keeps_its_communication_hook():
-    model_reset.track_models()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-        model.register_comm_hook([], count_and_reduce)
-        model_reset.restart_step()
-        for hooked in (model, pickle.loads(pickle.dumps(model))):
-            ((_, calls),) = hooked._comm_hooks
-            hooked(torch.ones(1, 2)).sum().backward()
-            assert calls == [0]
-            calls.clear()
-    finally:
-        dist.destroy_process_group()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    model.register_comm_hook([], count_and_reduce)
+    model_reset.restart_step()
+    for hooked in (model, pickle.loads(pickle.dumps(model))):
+        ((_, calls),) = hooked._comm_hooks
+        hooked(torch.ones(1, 2)).sum().backward()
+        assert calls == [0]
+        calls.clear()
 
 
 def test_an_unpickled_model_moves_its_inputs_to_the_device_of_its_parameters():
@@ -106,7 +151,7 @@ def test_an_unpickled_model_moves_its_inputs_to_the_device_of_its_parameters():
 
 def test_statistics_come_from_a_rank_without_a_cut_collective():
     def of(*statistics: int, was_cut: bool) -> StepReport:
-        return StepReport(optimizers=[], suspect=[], was_cut=was_cut, statistics=list(statistics))
+        return StepReport(optimizers=[], suspect=[], replicated=[], was_cut=was_cut, statistics=list(statistics))
 
     assert choose_statistics_source([of(1, 2, was_cut=True), of(1, 2, was_cut=False)]) == 1
     assert choose_statistics_source([of(1, was_cut=True), of(1, was_cut=True)]) is None

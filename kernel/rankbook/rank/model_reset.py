@@ -5,7 +5,8 @@ gradients stay. `process_groups/manager.py` re-forms the process groups at the s
 
 On a device, the host is ahead: an optimizer step may be queued behind a collective that is aborted later, and is then
 executed with what the collective has left in the gradients. `StepTracker` knows which optimizers have begun a step
-since a given time. `restore_stepped` copies their weights, states and schedulers from a rank that has not begun one.
+since a given time. `restore_stepped` copies their weights, states and schedulers from a rank that has not begun one, if
+DDP keeps them equal on all ranks. Other weights may differ between ranks: parts of a model, or members of an ensemble.
 In the same way a forward pass may have left partial data in the running statistics of SyncBatchNorm, without a step.
 """
 
@@ -103,12 +104,14 @@ def _with_hooks(original: Callable[..., None]) -> Callable[..., None]:
 class StepReport(TypedDict):
     """The optimizers of a rank: a checksum of each, and the indices of those with a step that may be wrong.
 
-    `was_cut`: a collective of the rank was aborted while its device had not finished it. `statistics`: the checksums of
-    the models in `models_with_statistics`.
+    `replicated`: the indices of those whose parameters DDP keeps equal on all ranks. `was_cut`: a collective of the
+    rank was aborted while its device had not finished it. `statistics`: the checksums of the models in
+    `models_with_statistics`.
     """
 
     optimizers: list[int]
     suspect: list[int]
+    replicated: list[int]
     was_cut: bool
     statistics: list[int]
 
@@ -127,13 +130,17 @@ class StepTracker:
         """Return the optimizers that have begun a step."""
         return list(self._began.keys())
 
-    def report(self, since: float | None) -> StepReport:
+    def report(self, since: float | None, world_size: int) -> StepReport:
         """Describe the optimizers. Those with a step since this time, if any, are suspect."""
         optimizers = self.optimizers()
+        names = _names_in_replicas(world_size)
         suspect = [] if since is None else [i for i, each in enumerate(optimizers) if self._began[each] >= since]
         return StepReport(
-            optimizers=[_checksum_of(each) for each in optimizers],
+            optimizers=[_checksum_of(each, names) for each in optimizers],
             suspect=suspect,
+            replicated=[
+                i for i, each in enumerate(optimizers) if all(id(param) in names for param in _parameters_of(each))
+            ],
             was_cut=since is not None,
             statistics=[checksum for checksum, _ in models_with_statistics()],
         )
@@ -144,9 +151,26 @@ class StepTracker:
             self._began[optimizer] = 0.0
 
 
-def _checksum_of(optimizer: Optimizer) -> int:
-    shapes = [tuple(parameter.shape) for parameter in _parameters_of(optimizer)]
-    return zlib.crc32(f"{type(optimizer).__qualname__} {shapes}".encode())
+def is_replicated(model: DistributedDataParallel, world_size: int) -> bool:
+    """Return True if DDP keeps the model equal on all ranks, and not only on those of a smaller group."""
+    return bool(model.process_group.size() == world_size)
+
+
+def _names_in_replicas(world_size: int) -> dict[int, str]:
+    """Return the names of the parameters that DDP keeps equal on all ranks, by the identity of the parameter."""
+    return {
+        id(parameter): name
+        for model in models_with_reducers()
+        if is_replicated(model, world_size)
+        for name, parameter in model.module.named_parameters()
+        if name not in model.parameters_to_ignore
+    }
+
+
+def _checksum_of(optimizer: Optimizer, names: dict[int, str]) -> int:
+    # With the names: an optimizer may have another part of the replica on every rank, as in ZeroRedundancyOptimizer.
+    parameters = [(names.get(id(parameter)), tuple(parameter.shape)) for parameter in _parameters_of(optimizer)]
+    return zlib.crc32(f"{type(optimizer).__qualname__} {parameters}".encode())
 
 
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -165,6 +189,11 @@ def choose_source(reports: Sequence[StepReport | None]) -> int | None:
     return next((rank for rank, report in enumerate(known) if not report["suspect"]), None)
 
 
+def replicated_on_all(reports: Sequence[StepReport | None]) -> set[int]:
+    """Return the indices of the optimizers whose parameters are known to be equal on all ranks, but for cut steps."""
+    return set.intersection(*(set(report["replicated"] if report is not None else ()) for report in reports))
+
+
 def choose_statistics_source(reports: Sequence[StepReport | None]) -> int | None:
     """Return the first rank without a cut collective, whose running statistics all may have; None if there is none.
 
@@ -178,13 +207,16 @@ def choose_statistics_source(reports: Sequence[StepReport | None]) -> int | None
 
 
 def models_with_statistics() -> list[tuple[int, DistributedDataParallel]]:
-    """Return the DDP models with SyncBatchNorm, each with a checksum of its form, in the order of the checksums."""
+    """Return the DDP models with SyncBatchNorm, each with a checksum of its form, in the order of the checksums.
+
+    The size of its process group is a part of the form.
+    """
     found = []
     for model in models_with_reducers():
         if _synchronized_layers(model):
             tensors = [*model.named_parameters(), *model.named_buffers()]  # `state_dict` may run code of the user
             shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors]
-            found.append((zlib.crc32(str(shapes).encode()), model))
+            found.append((zlib.crc32(f"{model.process_group.size()} {shapes}".encode()), model))
     return sorted(found, key=lambda entry: entry[0])
 
 
@@ -194,8 +226,9 @@ def _synchronized_layers(model: torch.nn.Module) -> list[torch.nn.SyncBatchNorm]
 
 
 def restore_statistics(source: int) -> None:
-    """Copy the running statistics of SyncBatchNorm in all DDP models from the rank `source`. A collective."""
-    for _, model in models_with_statistics():
+    """Copy the running statistics of SyncBatchNorm in replicated models from the rank `source`. A collective."""
+    models = [model for _, model in models_with_statistics() if is_replicated(model, dist.get_world_size())]
+    for model in models:
         for layer in _synchronized_layers(model):
             for buffer in layer.buffers(recurse=False):
                 dist.broadcast(buffer, source)
@@ -215,11 +248,6 @@ def restore_stepped(optimizers: Collection[Optimizer], source: int) -> None:
             optimizer.load_state_dict(states[0])
             if runtime is not None:
                 runtime.load_schedules(optimizer, states[1])
-
-
-def is_sharded(optimizer: Optimizer) -> bool:
-    """Return True if no rank has all weights of the optimizer."""
-    return any(hasattr(parameter, "placements") for parameter in _parameters_of(optimizer))
 
 
 def names_of_models(models: Collection[torch.nn.Module], namespace: dict[str, Any]) -> list[str]:

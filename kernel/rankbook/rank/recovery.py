@@ -348,8 +348,9 @@ def describe_steps(
     if untrusted:
         names = model_reset.names_of(untrusted, namespace) or [f"a model trained by {type(untrusted[0]).__name__}"]
         lines.append(
-            f"{' and '.join(names)}: an optimizer step used a collective that was aborted, on all ranks; the weights "
-            f"are not to be trusted: load a checkpoint, or make them again{_last_saved()}"
+            f"{' and '.join(names)}: an optimizer step used a collective that was aborted, and no rank is known to "
+            "have the weights from before it; they are not to be trusted: load a checkpoint, or make them again"
+            f"{_last_saved()}"
         )
     if untrusted_statistics:
         names = model_reset.names_of_models(untrusted_statistics, namespace) or ["a model"]

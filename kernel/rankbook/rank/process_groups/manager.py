@@ -325,7 +325,7 @@ class GroupManager:
             return None
         groups = [member.group for member in self._foreground().values()]
         since = min((group.cut_since for group in groups if group.cut_since is not None), default=None)
-        return self._steps.report(since)
+        return self._steps.report(since, self._world_size)
 
     def _mend_steps(self, reports: list[model_reset.StepReport | None]) -> None:
         """Take back the steps on the results of aborted collectives, or note that no rank can. A collective."""
@@ -336,11 +336,11 @@ class GroupManager:
         optimizers = self._steps.optimizers()
         source = model_reset.choose_source(reports)
         if source is not None:
-            optimizers = [optimizers[index] for index in suspect]
-            sharded = [optimizer for optimizer in optimizers if model_reset.is_sharded(optimizer)]
-            model_reset.restore_stepped([optimizer for optimizer in optimizers if optimizer not in sharded], source)
-            self.untrusted += sharded
-            self.restored_from = source if len(sharded) < len(optimizers) else None
+            replicated = model_reset.replicated_on_all(reports)
+            copied = [optimizers[index] for index in suspect if index in replicated]
+            model_reset.restore_stepped(copied, source)
+            self.untrusted += [optimizers[index] for index in suspect if index not in replicated]
+            self.restored_from = source if copied else None
         else:
             own_report = reports[self.rank]
             self.untrusted += [optimizers[index] for index in (own_report["suspect"] if own_report is not None else ())]
@@ -353,8 +353,12 @@ class GroupManager:
         source, own_report = model_reset.choose_statistics_source(reports), reports[self.rank]
         if source is not None:
             model_reset.restore_statistics(source)
-        elif own_report is not None and own_report["was_cut"]:
-            self.untrusted_statistics += [model for _, model in model_reset.models_with_statistics()]
+        if own_report is not None and own_report["was_cut"]:
+            self.untrusted_statistics += [
+                model
+                for _, model in model_reset.models_with_statistics()
+                if source is None or not model_reset.is_replicated(model, self._world_size)
+            ]
 
     def _find_destroyed(self) -> set[str]:
         """Return the groups that the user has destroyed: they are not in torch's table any more."""

@@ -88,8 +88,8 @@ NCCL. The above describes gloo, whose collectives wait on the host. NCCL's are q
    `rankbook-device` asks the device, and other threads read what it has noted. An abort may hang as well, so that it
    has a thread of its own. After `ABORT_LIMIT` seconds the user is told to restart the rank.
 4. The host is ahead of the device. An optimizer step that was queued behind an aborted collective has used its partial
-   data. The regroup copies weights and states from a rank that has not begun such a step (`model_reset.py`), or,
-   without one, the next cell names the models.
+   data. The regroup copies the weights and states of replicas from a rank that has not begun such a step
+   (`model_reset.py`). The next cell names the models if there is no such rank, or if they are no replicas.
 5. A communicator is connected when its group is formed, and not in the first collective: there, neither an abort nor an
    interrupt would reach the wait for a rank that comes late. NCCL's watchdog neither ends the process nor writes dumps
    (`launch/placement.py`); after `TORCH_NCCL_ASYNC_ERROR_HANDLING=2` it only aborts a communicator, a minute after it
