@@ -476,6 +476,24 @@ finally:
     assert "CollectiveAborted" not in outcome.traceback
 
 
+def test_a_wait_for_a_rank_whose_launch_has_failed_is_broken_off(stand_in):
+    outcome = stand_in.run(
+        """%%distributed
+t = torch.ones(2)
+if rank == 1:
+    def refuse(*_):
+        raise RuntimeError("NCCL error in: x\\nLast error:\\nFailed to CUDA calloc 4 bytes")
+    dist.group.WORLD._get_backend(torch.device('cpu')).allreduce = refuse
+dist.all_reduce(t)
+t.tolist()
+print("went on")""",
+        timeout=20,
+    )
+    assert "RuntimeError: Failed to CUDA calloc 4 bytes" in outcome.traceback
+    assert "CollectiveAborted: rank 1 raised RuntimeError" in outcome.traceback, outcome.traceback
+    assert "went on" not in outcome.stdout
+
+
 WORKS = {
     "synchronous": "dist.all_reduce(t, group=sub)",
     "asynchronous": "work = dist.all_reduce(t, group=sub, async_op=True)\n        work.wait()",

@@ -281,6 +281,22 @@ def test_a_batch_ends_as_a_whole(setting):
     until(lambda: not setting.pending())
 
 
+def test_a_batch_that_is_not_launched_takes_no_numbers(setting, monkeypatch):
+    def refuse(_device):
+        raise RuntimeError("NCCL error in: x\nLast error:\nFailed to CUDA calloc 4 bytes")
+
+    setting.reduce()
+    before = setting.log.count, setting.log.total, setting.log.checksums
+    monkeypatch.setattr(setting.inner, "_end_coalescing", refuse)
+    setting.group._start_coalescing(torch.device("cpu"))
+    for _ in range(2):
+        setting.reduce(is_async=True)
+    with pytest.raises(RuntimeError, match=r"^Failed to CUDA calloc"):
+        setting.group._end_coalescing(torch.device("cpu"))
+    assert (setting.log.count, setting.log.total, setting.log.checksums) == before
+    assert len(setting.pending()) == 1
+
+
 @pytest.mark.parametrize(
     ("queued", "name", "args", "expected"),
     [

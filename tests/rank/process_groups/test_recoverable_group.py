@@ -138,6 +138,7 @@ def test_an_error_of_nccl_says_its_reason_first_and_is_no_abort(last, first):
     with pytest.raises(dist.DistBackendError, match=first):
         group.allreduce(TENSORS, None)
     assert not group.log.broken
+    assert (group.log.count, group.log.total, [*group.log.pending()]) == (0, 0, []), "the others would wait for it"
 
 
 def test_lost_peer_is_reported_with_the_cause_or_the_nccl_error():

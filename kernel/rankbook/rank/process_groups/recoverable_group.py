@@ -674,10 +674,12 @@ class RecoverableProcessGroup(dist.ProcessGroup):
                     work = getattr(inner.group, name)(*args, **kwargs)
         except RuntimeError as error:
             other = self.error_for(error, launched)
-            if other is error:
+            if self._broken_at is None:  # also an error of NCCL, as of memory that it could not allocate
                 self.log.withdraw(key)
+            else:
+                self.log.end(key)
+            if other is error:
                 raise
-            self.log.end(key)
             raise other from None  # gloo's own message would hide the reason
         except BaseException:
             self.log.withdraw(key)
@@ -765,9 +767,10 @@ class RecoverableProcessGroup(dist.ProcessGroup):
         try:
             work = inner.group._end_coalescing(device)
         except RuntimeError as error:
-            for key, _ in batch or ():
-                self.log.end(key)
             other = error if not batch else self.error_for(error, batch[-1][1])
+            remove = self.log.withdraw if self._broken_at is None else self.log.end
+            for key, _ in reversed(batch or ()):  # the newest first, which `withdraw` requires
+                remove(key)
             if other is error:
                 raise
             raise other from None
