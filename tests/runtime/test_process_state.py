@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rankbook.errors import InvalidArgument, PeerFailedError
+from rankbook.protocol import telemetry
 from rankbook.runtime.process_state import DistributedType, PartialState
 from tests.rank_processes import free_port, run_ranks
 
@@ -90,6 +91,22 @@ def test_a_device_that_is_not_there_is_an_error(monkeypatch):
     ):
         PartialState()
     assert not PartialState._shared_state
+
+
+@pytest.mark.parametrize(("own", "expected"), [("cuda:3", "cuda:3"), ("", "cuda:1")])
+def test_a_rank_keeps_its_device_when_its_local_rank_changes(monkeypatch, own, expected):
+    monkeypatch.setattr(telemetry, "this_device", own)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert PartialState().device == torch.device(expected)
+    finally:
+        dist.destroy_process_group()
+    assert current == [torch.device(expected)]
 
 
 def test_decorators_take_both_forms_alone():

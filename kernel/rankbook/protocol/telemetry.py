@@ -428,6 +428,8 @@ Source = Callable[[], msgspec.Struct | None]
 
 this_rank: int | None = None
 """Rank of this process in a notebook cluster; None in other processes."""
+this_device = ""
+"""Device of this rank, which stays the same when the ranks are numbered anew; empty in other processes."""
 listener: Callable[[msgspec.Struct], None] | None = None
 """Callback for one-time events such as `Prepared`; None if nothing listens."""
 output_barrier: Callable[[str], None] | None = None

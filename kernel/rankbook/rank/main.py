@@ -169,7 +169,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     device = torch.device(request.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    telemetry.this_rank = request.rank
+    telemetry.this_rank, telemetry.this_device = request.rank, request.device
     snapshot_files.this_place = SnapshotPlace(Path(request.segments), request.rank, request.world_size)
     interrupts = Interrupts()
     rate_limit = (

@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from rankbook import control_collectives
 from rankbook.errors import CollectiveAborted, InvalidArgument
+from rankbook.protocol import telemetry
 from rankbook.runtime.config import unknown_keyword
 from rankbook.runtime.launch_environment import LaunchSetup, local_rank_of, read_flag, read_setup, read_text
 
@@ -444,6 +445,8 @@ def _device(setup: LaunchSetup, cpu: bool) -> torch.device:
     if cpu and chosen is None:
         return torch.device("cpu")
     if torch.cuda.is_available():
+        if telemetry.this_device:  # its process group is connected to it, whatever the local rank is now
+            return torch.device(telemetry.this_device)
         # With more ranks than devices on a host, several ranks share a device. `_backend` avoids nccl in this case.
         return torch.device("cuda", setup.local_rank % torch.cuda.device_count())
     if chosen is not None:
