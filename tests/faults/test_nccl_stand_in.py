@@ -292,6 +292,40 @@ def test_a_step_on_a_broken_off_gradient_is_taken_back(stand_in):
     assert "[0-1] " in outcome.stdout
 
 
+def test_a_step_on_a_broken_off_gradient_of_a_transposed_weight_is_taken_back(stand_in):
+    """NCCL sends no tensor that is not contiguous."""
+    stand_in.ok(
+        f"""%%distributed
+{DDP}
+layer = torch.nn.Linear(4, 3)
+layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous().t())
+ddp = DistributedDataParallel(layer)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+step()
+step()
+before = [each.tolist() for each in ddp.parameters()]"""
+    )
+    outcome = raise_on_rank_1(stand_in, "step()\nddp.module.weight.sum().item()")
+    assert "CollectiveAborted" in outcome.traceback
+    outcome = stand_in.ok(
+        "%%distributed\nprint(layer.weight.is_contiguous(), [each.tolist() for each in ddp.parameters()] == before)"
+    )
+    assert "[0-1] False True" in outcome.stdout
+    assert "had not taken it" in outcome.stderr and "not to be trusted" not in outcome.stderr
+
+
+@pytest.mark.parametrize("hook", ["register_state_dict_pre_hook", "register_load_state_dict_pre_hook"])
+def test_weights_whose_optimizer_cannot_be_copied_are_named(stand_in, hook):
+    """The one cannot be read on the source, or the other one not be written elsewhere."""
+    refuse = "def refuse(*_):\n    raise RuntimeError('it has not been consolidated')"
+    stand_in.ok(f"%%distributed\n{DDP}\n{refuse}\noptimizer.{hook}(refuse)")
+    assert "CollectiveAborted" in raise_on_rank_1(stand_in, "step()\nddp.module.weight.sum().item()").traceback
+    outcome = stand_in.ok("%%distributed\npass")
+    assert "[0-1] SGD: its weights and its state were not copied from rank 1: RuntimeError: it has" in outcome.stderr
+    assert re.search(r"ddp.*optimizer.* not to be trusted", outcome.stderr), outcome.text
+    assert "all ranks continue" not in outcome.stderr
+
+
 def test_weights_that_differ_between_ranks_are_named_and_not_copied(stand_in):
     stand_in.ok(
         """%%distributed

@@ -400,6 +400,8 @@ class StandInGroup(dist.ProcessGroup):
         """See torch.distributed.broadcast."""
         root = 0 if opts is None else opts.rootRank
         is_root = root == self._rank
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise ValueError("Tensors must be contiguous")
 
         def compute(inputs_by_rank: list[Tensors]) -> None:
             if not is_root:

@@ -267,9 +267,9 @@ class Executor:
         """Tell the user which weights a regroup has replaced, or could not."""
         group = self._group
         text = recovery.describe_steps(
-            self._shell.user_ns, group.restored_from, group.untrusted, group.untrusted_statistics
+            self._shell.user_ns, group.restored_from, group.notes, group.untrusted, group.untrusted_statistics
         )
-        group.restored_from, group.untrusted, group.untrusted_statistics = None, [], []
+        group.restored_from, group.notes, group.untrusted, group.untrusted_statistics = None, [], [], []
         if text:
             sys.stderr.write(text)
 

@@ -26,9 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
+from rankbook.errors import CollectiveAborted
+
 _models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _STATES = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _RUNTIME = "rankbook.runtime.accelerator"
+_OF_ONE_RANK = (CollectiveAborted, dist.DistError, torch.OutOfMemoryError)
+"""Errors of a collective that the other ranks need not have. All have those of its arguments."""
 
 
 def track_models() -> None:
@@ -225,29 +229,75 @@ def _synchronized_layers(model: torch.nn.Module) -> list[torch.nn.SyncBatchNorm]
     return [layer for layer in layers if layer.running_mean is not None]
 
 
-def restore_statistics(source: int) -> None:
-    """Copy the running statistics of SyncBatchNorm in replicated models from the rank `source`. A collective."""
+def restore_statistics(source: int, device: torch.device) -> None:
+    """Copy the running statistics of SyncBatchNorm in replicated models from the rank `source`. A collective.
+
+    `device` is one whose tensors the process group can send.
+    """
     models = [model for _, model in models_with_statistics() if is_replicated(model, dist.get_world_size())]
     for model in models:
         for layer in _synchronized_layers(model):
             for buffer in layer.buffers(recurse=False):
-                dist.broadcast(buffer, source)
+                _copy_tensor(buffer, source, device)
 
 
-def restore_stepped(optimizers: Collection[Optimizer], source: int) -> None:
-    """Copy the weights, states and prepared schedulers of `optimizers` from the rank `source`. A collective."""
-    runtime = sys.modules.get(_RUNTIME)  # not imported, because a rank need not use it
-    for optimizer in optimizers:
+def _copy_tensor(tensor: torch.Tensor, source: int, device: torch.device) -> None:
+    """Give the tensor the value that it has on the rank `source`. A collective."""
+    own = tensor.detach()
+    sent = own.to(device).contiguous()  # NCCL takes no other tensor
+    dist.broadcast(sent, source)
+    if sent is not own:
+        own.copy_(sent)
+
+
+def restore_stepped(optimizers: Sequence[Optimizer], source: int, device: torch.device) -> dict[Optimizer, str]:
+    """Copy the weights, states and prepared schedulers of `optimizers` from the rank `source`. A collective.
+
+    `device` is one whose tensors the process group can send. Return the optimizers that were not copied on all ranks,
+    with the reasons.
+    """
+    reasons = [_restore(optimizer, source, device) for optimizer in optimizers]
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, reasons)
+    return {
+        optimizer: next(filter(None, of_all))
+        for optimizer, of_all in zip(optimizers, zip(*everyone, strict=True), strict=True)
+        if any(of_all)
+    }
+
+
+def _restore(optimizer: Optimizer, source: int, device: torch.device) -> str:
+    """Copy what belongs to one optimizer. A collective. Return why that failed, or an empty string."""
+    try:
         for parameter in _parameters_of(optimizer):
-            dist.broadcast(parameter.detach(), source)
-        # Through the CPU, because the device of the source may be another one.
-        state = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), optimizer.state_dict())
-        states = [state, runtime.schedules_of(optimizer) if runtime is not None else []]
-        dist.broadcast_object_list(states, source)
-        if dist.get_rank() != source:
-            optimizer.load_state_dict(states[0])
+            _copy_tensor(parameter, source, device)
+    except _OF_ONE_RANK:
+        raise
+    except Exception as error:  # noqa: BLE001 - torch has refused the tensor, on all ranks alike
+        return _first_line(error)
+    states: list[Any] = [None, None, ""]
+    is_source, runtime = dist.get_rank() == source, sys.modules.get(_RUNTIME)  # a rank need not use the runtime
+    try:
+        if is_source:
+            # Through the CPU, because the device of the source may be another one.
+            states[0] = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), optimizer.state_dict())
+            states[1] = runtime.schedules_of(optimizer) if runtime is not None else []
+    except Exception as error:  # noqa: BLE001 - may run code of the user
+        states = [None, None, _first_line(error)]
+    dist.broadcast_object_list(states, source)
+    state, schedules, reason = states
+    try:
+        if not is_source and not reason:
+            optimizer.load_state_dict(state)
             if runtime is not None:
-                runtime.load_schedules(optimizer, states[1])
+                runtime.load_schedules(optimizer, schedules)
+    except Exception as error:  # noqa: BLE001 - may run code of the user
+        reason = _first_line(error)
+    return str(reason)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def names_of_models(models: Collection[torch.nn.Module], namespace: dict[str, Any]) -> list[str]:

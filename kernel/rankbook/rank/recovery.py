@@ -335,6 +335,7 @@ def changed_environment() -> dict[str, str | None]:
 def describe_steps(
     namespace: dict[str, Any],
     restored_from: int | None,
+    notes: list[str],
     untrusted: list[Optimizer],
     untrusted_statistics: list[torch.nn.Module],
 ) -> str:
@@ -345,6 +346,7 @@ def describe_steps(
             "an optimizer step had used a collective that was aborted: all ranks continue with the weights and the "
             f"optimizer state of rank {restored_from}, which had not taken it"
         )
+    lines += notes
     if untrusted:
         names = model_reset.names_of(untrusted, namespace) or [f"a model trained by {type(untrusted[0]).__name__}"]
         lines.append(

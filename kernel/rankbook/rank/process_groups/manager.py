@@ -145,6 +145,8 @@ class GroupManager:
         """The rank whose weights have replaced those of a step on the results of aborted collectives."""
         self.untrusted: list[Optimizer] = []
         """The optimizers with such a step for which there was no other rank to copy from."""
+        self.notes: list[str] = []
+        """What else the user has to know about the copies."""
         self.untrusted_statistics: list[torch.nn.Module] = []
         """The models whose running statistics may have come from aborted collectives, on all ranks."""
         self._creating: tuple[str, dict[str, str]] | None = None  # name and backends, while torch calls `_create_group`
@@ -338,9 +340,13 @@ class GroupManager:
         if source is not None:
             replicated = model_reset.replicated_on_all(reports)
             copied = [optimizers[index] for index in suspect if index in replicated]
-            model_reset.restore_stepped(copied, source)
-            self.untrusted += [optimizers[index] for index in suspect if index not in replicated]
-            self.restored_from = source if copied else None
+            failed = model_reset.restore_stepped(copied, source, self.device)
+            self.untrusted += [optimizers[index] for index in suspect if index not in replicated] + [*failed]
+            self.restored_from = source if len(failed) < len(copied) else None
+            self.notes += [
+                f"{type(optimizer).__name__}: its weights and its state were not copied from rank {source}: {reason}"
+                for optimizer, reason in failed.items()
+            ]
         else:
             own_report = reports[self.rank]
             self.untrusted += [optimizers[index] for index in (own_report["suspect"] if own_report is not None else ())]
@@ -352,7 +358,7 @@ class GroupManager:
             return
         source, own_report = model_reset.choose_statistics_source(reports), reports[self.rank]
         if source is not None:
-            model_reset.restore_statistics(source)
+            model_reset.restore_statistics(source, self.device)
         if own_report is not None and own_report["was_cut"]:
             self.untrusted_statistics += [
                 model
