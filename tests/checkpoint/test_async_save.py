@@ -194,24 +194,26 @@ def test_unobserved_failure_is_raised_by_the_next_save(folder):
 @on_ranks
 def test_failure_or_interrupt_during_the_copy_is_raised_on_all_ranks(folder):
     from rankbook.checkpoint import CheckpointError, async_save, save
+    from rankbook.errors import CollectiveAborted
 
     rank, world, _ = context(folder)
     original = async_save._buffer
-    for error in (MemoryError("no room"), KeyboardInterrupt()):
+    for error in (MemoryError("no room"), KeyboardInterrupt(), CollectiveAborted("rank 0 raised ValueError")):
+        ends_cell = not isinstance(error, MemoryError)
 
         def fails(_size, error=error):
             raise error
 
         async_save._buffer = fails if rank == 1 else original
-        if rank == 1 and isinstance(error, KeyboardInterrupt):
-            with pytest.raises(KeyboardInterrupt):
+        if rank == 1 and ends_cell:
+            with pytest.raises(type(error)):
                 save(generations.state(rank, world, 1, ROWS), folder, async_=True)
         else:
             handle = save(generations.state(rank, world, 1, ROWS), folder, async_=True)
             with pytest.raises(CheckpointError, match=f"rank 1: {type(error).__name__}"):
                 handle.wait(20)
         async_save._buffer = original
-        if isinstance(error, KeyboardInterrupt):
+        if ends_cell:
             with pytest.raises(CheckpointError, match="the previous asynchronous save failed"):
                 save(generations.state(rank, world, 1, ROWS), folder)
         save(generations.state(rank, world, 2, ROWS), folder, async_=True).wait(20)

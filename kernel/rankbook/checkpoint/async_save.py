@@ -418,7 +418,8 @@ def start_save(
             _process.current = None
             _destroy_group()
         raise
-    if failure is not None and not isinstance(failure, Exception):  # an interrupt ends the user's cell at once
+    # An interrupt ends the user's cell at once, and so does an abort, which a signal raises here once.
+    if isinstance(failure, CollectiveAborted) or (failure is not None and not isinstance(failure, Exception)):
         raise failure
     return handle
 
