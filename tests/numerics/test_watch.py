@@ -79,6 +79,38 @@ def test_complex_parameters_and_outputs_are_watched():
     assert watch.kind_of(torch.ones(2, dtype=torch.complex64).conj()) is None
 
 
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
+
+
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_collectives_of_float8_are_watched_on_a_device(monkeypatch, dtype):
+    monkeypatch.setattr(watch, "is_on_host", lambda _: False)  # as on an accelerator
+    active = watch._active
+    assert active is not None
+    for number, value in enumerate([1.0, math.nan], 1):
+        data = torch.full((2,), value).to(dtype)
+        active._on_launch("0", number, lambda: "all_reduce", [data], [data])
+    active._read_deferred()
+    assert [finite for _, _, _, _, finite, _ in active._launches] == [True, False]
+    assert (watch.kind_of(torch.ones(2).to(dtype)), watch.kind_of(data)) == (None, "NaN")
+
+
+def test_outputs_in_float8_are_watched_on_a_device(monkeypatch):
+    monkeypatch.setattr(watch, "is_on_host", lambda _: False)
+
+    class Quantized(nn.Module):
+        def forward(self, x):
+            return x.to(torch.float8_e5m2)
+
+    net = nn.Sequential(nn.Linear(2, 2), Quantized())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.ones(1, 2)).float().sum().backward()
+    optimizer.step()
+    net(torch.full((1, 2), math.nan)).float().sum().backward()
+    with pytest.raises(NumericalError, match="NaN"):
+        optimizer.step()
+
+
 def test_gradients_of_single_samples_by_torch_func_are_no_obstacle():
     net = nn.Linear(2, 1)
 

@@ -301,7 +301,7 @@ class NumberWatch:
                 if is_on_host(tensor):
                     finite = finite and kind_of(tensor) is None
                 elif tensor.numel():
-                    self._deferred_launches.append((len(self._launches), torch.linalg.vector_norm(tensor, math.inf)))
+                    self._deferred_launches.append((len(self._launches), _largest(tensor)))
         self._launches.append((group, number, describe, dtype, finite, references))
 
     # Checks
@@ -314,7 +314,7 @@ class NumberWatch:
         if not is_on_host(local):
             if local.numel():
                 # Detached: a graph would keep the output until the norm is read.
-                norm = torch.linalg.vector_norm(local.detach(), math.inf)
+                norm = _largest(local.detach())
                 self._deferred.append((phase, call, norm, () if phase == at.BACKWARD else executed_lines()))
                 if phase == at.FORWARD and call is not None:
                     call.norm = norm
@@ -598,7 +598,7 @@ def is_on_host(tensor: torch.Tensor) -> bool:
 
 def kind_of(tensor: torch.Tensor) -> str | None:
     """Return "NaN" or "inf" if an element of `tensor` is not finite, otherwise None."""
-    values = tensor.detach()
+    values = _reducible(tensor.detach())
     if not _is_float(values) or not values.numel():
         return None
     # In half precision a sum overflows early.
@@ -608,6 +608,17 @@ def kind_of(tensor: torch.Tensor) -> str | None:
     if bool(torch.isnan(values).any()):
         return "NaN"
     return "inf" if bool(torch.isinf(values).any()) else None
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """Return the largest absolute value, or NaN if there is one, without reading it."""
+    norm: torch.Tensor = torch.linalg.vector_norm(_reducible(values), math.inf)
+    return norm
+
+
+def _reducible(values: torch.Tensor) -> torch.Tensor:
+    """Return float8 values as bfloat16, which has all of them: torch does not reduce float8."""
+    return values.to(torch.bfloat16) if values.dtype.itemsize == 1 and values.is_floating_point() else values
 
 
 def _kind_of_all(value: object) -> str | None:
