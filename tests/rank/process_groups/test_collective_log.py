@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rankbook.protocol import telemetry
 from rankbook.rank.process_groups.collective_log import OPS, CollectiveCall, CollectiveLog, CurrentCell, FutureWork, Op
 
 
@@ -67,6 +68,20 @@ def test_refused_call_takes_no_number(log):
     assert log.latest.op == "all_reduce"
     assert begin(log, "barrier")[1].number == 2
     assert [launch.number for launch in log.report().recent] == [1, 2]
+
+
+def test_a_call_that_an_observer_has_refused_takes_no_number(log, monkeypatch):
+    begin(log)
+    before = log.count, log.total, log.checksums
+
+    def refuse(*_: object) -> None:
+        raise NotImplementedError("no kernel for this type")
+
+    monkeypatch.setattr(telemetry, "collective_observer", refuse)
+    with pytest.raises(NotImplementedError):
+        begin(log)
+    assert (log.count, log.total, log.checksums) == before
+    assert len([*log.pending()]) == 1
 
 
 def test_a_send_that_was_refused_takes_no_collectives_number_away(log):

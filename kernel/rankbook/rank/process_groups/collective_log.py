@@ -306,11 +306,9 @@ class CollectiveLog:
             if not 0 <= place < len(self.ranks):  # gloo would wait for it
                 raise ValueError(f"{op.function}: invalid rank {place}: the group has {len(self.ranks)} ranks")
             peer = self.ranks[place]
-        self.total += 1
         # Sends and receives have no number: the other ranks do not see them.
         if peer is None and op.function != "recv":
-            self.count += 1
-            number = self.count
+            number = self.count + 1
         # A barrier has no tensors.
         data = () if op.tensors is None or len(args) <= op.tensors else _data_of(args[op.tensors])
         if op.parts is not None and len(args) > op.parts and data:
@@ -333,12 +331,15 @@ class CollectiveLog:
                 balance = (balance + self._imbalance(launched)) & _MASK
             # An order-dependent digest: equal for two ranks only if all their codes so far were equal and in the same
             # order, apart from collisions.
-            launched.checksums = self.checksums = (digest * 1_000_003 + signature.code) & _MASK, balance
+            launched.checksums = (digest * 1_000_003 + signature.code) & _MASK, balance
             launched.position = self._position()
             if telemetry.collective_observer is not None and op.tensors is not None and len(args) > op.tensors:
                 # Only a reduce_scatter is described by its output.
                 data = args[1] if op.function.startswith("reduce_scatter") else args[op.tensors]
                 telemetry.collective_observer(self.name, number, launched.__str__, data, args[0])
+            # Nothing may raise from here on: a call that is not made does not count.
+            self.count, self.checksums = number, launched.checksums
+        self.total += 1
         key = next(self._keys)
         self._open[key] = launched
         self._recent.append(launched)
