@@ -33,32 +33,93 @@ def test_without_replicas_there_is_none():
     assert choose_row([], {0: (1,), 1: (1,)}) is None
 
 
-def test_the_schedule_of_a_reverted_step_is_reverted_with_it(monkeypatch):
+@pytest.fixture
+def restore(monkeypatch):
+    """Return a function that copies an optimizer from rank 0 to another one, and returns what the user has to know."""
+    monkeypatch.setattr(dist, "broadcast", lambda *_: None)
+    monkeypatch.setattr(dist, "all_gather_object", lambda rows, row: rows.__setitem__(slice(None), [row]))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+
+    def restore(source, target):
+        sent = []
+        monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, _: sent.extend(objects))
+        monkeypatch.setattr(dist, "get_rank", lambda: 0)
+        assert model_reset.restore_stepped([source], 0, torch.device("cpu")) == ([], [])
+
+        def receive(objects, _):
+            objects[:] = pickle.loads(pickle.dumps(sent))
+
+        monkeypatch.setattr(dist, "broadcast_object_list", receive)
+        monkeypatch.setattr(dist, "get_rank", lambda: 1)
+        failed, notes = model_reset.restore_stepped([target], 0, torch.device("cpu"))
+        assert failed == []
+        return "".join(notes)
+
+    return restore
+
+
+def make_optimizer():
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+
+
+def halve(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def warm_up(optimizer):
+    constant = [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=1) for _ in range(2)]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, constant, [1])
+
+
+def state_after(optimizer, scheduler, steps):
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+    return scheduler.last_epoch, scheduler.get_last_lr(), optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("make", [halve, warm_up])
+@pytest.mark.parametrize("is_prepared", [(True, True), (True, False), (False, False)], ids=str)
+def test_the_schedule_of_a_reverted_step_is_reverted_with_it(restore, make, is_prepared):
     """Its scheduler may have stepped too, since the host is ahead of the device."""
 
     def trained(steps):
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        optimizer, scheduler = Accelerator().prepare(optimizer, scheduler)
-        for _ in range(steps):
-            optimizer.step()
-            scheduler.step()
-        return optimizer.optimizer, scheduler
+        raw = optimizer = make_optimizer()
+        prepare_optimizer, prepare_scheduler = is_prepared
+        if prepare_optimizer:
+            optimizer = Accelerator().prepare(raw)
+        scheduler = make(raw if prepare_scheduler else optimizer)
+        if prepare_scheduler:
+            scheduler = Accelerator().prepare(scheduler)
+        return raw, scheduler, state_after(optimizer, scheduler, steps)
 
-    sent = []
-    monkeypatch.setattr(dist, "broadcast", lambda *_: None)
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda objects, _: sent.extend(objects))
-    monkeypatch.setattr(dist, "all_gather_object", lambda rows, row: rows.__setitem__(slice(None), [row]))
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    optimizer, _ = trained(steps=1)
-    assert model_reset.restore_stepped([optimizer], 0, torch.device("cpu")) == {}
+    source, kept, expected = trained(steps=1)
+    target, scheduler, ahead = trained(steps=2)
+    assert ahead != expected
+    assert restore(source, target) == ""
+    assert (scheduler.last_epoch, scheduler.get_last_lr(), target.param_groups[0]["lr"]) == expected
+    del kept
 
-    def receive(objects, _):
-        objects[:] = pickle.loads(pickle.dumps(sent))
 
-    monkeypatch.setattr(dist, "broadcast_object_list", receive)
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    optimizer, scheduler = trained(steps=2)
-    assert model_reset.restore_stepped([optimizer], 0, torch.device("cpu")) == {}
-    assert (scheduler.last_epoch, scheduler.get_last_lr(), optimizer.param_groups[0]["lr"]) == (1, [0.5], 0.5)
+def test_schedulers_that_cannot_be_told_apart_are_named(restore):
+    source, target = make_optimizer(), make_optimizer()
+    of_source, of_target = [halve(source)], [halve(target), halve(target)]
+    expected = state_after(target, of_target[0], steps=1)
+    note = restore(source, target)
+    assert note.startswith("SGD: its schedulers (ExponentialLR) may have counted a step that was taken back")
+    assert (of_target[0].last_epoch, of_source[0].last_epoch) == (expected[0], 0)
+
+
+def test_a_scheduler_whose_state_cannot_be_pickled_is_named(restore):
+    source, target = make_optimizer(), make_optimizer()
+    schedulers = [halve(source), halve(target)]
+    schedulers[0].factor = lambda: 0.5
+    assert "(ExponentialLR)" in restore(source, target)
+
+
+def test_a_scheduler_that_the_other_rank_does_not_have_is_named(restore):
+    source, target = make_optimizer(), make_optimizer()
+    scheduler = halve(source)
+    assert "(ExponentialLR)" in restore(source, target)
+    assert restore(target, make_optimizer()) == ""
+    del scheduler

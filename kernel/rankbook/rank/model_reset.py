@@ -13,6 +13,8 @@ In the same way a forward pass may have left partial data in the running statist
 from __future__ import annotations
 
 import functools
+import gc
+import pickle
 import sys
 import time
 import weakref
@@ -23,6 +25,7 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
@@ -250,50 +253,106 @@ def _copy_tensor(tensor: torch.Tensor, source: int, device: torch.device) -> Non
         own.copy_(sent)
 
 
-def restore_stepped(optimizers: Sequence[Optimizer], source: int, device: torch.device) -> dict[Optimizer, str]:
-    """Copy the weights, states and prepared schedulers of `optimizers` from the rank `source`. A collective.
+def restore_stepped(
+    optimizers: Sequence[Optimizer], source: int, device: torch.device
+) -> tuple[list[Optimizer], list[str]]:
+    """Copy the weights, states and schedulers of `optimizers` from the rank `source`. A collective.
 
     `device` is one whose tensors the process group can send. Return the optimizers that were not copied on all ranks,
-    with the reasons.
+    and what the user has to know about them.
     """
-    reasons = [_restore(optimizer, source, device) for optimizer in optimizers]
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, reasons)
-    return {
-        optimizer: next(filter(None, of_all))
-        for optimizer, of_all in zip(optimizers, zip(*everyone, strict=True), strict=True)
-        if any(of_all)
-    }
+    results = [_restore(optimizer, source, device) for optimizer in optimizers]
+    everyone: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, results)
+    failed, notes = [], []
+    for optimizer, of_all in zip(optimizers, zip(*everyone, strict=True), strict=True):
+        name = type(optimizer).__name__
+        reason, schedulers = (next(filter(None, texts), "") for texts in zip(*of_all, strict=True))
+        if reason:
+            failed.append(optimizer)
+            notes.append(f"{name}: its weights and its state were not copied from rank {source}: {reason}")
+        if schedulers:
+            notes.append(
+                f"{name}: its schedulers ({schedulers}) may have counted a step that was taken back, and were not "
+                f"copied from rank {source}: make them again, or copy them with load_state_dict"
+            )
+    return failed, notes
 
 
-def _restore(optimizer: Optimizer, source: int, device: torch.device) -> str:
-    """Copy what belongs to one optimizer. A collective. Return why that failed, or an empty string."""
+def _restore(optimizer: Optimizer, source: int, device: torch.device) -> tuple[str, str]:
+    """Copy what belongs to one optimizer. A collective.
+
+    Return why that failed, and the names of the schedulers that were not copied, or empty strings.
+    """
     try:
         for parameter in _parameters_of(optimizer):
             _copy_tensor(parameter, source, device)
     except _OF_ONE_RANK:
         raise
     except Exception as error:  # noqa: BLE001 - torch has refused the tensor, on all ranks alike
-        return _first_line(error)
-    states: list[Any] = [None, None, ""]
+        return _first_line(error), ""
+    states: list[Any] = [None, None, [], ""]
     is_source, runtime = dist.get_rank() == source, sys.modules.get(_RUNTIME)  # a rank need not use the runtime
     try:
         if is_source:
             # Through the CPU, because the device of the source may be another one.
             states[0] = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), optimizer.state_dict())
             states[1] = runtime.schedules_of(optimizer) if runtime is not None else []
+            states[2] = [_dump_scheduler(scheduler) for scheduler in _plain_schedulers_of(optimizer)]
     except Exception as error:  # noqa: BLE001 - may run code of the user
-        states = [None, None, _first_line(error)]
+        states = [None, None, [], _first_line(error)]
     dist.broadcast_object_list(states, source)
-    state, schedules, reason = states
+    state, schedules, plain, reason = states
+    skipped = ""
     try:
         if not is_source and not reason:
             optimizer.load_state_dict(state)
             if runtime is not None:
                 runtime.load_schedules(optimizer, schedules)
+            skipped = _load_schedulers(_plain_schedulers_of(optimizer), plain)
     except Exception as error:  # noqa: BLE001 - may run code of the user
         reason = _first_line(error)
-    return str(reason)
+    return reason, skipped
+
+
+def _plain_schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
+    """Return the schedulers of `optimizer` that are neither prepared nor parts of others."""
+    found = []
+    for each in gc.get_objects():
+        if issubclass(type(each), LRScheduler):
+            followed = vars(each).get("optimizer")
+            if followed is optimizer or getattr(followed, "optimizer", None) is optimizer:  # prepared
+                found.append(each)
+    others = {id(part) for each in found for part in vars(each).get("_schedulers", ())}
+    if (runtime := sys.modules.get(_RUNTIME)) is not None:
+        others |= {id(prepared.scheduler) for prepared in runtime.schedulers_of(optimizer)}
+    return [each for each in found if id(each) not in others]
+
+
+def _dump_scheduler(scheduler: LRScheduler) -> tuple[str, bytes]:
+    """Return the type of a scheduler and its pickled state, which is empty if it cannot be pickled."""
+    try:
+        return type(scheduler).__qualname__, pickle.dumps(scheduler.state_dict())
+    except Exception:  # noqa: BLE001 - any object of the user, such as a lambda; named by `_load_schedulers`
+        return type(scheduler).__qualname__, b""
+
+
+def _load_schedulers(schedulers: list[LRScheduler], states: list[tuple[str, bytes]]) -> str:
+    """Load the states of another rank's schedulers.
+
+    Return the types if they cannot be told apart, do not agree, or cannot be loaded; otherwise an empty string.
+    """
+    own = {type(scheduler).__qualname__: scheduler for scheduler in schedulers}
+    sent = dict(states)
+    names = ", ".join(sorted(own.keys() | sent.keys()))
+    if len(own) < len(schedulers) or len(sent) < len(states) or own.keys() != sent.keys():
+        return names
+    try:
+        for name, scheduler in own.items():
+            scheduler.load_state_dict(pickle.loads(sent[name]))  # from a rank of the same program
+    except Exception:  # noqa: BLE001 - a class of the user, or the empty state of `_dump_scheduler`
+        return names
+    return ""
 
 
 def _first_line(error: Exception) -> str:

@@ -219,17 +219,18 @@ def _copy_schedules(rows: list[_TrainingProgress], schedulers: dict[int, Acceler
 
 def schedules_of(optimizer: torch.optim.Optimizer) -> list[bytes]:
     """Return the schedules of the prepared schedulers that follow `optimizer`, for `load_schedules` on another rank."""
-    return [optimizer_module.dump_schedule(scheduler) for scheduler in _schedulers_of(optimizer)]
+    return [optimizer_module.dump_schedule(scheduler) for scheduler in schedulers_of(optimizer)]
 
 
 def load_schedules(optimizer: torch.optim.Optimizer, schedules: list[bytes]) -> None:
     """Load what `schedules_of` has returned on another rank."""
     # A rank may have prepared more schedulers than the other one, in a cell that has failed there.
-    for scheduler, schedule in zip(_schedulers_of(optimizer), schedules, strict=False):
+    for scheduler, schedule in zip(schedulers_of(optimizer), schedules, strict=False):
         optimizer_module.load_schedule(scheduler, schedule)
 
 
-def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[AcceleratedScheduler]:
+def schedulers_of(optimizer: torch.optim.Optimizer) -> list[AcceleratedScheduler]:
+    """Return the prepared schedulers that follow `optimizer`."""
     return [
         scheduler
         for scheduler in prepared.registered("scheduler").values()

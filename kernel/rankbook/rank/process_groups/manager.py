@@ -340,13 +340,10 @@ class GroupManager:
         if source is not None:
             replicated = model_reset.replicated_on_all(reports)
             copied = [optimizers[index] for index in suspect if index in replicated]
-            failed = model_reset.restore_stepped(copied, source, self.device)
-            self.untrusted += [optimizers[index] for index in suspect if index not in replicated] + [*failed]
+            failed, notes = model_reset.restore_stepped(copied, source, self.device)
+            self.untrusted += [optimizers[index] for index in suspect if index not in replicated] + failed
             self.restored_from = source if len(failed) < len(copied) else None
-            self.notes += [
-                f"{type(optimizer).__name__}: its weights and its state were not copied from rank {source}: {reason}"
-                for optimizer, reason in failed.items()
-            ]
+            self.notes += notes
         else:
             own_report = reports[self.rank]
             self.untrusted += [optimizers[index] for index in (own_report["suspect"] if own_report is not None else ())]
