@@ -36,3 +36,15 @@ def test_a_profile_has_the_kernels_of_the_device(tmp_path, preloaded):
     assert any("stream" in name for name in names)
     assert {item["pid"] for item in events} == {0}
     assert any(element.get("cat") == "kernel" for element in events)
+
+
+def test_statistics_have_the_values_of_large_integers_and_of_float64(preloaded):
+    preloaded.ok("%distributed start -n 1")
+    outcome = preloaded.ok(
+        """%%distributed
+from rankbook.rank.inspect.query_handlers import compute_statistic
+for tensor in (torch.tensor([1, 16777217]), torch.tensor([1e-300, 1e300], dtype=torch.float64)):
+    statistic = compute_statistic(0, tensor.to(device))
+    print(device.type, statistic.minimum, statistic.maximum, statistic.infinities)"""
+    )
+    assert outcome.stdout == "[0] cuda 1.0 16777217.0 0\n[0] cuda 1e-300 1e+300 0\n"

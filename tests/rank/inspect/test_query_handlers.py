@@ -61,6 +61,23 @@ def test_statistics_equal_those_of_torch(tensor):
     assert statistic.mean == pytest.approx(float(double_tensor.mean()), rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "device_type", "expected"),
+    [
+        (torch.float16, "cpu", torch.float64),
+        (torch.float32, "cuda", torch.float32),
+        (torch.bfloat16, "cuda", torch.float32),
+        (torch.int16, "cuda", torch.float32),
+        (torch.bool, "cuda", torch.float32),
+        (torch.float64, "cuda", torch.float64),
+        (torch.int32, "cuda", torch.float64),
+        (torch.int64, "cuda", torch.float64),
+    ],
+)
+def test_statistics_of_a_device_are_computed_in_a_type_that_has_the_values(dtype, device_type, expected):
+    assert query_handlers._wide_dtype(dtype, device_type) == expected
+
+
 def test_statistic_counts_non_finite_values_separately():
     tensor = torch.arange(100_000, dtype=torch.float32)
     tensor[5], tensor[50_000], tensor[99_999] = float("nan"), float("inf"), float("-inf")

@@ -370,8 +370,7 @@ def compute_statistic(rank: int, tensor: torch.Tensor, watcher: DeviceWatcher | 
                     f"the tensor is too large for statistics: reading {read:,} of its {tensor.numel():,} elements took "
                     f"{STATISTIC_TIMEOUT} s, the limit while the rank works"
                 )
-            # float64 is exact for integers up to 2**53. On CUDA it would be slow.
-            values = piece.to(torch.float64) if tensor.device.type == "cpu" else piece.to(torch.float32)
+            values = piece.to(_wide_dtype(tensor.dtype, tensor.device.type))
             # NaN and infinity are counted on their own. Minimum, mean and maximum of the other values are still useful.
             is_finite = values.isfinite()
             # Read at once: on a device, every read waits.
@@ -390,6 +389,15 @@ def compute_statistic(rank: int, tensor: torch.Tensor, watcher: DeviceWatcher | 
     if not finite:
         return Statistic(rank, None, None, None, nans, infinities)
     return Statistic(rank, low, total / finite, high, nans, infinities)
+
+
+def _wide_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """Return the type in which values of `dtype` are compared and added.
+
+    float64 has all integers up to 2**53, and float32 those up to 2**24. On CUDA float64 is slow.
+    """
+    needs_wide = dtype == torch.float64 or (not dtype.is_floating_point and dtype.itemsize >= 4)
+    return torch.float64 if device_type == "cpu" or needs_wide else torch.float32
 
 
 def _side_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
