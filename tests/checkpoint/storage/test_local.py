@@ -94,6 +94,21 @@ def test_move_replaces_the_target(storage):
     assert read_all(storage, "old/manifest.json") == read_all(storage, "old file") == b"new"
 
 
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_move_replaces_no_local_folder_by_a_file(tmp_path, monkeypatch, can_exchange):
+    if not can_exchange:
+        monkeypatch.setattr(backends, "_exchange", lambda *_: False)
+    storage = LocalStorage(tmp_path)
+    storage.write("folder/file", [b"valuable"])
+    storage.write("new", [b"x"])
+    with pytest.raises(IsADirectoryError, match="folder"):
+        storage.move("new", "folder")
+    assert read_all(storage, "folder/file") == b"valuable"
+    (tmp_path / "link").symlink_to("folder")
+    storage.move("new", "link")
+    assert storage.list() == {"folder": None, "link": 1}
+
+
 @pytest.mark.parametrize("path", ["../out", "/etc/passwd", "a/../../b", "a\0b"])
 def test_paths_outside_the_storage_are_refused(storage, path):
     with pytest.raises(OSError, match="not a path inside"):

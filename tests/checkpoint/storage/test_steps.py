@@ -196,6 +196,21 @@ def test_a_save_does_not_replace_a_step_that_another_program_has_written(storage
     assert read_all(storage, path) == b"valuable"
 
 
+def test_a_save_does_not_replace_a_folder_named_latest(storage):
+    storage.write("latest/model.pt", [b"valuable"])
+    with pytest.raises(CheckpointError, match=r"latest is a folder, .*: move the folder, or save into another"):
+        steps.begin_step(storage, 1)
+    assert storage.list() == {"latest": None}
+    storage.remove("latest")
+    write_step(storage, 1)
+    storage.write("latest/model.pt", [b"valuable"])  # while the save is running
+    with pytest.raises(CheckpointError, match=r"latest is a folder"):
+        steps.commit_step(storage, 1)
+    steps.abandon_step(storage, 1)
+    assert storage.list() == {"latest": None}
+    assert read_all(storage, "latest/model.pt") == b"valuable"
+
+
 def test_a_step_that_could_only_be_half_moved_is_removed_when_its_save_ends(storage, monkeypatch):
     write_step(storage, 50)
 

@@ -179,7 +179,7 @@ class LocalStorage:
         old, new = self._full_path(source), self._full_path(target)
         self._make_folder(new.parent)
         with add_filename(old):
-            if new.is_dir():
+            if old.is_dir() and new.is_dir():
                 # After an exchange the old content has the name `source`, and is removed under it.
                 if not _exchange(old, new):
                     self._move_in_steps(old, new)
@@ -187,7 +187,8 @@ class LocalStorage:
                     _sync_folder(new.parent)  # the exchange must be durable before the old content is removed
                     _remove_folder(old)
             else:
-                # A file, or a name that is not in use: rename(2) replaces it in one step.
+                # A file, or a name that is not in use: rename(2) replaces it in one step. It never replaces a folder
+                # by a file.
                 old.replace(new)
             for folder in {old.parent, new.parent}:
                 _sync_folder(folder)

@@ -211,7 +211,8 @@ def begin_step(storage: Storage, step: int) -> str:
     """Claim a step, empty its partial folder, and return the name of that folder.
 
     Called on one rank, before any rank writes. Raises `CheckpointError` if another process or another save of
-    this one is saving the step, if the step is a symbolic link, and if another program has written it.
+    this one is saving the step, if the step is a symbolic link, if another program has written it, and if `latest` is a
+    folder.
     """
     name = partial_name(step)
     with locked_folder(storage):
@@ -268,6 +269,12 @@ def _refuse_foreign(storage: Storage, step: int) -> None:
     """Raise `CheckpointError` if a save of a step would replace what Rankbook has not written, or a symbolic link."""
     name, names = step_name(step), storage.list()
     refuse_link(storage, name)
+    # A link is replaced itself, and not the folder that it names.
+    if LATEST in names and names[LATEST] is None and not is_link(storage, LATEST):
+        raise CheckpointError(
+            f"{storage}/{LATEST} is a folder, but a save keeps the name of the latest step in a file of this name: "
+            "move the folder, or save into another folder (nothing was replaced)"
+        )
     if name not in names:
         return
     content = storage.list(name)  # {} for a file
