@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import uuid
 import warnings
 from functools import partial
 
@@ -54,6 +55,17 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     rc.save({"w": torch.zeros(2, 3)}, tmp_path, step=3)
     assert rc.load_plain(tmp_path).keys() == {"w"}
     assert names(tmp_path) == ["latest", "step-3"]
+
+
+def test_steps_of_a_url_with_brackets_are_those_of_that_folder():
+    base = f"memory://{uuid.uuid4().hex}"
+    for step in (1, 2):
+        rc.save(STATE, f"{base}/run1", step=step)
+    for step in (1, 1, 2):
+        rc.save(STATE, f"{base}/run[1]", step=step, keep=1)
+    assert rc.steps(f"{base}/run1") == [1, 2]
+    assert rc.steps(f"{base}/run[1]") == [2]
+    assert torch.equal(rc.load_plain(f"{base}/run[1]")["w"], STATE["w"])
 
 
 @pytest.mark.parametrize("program", ["rankbook", "torch"])

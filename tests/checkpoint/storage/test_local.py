@@ -216,12 +216,31 @@ def test_remote_move_copies_the_manifest_last(monkeypatch):
     for name in ("manifest.json", ".metadata", "zzz", "a/b"):
         storage.write(f"new/{name}", [b"x"])
     copied = []
-    real = storage._filesystem.copy
+    real = storage._filesystem.cp_file
     monkeypatch.setattr(
-        storage._filesystem, "copy", lambda one, two: (copied.append(one.rpartition("/new/")[2]), real(one, two))
+        storage._filesystem, "cp_file", lambda one, two: (copied.append(one.rpartition("/new/")[2]), real(one, two))
     )
     storage.move("new", "old")
     assert copied == ["a/b", "zzz", ".metadata", "manifest.json"]
+
+
+@pytest.mark.parametrize("name", ["run[1]", "run*", "run?"])
+def test_signs_of_patterns_in_a_url_mean_themselves(name):
+    base = f"memory://{uuid.uuid4().hex}"
+    other, storage = storage_of(f"{base}/run1"), storage_of(f"{base}/{name}")
+    for folder in ("new", "old"):
+        other.write(f"{folder}/manifest.json", [b"other"])
+        storage.write(f"{folder}/manifest.json", [folder.encode()])
+        storage.write(f"{folder}/[a]/b*", [b"x"])
+    storage.move("new", "old")
+    assert read_all(storage, "old/manifest.json") == b"new"
+    assert storage.list("old") == {"manifest.json": 3, "[a]": None}
+    storage.move("old/manifest.json", "old/[a]/c?")
+    assert storage.list("old/[a]") == {"b*": 1, "c?": 3}
+    storage.remove("old/[a]/b*")
+    storage.remove("old")
+    assert storage.list() == {}
+    assert other.list("new") == other.list("old") == {"manifest.json": 5}
 
 
 def test_errors_of_a_remote_client_become_oserror_with_the_path(monkeypatch):
@@ -246,5 +265,6 @@ def test_a_relative_folder_is_not_changed_by_a_later_chdir(tmp_path, monkeypatch
 def test_a_storage_is_reported_by_how_it_is_named(tmp_path):
     assert isinstance(storage_of("memory://x"), RemoteStorage)
     assert str(storage_of(f"file://{tmp_path}")) == str(storage_of(tmp_path)) == str(tmp_path)
+    assert isinstance(storage_of(f"local://{tmp_path}"), LocalStorage)  # fsspec's other name of the same
     storage = LocalStorage(tmp_path)
     assert storage_of(storage) is storage

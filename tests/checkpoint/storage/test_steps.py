@@ -271,7 +271,7 @@ def broken_off_after(storage, monkeypatch, operations):
         return call
 
     if isinstance(storage, RemoteStorage):
-        for name in ("open", "copy", "rm", "rm_file"):
+        for name in ("open", "cp_file", "rm_file", "rmdir"):
             monkeypatch.setattr(storage._filesystem, name, limited(getattr(storage._filesystem, name)))
         return
     for name in ("rename", "replace", "unlink", "mkdir"):

@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -50,10 +50,10 @@ Folder = str | os.PathLike[str] | Storage
 
 def storage_of(folder: Folder) -> Storage:
     """Return the storage for a local path or a URL such as "s3://bucket/run"; return a storage unchanged."""
-    if isinstance(folder, str) and "://" in folder and not folder.startswith("file://"):
+    if isinstance(folder, str) and "://" in folder and not folder.startswith(("file://", "local://")):
         return RemoteStorage(folder)
     if isinstance(folder, str | os.PathLike):
-        return LocalStorage(Path(os.fspath(folder).removeprefix("file://")))
+        return LocalStorage(Path(os.fspath(folder).removeprefix("file://").removeprefix("local://")))
     return folder
 
 
@@ -479,7 +479,7 @@ class RemoteStorage:
         # A single file: object stores replace an object atomically.
         if not self._is_folder(source):
             with self._translate_errors(source):
-                self._filesystem.copy(self._full_path(source), self._full_path(target))
+                self._filesystem.cp_file(self._full_path(source), self._full_path(target))
             self.remove(source)
             return
         old_path = check_path(target) + ASIDE
@@ -498,26 +498,35 @@ class RemoteStorage:
     def remove(self, path: str) -> None:
         """See `Storage`."""
         if self._is_folder(path):
-            # First the files that make the folder a checkpoint. An interrupted removal then leaves a folder that no
-            # reader accepts.
-            for name in CHECKPOINT_FILES:
-                self._discard(f"{self._full_path(path)}/{name}")
-        with self._translate_errors(path):
-            try:
-                self._filesystem.rm(self._full_path(path), recursive=True)
-            except FileNotFoundError:
-                return
+            self._remove_folder(path)
+        else:
+            with self._translate_errors(path):
+                self._discard(self._full_path(path))
+
+    def _remove_folder(self, path: str) -> None:
+        # File by file: `rm` of fsspec takes a path with "*", "?" or "[" for a pattern of names, as `copy` does.
+        entries = self.list(path)
+        # First the files that make the folder a checkpoint. An interrupted removal then leaves a folder that no
+        # reader accepts.
+        for name in reversed(_seals_last(entries)):
+            inner = f"{path}/{name}" if path else name
+            if entries[name] is None:
+                self._remove_folder(inner)
+                continue
+            with self._translate_errors(inner):
+                self._discard(self._full_path(inner))
+        with suppress(OSError, NotImplementedError):  # object stores have no empty folders
+            self._filesystem.rmdir(self._full_path(path))
 
     def _copy_folder(self, source: str, target: str) -> None:
         entries = self.list(source)
-        # seals last, and `manifest.json` last of all
-        for name in sorted(entries, key=lambda name: (name in CHECKPOINT_FILES, name == CHECKPOINT_FILES[0], name)):
+        for name in _seals_last(entries):
             if entries[name] is None:
                 self._copy_folder(f"{source}/{name}", f"{target}/{name}")
                 continue
             with self._translate_errors(f"{source}/{name}"):
                 self._filesystem.makedirs(self._full_path(target), exist_ok=True)
-                self._filesystem.copy(self._full_path(f"{source}/{name}"), self._full_path(f"{target}/{name}"))
+                self._filesystem.cp_file(self._full_path(f"{source}/{name}"), self._full_path(f"{target}/{name}"))
 
     def _is_folder(self, path: str) -> bool:
         with self._translate_errors(path):
@@ -542,3 +551,8 @@ class RemoteStorage:
             raise
         except Exception as error:
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", f"{self.url}/{path}") from error
+
+
+def _seals_last(names: Iterable[str]) -> list[str]:
+    """Return the names in a folder in order, with `CHECKPOINT_FILES` last, and `manifest.json` last of all."""
+    return sorted(names, key=lambda name: (name in CHECKPOINT_FILES, name == CHECKPOINT_FILES[0], name))
