@@ -159,10 +159,20 @@ def test_missing_file_is_reported_with_its_keys_and_the_rank_that_wrote_it(run):
     )
 
 
-def test_surplus_files_and_folders_are_named(run):
-    (run / "step-40/__RANK_7.distcp").write_bytes(b"x")
+def test_surplus_files_with_names_of_the_format_are_named(run):
+    names = ("__RANK_7.distcp", "__9_0.distcp")
+    for name in names:
+        (run / "step-40" / name).write_bytes(b"x")
+    assert {damage.file for damage in verify(run).damages} == {f"step-40/{name}" for name in names}
+
+
+def test_files_of_the_user_beside_a_checkpoint_are_no_damage(run):
+    (run / "step-40/note.txt").write_bytes(b"x")
     (run / "step-40/more").mkdir()
-    assert {damage.file for damage in verify(run).damages} == {"step-40/__RANK_7.distcp", "step-40/more"}
+    report = verify(run)
+    assert report.ok, report
+    assert (report.files, report.unchecked) == (7, 1)
+    assert "of which 1 have no checksum" in str(report)
 
 
 def test_a_manifest_of_another_step_is_reported(run):

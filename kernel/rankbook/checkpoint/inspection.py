@@ -5,10 +5,10 @@ Nothing is changed and no value is unpickled. `rankbook checkpoint ls`, `show` a
 Descriptions (`describe_folder`, `describe`) read only manifests, no tensor data.
 
 `verify` reports damage with file, key and rank. In a checkpoint of Rankbook every byte of every file is covered by a
-checksum. In a checkpoint of another program only the members of zip files are, and the report counts the other bytes as
-`unchecked`. It compares the manifest with the files and builds the list of `Check`s, that is, byte spans with their
-expected CRC-32. `run_checks` groups neighboring checks into windows of at most `WINDOW` bytes, and reads the windows in
-a few threads.
+checksum. In a checkpoint of another program only the members of zip files are. The report counts the other bytes as
+`unchecked`, and also those of other files in the folder. It compares the manifest with the files and builds a list of
+`Check`s, that is, byte spans with their expected CRC-32. `run_checks` groups neighboring checks into windows of at most
+`WINDOW` bytes, and reads the windows in a few threads.
 """
 
 from __future__ import annotations
@@ -309,6 +309,9 @@ class _Verified:
             if file.crc is None and complete:
                 yield from self._tiling(number)
         for name in sorted(self._names.keys() - {file.name for file in self._manifest.files} - {MANIFEST}):
+            # Files with other names are of the user or of a hook of `save_state`, which keeps them.
+            if rank_of(name) < 0 and name not in {METADATA, COMMON, "metadata.json"}:
+                continue
             yield Damage(self._prefix + name, "", (), "is not part of this checkpoint: the manifest does not list it")
 
     def _tiling(self, number: int) -> Iterator[Damage]:
