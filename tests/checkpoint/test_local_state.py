@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
+import pytest
 import torch
 
 from rankbook.checkpoint.format.manifest import Manifest, StoredObject, StoredTensor
@@ -35,6 +40,19 @@ def test_every_leaf_of_the_common_part_has_its_own_digest():
     for key, other in (("t", torch.zeros(2)), ("empty", []), ("o", slice(2)), ("a", [True, {"b": 2.0}])):
         assert dict(state_digests({**value, key: other})) != digests, key
     assert dict(state_digests({**value, "t": torch.ones(2)})) == digests
+
+
+@pytest.mark.processes
+def test_sets_have_the_same_digest_in_every_process():
+    value = "{'s': {*'abcdef'}, 'f': frozenset({(1, frozenset('xyz')), 'b', 2.0})}"
+    code = f"from rankbook.checkpoint.local_state import state_digests; print(dict(state_digests({value})))"
+    digests = {
+        subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed})
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
+    values = ({1, 2}, {1, 3}, {(1, 2)}, {(2, 1)}, {1}, {True}, set(), frozenset())
+    assert len({dict(state_digests({"s": other}))["s"] for other in values}) == len(values)
 
 
 def test_the_layout_and_the_common_part_are_reported_apart():

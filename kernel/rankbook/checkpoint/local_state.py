@@ -210,6 +210,8 @@ def _leaf_bytes(value: Any) -> bytes:  # noqa: ANN401 - a leaf
         # With dtype and shape, which the raw bytes alone would not tell.
         torch.save(value.detach().cpu(), stream)
         return stream.getvalue()
+    if isinstance(value, set | frozenset):  # the order of its elements differs between processes
+        return f"{type(value).__name__} {sorted(str(list(state_digests(item))) for item in value)}".encode()
     return pickle.dumps(value)
 
 
