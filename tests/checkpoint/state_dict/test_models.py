@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from rankbook.checkpoint import load as load_checkpoint
+from rankbook.checkpoint import load_metadata
 from rankbook.checkpoint import save as save_checkpoint
 from rankbook.checkpoint.state_dict.models import load_sharded_state_dict, sharded_state_dict
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedBase, is_main_replica
@@ -230,6 +232,55 @@ def test_an_optimizer_that_has_not_stepped_stores_no_state():
     _, _, state = pair()
     assert state["optimizer"]["state"] == {}
     assert [group["params"] for group in state["optimizer"]["param_groups"]] == [["weight", "bias"]]
+
+
+def with_rate(rate, *, betas=(0.9, 0.999)):
+    model = nn.Linear(1, 1)
+    capturable = {"foreach": True, "capturable": False} if isinstance(rate, float) else {"foreach": False}
+    return model, torch.optim.Adam(model.parameters(), rate, betas, **capturable)
+
+
+@pytest.mark.parametrize("by_earlier_version", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_learning_rates_are_loaded_as_numbers_and_as_tensors(tmp_path, by_earlier_version, nested):
+    def state(model, optimizer):
+        of_both = sharded_state_dict(model, optimizer)
+        return {"all": [of_both]} if nested else of_both
+
+    def of_optimizer(state):
+        return (state["all"][0] if nested else state)["optimizer"]
+
+    rates = (0.5, torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float64))
+    for step, rate in enumerate(rates):
+        stored = state(*with_rate(rate))
+        assert of_optimizer(stored)["param_groups"][0]["lr"] == 0.5
+        if by_earlier_version:
+            of_optimizer(stored)["param_groups"][0]["lr"] = rate
+        save_checkpoint(stored, tmp_path, step=step)
+        assert isinstance(rate, float) or by_earlier_version == any(
+            key.endswith("optimizer.param_groups.0.lr") for key in load_metadata(tmp_path).tensors
+        )
+        for present in (0.1, torch.tensor(0.1), torch.tensor([0.1], dtype=torch.float64), torch.tensor(1)):
+            model, optimizer = with_rate(present)
+            loaded = load_checkpoint(state(model, optimizer), tmp_path)
+            load_sharded_state_dict(model, optimizer, loaded["all"][0] if nested else loaded)
+            after = optimizer.param_groups[0]["lr"]
+            assert (type(after), after) == (type(present), 0.5)
+            assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+            if isinstance(present, torch.Tensor):
+                assert after.shape == present.shape
+                assert after.dtype == (present.dtype if present.is_floating_point() else torch.float32)
+
+
+def test_tensors_within_an_option_are_stored_as_numbers(tmp_path):
+    betas = (torch.tensor(0.5), torch.tensor(0.25))
+    save_checkpoint(sharded_state_dict(*with_rate(torch.tensor(0.1), betas=betas)), tmp_path)
+    for present in ((0.9, 0.999), (torch.tensor(0.9), torch.tensor(0.999))):
+        model, optimizer = with_rate(torch.tensor(0.1), betas=present)
+        load_sharded_state_dict(model, optimizer, load_checkpoint(sharded_state_dict(model, optimizer), tmp_path))
+        after = optimizer.param_groups[0]["betas"]
+        assert after == (0.5, 0.25)
+        assert list(map(type, after)) == list(map(type, present))
 
 
 def plain_local_state(rows, folder):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -169,8 +169,9 @@ class OptimizerMap(Expecting):
     def expected(self, stored: Stored) -> dict[str, Any]:
         """Return the map with newly allocated shards for state that is stored but not present yet.
 
-        Raises `CheckpointError` for stored lists and dicts of tensors whose structure is neither in `nested` nor that
-        of the present state.
+        Options of groups that earlier versions have stored as tensors are requested as tensors. Raises
+        `CheckpointError` for stored lists and dicts of tensors whose structure is neither in `nested` nor that of the
+        present state.
         """
         self.use_stored_keys(stored)
         state = {name: dict(values) for name, values in self["state"].items()}
@@ -195,7 +196,26 @@ class OptimizerMap(Expecting):
             shard = _expected_shard(key, shape, getattr(torch, dtype), self.parameters[name])
             if shard is not None:
                 state.setdefault(name, {})[state_name] = shard
-        return {**self, "state": state}
+        return {**self, "state": state, "param_groups": self._with_stored_options(stored)}
+
+    def _with_stored_options(self, stored: Stored) -> Any:  # noqa: ANN401 - a list of groups
+        # A tensor in a group has its path in the whole state dict as its key; the user may have nested the map.
+        name = self._earlier_prefix.removesuffix("state.") + "param_groups."
+        tensors = {
+            option: tensor
+            for key, tensor in stored.items()
+            for before, found, option in [key.rpartition(name)]
+            if found and (not before or before.endswith("."))
+        }
+
+        def request(path: Path, leaf: Any) -> Any:  # noqa: ANN401 - any leaf
+            tensor = tensors.get(".".join(map(str, path)))
+            if tensor is None or isinstance(leaf, torch.Tensor):
+                return leaf
+            shape, dtype = tensor
+            return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+
+        return map_leaves(request, self["param_groups"])
 
     def use_stored_keys(self, stored: Collection[str]) -> None:
         """Rename tensors in lists and dicts to the keys under which earlier versions have stored them."""
@@ -352,13 +372,41 @@ def optimizer_map(
                 state.setdefault(name, {})[state_name] = _with_leaves(value, entries)
     param_groups = [
         # torch numbers the parameters. Names stay right when the order or the number of the parameters changes.
-        {**group, "params": [name for name, _ in members]}
+        {
+            **{option: map_leaves(_as_number, value) for option, value in group.items() if option != "params"},
+            "params": [name for name, _ in members],
+        }
         for group, members in zip(optimizer.param_groups, groups, strict=True)
     ]
     parameters = dict(pair for group in groups for pair in group)
     updated = {names[id(parameter)] for group in local.param_groups for parameter in group["params"]}
     content = {"state": state, "param_groups": param_groups, **({"nested": nested} if nested else {})}
     return OptimizerMap(content, parameters, prefix, updated, path)
+
+
+def _is_scalar(value: Any) -> TypeGuard[torch.Tensor]:  # noqa: ANN401 - any value
+    """Return True for a plain tensor with one element, such as a learning rate for a captured graph."""
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    return is_plain and value.numel() == 1 and not value.is_meta
+
+
+def _as_number(_: Path, option: Any) -> Any:  # noqa: ANN401 - any option
+    """Return the number in an option of a group, which another optimizer may have as a number or as a tensor."""
+    return option.item() if _is_scalar(option) else option
+
+
+def _like_present(option: Any, present: Any) -> Any:  # noqa: ANN401 - any option
+    """Return a stored option of a group with numbers and tensors in the places where the present option has them."""
+    leaves = dict(flatten(present))
+
+    def convert(path: Path, leaf: Any) -> Any:  # noqa: ANN401 - any leaf
+        like = leaves.get(path)
+        if _is_scalar(like) and (_is_scalar(leaf) or isinstance(leaf, int | float)):
+            number = _as_number(path, leaf)
+            return torch.full_like(like, number, dtype=torch.result_type(like, number))
+        return _as_number(path, leaf) if isinstance(like, int | float) else leaf
+
+    return map_leaves(convert, option)
 
 
 def _with_leaves(value: Any, leaves: Mapping[Path, Any]) -> Any:  # noqa: ANN401 - a leaf or containers
@@ -454,7 +502,8 @@ def load_optimizer(
         # kernels: which of them work depends on the devices and the sharding now. Parameters are numbered as in torch's
         # own format.
         kept = {option: group[option] for option in ("foreach", "fused", "capturable") if option in group}
-        param_groups.append({**group, **stored_group, **kept, "params": [numbers[name] for name in own_names]})
+        options = {option: _like_present(value, group.get(option)) for option, value in stored_group.items()}
+        param_groups.append({**group, **options, **kept, "params": [numbers[name] for name in own_names]})
         if "param_names" in group:
             param_groups[-1]["param_names"] = group["param_names"]
     parameters = dict(pair for members in groups for pair in members)
