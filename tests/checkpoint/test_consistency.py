@@ -87,6 +87,7 @@ def attempts(folder):
     attempt("commit", lambda: rc.save(state, Fails("move", OSError(5, "I/O error"), on=0), step=5))
     attempt("load step", lambda: rc.load(state, folder, step=1 + rank))
     attempt("load strict", lambda: rc.load(state, folder, strict="nonsense" if rank else "log_all"))
+    attempt("load allow", lambda: rc.load(state, folder, allow=["nope.Nope"] if rank else []))
     attempt("load missing", lambda: rc.load(state, folder, step=77))
     attempt("load shape", lambda: rc.load({"w": torch.zeros(4 + rank)}, folder))
     attempt("load key", lambda: rc.load({"w": torch.zeros(4), **({"v": torch.zeros(1)} if rank else {})}, folder))
@@ -133,6 +134,7 @@ ALIKE = {
     "commit": r"CheckpointError: .*rank 0: OSError: .*I/O error",
     "load step": r"InvalidArgument: load\(\): arguments differ between ranks: step is 1 on rank 0, 2 on rank 1",
     "load strict": r"InvalidArgument: .*rank 1: InvalidArgument: unknown strict 'nonsense'",
+    "load allow": r"InvalidArgument: .*rank 1: InvalidArgument: invalid allow=\['nope.Nope'\]: expected",
     "load missing": r"CheckpointError: .*no finished step 77; finished steps: 1",
     "load shape": (
         r"CheckpointError: .*'w': global shape is \(4,\) in the checkpoint, "

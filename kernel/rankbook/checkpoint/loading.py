@@ -223,9 +223,14 @@ def prepare_load(
     """
     # `allow` and the state dict itself are not compared. The first may hold classes, whose texts need not be equal, and
     # the second differs by design.
-    mode, storage, _ = check_same_arguments(
+    mode, storage, _, allowed = check_same_arguments(
         "load",
-        lambda: (StrictHandling.of(strict), storage_of(folder), steps.requested_step(step)),
+        lambda: (
+            StrictHandling.of(strict),
+            storage_of(folder),
+            steps.requested_step(step),
+            [_resolve_allowed(entry) for entry in allow],  # a name may be importable on some ranks only
+        ),
         folder=folder_key(folder),
         step=step,
         strict=str(getattr(strict, "value", strict)).lower(),
@@ -240,7 +245,7 @@ def prepare_load(
         mode=mode,
         verify=verify,
         cast=cast,
-        allow=allow,
+        allow=allowed,
         dtype_hint=dtype_hint,
         ranks=RankGroup(),
     )
