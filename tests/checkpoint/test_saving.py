@@ -6,6 +6,7 @@ import json
 import math
 import uuid
 import warnings
+from collections import Counter, OrderedDict, defaultdict
 from functools import partial
 
 import numpy as np
@@ -66,6 +67,29 @@ def test_steps_of_a_url_with_brackets_are_those_of_that_folder():
     assert rc.steps(f"{base}/run1") == [1, 2]
     assert rc.steps(f"{base}/run[1]") == [2]
     assert torch.equal(rc.load_plain(f"{base}/run[1]")["w"], STATE["w"])
+
+
+class Items(list):
+    """A list of a class that torch does not load."""
+
+
+def test_containers_of_other_classes_are_stored_as_plain_ones(tmp_path):
+    for step, item in enumerate((None, 1)):
+        pairs = [] if item is None else [("a", item)]
+        values = [item] if item else []
+        state = {
+            "default": defaultdict(list, pairs),
+            "ordered": OrderedDict(pairs),
+            "counts": [Counter(dict(pairs))],
+            "items": Items(values),
+        }
+        rc.save(state, tmp_path, step=step)
+        plain = {"default": dict(pairs), "ordered": dict(pairs), "counts": [dict(pairs)], "items": values}
+        for loaded in (rc.load(state, tmp_path), rc.load_plain(tmp_path)):
+            assert loaded == plain
+            assert [type(loaded[key]) for key in plain] == [dict, dict, list, list]
+            assert type(loaded["counts"][0]) is dict
+        assert type(state["default"]) is defaultdict
 
 
 @pytest.mark.parametrize("program", ["rankbook", "torch"])

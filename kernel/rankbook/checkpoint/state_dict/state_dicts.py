@@ -311,7 +311,8 @@ def _copy_containers(value: Any, stored: Stored | None) -> Any:  # noqa: ANN401 
         value = value.expected(stored)
     children = _children(value)
     if children is None:
-        return value
+        # An empty one too becomes a plain dict or list. Another class would be refused when it is loaded.
+        return {} if isinstance(value, dict) else [] if isinstance(value, list) else value
     return _rebuild(value, [(key, _copy_containers(child, stored)) for key, child in children])
 
 
