@@ -91,6 +91,42 @@ def test_files_of_an_earlier_conversion_are_removed(tmp_path, sizes):
     assert all(same(loaded[key], value) for key, value in tensors.items())
 
 
+@pytest.mark.parametrize("cause", ["damage", "dtype", "full disk"])
+def test_a_failed_conversion_leaves_an_earlier_one_as_it_is(tmp_path, monkeypatch, cause):
+    hf = tmp_path / "hf"
+    to_safetensors(dcp_saved(tmp_path / "dcp", MODEL), hf, most_bytes=60)
+    before = {path.name: path.read_bytes() for path in hf.iterdir()}
+    manifest = write_checkpoint(tmp_path / "run", 3)
+    folder = tmp_path / "run"
+    if cause == "damage":
+        path = folder / "step-3/__RANK_1.distcp"
+        data = bytearray(path.read_bytes())
+        data[manifest.tensors["model.3.w"].chunks[1].data] ^= 1
+        path.write_bytes(data)
+    elif cause == "dtype":
+        folder = dcp_saved(tmp_path / "complex", {"a": torch.ones(9), "c": torch.ones(2, dtype=torch.complex128)})
+    else:
+        real, calls = conversion.read_tensor, []
+
+        def read(*args):
+            calls.append(args)
+            if len(calls) == 4:
+                raise OSError(28, "No space left on device")
+            return real(*args)
+
+        monkeypatch.setattr(conversion, "read_tensor", read)
+    with pytest.raises((CheckpointError, OSError), match=r"model\.3\.w|complex128|No space"):
+        to_safetensors(folder, hf, most_bytes=60)
+    assert {path.name: path.read_bytes() for path in hf.iterdir()} == before
+
+
+def test_partial_files_of_a_killed_conversion_are_removed(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/model-00001-of-00009.safetensors.partial").write_bytes(b"x")
+    done = to_safetensors(dcp_saved(tmp_path / "dcp", MODEL), tmp_path / "hf", most_bytes=60)
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == set(done.files)
+
+
 def test_safetensors_reads_our_files_and_we_read_its_files(tmp_path):
     to_safetensors(dcp_saved(tmp_path / "dcp", MODEL), tmp_path / "hf")
     loaded = theirs.load_file(tmp_path / "hf/model.safetensors")

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,8 @@ from rankbook.formatting import truncate_list
 
 MAX_BYTES = 5_000_000_000
 """Maximum bytes of data per safetensors file; a single larger tensor gets a file of its own."""
+PARTIAL = ".partial"
+"""Suffix of a file that is being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +104,9 @@ def to_safetensors(
     """Write all tensors of a checkpoint, by default the latest, as safetensors files with an index.
 
     Files have at most `most_bytes` of data, except for a single larger tensor. One tensor is in memory at a time. The
-    index is written last, and then the files of an earlier conversion to `target` are removed. Objects and the common
-    part are left out and listed in the result. Raises `CheckpointError` if a chunk is damaged, or if safetensors does
-    not support a dtype.
+    files of an earlier conversion to `target` are replaced when all new ones are complete, and the index is written
+    last. Objects and the common part are left out and listed in the result. Raises `CheckpointError` if a chunk is
+    damaged, or if safetensors does not support a dtype; then an earlier conversion is unchanged.
     """
     source, destination = storage_of(folder), storage_of(target)
     path = steps.locate(source, step)
@@ -114,13 +117,22 @@ def to_safetensors(
     # Which tensors go to which file is decided before anything is read, because every header precedes its data.
     shares = _shares(manifest, most_bytes)
     names = [_file_name(number, len(shares)) for number in range(len(shares))]
-    for name, keys in zip(names, shares, strict=True):
-        entries = {key: (manifest.tensors[key].dtype, manifest.tensors[key].shape) for key in keys}
-        beginning = safetensors.encode_header(entries, {"format": "pt"})
-        destination.write(name, _file_parts(beginning, source, path, manifest, keys))
+    headers = [_header(manifest, keys) for keys in shares]
     weight_map = {key: name for name, keys in zip(names, shares, strict=True) for key in keys}
     total = sum(safetensors.nbytes_of(tensor.dtype, tensor.shape) for tensor in manifest.tensors.values())
-    # Last: readers begin with the index, so an interrupted conversion is not taken for a complete one.
+    # Everything that may fail because of the source comes before the first change of an earlier conversion.
+    try:
+        for name, header, keys in zip(names, headers, shares, strict=True):
+            destination.write(name + PARTIAL, _file_parts(header, source, path, manifest, keys))
+        # Readers begin with the index, so an interrupted conversion is not taken for a complete one.
+        destination.remove(safetensors.INDEX)
+        for name in names:
+            destination.move(name + PARTIAL, name)
+    except BaseException:
+        with suppress(OSError):  # the next conversion removes them
+            for name in names:
+                destination.remove(name + PARTIAL)
+        raise
     destination.write(safetensors.INDEX, [safetensors.index(dict(sorted(weight_map.items())), total)])
     # What an earlier conversion has left: readers would prefer its `model.safetensors` to the index.
     for name in destination.list():
@@ -128,6 +140,11 @@ def to_safetensors(
             destination.remove(name)
     left_out = [*manifest.objects, *(file.name for file in manifest.files if file.name == COMMON)]
     return Converted((*names, safetensors.INDEX), len(manifest.tensors), total, tuple(left_out))
+
+
+def _header(manifest: Manifest, keys: Sequence[str]) -> bytes:
+    entries = {key: (manifest.tensors[key].dtype, manifest.tensors[key].shape) for key in keys}
+    return safetensors.encode_header(entries, {"format": "pt"})
 
 
 def _file_parts(
@@ -153,7 +170,7 @@ def _shares(manifest: Manifest, most_bytes: int) -> list[list[str]]:
     return shares
 
 
-_FILE_NAME = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+_FILE_NAME = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.partial)?")
 
 
 def _file_name(number: int, count: int) -> str:
