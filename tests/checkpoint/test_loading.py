@@ -157,6 +157,17 @@ def test_unsafe_classes_are_warned_about_when_they_are_saved(tmp_path, caplog, m
         rc.load(state_with(None), tmp_path, verify=False)
 
 
+def test_load_plain_drops_no_value_that_shares_its_name_with_a_tensor(tmp_path):
+    model = torch.nn.Linear(1, 1)
+    state = {**rc.sharded_state_dict(model), "bias": 5, "weight": {"a": 1}}
+    rc.save({**state, "o": rc.ShardedObject("more", 1, (1,), (0,)), "more/shard_0_1": 2}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"stored as 'bias', 'more/shard_0_1', 'weight': load them with a state"):
+        rc.load_plain(tmp_path)
+    loaded = rc.load(state, tmp_path)
+    assert (loaded["bias"], loaded["weight"]) == (5, {"a": 1})
+    assert torch.equal(loaded["model"]["weight"], model.weight)
+
+
 def test_load_plain_returns_all_entries(saved):
     loaded = rc.load_plain(saved)
     assert loaded.keys() == {"w", "b", "opt", "rng/shard_0_1"}

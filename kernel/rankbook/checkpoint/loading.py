@@ -282,6 +282,7 @@ class Loader:
     ) -> None:
         self.mode = mode
         self.decision = Decision("", "", frozenset(), frozenset(), frozenset())
+        self.common: Any = {}
         self._checkpoint = checkpoint
         self._make_request = make_request
         self._cast = cast
@@ -358,7 +359,7 @@ class Loader:
         reader = self._reader
         self._objects = reader.read_objects([entry.unique_key for entry in self._request.objects])
         # Every rank reads the common part itself. It is small, and sending it would be one more collective.
-        self._common = reader.read_common(self._request)
+        self.common = reader.read_common(self._request)
         # Small files are read by other programs only, so one rank verifies them for all.
         if self._ranks.rank == 0:
             reader.verify_small_files()
@@ -372,7 +373,7 @@ class Loader:
 
     def assemble(self) -> Any:  # noqa: ANN401 - nested as the given one
         """Return the state dict, with loaded values in place of the sharded entries."""
-        return self._request.assemble(self._objects, self._common, self.decision.skipped)
+        return self._request.assemble(self._objects, self.common, self.decision.skipped)
 
 
 def _ranks_of_this_machine() -> int:
@@ -388,7 +389,7 @@ def load_plain(
     """Load a whole checkpoint in this process alone: full tensors and objects by key, and the common part.
 
     No sharded state dict and no process group are needed. `step`, `verify` and `allow` are those of `load`. Raises
-    `CheckpointError` as `load` does.
+    `CheckpointError` as `load` does, and if a name stands for a tensor or an object and for a plain value.
 
     Example::
 
@@ -397,15 +398,23 @@ def load_plain(
     """
     checkpoint = find_checkpoint(storage_of(folder), step, collective=False)
     checkpoint.check_sizes()  # before memory is allocated according to the manifest
+    manifest = checkpoint.manifest
     loader = Loader(
         checkpoint,
-        lambda: LoadRequest(request_everything(checkpoint.manifest), checkpoint.manifest, all_values=True),
+        lambda: LoadRequest(request_everything(manifest), manifest, all_values=True),
         mode=StrictHandling.RAISE_ALL,
         verify=verify,
         allow=allow,
         ranks=RankGroup(alone=True),
-    )
-    return loader.prepare().fill()
+    ).prepare()
+    # The key of a tensor is not its path in the state dict that was saved, so a plain value may have the same name.
+    keys = {*manifest.tensors, *(manifest.objects.keys() - manifest.values.keys())}
+    if isinstance(loader.common, dict) and (both := sorted(keys & loader.common.keys())):
+        raise CheckpointError(
+            f"{checkpoint}: both a tensor or object and a plain value are stored as "
+            f"{', '.join(truncate_list(list(map(repr, both)), MAX_LISTED))}: load them with a state dict, by load()"
+        )
+    return loader.fill()
 
 
 def load_metadata(folder: Folder, *, step: Step | None = "latest") -> Manifest:
