@@ -99,7 +99,7 @@ def test_a_step_that_gets_its_name_file_by_file_is_being_saved(monkeypatch, name
     """Check the moment in which an object store has copied a part of the step, the manifest not yet."""
     url = f"memory://{uuid.uuid4().hex}/run"
     storage, checkpoint_browser, rows = storage_of(url), CheckpointBrowser(url), {}
-    copy = storage._filesystem.copy
+    copy = storage._filesystem.cp_file
 
     def copy_and_look(source, target, **options):
         if not rows and target.endswith("/step-50/manifest.json"):
@@ -108,7 +108,7 @@ def test_a_step_that_gets_its_name_file_by_file_is_being_saved(monkeypatch, name
                 checkpoint_browser.delete(name)
         copy(source, target, **options)
 
-    monkeypatch.setattr(storage._filesystem, "copy", copy_and_look)
+    monkeypatch.setattr(storage._filesystem, "cp_file", copy_and_look)
     partial = steps.begin_step(storage, 50)
     storage.write(f"{partial}/data", [b"x"])
     storage.write(f"{partial}/manifest.json", [b"{}"])
