@@ -40,28 +40,18 @@ def test_cell_that_does_not_use_accelerator_gets_none(notebook):
 
 
 @pytest.mark.parametrize(
-    "code",
+    ("code", "made"),
     [
-        "import rankbook\naccelerator: rankbook.Accelerator",
-        "def train(accelerator):\n    return accelerator.device",
-        "# set up the accelerator",
-        "text = 'accelerator'",
+        ("import rankbook\naccelerator: rankbook.Accelerator", False),
+        ("def train(accelerator):\n    return accelerator.device", False),
+        ("# set up the accelerator", False),
+        ("text = 'accelerator'", False),
+        ("def train():\n    return accelerator.device\ntrain()", True),
+        ("%time accelerator.device", True),
+        ("%%time\naccelerator.device", True),
+        ("import asyncio\nawait asyncio.sleep(0)\naccelerator.device", True),
     ],
 )
-def test_a_cell_that_only_mentions_accelerator_gets_none(notebook, code):
+def test_a_cell_gets_an_accelerator_if_it_uses_the_name_and_not_if_it_only_mentions_it(notebook, code, made):
     notebook.ok(f"%%distributed\n{code}")
-    assert "False" in notebook.ok("%%distributed\n'acc' + 'elerator' in globals()").text
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "def train():\n    return accelerator.device\ntrain()",
-        "%time accelerator.device",
-        "%%time\naccelerator.device",
-        "import asyncio\nawait asyncio.sleep(0)\naccelerator.device",
-    ],
-)
-def test_a_cell_whose_functions_or_magics_use_accelerator_gets_one(notebook, code):
-    notebook.run(f"%%distributed\n{code}")
-    assert "True" in notebook.ok("%%distributed\n'acc' + 'elerator' in globals()").text
+    assert str(made) in notebook.ok("%%distributed\n'acc' + 'elerator' in globals()").text

@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import time
-import types
 from bdb import BdbQuit
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -89,7 +88,7 @@ from rankbook.rank.control_thread import Interrupts, Task
 from rankbook.rank.debugger import Debuggee
 from rankbook.rank.inspect import oom, tensor_introspection
 from rankbook.rank.inspect.completion import CompletionHandler
-from rankbook.rank.inspect.query_threads import Evaluator, QueryThreads, answer_in_thread
+from rankbook.rank.inspect.query_threads import Evaluator, QueryThreads, answer_in_thread, names_in
 from rankbook.rank.inspect.tensor_introspection import GilYield
 from rankbook.rank.output_capture import OutputCapture
 from rankbook.rank.process_groups.manager import GroupManager
@@ -120,12 +119,6 @@ _ASSIGNS_ACCELERATOR = re.compile(
 _PROTECTION = "rankbook.runtime.protection"
 _REPORT_TIME = 2.0
 """Seconds by which an interrupt is postponed while the report of an error is made."""
-
-
-def _global_names(code: types.CodeType) -> set[str]:
-    """Return the names of globals and attributes in `code` and in the functions and classes that it defines."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*map(_global_names, inner))
 
 
 class Executor:
@@ -482,7 +475,7 @@ class Executor:
                 return True  # the arguments of magics may be code
             # Not for a comment, a parameter, or the declaration `accelerator: Accelerator`.
             code = compile(transformed, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-            return "accelerator" in _global_names(code)
+            return "accelerator" in names_in(code)
         return False
 
     def _unpack(self, payload: Payload, frames: list[memoryview]) -> Any:  # noqa: ANN401 - any value

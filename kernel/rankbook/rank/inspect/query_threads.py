@@ -274,7 +274,7 @@ def format_error(error: BaseException, names: Mapping[str, object]) -> str:
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """Return the names that an expression looks up, including its comprehensions and lambdas."""
+    """Return the globals and attributes that code looks up, also in its comprehensions, functions and classes."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*(names_in(constant) for constant in inner))
 
