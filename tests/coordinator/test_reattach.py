@@ -15,6 +15,7 @@ from rankbook.coordinator.reattach import (
     OutputReplay,
     ReattachHandshake,
     ReplayReport,
+    keep_newest_displays,
     recovered_state,
     recovered_tasks,
     select_detached,
@@ -23,10 +24,12 @@ from rankbook.coordinator.state_machine import RankState, RecoveredClusterState
 from rankbook.coordinator.states import choose_donor
 from rankbook.errors import InvalidArgument, NoClusterError
 from rankbook.launch.registry import ClusterRecord, DetachedCluster, DetachedRank
-from rankbook.output.merger import Emit, Stream
+from rankbook.output.merger import Emit, RichOutput, Stream
 from rankbook.protocol.forkserver import RankExited
 from rankbook.protocol.messages import (
     Acknowledge,
+    Clear,
+    Display,
     Done,
     ErrorReport,
     FromRank,
@@ -53,6 +56,10 @@ def replay_start(
 
 def text(cell: int, words: str) -> Text:
     return Text(cell=cell, stream="stdout", data=words.encode())
+
+
+def picture(cell: int, words: str) -> Display:
+    return Display(cell=cell, kind="display", data={"text/plain": words}, metadata={})
 
 
 def account(answer: ReplayStart, *missed: FromRank) -> ReplayReport:
@@ -297,6 +304,30 @@ def test_output_of_a_cell_that_was_seen_is_shown_once_whether_or_not_it_still_ru
             cell.end((0,))
         assert sink.text().endswith(expected_output)
         assert sink.text().count("tick") == 1
+
+
+def test_missed_displays_are_few_enough_for_the_front_ends_queue():
+    sink = RecordingSink()
+    many = [picture(5, f"{number}") for number in range(300)]
+    accounts = {
+        0: account(replay_start(5, entries=302), text(5, "kept\n"), *many, done(5)),
+        1: account(replay_start(5, entries=2), picture(5, "lone"), done(5)),
+    }
+    (result,) = OutputReplay(accounts, cluster_key="k", sink=sink).show_output()
+    assert result.ok
+    shown = [item.data["text/plain"] for item in sink.items if isinstance(item, RichOutput)]
+    assert sorted(shown) == sorted(["[1] lone", *(f"[0] {number}" for number in range(175, 300))])
+    assert "[0] kept\n" in sink.text()
+    assert sink.text("stderr") == "rank 0: the oldest output was dropped because there was too much of it\n"
+
+
+def test_text_that_was_cleared_is_not_shown_again_when_displays_are_dropped():
+    clear = Clear(cell=5, wait=False)
+    messages = [text(5, "old"), clear, text(5, "new"), picture(5, "a"), picture(5, "b"), text(5, "end"), clear]
+    assert keep_newest_displays(messages, 4) == messages
+    assert keep_newest_displays(messages, 3) == [messages[2], *messages[3:]]
+    assert keep_newest_displays(messages, 2) == [messages[2], *messages[4:]]
+    assert keep_newest_displays(messages, 1) == [messages[2], messages[5], messages[6]]
 
 
 def test_the_last_output_of_a_rank_that_died_meanwhile_are_reported():

@@ -56,6 +56,13 @@ from rankbook.transport.shared_memory import SegmentStore
 from rankbook.transport.zmq_link import ZmqHub
 
 _HANDSHAKE_TIMEOUT = 10.0
+MAX_DISPLAYS = 250
+"""Maximum number of missed displays to show at once, of all ranks together.
+
+ZeroMQ drops the messages of a front end that is 1,000 behind (its default limit), with them the one that ends the cell.
+"""
+
+Output = Text | TextCut | Display | Clear
 
 
 def select_detached(detached: DetachedCluster, key: str | None) -> ClusterRecord:
@@ -383,6 +390,18 @@ def recovered_state(
     return RecoveredState(tuple(ranks), running, last_cell, max(generations, default=0) + 1, grouped, stale)
 
 
+def keep_newest_displays(messages: Sequence[Output], limit: int) -> list[Output]:
+    """Return the messages without all but the newest `limit` displays and clears.
+
+    Text stays, unless it was cleared.
+    """
+    places = [place for place, message in enumerate(messages) if isinstance(message, Display | Clear)]
+    start = places[-limit] if len(places) > limit else 0
+    cleared = max((place for place in places if place < start and isinstance(messages[place], Clear)), default=-1)
+    older = [message for message in messages[cleared + 1 : start] if not isinstance(message, Display)]
+    return [*older, *messages[start:]]
+
+
 class OutputReplay:
     """Feed missed messages into cells, which show them in `sink`, every cell below a heading."""
 
@@ -400,6 +419,7 @@ class OutputReplay:
         self._exits = exits or {}
         self._key = cluster_key
         self._sink = sink
+        self._shortened: set[int] = set()
 
     def show_output(self) -> list[CellResult]:
         """Show the missed output and return the results of the cells that ended."""
@@ -423,7 +443,7 @@ class OutputReplay:
                 results.append(cell.result)
                 if not cell.result.ok:
                     self._emit_text(describe_errors(cell.result.outcomes), "stderr")
-        dropped = [rank for rank, report in self._reports.items() if report.start.dropped]
+        dropped = [rank for rank, report in self._reports.items() if report.start.dropped or rank in self._shortened]
         if dropped:
             self._emit_text(
                 f"{name_ranks(dropped)}: the oldest output was dropped because there was too much of it", "stderr"
@@ -445,9 +465,7 @@ class OutputReplay:
             0, 0, dict.fromkeys(stray, _NO_TASK), cluster_key=self._key, sink=self._sink, label="threads"
         )
         for rank, messages in stray.items():
-            for message in messages:
-                if isinstance(message, Text | TextCut | Display | Clear):
-                    cell.add_output(rank, message)
+            self._add_output(cell, rank, messages, len(stray))
         # The cell exists only to merge and show the output.
         cell.end(())
 
@@ -468,16 +486,27 @@ class OutputReplay:
         return RunningCell(task.cell, task.number, tasks, cluster_key=self._key, sink=sink, label=task.label)
 
     def _replay_messages(self, cell: RunningCell) -> None:
-        messages = [(rank, entry) for rank in cell.ranks for entry in self._reports[rank].missed]
-        messages = [(rank, entry) for rank, entry in messages if getattr(entry, "cell", None) == cell.cell]
-        for rank, message in messages:
-            if isinstance(message, Text | TextCut | Display | Clear):
-                cell.add_output(rank, message)
-        for rank, message in messages:  # after all output, so that output that is equal on several ranks is merged
-            if isinstance(message, InputRequest):
-                cell.ask(rank, message)
-            elif isinstance(message, Done):
-                cell.rank_done(rank, message, [])
+        missed = {
+            rank: [entry for entry in self._reports[rank].missed if getattr(entry, "cell", None) == cell.cell]
+            for rank in cell.ranks
+        }
+        for rank, messages in missed.items():
+            self._add_output(cell, rank, messages, len(missed))
+        # After all output, so that output that is equal on several ranks is merged.
+        for rank, messages in missed.items():
+            for message in messages:
+                if isinstance(message, InputRequest):
+                    cell.ask(rank, message)
+                elif isinstance(message, Done):
+                    cell.rank_done(rank, message, [])
+
+    def _add_output(self, cell: RunningCell, rank: int, messages: Sequence[object], ranks: int) -> None:
+        output = [entry for entry in messages if isinstance(entry, Text | TextCut | Display | Clear)]
+        newest = keep_newest_displays(output, max(1, MAX_DISPLAYS // ranks))
+        if len(newest) < len(output):
+            self._shortened.add(rank)
+        for message in newest:
+            cell.add_output(rank, message)
 
     def _emit_text(self, text: str, stream: str = "stdout") -> None:
         if self._sink is not None:
