@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import subprocess
 import sys
@@ -118,6 +119,51 @@ def test_an_optimizer_goes_back_to_before_its_first_step_and_forward_again(tmp_p
     assert optimizer.state_dict()["state"] == {}
     accelerator.load_state(tmp_path / "stepped")
     assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], state)
+
+
+@pytest.fixture
+def without_collection():
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_former_model_in_a_reference_cycle_is_not_saved(tmp_path, without_collection):
+    accelerator = Accelerator(mixed_precision="bf16")
+    prepared = trained(accelerator, seed=1)
+    del prepared
+    assert len(accelerator._models) == 1, "the forward for mixed precision refers to its model"
+    model, _optimizer = trained(accelerator, seed=2)
+    accelerator.save_state(tmp_path / "state")
+    assert load_metadata(tmp_path / "state").metadata["rankbook.runtime"]["parts"] == ["model", "optimizer"]
+    again = Accelerator(mixed_precision="bf16")
+    loaded, _optimizer_again = trained(again, seed=3)
+    again.load_state(tmp_path / "state")
+    assert same(values(loaded), values(model))
+
+
+def test_a_former_model_that_only_the_traceback_of_an_error_keeps_is_neither_saved_nor_loaded(tmp_path, monkeypatch):
+    def fail():
+        prepared = trained(accelerator, seed=1)
+        raise RuntimeError(len(prepared))
+
+    def fail_and_keep_the_error():
+        with pytest.raises(RuntimeError) as failed:
+            fail()
+        monkeypatch.setattr(sys, "last_value", failed.value, raising=False)
+
+    accelerator = Accelerator()
+    fail_and_keep_the_error()
+    model, _optimizer = trained(accelerator, seed=2)
+    assert len(accelerator._models) == 2
+    accelerator.save_state(tmp_path / "state")
+    assert load_metadata(tmp_path / "state").metadata["rankbook.runtime"]["parts"] == ["model", "optimizer"]
+    before = values(model)
+    del model, _optimizer
+    fail_and_keep_the_error()
+    model, _optimizer = trained(accelerator, seed=3)
+    accelerator.load_state(tmp_path / "state")
+    assert same(values(model), before)
 
 
 def test_numbers_go_on_after_a_load_and_are_never_used_twice(tmp_path):

@@ -220,6 +220,9 @@ def what_goes_wrong(folder):
     with torch.no_grad():
         accelerator.unwrap_model(model)[2].bias = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64))
     errors["shape"] = error_text(lambda: accelerator.load_state(f"{folder}/good"))
+    more = accelerator.prepare(DataLoader([0])) if rank == 1 else None
+    errors["names"] = error_text(lambda: accelerator.save_state(f"{folder}/good"))
+    del more
     return errors
 
 
@@ -251,6 +254,7 @@ def test_save_and_load_errors_of_one_rank_are_raised_on_all_ranks(tmp_path):
         "hook": "the hook does not want to",
         "loader": "does not contain loader_1",
         "shape": "model.2.bias",
+        "names": ", loader_1",
     }
     for errors in run_ranks(what_goes_wrong, 2, str(tmp_path)):
         assert {name: error for name, error in errors.items() if error is None or expected[name] not in error} == {}

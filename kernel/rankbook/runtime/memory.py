@@ -9,6 +9,8 @@ import functools
 import gc
 import inspect
 import logging
+import sys
+import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar, cast, overload
 
@@ -52,6 +54,17 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
         torch.cuda.empty_cache()
     elif torch.backends.mps.is_available():
         torch.mps.empty_cache()
+
+
+def collect_left_over() -> None:
+    """Free what cells that were run again have left: objects that only the last error or a reference cycle holds."""
+    # The last error may keep an object on the rank that has failed only.
+    error, cleared = getattr(sys, "last_value", None), set[int]()
+    while error is not None and id(error) not in cleared:
+        cleared.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()
 
 
 def release_memory(*objects: object) -> list[None]:

@@ -31,7 +31,6 @@ import gc
 import io
 import mmap
 import pickle
-import sys
 import time
 import traceback
 import types
@@ -54,6 +53,7 @@ from rankbook.runtime import optimizer as optimizers
 from rankbook.runtime import prepared
 from rankbook.runtime.data.rng import random_state, restore_random_state
 from rankbook.runtime.gradient_state import GradientState, window
+from rankbook.runtime.memory import collect_left_over
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from rankbook.runtime.settings import AcceleratorSettings
 from rankbook.runtime.snapshot_copies import (
@@ -413,13 +413,7 @@ class RankSnapshots:
     def _collect_garbage(self) -> None:
         """Free what cells that were run again have left: objects, with all their memory, that a collection frees."""
         if (serial := snapshot_files.next_serial) != self._serial:
-            # The last error may keep an optimizer on the rank that has failed only, which would wait for it.
-            error, cleared = getattr(sys, "last_value", None), set[int]()
-            while error is not None and id(error) not in cleared:
-                cleared.add(id(error))
-                traceback.clear_frames(error.__traceback__)
-                error = error.__cause__ or error.__context__
-            gc.collect()
+            collect_left_over()  # a rank would wait for an optimizer that only the other ranks have freed
             self._serial = serial
 
     def _prepare(self, tensors: list[torch.Tensor]) -> int:
@@ -499,7 +493,7 @@ class RankSnapshots:
         try:
             restore_state(state)
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # as in `_collect_garbage`
+            traceback.clear_frames(error.__traceback__)  # as in `collect_left_over`
             raise
         self.is_restoring = False
         for serial, wrapped in prepared.registered("model").items():

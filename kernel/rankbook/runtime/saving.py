@@ -27,6 +27,7 @@ from rankbook.formatting import plural
 from rankbook.runtime.collectives import gather_object
 from rankbook.runtime.config import ProjectConfiguration
 from rankbook.runtime.gradient_state import window
+from rankbook.runtime.memory import collect_left_over
 from rankbook.runtime.prepare import unwrap
 from rankbook.runtime.prepared import note_registered
 from rankbook.runtime.process_state import PartialState
@@ -161,14 +162,17 @@ class SavingMethods(AcceleratorSettings):
 
         with self._raise_on_all("save_state"):
             folder = self._output_folder(output_dir)
+            self._free_former_objects()
+            parts = self._training_parts(self._models)
         # The default folder depends on the project's iteration, which every rank counts for itself; ranks may also
-        # compute different names from a clock.
+        # compute different names from a clock. And one may have prepared more than the others, in a cell that has
+        # failed or was interrupted there. A registered object may be on rank 0 only, which saves it.
         if self.use_distributed:  # otherwise ranks with different folders would all report success
-            control_collectives.check_same("save_state", f"the folder {folder}")
+            names = ", ".join(name for name in parts.names if not name.startswith("custom_checkpoint"))
+            control_collectives.check_same("save_state", f"the folder {folder}, with {names or 'no prepared objects'}")
         # The last `accumulate` block did not end a window.
         if not self.gradient_state.sync_gradients and self.is_main_process:
             _log.warning("save_state() within a gradient accumulation window: the accumulated gradients are not saved")
-        parts = self._training_parts(self._models)
         with self._raise_on_all("save_state"):
             # The hooks get the list of states and may remove or replace entries, as in Accelerate. Which entry belongs
             # to which model is found by the identity of the dict afterwards; a replaced one is assigned by its
@@ -236,6 +240,7 @@ class SavingMethods(AcceleratorSettings):
                 PartialState().print(f"load_state: {name} is the latest of {plural(count, 'checkpoint')} in {folder}")
                 folder = f"{folder.rstrip('/')}/{name}"
             checkpoints.existing_folder(folder)
+            self._free_former_objects()
             models = self._models
             # All models are named before the hooks, which may remove those that they have loaded themselves. The names
             # of the others stay, and the state of an optimizer is stored under the names of all models.
@@ -255,6 +260,11 @@ class SavingMethods(AcceleratorSettings):
         window.abort(self.gradient_state)
         if (protection := sys.modules.get("rankbook.runtime.protection")) is not None:
             protection.after_load()
+
+    def _free_former_objects(self) -> None:
+        """Free the objects of an earlier run of a cell that nothing refers to, which would get the name "model"."""
+        if any(len(self._registered(kind)) > 1 for kind in self._references):
+            collect_left_over()
 
     def _training_parts(self, models: list[Any]) -> TrainingParts:
         from rankbook.runtime import training_checkpoint as checkpoints
