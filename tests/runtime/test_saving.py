@@ -166,6 +166,43 @@ def test_a_former_model_that_only_the_traceback_of_an_error_keeps_is_neither_sav
     assert same(values(model), before)
 
 
+def test_a_registered_object_of_a_cell_that_is_run_again_takes_the_place_of_the_former_one(tmp_path, caplog):
+    def run_cell(accelerator, value):
+        counter = type("Counter", (Counter,), {"__module__": "__main__"})(value)  # the cell defines the class as well
+        counter.itself = counter
+        accelerator.register_for_checkpointing(counter)
+        return counter
+
+    accelerator, other = Accelerator(), Counter(5)
+    counter = run_cell(accelerator, 1)
+    accelerator.register_for_checkpointing(other)
+    del counter
+    counter = run_cell(accelerator, 2)
+    assert accelerator._custom_objects == [counter, other]
+    assert [record.getMessage() for record in caplog.records] == [
+        "The former __main__.Counter is not saved any more: no variable refers to it"
+    ]
+    accelerator.save_state(tmp_path / "state")
+    again = Accelerator()
+    loaded, _other = run_cell(again, 3), again.register_for_checkpointing(Counter())
+    again.load_state(tmp_path / "state")
+    assert loaded.value == 2
+
+
+def test_registered_objects_of_a_class_all_stay_while_something_refers_to_them():
+    class Slots:
+        __slots__ = ()
+        state_dict = load_state_dict = dict
+
+    accelerator, first, second = Accelerator(), Counter(1), Counter(2)
+    accelerator.register_for_checkpointing(first)
+    accelerator.register_for_checkpointing(Slots())
+    accelerator.register_for_checkpointing(second, Slots(), Counter(3))
+    assert [type(item) for item in accelerator._custom_objects] == [Counter, Slots, Counter, Slots, Counter]
+    accelerator.register_for_checkpointing(first)
+    assert [item.value for item in accelerator._custom_objects[::2]] == [1, 2, 3]
+
+
 def test_numbers_go_on_after_a_load_and_are_never_used_twice(tmp_path):
     def project(limit=2):
         return ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=limit)

@@ -11,7 +11,8 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -102,18 +103,41 @@ class SavingMethods(AcceleratorSettings):
     def register_for_checkpointing(self, *objects: Any) -> None:  # noqa: ANN401 - anything with the two methods
         """Include `objects` in `save_state` and `load_state`, by their `state_dict` and `load_state_dict` methods.
 
-        An object is registered once, also if the cell is run again. Raises `InvalidArgument` for an object that lacks
-        one of the methods.
+        An object is registered once, also if the cell is run again. If the cell makes a new one, that takes the place
+        of an earlier one of the class that nothing refers to any more. Raises `InvalidArgument` for an object that
+        lacks one of the methods.
         """
         lacking = [item for item in objects if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))]
         if lacking:
             names = ", ".join(type(item).__name__ for item in lacking)
             raise InvalidArgument(f"objects to save must have the methods state_dict and load_state_dict, got {names}")
-        self._custom_objects += [
-            item for item in objects if not any(item is registered for registered in self._custom_objects)
-        ]
+        new = [item for item in objects if not any(item is registered for registered in self._custom_objects)]
+        # By name, as the cell may define the class as well.
+        if {class_name(item) for item in new} & {class_name(item) for item in self._custom_objects}:
+            new = self._replace_former(new)
+        self._custom_objects += new
         for item in objects:
             note_registered("custom", item)
+
+    def _replace_former(self, new: Iterable[Any]) -> list[Any]:
+        """Put `new` objects in the places of those that nothing else refers to, and return the rest of them."""
+        former = [(class_name(item), reference_to(item)) for item in self._custom_objects]
+        kept, rest = list[Any](), list(new)
+        self._custom_objects.clear()
+        try:
+            collect_left_over()
+        finally:  # also if the user interrupts it
+            for name, reference in former:
+                item = reference()
+                if item is None:
+                    if self.is_main_process:
+                        _log.warning("The former %s is not saved any more: no variable refers to it", name)
+                    index = next((index for index, each in enumerate(rest) if class_name(each) == name), None)
+                    kept += [] if index is None else [rest.pop(index)]
+                else:
+                    kept.append(item)
+            self._custom_objects += kept
+        return rest
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call `hook(models, states, folder)` before every `save_state`. Returns a handle with `remove`."""
@@ -332,6 +356,19 @@ def full_state(model: nn.Module) -> dict[str, Any]:
         name: full_tensor(value) if isinstance(value, torch.Tensor) else value
         for name, value in model.state_dict().items()
     }
+
+
+def class_name(item: object) -> str:
+    """Return the name of the class of `item`, with its module."""
+    return f"{type(item).__module__}.{type(item).__qualname__}"
+
+
+def reference_to(item: object) -> Callable[[], Any]:
+    """Return a weak reference to `item`, or a strong one if its class has none."""
+    try:
+        return weakref.ref(item)
+    except TypeError:
+        return lambda: item
 
 
 def write_object(value: object, file: Path) -> None:
