@@ -316,6 +316,36 @@ def with_head(accelerator, head, *, groups=1):
     return model, optimizer
 
 
+def test_a_hook_of_a_cell_that_is_run_again_is_called_once(tmp_path):
+    cell = """
+def hook(models, states, folder):
+    saved.append(states.pop())
+
+def other(*_):
+    called.append(1)
+
+for register in (accelerator.register_save_state_pre_hook, accelerator.register_load_state_pre_hook):
+    register(other)
+    register(lambda *_: called.append(2))
+first = accelerator.register_save_state_pre_hook(hook)
+"""
+    accelerator, saved, called = Accelerator(), [], []
+    model = accelerator.prepare(nn.Linear(2, 2))
+    names = {"__name__": "__main__", "accelerator": accelerator, "saved": saved, "called": called}
+    exec(cell, names)
+    former = names["first"]
+    exec(cell, names)
+    former.remove()
+    accelerator.save_state(tmp_path / "state")
+    assert (len(saved), called) == (1, [2, 1, 2])
+    names["first"].remove()
+    accelerator.save_state(tmp_path / "state")
+    assert len(saved) == 1, "the handle removes the new one"
+    called.clear()
+    accelerator.load_state(tmp_path / "state")
+    assert called == [2, 1, 2] and model is not None
+
+
 def test_parameter_groups_are_compared_before_anything_changes(tmp_path):
     accelerator = Accelerator()
     then, optimizer_then = with_head(accelerator, "head")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -140,11 +141,17 @@ class SavingMethods(AcceleratorSettings):
         return rest
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, states, folder)` before every `save_state`. Returns a handle with `remove`."""
+        """Call `hook(models, states, folder)` before every `save_state`. Returns a handle with `remove`.
+
+        A function that a cell defines at its top level takes the place of its former definition.
+        """
         return register_hook(self._save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call `hook(models, folder)` before every `load_state`. Returns a handle with `remove`."""
+        """Call `hook(models, folder)` before every `load_state`. Returns a handle with `remove`.
+
+        A function that a cell defines at its top level takes the place of its former definition.
+        """
         return register_hook(self._load_hooks, hook)
 
     @overload
@@ -380,10 +387,24 @@ def write_object(value: object, file: Path) -> None:
 
 
 def register_hook(hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
-    """Add `hook` to `hooks`, and return a handle that removes it."""
+    """Add `hook` to `hooks`, and return a handle that removes it.
+
+    It replaces the function of the same name that an earlier run of the cell has registered: two hooks that remove the
+    state of the same model would fail.
+    """
+    if name := _name_of_cell(hook):
+        for number in [number for number, each in hooks.items() if _name_of_cell(each) == name]:
+            del hooks[number]
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
+
+
+def _name_of_cell(hook: Callable[..., None]) -> str:
+    """Return the name of a function that a cell has defined at its top level, "" for anything else."""
+    # The names of lambdas and of functions within functions have "<", and do not tell them apart.
+    is_from_cell = isinstance(hook, FunctionType) and hook.__module__ == "__main__" and "<" not in hook.__qualname__
+    return hook.__qualname__ if is_from_cell else ""
 
 
 # Numbered checkpoints -------------------------------------------------------------------------------------------------
