@@ -201,6 +201,43 @@ def test_tracker_of_other_ranks_accepts_all_calls(tmp_path, writer):
     assert not writer and not hasattr(inner, "_ipython_display_")
 
 
+def test_in_a_process_that_replaces_a_rank_files_are_continued_and_other_trackers_reported(
+    tmp_path, writer, hosted, caplog
+):
+    log_with = ["jsonl", "tensorboard", "wandb", RecordingTracker()]
+    accelerator = Accelerator(log_with=log_with, project_dir=tmp_path)
+    options = {"tensorboard": {"purge_step": 1, "flush_secs": 5}}
+    accelerator.init_trackers("run", config={"lr": 0.1}, init_kwargs=options)
+    accelerator.log({"x": 1}, step=1)
+    copied = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(accelerator))))
+    assert len(writer) == 1 and not copied.trackers, "nothing is opened before it is needed"
+    copied.log({"x": 2}, step=2)
+    copied.log({"x": 3}, step=3)
+    assert [line.get("step") for line in lines(tmp_path / "run" / "metrics.jsonl")] == [None, 1, 2, 3]
+    assert writer[1].calls[0] == ("made", str(tmp_path / "run"), {"flush_secs": 5})
+    assert [call[1:] for call in writer[1].calls if call[0] == "add_scalar"] == [("x", 2, 2), ("x", 3, 3)]
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "This rank has no run of kept, wandb, since the rank was replaced: nothing is"
+    )
+    with pytest.raises(InvalidArgument, match="'wandb' was not started"):
+        copied.get_tracker("wandb")
+    pickle.loads(pickle.dumps(accelerator)).end_training()
+    assert len(writer) == 2
+    accelerator.end_training()
+    copied.end_training()
+
+
+def test_in_a_process_that_replaces_another_rank_no_tracker_starts(tmp_path, writer, caplog):
+    accelerator = Accelerator(log_with=["jsonl", RecordingTracker()], project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    sent = pickle.dumps(accelerator)
+    accelerator.end_training()
+    PartialState().process_index = 1
+    pickle.loads(sent).log({"x": 1})
+    assert not (tmp_path / "run" / "metrics.jsonl").read_text() and not caplog.records
+
+
 def test_tensorboard_gets_scalars_texts_and_groups_separately(tmp_path, writer):
     PartialState(cpu=True)
     tracker = TensorBoardTracker("run", tmp_path, flush_secs=5)

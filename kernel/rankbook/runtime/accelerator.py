@@ -295,6 +295,7 @@ class TrackingMethods(AcceleratorSettings):
         On a rank where the tracker does not run, the object is one whose methods do nothing. Raises `InvalidArgument`
         for a name that is not in `log_with`.
         """
+        self._start_received_trackers()
         for tracker in self.trackers:
             if tracker.name == name:
                 if unwrap and tracker.main_process_only and not self.is_main_process:
@@ -317,18 +318,35 @@ class TrackingMethods(AcceleratorSettings):
             step: the training step.
             log_kwargs: maps a tracker's name to further keyword arguments of its `log`.
         """
+        self._start_received_trackers()
         for tracker in self.trackers:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def end_training(self) -> None:
         """Close all trackers."""
+        self._received_trackers.clear()
         # Removed before it is finished: if that raises, the next call does not try the same one again.
         while self.trackers:
             self.trackers.pop().finish()
 
+    def _start_received_trackers(self) -> None:
+        """Start the trackers that go on after their rank has died, and report the others."""
+        received, self._received_trackers = self._received_trackers, []
+        for _name, _main_process_only, tracker in received:
+            if tracker is not None:
+                tracker.start()
+                self.trackers.append(tracker)
+        here = [item for item in received if self.is_main_process or not item[1]]
+        if ended := [name for name, _main_process_only, tracker in here if tracker is None]:
+            _log.warning(
+                "This rank has no run of %s, since the rank was replaced: nothing is logged there until you call "
+                "init_trackers() again",
+                ", ".join(ended),
+            )
+
 
 # Objects of the process, see `__getstate__`.
-_NOT_PICKLED = {"state", "gradient_state", "_references", "trackers"}
+_NOT_PICKLED = {"state", "gradient_state", "_references", "trackers", "_received_trackers"}
 
 
 class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMethods):
@@ -503,8 +521,9 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         return self.free_memory(*objects)
 
     # Pickling: the replacement of a lost rank receives the Accelerator of a surviving rank. Objects of the process (the
-    # shared states, the trackers, the weak references) are not sent: they are created anew on the receiving rank, with
-    # the sender's settings, and the models and optimizers that came along are registered there as prepared.
+    # shared states, the open files of trackers, the weak references) are not sent: they are created anew on the
+    # receiving rank, with the sender's settings, and the models and optimizers that came along are registered there as
+    # prepared.
 
     def __getstate__(self) -> dict[str, Any]:
         attributes = {name: value for name, value in self.__dict__.items() if name not in _NOT_PICKLED}
@@ -525,6 +544,13 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
             "known": prepared_objects(),
             "serials": {kind: prepared.serials_of(kind, items) for kind, items in objects.items()},
             "custom_serials": prepared.serials_of("custom", self._custom_objects),
+            "trackers": [
+                *self._received_trackers,
+                *(
+                    (tracker.name, tracker.main_process_only, tracker if getattr(tracker, "_appends", False) else None)
+                    for tracker in self.trackers
+                ),
+            ],
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -533,7 +559,7 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         # state. So it counts as fresh.
         shared_here = AcceleratorState._shared_state
         fresh = not shared_here or shared_here.pop("_arrived", False)
-        self.__dict__.update(state["own"], trackers=[])
+        self.__dict__.update(state["own"], trackers=[], _received_trackers=state["trackers"])
         self.state = AcceleratorState(mixed_precision=precision)
         for name, value in shared.items():
             setattr(self.state, name, value)

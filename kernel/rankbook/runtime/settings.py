@@ -256,6 +256,9 @@ class AcceleratorSettings:
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_times_num_processes = scheduler_steps_times_num_processes
         self.trackers: list[Tracker] = []
+        # Those of the process that this object was copied from: name, `main_process_only`, and the tracker itself if it
+        # can go on here.
+        self._received_trackers: list[tuple[str, bool, Tracker | None]] = []
         # Weak: a notebook runs the same cells repeatedly, and old models have to be freed although the Accelerator
         # lives on.
         self._references: dict[str, list[weakref.ref[Any]]] = {

@@ -62,6 +62,8 @@ class GeneralTracker:
     main_process_only: bool = True
     name: str
     requires_logging_directory: bool
+    # Whether a copy of the tracker in another process goes on with the same files after `start`.
+    _appends: ClassVar[bool] = False
 
     def __init__(self, _blank: bool = False) -> None:
         needed = ("name", "requires_logging_directory", "tracker")
@@ -134,6 +136,7 @@ class TensorBoardTracker(GeneralTracker):
 
     name = "tensorboard"
     requires_logging_directory = True
+    _appends = True
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:  # noqa: ANN401 - the writer's
         super().__init__()
@@ -149,7 +152,7 @@ class TensorBoardTracker(GeneralTracker):
 
     def start(self) -> None:
         """Open the writer."""
-        if not self.is_here:
+        if not self.is_here or self._writer is not None:
             return
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -209,6 +212,11 @@ class TensorBoardTracker(GeneralTracker):
             self._writer.close()
             self._writer = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # With `purge_step` the second writer would hide what the first one has written.
+        kwargs = {name: value for name, value in self._kwargs.items() if name != "purge_step"}
+        return {**self.__dict__, "_writer": None, "_kwargs": kwargs}
+
 
 class JSONLinesTracker(GeneralTracker):
     """Tracker that appends metrics to the file `logging_dir/run_name/metrics.jsonl`.
@@ -227,6 +235,7 @@ class JSONLinesTracker(GeneralTracker):
 
     name = "jsonl"
     requires_logging_directory = True
+    _appends = True
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
         super().__init__()
@@ -257,6 +266,9 @@ class JSONLinesTracker(GeneralTracker):
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None}
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is not None:
