@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch as torch_files
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankbook.checkpoint import async_save, load_metadata, load_plain, verify
@@ -30,7 +31,7 @@ from rankbook.runtime import (
     settings,
     training_checkpoint,
 )
-from rankbook.runtime.data import rng
+from rankbook.runtime.data import rng, stateful
 from rankbook.runtime.gradient_state import window
 from rankbook.runtime.state import AcceleratorState
 
@@ -652,6 +653,62 @@ def test_loaders_keep_their_positions_if_one_cannot_be_loaded(tmp_path, monkeypa
     assert not model[0].weight.any()
     accelerator.load_state(tmp_path / "state")
     assert [(loader.position.resume, loader.position.next_epoch()) for loader in loaders] == [(1, 0)] * 3
+
+
+def test_an_object_that_is_prepared_again_keeps_its_name(tmp_path):
+    def prepared(accelerator):
+        models = accelerator.prepare(nn.Linear(2, 2), nn.Linear(2, 2))
+        loaders = accelerator.prepare(DataLoader(range(8), 2), DataLoader(range(4), 2))
+        return models, loaders
+
+    accelerator = Accelerator()
+    models, loaders = prepared(accelerator)
+    accelerator.prepare(models[0], loaders[0])
+    next(iter(loaders[1]))
+    accelerator.save_state(tmp_path / "state")
+    again = Accelerator()
+    models_again, loaders_again = prepared(again)
+    again.load_state(tmp_path / "state")
+    assert [same(values(one), values(other)) for one, other in zip(models, models_again, strict=True)] == [True] * 2
+    assert [loader.position.resume for loader in loaders_again] == [0, 1]
+
+
+def test_a_model_with_another_wrapper_keeps_its_place():
+    class Wrapper(DistributedDataParallel):
+        def __init__(self, module):
+            nn.Module.__init__(self)
+            self.module = module  # without a reducer, as a former wrapper
+
+    accelerator, model, other = Accelerator(), nn.Linear(2, 2), nn.Linear(2, 2)
+    former, present = Wrapper(model), Wrapper(model)
+    for item in (former, other, present):
+        accelerator._register("model", item)
+    assert [id(item) for item in accelerator._models] == [id(present), id(other)] and former is not None
+
+
+def test_loaders_in_another_order_are_refused_before_anything_changes(tmp_path, monkeypatch):
+    def prepared(*sizes):
+        accelerator = Accelerator()
+        model, _optimizer = trained(accelerator, seed=sum(sizes))
+        return accelerator, model, [accelerator.prepare(DataLoader(range(size), 2)) for size in sizes]
+
+    accelerator, _model, loaders = prepared(12000, 4)
+    next(iter(loaders[1]))
+    accelerator.save_state(tmp_path / "state")
+    again, model, loaders = prepared(4, 12000)
+    before = values(model)
+    message = "^loader was saved for 12,000 samples and is prepared for 4, as loader_1 was: prepare the loaders in the"
+    with pytest.raises(InvalidArgument, match=message):
+        again.load_state(tmp_path / "state")
+    assert same(values(model), before)
+    assert [loader.position.resume for loader in loaders] == [0, 0]
+    again, _model, loaders = prepared(12000, 12000)  # that of the evaluation has grown
+    again.load_state(tmp_path / "state")
+    assert [loader.position.resume for loader in loaders] == [0, 1]
+    # Checkpoints of earlier versions do not contain the length.
+    monkeypatch.setattr(stateful, "dataset_length", lambda _: None)
+    accelerator.save_state(tmp_path / "earlier")
+    prepared(4, 12000)[0].load_state(tmp_path / "earlier")
 
 
 def test_error_of_a_background_save_names_the_line_that_started_it(tmp_path):

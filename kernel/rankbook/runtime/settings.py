@@ -38,7 +38,7 @@ from rankbook.runtime.config import (
 from rankbook.runtime.data.rng import check_rng_types
 from rankbook.runtime.gradient_state import GradientState, window
 from rankbook.runtime.optimizer import LayoutGradScaler, restart_scaler
-from rankbook.runtime.prepared import note_registered, registered
+from rankbook.runtime.prepared import note_registered, registered, unwrap_registered
 from rankbook.runtime.process_state import DistributedType, PartialState
 from rankbook.runtime.state import AcceleratorState
 from rankbook.runtime.strategies.base import DataParallel, SingleDevice, Strategy, StrategySetup
@@ -335,13 +335,19 @@ class AcceleratorSettings:
     # Prepared objects, as weak references
 
     def _register(self, kind: str, item: object, serial: int | None = None) -> None:
+        def identity(known: object) -> object:
+            return unwrap_registered(known) if isinstance(known, nn.Module) else known
+
+        # Prepared again, an object keeps its place, also a model that gets another wrapper. The order determines the
+        # names in a checkpoint ("model", "model_1").
         references = self._references[kind]
-        # Prepared again, an object moves to the end. The order determines the names in a checkpoint ("model",
-        # "model_1").
-        references[:] = [
-            reference for reference in references if (alive := reference()) is not None and alive is not item
-        ]
-        references.append(weakref.ref(item))
+        kept = [(reference, alive) for reference in references if (alive := reference()) is not None]
+        places = [place for place, (_, alive) in enumerate(kept) if identity(alive) is identity(item)]
+        references[:] = [reference for reference, _ in kept]
+        if places:
+            references[places[0]] = weakref.ref(item)
+        else:
+            references.append(weakref.ref(item))
         note_registered(kind, item, serial)
 
     def _registered(self, kind: str) -> list[Any]:

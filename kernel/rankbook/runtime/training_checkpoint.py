@@ -56,7 +56,7 @@ from rankbook.checkpoint.storage.steps import (
 )
 from rankbook.errors import CheckpointError, InvalidArgument
 from rankbook.runtime.data.rng import random_state, restore_random_state
-from rankbook.runtime.data.stateful import ReadPosition
+from rankbook.runtime.data.stateful import ReadPosition, dataset_length
 
 RaiseOnAll = Callable[[str], AbstractContextManager[None]]
 """Context manager for a block that may fail on some ranks, and then raises on all."""
@@ -207,6 +207,7 @@ def read_state(
     # Steps 1 to 3 change nothing: read the objects, match the tensors, plan and check the reading of tensors.
     objects = load(_objects(parts, manifest), folder, allow=allow)
     with raise_on_all("load_state"):
+        _check_loaders(parts, objects)
         _drop_lost(objects, folder, strict=strict)
         layouts = _layouts(parts, objects)
         shards = _requested_shards(layouts, objects, manifest)
@@ -303,6 +304,23 @@ def _check(names: Sequence[str], manifest: Manifest, folder: str) -> None:
         raise InvalidArgument(
             f"{folder} does not contain {', '.join(missing)}: prepare the objects that were prepared when it was saved"
         )
+
+
+def _check_loaders(parts: TrainingParts, objects: Mapping[str, Any]) -> None:
+    """Raise `InvalidArgument` if a loader would get the position of another one, by the sizes of their datasets."""
+    loaders = {name: loader for name, loader in parts.objects.items() if _is_loader(name)}
+    # States of earlier versions, and of loaders that a subclass of `Accelerator` prepares, have no such entry.
+    saved = {name: objects[name].get("dataset_length") for name in loaders if isinstance(objects[name], Mapping)}
+    sizes = {name: (saved.get(name), dataset_length(loader)) for name, loader in loaders.items()}
+    # A dataset alone may have grown since.
+    changed = {name: size for name, size in sizes.items() if None not in size and size[0] != size[1]}
+    for name, (then, now) in changed.items():
+        for other, (then_of_other, _) in changed.items():
+            if then_of_other == now:
+                raise InvalidArgument(
+                    f"{name} was saved for {then:,} samples and is prepared for {now:,}, as {other} was: prepare the "
+                    "loaders in the order of the saving run"
+                )
 
 
 def _objects(parts: TrainingParts, manifest: Manifest) -> dict[str, Any]:

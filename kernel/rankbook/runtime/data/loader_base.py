@@ -335,6 +335,7 @@ class PreparedLoader(DataLoader[Any]):
         position = replace(self.position, delivered=self.position.start) if at_start else self.position
         samples = self.parts.tickets.samples_before(position.delivered)
         state = position.state_dict(self.parts.num_processes, self.parts.total_rows, samples)
+        state["dataset_length"] = reader_state.dataset_length(self)
         if state["finished"] and not self.position.restore and self.parts.generator is not None:
             state["generator"] = self.parts.generator.get_state()
         if self.parts.stateful and not at_start:

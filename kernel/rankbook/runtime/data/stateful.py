@@ -188,6 +188,14 @@ def is_stateful(dataset: Any) -> bool:  # noqa: ANN401 - any dataset
     return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
 
 
+def dataset_length(loader: Any) -> int | None:  # noqa: ANN401 - any loader
+    """Return the number of samples in the dataset of a loader, None if it has no length."""
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError, NotImplementedError):
+        return None
+
+
 def capture_state(
     inner: Any,  # noqa: ANN401 - torch's iterator
     fetch: Any,  # noqa: ANN401 - torch's fetcher
