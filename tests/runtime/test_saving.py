@@ -28,6 +28,7 @@ from rankbook.runtime import (
     GradScalerKwargs,
     ProjectConfiguration,
     model_files,
+    saving,
     settings,
     training_checkpoint,
 )
@@ -781,6 +782,34 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
         self.register_buffer("mask", torch.tensor([True, False, True]))
         self.small = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
+
+
+def test_sharded_tensors_go_to_the_memory_of_the_cpu_one_at_a_time(monkeypatch):
+    done = []
+
+    class Sharded:
+        def full_tensor(self):
+            done.append("gathered")
+            return self
+
+        def cpu(self):
+            done.append("copied")
+            return torch.ones(1)
+
+    class Model(nn.Module):
+        def state_dict(self):
+            return {"one": Sharded(), "plain": plain, "other": Sharded(), "extra": "text"}
+
+    plain = torch.ones(1, device="meta")
+    monkeypatch.setattr(saving, "DTensor", Sharded)
+    state = Accelerator().get_state_dict(Model())
+    assert done == ["gathered", "copied"] * 2
+    assert {name: getattr(value, "device", value) for name, value in state.items()} == {
+        "one": torch.device("cpu"),
+        "plain": torch.device("meta"),
+        "other": torch.device("cpu"),
+        "extra": "text",
+    }
 
 
 def test_a_model_is_written_as_safetensors_whole_or_in_shards_and_tied_weights_once(tmp_path):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from rankbook import control_collectives
@@ -34,7 +35,6 @@ from rankbook.runtime.prepare import unwrap
 from rankbook.runtime.prepared import note_registered
 from rankbook.runtime.process_state import PartialState
 from rankbook.runtime.settings import AcceleratorSettings
-from rankbook.runtime.strategies.base import full_tensor
 
 if TYPE_CHECKING:
     from rankbook.checkpoint.async_save import SaveHandle
@@ -53,7 +53,11 @@ class SavingMethods(AcceleratorSettings):
         return unwrap(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the model's state dict with full tensors on every rank. A collective if the model is sharded."""
+        """Return the model's state dict with full tensors on every rank. A collective if the model is sharded.
+
+        Sharded tensors are gathered one at a time into CPU memory, which every rank needs for the whole model. The
+        others are those of the model, on its device.
+        """
         return full_state(self.unwrap_model(model) if unwrap else model)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:  # noqa: ANN401
@@ -357,10 +361,11 @@ class SavingMethods(AcceleratorSettings):
 
 
 def full_state(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state dict with full tensors on every rank. A collective if it is sharded."""
-    # All ranks gather the tensors in the same order, that of the state dict.
+    """Return the model's state dict with full tensors on every rank, sharded ones in CPU memory. A collective then."""
+    # All ranks gather the tensors in the same order, that of the state dict. A sharded model may be too large for one
+    # device, so no more than one of its tensors is there.
     return {
-        name: full_tensor(value) if isinstance(value, torch.Tensor) else value
+        name: value.full_tensor().cpu() if isinstance(value, DTensor) else value
         for name, value in model.state_dict().items()
     }
 
