@@ -18,6 +18,7 @@ from rankbook.runtime import (
     PartialState,
     prepare_data_loader,
     set_seed,
+    skip_first_batches,
     synchronize_rng_states,
 )
 from rankbook.runtime.data import rng
@@ -129,6 +130,19 @@ def test_another_epoch_is_begun_at_its_start():
         again.load_state_dict(loader.state_dict())
         again.set_epoch(epoch)
         assert (len(list(again)), again.position.epoch) == (batches, epoch)
+
+
+def test_a_resumed_loader_does_not_skip_the_same_batches_again():
+    first = fresh(Augmented(), 2, 1)
+    first_batches = take_batches(first, 4)
+    again = fresh(Augmented(), 2, 1)
+    again.load_state_dict(first.state_dict())
+    rest = [batch.tolist() for batch in skip_first_batches(again, 4)]
+    assert len(rest) == 2
+    full_loader = fresh(Augmented(), 2, 1)
+    full_loader.load_state_dict({**first.state_dict(), "batches": 0})
+    assert [batch.tolist() for batch in full_loader] == first_batches + rest
+    assert len(list(again)) == 6, "the epoch after it"
 
 
 def test_incomplete_loader_state_is_refused():
