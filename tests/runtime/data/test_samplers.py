@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from itertools import islice, product
+from itertools import accumulate, islice, product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -200,6 +201,19 @@ def test_short_batches_of_a_sampler_that_groups_are_filled_up_in_the_last_round_
     assert [rounds[number].parts for number in (1, 5, 7)] == [[[4], [5, 6]], [[19], [19]], [[24, 25], [26, 0]]]
     assert [rounds[number].share.real for number in (1, 5, 7)] == [(1, 2), (1, 0), (2, 1)]
     assert [len(BatchSamplerShard(GROUPS, 2, 0, split_batches=split)) for split in (False, True)] == [4, 8]
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+@pytest.mark.parametrize(("split", "even", "drop"), list(product([True, False], repeat=3)))
+@pytest.mark.parametrize("lengths", [[4, 4, 3], [4, 3, 4, 1], [2, 4, 2]])
+def test_batches_may_be_arrays(kind, split, even, drop, lengths):
+    ends = list(accumulate(lengths))
+    batches = [list(range(end - length, end)) for end, length in zip(ends, lengths, strict=True)]
+    options = {"batch_size": 4, "drop_last": drop}
+    lists = type("Batches", (list,), options)(batches)
+    arrays = type("Batches", (list,), options)(map(kind, batches))
+    dealt = [[list(map(int, batch)) for batch in shard] for shard in shards(arrays, 2, split, even)]
+    assert dealt == [list(shard) for shard in shards(lists, 2, split, even)]
 
 
 def test_rows_of_the_last_round_hold_the_longer_batch_that_is_repeated_in_it():

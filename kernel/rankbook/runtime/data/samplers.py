@@ -121,7 +121,7 @@ def split_samples(  # the samples of one round
         # As in Accelerate: the last round is filled up with the first samples of the epoch.
         padded = [*chunk, *islice(cycle(initial), missing)]
         return [padded[cut] for cut in cuts], RoundPadding(real, rows, tuple(range(num_processes)))
-    parts = [chunk[cut] or None for cut in cuts]
+    parts = [chunk[cut] if count else None for cut, count in zip(cuts, real, strict=True)]
     return parts, RoundPadding(real, max(real), tuple(rank for rank, count in enumerate(real) if count))
 
 
@@ -293,7 +293,8 @@ class BatchSamplerShard(BatchSampler):
             samples = range(start, start := start + length)
             share: RoundPadding | None
             # As in `_dealt_rounds`, a short batch is filled up only at the end.
-            if batch and not is_full and self.even_batches and (following := next(batches, None)) is not None:
+            # By its length: the truth value of a NumPy array with several elements is an error.
+            if length and not is_full and self.even_batches and (following := next(batches, None)) is not None:
                 parts, share = divide_samples(batch, self.num_processes)
             else:
                 parts, share = split_samples(batch, first[0], rows, self.num_processes, self.even_batches)
