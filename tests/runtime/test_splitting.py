@@ -35,6 +35,13 @@ def test_padding_repeats_the_last_element(length, count):
             assert share == unpadded + [data[-1]] * (len(share) - len(unpadded))
 
 
+def test_a_range_is_split_into_ranges_and_padded_as_a_list():
+    assert [split_for_rank(range(5), index, 2) for index in range(2)] == [range(3), range(3, 5)]
+    assert [split_for_rank(range(5), index, 2, pad=True) for index in range(2)] == [[0, 1, 2], [3, 4, 4]]
+    assert split_for_rank({"a": range(2), "b": ["x", "y"]}, 1, 2) == {"a": range(1, 2), "b": ["y"]}
+    assert split_for_rank(range(0), 0, 2, pad=True) == []
+
+
 def test_a_dicts_values_are_split_alike_and_the_inputs_stay():
     inputs = {"a": ["x", "y", "z"], "b": torch.arange(6).view(3, 2), "name": "run"}
     second = split_for_rank(inputs, 1, 2, pad=True)

@@ -62,12 +62,14 @@ def split_for_rank(inputs: _D, index: int, count: int, *, pad: bool = False) -> 
     if hasattr(values, "select") and not isinstance(values, torch.Tensor):  # a table such as `datasets.Dataset`
         return values.select([min(start + offset, length - 1) for offset in range(size)])  # type: ignore[no-any-return]
     share = values[start:end]
+    if pad and isinstance(share, range):  # of one type on all ranks: a range has no repeated elements
+        share = list(share)
     short = size - (end - start)
     if short <= 0 or not length:
         return share  # type: ignore[no-any-return]
     if isinstance(values, torch.Tensor):
         return torch.cat([share, values[-1:].expand(short, *values.shape[1:])])  # type: ignore[return-value]
-    if not isinstance(values, list | tuple):
+    if not isinstance(share, list | tuple):
         import numpy as np
 
         return np.concatenate([share, np.repeat(values[-1:], short, axis=0)])  # type: ignore[return-value]
@@ -78,7 +80,7 @@ def _is_split(value: object) -> bool:
     if isinstance(value, torch.Tensor) or hasattr(value, "__array__"):
         # A tensor or array of zero dimensions has no rows.
         return bool(getattr(value, "ndim", 0))
-    return isinstance(value, list | tuple) or (hasattr(value, "select") and hasattr(value, "__len__"))
+    return isinstance(value, list | tuple | range) or (hasattr(value, "select") and hasattr(value, "__len__"))
 
 
 _log = logging.getLogger(__name__)
@@ -325,8 +327,8 @@ class PartialState:
         """Return this process's share of `inputs` as a context manager.
 
         Args:
-            inputs: a list, a tuple, a tensor (split by rows), or a dict of these with equal lengths.
-            apply_padding: repeat the last element, so that all shares have the same length.
+            inputs: a list, a tuple, a range, a tensor (split by rows), or a dict of these with equal lengths.
+            apply_padding: repeat the last element, so that all shares have the same length; those of a range are lists.
 
         Shares are in rank order; their lengths differ by at most one, the first ones are longer. Raises
         `InvalidArgument` for a dict whose values have different lengths.
