@@ -60,6 +60,8 @@ def test_the_names_of_accelerate_are_those_of_the_runtime(module):
         ("from rankbook.logging import MultiProcessAdapter", "use get_logger"),
         ("from rankbook.tracking import CometMLTracker", r"use GeneralTracker\(\)"),
         ("from rankbook import init_empty_weights", "use sharding over ranks"),
+        ("from rankbook import LocalSGD", r"use Accelerator.no_sync\(model\), and Accelerator.reduce"),
+        ("from rankbook.utils import DummyOptim, DummyScheduler", "use the optimizer and the scheduler themselves"),
         ("import rankbook; rankbook.dispatch_model", "use sharding over ranks"),
     ],
 )

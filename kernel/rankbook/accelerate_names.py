@@ -57,6 +57,10 @@ _INSTEAD = {
     "GeneralTracker() as the base class of a tracker of your own": (
         "AimTracker ClearMLTracker CometMLTracker DVCLiveTracker SwanLabTracker TrackioTracker"
     ),
+    "the optimizer and the scheduler themselves": "DummyOptim DummyScheduler",
+    "Accelerator.no_sync(model), and Accelerator.reduce(parameter.data, 'mean') of all parameters every few steps": (
+        "LocalSGD"
+    ),
     "the attribute `sampler` of the loader's batch_sampler": "get_sampler",
     "notebook_launcher, or %%distributed in a notebook": (
         "PrepareForLaunch prepare_multi_gpu_env prepare_simple_launcher_cmd_env prepare_tpu "
