@@ -19,7 +19,7 @@ from IPython.core.magic import Magics, cell_magic, line_cell_magic, magics_class
 from IPython.display import display
 
 from rankbook.coordinator import default_cluster
-from rankbook.coordinator.cluster import HOSTS_TIMEOUT, START_TIMEOUT, Cluster, RankStatus
+from rankbook.coordinator.cluster import START_TIMEOUT, Cluster, RankStatus
 from rankbook.coordinator.liveness import RESTART_ADVICE_AFTER, restart_advice
 from rankbook.coordinator.running_cell import Sink
 from rankbook.coordinator.wait import deferred_interrupts, set_ending_check
@@ -245,8 +245,7 @@ class DistributedMagics(Magics):
             backend=command.backend,
             device=command.device,
             keep=command.keep or False,
-            # Other hosts are started by hand or by a job scheduler, which takes longer.
-            timeout=command.timeout or (HOSTS_TIMEOUT if command.launcher else START_TIMEOUT),
+            timeout=command.timeout,
             launcher=command.launcher,
             nodes=command.nodes,
             launcher_args=command.launcher_args,

@@ -22,6 +22,7 @@ class FakeCluster:
         self.backend = backend or "gloo"
         self.device = device or "cuda"
         self.keep = keep
+        self.timeout = timeout
         self.stopped, self.ended_because = False, ""
         self.instances.append(self)
 
@@ -58,6 +59,13 @@ def test_a_cluster_of_another_size_is_refused_until_the_first_is_stopped():
         default_cluster.start(2, backend="nccl")
     assert default_cluster.stop()
     assert default_cluster.start(4) is not first
+
+
+@pytest.mark.parametrize(
+    ("options", "timeout"), [({}, 180), ({"launcher": "env"}, 600), ({"launcher": "env", "timeout": 5}, 5)]
+)
+def test_the_start_of_ranks_on_other_hosts_may_take_longer(options, timeout):
+    assert default_cluster.start(2, **options).timeout == timeout
 
 
 def test_a_cluster_on_other_devices_is_refused_until_the_first_is_stopped():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from rankbook.coordinator.cluster import START_TIMEOUT, Cluster
+from rankbook.coordinator.cluster import HOSTS_TIMEOUT, START_TIMEOUT, Cluster
 from rankbook.coordinator.reattach import select_detached
 from rankbook.coordinator.running_cell import Sink
 from rankbook.coordinator.wait import deferred_interrupts
@@ -129,7 +129,7 @@ def start(
     *,
     backend: str | None = None,
     device: str | None = None,
-    timeout: float = START_TIMEOUT,
+    timeout: float | None = None,
     keep: bool | float = False,
     launcher: str | Engine | None = None,
     nodes: int | None = None,
@@ -144,19 +144,20 @@ def start(
     """Start the notebook's cluster, or return the running one if it has `n` ranks. Raises the errors of `Cluster`.
 
     `device` is "cpu", which hides CUDA devices from the ranks, or "cuda", which raises `StartError` if torch can use
-    none; by default the ranks use CUDA devices if torch can. `keep`: the ranks survive this process, for ten minutes or
-    the given number of seconds, and `attach` finds them again. Raises `InvalidArgument` if a cluster of another size,
-    backend, device or `keep` is running, and with `keep` if ranks of this notebook are kept already.
+    none; by default the ranks use CUDA devices if torch can. `timeout` is in seconds, by default 180. `keep`: the ranks
+    survive this process, for ten minutes or the given number of seconds, and `attach` finds them again. Raises
+    `InvalidArgument` if a cluster of another size, backend, device or `keep` is running, and with `keep` if ranks of
+    this notebook are kept already.
 
     `launcher` starts ranks on other hosts: "ssh", "slurm", "mpirun" and "ray" start an agent on each of them, "env"
     prints the command, and another package or a `rankbook.engines.Engine` object may start them too. The call waits up
-    to `timeout` seconds until they offer enough slots. `nodes` is the number of hosts, by default the launcher's
-    choice, and `launcher_args` are options of the launcher; what follows `"--"` is passed to the program that it runs.
-    `address` and `port` are where this host listens for them, by default the address of the default route and a free
-    port; `home` is the number of ranks on this host. A host that cannot be reached for `lost_after` seconds is lost.
-    `env` names environment variables that the ranks there inherit from this process, beside RANKBOOK_*, ACCELERATE_*,
-    OMP_*, NCCL_*, TORCH*, HF_* and WANDB_*. With `sync_code`, modules of this process's folder are sent to the hosts
-    that import them, and again when they change.
+    to `timeout` seconds, by default ten minutes, until they offer enough slots. `nodes` is the number of hosts, by
+    default the launcher's choice, and `launcher_args` are options of the launcher; what follows `"--"` is passed to the
+    program that it runs. `address` and `port` are where this host listens for them, by default the address of the
+    default route and a free port; `home` is the number of ranks on this host. A host that cannot be reached for
+    `lost_after` seconds is lost. `env` names environment variables that the ranks there inherit from this process,
+    beside RANKBOOK_*, ACCELERATE_*, OMP_*, NCCL_*, TORCH*, HF_* and WANDB_*. With `sync_code`, modules of this
+    process's folder are sent to the hosts that import them, and again when they change.
 
     Example::
 
@@ -189,6 +190,8 @@ def start(
         )
         if differs or seconds is not None or options is not None:
             unused.stop()
+    if timeout is None:  # users and queues start other hosts
+        timeout = START_TIMEOUT if options is None else HOSTS_TIMEOUT
     return _start(n, backend, device, timeout, seconds, options)
 
 
