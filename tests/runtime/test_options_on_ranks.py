@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from datetime import timedelta
 
@@ -274,6 +275,33 @@ def started():
 
 def test_a_group_that_is_started_has_the_options_that_were_given():
     assert run_ranks(started, 2, group=False) == [("gloo", timedelta(seconds=77), [1, 1])] * 2
+
+
+def given_late(backend):
+    import torch
+    import torch.distributed as dist
+
+    from rankbook.runtime import Accelerator, InitProcessGroupKwargs, PartialState
+
+    group = dist.group.WORLD._get_backend(torch.device("cpu"))
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("rankbook").addHandler(handler)
+    timeouts = []
+    for seconds in (77, 78):  # the state that the first one makes is there at the second one
+        options = InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=seconds))
+        Accelerator(cpu=True, kwargs_handlers=[options])
+        timeouts.append(group.options._timeout.total_seconds())
+    PartialState(timeout=79)
+    return [*timeouts, group.options._timeout.total_seconds()], records
+
+
+def test_a_group_that_exists_gets_the_timeout_and_other_options_are_named():
+    assert run_ranks(given_late, 2, "gloo") == [([77, 78, 79], [])] * 2
+    (timeouts, first), (_, second) = run_ranks(given_late, 2, "mpi")
+    assert timeouts == [77, 78, 79]
+    assert first == ["the process group exists already, so that backend has no effect"] * 2 and not second
 
 
 def written(folder):

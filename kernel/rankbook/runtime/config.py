@@ -163,7 +163,8 @@ class GradScalerKwargs(KwargsHandler):
 class InitProcessGroupKwargs(KwargsHandler):
     """Keyword arguments of `torch.distributed.init_process_group`.
 
-    They have no effect if a process group exists already.
+    If a process group exists already, as on the ranks of a cluster, `timeout` is set for it, also when its connections
+    are made anew. The others have no effect then, and a warning says so.
 
     Example::
 

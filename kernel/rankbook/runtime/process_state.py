@@ -160,6 +160,8 @@ class PartialState:
         self.__dict__ = PartialState._shared_state
         if not self.initialized:
             PartialState._shared_state.update(_initial_state(cpu, options))
+        elif options:
+            _use_group_with(options)
 
     def __repr__(self) -> str:
         backend = f"  Backend: {self.backend}" if self.backend else ""
@@ -404,8 +406,7 @@ def _initial_state(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     # one.
     if dist.is_available() and dist.is_initialized():
         setup = _group_setup()
-        if options:
-            _log.info("The process group already exists: ignoring %s.", ", ".join(options))
+        _use_group_with(options)
         device = _device(setup, cpu)
     else:
         setup = read_setup()
@@ -431,6 +432,24 @@ def _initial_state(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         "num_processes": setup.world_size,
         "process_index": setup.rank,
     }
+
+
+def _use_group_with(options: Mapping[str, Any]) -> None:
+    """Give the process group, which exists already, the timeout of `options`; warn of options that come too late."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if options.get("timeout") is not None:
+        # torch has no public function for it. The group keeps it when its connections are made anew.
+        c10d._set_pg_timeout(_timedelta(options["timeout"]))
+    given = {name: value for name, value in options.items() if name != "timeout" and value is not None}
+    if given.get("backend") == dist.get_backend():
+        del given["backend"]
+    if given and dist.get_rank() == 0:
+        _log.warning("the process group exists already, so that %s has no effect", ", ".join(given))
+
+
+def _timedelta(timeout: timedelta | float) -> timedelta:
+    return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
 
 
 def _group_setup() -> LaunchSetup:
@@ -469,8 +488,8 @@ def _start_group(setup: LaunchSetup, device: torch.device, options: dict[str, An
     options = dict(options)
     if options.get("backend") is None:
         options["backend"] = _backend(setup, device)
-    if isinstance(options.get("timeout"), int | float):
-        options["timeout"] = timedelta(seconds=options["timeout"])
+    if options.get("timeout") is not None:
+        options["timeout"] = _timedelta(options["timeout"])
     if options.get("init_method") is None and options.get("store") is None:
         assert setup.master is not None
         options["init_method"] = "tcp://{}:{}".format(*setup.master)

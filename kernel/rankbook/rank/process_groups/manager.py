@@ -60,6 +60,8 @@ JOIN_TIMEOUT = timedelta(seconds=60)
 _FOREVER = timedelta(days=365)
 """Timeout of collectives while a rank may be paused in a debugger."""
 _NAME = "rankbook"
+_DEFAULT_GROUP = "0"
+"""Name of the default group: torch names a group by the number of groups before it."""
 _PROTECTION = "rankbook.runtime.protection"
 _STRATEGIES = "rankbook.runtime.strategies.base"
 _ACCUMULATION = "rankbook.runtime.gradient_state"
@@ -221,11 +223,13 @@ class GroupManager:
             for member in self._foreground().values():
                 member.group.cut_since = None
         else:
+            known_default = groups.get(_DEFAULT_GROUP)
             dist.init_process_group(
                 self._backend,
                 store=self.store,
                 rank=self.rank,
                 world_size=self._world_size,
+                timeout=None if known_default is None else timedelta(seconds=known_default["timeout"]),
             )
             self._create_peer_groups(groups)
         # torch names a group by the number of groups before it. A rank that failed while it created a group may have
