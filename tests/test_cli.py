@@ -561,7 +561,7 @@ def test_without_nbclient_the_command_says_what_to_install(
     monkeypatch.delattr("rankbook.cli.notebook_runner", raising=False)
     monkeypatch.setitem(sys.modules, "nbclient", None)
     assert cli.main(["run", "given.ipynb"]) == 2
-    message = 'rankbook: running a notebook requires nbclient; run pip install "rankbook[notebook]"\n'
+    message = 'rankbook: running a notebook requires nbclient; run pip install "jupyterlab>=4.2" "nbclient>=0.10"\n'
     assert capsys.readouterr().err == message
 
 

@@ -420,3 +420,11 @@ def test_test_files_named_by_checks_exist(script):
 
 def test_the_citation_names_the_version():
     assert f"\nversion: {rankbook.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_no_text_installs_a_package_of_this_name_from_an_index():
+    # It is on none: another program could take the name there.
+    pattern = re.compile(r"""pip install (-\S+ )*["']?rankbook(?!-\d)""")
+    sources = [path for folder in ("kernel", "magics", "widgets") for path in (ROOT / folder).rglob("*.py")]
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *sources):
+        assert not pattern.search(path.read_text()), path

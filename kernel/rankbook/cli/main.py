@@ -115,7 +115,9 @@ def _run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name not in _NOTEBOOK_PACKAGES:
             raise
-        return _usage_error(f'running a notebook requires {error.name}; run pip install "rankbook[notebook]"')
+        return _usage_error(
+            f'running a notebook requires {error.name}; run pip install "jupyterlab>=4.2" "nbclient>=0.10"'
+        )
     from rankbook.cli.console import Console
     from rankbook.errors import InvalidArgument
 

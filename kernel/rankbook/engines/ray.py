@@ -153,7 +153,7 @@ class RayEngine:
             import ray
         except ImportError as error:
             raise StartError(
-                "Ray is not installed: pip install 'rankbook[ray]', in the notebook and on the hosts"
+                "Ray is not installed: pip install 'ray>=2.40', in the notebook and on the hosts"
             ) from error
         self._ray: Any = ray
         self._was_initialized = True

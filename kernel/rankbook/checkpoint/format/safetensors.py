@@ -144,7 +144,7 @@ def _read_file(storage: Storage, path: str) -> dict[str, torch.Tensor]:
         library = import_module("safetensors")
     except ImportError as error:
         raise InvalidArgument(
-            'reading safetensors files needs the package safetensors: pip install "rankbook[safetensors]"'
+            'reading safetensors files needs the package safetensors: pip install "safetensors>=0.5"'
         ) from error
     where = f"{storage}/{path}"
     try:
