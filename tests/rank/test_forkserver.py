@@ -11,8 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -586,3 +588,18 @@ def test_a_machine_without_a_device_needs_no_explanation_unless_it_is_asked_for(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert forkserver.count_devices({}) == (0, "Found no NVIDIA driver on your system.", has_device)
+
+
+def test_a_module_that_fails_to_import_is_not_preloaded(tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text("raise ValueError")
+    (tmp_path / "broken_package").mkdir()
+    (tmp_path / "broken_package" / "__init__.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(forkserver, "_exit_with_notebook", lambda *_: contextlib.nullcontext())
+    server = object.__new__(forkserver.Forkserver)
+    server._owner, server._notebook, server._opened = SimpleNamespace(stream=None), 0, []
+    server._not_imported = deque(["broken_module", "broken_package.part", "missing_module", "missing.part", "this"])
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    while server._not_imported:
+        server._preload_next()
+    assert "this" in sys.modules

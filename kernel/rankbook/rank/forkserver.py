@@ -185,12 +185,10 @@ class Forkserver:
 
     def _preload_next(self) -> None:
         name = self._not_imported.popleft()
-        with _exit_with_notebook(self._owner.stream, self._notebook, self._opened):
-            try:
-                exists = importlib.util.find_spec(name) is not None
-            except ModuleNotFoundError:
-                exists = False
-            if exists:
+        # A module that fails is left out: a rank that needs it reports the error itself.
+        watched = _exit_with_notebook(self._owner.stream, self._notebook, self._opened)
+        with watched, contextlib.suppress(Exception):
+            if importlib.util.find_spec(name) is not None:
                 importlib.import_module(name)
 
     # Messages of the owner
