@@ -165,3 +165,13 @@ def test_models_are_named_by_the_variables_that_hold_them_or_their_parts():
     model = torch.nn.Sequential(layer)
     namespace = {"model": model, "part": layer, "_hidden": model, "other": torch.nn.Linear(1, 1), "x": 1}
     assert names_of_models([model], namespace) == ["model", "part"]
+
+
+def test_an_optimizer_that_cannot_be_pickled_is_reported_and_not_sent(monkeypatch):
+    sent = []
+    monkeypatch.setattr(model_reset.dist, "broadcast_object_list", lambda values, _: sent.append(pickle.dumps(values)))
+    monkeypatch.setattr(model_reset.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(model_reset, "_copy_tensor", lambda *_: None)
+    group = {"params": [torch.nn.Parameter(torch.ones(2))], "rate": lambda step: step}
+    reason, _ = model_reset._restore(torch.optim.SGD([group], lr=0.1), 0, torch.device("cpu"))
+    assert "pickle" in reason and sent

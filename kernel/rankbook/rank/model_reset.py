@@ -295,8 +295,11 @@ def _restore(optimizer: Optimizer, source: int, device: torch.device) -> tuple[s
     is_source, runtime = dist.get_rank() == source, sys.modules.get(_RUNTIME)  # a rank need not use the runtime
     try:
         if is_source:
-            # Through the CPU, because the device of the source may be another one.
-            states[0] = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), optimizer.state_dict())
+            # Through the CPU, because the device of the source may be another one. Pickled here: an error within the
+            # collective would leave the other ranks waiting.
+            states[0] = pickle.dumps(
+                pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), optimizer.state_dict())
+            )
             states[1] = runtime.schedules_of(optimizer) if runtime is not None else []
             states[2] = [_dump_scheduler(scheduler) for scheduler in _plain_schedulers_of(optimizer)]
     except Exception as error:  # noqa: BLE001 - may run code of the user
@@ -306,7 +309,7 @@ def _restore(optimizer: Optimizer, source: int, device: torch.device) -> tuple[s
     skipped = ""
     try:
         if not is_source and not reason:
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(pickle.loads(state))  # from a rank of the same program
             if runtime is not None:
                 runtime.load_schedules(optimizer, schedules)
             skipped = _load_schedulers(_plain_schedulers_of(optimizer), plain)
