@@ -357,3 +357,21 @@ def test_a_child_that_user_code_forked_does_not_become_a_second_rank(notebook):
         "    print('ended', os.waitstatus_to_exitcode(status))"
     )
     assert outcome.stdout == "[0-1] ended 1\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "error"),
+    [
+        ("sys.exit(0)", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('gone')", 1, "gone"),
+        ("1 / 0", 1, "ZeroDivisionError"),
+    ],
+)
+def test_a_forked_child_ends_as_a_process_of_python_does_and_shows_its_error(notebook, end, code, error):
+    outcome = notebook.ok(
+        f"%%distributed --ranks 0\nimport os, sys\npid = os.fork()\nif not pid:\n    {end}\n"
+        "print('ended', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))"
+    )
+    assert outcome.stdout == f"[0] ended {code}\n"
+    assert error in outcome.stderr and bool(error) == bool(outcome.stderr)

@@ -220,7 +220,7 @@ class Executor:
                 error = caught
                 # User code has forked, and the child has left the cell by an exception. It must not report anything on
                 # the rank's link.
-                self._end_if_forked()
+                self._end_if_forked(error)
                 with self._interrupts.postponed(_REPORT_TIME):
                     error = self._translate(error)
                     report = self._report_failure(error)
@@ -299,7 +299,7 @@ class Executor:
         """Restore a working rank after an error in our own code, and return the task's `Done`."""
         # First of all: the code below needs builtin functions.
         replaced = os_utils.restore_originals()
-        self._end_if_forked()
+        self._end_if_forked(error)
         self._interrupts.disarm()
         # The state of the failed task must not reach the next one.
         self._measurement = None
@@ -310,10 +310,20 @@ class Executor:
             self._capture.end()
         return Done(cell=self.cell, status=task_status(error), seconds=0.0, error=report)
 
-    def _end_if_forked(self) -> None:
-        """Exit if this process is a child that user code forked and that has left the cell."""
-        if self._forked:
-            os._exit(1)
+    def _end_if_forked(self, error: BaseException | None = None) -> None:
+        """Exit if this process is a child that user code forked and that has left the cell, by `error` if given."""
+        if not self._forked:
+            return
+        code = 1
+        with contextlib.suppress(BaseException):  # its streams and its error are the user's
+            if type(error) is SystemExit:
+                code = _exit_code(error)
+            elif error is not None:
+                report = failure_report(self._shell, error, self._cell_files(), self._number)
+                sys.stderr.write(f"{report.plain}\n")
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
     def _cell_files(self) -> dict[str, int]:
         return cell_numbers(self._shell.compile)
@@ -701,6 +711,14 @@ def failure_report(shell: InteractiveShell, error: BaseException, cells: dict[st
     elif oom.is_peer_oom(error):
         oom.free_memory(shell, error)
     return report
+
+
+def _exit_code(error: SystemExit) -> int:
+    """Return the exit code that Python gives a process that ends by `error`. A text as its code is printed."""
+    if error.code is None or type(error.code) is int:
+        return (error.code or 0) & 0xFF
+    sys.stderr.write(f"{error.code}\n")
+    return 1
 
 
 def is_interrupt_consequence(error: BaseException) -> bool:
