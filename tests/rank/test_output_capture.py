@@ -437,3 +437,38 @@ def test_sent_bytes_reduce_the_burst_until_the_rate_refills_it(monkeypatch):
     assert pace.room() == 500
     now += 60.0
     assert pace.room() == 1800
+
+
+def test_the_original_streams_are_captured_in_order_too(tmp_path):
+    sent, _ = run(
+        tmp_path,
+        """
+print("a", file=sys.__stdout__)
+sys.stdout = open(os.devnull, "w")
+print("hidden")
+sys.stdout = sys.__stdout__
+print("b")
+print("c", file=sys.__stderr__)
+print("d")
+capture.drain()
+""",
+    )
+    assert streams(sent) == [("stdout", "a\nb\n"), ("stderr", "c\n"), ("stdout", "d\n")]
+
+
+def test_the_stacks_of_a_child_that_crashes_go_to_stderr_and_not_into_the_file_of_the_rank(tmp_path):
+    body = """
+import os, sys
+from pathlib import Path
+from types import SimpleNamespace
+from rankbook.rank import main
+request = SimpleNamespace(segments=sys.argv[1], rank=0, incarnation=1)
+main._enable_faulthandler(request)
+if not (pid := os.fork()):
+    os.abort()
+os.waitpid(pid, 0)
+"""
+    done = subprocess.run([sys.executable, "-c", body, str(tmp_path)], capture_output=True, check=True, timeout=60)
+    assert b"Fatal Python error: Aborted" in done.stderr
+    (file,) = tmp_path.rglob("*crash*")
+    assert file.read_bytes() == b""
