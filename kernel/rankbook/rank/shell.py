@@ -558,7 +558,8 @@ class RankShell(InteractiveShell):
 
     def enable_gui(self, gui: str | None = None) -> None:
         """Refuse the event loops of desktop toolkits: a rank has no display."""
-        if gui not in (None, "inline"):
+        # Older versions of IPython and matplotlib name these two backends as if they were event loops.
+        if gui not in (None, "inline", "widget", "ipympl"):
             raise UsageError(f"%gui {gui}: a rank has no display; use %matplotlib inline to show figures")
 
 
