@@ -70,6 +70,10 @@ def index(tmp_path_factory) -> Index:
     [
         ("FSDP2", "tutorials/fsdp2"),
         ("tensor parallel", "tutorials/tensor-parallel"),
+        ("gradient checkpointing", "howto/models-and-memory"),
+        ("EMA", "howto/models-and-memory"),
+        ("from_pretrained", "howto/models-and-memory"),
+        ("out of memory", "tutorials/when-something-goes-wrong"),
         ("mesh", "tutorials/tensor-parallel"),
         ("save_state", "tutorials/checkpoints"),
         ("load_state", "reference/api-training"),
