@@ -375,3 +375,11 @@ def test_a_forked_child_ends_as_a_process_of_python_does_and_shows_its_error(not
     )
     assert outcome.stdout == f"[0] ended {code}\n"
     assert error in outcome.stderr and bool(error) == bool(outcome.stderr)
+
+
+def test_tasks_that_stop_with_their_cell_are_named_and_go_on_in_the_next_one_that_awaits(notebook):
+    start = "event = asyncio.Event()\nwaiting = asyncio.create_task(event.wait())\nawait asyncio.sleep(0)"
+    outcome = notebook.ok(f"%%distributed\nimport asyncio\n{start}")
+    assert "rankbook: 1 asyncio task paused: on a rank, tasks run only while a cell awaits" in outcome.stderr
+    outcome = notebook.ok("%%distributed\nevent.set()\nprint(await waiting)")
+    assert outcome.stdout == "[0-1] True\n" and not outcome.stderr

@@ -28,7 +28,7 @@ from IPython.core.error import UsageError
 
 from rankbook import snapshot_files
 from rankbook.errors import CollectiveAborted, InvalidArgument, RankbookError, StartError
-from rankbook.formatting import suggest
+from rankbook.formatting import plural, suggest
 from rankbook.ipython_compat import asyncio_loop, cell_numbers
 from rankbook.protocol import WIDGET_VIEW
 from rankbook.protocol.messages import (
@@ -341,6 +341,7 @@ class Executor:
                         self._shell.run(message.source, message.number, message.file, session=message.session)
                     else:
                         self._run_measured(message, message.measure)
+                    _report_paused_tasks(message.source)
                 finally:
                     _report_lost_saves(self._cell_files())
             case CallFunction():
@@ -752,6 +753,17 @@ def cancel_pending_tasks() -> None:
     for task in tasks:
         task.cancel()
     loop.run_until_complete(asyncio.wait(tasks, timeout=0.2))  # user code may ignore the cancellation
+
+
+def _report_paused_tasks(source: str) -> None:
+    """Print how many asyncio tasks a cell has left. In the kernel they go on, but a rank has no loop between cells."""
+    if "await" not in source and "async" not in source:
+        return
+    loop = asyncio_loop()
+    if not loop.is_running() and (waiting := [task for task in asyncio.all_tasks(loop) if not task.done()]):
+        with contextlib.suppress(Exception):  # the cell may have replaced sys.stderr
+            text = f"{plural(len(waiting), 'asyncio task')} paused: on a rank, tasks run only while a cell awaits"
+            print(f"rankbook: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the cell's output
 
 
 def _report_lost_saves(cells: Mapping[str, int]) -> None:
