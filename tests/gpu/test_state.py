@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,6 +15,8 @@ from tests.faults.protected import RANKS, Training
 from tests.faults.test_resize import SAMPLES, Epoch
 from tests.gpu.ranks import NCCL_OVER_SOCKETS, ON_CUDA, nccl_cluster
 from tests.test_pages import cells
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = [*ON_CUDA, pytest.mark.timeout(120)]
 
@@ -90,3 +94,12 @@ def test_the_code_of_a_page_works_on_a_device(nccl, page, tmp_path):
     nccl.run("%distributed stop")
     nccl.ok("%reset -f\nimport os\nos.chdir('/')\n%distributed start -n 2")
     assert not failures, "\n".join(failures)
+
+
+def test_the_numbers_example_works_on_a_device(nccl, tmp_path):
+    notebook = json.loads((ROOT / "examples" / "numbers.ipynb").read_text())
+    nccl.ok(f"%distributed stop\nimport os\nos.chdir({str(tmp_path)!r})")
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            nccl.ok("".join(cell["source"]), timeout=60)
+    nccl.ok("%reset -f\nimport os\nos.chdir('/')\n%distributed start -n 2")
