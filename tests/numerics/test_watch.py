@@ -356,3 +356,41 @@ def test_backward_pass_of_autograd_has_its_own_line():
     torch.autograd.backward(loss)
     with pytest.raises(NumericalError, match=rf"at step 2, test_watch.py line {line}"):
         optimizer.step()
+
+
+def fail_in_a_cell(net, how):
+    """Run a forward pass with a NaN that no step follows, as a cell does that replays the inputs of an alarm."""
+    watch.cell += 1
+    loss = net(torch.full((1, 2), math.nan)).sum()
+    if how == "backward":
+        loss.backward()
+        net.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["forward", "backward"])
+@pytest.mark.parametrize("waits", [True, False])
+def test_passes_of_another_cell_are_no_part_of_a_step(monkeypatch, waits, how):
+    if waits:
+        monkeypatch.setattr(watch, "is_on_host", lambda _: False)  # as on an accelerator
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    fail_in_a_cell(net, how)
+    watch.cell += 1
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_forward_pass_is_attributed_if_the_backward_pass_and_the_step_are_in_later_cells(monkeypatch, waits):
+    if waits:
+        monkeypatch.setattr(watch, "is_on_host", lambda _: False)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    line = inspect.currentframe().f_lineno + 1
+    loss = net(torch.full((1, 2), math.nan)).sum()
+    watch.cell += 1
+    loss.backward()
+    watch.cell += 1
+    net(torch.ones(1, 2)).sum().backward()  # the gradients are a sum with those of the bad batch
+    with pytest.raises(NumericalError, match=rf"in the data: .* line {line}"):
+        optimizer.step()

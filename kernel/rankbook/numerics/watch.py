@@ -67,6 +67,8 @@ INPUTS_NAME = "nonfinite_inputs"
 """Variable in which the inputs of the culprit are kept."""
 _MAX_LAUNCHES = 4096
 """Number of collectives per step whose inputs are remembered."""
+cell = 0
+"""Number of cells that this process has begun since the watch was loaded. A rank counts them; a script has none."""
 _CALL = "_rankbook_call"
 """Attribute of a tensor: the call that has produced it, and the tensor's version then."""
 
@@ -125,6 +127,9 @@ class NumberWatch:
         # After the step of an optimizer: the number of launches, and the positions until then.
         self._ended: tuple[int, dict[str, int]] | None = None
         self._first: _First | None = None
+        # The cell of the last forward pass, whether a backward pass has run in this step, and whether the first value
+        # is one of the passes in an earlier cell than the last.
+        self._pass_cell, self._has_backward, self._is_earlier = cell, False, False
         self._finite_grads: set[int] = set()
         self._modules: dict[int, nn.Module] = {}
         self._positions: dict[str, int] = {}
@@ -137,6 +142,7 @@ class NumberWatch:
     def _end_step(self) -> None:
         """Forget the passes of the step, but not the collectives, for another optimizer of the same step."""
         self._first = None
+        self._has_backward = self._is_earlier = False
         self._finite_grads = set()
         self._scaled = False
         self._deferred, self._deferred_launches = [], []
@@ -156,6 +162,15 @@ class NumberWatch:
         new = {group: number for group, number in self._positions.items() if number != positions.get(group)}
         self._reset()
         self._launches, self._deferred_launches, self._positions = launches, deferred, new
+
+    def _begin_cell(self) -> None:
+        """Forget the forward passes of an earlier cell that no backward pass has followed: they are part of no step."""
+        self._pass_cell = cell
+        if self._has_backward:  # its gradients may be part of this step, or the user has cleared them
+            self._read_deferred()
+            self._is_earlier = self._first is not None
+        else:
+            self._first, self._deferred = None, []
 
     # Hooks
 
@@ -201,6 +216,8 @@ class NumberWatch:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return
         self._begin_step()
+        if self._pass_cell != cell:
+            self._begin_cell()
         self._modules[id(module)] = module
         # Of a model that some of the ranks train, the others take no step: each of its ranks decides alone.
         if isinstance(module, DistributedDataParallel) and module.process_group.size() == dist.get_world_size():
@@ -241,6 +258,7 @@ class NumberWatch:
         return call
 
     def _on_gradient(self, call: _Call, gradient: torch.Tensor) -> None:
+        self._has_backward = True
         if self._first is not None or not self._check(gradient, at.BACKWARD, call) or not is_on_host(gradient):
             return
         self._mark_finite(call)
@@ -258,6 +276,7 @@ class NumberWatch:
 
     def _before_backward(self, loss: torch.Tensor, *_: object) -> None:
         self._begin_step()
+        self._has_backward = True
         self._line = cell_line()
         if self._first is not None:
             self._first.in_pass = False
@@ -276,7 +295,7 @@ class NumberWatch:
         """End a round of the fp16 scaler, which skips a step with infinite gradients."""
         self._read_deferred()
         first = self._first
-        if first is not None and first.phase in (at.FORWARD, at.LOSS):
+        if first is not None and first.phase in (at.FORWARD, at.LOSS) and not self._is_earlier:
             # The scaler has skipped the step, and would do so for ever. All ranks are here: their scalers have the
             # same gradients.
             self._shared = self._is_shared(())
@@ -334,17 +353,19 @@ class NumberWatch:
             first.inputs_kind = _kind_of_all(call.inputs)
 
     def _read_deferred(self) -> None:
-        """Read the norms that an accelerator has computed, and keep the first that is not finite."""
-        if self._deferred_launches:
-            values = torch.stack([norm.float() for _, norm in self._deferred_launches]).tolist()
-            for (index, _), value in zip(self._deferred_launches, values, strict=True):
+        """Read the norms that an accelerator has computed since the last call; keep the first that is not finite."""
+        launches, self._deferred_launches = self._deferred_launches, []
+        if launches:
+            values = torch.stack([norm.float() for _, norm in launches]).tolist()
+            for (index, _), value in zip(launches, values, strict=True):
                 if not math.isfinite(value):
                     group, number, describe, dtype, _, references = self._launches[index]
                     self._launches[index] = (group, number, describe, dtype, False, references)
-        if not self._deferred:
+        deferred, self._deferred = self._deferred, []
+        if not deferred:
             return
-        values = torch.stack([norm.float() for _, _, norm, _ in self._deferred]).tolist()
-        for (phase, call, _, lines), value in zip(self._deferred, values, strict=True):
+        values = torch.stack([norm.float() for _, _, norm, _ in deferred]).tolist()
+        for (phase, call, _, lines), value in zip(deferred, values, strict=True):
             kind = "NaN" if math.isnan(value) else "inf" if math.isinf(value) else None
             if kind is None:
                 if phase == at.BACKWARD and call is not None and self._first is None:
@@ -356,6 +377,7 @@ class NumberWatch:
                 self._keep_first(phase, kind, call)
                 assert self._first is not None
                 self._first.line = (cell_line(lines) if lines else "") or self._line or cell_line()
+                self._first.in_pass = not self._has_backward  # otherwise the next forward pass is another one
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -403,8 +425,11 @@ class NumberWatch:
                 gradients = tuple(p for p, g in zip(parameters, tensors, strict=True) if kind_of(g) is not None)
         norm = self._norm_of(parameters) if self.conditions.norm is not None else 0.0
         self._shared = self._is_shared(parameters)
-        if self._first is not None and self._first.phase == at.BACKWARD and self._scaled and not gradients:
-            self._first = None  # in the graph of another optimizer, whose step the scaler will skip
+        first = self._first
+        if first is not None and (self._is_earlier or (self._scaled and first.phase == at.BACKWARD)) and not gradients:
+            # In an earlier cell, whose gradients were cleared; or in the graph of another optimizer, whose step the
+            # scaler will skip.
+            self._first = None
         spoilt = self._spoilt(parameters) if updated and (self._first is not None or gradients) else None
         self._agree(step, gradients, parameters, norm, spoilt)
         self._end_step()

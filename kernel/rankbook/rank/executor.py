@@ -117,6 +117,7 @@ _ASSIGNS_ACCELERATOR = re.compile(
 
 
 _PROTECTION = "rankbook.runtime.protection"
+_WATCH = "rankbook.numerics.watch"
 _REPORT_TIME = 2.0
 """Seconds by which an interrupt is postponed while the report of an error is made."""
 
@@ -331,8 +332,7 @@ class Executor:
     def _perform(self, message: ToRank, frames: list[memoryview]) -> Packed | None:
         match message:
             case RunCell():
-                if "accelerator" in message.source:
-                    self._provide_accelerator(message.source)
+                self._begin_cell(message.source)
                 self._tell_steps()
                 # Before and after the cell: a background save may fail between two cells or during one.
                 _report_lost_saves(self._cell_files())
@@ -467,6 +467,12 @@ class Executor:
         self._measurement = None
         measurement.stop(self._group.launched)  # an interrupt may have prevented the first call
         return pack(measurement.result(), store=self._segments)
+
+    def _begin_cell(self, source: str) -> None:
+        if "accelerator" in source:
+            self._provide_accelerator(source)
+        if (watch := sys.modules.get(_WATCH)) is not None:
+            watch.cell += 1
 
     def _provide_accelerator(self, source: str) -> None:
         """Define `accelerator` for a cell that uses the name without assigning it."""
