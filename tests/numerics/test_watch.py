@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import math
@@ -15,6 +16,7 @@ from torch import nn
 from rankbook.errors import NumericalError
 from rankbook.numerics import watch
 from rankbook.numerics.settings import Conditions
+from rankbook.transport.serialization import pack, unpack
 
 
 @pytest.fixture(autouse=True)
@@ -394,3 +396,22 @@ def test_forward_pass_is_attributed_if_the_backward_pass_and_the_step_are_in_lat
     net(torch.ones(1, 2)).sum().backward()  # the gradients are a sum with those of the bad batch
     with pytest.raises(NumericalError, match=rf"in the data: .* line {line}"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["pack", "copy", "save"])
+def test_output_of_a_watched_module_is_copied_without_its_model(tmp_path, how):
+    output = nn.Linear(100, 100)(torch.ones(1, 100))
+    assert watch._CALL in vars(output)
+    if how == "pack":
+        packed = pack(output, store=None)
+        assert sum(buffer.size for buffer in packed.payload.buffers) < 2000
+        copied = unpack(packed.payload, packed.frames, unlink=True, folder=tmp_path)
+    elif how == "copy":
+        copied = copy.copy(output)
+    else:
+        torch.save(output, tmp_path / "output.pt")
+        assert (tmp_path / "output.pt").stat().st_size < 4000
+        copied = torch.load(tmp_path / "output.pt", weights_only=True)
+    assert torch.equal(copied, output)
+    nn.Linear(100, 1)(copied).sum().backward()  # as the input of a module that is watched
+    assert copied.grad is not None

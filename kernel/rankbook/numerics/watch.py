@@ -52,6 +52,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import TensorWeakRef
 
 from rankbook import control_collectives
@@ -90,6 +91,11 @@ class _Call:
         self.consumers: tuple[_Call, ...] = ()
         self.enclosing: tuple[nn.Module, ...] = ()
         self.finite = False  # whether the gradient of its output was
+
+    def __reduce__(self) -> tuple[type[set[None]], tuple[()]]:
+        # It is an attribute of a tensor, and belongs to this process and step: a copy of the tensor has none. An empty
+        # set takes its place, which torch.load(weights_only=True) takes too, other than None.
+        return set, ()
 
 
 class _First:
@@ -249,12 +255,13 @@ class NumberWatch:
     def _producer(tensor: torch.Tensor) -> _Call | None:
         """Return the call that has produced `tensor`, unless it was changed in place since."""
         entry = tensor.__dict__.get(_CALL)
-        return entry[0] if entry is not None and entry[1] == tensor._version else None
+        return entry[0] if entry is not None and entry[0] and entry[1] == tensor._version else None
 
     def _follow(self, tensor: torch.Tensor, call: _Call) -> _Call:
         """Check the gradient of `tensor` in the backward pass."""
         tensor.__dict__[_CALL] = (call, tensor._version)
-        tensor.register_hook(functools.partial(self._on_gradient, call))
+        # torch warns of other hooks when the tensor is saved.
+        tensor.register_hook(unserializable_hook(functools.partial(self._on_gradient, call)))
         return call
 
     def _on_gradient(self, call: _Call, gradient: torch.Tensor) -> None:
