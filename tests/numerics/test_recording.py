@@ -7,13 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 
 from rankbook.errors import InvalidArgument
-from rankbook.numerics import compare
+from rankbook.numerics import compare, recording
 from rankbook.numerics.recording import difference, summarize
 from rankbook.runtime import Accelerator, AcceleratorState, GradientState
 from rankbook.runtime.optimizer import LayoutGradScaler
+from tests.rank_processes import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -208,3 +211,22 @@ def test_differences_with_a_pattern_are_seen_in_the_summaries(shape):
         changed = tensor + 1e-3 * pattern
         size = float((changed - tensor).double().norm())
         assert difference(summarize(tensor), summarize(changed)) > size / 20, name
+
+
+def count_groups_after_a_restart() -> list[int]:
+    """Return the numbers of process groups after three comparisons, between which rank 1 has lost its own group."""
+    counts = []
+    for _ in range(3):
+        net = make_net()
+        compare(model=net, batch=(torch.ones(4, 2), torch.zeros(4, 1)), loss=nn.functional.mse_loss)
+        counts.append(distributed_c10d._world.group_count)
+        if len(counts) == 1 and dist.get_rank() == 1:
+            recording._Solo.of = recording._Solo.group = None  # as in a new process
+    return counts
+
+
+@pytest.mark.slow
+def test_a_restarted_rank_makes_no_group_that_the_others_lack():
+    first, second = run_ranks(count_groups_after_a_restart, 2)
+    assert first == second
+    assert first[1] == first[2]

@@ -39,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
+from rankbook.control_collectives import all_min, world_size
 from rankbook.errors import InvalidArgument
 from rankbook.numerics.relations import wide
 from rankbook.numerics.settings import Layout
@@ -603,8 +604,9 @@ class _Solo:
 
 
 def prepare_solo_group() -> None:
-    """Create the group of this rank alone. A collective, once per default group."""
-    if dist.is_initialized() and dist.get_world_size() > 1 and _Solo.of is not dist.group.WORLD:
+    """Create the group of this rank alone, unless all ranks have theirs. A collective."""
+    # A rank that was restarted has none, and torch numbers the groups on every rank.
+    if world_size() > 1 and not all_min(_Solo.of is dist.group.WORLD)[0]:
         _Solo.group, _ = dist.new_subgroups(group_size=1)
         _Solo.of = dist.group.WORLD
 
