@@ -90,6 +90,7 @@ def test_norm_above_the_limit_is_reported_with_the_largest_module():
         (["norm", ">", "100"], Conditions(norm=100.0)),
         (["nan", "norm>1e3"], Conditions(nan=True, norm=1000.0)),
         (["nan, norm > 5"], Conditions(nan=True, norm=5.0)),
+        (["norm > 123456.789"], Conditions(norm=123456.789)),
         (["off"], Conditions()),
     ],
 )

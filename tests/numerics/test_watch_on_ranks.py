@@ -13,6 +13,7 @@ import pytest
 
 import rankbook
 from rankbook import Cluster, NumericalError
+from rankbook.numerics import active_words
 
 SETUP = '''
 import math
@@ -470,6 +471,17 @@ def test_healed_rank_watches_if_a_cell_has_switched_the_watch_on(cluster):
     cluster.heal()
     with pytest.raises(NumericalError, match="born on rank 2"):
         cluster.run("train(change('blocks.1.gate', spoil(2)), 2)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "cell"), [("nan", "off"), ("off", "norm > 123456.789")])
+def test_restarted_rank_watches_what_a_cell_has_changed_the_watch_to(cluster, command, cell):
+    cluster.watch_numbers(command)
+    cluster.run(f"rankbook.watch_numbers({cell!r})")
+    cluster.restart(1)
+    cluster.run(SETUP)
+    assert cluster.apply(active_words) == [() if cell == "off" else (cell,)] * 3
+    cluster.run("train(nothing, 2)")  # the ranks exchange equally many flags
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ from rankbook.formatting import plural, python_name
 from rankbook.launch.hosts import HostOptions, Hosts, HostStatus
 from rankbook.launch.placement import changed_variables
 from rankbook.launch.registry import ClusterRecord
-from rankbook.numerics import watch_numbers
+from rankbook.numerics import active_words, watch_numbers
 from rankbook.numerics.norms import GradientTable, merge_gradients
 from rankbook.numerics.settings import parse_conditions
 from rankbook.output.cell_result import CellResult, describe_errors
@@ -895,9 +895,13 @@ class Cluster(ClusterQueries):
         return str(parse_conditions(*(self._number_watch or ("off",))))
 
     def _renew_number_watch(self, ranks: tuple[int, ...]) -> None:
-        """Switch the number watch on for new ranks: the ranks exchange a flag in every step that is watched."""
-        if self._number_watch:
-            self.apply(watch_numbers, *self._number_watch, ranks=ranks)
+        """Let new ranks watch what the others do: the ranks exchange a flag in every step that is watched."""
+        others = [entry for rank, entry in self._state.ranks.items() if rank not in ranks and not entry.empty]
+        idle = next((entry.rank for entry in others if entry.state is RankState.IDLE), None)
+        # A cell may have changed the watch since the last command.
+        words = self._number_watch if idle is None else self.apply(active_words, ranks=idle)[0]
+        if words:
+            self.apply(watch_numbers, *words, ranks=ranks)
 
     def push(self, values: Mapping[str, object], *, ranks: RankSelection = None, timeout: float | None = None) -> None:
         """Assign the variables `values` on `ranks`. All ranks read one copy in shared memory."""

@@ -19,6 +19,7 @@ process imports it as well.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,13 @@ def watch_numbers(*conditions: str) -> None:
     from rankbook.numerics import watch
 
     watch.set_conditions(chosen)
+
+
+def active_words() -> tuple[str, ...]:
+    """Return the conditions of the watch of this process, as `watch_numbers` takes them; none if it is off."""
+    watch = sys.modules.get("rankbook.numerics.watch")  # not imported where nothing was ever watched
+    conditions = watch.active_conditions() if watch is not None else None
+    return () if conditions is None else (str(conditions),)
 
 
 def compare(

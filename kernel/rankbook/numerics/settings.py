@@ -79,7 +79,7 @@ class Conditions:
     def __str__(self) -> str:
         parts = ["nan"] * self.nan + ["inf"] * self.inf
         if self.norm is not None:
-            parts.append(f"norm > {self.norm:g}")
+            parts.append(f"norm > {str(self.norm).removesuffix('.0')}")  # all digits: a new rank gets its watch as text
         return ", ".join(parts) or "off"
 
 
