@@ -6,12 +6,19 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
 import rankbook
-from rankbook import Cluster, InvalidArgument, RankLostError, TransferError
-from rankbook.coordinator.recovery import choose_random, copy_variables, describe_places, summarize_restore
+from rankbook import CellTimeout, Cluster, InvalidArgument, RankLostError, TransferError
+from rankbook.coordinator.recovery import (
+    ProtectionStatus,
+    choose_random,
+    copy_variables,
+    describe_places,
+    summarize_restore,
+)
 from rankbook.coordinator.states import RankEntry, RankState, choose_donor
 from rankbook.launch import local
 from rankbook.magics.views import ClusterViewSource
@@ -53,6 +60,46 @@ class Rejecting:
 )
 def test_a_new_rank_continues_with_random_numbers_that_all_others_have_in_common(states, chosen):
     assert choose_random(states, 0) == chosen
+
+
+class FailingProtect(Cluster):
+    """A cluster without ranks whose first calls of `protect` fail."""
+
+    stopped = True
+    _all_ranks = (0, 1)
+
+    def __init__(self, before: int, *, has_begun: bool, failures: int = 1) -> None:
+        self.intervals: list[int | None] = []
+        self._before, self._cell, self._failures = (
+            before,
+            SimpleNamespace(started=has_begun or None, ended=True),
+            failures,
+        )
+
+    def protection(self) -> ProtectionStatus | None:
+        return ProtectionStatus(self._before) if self._before else None
+
+    def _collect(self, tasks, _timeout, _label, *, on_submit=lambda _: None):
+        on_submit(self._cell)
+        self.intervals.append(tasks[0][0](1).every)
+        if len(self.intervals) <= self._failures:
+            raise CellTimeout("protect was interrupted")
+
+
+@pytest.mark.parametrize(
+    ("before", "has_begun", "failures", "intervals"),
+    [
+        (5, False, 1, [10]),  # removed from the queue, behind a cell that still runs
+        (5, True, 1, [10, 5]),
+        (0, True, 1, [10, 0]),
+        (5, True, 2, [10, 5, 0]),
+    ],
+)
+def test_a_protection_stays_as_it_was_if_another_interval_fails(before, has_begun, failures, intervals):
+    cluster = FailingProtect(before, has_begun=has_begun, failures=failures)
+    with pytest.raises(CellTimeout):
+        cluster.protect(10)
+    assert cluster.intervals == intervals
 
 
 def test_variables_are_transferred_together_if_none_fails():

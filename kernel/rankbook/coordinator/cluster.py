@@ -266,6 +266,7 @@ class ClusterTasks:
         ask: Ask = ask_in_terminal,
         raise_error: RaiseError | None = None,
         queue_hint: str = "",
+        on_submit: Callable[[RunningCell], None] = lambda _: None,
     ) -> dict[int, Any]:
         __tracebackhide__ = True
         # Before the ranks get the task, which nobody would wait for.
@@ -275,6 +276,7 @@ class ClusterTasks:
             cell = self._submit(tasks, number=0, sink=sink, label=label)
             # Nothing else shows that the caller waits, possibly for hours.
             cell.queue_hint = queue_hint
+            on_submit(cell)
             self.wait(cell, timeout=timeout, ask=ask)
         try:
             self._check(cell, raise_error)
@@ -1551,18 +1553,20 @@ class Cluster(ClusterQueries):
         """Keep a snapshot of the training state of all ranks in shared memory, from which `heal` restores dead ranks.
 
         A snapshot is taken after every `every` steps of the prepared optimizers, and one now. `every=0` ends the
-        protection and frees the memory; None only reports. Raises `InvalidArgument`, with the arithmetic, if there is
-        too little shared memory, and the errors of `run`.
+        protection and frees the memory; None only reports. After an error the interval is that of before. Raises
+        `InvalidArgument`, with the arithmetic, if there is too little shared memory, and the errors of `run`.
         """
         timeout = _check_timeout(timeout)
+        before = self.protection() if every else None
         tasks = dict.fromkeys(self._all_ranks, (lambda cell: Protect(cell=cell, every=every), ()))
+        submitted: list[RunningCell] = []
         try:
-            answers = self._collect(tasks, timeout, "protect")
+            answers = self._collect(tasks, timeout, "protect", on_submit=submitted.append)
         except BaseException:
-            if every:  # all ranks are protected, or none is
-                off = dict.fromkeys(self._all_ranks, (lambda cell: Protect(cell=cell, every=0), ()))
-                with contextlib.suppress(RankbookError):
-                    self._collect(off, timeout, "protect")
+            # All ranks are protected, or none is. A call that was removed from the queue has changed nothing, and what
+            # it has waited for may still run.
+            if every and any(cell.started is not None and cell.ended for cell in submitted):
+                self._set_protection_back(0 if before is None else before.every, timeout)
             raise
         if every == 0:
             # Also of ranks that have been restarted since they took them.
@@ -1574,6 +1578,13 @@ class Cluster(ClusterQueries):
         if status is None and first["every"]:
             status = ProtectionStatus(first["every"])
         return Protection(status, first["unprotected"])
+
+    def _set_protection_back(self, every: int, timeout: float) -> None:
+        for interval in dict.fromkeys((every, 0)):  # without protection if a rank fails once more
+            tasks = dict.fromkeys(self._all_ranks, (lambda cell, n=interval: Protect(cell=cell, every=n), ()))
+            with contextlib.suppress(RankbookError):
+                self._collect(tasks, timeout, "protect")
+                return
 
     def protection(self) -> ProtectionStatus | None:
         """Return the status of the protection, None if no rank has a snapshot.
