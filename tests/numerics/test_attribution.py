@@ -7,11 +7,12 @@ from rankbook.numerics.attribution import Event, Launch, RankReport, attribute
 from rankbook.numerics.settings import Conditions, parse_conditions
 
 
-def launches(*, bad_inputs: tuple[int, ...] = (), bad_outputs: tuple[int, ...] = ()) -> tuple[Launch, ...]:
+def launches(
+    *, bad_inputs: tuple[int, ...] = (), bad_outputs: tuple[int, ...] = (), good_outputs: tuple[int, ...] = ()
+) -> tuple[Launch, ...]:
+    outputs = {**dict.fromkeys(bad_outputs, False), **dict.fromkeys(good_outputs, True)}
     return tuple(
-        Launch(
-            "default", number, f"all_reduce #{number}", "float32", number not in bad_inputs, number not in bad_outputs
-        )
+        Launch("default", number, f"all_reduce #{number}", "float32", number not in bad_inputs, outputs.get(number))
         for number in (117, 118, 119)
     )
 
@@ -80,6 +81,32 @@ def test_gradient_that_every_collective_left_finite_was_changed_later():
 def test_norm_above_the_limit_is_reported_with_the_largest_module():
     text = str(attribute([RankReport(0, 9, norm=250.0, limit=100.0, norm_module="head", line="line 3")]))
     assert text == "the gradient norm 250 is above the limit of 100, at step 9, line 3; `head` has the largest gradient"
+
+
+def test_norm_is_at_fault_also_after_a_collective_of_an_infinity():
+    reports = [
+        RankReport(r, 9, None, launches(bad_inputs=(117,)), norm=250.0, limit=100.0, norm_module="head")
+        for r in range(2)
+    ]
+    assert attribute(reports).phase == "norm"
+
+
+def test_collective_with_a_finite_result_spreads_nothing():
+    reports = [  # a minimum, into which rank 1 has brought inf
+        RankReport(0, 5, event("forward", "head"), launches(good_outputs=(117,))),
+        RankReport(1, 5, None, launches(bad_inputs=(117,), good_outputs=(117,)), ("head.weight",)),
+    ]
+    finding = attribute(reports)
+    assert (finding.phase, finding.module, finding.ranks, finding.received) == ("forward", "head", (0,), (1,))
+
+
+def test_module_is_named_if_the_sender_has_no_bad_gradient_itself():
+    reports = [  # each rank has the gradients of a part of the parameters
+        RankReport(0, 5, None, launches(), ("head.weight",), "float32"),
+        RankReport(1, 5, None, launches(bad_inputs=(118,))),
+    ]
+    finding = attribute(reports)
+    assert (finding.module, finding.ranks, finding.received) == ("head", (1,), (0,))
 
 
 @pytest.mark.parametrize(

@@ -37,14 +37,17 @@ class Event:
 
 @dataclass(frozen=True)
 class Launch:
-    """A collective of the step on one rank. `label` is its description; the flags are about this rank's tensors."""
+    """A collective of the step on one rank. `label` is its description; the flags are about this rank's tensors.
+
+    `output_finite` is None if the result is not known any more.
+    """
 
     group: str
     number: int
     label: str
     dtype: str = ""
     input_finite: bool = True
-    output_finite: bool = True
+    output_finite: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -139,9 +142,10 @@ def attribute(reports: Sequence[RankReport]) -> NonFiniteOrigin:
             event.kind, event.phase, event.module, step, alike, line=event.line, detail=event.detail
         )
         return _add_receivers(origin, reports, spread)
-    if spread:
-        return _from_collective_input(reports, spread, step)
     affected = [report for report in reports if report.gradients]
+    # If only the norm is at fault, what a collective has carried is no part of the step, such as a best loss of inf.
+    if spread and (affected or any(report.event is not None for report in reports)):
+        return _from_collective_input(reports, spread, step)
     if affected:
         return _from_gradients(reports, affected, step)
     above = next(report for report in reports if report.norm is not None)
@@ -154,13 +158,20 @@ _PHASES = (DATA, PARAMETER, FORWARD, LOSS, BACKWARD, COLLECTIVE, GRADIENT, OPTIM
 
 
 def _spread(reports: Sequence[RankReport]) -> dict[tuple[str, int], list[int]]:
-    """Return the ranks that brought a non-finite value into a collective, by group and number, earliest first."""
+    """Return the ranks that brought a non-finite value into a collective, by group and number, earliest first.
+
+    Collectives whose result is finite on all members are left out: the smallest of several numbers, for example.
+    """
     senders: dict[tuple[str, int], list[int]] = {}
+    harmful: set[tuple[str, int]] = set()
     for report in reports:
         for launch in report.launches:
+            key = (launch.group, launch.number)
             if not launch.input_finite:
-                senders.setdefault((launch.group, launch.number), []).append(report.rank)
-    return dict(sorted(senders.items()))
+                senders.setdefault(key, []).append(report.rank)
+            if not launch.output_finite:
+                harmful.add(key)
+    return {key: ranks for key, ranks in sorted(senders.items()) if key in harmful}
 
 
 def _received(report: RankReport, spread: Mapping[tuple[str, int], Sequence[int]]) -> bool:
@@ -198,8 +209,9 @@ def _from_collective_input(
     key, senders = next(iter(spread.items()))
     sender = next(report for report in reports if report.rank == senders[0])
     launch = next(e for e in sender.launches if (e.group, e.number) == key)
-    # The backward pass computes the gradients of later parameters first.
-    name = sender.gradients[-1] if sender.gradients else ""
+    # The backward pass computes the gradients of later parameters first. A rank with other shards may have them.
+    gradients = sender.gradients or next((report.gradients for report in reports if report.gradients), ())
+    name = gradients[-1] if gradients else ""
     compressed = bool(sender.dtype and launch.dtype and launch.dtype != sender.dtype)
     phase = COLLECTIVE if compressed else BACKWARD
     detail = f"gradient of {name}" if name else launch.label
@@ -216,7 +228,7 @@ def _from_gradients(reports: Sequence[RankReport], affected: Sequence[RankReport
     name = first.gradients[-1]
     module = name.rpartition(".")[0] or name
     ranks = tuple(report.rank for report in affected)
-    produced = [launch for report in reports for launch in report.launches if not launch.output_finite]
+    produced = [launch for report in reports for launch in report.launches if launch.output_finite is False]
     if produced:
         earliest = min(produced, key=lambda launch: (launch.number, launch.group))
         detail = f"{earliest.label}: its inputs are finite on all ranks, and its result is not"

@@ -568,8 +568,10 @@ class NumberWatch:
 
     def _describe_launches(self) -> Iterator[at.Launch]:
         for group, number, describe, dtype, finite, references in self._launches:
-            tensors = [tensor for reference in references if (tensor := reference()) is not None]
-            output_finite = all(kind_of(tensor) is None for tensor in tensors)
+            tensors = [reference() for reference in references]
+            output_finite: bool | None = all(tensor is None or kind_of(tensor) is None for tensor in tensors)
+            if output_finite and (not tensors or any(tensor is None for tensor in tensors)):
+                output_finite = None
             yield at.Launch(group, number, describe(), dtype, finite, output_finite)
 
     # Attribution on this rank

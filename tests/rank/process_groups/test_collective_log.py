@@ -84,6 +84,17 @@ def test_a_call_that_an_observer_has_refused_takes_no_number(log, monkeypatch):
     assert len([*log.pending()]) == 1
 
 
+@pytest.mark.parametrize("root", [0, 1])
+def test_an_observer_gets_what_the_rank_sends_and_no_buffer_that_it_receives_into(log, monkeypatch, root):
+    sent: list[object] = []
+    monkeypatch.setattr(telemetry, "collective_observer", lambda _group, _number, _describe, data, _: sent.append(data))
+    buffer, parts = [torch.full((1,), float("nan"))], [[torch.ones(1)] * 3] if root == 0 else []
+    begin(log, "broadcast", buffer, Rooted(root))
+    begin(log, "scatter", buffer, parts, Rooted(root))
+    assert sent[0] is buffer if root == 0 else sent[0] == ()
+    assert sent[1] is parts
+
+
 def test_a_send_that_was_refused_takes_no_collectives_number_away(log):
     begin(log)
     key, _ = begin(log, "send", [torch.ones(1)], 1, 0)

@@ -334,9 +334,7 @@ class CollectiveLog:
             launched.checksums = (digest * 1_000_003 + signature.code) & _MASK, balance
             launched.position = self._position()
             if telemetry.collective_observer is not None and op.tensors is not None and len(args) > op.tensors:
-                # Only a reduce_scatter is described by its output.
-                data = args[1] if op.function.startswith("reduce_scatter") else args[op.tensors]
-                telemetry.collective_observer(self.name, number, launched.__str__, data, args[0])
+                telemetry.collective_observer(self.name, number, launched.__str__, self._sent(op, args, root), args[0])
             # Nothing may raise from here on: a call that is not made does not count.
             self.count, self.checksums = number, launched.checksums
         self.total += 1
@@ -344,6 +342,14 @@ class CollectiveLog:
         self._open[key] = launched
         self._recent.append(launched)
         return key, launched
+
+    def _sent(self, op: Op, args: tuple[Any, ...], root: int | None) -> object:
+        """Return the tensors that this rank brings into a collective."""
+        assert op.tensors is not None
+        if op.function == "broadcast" and root != self._rank:  # what is in the buffer until then does not matter
+            return ()
+        # These are described by their outputs.
+        return args[1] if op.function.startswith(("reduce_scatter", "scatter")) else args[op.tensors]
 
     def _sign(
         self,
