@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from rankbook import snapshot_files
-from rankbook.errors import CollectiveAborted, InvalidArgument
-from rankbook.numerics import compare
+from rankbook.errors import CollectiveAborted, InvalidArgument, NumericalError
+from rankbook.numerics import compare, watch_numbers
 from rankbook.runtime import Accelerator, GradScalerKwargs, optimizer, prepared, protection, set_seed, settings
 from rankbook.runtime.optimizer import AcceleratedOptimizer
 from rankbook.snapshot_files import SnapshotFile, SnapshotHeader, SnapshotPlace, SnapshotVersion, read_headers
@@ -317,6 +317,29 @@ def test_a_return_in_the_middle_of_a_step_ends_the_round_of_the_scaler(folder, m
     begin_step()
     wrapper.step()
     assert (wrapper.steps, accelerator.scaler.get_scale()) == (2, 8.0)
+
+
+class Overflowing(torch.optim.SGD):
+    """An optimizer that makes its parameters NaN."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.param_groups[0]["params"][0].data.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_an_alarm_of_the_watch_is_in_the_middle_of_a_step_only_after_an_update(folder, is_before):
+    model = nn.Linear(1, 1)
+    model, wrapper = Accelerator(cpu=True).prepare(model, Overflowing(model.parameters(), lr=1.0))
+    protection.protect(1)
+    watch_numbers("nan")
+    try:
+        model(torch.full((1, 1), float("nan") if is_before else 1.0)).sum().backward()
+        with pytest.raises(NumericalError, match="in the data" if is_before else "in the optimizer's step"):
+            wrapper.step()
+    finally:
+        watch_numbers("off")
+    assert protection.training_place().is_mixed is not is_before
 
 
 def test_an_optimizer_with_lists_of_tensors_in_its_state_repeats_its_steps_after_a_return(folder):

@@ -43,7 +43,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,9 @@ from rankbook.numerics import step_ends
 from rankbook.numerics.naming import ModuleNames, cell_line, executed_lines, namespace
 from rankbook.numerics.settings import Conditions
 from rankbook.protocol import telemetry
+
+if TYPE_CHECKING:
+    from rankbook.runtime.optimizer import AcceleratedOptimizer
 
 Lines = Sequence[tuple[str, int]]
 INPUTS_NAME = "nonfinite_inputs"
@@ -438,7 +441,13 @@ class NumberWatch:
             # scaler will skip.
             self._first = None
         spoilt = self._spoilt(parameters) if updated and (self._first is not None or gradients) else None
-        self._agree(step, gradients, parameters, norm, spoilt)
+        try:
+            self._agree(step, gradients, parameters, norm, spoilt)
+        except NumericalError:
+            wrapper = _wrapper_of(optimizer)
+            if wrapper is not None and not updated:
+                wrapper.is_stepping = False  # all parameters are those of the step before
+            raise
         self._end_step()
 
     def _spoilt(self, parameters: Sequence[torch.Tensor]) -> at.Event | None:
@@ -714,14 +723,19 @@ def _module_of(parameter: str, default: str | None = None) -> str:
     return parameter.rpartition(".")[0] or (parameter if default is None else default)
 
 
+def _wrapper_of(optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer | None:
+    """Return the wrapper of a prepared optimizer, otherwise None."""
+    prepare = sys.modules.get("rankbook.runtime.prepare")
+    return prepare.wrapper_of(optimizer) if prepare is not None else None
+
+
 def step_of(optimizer: torch.optim.Optimizer, counted: int, *, done: bool = False) -> int:
     """Return the number of the step that the optimizer is about to take, or has just taken; the first is 1.
 
     A prepared optimizer counts its steps, and most of torch's optimizers count them in their state. For others, the
     steps are counted since the watch was switched on.
     """
-    prepare = sys.modules.get("rankbook.runtime.prepare")
-    wrapper = prepare.wrapper_of(optimizer) if prepare is not None else None
+    wrapper = _wrapper_of(optimizer)
     if wrapper is not None:  # counts a step when it has ended
         return int(wrapper.steps) + 1
     counters = [state["step"] for state in optimizer.state.values() if "step" in state]
