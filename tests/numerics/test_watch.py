@@ -156,6 +156,21 @@ def test_norm_of_sparse_gradients_is_watched():
         sparse.step()
 
 
+def test_norm_that_is_no_number_is_above_every_limit():
+    watch.set_conditions(Conditions(norm=100.0))
+    net = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    (net["first"](torch.ones(1, 2)).sum() * 9 + (net["second"](torch.ones(1, 2)) * math.nan).sum()).backward()
+    watch.namespace()["net"] = net
+    try:
+        with pytest.raises(
+            NumericalError, match=r"is not a number \(limit 100\), at step 1.*; `second` has the largest"
+        ):
+            optimizer.step()
+    finally:
+        del watch.namespace()["net"]
+
+
 def test_closure_of_an_optimizer_is_attributed_to_the_pass_that_it_has_run():
     net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)

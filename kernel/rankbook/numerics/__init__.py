@@ -39,7 +39,7 @@ def watch_numbers(*conditions: str) -> None:
 
     - `"nan"`: a NaN in the output of a module, or a NaN or an infinity in the loss, a gradient or a parameter.
     - `"inf"`: also infinities in the outputs of modules, and all of the above.
-    - `"norm > X"`: the norm of all gradients of an optimizer is larger than X.
+    - `"norm > X"`: the norm of all gradients of an optimizer is larger than X, or NaN.
 
     Call it on all ranks; a later call replaces the conditions. In a notebook, `%distributed watch nan` calls it.
     Modules and optimizers need not be prepared. At an alarm, all ranks raise `NumericalError` with the same

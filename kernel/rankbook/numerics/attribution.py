@@ -8,6 +8,7 @@ rank had launched before its own first one; otherwise the value was *born* on th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -55,8 +56,8 @@ class RankReport:
     """Non-finite values that one rank has seen in the step that is being checked.
 
     `gradients` are the names of parameters whose gradients are not finite, in the order of the model, and `dtype` is
-    the data type of the first one. `norm` is the total gradient norm, if it is above the limit. `has_inputs`: this rank
-    has kept the inputs of the module.
+    the data type of the first one. `norm` is the total gradient norm, if it is not within the limit. `has_inputs`: this
+    rank has kept the inputs of the module.
     """
 
     rank: int
@@ -96,6 +97,9 @@ class NonFiniteOrigin:
         at = f", at step {self.step}{line}"
         if self.phase == NORM:
             largest = f"; `{self.module}` has the largest gradient" if self.module else ""
+            assert self.norm is not None and self.limit is not None
+            if math.isnan(self.norm):
+                return f"the gradient norm is not a number (limit {self.limit:.6g}){at}{largest}"
             return f"the gradient norm {self.norm:.6g} is above the limit of {self.limit:.6g}{at}{largest}"
         detail = f" ({self.detail})" if self.detail else ""
         text = f"{self.kind} born{of_ranks}, {_place(self.phase, self.module)}{detail}{at}"

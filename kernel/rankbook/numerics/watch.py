@@ -521,14 +521,16 @@ class NumberWatch:
         `spoilt` takes the place of what the passes have shown: the optimizer has made their parameters non-finite.
         """
         limit = self.conditions.norm
-        above = limit is not None and norm > limit
+        above = limit is not None and not norm <= limit  # also if it is NaN
         if not self._any_rank(self._first is not None or bool(gradients) or above):
             return
         event, inputs = (spoilt, None) if spoilt is not None else self._attribute_locally()
         largest = ""
         if above:
-            by_norm = max(parameters, key=lambda p: float(torch.linalg.vector_norm(_gradient(p))))
-            largest = _module_of(self._names().parameter(by_norm))
+            norms = [float(torch.linalg.vector_norm(_gradient(parameter))) for parameter in parameters]
+            # NaN is neither larger nor smaller than another one.
+            by_norm = max(range(len(norms)), key=lambda i: norms[i] if math.isfinite(norms[i]) else math.inf)
+            largest = _module_of(self._names().parameter(parameters[by_norm]))
         report = at.RankReport(
             control_collectives.this_rank(),
             step,
