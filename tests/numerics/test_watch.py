@@ -171,6 +171,19 @@ def test_norm_that_is_no_number_is_above_every_limit():
         del watch.namespace()["net"]
 
 
+def test_running_statistics_that_are_not_finite_are_named():
+    net = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(2)))
+    net.register_buffer("mask", torch.tensor([0.0, -math.inf]))  # as it should be
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.tensor([[1.0, 2.0], [3.0, math.nan]])).sum().backward()
+    with pytest.raises(NumericalError) as caught:
+        optimizer.step()
+    assert str(caught.value).endswith(
+        "; running statistics are not finite: 0.running_mean, 0.running_var, 1.running_mean and 1 more "
+        "(reset_running_stats(), or load a checkpoint)"
+    )
+
+
 def test_closure_of_an_optimizer_is_attributed_to_the_pass_that_it_has_run():
     net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)

@@ -57,7 +57,7 @@ class RankReport:
 
     `gradients` are the names of parameters whose gradients are not finite, in the order of the model, and `dtype` is
     the data type of the first one. `norm` is the total gradient norm, if it is not within the limit. `has_inputs`: this
-    rank has kept the inputs of the module.
+    rank has kept the inputs of the module. `statistics` are the names of running statistics that are not finite.
     """
 
     rank: int
@@ -72,6 +72,7 @@ class RankReport:
     norm_module: str = ""
     line: str = ""
     has_inputs: bool = False
+    statistics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import cmath
 import functools
+import dataclasses
 import math
 import sys
 import weakref
@@ -77,6 +78,8 @@ _CALL = "_rankbook_call"
 """Attribute of a tensor: the call that has produced it, and the tensor's version then."""
 
 
+_MAX_NAMES = 3
+"""Number of running statistics to name in a message."""
 class _Call:
     """One call of a module in the forward pass.
 
@@ -578,6 +581,7 @@ class NumberWatch:
             self._busy = False
 
     def _describe_launches(self) -> Iterator[at.Launch]:
+        report = dataclasses.replace(report, statistics=self._spoilt_statistics())
         for group, number, describe, dtype, finite, references in self._launches:
             tensors = [reference() for reference in references]
             output_finite: bool | None = all(tensor is None or kind_of(tensor) is None for tensor in tensors)
@@ -590,8 +594,26 @@ class NumberWatch:
     def _attribute_locally(self) -> tuple[at.Event | None, tuple[Any, ...] | None]:
         """Return the event of this rank with the name of its module, and the inputs of that module."""
         first = self._first
+        if statistics := list(dict.fromkeys(name for other in reports for name in other.statistics)):
+            more = f" and {len(statistics) - _MAX_NAMES} more" if len(statistics) > _MAX_NAMES else ""
+            text += (
+                f"; running statistics are not finite: {', '.join(statistics[:_MAX_NAMES])}{more} "
+                "(reset_running_stats(), or load a checkpoint)"
+            )
         if first is None:
             return None, None
+    def _spoilt_statistics(self) -> tuple[str, ...]:
+        """Return the names of running statistics that the passes have made non-finite, as those of a batch norm."""
+        found = [
+            (module, name)
+            for module in self._modules.values()
+            if hasattr(module, "reset_running_stats")
+            for name, buffer in module.named_buffers(recurse=False)
+            if kind_of(_local(buffer)) is not None
+        ]
+        names = self._names() if found else None
+        return tuple(_join(names.module(module), name) for module, name in found) if names is not None else ()
+
         names = self._names()
 
         def event(phase: str, module: str, detail: str = "") -> at.Event:
