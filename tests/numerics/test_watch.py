@@ -371,6 +371,18 @@ def test_activations_of_a_step_are_freed_without_the_garbage_collector(monkeypat
             assert len(activations) == 7
             assert not any(reference() is not None for reference in activations)
             activations.clear()
+        for _ in range(4):  # batches of one window of gradient accumulation
+            net(torch.ones(4, 2)).sum().backward()
+        assert not any(reference() is not None for reference in activations[:-7])
+        activations.clear()
+        optimizer.step()
+        monkeypatch.setattr(watch, "_MAX_CALLS", 20)
+        for _ in range(8):  # an evaluation that computes gradients for nothing
+            net(torch.ones(4, 2))
+        assert sum(reference() is not None for reference in activations) < 5 * 7
+        watch.cell += 1
+        net(torch.ones(4, 2))
+        assert not any(reference() is not None for reference in activations[:-7])
     finally:
         gc.enable()
 

@@ -12,7 +12,8 @@ collective of this process; while it is off, none of them is registered and a st
 
 A reduction is a sum. It is not finite if an element is not; if the sum has only overflowed, an exact check follows. On
 the CPU the result is read at once. On an accelerator, reading would wait for the device at every module, so the norms
-(`inf`, which cannot overflow) stay there, and are read together before the optimizer's step.
+(`inf`, which cannot overflow) stay there, and are read together before the optimizer's step, and before the next
+forward pass if the step has several.
 
 The *first* value is kept as an `Event`, with the module, the line and the number of collectives so far. The module
 whose output is the first one that is not finite need not be the culprit: its inputs may have been bad already, when
@@ -38,11 +39,12 @@ was non-finite in the forward pass, or in the loss before it is scaled, is an al
 from __future__ import annotations
 
 import cmath
-import functools
 import dataclasses
+import functools
 import math
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -72,14 +74,16 @@ INPUTS_NAME = "nonfinite_inputs"
 """Variable in which the inputs of the culprit are kept."""
 _MAX_LAUNCHES = 4096
 """Number of collectives per step whose inputs are remembered."""
+_MAX_CALLS = 4096
+"""Number of calls of modules whose inputs are kept."""
 cell = 0
 """Number of cells that this process has begun since the watch was loaded. A rank counts them; a script has none."""
+_MAX_NAMES = 3
+"""Number of running statistics to name in a message."""
 _CALL = "_rankbook_call"
 """Attribute of a tensor: the call that has produced it, and the tensor's version then."""
 
 
-_MAX_NAMES = 3
-"""Number of running statistics to name in a message."""
 class _Call:
     """One call of a module in the forward pass.
 
@@ -87,7 +91,7 @@ class _Call:
     returned its output as their own.
     """
 
-    __slots__ = ("consumers", "enclosing", "finite", "inputs", "module", "norm")
+    __slots__ = ("__weakref__", "consumers", "enclosing", "finite", "inputs", "module", "norm")
 
     def __init__(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self.module = module
@@ -132,9 +136,23 @@ class NumberWatch:
         self._replicated: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
         self._busy = self._shared = False
         self._checked = True  # whether a check has run before the update
+        # The calls of the step that may have inputs. A backward pass forgets the inputs, and not every pass has one.
+        self._calls: deque[weakref.ref[_Call]] = deque()
         self._reset()
 
+    def _forget_inputs(self, kept: int = 0) -> None:
+        """Forget the inputs of all calls but the last `kept`.
+
+        An input refers by a hook in its graph to the call that has produced it, and that to its consumers. This cycle
+        passes through C++, so that the garbage collector does not free it.
+        """
+        while len(self._calls) > kept:
+            call = self._calls.popleft()()
+            if call is not None:
+                call.inputs = None
+
     def _reset(self) -> None:
+        self._forget_inputs()
         self._line = ""
         # After the step of an optimizer: the number of launches, and the positions until then.
         self._ended: tuple[int, dict[str, int]] | None = None
@@ -147,7 +165,9 @@ class NumberWatch:
         self._positions: dict[str, int] = {}
         self._launches: list[tuple[str, int, Callable[[], str], str, bool, list[TensorWeakRef]]] = []
         self._wrapped = self._joined = self._scaled = False
-        # On an accelerator: (phase, call, norm, lines), read at the check.
+        # On an accelerator: (phase, call, norm, lines), read at the check, or when the forward pass after a backward
+        # pass begins: then the activations are freed. Without an optimizer, there is no check.
+        self._is_unread = False
         self._deferred: list[tuple[str, _Call | None, torch.Tensor, Lines]] = []
         self._deferred_launches: list[tuple[int, torch.Tensor]] = []
 
@@ -183,6 +203,7 @@ class NumberWatch:
             self._is_earlier = self._first is not None
         else:
             self._first, self._deferred = None, []
+            self._forget_inputs()
 
     # Hooks
 
@@ -230,6 +251,9 @@ class NumberWatch:
         self._begin_step()
         if self._pass_cell != cell:
             self._begin_cell()
+        elif self._is_unread or len(self._deferred) > _MAX_CALLS:
+            self._read_deferred()
+        self._forget_inputs(_MAX_CALLS)
         self._modules[id(module)] = module
         # Of a model that some of the ranks train, the others take no step: each of its ranks decides alone.
         if isinstance(module, DistributedDataParallel) and module.process_group.size() == dist.get_world_size():
@@ -238,8 +262,9 @@ class NumberWatch:
                 self._replicated[module] = frozenset(map(id, module.parameters()))
             self._joined = self._joined or bool(module._join_config.enable)
         call = _Call(module, (*args, *kwargs.values()) if kwargs else args)
+        self._calls.append(weakref.ref(call))
         if self._first is not None:
-            if self._first.in_pass:
+            if self._first.in_pass and len(self._first.later) < _MAX_CALLS:
                 self._first.later.append((call, _kind_of_all(call.inputs) is None))
             return
         for tensor in call.inputs or ():
@@ -289,7 +314,7 @@ class NumberWatch:
 
     def _before_backward(self, loss: torch.Tensor, *_: object) -> None:
         self._begin_step()
-        self._has_backward = True
+        self._has_backward = self._is_unread = True
         self._line = cell_line()
         if self._first is not None:
             self._first.in_pass = False
@@ -367,6 +392,7 @@ class NumberWatch:
 
     def _read_deferred(self) -> None:
         """Read the norms that an accelerator has computed since the last call; keep the first that is not finite."""
+        self._is_unread = False
         launches, self._deferred_launches = self._deferred_launches, []
         if launches:
             values = torch.stack([norm.float() for _, norm in launches]).tolist()
@@ -555,6 +581,7 @@ class NumberWatch:
         self._raise(report, inputs)
 
     def _raise(self, report: at.RankReport, inputs: tuple[Any, ...] | None) -> NoReturn:
+        report = dataclasses.replace(report, statistics=self._spoilt_statistics())
         self._busy = True
         try:
             reports = control_collectives.gather_objects(report) if self._shared else [report]
@@ -567,7 +594,25 @@ class NumberWatch:
             text += f"; the inputs of the module are in {INPUTS_NAME} there"
             if report.rank in origin.ranks and inputs is not None:
                 namespace()[INPUTS_NAME] = inputs
+        if statistics := list(dict.fromkeys(name for other in reports for name in other.statistics)):
+            more = f" and {len(statistics) - _MAX_NAMES} more" if len(statistics) > _MAX_NAMES else ""
+            text += (
+                f"; running statistics are not finite: {', '.join(statistics[:_MAX_NAMES])}{more} "
+                "(reset_running_stats(), or load a checkpoint)"
+            )
         raise NumericalError(text)
+
+    def _spoilt_statistics(self) -> tuple[str, ...]:
+        """Return the names of running statistics that the passes have made non-finite, as those of a batch norm."""
+        found = [
+            (module, name)
+            for module in self._modules.values()
+            if hasattr(module, "reset_running_stats")
+            for name, buffer in module.named_buffers(recurse=False)
+            if kind_of(_local(buffer)) is not None
+        ]
+        names = self._names() if found else None
+        return tuple(_join(names.module(module), name) for module, name in found) if names is not None else ()
 
     def _norm_of(self, parameters: list[torch.Tensor]) -> float:
         from rankbook.runtime.training import clip_norm
@@ -581,7 +626,6 @@ class NumberWatch:
             self._busy = False
 
     def _describe_launches(self) -> Iterator[at.Launch]:
-        report = dataclasses.replace(report, statistics=self._spoilt_statistics())
         for group, number, describe, dtype, finite, references in self._launches:
             tensors = [reference() for reference in references]
             output_finite: bool | None = all(tensor is None or kind_of(tensor) is None for tensor in tensors)
@@ -594,26 +638,8 @@ class NumberWatch:
     def _attribute_locally(self) -> tuple[at.Event | None, tuple[Any, ...] | None]:
         """Return the event of this rank with the name of its module, and the inputs of that module."""
         first = self._first
-        if statistics := list(dict.fromkeys(name for other in reports for name in other.statistics)):
-            more = f" and {len(statistics) - _MAX_NAMES} more" if len(statistics) > _MAX_NAMES else ""
-            text += (
-                f"; running statistics are not finite: {', '.join(statistics[:_MAX_NAMES])}{more} "
-                "(reset_running_stats(), or load a checkpoint)"
-            )
         if first is None:
             return None, None
-    def _spoilt_statistics(self) -> tuple[str, ...]:
-        """Return the names of running statistics that the passes have made non-finite, as those of a batch norm."""
-        found = [
-            (module, name)
-            for module in self._modules.values()
-            if hasattr(module, "reset_running_stats")
-            for name, buffer in module.named_buffers(recurse=False)
-            if kind_of(_local(buffer)) is not None
-        ]
-        names = self._names() if found else None
-        return tuple(_join(names.module(module), name) for module, name in found) if names is not None else ()
-
         names = self._names()
 
         def event(phase: str, module: str, detail: str = "") -> at.Event:
