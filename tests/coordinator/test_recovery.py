@@ -267,6 +267,16 @@ v_number = 7"""
     assert cluster.heal().missing == {}
 
 
+def test_rank_that_watches_numbers_since_its_restart_is_empty(cluster):
+    cluster.watch_numbers("nan")
+    cluster.restart(0)
+    assert cluster.status()[0].empty
+    cluster.watch_numbers("off")
+    assert cluster.status()[0].empty
+    cluster.heal()
+    assert not cluster.status()[0].empty
+
+
 def test_restarted_rank_is_empty_and_is_no_donor(cluster):
     cluster.run("v_state = rank")
     cluster.restart([0])

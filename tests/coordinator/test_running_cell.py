@@ -12,7 +12,7 @@ from rankbook.coordinator import running_cell
 from rankbook.coordinator.running_cell import InputQuestion, RunningCell
 from rankbook.magics.output_panel import TerminalSink
 from rankbook.output.merger import ClearOutput, RichOutput, Stream
-from rankbook.protocol.messages import Clear, Done, InputRequest, RunCell, Text
+from rankbook.protocol.messages import CallFunction, Clear, Done, InputRequest, Payload, RunCell, Text
 
 
 class Keeper:
@@ -156,3 +156,9 @@ def test_header_clears_nothing_that_the_notebook_showed_before(run_cell):
     cell, keeper = run_cell(has_other_output=True)
     cell.flush()
     assert keeper.items == [FIRST, HEADER]
+
+
+@pytest.mark.parametrize("is_users", [True, False])
+def test_a_call_of_the_user_may_define_variables_and_one_of_the_number_watch_does_not(is_users):
+    call = CallFunction(cell=1, payload=Payload(()), defines_variables=is_users)
+    assert RunningCell(1, 0, {0: (call, ())}, cluster_key="c", sink=None).defines_variables is is_users

@@ -18,6 +18,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -239,7 +240,7 @@ class ClusterTasks:
     def _exchange(
         self,
         packed: Packed,
-        kind: type[CallFunction | Assign],
+        kind: Callable[..., CallFunction | Assign],
         ranks: RankSelection,
         timeout: float | None,
         label: str,
@@ -886,8 +887,7 @@ class Cluster(ClusterQueries):
         """
         __tracebackhide__ = True
         parse_conditions(*conditions)
-        packed = pack((watch_numbers, conditions, {}), store=self._segments)
-        self._exchange(packed, CallFunction, None, timeout, "watch")
+        self._call_watch(watch_numbers, conditions, None, timeout)
         self._number_watch = conditions if parse_conditions(*conditions) else ()
         write_record(self._segments.folder, _NUMBER_WATCH, self._number_watch)
 
@@ -898,12 +898,24 @@ class Cluster(ClusterQueries):
 
     def _renew_number_watch(self, ranks: tuple[int, ...]) -> None:
         """Let new ranks watch what the others do: the ranks exchange a flag in every step that is watched."""
-        others = [entry for rank, entry in self._state.ranks.items() if rank not in ranks and not entry.empty]
+        others = [entry for rank, entry in self._state.ranks.items() if rank not in ranks]
         idle = next((entry.rank for entry in others if entry.state is RankState.IDLE), None)
         # A cell may have changed the watch since the last command.
-        words = self._number_watch if idle is None else self.apply(active_words, ranks=idle)[0]
+        words = self._number_watch if idle is None else self._call_watch(active_words, (), idle)[idle]
         if words:
-            self.apply(watch_numbers, *words, ranks=ranks)
+            self._call_watch(watch_numbers, words, ranks)
+
+    def _call_watch(
+        self,
+        function: Callable[..., Any],
+        args: tuple[str, ...],
+        ranks: RankSelection,
+        timeout: float | None = None,
+    ) -> dict[int, Any]:
+        """Call a function of the number watch. A restarted rank that has run nothing else is still empty."""
+        __tracebackhide__ = True
+        packed = pack((function, args, {}), store=self._segments)
+        return self._exchange(packed, partial(CallFunction, defines_variables=False), ranks, timeout, "watch")
 
     def push(self, values: Mapping[str, object], *, ranks: RankSelection = None, timeout: float | None = None) -> None:
         """Assign the variables `values` on `ranks`. All ranks read one copy in shared memory."""

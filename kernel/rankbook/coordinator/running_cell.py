@@ -154,7 +154,10 @@ class RunningCell:
     @property
     def defines_variables(self) -> bool:
         """Return True if the cell may define variables on its ranks."""
-        return any(isinstance(message, (RunCell, CallFunction, Assign)) for message, _ in self.tasks.values())
+        return any(
+            message.defines_variables if isinstance(message, CallFunction) else isinstance(message, (RunCell, Assign))
+            for message, _ in self.tasks.values()
+        )
 
     @property
     def state(self) -> str:

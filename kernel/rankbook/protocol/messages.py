@@ -256,10 +256,14 @@ class RunCell(Message, frozen=True):
 
 
 class CallFunction(Message, frozen=True):
-    """Call the pickled `(function, args, kwargs)` and answer with the return value."""
+    """Call the pickled `(function, args, kwargs)` and answer with the return value.
+
+    `defines_variables`: the function may be the user's. A rank on which it has run does not count as empty.
+    """
 
     cell: int
     payload: Payload
+    defines_variables: bool = True
 
 
 class Assign(Message, frozen=True):
