@@ -455,6 +455,22 @@ def test_training_of_some_ranks_waits_for_no_other(cluster):
 
 
 @pytest.mark.slow
+def test_inputs_can_be_used_in_a_cell_of_their_own(cluster):
+    cluster.watch_numbers("nan")
+    with pytest.raises(NumericalError, match="born on rank 1"):
+        cluster.run("train(change('blocks.1.gate', spoil(1)), 2)")
+    cluster.run("if rank == 1: nn.Linear(8, 8)(nonfinite_inputs[0] * float('nan'))")
+    cluster.run("train(nothing, 2)")
+
+
+@pytest.mark.slow
+def test_norm_is_named_although_a_collective_has_carried_an_infinity(cluster):
+    cluster.watch_numbers("nan", "norm > 1e-9")
+    with pytest.raises(NumericalError, match=r"the gradient norm .* is above the limit of 1e-09"):
+        cluster.run("dist.all_reduce(torch.tensor(math.inf), dist.ReduceOp.MIN)\ntrain(nothing, 1)")
+
+
+@pytest.mark.slow
 def test_restarted_rank_watches_too(cluster):
     cluster.watch_numbers("nan")
     cluster.restart(2)
