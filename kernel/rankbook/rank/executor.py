@@ -471,7 +471,8 @@ class Executor:
     def _begin_cell(self, source: str) -> None:
         if "accelerator" in source:
             self._provide_accelerator(source)
-        if (watch := sys.modules.get(_WATCH)) is not None:
+        watch: Any = sys.modules.get(_WATCH)  # not imported if nothing was ever watched
+        if watch is not None:
             watch.cell += 1
 
     def _provide_accelerator(self, source: str) -> None:

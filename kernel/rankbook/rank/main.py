@@ -119,8 +119,13 @@ def _enable_faulthandler(request: ForkRank) -> None:
     path = crash_path(journal_path(Path(request.segments), request.rank, request.incarnation))
     with contextlib.suppress(OSError):  # no space: only the signal's number is reported then
         faulthandler.enable(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
-        # The file is the rank's: the stacks of a child that user code forks belong into the cell's output.
-        os.register_at_fork(after_in_child=lambda: faulthandler.is_enabled() and faulthandler.enable(file=2))
+        os.register_at_fork(after_in_child=_show_stacks_of_child)
+
+
+def _show_stacks_of_child() -> None:
+    """Write the stacks of a child that user code has forked to its stderr: the file is that of the rank."""
+    if faulthandler.is_enabled():
+        faulthandler.enable(file=2)
 
 
 def _make_link(request: ForkRank, is_owned: Callable[[], bool]) -> RankLink:

@@ -97,7 +97,8 @@ class OutputCapture:
         self.thread_redirects: dict[int, list[Redirect]] = {}
         self._streams = (TurnTakingStream(1, self), TurnTakingStream(2, self))
         sys.stdout, sys.stderr = self._streams
-        sys.__stdout__, sys.__stderr__ = self._streams  # programs that have replaced the streams restore these
+        # Programs that have replaced the streams restore these.
+        sys.__stdout__, sys.__stderr__ = self._streams  # type: ignore[misc]
         builtins.print = print_in_one_write
         os.register_at_fork(after_in_child=self._become_child)
 

@@ -61,15 +61,15 @@ def split_for_rank(inputs: _D, index: int, count: int, *, pad: bool = False) -> 
     size = -(-length // count) if pad else end - start
     if hasattr(values, "select") and not isinstance(values, torch.Tensor):  # a table such as `datasets.Dataset`
         return values.select([min(start + offset, length - 1) for offset in range(size)])  # type: ignore[no-any-return]
-    share = values[start:end]
-    if pad and isinstance(share, range):  # of one type on all ranks: a range has no repeated elements
+    share: Any = values[start:end]
+    if pad and isinstance(values, range):  # of one type on all ranks: a range has no repeated elements
         share = list(share)
     short = size - (end - start)
     if short <= 0 or not length:
         return share  # type: ignore[no-any-return]
     if isinstance(values, torch.Tensor):
         return torch.cat([share, values[-1:].expand(short, *values.shape[1:])])  # type: ignore[return-value]
-    if not isinstance(share, list | tuple):
+    if not isinstance(values, list | tuple | range):
         import numpy as np
 
         return np.concatenate([share, np.repeat(values[-1:], short, axis=0)])  # type: ignore[return-value]

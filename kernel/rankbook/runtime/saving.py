@@ -203,8 +203,8 @@ class SavingMethods(AcceleratorSettings):
         # compute different names from a clock. And one may have prepared more than the others, in a cell that has
         # failed or was interrupted there. A registered object may be on rank 0 only, which saves it.
         if self.use_distributed:  # otherwise ranks with different folders would all report success
-            names = ", ".join(name for name in parts.names if not name.startswith("custom_checkpoint"))
-            control_collectives.check_same("save_state", f"the folder {folder}, with {names or 'no prepared objects'}")
+            listed = ", ".join(name for name in parts.names if not name.startswith("custom_checkpoint"))
+            control_collectives.check_same("save_state", f"the folder {folder}, with {listed or 'no prepared objects'}")
         # The last `accumulate` block did not end a window.
         if not self.gradient_state.sync_gradients and self.is_main_process:
             _log.warning("save_state() within a gradient accumulation window: the accumulated gradients are not saved")
