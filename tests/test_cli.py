@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import io
 import json
 import os
 import select
@@ -15,7 +17,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+from unittest import mock
 
 import nbformat
 import psutil
@@ -25,6 +28,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from rankbook.cli import main as cli
 from rankbook.cli import notebook_runner
+from rankbook.cli.console import Console
 from rankbook.jupyter.spec import make_spec
 from tests.conftest import Gate, ipython_folder, wait_until
 
@@ -422,6 +426,72 @@ def test_no_rank_outlives_the_run(run: Run, number: signal.Signals) -> None:
         command.was_killed()
     else:
         assert command.wait_end() == 128 + number
+
+
+@pytest.mark.slow
+def test_a_background_save_is_finished_before_the_ranks_end(run: Run, tmp_path: Path) -> None:
+    from rankbook.checkpoint import steps
+    from tests.magics.test_background_saves import SAVE
+
+    save = SAVE.format(folder=str(tmp_path / "saved"), seconds=4, step=1)  # longer than a kernel's exit waits
+    command = run([LOAD, save], "-n", "2")
+    assert command.wait_end(timeout=100) == 0
+    assert "[0-1] under way\n" in command.out
+    assert (steps(tmp_path / "saved"), command.err) == ([1], "")
+
+
+class KernelStub:
+    """Client of a kernel in which every cell succeeds, except for the source "fail"."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, bool]] = []
+        self.runner: notebook_runner.NotebookRunner | None = None
+
+    def execute(self, code: str, *, silent: bool = False, store_history: bool = True, **_: bool) -> str:
+        assert silent is not store_history
+        self.requests.append((code, silent))
+        return str(len(self.requests))
+
+    async def get_shell_msg(self) -> dict[str, Any]:
+        assert self.runner is not None
+        request = str(len(self.requests))
+        if request in self.runner._runs:
+            self.runner._runs[request].idle.set()
+        status = "error" if self.requests[-1][0] == "fail" else "ok"
+        return {
+            "parent_header": {"msg_id": request},
+            "content": {"status": status, "ename": "ValueError", "evalue": ""},
+        }
+
+
+def stub_runner(*sources: str, **options: Any) -> tuple[notebook_runner.NotebookRunner, KernelStub]:
+    stub = KernelStub()
+    notebook = new_notebook(cells=[new_code_cell(source) for source in sources])
+    console = Console(io.StringIO(), io.StringIO(), clock=time.monotonic)
+    stub.runner = runner = notebook_runner.NotebookRunner(notebook, console, folder=Path(), **options)
+    runner.kc = stub  # type: ignore[assignment]
+    return runner, stub
+
+
+def test_ranks_are_stopped_behind_the_last_cell_but_not_after_a_failure() -> None:
+    runner, stub = stub_runner("1", "2")
+    asyncio.run(runner._execute_cells())
+    assert stub.requests == [("1", False), ("2", False), (notebook_runner._STOP_RANKS, True)]
+    runner, stub = stub_runner("1", "fail", "2")
+    with pytest.raises(notebook_runner.RunError):
+        asyncio.run(runner._execute_cells())
+    assert stub.requests == [("1", False), ("fail", False)]
+
+
+def test_ranks_are_stopped_only_where_rankbook_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "rankbook.coordinator.cluster_processes"
+    stop = mock.Mock()
+    monkeypatch.setitem(sys.modules, name, mock.Mock(spec_set=["stop_all_clusters"], stop_all_clusters=stop))
+    eval(notebook_runner._STOP_RANKS)
+    stop.assert_called_once_with()
+    monkeypatch.delitem(sys.modules, name)
+    eval(notebook_runner._STOP_RANKS)
+    assert name not in sys.modules
 
 
 @pytest.mark.parametrize(

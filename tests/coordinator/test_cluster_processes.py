@@ -106,3 +106,19 @@ def test_the_reason_of_a_replacement_that_has_failed_is_shown(processes, lost, c
     replacements = processes._replace_hosts(lost, (0, 1), time.monotonic() + 300.0, lambda: False)  # type: ignore[arg-type]
     assert replacements == {1: 11} and processes._engine.asked == [(1, False)]
     assert capsys.readouterr().out == "the agent on node2 ended because slurm: no such node\n"
+
+
+def test_a_front_end_gives_the_ranks_their_whole_time_to_end_and_leaves_those_that_are_kept(monkeypatch):
+    stopped = []
+
+    class Processes:
+        def __init__(self, keep: float | None) -> None:
+            self.keep = keep
+
+        def stop(self, **options: float) -> None:
+            stopped.append((self.keep, options))
+
+    clusters = [Processes(None), Processes(60.0)]
+    monkeypatch.setattr(cluster_processes, "_clusters", clusters)
+    cluster_processes.stop_all_clusters()
+    assert stopped == [(None, {})]

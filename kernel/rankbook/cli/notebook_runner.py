@@ -47,6 +47,10 @@ IDLE_TIMEOUT = (
 _QUIET_SECONDS = 0.1  # seconds without a message after which a dead kernel's output is complete
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOG_TAIL, _LOG_LINES = 16_384, 30  # bytes kept and lines shown of a dead kernel's own stdout and stderr
+# Runs in the kernel, where Rankbook may not be imported. One expression, so that no variable of the user is replaced.
+_STOP_RANKS = (
+    "getattr(__import__('sys').modules.get('rankbook.coordinator.cluster_processes'), 'stop_all_clusters', bool)()"
+)
 _SOCKET_FOLDER_MAX = 90  # bytes; the path of a unix socket is limited to 104 on macOS and 108 on Linux
 
 
@@ -290,6 +294,17 @@ class NotebookRunner(NotebookClient):
             skipped = self.skip_cells_with_tag in cell.metadata.get("tags", [])
             if cell.cell_type == "code" and cell.source.strip() and not skipped:
                 await self._execute_cell(cell, index)
+        await self._stop_ranks()
+
+    async def _stop_ranks(self) -> None:
+        """Stop the ranks with the time of `%distributed stop`, in which a background save can finish.
+
+        A kernel that ends by itself gives them only 2 s.
+        """
+        if self._specs.get_kernel_spec(NATIVE_KERNEL_NAME).language.lower() == "python":
+            # Silent requests run in the kernel's own process, also where plain cells run on the ranks.
+            request = self.kc.execute(_STOP_RANKS, silent=True, store_history=False, allow_stdin=False)
+            await self._wait_reply(request)
 
     async def _execute_cell(self, cell: NotebookNode, index: int) -> None:
         may_fail = "raises-exception" in cell.metadata.get("tags", [])

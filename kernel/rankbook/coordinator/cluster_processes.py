@@ -816,6 +816,16 @@ def register_for_exit(processes: ClusterProcesses) -> None:
     _clusters.add(processes)
 
 
+def stop_all_clusters() -> None:
+    """Stop the clusters of this process that are not kept, with the grace periods of `ClusterProcesses.stop`.
+
+    For a front end that lets this process end, and has more time than the exit functions.
+    """
+    for processes in tuple(_clusters):
+        if processes.keep is None:
+            processes.stop()
+
+
 def _stop_all() -> None:
     for processes in tuple(_clusters):
         if processes.keep is None:
