@@ -15,6 +15,7 @@ import sysconfig
 import tempfile
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -521,6 +522,36 @@ def test_invalid_notebook_is_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     assert error.startswith(f"rankbook: {complaint}")
     assert error.count("\n") == 1
+
+
+CODE = {"cell_type": "code", "source": "1", "metadata": {}, "outputs": [], "execution_count": None}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"nbformat_minor": 4, "cells": [CODE | {"id": "a"}]},
+        {"cells": [{"cell_type": "code", "source": "1", "metadata": {}}]},
+        {"cells": [{"cell_type": "code", "source": "1"}, {"cell_type": "markdown", "source": "text"}]},
+        {"cells": [CODE | {"outputs": [{"output_type": "stream", "text": "x"}, {"output_type": "display_data"}]}]},
+        {"metadata": {"kernelspec": {"name": "python3", "language": "python"}}},
+        {"metadata": {"kernelspec": None}},
+        {"cells": [CODE | {"id": "a b"}, CODE | {"id": "x" * 65}, CODE | {"id": None}]},
+        {"metadata": {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": None}}},
+        {"metadata": None, "nbformat_minor": 2},
+    ],
+)
+def test_a_notebook_is_repaired_where_the_run_does_not_need_what_is_invalid(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    content = {"cells": [CODE | {"id": "a"}], "metadata": {}, "nbformat": 4, "nbformat_minor": 5} | changes
+    path = tmp_path / "given.ipynb"
+    path.write_text(json.dumps(content))
+    with warnings.catch_warnings(action="error"):
+        notebook = notebook_runner.read_notebook(path)
+        nbformat.validate(notebook)
+    assert [cell.source for cell in notebook.cells] == [cell["source"] for cell in content["cells"]]
+    assert notebook_runner._kernel_specs(notebook, None, None).get_kernel_spec("any").language == "python"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import queue
+import re
 import signal
 import tempfile
 import warnings
@@ -51,6 +52,7 @@ _LOG_TAIL, _LOG_LINES = 16_384, 30  # bytes kept and lines shown of a dead kerne
 _STOP_RANKS = (
     "getattr(__import__('sys').modules.get('rankbook.coordinator.cluster_processes'), 'stop_all_clusters', bool)()"
 )
+_CELL_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of nbformat's schema
 _SOCKET_FOLDER_MAX = 90  # bytes; the path of a unix socket is limited to 104 on macOS and 108 on Linux
 
 
@@ -419,7 +421,7 @@ def _kernel_specs(notebook: NotebookNode, kernel: str | None, ranks: int | None)
     """Return a manager with the kernel's spec. Raises `InvalidArgument` when no kernel fits the notebook."""
     if kernel is None:
         spec = notebook.metadata.get("kernelspec", {})
-        if spec.get("language", "python").lower() != "python":
+        if (spec.get("language") or "python").lower() != "python":
             name = spec.get("name", "")
             raise InvalidArgument(
                 f"the notebook is written in {spec['language']}, not Python; run it with `--kernel {name}`"
@@ -469,12 +471,13 @@ def read_notebook(path: Path) -> NotebookNode:
         raise InvalidArgument(f"{path} is not a notebook: {error}") from error
     if not (isinstance(content, dict) and "nbformat" in content and ("cells" in content or "worksheets" in content)):
         raise InvalidArgument(f"{path} is not a notebook: it has no cells")
+    _repair(content)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MissingIDFieldWarning)  # nbformat repairs both, and the run needs no ids
             warnings.simplefilter("ignore", DuplicateCellId)
             # `reads` converts older formats; worksheets are those of version 3.
-            notebook: NotebookNode = nbformat.reads(text, as_version=4)
+            notebook: NotebookNode = nbformat.reads(json.dumps(content), as_version=4)
             nbformat.validate(notebook)
     except (nbformat.ValidationError, nbformat.NBFormatError) as error:
         raise InvalidArgument(f"{path} is not a valid notebook: {str(error).splitlines()[0]}") from error
@@ -482,6 +485,38 @@ def read_notebook(path: Path) -> NotebookNode:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     return notebook
+
+
+def _repair(content: dict[str, Any]) -> None:
+    """Correct what is invalid in a notebook of version 4 and does not matter to the run.
+
+    Hand-written and converted notebooks have such parts, and Jupyter, nbconvert and papermill execute them.
+    """
+    cells = content.get("cells")
+    if content["nbformat"] != 4 or not isinstance(cells, list):
+        return
+    if isinstance(minor := content.get("nbformat_minor", 5), int):
+        content["nbformat_minor"] = max(minor, 5)  # earlier ones do not allow cell ids
+    metadata = content["metadata"] = _as_dict(content.get("metadata"))
+    # Not dropped for want of a name: a language other than Python is refused.
+    if isinstance(spec := metadata.get("kernelspec"), dict):
+        spec.update({key: "" for key in ("name", "display_name") if not isinstance(spec.get(key), str)})
+    else:
+        metadata.pop("kernelspec", None)
+    if not isinstance(_as_dict(metadata.get("language_info")).get("name"), str):
+        metadata.pop("language_info", None)
+    for cell in cells:
+        if not isinstance(cell, dict):
+            continue
+        cell["metadata"] = _as_dict(cell.get("metadata"))
+        if not (isinstance(name := cell.get("id"), str) and _CELL_ID.fullmatch(name)):
+            cell.pop("id", None)
+        if cell.get("cell_type") == "code":
+            cell["outputs"], cell["execution_count"] = [], None
+
+
+def _as_dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def write_notebook(notebook: NotebookNode, path: Path) -> None:
