@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import uuid
 import warnings
@@ -30,6 +32,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from rankbook.cli import main as cli
 from rankbook.cli import notebook_runner
 from rankbook.cli.console import Console
+from rankbook.errors import InvalidArgument
 from rankbook.jupyter.spec import make_spec
 from tests.conftest import Gate, ipython_folder, wait_until
 
@@ -599,6 +602,49 @@ def test_results_go_to_the_first_folder_that_can_be_written_to(tmp_path: Path) -
     trouble = notebook_runner.save_notebook(notebook, gone / "out.ipynb", [gone])
     assert trouble.endswith("; no other folder can be written to, so the results are lost")
     assert notebook_runner.save_notebook(notebook, tmp_path / "out.ipynb", []) == ""
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe, read = tmp_path / "out.ipynb", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    notebook_runner.check_output(pipe)
+    assert notebook_runner.save_notebook(new_notebook(cells=[new_code_cell("1")]), pipe, []) == ""
+    reader.join(20)
+    assert nbformat.reads(read[0], as_version=4).cells[0].source == "1"
+    assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_the_target_of_a_link_is_written(tmp_path: Path, exists: bool) -> None:
+    (tmp_path / "there").mkdir()
+    link, target = tmp_path / "out.ipynb", tmp_path / "there" / "target.ipynb"
+    link.symlink_to(target)
+    if exists:
+        target.write_text("old")
+    notebook_runner.check_output(link)
+    assert target.exists() is exists
+    assert notebook_runner.save_notebook(new_notebook(cells=[new_code_cell("1")]), link, []) == ""
+    assert link.is_symlink()
+    assert nbformat.read(target, as_version=4).cells[0].source == "1"
+
+
+def test_a_link_into_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    link = tmp_path / "out.ipynb"
+    link.symlink_to(tmp_path / "gone" / "target.ipynb")
+    with pytest.raises(InvalidArgument, match="it is not writable"):
+        notebook_runner.check_output(link)
+
+
+def test_a_mounted_file_is_written_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.ipynb"
+    path.write_text("old")
+    before = path.stat().st_ino
+    monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=OSError(errno.EBUSY, "busy")))
+    assert notebook_runner.save_notebook(new_notebook(cells=[new_code_cell("1")]), path, []) == ""
+    assert nbformat.read(path, as_version=4).cells[0].source == "1"
+    assert (path.stat().st_ino, list(tmp_path.iterdir())) == (before, [path])
 
 
 @pytest.mark.full

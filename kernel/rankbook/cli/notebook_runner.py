@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -520,18 +521,35 @@ def _as_dict(value: object) -> dict[str, Any]:
 
 
 def write_notebook(notebook: NotebookNode, path: Path) -> None:
-    """Write a notebook atomically, with adjacent stream outputs merged as a front end saves them."""
+    """Write a notebook, with adjacent stream outputs merged as a front end saves them.
+
+    A file is replaced atomically. A device, a pipe, the target of a link and a mounted file are written in place.
+    """
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = _merge_streams(cell.outputs)
+    text = nbformat.writes(notebook) + "\n"
+    if _is_written_in_place(path):
+        path.write_text(text, encoding="utf-8")
+        return
     # Written beside the target and renamed, so that an interrupted run leaves the old file or the new one, never a
     # half.
     partial = _partial_of(path)
     try:
-        nbformat.write(notebook, partial)
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        # A file that is mounted from the same file system, which no other call tells.
+        path.write_text(text, encoding="utf-8")
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _is_written_in_place(path: Path) -> bool:
+    """Return True if a rename would replace something other than a file, or fail."""
+    return path.is_symlink() or (path.exists() and not path.is_file()) or os.path.ismount(path)
 
 
 def _partial_of(path: Path) -> Path:
@@ -544,6 +562,12 @@ def check_output(path: Path) -> None:
     try:
         if path.is_dir():
             raise InvalidArgument(f"cannot write {path}: it is a folder; choose a file for --output")
+        if _is_written_in_place(path):  # an attempt would change it
+            # A link may lead to a file that does not exist yet.
+            target = path if path.exists() else Path(os.path.realpath(path)).parent
+            if not os.access(target, os.W_OK):
+                raise InvalidArgument(f"cannot write {path}: it is not writable; choose another file for --output")
+            return
         # Only an attempt finds out: permissions do not tell of a read-only or full file system.
         partial = _partial_of(path)
         partial.touch()
