@@ -563,7 +563,7 @@ def test_without_a_network_the_start_lists_the_interfaces(monkeypatch):
 
 def segments() -> list[Path]:
     """Return the shared memory of all hosts of this test run."""
-    return list(Path(os.environ["RANKBOOK_RUNTIME_DIR"]).rglob("segment-*"))
+    return list(Path(os.environ["RANKBOOK_RUNTIME_DIR"]).rglob("*segment-*"))
 
 
 def pids_below(pid: int) -> set[int]:

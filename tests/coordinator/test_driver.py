@@ -809,6 +809,19 @@ def test_a_task_is_sent_once_to_neighbouring_ranks_that_have_the_same_object(har
     harness.wait_end(cell)
 
 
+def test_what_a_dead_rank_was_writing_is_removed_from_shared_memory(harness, tmp_path):
+    request = harness.driver._request
+    harness.driver._request = lambda *args: msgspec.structs.replace(request(*args), segments=str(tmp_path))
+    harness.launch()
+    pid = exited(1, -9).pid
+    names = {f"{begin}segment-{pid + more}-{0:016x}" for begin in ("", "writing-") for more in (0, 1)}
+    for name in names:
+        (tmp_path / name).touch()
+    harness.launcher.tell(exited(1, -9))
+    harness.wait_states(RankState.IDLE, RankState.DEAD)
+    assert names - {path.name for path in tmp_path.iterdir()} == {f"writing-segment-{pid}-{0:016x}"}
+
+
 def test_values_that_nobody_reads_are_removed_also_when_they_arrive_later():
     cell = RunningCell(1, 0, {rank: (FetchValue(cell=1, name="x"), ()) for rank in (0, 1)}, cluster_key="", sink=None)
     removed: list[str] = []

@@ -267,6 +267,28 @@ def test_segments_of_a_dead_process_are_cleared_by_pid(store):
     store.clear()
 
 
+@pytest.mark.processes
+def test_what_a_dead_process_has_not_finished_is_cleared_and_its_values_stay(store):
+    script = (
+        "import os, sys, pathlib\n"
+        "from rankbook.transport.shared_memory import DeferredBytes, SegmentStore\n"
+        "store = SegmentStore(pathlib.Path(sys.argv[1]))\n"
+        "print(os.getpid(), store.write([[b'sent']]).name, flush=True)\n"
+        "store.write([[b'begun', DeferredBytes(5, lambda: os.kill(os.getpid(), 9))]])"
+    )
+    command = [sys.executable, "-c", script, str(store.folder)]
+    ended = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=60)
+    pid, sent = ended.stdout.split()
+    other = segment_of(store, b"of another process")
+    assert len(list(store.folder.iterdir())) == 3
+    store.clear_unfinished(int(pid) + 1)
+    assert len(list(store.folder.iterdir())) == 3
+    store.clear_unfinished(int(pid))
+    assert {path.name for path in store.folder.iterdir()} == {sent, other.name}
+    (store.folder / f"writing-{a_name()}").touch()
+    store.clear()
+
+
 def test_other_threads_run_while_a_large_value_is_copied():
     memory, data = memoryview(bytearray(64 << 20)), bytes(64 << 20)
     begun, ran = threading.Event(), threading.Event()

@@ -30,6 +30,7 @@ from rankbook.protocol.messages import CommFromRank, DapFromRank, Done, GetStack
 from rankbook.protocol.queries import Answer
 from rankbook.transport.output_journal import journal_path, read_crash, read_journal
 from rankbook.transport.serialization import cell_number
+from rankbook.transport.shared_memory import SegmentStore
 
 _PROCESS_CHECK_DELAY = 0.3
 """Seconds after which an unresponsive rank's process is checked: a stopped one will not reply, others may be slow."""
@@ -330,6 +331,8 @@ def read_remains(message: RankExited, segments: str) -> CrashRemains:
     # The process was never forked, so it has no files; or it ran on another host, whose agent has read them.
     if not segments:
         return CrashRemains(message.journal, message.crash)
+    # Values that it has sent may still be read.
+    SegmentStore(Path(segments)).clear_unfinished(message.pid)
     path = journal_path(Path(segments), message.rank, message.incarnation)
     return CrashRemains(tuple(read_journal(path)), read_crash(path))
 

@@ -164,7 +164,7 @@ class ReattachedProcesses(ClusterProcesses):
         self._driver = driver = ReattachedDriver(state, hub, launcher, self._fork_request)
         # The forkserver has reported the processes in reply to the claim, not to the driver.
         for rank, info in driver.rank_processes.items():
-            info.pid = pids.get(rank)
+            info.pid, info.segments = pids.get(rank), record.segments
         driver.on_filled = self._record_filled
         # Before `start`: afterwards the driver thread would receive and handle newer messages first.
         driver.resume(state, replay.cells, replay.ended, _later_messages(reports, incarnations))

@@ -1,6 +1,7 @@
 """Shared memory files, through which large buffers cross between processes of one host.
 
-A segment is a file in the cluster's private folder. One process writes it once, and it never changes. A reader maps it
+A segment is a file in the cluster's private folder. One process writes it once, and it never changes. Until it is
+complete it has another name: what a process that died has left unfinished is known by it. A reader maps a segment
 privately: arrays and tensors in the mapping can be changed in place, because the operating system copies the pages that
 are written to, and no other reader or forked child sees the change. A mapping outlives its file, so a segment is
 removed as soon as all receivers have mapped it; the memory is freed with the last value that rests on it.
@@ -68,6 +69,7 @@ MOST_IN_FRAMES = 64 << 20
 
 _NAME = re.compile(r"segment-([0-9]+)-[0-9a-f]{16}")
 _FAILURE = "failed-"
+_UNFINISHED = "writing-"
 _ALIGNMENT = 64  # bytes: a cache line, and torch's own alignment
 _WRITE_AT_ONCE = 16 << 20  # bytes; an interrupt is handled between two writes
 _HUGE_PAGE = 2 << 20  # bytes, on x86-64 and, with pages of 4 KiB, on ARM; any other size is refused by the system
@@ -132,7 +134,7 @@ class SegmentStore:
         # where a mapping gets SIGBUS.
         offsets, size = _buffer_offsets(buffers)
         name = f"segment-{getpid()}-{secrets.token_hex(8)}"
-        path = self.folder / name
+        unfinished = self.folder / f"{_UNFINISHED}{name}"
         try:
             # Only if it was there once: a store for a folder that never existed is a mistake, and writing reports it.
             if self._existed and not self.folder.exists():  # it was removed under the cluster
@@ -142,8 +144,9 @@ class SegmentStore:
             if size > _free_bytes(self.folder) // 2:
                 self._check_frames(size)
                 return None
-            with _remove_on_error(path):
-                _write_file(path, buffers, offsets, size)
+            with _remove_on_error(unfinished):
+                _write_file(unfinished, buffers, offsets, size)
+                unfinished.rename(self.folder / name)
         except OSError as error:
             if error.errno in _NO_ROOM:
                 self._check_frames(size)
@@ -237,10 +240,15 @@ class SegmentStore:
         """Remove all segments, or those of the dead process `pid`, except those named in `keep`."""
         with contextlib.suppress(FileNotFoundError):  # the folder has been removed
             for path in list(self.folder.iterdir()):
-                name = path.name.removeprefix(_FAILURE)
+                name = path.name.removeprefix(_FAILURE).removeprefix(_UNFINISHED)
                 match = _NAME.fullmatch(name)
                 if match is not None and pid in {None, int(match[1])} and name not in keep:
                     path.unlink(missing_ok=True)
+
+    def clear_unfinished(self, pid: int) -> None:
+        """Remove what the dead process `pid` was writing. Its complete segments may still be read."""
+        for path in list(self.folder.glob(f"{_UNFINISHED}segment-{pid}-*")):
+            path.unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         if _NAME.fullmatch(name) is None:  # a peer sent the name: accept only a file name that this class generates
