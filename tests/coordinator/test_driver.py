@@ -9,18 +9,20 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Iterator
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from rankbook.coordinator import driver
 from rankbook.coordinator import events as ev
+from rankbook.coordinator.cluster import Cluster
 from rankbook.coordinator.driver import Driver
 from rankbook.coordinator.liveness import describe_exit
 from rankbook.coordinator.running_cell import CellEnded, InputQuestion, RunningCell
 from rankbook.coordinator.state_machine import ClusterState, RankState
 from rankbook.coordinator.states import GracePeriods
-from rankbook.errors import StartError
+from rankbook.errors import CellTimeout, StartError
 from rankbook.output.merger import OutputMerger, Stream
 from rankbook.process_identity import ProcessInfo, process_info
 from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
@@ -832,3 +834,30 @@ def test_values_that_nobody_reads_are_removed_also_when_they_arrive_later():
     assert removed == ["segment-0"] and not cell.values
     cell.rank_done(1, done[1], [])
     assert removed == ["segment-0", "segment-1"] and not cell.values
+
+
+@pytest.mark.parametrize("answers_late", [False, True])
+def test_exported_state_that_comes_too_late_is_removed(answers_late):
+    export = RunningCell(1, 0, {0: (FetchValue(cell=1, name="x"), ())}, cluster_key="", sink=None)
+    answer = Done(1, "ok", 0.1, payload=Payload((Buffer(9, "segment-0"),)))
+    removed: list[str] = []
+    abandoned: list[int] = []
+
+    def run_out_of_time(*_args):
+        raise CellTimeout
+
+    cluster = object.__new__(Cluster)
+    vars(cluster).update(
+        _processes=SimpleNamespace(hosts=SimpleNamespace(on_one_agent=lambda _: False, abandon=abandoned.append)),
+        _segments=SimpleNamespace(discard=removed.append),
+        _submit=lambda *_, **__: export,
+        wait=lambda *_, **__: None,
+        _check=run_out_of_time,
+    )
+    if not answers_late:
+        export.rank_done(0, answer, [])
+    with pytest.raises(CellTimeout):
+        cluster._try_restore(0, (1,), None, None, 1.0)
+    if answers_late:
+        export.rank_done(0, answer, [])
+    assert (removed, abandoned, export.values) == (["segment-0"], [1], {})

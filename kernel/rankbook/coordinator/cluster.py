@@ -1543,6 +1543,11 @@ class Cluster(ClusterQueries):
             self._check(export)
         except CellError as error:
             return {"refused": error.errors[donor].value if donor in error.errors else str(error)}, []
+        except BaseException:  # `timeout` has passed, or the ranks were stopped; the donor may still answer
+            export.discard_values(self._segments.discard)
+            if hosts is not None:
+                hosts.abandon(export.cell)
+            raise
         payload, frames = export.values[donor]
         try:
             restarted_ranks = {
