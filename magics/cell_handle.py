@@ -14,6 +14,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Literal
 
 from IPython.display import display
 
@@ -29,6 +30,8 @@ from rankbook.protocol.telemetry import RankPlacement
 from rankbook.ranks import group_ranks, name_ranks
 from rankbook.widgets.rendering import STALE_AFTER, HandleView, line
 
+HANDLE_STATE = "rankbook_handle"
+"""Key of a display's metadata, by which `rankbook run` follows background cells."""
 _TIMEOUT_OPTION = "--timeout "
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
 
@@ -108,8 +111,10 @@ class CellHandle:
         # One id for all displays of the handle, so that one message updates all of them. The number of a cell is unique
         # only within its cluster.
         self._display_id = f"rankbook-handle-{cluster.key}-{cell.cell}"
-        self._displayed_text = ""
+        self._displayed: tuple[str, str] | None = None  # the text and the state of the latest display
         self._reported = False
+        self._failed: bool | None = None  # None until the cell has ended
+        self._raised = False  # whether `wait` has raised the cell's error
         self._is_waiting = False  # whether `wait` answers questions
         self._noted_question = False  # whether the note about a question was shown since the last `wait`
 
@@ -140,6 +145,9 @@ class CellHandle:
         # `wait` returns without a result after `patience` seconds.
         if self._cell.result is None:
             raise TimeoutError(f"{self._cell.label} did not finish within {timeout} s and continues to run")
+        if not self._cell.result.ok:
+            self._raised = True
+            self._update()
         raise_cell_error(self._cell, self._cell.result)
         return self._cell.result
 
@@ -168,9 +176,13 @@ class CellHandle:
             self._sink.emit([Stream("stderr", text)])
 
     def _cell_changed(self) -> None:
+        result = self._cell.result
+        # Only now: the ranks may be stopped later. Whoever stops them, or interrupts the cell, has asked for its end.
+        if result is not None and self._failed is None:
+            intended = self._cluster.stopped or result.status == "interrupted"
+            self._failed = not result.ok and (self._cell.timed_out is not None or not intended)
         self._update()
         self._note_question()
-        result = self._cell.result
         # `on_change` may run again after the end, for output that arrives late.
         if result is not None and not self._reported:
             self._reported = True
@@ -181,27 +193,39 @@ class CellHandle:
                 self._sink.emit([Stream("stderr", _describe_failure(self._cell, result) + "\n")])
 
     def _update(self) -> None:
-        view = self._view()
-        # Nothing to update before the first display, and no message without a visible change.
-        if self._displayed_text and view.text() != self._displayed_text:
-            self._displayed_text = view.text()
-            self._sink.emit([RichOutput(dict(view.bundle()), {}, self._display_id, update=True)])
+        # Nothing to update before the first display, and no message without a change.
+        if self._displayed is not None:
+            output, displayed = self._output(update=True)
+            if displayed != self._displayed:
+                self._displayed = displayed
+                self._sink.emit([output])
 
     def _show_again(self) -> None:
         """Display the handle again after a rank has cleared the output of its cell."""
-        if self._displayed_text:
-            view = self._view()
-            self._displayed_text = view.text()
-            self._sink.emit([RichOutput(dict(view.bundle()), {}, self._display_id)])
+        if self._displayed is not None:
+            output, self._displayed = self._output()
+            self._sink.emit([output])
         self._noted_question = False
         self._note_question()
 
     def _ipython_display_(self) -> None:
         """Show a live display: both the cell's own output and later displays of the handle are updated."""
-        view = self._view()
-        display(dict(view.bundle()), raw=True, display_id=self._display_id)
-        self._displayed_text = view.text()
+        output, displayed = self._output()
+        display(output.data, metadata=output.metadata, raw=True, display_id=output.display_id)
+        self._displayed = displayed
         self._update()  # a change during the display reached only the earlier displays
+
+    def _output(self, *, update: bool = False) -> tuple[RichOutput, tuple[str, str]]:
+        """Return the handle's display, and its text and state."""
+        view, state = self._view(), self._run_state()
+        output = RichOutput(view.bundle(), {HANDLE_STATE: state}, self._display_id, update)
+        return output, (view.text(), state)
+
+    def _run_state(self) -> Literal["active", "ended", "failed"]:
+        """Return "failed" for an error that `wait` has not raised."""
+        if self._failed is None:
+            return "active"
+        return "failed" if self._failed and not self._raised else "ended"
 
     def _view(self) -> HandleView:
         cell, result = self._cell, self._cell.result

@@ -444,10 +444,23 @@ def test_a_background_save_is_finished_before_the_ranks_end(run: Run, tmp_path: 
     assert (steps(tmp_path / "saved"), command.err) == ([1], "")
 
 
+@pytest.mark.slow
+def test_a_background_cell_that_fails_lets_the_others_run_and_fails_the_run(run: Run) -> None:
+    command = run([LOAD, "%%distributed --background\n1 / 0", "%%distributed\nprint('goes on')"], "-n", "2")
+    assert command.wait_end(timeout=100) == 1
+    assert "[0-1] goes on\n" in command.out
+    assert command.err.endswith("rankbook: background cell [2] failed\n")
+
+
 class KernelStub:
-    """Client of a kernel in which every cell succeeds, except for the source "fail"."""
+    """Client of a kernel in which every cell succeeds, except for the source "fail".
+
+    `shown` has the states of background cells' handles that a cell shows, by its source.
+    """
 
     def __init__(self) -> None:
+        self.err = io.StringIO()
+        self.shown: dict[str, dict[str, str]] = {}
         self.requests: list[tuple[str, bool]] = []
         self.runner: notebook_runner.NotebookRunner | None = None
 
@@ -460,7 +473,11 @@ class KernelStub:
         assert self.runner is not None
         request = str(len(self.requests))
         if request in self.runner._runs:
-            self.runner._runs[request].idle.set()
+            run = self.runner._runs[request]
+            for name, state in self.shown.get(run.cell.source, {}).items():
+                content = {"data": {}, "metadata": {"rankbook_handle": state}, "transient": {"display_id": name}}
+                self.runner._print(run, "update_display_data", content)
+            run.idle.set()
         status = "error" if self.requests[-1][0] == "fail" else "ok"
         return {
             "parent_header": {"msg_id": request},
@@ -471,7 +488,7 @@ class KernelStub:
 def stub_runner(*sources: str, **options: Any) -> tuple[notebook_runner.NotebookRunner, KernelStub]:
     stub = KernelStub()
     notebook = new_notebook(cells=[new_code_cell(source) for source in sources])
-    console = Console(io.StringIO(), io.StringIO(), clock=time.monotonic)
+    console = Console(io.StringIO(), stub.err, clock=time.monotonic)
     stub.runner = runner = notebook_runner.NotebookRunner(notebook, console, folder=Path(), **options)
     runner.kc = stub  # type: ignore[assignment]
     return runner, stub
@@ -485,6 +502,27 @@ def test_ranks_are_stopped_behind_the_last_cell_but_not_after_a_failure() -> Non
     with pytest.raises(notebook_runner.RunError):
         asyncio.run(runner._execute_cells())
     assert stub.requests == [("1", False), ("fail", False)]
+
+
+def test_a_failed_background_cell_fails_the_run_when_all_cells_have_run() -> None:
+    runner, stub = stub_runner("start", "more", "end")
+    stub.shown = {"start": {"a": "active", "b": "active"}, "more": {"a": "failed", "c": "active", "d": "failed"}}
+    stub.shown["end"] = {"a": "failed", "b": "ended", "d": "ended"}
+    with pytest.raises(notebook_runner.RunError, match=r"^background cell \[1\] failed$") as ended:
+        asyncio.run(runner._execute_cells())
+    assert ended.value.code == 1
+    assert [source for source, _ in stub.requests] == ["start", "more", "end", notebook_runner._STOP_RANKS]
+    assert stub.err.getvalue() == (
+        "rankbook: background cell [2] still runs and is stopped; .wait() of its handle waits for it\n"
+    )
+
+
+def test_a_background_cell_that_is_tagged_may_fail() -> None:
+    runner, stub = stub_runner("start")
+    runner.nb.cells[0].metadata.tags = ["raises-exception"]
+    stub.shown = {"start": {"a": "failed"}}
+    asyncio.run(runner._execute_cells())
+    assert stub.err.getvalue() == ""
 
 
 def test_ranks_are_stopped_only_where_rankbook_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from types import SimpleNamespace
 
@@ -10,10 +11,11 @@ import pytest
 from rankbook.coordinator.running_cell import RunningCell
 from rankbook.coordinator.wait import ask_in_terminal
 from rankbook.errors import CellTimeout
+from rankbook.magics import cell_handle
 from rankbook.magics.cell_handle import CellHandle
 from rankbook.magics.output_panel import JupyterSink
-from rankbook.output.merger import Stream
-from rankbook.protocol.messages import Clear, Done, InputRequest, RunCell, Text
+from rankbook.output.merger import RichOutput, Stream
+from rankbook.protocol.messages import Clear, Done, ErrorReport, InputRequest, RunCell, Text
 from tests.conftest import Gate, Notebook, Outcome
 
 pytestmark = pytest.mark.processes
@@ -32,7 +34,7 @@ def background():
     task = (RunCell(cell=1, source="x", number=3), ())
     sink = SimpleNamespace(emit=items.extend)
     cell = RunningCell(1, 3, {0: task, 1: task}, cluster_key="c", sink=sink)
-    handle = CellHandle(SimpleNamespace(key="c"), cell, sink, ask_in_terminal, lambda _: None)
+    handle = CellHandle(SimpleNamespace(key="c", stopped=False), cell, sink, ask_in_terminal, lambda _: None)
     handle.follow()
     return cell, handle, items
 
@@ -199,7 +201,7 @@ def test_the_handle_is_displayed_again_after_a_clear_and_then_followed():
     session = SimpleNamespace(send=lambda _, kind, content, **__: sent.append((kind, content)))
     sink = JupyterSink(SimpleNamespace(session=session, iopub_socket=None, get_parent=lambda _: {}))
     cell = RunningCell(1, 3, {0: (RunCell(cell=1, source="x", number=3), ())}, cluster_key="c", sink=sink)
-    handle = CellHandle(SimpleNamespace(key="c"), cell, sink, ask_in_terminal, lambda _: None)
+    handle = CellHandle(SimpleNamespace(key="c", stopped=False), cell, sink, ask_in_terminal, lambda _: None)
     handle.follow()
     cell.start()
     handle._ipython_display_()
@@ -211,6 +213,35 @@ def test_the_handle_is_displayed_again_after_a_clear_and_then_followed():
     displays = [content for _, content in sent if "data" in content]
     assert displays[0]["data"]["text/plain"] == "cell [3] on rank 0: running"
     assert displays[0]["transient"] == displays[1]["transient"]
+
+
+@pytest.mark.parametrize(
+    ("status", "stopped", "states"),
+    [
+        ("ok", False, ["active", "ended"]),
+        ("error", False, ["active", "failed", "ended"]),  # `wait` has raised the error
+        ("error", True, ["active", "ended"]),
+        ("interrupted", False, ["active", "ended"]),
+    ],
+)
+def test_the_display_tells_rankbook_run_of_an_error_until_wait_has_raised_it(
+    background, monkeypatch, status, stopped, states
+):
+    cell, handle, items = background
+    shown = []
+    monkeypatch.setattr(cell_handle, "display", lambda _, *, metadata, **__: shown.append(metadata))
+    handle._ipython_display_()
+    error = ErrorReport("ValueError", "no", "", "ValueError: no") if status == "error" else None
+    for rank in (0, 1):
+        cell.rank_done(rank, Done(cell=1, status=status, seconds=0.1, error=error), [])
+    handle._cluster.stopped = stopped
+    cell.end(())
+    handle._cluster.stopped = True  # later
+    for _ in range(2):
+        with contextlib.suppress(Exception, KeyboardInterrupt):
+            handle.wait()
+    shown += [item.metadata for item in items if isinstance(item, RichOutput)]
+    assert [metadata["rankbook_handle"] for metadata in shown] == states
 
 
 def test_a_second_cell_for_a_busy_rank_is_queued_visibly_and_in_order(notebook, gate):

@@ -80,6 +80,11 @@ class _CellRun:
     clear_before_next_output: bool = False
     interrupted: bool = False
 
+    @property
+    def may_fail(self) -> bool:
+        """Return True for a cell with the tag "raises-exception", as in nbclient and nbconvert."""
+        return "raises-exception" in self.cell.metadata.get("tags", [])
+
 
 # A notebook names a kernel that may be missing here, or that belongs to another environment. What a user expects of
 # `rankbook run` is the interpreter that runs it.
@@ -127,6 +132,8 @@ class NotebookRunner(NotebookClient):
         self._runs: dict[str, _CellRun] = {}  # by the id of the request
         self._current: _CellRun | None = None
         self._live_views: set[str] = set()  # display ids of live views, whose updates are not printed
+        # By display id: the cell that has started a background cell, and the state of its handle.
+        self._handles: dict[str, tuple[_CellRun, str]] = {}
         # Set by a signal. `_wait_first` waits for it beside everything else, so a signal ends the run at any point.
         self._stopped: asyncio.Future[RunError]
         self._ending = False
@@ -297,7 +304,21 @@ class NotebookRunner(NotebookClient):
             skipped = self.skip_cells_with_tag in cell.metadata.get("tags", [])
             if cell.cell_type == "code" and cell.source.strip() and not skipped:
                 await self._execute_cell(cell, index)
+        failed = self._check_background_cells()
         await self._stop_ranks()
+        if failed:
+            raise RunError(1, failed)
+
+    def _check_background_cells(self) -> str:
+        """Print a note about background cells that still run. Return a message about those that have failed, or ""."""
+        failed = []
+        for run, state in self._handles.values():
+            name = f"background cell [{run.number}]"
+            if state == "active":
+                self._console.note(f"{name} still runs and is stopped; .wait() of its handle waits for it")
+            elif state == "failed" and not run.may_fail:
+                failed.append(f"{name} failed")
+        return ", ".join(failed)
 
     async def _stop_ranks(self) -> None:
         """Stop the ranks with the time of `%distributed stop`, in which a background save can finish.
@@ -310,11 +331,10 @@ class NotebookRunner(NotebookClient):
             await self._wait_reply(request)
 
     async def _execute_cell(self, cell: NotebookNode, index: int) -> None:
-        may_fail = "raises-exception" in cell.metadata.get("tags", [])
-        # `stop_on_error` makes the kernel discard requests that it has queued, which there are none of here. A cell
-        # with the tag "raises-exception" may fail, as in nbclient and nbconvert.
-        request = self.kc.execute(cell.source, stop_on_error=not may_fail, allow_stdin=False)
-        run = self._runs[request] = self._current = _CellRun(cell, index, number=len(self._runs) + 1)
+        run = self._current = _CellRun(cell, index, number=len(self._runs) + 1)
+        # `stop_on_error` makes the kernel discard requests that it has queued, which there are none of here.
+        request = self.kc.execute(cell.source, stop_on_error=not run.may_fail, allow_stdin=False)
+        self._runs[request] = run
         try:
             async with asyncio.timeout(self._seconds_per_cell):
                 reply = await self._wait_reply(request)
@@ -327,7 +347,7 @@ class NotebookRunner(NotebookClient):
         await self._wait_idle(run)
         self._console.finish(run.number)
         self._current = None
-        if reply["status"] == "ok" or may_fail:
+        if reply["status"] == "ok" or run.may_fail:
             return
         if not run.error_shown:
             self._console.display(run.number, "\n".join(reply.get("traceback", [])), error=True)
@@ -390,7 +410,10 @@ class NotebookRunner(NotebookClient):
     def _print(self, run: _CellRun, kind: str, content: dict[str, Any]) -> None:
         console = self._console
         display_id = (content.get("transient") or {}).get("display_id")
-        live_view = (content.get("metadata") or {}).get("rankbook_still")  # set by widgets/live_view.py
+        metadata = content.get("metadata") or {}
+        live_view = metadata.get("rankbook_still")  # set by widgets/live_view.py
+        if display_id is not None and (state := metadata.get("rankbook_handle")):  # set by magics/cell_handle.py
+            self._handles[display_id] = (self._handles.get(display_id, (run, ""))[0], state)
         if kind == "execute_input" and not run.started:
             run.started, run.number = True, content["execution_count"]
             console.header(run.number, run.cell.source)
