@@ -704,6 +704,38 @@ def test_a_notebook_in_another_language_names_its_kernel(tmp_path: Path, capsys:
     assert "written in R, not Python; run it with `--kernel ir`" in capsys.readouterr().err
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("spec", "code", "complaint"),
+    [
+        ("{", 2, "the kernel spec of 'given' cannot be read: "),
+        ("[]", 2, "the kernel spec of 'given' cannot be read: "),
+        ('{"argv": ["/gone/python"]}', 1, "the kernel did not start: /gone/python: No such file or directory\n"),
+    ],
+)
+def test_a_kernel_that_cannot_start_is_one_line(
+    spec: str,
+    code: int,
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tmp_path / "kernels" / "given"
+    folder.mkdir(parents=True)
+    (folder / "kernel.json").write_text(spec)
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    notebook = new_notebook(metadata={"kernelspec": {"name": "given", "display_name": "", "language": "python"}})
+    nbformat.write(notebook, tmp_path / "given.ipynb")
+    assert cli.main(["run", str(tmp_path / "given.ipynb"), "--kernel", "given"]) == code
+    error = capsys.readouterr().err
+    assert error.startswith(f"rankbook: {complaint}")
+    assert error.count("\n") == 1 and not caplog.records
+    kernel = notebook_runner._kernel_specs(notebook, None, None).get_kernel_spec("given")
+    assert kernel.argv[0] == sys.executable
+
+
 @pytest.mark.parametrize("kernel", ["rankbook-4", None])
 def test_the_number_of_ranks_on_the_command_line_overrides_only_that_of_the_kernel(
     kernel: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import itertools
 import json
+import logging
 import os
 import queue
 import re
@@ -35,11 +36,12 @@ from nbclient.exceptions import CellExecutionComplete
 from nbformat import NotebookNode
 from nbformat.v4 import new_output
 from nbformat.warnings import DuplicateCellId, MissingIDFieldWarning
+from traitlets.log import get_logger
 
 from rankbook.cli.console import Console, last_state
 from rankbook.errors import InvalidArgument
 from rankbook.formatting import signal_name
-from rankbook.jupyter.spec import spec_for
+from rankbook.jupyter.spec import UNREADABLE, spec_for
 
 STARTUP_TIMEOUT = 120.0  # seconds; a cold disk can take long over a first import
 INTERRUPT_GRACE = 5.0  # grace period in seconds for a cell that was interrupted at its time limit
@@ -201,7 +203,10 @@ class NotebookRunner(NotebookClient):
             os.set_blocking(log, False)
             asyncio.get_running_loop().add_reader(log, self._read_log, log)
             env = _kernel_environment(self._ranks)
-            await self.async_start_new_kernel(env=env, stdout=log_end, stderr=log_end)
+            with _quiet_jupyter():
+                await self.async_start_new_kernel(env=env, stdout=log_end, stderr=log_end)
+        except OSError as error:  # for example, the environment of the kernel was removed
+            raise RunError(1, f"the kernel did not start: {error.filename}: {error.strerror}") from error
         finally:
             os.close(log_end)
         self.kc = self.km.client()
@@ -445,12 +450,12 @@ def _kernel_specs(notebook: NotebookNode, kernel: str | None, ranks: int | None)
     """Return a manager with the kernel's spec. Raises `InvalidArgument` when no kernel fits the notebook."""
     if kernel is None:
         spec = notebook.metadata.get("kernelspec", {})
+        name = spec.get("name", "")
         if (spec.get("language") or "python").lower() != "python":
-            name = spec.get("name", "")
             raise InvalidArgument(
                 f"the notebook is written in {spec['language']}, not Python; run it with `--kernel {name}`"
             )
-        kernel_spec = spec_for(spec.get("name", ""))
+        kernel_spec = spec_for(name) if name else None
         kernel_spec = kernel_spec or KernelSpec(resource_dir="", **get_kernel_dict())
     else:
         specs = KernelSpecManager()
@@ -459,9 +464,23 @@ def _kernel_specs(notebook: NotebookNode, kernel: str | None, ranks: int | None)
         except NoSuchKernel as error:
             installed = ", ".join(sorted(specs.find_kernel_specs())) or "none"
             raise InvalidArgument(f"unknown kernel {kernel!r}; installed kernels: {installed}") from error
+        except UNREADABLE as error:
+            raise InvalidArgument(f"the kernel spec of {kernel!r} cannot be read: {error}") from error
     if ranks is not None:
         kernel_spec.env.pop("RANKBOOK_RANKS", None)  # it would override `ranks`
     return _OneKernelSpec(kernel_spec)
+
+
+@contextmanager
+def _quiet_jupyter() -> Iterator[None]:
+    """Drop the log of jupyter_client, which contains the traceback of every exception that it raises as well."""
+    log = get_logger()
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _kernel_environment(ranks: int | None) -> dict[str, str]:

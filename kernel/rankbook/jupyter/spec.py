@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jupyter_client.kernelspec import SYSTEM_JUPYTER_PATH, KernelSpec, KernelSpecManager, NoSuchKernel
+from traitlets import TraitError
 
 from rankbook.errors import InvalidArgument
 from rankbook.formatting import plural
@@ -23,6 +24,8 @@ from rankbook.formatting import plural
 NAME = "rankbook"
 DISPLAY_NAME = "Python 3 (Rankbook)"
 RESOURCES = Path(__file__).parent / "spec"
+UNREADABLE = (OSError, TypeError, ValueError, TraitError)
+"""Errors of jupyter_client for a spec that cannot be read: no JSON, or JSON that is no spec."""
 _MODULE = "rankbook.jupyter"
 
 
@@ -85,7 +88,7 @@ def spec_for(name: str) -> KernelSpec | None:
         installed = KernelSpecManager().get_kernel_spec(name)
         # The interpreter of an installed spec may be another one; only the variables are taken from it.
         ours, env = _MODULE in installed.argv, dict(installed.env)
-    except (NoSuchKernel, ValueError):
+    except (NoSuchKernel, *UNREADABLE):
         # Not installed here, as when the notebook comes from another machine.
         ours, env = name == NAME or name.startswith(f"{NAME}-"), {}
     # Without `resource_dir` the spec has no logos, which only a launcher shows.
