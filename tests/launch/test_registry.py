@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rankbook.errors import StartError
+from rankbook.launch import registry
 from rankbook.launch.registry import (
     RECORD,
     ClusterRecord,
@@ -72,6 +73,27 @@ def test_a_record_is_found_as_it_was_written_and_only_its_user_can_read_it(base)
     assert record.describe() == "7-abc: 2 ranks on cpu, gloo"
     write_record(dataclasses.replace(record, notebook=8))
     assert {item.notebook for item in find_detached().records} == {7, 8}
+
+
+def test_a_record_is_found_from_a_process_with_other_folders(short_path, monkeypatch):
+    monkeypatch.delenv("RANKBOOK_RUNTIME_DIR", raising=False)
+    session, temporary, link = short_path / "session", short_path / "tmp", short_path / "link"
+    session.mkdir()
+    temporary.mkdir()
+    link.symlink_to(temporary)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    # Another name of the folder; the record has the name with which it was made.
+    monkeypatch.setattr(registry.tempfile, "gettempdir", lambda: str(link))
+    record = make(temporary)
+    assert registry.socket_base() == session
+    assert [found for found in find_detached().records if found.key == record.key] == [record]
+    Path(record.sockets).chmod(0o755)
+    detached = find_detached()
+    assert record not in detached.records
+    assert any("folder is accessible to other users" in note for note in detached.notes)
+    Path(record.sockets).chmod(0o700)
+    monkeypatch.setenv("RANKBOOK_RUNTIME_DIR", str(session))
+    assert find_detached().records == ()
 
 
 def test_record_that_others_could_have_written_is_ignored(base):

@@ -20,7 +20,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
@@ -298,12 +298,12 @@ def write_record(record: ClusterRecord) -> None:
 def find_detached() -> DetachedCluster:
     """Return this user's detached clusters on this machine.
 
-    Removes the folders of clusters that have ended.
+    Removes the folders of clusters that have ended. Raises `StartError` for an invalid `RANKBOOK_RUNTIME_DIR`.
     """
     records: list[ClusterRecord] = []
     notes: list[str] = []
     # Other users can create folders with such names in the shared folder, so every record is checked before it is read.
-    for path in sorted(socket_base().glob(f"rankbook-{os.getuid()}-*/{RECORD}")):
+    for path in sorted(path for base in _possible_bases() for path in base.glob(f"rankbook-{os.getuid()}-*/{RECORD}")):
         problem = _find_trust_problem(path)
         if problem is not None:
             notes.append(f"{path} is ignored: {problem}")
@@ -336,6 +336,19 @@ def find_detached() -> DetachedCluster:
                 f"{record.describe()}: their forkserver is not visible here (another container?); their files are kept"
             )
     return DetachedCluster(tuple(records), tuple(notes))
+
+
+def _possible_bases() -> Iterable[Path]:
+    """Return the folders that `socket_base` may have returned in another process of this user.
+
+    A login by SSH, a desktop session and a service have different environments.
+    """
+    if os.environ.get("RANKBOOK_RUNTIME_DIR"):
+        return (socket_base(),)
+    of_session, of_user = os.environ.get("XDG_RUNTIME_DIR"), f"/run/user/{os.getuid()}"
+    bases = (of_session, tempfile.gettempdir(), "/tmp", of_user)  # noqa: S108 - every record is checked
+    # Each folder once, also if it has two names, as /tmp of macOS.
+    return {os.path.realpath(base): Path(base) for base in bases if base}.values()
 
 
 def _find_trust_problem(path: Path) -> str | None:
@@ -375,7 +388,7 @@ def _read(path: Path) -> ClusterRecord:
     fields["ranks"] = tuple(DetachedRank(**rank) for rank in fields["ranks"])
     record = ClusterRecord(**fields)
     # A copied record must not lead to the removal of the folder that it names.
-    if Path(record.sockets) != path.parent:
+    if os.path.realpath(record.sockets) != os.path.realpath(path.parent):
         raise ValueError("it describes another folder")
     return record
 
