@@ -8,6 +8,7 @@ import errno
 import io
 import json
 import os
+import queue
 import select
 import signal
 import subprocess
@@ -469,6 +470,9 @@ class KernelStub:
         self.requests.append((code, silent))
         return str(len(self.requests))
 
+    async def get_iopub_msg(self, **_: float) -> dict[str, Any]:
+        raise queue.Empty
+
     async def get_shell_msg(self) -> dict[str, Any]:
         assert self.runner is not None
         request = str(len(self.requests))
@@ -502,6 +506,18 @@ def test_ranks_are_stopped_behind_the_last_cell_but_not_after_a_failure() -> Non
     with pytest.raises(notebook_runner.RunError):
         asyncio.run(runner._execute_cells())
     assert stub.requests == [("1", False), ("fail", False)]
+
+
+def test_the_last_cell_may_end_the_kernel() -> None:
+    async def exit_code() -> int:
+        return 0
+
+    runner, _ = stub_runner("exit()")
+    runner.km = mock.Mock(provisioner=mock.Mock(wait=exit_code))
+    with pytest.raises(notebook_runner.RunError, match="the kernel exited with code 0"):
+        asyncio.run(runner._watch_kernel())
+    asyncio.run(runner._execute_cells())
+    asyncio.run(runner._watch_kernel())
 
 
 def test_a_failed_background_cell_fails_the_run_when_all_cells_have_run() -> None:

@@ -138,6 +138,7 @@ class NotebookRunner(NotebookClient):
         self._handles: dict[str, tuple[_CellRun, str]] = {}
         # Set by a signal. `_wait_first` waits for it beside everything else, so a signal ends the run at any point.
         self._stopped: asyncio.Future[RunError]
+        self._all_ran = False  # whether the last cell has ended, without an error
         self._ending = False
         # Counts published messages, by which `_wait_idle` tells a slow kernel from lost messages.
         self._published = 0
@@ -240,6 +241,8 @@ class NotebookRunner(NotebookClient):
         # negative number of the signal.
         code = await provisioner.wait()
         await self._read_published(until_quiet=True)
+        if self._all_ran and code == 0:  # the last cell has called `exit()`
+            return
         how = f"was killed by {signal_name(-code)}" if code and code < 0 else f"exited with code {code}"
         where = f" while running cell [{self._current.number}]" if self._current else ""
         raise RunError(1, f"the kernel {how}{where}{self._log_tail()}")
@@ -309,6 +312,7 @@ class NotebookRunner(NotebookClient):
             skipped = self.skip_cells_with_tag in cell.metadata.get("tags", [])
             if cell.cell_type == "code" and cell.source.strip() and not skipped:
                 await self._execute_cell(cell, index)
+        self._all_ran = True
         failed = self._check_background_cells()
         await self._stop_ranks()
         if failed:
