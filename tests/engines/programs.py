@@ -261,12 +261,14 @@ def ray_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     command = (sys.executable, str(Path(__file__).with_name("ray_nodes.py")))
     with contextlib.ExitStack() as stack:
-        # On a busy machine Ray's own start fails or hangs now and then.
+        # Ray's own start fails or hangs now and then: a node waits 15 s for an agent of its own, and gives up.
         for attempt in range(3):
             log = stack.enter_context((folder / f"ray-{attempt}.log").open("w"))
             server = stack.enter_context(
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
             )
+            # First of all: a server that does not react to the end of its input would be waited for without an end.
+            stack.callback(_end, server)
             assert server.stdin is not None and server.stdout is not None
             limit = threading.Timer(100.0, server.terminate)
             limit.start()
@@ -288,3 +290,10 @@ def ray_nodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         finally:
             requests.close()
             server.wait(60)
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    server.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(10)
+    server.kill()

@@ -29,6 +29,7 @@ from tests.engines import programs
 pytestmark = [pytest.mark.full, pytest.mark.engines, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parents[2]
+RAY = pytest.param("ray", marks=pytest.mark.alone)
 SESSION = (sys.executable, "-m", "tests.engines.session")
 
 
@@ -98,7 +99,7 @@ def local_session() -> dict[str, Any]:
         return run_session(Place("local"), Path(folder))
 
 
-@pytest.mark.parametrize("launcher", ["env", "ssh", "slurm", "mpirun", "ray"])
+@pytest.mark.parametrize("launcher", ["env", "ssh", "slurm", "mpirun", RAY])
 def test_a_session_trains_as_locally_loses_heals_and_leaves_nothing(launcher, tmp_path, monkeypatch, short_path):
     with place_of(launcher, short_path, monkeypatch) as place:
         steps = run_session(place, short_path)
@@ -118,7 +119,7 @@ def test_a_session_trains_as_locally_loses_heals_and_leaves_nothing(launcher, tm
     assert steps["file"] is False
 
 
-@pytest.mark.parametrize("launcher", ["fake", "env", "ssh", "slurm", "mpirun", "ray"])
+@pytest.mark.parametrize("launcher", ["fake", "env", "ssh", "slurm", "mpirun", RAY])
 def test_nothing_is_left_after_a_stop_a_restart_and_the_death_of_a_kernel(launcher, monkeypatch, short_path):
     with place_of(launcher, short_path, monkeypatch) as place:
         command = [*place.prefix, sys.executable, "-m", "tests.engines.kernel_ends"]
@@ -246,6 +247,7 @@ def test_mpirun_passes_the_suite(short_path):
         check_on(network, f"from rankbook.engines.processes import MpirunEngine as Engine\noptions = {options!r}")
 
 
+@pytest.mark.alone
 def test_ray_passes_the_suite(short_path, monkeypatch):
     with programs.ray_nodes(short_path, monkeypatch):
         # In a process of its own: Ray's driver leaves threads, and warnings of other packages.
@@ -258,6 +260,7 @@ def test_ray_passes_the_suite(short_path, monkeypatch):
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.alone
 def test_the_ranks_of_a_lost_ray_node_are_healed_when_ray_has_placed_their_bundle(short_path, monkeypatch):
     monkeypatch.setenv("RANKBOOK_CONNECT_DIR", str(short_path / "connect"))
     steps: dict[str, Any] = {}
