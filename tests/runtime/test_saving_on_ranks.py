@@ -220,7 +220,7 @@ def what_goes_wrong(folder):
     with torch.no_grad():
         accelerator.unwrap_model(model)[2].bias = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64))
     errors["shape"] = error_text(lambda: accelerator.load_state(f"{folder}/good"))
-    more = accelerator.prepare(DataLoader([0])) if rank == 1 else None
+    more = accelerator.prepare(DataLoader(list(range(12)), batch_size=2)) if rank == 1 else None
     errors["names"] = error_text(lambda: accelerator.save_state(f"{folder}/good"))
     del more
     return errors
