@@ -395,6 +395,16 @@ def test_a_rank_that_died_meanwhile_is_named_and_can_be_healed(notebook, runtime
 
 
 @pytest.mark.full
+def test_the_stack_of_a_kept_rank_that_crashes_is_shown_after_attach(notebook):
+    restart(notebook)
+    notebook.ok("%distributed attach")
+    failed = notebook.run("%%distributed\nif rank == 1:\n    import ctypes; ctypes.string_at(0)")
+    assert failed.status == "error" and "rank 1 was killed by SIGSEGV" in failed.traceback + failed.text
+    assert "[1] Fatal Python error: Segmentation fault, innermost call first:" in failed.stderr
+    notebook.ok("%distributed stop")
+
+
+@pytest.mark.full
 def test_ranks_survive_a_kernel_shutdown_and_another_kernel_attaches(notebook, open_notebook):
     notebook.ok("%%distributed\nx = 5")
     notebook.manager.shutdown_kernel(now=False)

@@ -478,13 +478,14 @@ def _kernel_specs(notebook: NotebookNode, kernel: str | None, ranks: int | None)
 @contextmanager
 def _quiet_jupyter() -> Iterator[None]:
     """Drop the log of jupyter_client, which contains the traceback of every exception that it raises as well."""
-    log = get_logger()
-    level = log.level
-    log.setLevel(logging.CRITICAL)
+    log: Any = get_logger()
+    logger: logging.Logger = getattr(log, "logger", log)  # it may be a LoggerAdapter
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        log.setLevel(level)
+        logger.setLevel(level)
 
 
 def _kernel_environment(ranks: int | None) -> dict[str, str]:
