@@ -70,7 +70,7 @@ def index(tmp_path_factory) -> Index:
     [
         ("FSDP2", "tutorials/fsdp2"),
         ("tensor parallel", "tutorials/tensor-parallel"),
-        ("gradient checkpointing", "howto/models-and-memory"),
+        ("gradient checkpointing", "tutorials/fsdp2"),
         ("EMA", "howto/models-and-memory"),
         ("from_pretrained", "howto/models-and-memory"),
         ("out of memory", "tutorials/when-something-goes-wrong"),
