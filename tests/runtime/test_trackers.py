@@ -380,6 +380,9 @@ def test_a_folder_with_the_name_of_a_package_is_not_this_package(tmp_path, monke
 @pytest.mark.filterwarnings("default")  # wandb's own
 def test_wandb_itself_writes_a_run_without_a_network(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
+    # wandb sets it, and the kernels that this process starts later would inherit it.
+    monkeypatch.setenv("WANDB_SERVICE", "")
+    monkeypatch.delenv("WANDB_SERVICE")
     monkeypatch.setenv("WANDB_SILENT", "true")
     PartialState(cpu=True)
     tracker = WandBTracker("project", mode="offline", dir=str(tmp_path))
