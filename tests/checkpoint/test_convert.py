@@ -277,7 +277,7 @@ def test_files_of_a_pipe_or_of_no_name_are_refused(tmp_path):
 def test_without_the_library_the_error_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "x.safetensors").write_bytes(raw({}))
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(InvalidArgument, match='pip install "safetensors>=0.5"'):
+    with pytest.raises(InvalidArgument, match=r'pip install "safetensors>=0\.5"'):
         from_safetensors(tmp_path / "x.safetensors", tmp_path / "run")
 
 

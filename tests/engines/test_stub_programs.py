@@ -573,7 +573,7 @@ def test_a_ray_cluster_that_cannot_be_used_is_an_error_with_advice(monkeypatch, 
 
 def test_ray_that_is_not_installed_is_named_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(StartError, match="Ray is not installed: pip install 'ray>=2.40'"):
+    with pytest.raises(StartError, match=r"Ray is not installed: pip install 'ray>=2\.40'"):
         make_engine("ray", [])
     with pytest.raises(InvalidArgument, match=r"--launcher ray runs no program that could take -v"):
         make_engine("ray", ["--", "-v"])
