@@ -15,10 +15,14 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from rankbook.runtime.optimizer import AcceleratedOptimizer
 
 Listener = Callable[[Optimizer], None]
 
@@ -76,13 +80,18 @@ def _remove(listener: Listener) -> None:
         _listeners = tuple(other for other in _listeners if other is not listener)
 
 
+def wrapper_of(optimizer: Optimizer) -> AcceleratedOptimizer | None:
+    """Return the wrapper of a prepared optimizer, otherwise None."""
+    prepare = sys.modules.get("rankbook.runtime.prepare")
+    return prepare.wrapper_of(optimizer) if prepare is not None else None
+
+
 def step_of(optimizer: Optimizer) -> int | None:
     """Return the number of the step that has just ended, the first is 1; None for an optimizer that does not count.
 
     A prepared optimizer counts its steps, and most of torch's optimizers count them in their state.
     """
-    prepare = sys.modules.get("rankbook.runtime.prepare")
-    wrapper = prepare.wrapper_of(optimizer) if prepare is not None else None
+    wrapper = wrapper_of(optimizer)
     if wrapper is not None:  # counts a step when it has ended
         return int(wrapper.steps) + 1
     steps = next((state.get("step") for state in optimizer.state.values()), None)

@@ -42,11 +42,10 @@ import cmath
 import dataclasses
 import functools
 import math
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -65,9 +64,6 @@ from rankbook.numerics import step_ends
 from rankbook.numerics.naming import ModuleNames, cell_line, executed_lines, namespace
 from rankbook.numerics.settings import Conditions
 from rankbook.protocol import telemetry
-
-if TYPE_CHECKING:
-    from rankbook.runtime.optimizer import AcceleratedOptimizer
 
 Lines = Sequence[tuple[str, int]]
 INPUTS_NAME = "nonfinite_inputs"
@@ -473,7 +469,7 @@ class NumberWatch:
         try:
             self._agree(step, gradients, parameters, norm, spoilt)
         except NumericalError:
-            wrapper = _wrapper_of(optimizer)
+            wrapper = step_ends.wrapper_of(optimizer)
             if wrapper is not None and not updated:
                 wrapper.is_stepping = False  # all parameters are those of the step before
             raise
@@ -773,19 +769,13 @@ def _module_of(parameter: str, default: str | None = None) -> str:
     return parameter.rpartition(".")[0] or (parameter if default is None else default)
 
 
-def _wrapper_of(optimizer: torch.optim.Optimizer) -> AcceleratedOptimizer | None:
-    """Return the wrapper of a prepared optimizer, otherwise None."""
-    prepare = sys.modules.get("rankbook.runtime.prepare")
-    return prepare.wrapper_of(optimizer) if prepare is not None else None
-
-
 def step_of(optimizer: torch.optim.Optimizer, counted: int, *, done: bool = False) -> int:
     """Return the number of the step that the optimizer is about to take, or has just taken; the first is 1.
 
     A prepared optimizer counts its steps, and most of torch's optimizers count them in their state. For others, the
     steps are counted since the watch was switched on.
     """
-    wrapper = _wrapper_of(optimizer)
+    wrapper = step_ends.wrapper_of(optimizer)
     if wrapper is not None:  # counts a step when it has ended
         return int(wrapper.steps) + 1
     counters = [state["step"] for state in optimizer.state.values() if "step" in state]

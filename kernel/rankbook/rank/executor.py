@@ -768,16 +768,18 @@ def _report_paused_tasks(source: str) -> None:
         return
     loop = asyncio_loop()
     if not loop.is_running() and (waiting := [task for task in asyncio.all_tasks(loop) if not task.done()]):
-        with contextlib.suppress(Exception):  # the cell may have replaced sys.stderr
-            text = f"{plural(len(waiting), 'asyncio task')} paused: on a rank, tasks run only while a cell awaits"
-            print(f"rankbook: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the cell's output
+        _print_note(f"{plural(len(waiting), 'asyncio task')} paused: on a rank, tasks run only while a cell awaits")
 
 
 def _report_lost_saves(cells: Mapping[str, int]) -> None:
     """Print the error of a failed background save to the running cell's stderr."""
     if message := _lost_saves(cells):
-        with contextlib.suppress(Exception):  # the cell may have replaced sys.stderr
-            print(f"rankbook: {message}", file=sys.stderr, flush=True)  # noqa: T201 - the cell's output
+        _print_note(message)
+
+
+def _print_note(text: str) -> None:
+    with contextlib.suppress(Exception):  # the cell may have replaced sys.stderr
+        print(f"rankbook: {text}", file=sys.stderr, flush=True)  # noqa: T201 - the cell's output
 
 
 def _lost_saves(cells: Mapping[str, int]) -> str:

@@ -332,12 +332,14 @@ class TrackingMethods(AcceleratorSettings):
     def _start_received_trackers(self) -> None:
         """Start the trackers that go on after their rank has died, and report the others."""
         received, self._received_trackers = self._received_trackers, []
-        for _name, _main_process_only, tracker in received:
+        ended = []
+        for name, main_process_only, tracker in received:
             if tracker is not None:
                 tracker.start()
                 self.trackers.append(tracker)
-        here = [item for item in received if self.is_main_process or not item[1]]
-        if ended := [name for name, _main_process_only, tracker in here if tracker is None]:
+            elif self.is_main_process or not main_process_only:
+                ended.append(name)
+        if ended:
             _log.warning(
                 "This rank has no run of %s, since the rank was replaced: nothing is logged there until you call "
                 "init_trackers() again",
