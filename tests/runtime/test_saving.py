@@ -8,6 +8,7 @@ import inspect
 import subprocess
 import sys
 import threading
+import uuid
 
 import numpy as np
 import pytest
@@ -18,10 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankbook.checkpoint import async_save, load_metadata, load_plain, verify
+from rankbook.checkpoint.saving import Writer
 from rankbook.checkpoint.state_dict.models import sharded_state_dicts
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedTensor
 from rankbook.checkpoint.state_dict.state_dicts import map_leaves
-from rankbook.checkpoint.storage.backends import LocalStorage
+from rankbook.checkpoint.storage.backends import LocalStorage, storage_of
 from rankbook.errors import CheckpointError, InvalidArgument
 from rankbook.runtime import (
     Accelerator,
@@ -735,6 +737,45 @@ def test_a_checkpoint_may_lie_where_fsspec_reaches():
     assert same(values(model), then)
     with pytest.raises(InvalidArgument, match="such as memory://run/state"):
         accelerator.save_state("memory://state")
+
+
+@pytest.mark.parametrize("written", ["before the save", "during the save"])
+def test_a_save_to_an_object_store_does_not_delete_other_files(monkeypatch, written):
+    accelerator = Accelerator()
+    trained(accelerator)
+    folder = f"memory://run-{uuid.uuid4().hex}/state"
+    for _ in range(2):
+        accelerator.save_state(folder)  # replaces the former checkpoint
+    storage = storage_of(folder)
+    before = storage.list()
+    write_parts = Writer._file_parts
+
+    def write_log(*_):
+        storage.write("logs/events.txt", [b"valuable"])
+
+    if written == "before the save":
+        write_log()
+    else:
+        monkeypatch.setattr(Writer, "_file_parts", lambda *args: write_log() or write_parts(*args))
+    with pytest.raises(CheckpointError, match="state contains logs, which is not part of a checkpoint"):
+        accelerator.save_state(folder)
+    assert storage.list() == {**before, "logs": None}
+    assert storage.list("logs") == {"events.txt": len(b"valuable")}
+    assert list(storage_of(folder.removesuffix("/state")).list()) == ["state"]
+    accelerator.load_state(folder)
+
+
+def test_a_checkpoint_of_another_program_is_not_replaced(tmp_path):
+    accelerator = Accelerator()
+    trained(accelerator)
+    before = {".metadata": b"valuable", "__0_0.distcp": b"valuable"}  # of torch.distributed.checkpoint
+    (tmp_path / "step-5").mkdir()
+    for name, content in before.items():
+        (tmp_path / "step-5" / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"step-5 is a checkpoint of another program, it has no manifest\.json"):
+        accelerator.save_state(tmp_path / "step-5")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "step-5").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
 
 
 def test_save_warns_that_accumulated_gradients_are_not_stored(tmp_path, caplog):

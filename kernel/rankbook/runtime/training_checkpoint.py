@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rankbook.checkpoint.async_save import SaveHandle
-from rankbook.checkpoint.format.manifest import Manifest
+from rankbook.checkpoint.format.manifest import MANIFEST, Manifest
 from rankbook.checkpoint.format.tensor_io import dtype_named
 from rankbook.checkpoint.loading import load, load_metadata, prepare_load
 from rankbook.checkpoint.local_state import local_state_of
@@ -112,14 +112,42 @@ class Folder(CheckpointLocation):
 
     on_commit: Callable[[], None] = field(default=lambda: None)
 
+    def begin(self) -> str:
+        """Claim the partial folder. Raises `CheckpointError` also if the save would delete what others have written."""
+        self._check_replaceable()
+        return super().begin()
+
     def commit(self) -> None:
-        """Commit the checkpoint on rank 0, keeping files that a hook or the user has put into the folder."""
+        """Commit the checkpoint on rank 0, keeping files that a hook or the user has put into the folder.
+
+        Raises `CheckpointError` as `begin` does.
+        """
+        self._check_replaceable()  # again: other files may have been written meanwhile
         # A commit replaces the whole folder by the draft. Files that a hook has written into the folder would be lost
         # with the old folder, so they are linked into the draft first. This is done for local folders only.
         if isinstance(self.storage, LocalStorage) and self.name is not None:
             _carry_over(self.storage.root / self.name, self.storage.root / f"{self.name}{PARTIAL}")
         super().commit()
         self.on_commit()
+
+    def _check_replaceable(self) -> None:
+        if self.name is None:
+            return
+        names = self.storage.list(self.name)
+        if isinstance(self.storage, LocalStorage):
+            # `commit` keeps all other files than those that have the names of a checkpoint's files.
+            if is_checkpoint(names) and MANIFEST not in names:
+                raise CheckpointError(
+                    f"{self.storage}/{self.name} is a checkpoint of another program, it has no {MANIFEST}: "
+                    "move or remove it, or save into another folder (nothing was replaced)"
+                )
+        # An interrupted save to an object store leaves some of the checkpoint's files there.
+        elif others := sorted(name for name in names if _CHECKPOINT_FILE.fullmatch(name) is None):
+            raise CheckpointError(
+                f"{self.storage}/{self.name} contains {others[0]}, which is not part of a checkpoint, and a save into "
+                f"this storage replaces the whole folder: save into a folder of its own, such as "
+                f"{self.storage}/{self.name}/state (nothing was replaced)"
+            )
 
 
 def _carry_over(folder: Path, draft: Path) -> None:
