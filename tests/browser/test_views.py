@@ -142,6 +142,38 @@ def test_a_course_goes_on_when_the_clock_is_set_back(part):
     assert [title for title in titles if "steps per second" in title] == ["steps per second, last 3.0 s: 1/s to 1/s"]
 
 
+def test_a_rank_is_opened_also_if_its_objects_change_during_the_click(part):
+    page = part("placement", "drawPlacement")
+
+    def tell(names, ranks=2, device="cpu"):
+        values = [
+            {
+                "rank": rank,
+                "host": "a",
+                "pid": 7,
+                "device": device,
+                "holdings": [["model", name, "Net", ""] for name in names],
+            }
+            for rank in range(ranks)
+        ]
+        page.evaluate("ranks => part.fixed({ranks})", values)
+
+    tell(["net"])
+    page.locator("[data-rank='1']").hover()
+    page.mouse.down()
+    tell(["net", "optimizer"])
+    page.mouse.up()
+    detail = page.locator(".rb-near")
+    expect(detail).to_contain_text("rank 1 on a, process 7")
+    expect(detail).to_contain_text("optimizer")
+    tell(["net"], ranks=3, device="cuda:0")
+    expect(page.locator("[data-rank]")).to_have_count(3)
+    expect(page.locator("[data-rank='1']")).to_contain_text("cuda:0")
+    expect(page.locator("[data-rank='1']")).to_have_attribute("aria-selected", "true")
+    tell(["net"], ranks=1, device="cuda:0")
+    expect(page.locator("[data-rank]")).to_have_count(1)
+
+
 def test_the_buttons_of_a_checkpoint_follow_its_state(part):
     page = part("checkpoints", "drawCheckpoints")
     row = page.get_by_role("row", name="step-50")

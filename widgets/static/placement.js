@@ -28,7 +28,7 @@ function drawPlacement(channel, root) {
   const rows = new Map();
   const courses = new Map();  // of each rank: [time, used bytes, steps per second], oldest first
   let sampled = -Infinity;
-  let order = [], current = null, opened = null, cluster = "";
+  let order = [], current = null, opened = null, cluster = "", drawn = "";
 
   function focusRow(rank, options) {
     const row = rows.get(rank);
@@ -96,6 +96,11 @@ function drawPlacement(channel, root) {
   return {
     fixed(fixed) {
       cluster = fixed.cluster || "";
+      near.fixed(fixed.ranks || []);
+      // A row that is replaced during a click does not get the click, so that new objects leave the rows as they are.
+      const shown = JSON.stringify((fixed.ranks || []).map(({rank, host, device, model}) => [rank, host, device, model]));
+      if (shown === drawn) return;
+      drawn = shown;
       const focused = grid.contains(document.activeElement);
       rows.clear();
       grid.replaceChildren(make("div", {class: "rb-row rb-head", role: "row"},
@@ -118,7 +123,6 @@ function drawPlacement(channel, root) {
       if (current !== null) rows.get(current).element.tabIndex = 0;
       if (rows.has(opened)) setAttribute(rows.get(opened).element, "aria-selected", "true");
       if (focused) focusRow(current, {preventScroll: true});
-      near.fixed(fixed.ranks || []);
     },
     state(state) {
       const states = state.ranks || [];
