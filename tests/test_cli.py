@@ -446,6 +446,22 @@ def test_a_background_save_is_finished_before_the_ranks_end(run: Run, tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_background_save_that_fails_behind_the_last_cell_fails_the_run(run: Run, tmp_path: Path) -> None:
+    save = f"""%%distributed
+import threading
+from rankbook.checkpoint import save
+from rankbook.checkpoint.storage.backends import LocalStorage
+LocalStorage.write = lambda *_: threading.Event().wait(2) or 1 / 0
+handle = save({{"weights": torch.arange(4.0)}}, {str(tmp_path / "saved")!r}, step=1, async_=True)
+print("done" if handle.done else "under way")"""
+    command = run([LOAD, save], "-n", "2")
+    assert command.wait_end(timeout=100) == 1
+    assert "[0-1] under way\n" in command.out
+    assert "ZeroDivisionError" in command.out + command.err
+    assert command.err.endswith("rankbook: ranks 0-1 exited with code 1: a background save has failed\n")
+
+
+@pytest.mark.slow
 def test_a_background_cell_that_fails_lets_the_others_run_and_fails_the_run(run: Run) -> None:
     command = run([LOAD, "%%distributed --background\n1 / 0", "%%distributed\nprint('goes on')"], "-n", "2")
     assert command.wait_end(timeout=100) == 1
@@ -463,11 +479,20 @@ class KernelStub:
         self.err = io.StringIO()
         self.shown: dict[str, dict[str, str]] = {}
         self.requests: list[tuple[str, bool]] = []
+        self.stopped: dict[str, Any] = {}  # what the request that stops the ranks returns
         self.runner: notebook_runner.NotebookRunner | None = None
 
-    def execute(self, code: str, *, silent: bool = False, store_history: bool = True, **_: bool) -> str:
+    def execute(
+        self,
+        code: str,
+        *,
+        silent: bool = False,
+        store_history: bool = True,
+        user_expressions: dict[str, str] | None = None,
+        **_: bool,
+    ) -> str:
         assert silent is not store_history
-        self.requests.append((code, silent))
+        self.requests.append((code or "".join((user_expressions or {}).values()), silent))
         return str(len(self.requests))
 
     async def get_iopub_msg(self, **_: float) -> dict[str, Any]:
@@ -485,7 +510,7 @@ class KernelStub:
         status = "error" if self.requests[-1][0] == "fail" else "ok"
         return {
             "parent_header": {"msg_id": request},
-            "content": {"status": status, "ename": "ValueError", "evalue": ""},
+            "content": {"status": status, "ename": "ValueError", "evalue": "", **self.stopped},
         }
 
 
@@ -541,14 +566,26 @@ def test_a_background_cell_that_is_tagged_may_fail() -> None:
     assert stub.err.getvalue() == ""
 
 
+def test_ranks_that_have_not_saved_everything_fail_the_run() -> None:
+    runner, stub = stub_runner("1")
+    value = {"status": "ok", "data": {"text/plain": "'ranks 0-1 exited with code 1'"}, "metadata": {}}
+    stub.stopped = {"user_expressions": {"ended": value}}
+    with pytest.raises(notebook_runner.RunError) as ended:
+        asyncio.run(runner._execute_cells())
+    assert (ended.value.code, str(ended.value)) == (
+        1,
+        "ranks 0-1 exited with code 1: a background save has failed",
+    )
+
+
 def test_ranks_are_stopped_only_where_rankbook_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "rankbook.coordinator.cluster_processes"
-    stop = mock.Mock()
+    stop = mock.Mock(return_value="rank 0 exited with code 1")
     monkeypatch.setitem(sys.modules, name, mock.Mock(spec_set=["stop_all_clusters"], stop_all_clusters=stop))
-    eval(notebook_runner._STOP_RANKS)
+    assert eval(notebook_runner._STOP_RANKS) == "rank 0 exited with code 1"
     stop.assert_called_once_with()
     monkeypatch.delitem(sys.modules, name)
-    eval(notebook_runner._STOP_RANKS)
+    assert eval(notebook_runner._STOP_RANKS) == ""
     assert name not in sys.modules
 
 

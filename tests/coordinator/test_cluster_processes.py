@@ -115,10 +115,11 @@ def test_a_front_end_gives_the_ranks_their_whole_time_to_end_and_leaves_those_th
         def __init__(self, keep: float | None) -> None:
             self.keep = keep
 
-        def stop(self, **options: float) -> None:
+        def stop(self, **options: float) -> dict[int, str]:
             stopped.append((self.keep, options))
+            return {0: "exited with code 1", 1: "exited with code 1", 2: "exited with code 3"}
 
     clusters = [Processes(None), Processes(60.0)]
     monkeypatch.setattr(cluster_processes, "_clusters", clusters)
-    cluster_processes.stop_all_clusters()
+    assert cluster_processes.stop_all_clusters() == "ranks 0-1 exited with code 1; rank 2 exited with code 3"
     assert stopped == [(None, {})]

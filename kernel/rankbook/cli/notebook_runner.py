@@ -8,6 +8,7 @@ every message identifies its cell.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import errno
@@ -51,9 +52,10 @@ IDLE_TIMEOUT = (
 _QUIET_SECONDS = 0.1  # seconds without a message after which a dead kernel's output is complete
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOG_TAIL, _LOG_LINES = 16_384, 30  # bytes kept and lines shown of a dead kernel's own stdout and stderr
-# Runs in the kernel, where Rankbook may not be imported. One expression, so that no variable of the user is replaced.
+# Evaluated in the kernel, where Rankbook may not be imported. The value is "", or how ranks have exited that have not
+# saved everything.
 _STOP_RANKS = (
-    "getattr(__import__('sys').modules.get('rankbook.coordinator.cluster_processes'), 'stop_all_clusters', bool)()"
+    "getattr(__import__('sys').modules.get('rankbook.coordinator.cluster_processes'), 'stop_all_clusters', str)()"
 )
 _CELL_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of nbformat's schema
 _SOCKET_FOLDER_MAX = 90  # bytes; the path of a unix socket is limited to 104 on macOS and 108 on Linux
@@ -314,12 +316,13 @@ class NotebookRunner(NotebookClient):
                 await self._execute_cell(cell, index)
         self._all_ran = True
         failed = self._check_background_cells()
-        await self._stop_ranks()
+        if ended := await self._stop_ranks():
+            failed.append(f"{ended}: a background save has failed")
         if failed:
-            raise RunError(1, failed)
+            raise RunError(1, ", ".join(failed))
 
-    def _check_background_cells(self) -> str:
-        """Print a note about background cells that still run. Return a message about those that have failed, or ""."""
+    def _check_background_cells(self) -> list[str]:
+        """Print a note about background cells that still run. Return messages about those that have failed."""
         failed = []
         for run, state in self._handles.values():
             name = f"background cell [{run.number}]"
@@ -327,17 +330,23 @@ class NotebookRunner(NotebookClient):
                 self._console.note(f"{name} still runs and is stopped; .wait() of its handle waits for it")
             elif state == "failed" and not run.may_fail:
                 failed.append(f"{name} failed")
-        return ", ".join(failed)
+        return failed
 
-    async def _stop_ranks(self) -> None:
+    async def _stop_ranks(self) -> str:
         """Stop the ranks with the time of `%distributed stop`, in which a background save can finish.
 
-        A kernel that ends by itself gives them only 2 s.
+        A kernel that ends by itself gives them only 2 s. Returns how the ranks have exited that have not saved
+        everything, or "".
         """
-        if self._specs.get_kernel_spec(NATIVE_KERNEL_NAME).language.lower() == "python":
-            # Silent requests run in the kernel's own process, also where plain cells run on the ranks.
-            request = self.kc.execute(_STOP_RANKS, silent=True, store_history=False, allow_stdin=False)
-            await self._wait_reply(request)
+        if self._specs.get_kernel_spec(NATIVE_KERNEL_NAME).language.lower() != "python":
+            return ""
+        # An expression is evaluated in the kernel's own process, also where plain cells run on the ranks.
+        request = self.kc.execute(
+            "", silent=True, store_history=False, allow_stdin=False, user_expressions={"ended": _STOP_RANKS}
+        )
+        reply = await self._wait_reply(request)
+        value = reply.get("user_expressions", {}).get("ended", {}).get("data", {}).get("text/plain", "''")
+        return str(ast.literal_eval(value))
 
     async def _execute_cell(self, cell: NotebookNode, index: int) -> None:
         run = self._current = _CellRun(cell, index, number=len(self._runs) + 1)

@@ -749,14 +749,16 @@ class ClusterProcesses:
             if self._hub is not None:
                 self._hub.close()
 
-    def stop(self, *, patience: float | None = None) -> None:
+    def stop(self, *, patience: float | None = None) -> dict[int, str]:
         """Stop all ranks and remove their files except the logs. A second call does nothing.
 
-        Background saves of idle ranks may take `patience` seconds, by default the grace period `save`.
+        Background saves of idle ranks may take `patience` seconds, by default the grace period `save`. Returns how the
+        ranks have exited that have not saved everything.
         """
+        failed: dict[int, str] = {}
         with self._stop_lock, deferred_interrupts():
             if self._stopped.is_set():
-                return
+                return failed
             self._stopped.set()
             # The keys first: a kernel that takes too long to exit is killed.
             if self._connection_file is not None:
@@ -766,6 +768,8 @@ class ClusterProcesses:
                     self._driver.shutdown_manager.patience = patience
                 # Idle ranks are asked to exit and may save; busy ones are killed. `_wait_stopped` gives the former
                 # their time.
+                failed = self._driver.failed_exits
+                failed.clear()  # of ranks that were restarted
                 self._driver.post(ev.Stop())
                 self._wait_stopped(self._driver, timeout=_STOP_TIMEOUT)
                 self._driver.close()
@@ -778,6 +782,7 @@ class ClusterProcesses:
             if self._hub is not None:
                 self._hub.close()
             self._folders.remove()
+        return failed
 
     def _wait_stopped(self, driver: Driver, *, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -816,14 +821,18 @@ def register_for_exit(processes: ClusterProcesses) -> None:
     _clusters.add(processes)
 
 
-def stop_all_clusters() -> None:
+def stop_all_clusters() -> str:
     """Stop the clusters of this process that are not kept, with the grace periods of `ClusterProcesses.stop`.
 
-    For a front end that lets this process end, and has more time than the exit functions.
+    For a front end that lets this process end, and has more time than the exit functions. Returns how the ranks have
+    exited that have not saved everything, such as "ranks 0-3 exited with code 1", or "".
     """
+    failed: dict[str, list[int]] = {}
     for processes in tuple(_clusters):
         if processes.keep is None:
-            processes.stop()
+            for rank, reason in processes.stop().items():
+                failed.setdefault(reason, []).append(rank)
+    return "; ".join(f"{name_ranks(ranks)} {reason}" for reason, ranks in failed.items())
 
 
 def _stop_all() -> None:

@@ -144,6 +144,7 @@ class Driver:
         # hold it.
         self.changed = threading.Condition(threading.RLock())
         self.start_errors: dict[int, str] = {}
+        self.failed_exits: dict[int, str] = {}  # of ranks that were asked to exit, and ended with an exit code
         self.liveness = LivenessTracker(
             self.changed,
             hub.send,
@@ -565,6 +566,8 @@ class Driver:
             stderr = message.stderr.decode(errors="replace").strip()[-2000:]
             # `StartFailed` and a failed regroup, which arrived before, say more than the exit status.
             self.start_errors.setdefault(message.rank, f"rank {message.rank} {reason} {during}\n{stderr}".rstrip())
+        if rank.state is RankState.LEAVING and message.code > 0:
+            self.failed_exits[message.rank] = reason
         self.post(ev.RankGone(message.rank, message.incarnation, reason))
         self.liveness.forget(message.rank)  # last: threads that wait for a reply then find the rank dead
 

@@ -92,8 +92,7 @@ def run_rank(
         _adopt_notebook_environment(request)
         link = _make_link(request, is_owned)
         try:
-            _serve(request, link, outputs, liveness)
-            code = 0
+            code = _serve(request, link, outputs, liveness)
         # The link works already, so the notebook gets the whole error and not only an exit code.
         except Exception as error:
             text = traceback.format_exc()
@@ -172,7 +171,8 @@ def _output_rate_limit(world_size: int) -> RateLimit:
 # Order of the set-up: the device before anything that may use CUDA, the interrupt hooks before the control thread, and
 # that thread before RankReady, after which messages arrive. The originals are remembered last: what the set-up itself
 # replaced, such as `input`, belongs to them.
-def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int], liveness: int) -> None:
+def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int], liveness: int) -> int:
+    """Set up the rank, run its tasks until shutdown, and return the exit code: 1 if a background save was lost."""
     device = torch.device(request.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -240,8 +240,9 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
         ModuleSync(modules_folder(request.modules), request.modules, Path.cwd()).install()
     _run_tasks(control, executor)
     # After the control thread has ended: exit functions and saves are user code, whose output `capture.end` sends.
-    _shut_down(link, group, control.patience)
+    saved = _shut_down(link, group, control.patience)
     capture.end()
+    return 0 if saved else 1
 
 
 def _run_tasks(control: ControlThread, executor: Executor) -> None:
@@ -269,7 +270,9 @@ def _run_tasks(control: ControlThread, executor: Executor) -> None:
 # Graceful shutdown ----------------------------------------------------------------------------------------------------
 
 
-def _shut_down(link: RankLink, group: GroupManager, patience: float) -> None:
+def _shut_down(link: RankLink, group: GroupManager, patience: float) -> bool:
+    """Let a background save and exit functions finish. Return False if the save has failed or is lost."""
+
     def request_delay(seconds: float) -> None:
         link.send(ShutdownDelayed(seconds=seconds))
 
@@ -281,6 +284,7 @@ def _shut_down(link: RankLink, group: GroupManager, patience: float) -> None:
         print(trouble, file=sys.__stderr__, flush=True)
     else:  # an unfinished save may still use the group's collectives
         group.leave()
+    return not trouble
 
 
 def wait_for_saves(patience: float, request_delay: Callable[[float], None]) -> str:
