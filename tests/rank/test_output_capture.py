@@ -235,6 +235,7 @@ capture.end()
         "sys.stdout = None",
         "sys.stdout = object()",
         "sys.stdout = type('Loud', (), {'flush': lambda self: 1 / 0})()",
+        "sys.stdout = type('Leaving', (), {'flush': lambda self: sys.exit()})()",
     ],
 )
 def test_user_code_that_breaks_its_stdout_harms_only_itself(tmp_path, harm):

@@ -1575,10 +1575,9 @@ class Cluster(ClusterQueries):
         """
         timeout = _check_timeout(timeout)
         before = self.protection() if every else None
-        tasks = dict.fromkeys(self._all_ranks, (lambda cell: Protect(cell=cell, every=every), ()))
         submitted: list[RunningCell] = []
         try:
-            answers = self._collect(tasks, timeout, "protect", on_submit=submitted.append)
+            answers = self._send_protect(every, timeout, on_submit=submitted.append)
         except BaseException:
             # All ranks are protected, or none is. A call that was removed from the queue has changed nothing, and what
             # it has waited for may still run.
@@ -1598,10 +1597,16 @@ class Cluster(ClusterQueries):
 
     def _set_protection_back(self, every: int, timeout: float) -> None:
         for interval in dict.fromkeys((every, 0)):  # without protection if a rank fails once more
-            tasks = dict.fromkeys(self._all_ranks, (lambda cell, n=interval: Protect(cell=cell, every=n), ()))
             with contextlib.suppress(RankbookError):
-                self._collect(tasks, timeout, "protect")
+                self._send_protect(interval, timeout)
                 return
+
+    def _send_protect(
+        self, every: int | None, timeout: float | None, *, on_submit: Callable[[RunningCell], None] = lambda _: None
+    ) -> dict[int, Any]:
+        __tracebackhide__ = True
+        tasks = dict.fromkeys(self._all_ranks, (lambda cell: Protect(cell=cell, every=every), ()))
+        return self._collect(tasks, timeout, "protect", on_submit=on_submit)
 
     def protection(self) -> ProtectionStatus | None:
         """Return the status of the protection, None if no rank has a snapshot.

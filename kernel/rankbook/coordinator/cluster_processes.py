@@ -67,7 +67,7 @@ from rankbook.launch.registry import (
     write_record,
 )
 from rankbook.protocol.forkserver import ClusterOpened, ForkRank
-from rankbook.ranks import name_ranks
+from rankbook.ranks import group_ranks, name_ranks
 from rankbook.transport.shared_memory import SegmentStore
 from rankbook.transport.zmq_link import ZmqHub
 
@@ -755,10 +755,9 @@ class ClusterProcesses:
         Background saves of idle ranks may take `patience` seconds, by default the grace period `save`. Returns how the
         ranks have exited that have not saved everything.
         """
-        failed: dict[int, str] = {}
         with self._stop_lock, deferred_interrupts():
             if self._stopped.is_set():
-                return failed
+                return {}
             self._stopped.set()
             # The keys first: a kernel that takes too long to exit is killed.
             if self._connection_file is not None:
@@ -768,8 +767,7 @@ class ClusterProcesses:
                     self._driver.shutdown_manager.patience = patience
                 # Idle ranks are asked to exit and may save; busy ones are killed. `_wait_stopped` gives the former
                 # their time.
-                failed = self._driver.failed_exits
-                failed.clear()  # of ranks that were restarted
+                self._driver.failed_exits.clear()  # of ranks that were restarted
                 self._driver.post(ev.Stop())
                 self._wait_stopped(self._driver, timeout=_STOP_TIMEOUT)
                 self._driver.close()
@@ -782,7 +780,7 @@ class ClusterProcesses:
             if self._hub is not None:
                 self._hub.close()
             self._folders.remove()
-        return failed
+        return {} if self._driver is None else self._driver.failed_exits
 
     def _wait_stopped(self, driver: Driver, *, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -827,11 +825,8 @@ def stop_all_clusters() -> str:
     For a front end that lets this process end, and has more time than the exit functions. Returns how the ranks have
     exited that have not saved everything, such as "ranks 0-3 exited with code 1", or "".
     """
-    failed: dict[str, list[int]] = {}
-    for processes in tuple(_clusters):
-        if processes.keep is None:
-            for rank, reason in processes.stop().items():
-                failed.setdefault(reason, []).append(rank)
+    exits = [processes.stop() for processes in tuple(_clusters) if processes.keep is None]
+    failed = group_ranks(pair for of_cluster in exits for pair in of_cluster.items())
     return "; ".join(f"{name_ranks(ranks)} {reason}" for reason, ranks in failed.items())
 
 

@@ -164,12 +164,8 @@ class OutputCapture:
         # The two streams of this class are flushed below, without calling code that a user may have attached.
         for stream in (sys.stdout, sys.stderr):
             if stream is not self._streams[0] and stream is not self._streams[1]:
-                try:
+                with contextlib.suppress(Exception, SystemExit):  # without flush, closed, or one that raises
                     stream.flush()
-                except KeyboardInterrupt:
-                    raise
-                except BaseException:  # noqa: BLE001, S110 - a stream without flush, closed, or one that raises
-                    pass
         self._flush_streams()
 
     def _flush_streams(self) -> None:
