@@ -221,7 +221,15 @@ def test_mpirun_passes_the_suite(programs, tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("failure", "runs"), [("ORTE does not know how to route a message", 2), ("no slots", 1)])
+@pytest.mark.parametrize(
+    ("failure", "runs"),
+    [
+        ("ORTE does not know how to route a message", 2),
+        ("ORTE does not know how to route a message to the specified daemon\n" + "PMIX ERROR: in file x.c\n" * 40, 2),
+        ("no slots", 1),
+    ],
+    ids=["no route", "no route and more errors", "no slots"],
+)
 def test_mpirun_that_finds_no_route_is_started_once_more(programs, monkeypatch, failure, runs):
     monkeypatch.setenv("STUB_FAILURE", failure)
     engine = MpirunEngine([])
@@ -233,7 +241,7 @@ def test_mpirun_that_finds_no_route_is_started_once_more(programs, monkeypatch, 
         what="the end of mpirun",
     )
     assert commands(programs) == [commands(programs)[0]] * runs
-    assert events[-1].host is None and failure in events[-1].reason
+    assert events[-1].host is None and failure.splitlines()[-1] in events[-1].reason
     assert any("once more" in event.text for event in events if isinstance(event, HostOutput)) == (runs == 2)
 
 

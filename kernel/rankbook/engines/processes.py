@@ -380,6 +380,7 @@ class MpirunEngine(StepEngine):
         self._hostfile: str | None = options.hostfile
         self._python: str = options.python
         self._command: list[str] = []
+        self._has_route = True
         self._is_repeated = False
 
     def start(self, hosts: int | None, slots: int, connection: AgentConnection) -> None:
@@ -402,13 +403,19 @@ class MpirunEngine(StepEngine):
         events: list[EngineEvent] = []
         for event in super().events():
             match event:
-                case HostEnded(None, reason) if _NO_ROUTE in reason and not self._is_repeated:
+                case HostEnded(None) if not self._has_route and not self._is_repeated:
                     self._is_repeated = True
                     self.start_job(None, self._command)
                     events.append(HostOutput(None, "mpirun found no route to a node, and is started once more\n"))
                 case _:
                     events.append(event)
         return events
+
+    def read_line(self, host: int | None, line: str) -> list[EngineEvent]:
+        """Return the events of a line of other output."""
+        # The end of the job quotes its last lines, and mpirun may write much behind this one.
+        self._has_route = self._has_route and _NO_ROUTE not in line
+        return super().read_line(host, line)
 
     def replace(self, host: int, *, wait: bool) -> int | None:  # noqa: ARG002
         """See `Engine`."""
