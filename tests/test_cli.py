@@ -721,6 +721,14 @@ def test_the_target_of_a_link_is_written(tmp_path: Path, exists: bool) -> None:
     assert nbformat.read(target, as_version=4).cells[0].source == "1"
 
 
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path: Path) -> None:
+    path = tmp_path / "out.ipynb"
+    path.touch(0o600)
+    assert notebook_runner.save_notebook(new_notebook(cells=[new_code_cell("1")]), path, []) == ""
+    assert path.stat().st_mode & 0o777 == 0o600 and path.stat().st_size
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_link_into_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     link = tmp_path / "out.ipynb"
     link.symlink_to(tmp_path / "gone" / "target.ipynb")

@@ -18,6 +18,7 @@ import logging
 import os
 import queue
 import re
+import shutil
 import signal
 import tempfile
 import warnings
@@ -579,7 +580,8 @@ def _as_dict(value: object) -> dict[str, Any]:
 def write_notebook(notebook: NotebookNode, path: Path) -> None:
     """Write a notebook, with adjacent stream outputs merged as a front end saves them.
 
-    A file is replaced atomically. A device, a pipe, the target of a link and a mounted file are written in place.
+    A file is replaced atomically, and keeps its permissions: a user may have closed it to others. A device, a pipe, the
+    target of a link and a mounted file are written in place.
     """
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -592,7 +594,11 @@ def write_notebook(notebook: NotebookNode, path: Path) -> None:
     # half.
     partial = _partial_of(path)
     try:
-        partial.write_text(text, encoding="utf-8")
+        with partial.open("w", encoding="utf-8") as file:
+            # Before it has a content. There may be no file yet, and not every file system has permissions.
+            with contextlib.suppress(OSError):
+                shutil.copymode(path, partial)
+            file.write(text)
         partial.replace(path)
     except OSError as error:
         if error.errno != errno.EBUSY:
