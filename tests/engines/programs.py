@@ -208,10 +208,13 @@ def slurm_nodes(
 # Open MPI -----------------------------------------------------------------------------------------------------------
 
 _REMOTE_SHELL = """#!/bin/bash
-# The remote shell of mpirun: an address is a namespace.
+# The remote shell of mpirun: an address is a namespace. Open MPI names its files after the host, and all namespaces
+# have one host name: in one folder, the daemons of two nodes would remove each other's files.
 while [[ $1 == -* ]]; do shift; done
 case $1 in {cases} esac
 shift
+export OMPI_MCA_orte_tmpdir_base=$(dirname "$0")/$name
+mkdir -p "$OMPI_MCA_orte_tmpdir_base"
 exec ip netns exec "$name" bash -c "$*"
 """
 

@@ -221,31 +221,6 @@ def test_mpirun_passes_the_suite(programs, tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("failure", "runs"),
-    [
-        ("ORTE does not know how to route a message", 2),
-        ("ORTE does not know how to route a message to the specified daemon\n" + "PMIX ERROR: in file x.c\n" * 40, 2),
-        ("no slots", 1),
-    ],
-    ids=["no route", "no route and more errors", "no slots"],
-)
-def test_mpirun_that_finds_no_route_is_started_once_more(programs, monkeypatch, failure, runs):
-    monkeypatch.setenv("STUB_FAILURE", failure)
-    engine = MpirunEngine([])
-    engine.start(1, 1, AgentConnection("text", Path("/f"), "127.0.0.1"))
-    events = []
-    wait_until(
-        lambda: events.extend(engine.events()) or any(isinstance(event, HostEnded) for event in events),
-        timeout=20,
-        what="the end of mpirun",
-    )
-    assert commands(programs) == [commands(programs)[0]] * runs
-    assert events[-1].host is None and failure.splitlines()[-1] in events[-1].reason
-    assert any("once more" in event.text for event in events if isinstance(event, HostOutput)) == (runs == 2)
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("name", ["slurm", "mpirun"])
 def test_hosts_have_their_own_numbers_if_torchrun_has_started_the_notebook(programs, monkeypatch, name):
     for variable in ("RANK", "LOCAL_RANK", "GROUP_RANK"):

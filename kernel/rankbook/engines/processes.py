@@ -355,17 +355,11 @@ class SshEngine(ProcessEngine):
         return number
 
 
-_NO_ROUTE = "ORTE does not know how to route a message"
-
-
 class MpirunEngine(StepEngine):
     """`--launcher mpirun --hostfile FILE`, or `--nodes N` where mpirun knows the nodes from a scheduler.
 
     The connection goes over the standard input, which mpirun copies to all processes. An agent cannot be replaced: an
     MPI job has a fixed number of processes. Open MPI 4 ends all of them when it has lost the connection to a node.
-
-    Open MPI 4 now and then finds no route to a node, with the same command that works a moment later. Then nothing has
-    run on any host, and mpirun is started once more.
     """
 
     name = "mpirun"
@@ -379,9 +373,6 @@ class MpirunEngine(StepEngine):
         options = parser.parse_args(own)
         self._hostfile: str | None = options.hostfile
         self._python: str = options.python
-        self._command: list[str] = []
-        self._has_route = True
-        self._is_repeated = False
 
     def start(self, hosts: int | None, slots: int, connection: AgentConnection) -> None:
         """See `Engine`."""
@@ -395,27 +386,7 @@ class MpirunEngine(StepEngine):
             *self._passed,
         ]
         agent = self.supervised("OMPI_COMM_WORLD_RANK", None, slots_per_host(slots, count), self._python)
-        self._command = [*command, *agent]
-        self.start_job(None, self._command)
-
-    def events(self) -> Iterable[EngineEvent]:
-        """See `Engine`."""
-        events: list[EngineEvent] = []
-        for event in super().events():
-            match event:
-                case HostEnded(None) if not self._has_route and not self._is_repeated:
-                    self._is_repeated = True
-                    self.start_job(None, self._command)
-                    events.append(HostOutput(None, "mpirun found no route to a node, and is started once more\n"))
-                case _:
-                    events.append(event)
-        return events
-
-    def read_line(self, host: int | None, line: str) -> list[EngineEvent]:
-        """Return the events of a line of other output."""
-        # The end of the job quotes its last lines, and mpirun may write much behind this one.
-        self._has_route = self._has_route and _NO_ROUTE not in line
-        return super().read_line(host, line)
+        self.start_job(None, [*command, *agent])
 
     def replace(self, host: int, *, wait: bool) -> int | None:  # noqa: ARG002
         """See `Engine`."""
