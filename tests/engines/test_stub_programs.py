@@ -221,6 +221,22 @@ def test_mpirun_passes_the_suite(programs, tmp_path):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("failure", ["ORTE does not know how to route a message", "no slots"])
+def test_mpirun_that_fails_is_run_once_and_its_end_has_the_reason(programs, monkeypatch, failure):
+    monkeypatch.setenv("STUB_FAILURE", failure)
+    engine = MpirunEngine([])
+    engine.start(1, 1, AgentConnection("text", Path("/f"), "127.0.0.1"))
+    events = []
+    wait_until(
+        lambda: events.extend(engine.events()) or any(isinstance(event, HostEnded) for event in events),
+        timeout=20,
+        what="the end of mpirun",
+    )
+    assert len(commands(programs)) == 1
+    assert events[-1].host is None and failure in events[-1].reason
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["slurm", "mpirun"])
 def test_hosts_have_their_own_numbers_if_torchrun_has_started_the_notebook(programs, monkeypatch, name):
     for variable in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
