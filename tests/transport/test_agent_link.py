@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from rankbook.errors import InvalidArgument, StartError
-from rankbook.transport import agent_link
+from rankbook.transport import agent_link, session
 from rankbook.transport.agent_link import (
     Accepted,
     AgentHub,
@@ -272,8 +272,8 @@ def test_a_cut_in_the_middle_of_a_transfer_loses_and_repeats_nothing(pair, proxy
     before = pair.hub.repeated("agent-0")
     link._session.reconnected(time.monotonic())
     link.send(0, [b"once"])
-    (packet,) = [bytes(link._session._packet(0, sent)[0]) for sent in link._session._out[0].packets]
-    link._send([packet, b"once"])
+    (packet,) = [link._session._packet(0, sent) for sent in link._session._out[0].packets]
+    link._send(packet)
     pair.until(lambda: pair.hub.repeated("agent-0") > before and not link.pending(0))
     assert pair.texts(pair.at_hub)[-1] == b"once" and pair.texts(pair.at_hub).count(b"once") == 1
 
@@ -307,6 +307,35 @@ def test_a_connection_that_was_closed_is_told_from_one_that_is_silent(pair, prox
     ended = time.monotonic() + 2.5  # two questions, the second of which finds no connection
     pair.until(lambda: time.monotonic() > ended)
     assert pair.hub.closed == set()
+
+
+def test_a_silent_agent_is_noticed_by_a_hub_that_polls_only_at_its_deadlines(pair, proxy, monkeypatch):
+    monkeypatch.setattr(agent_link, "_UNREACHABLE_AFTER", 1.5)
+    link = pair.connect(port=proxy.port)
+    pair.until(lambda: pair.seen(link, Accepted))
+    proxy.forwarding = False
+    events: list = []
+    while Unreachable("agent-0") not in events:
+        assert pair.hub.closed == set(), "libzmq has ended the connection before the silence was noticed"
+        wait_readable(pair.hub.filenos(), max(0.0, pair.hub.deadline() - time.monotonic()))
+        events += [*pair.hub.receive(), *pair.hub.run_timers(time.monotonic())]
+
+
+def test_an_agent_without_a_connection_has_no_deadline_in_the_past(pair, proxy, monkeypatch):
+    monkeypatch.setattr(session, "_RESEND_AFTER", 0.1)
+    link = pair.connect(port=proxy.port)
+    pair.until(lambda: pair.seen(link, Accepted))
+    proxy.forwarding = False
+    link.send(0, [b"nobody acknowledges this"])
+    proxy.cut()
+    pair.until(lambda: pair.seen(link, Unreachable))
+    ended = time.monotonic() + 0.5
+    while (now := time.monotonic()) < ended:
+        pair.poll()
+        due = link.deadline()
+        assert due is None or due > now, "it would poll without a pause"
+    proxy.forwarding = proxy.accepting = True
+    pair.until(lambda: b"nobody acknowledges this" in pair.texts(pair.at_hub))
 
 
 def test_a_liveness_port_is_open_as_long_as_its_process_lives():

@@ -13,6 +13,11 @@ from rankbook.transport.session import CHUNK, Session
 MESSAGES, VALUES = 0, 1
 
 
+def pieces_of(packet: list) -> list[bytes]:
+    """Return what a packet carries of its message."""
+    return [bytes(piece) for piece in (packet[1:] or (session._split(packet) if packet[0][0] == 1 else []))]
+
+
 class Network:
     """Two sessions and the packets between them. A lost connection loses what is on the way."""
 
@@ -102,15 +107,51 @@ def test_random_frames_raise_only_protocol_errors_and_disturb_nothing():
         size = 28 if number % 3 == 0 else generator.randint(0, 60)
         head = generator.randbytes(size)
         if number % 6 == 0:
-            head = bytes([1, generator.randint(0, 1), generator.randint(0, 3), 0]) + generator.randbytes(8) + bytes(16)
+            head = bytes([1, generator.randint(0, 1), generator.randint(0, 7), 0]) + generator.randbytes(8) + bytes(16)
+        pieces = [generator.randbytes(3)] * generator.randint(0, 3)
+        # Every second one of these has its pieces in the same frame, with their number and sizes, or nearly so.
+        if number % 12 == 0:
+            sizes = [generator.choice((3, 3, 3, 2, 1 << 31)) for _ in pieces]
+            head += session.struct.pack(f"<H{len(sizes)}I", generator.choice((len(sizes), 1, 60_000)), *sizes)
+            head, pieces = head + b"".join(pieces), []
         try:
-            assert victim.receive([head, *[generator.randbytes(3)] * generator.randint(0, 3)], network.now) == []
+            assert victim.receive([head, *pieces], network.now) == []
         except ProtocolError:
             rejected += 1
     assert rejected > 50_000
     network.ends[0].send(MESSAGES, [b"after"])
     network.run()
     assert [frames for _, frames in network.received[1]] == [[b"before"], [b"after"]]
+
+
+@pytest.mark.parametrize("frames", [[b"x"], [b"", b"one", b"", b"two"], [b""] * 1000, [b"x" * (16 << 10)]])
+def test_a_small_message_is_one_frame_on_the_wire(frames):
+    one, other = Session(), Session()
+    one.send(MESSAGES, frames)
+    (packet,) = one.packets(0.0)
+    assert len(packet) == 1
+    assert other.receive(packet, 0.0) == [(MESSAGES, frames)]
+
+
+def test_the_frames_of_a_large_message_are_not_copied_into_one():
+    one, other = Session(), Session()
+    frames = [b"x" * (16 << 10), b"y"]
+    one.send(MESSAGES, frames)
+    (packet,) = one.packets(0.0)
+    assert len(packet) == 3
+    assert other.receive(packet, 0.0) == [(MESSAGES, frames)]
+
+
+@pytest.mark.parametrize("rest", [b"", b"\x01", b"\x00\x00", b"\x01\x00", b"\x01\x00\x05\x00\x00\x00four", b"\xff\xff"])
+def test_a_small_packet_with_wrong_sizes_is_rejected_and_not_acknowledged(rest):
+    one, other = Session(), Session()
+    one.send(MESSAGES, [b"four"])
+    (packet,) = one.packets(0.0)
+    with pytest.raises(ProtocolError, match="invalid packet"):
+        other.receive([packet[0][:28] + rest], 0.0)
+    with pytest.raises(ProtocolError, match="invalid packet"):
+        other.receive([*packet, b"another frame"], 0.0)
+    assert other.receive(packet, 0.0) == [(MESSAGES, [b"four"])]
 
 
 def test_a_message_leaves_before_values_that_wait_and_the_window_bounds_what_is_on_the_wire():
@@ -123,7 +164,7 @@ def test_a_message_leaves_before_values_that_wait_and_the_window_bounds_what_is_
     assert max(sum(map(len, packet[1:])) for packet in on_the_wire) <= CHUNK
     end.send(MESSAGES, [b"interrupt"])
     (packet,) = end.packets(0.0)
-    assert bytes(packet[1]) == b"interrupt"
+    assert pieces_of(packet) == [b"interrupt"]
     assert end.pending(VALUES) == 64 << 20
 
 
@@ -141,7 +182,7 @@ def test_a_message_waits_at_most_50_ms_behind_values_on_a_network_from_100_mbit_
             one.send(MESSAGES, [b"interrupt"])
         for packet in one.packets(now):
             free_at = max(free_at, now) + sum(map(len, packet)) / rate
-            is_message = len(packet) > 1 and bytes(packet[1]) == b"interrupt"
+            is_message = pieces_of(packet) == [b"interrupt"]
             wire.append((free_at + 0.001, other, packet, now if is_message else None))
         wire += [(now + 0.001, one, packet, None) for packet in other.packets(now)]
         while wire and wire[0][0] <= now:

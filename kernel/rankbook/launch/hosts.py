@@ -393,7 +393,7 @@ class Hosts:
             # there.
             now = time.monotonic()
             for host in list(self._hosts.values()):
-                if not host.lost:
+                if host.sender.transfers and not host.lost:
                     self._send_parts(host)
                 since = host.unreachable_since
                 if since is not None and not host.lost and now - since >= self._lost_after:

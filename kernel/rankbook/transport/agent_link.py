@@ -208,7 +208,8 @@ class AgentHub:
         self._bad_packets: dict[bytes, int] = {}
         self._forgotten: set[str] = set()
         self._last_poll = time.monotonic()
-        self._timers_due = -math.inf  # by the last call of `deadline`
+        # No timer of a peer is due before. It may be early: `run_timers` is the only one to look at all peers.
+        self._timers_due = math.inf
         self._context = zmq.Context(_IO_THREADS)
         # Before the other socket, which asks it about its first connection.
         self._zap = self._context.socket(zmq.REP)
@@ -245,8 +246,9 @@ class AgentHub:
         events: list[HubEvent] = []
         with self._lock:
             now = time.monotonic()
-            # While nobody polled, nothing was received: that is no silence of the agents.
-            if now - self._last_poll > _PING_INTERVAL:
+            # While nobody polled, nothing was received: that is no silence of the agents. A notebook without a cell
+            # polls only when the next ping is due, which is a little later than the interval.
+            if now - self._last_poll > 2 * _PING_INTERVAL:
                 for peer in self._peers.values():
                     peer.last_received += now - self._last_poll
             self._last_poll = now
@@ -331,11 +333,8 @@ class AgentHub:
 
     def deadline(self) -> float | None:
         """Return the time of the next timer. Before it, `run_timers` does nothing."""
-        with self._lock:
-            times = [peer.next_ping for peer in self._peers.values()]
-            times += [due for peer in self._peers.values() if (due := peer.session.deadline()) is not None]
-            self._timers_due = min(times, default=math.inf)
-            return self._timers_due if times else None
+        due = self._timers_due
+        return None if due == math.inf else due
 
     def run_timers(self, now: float) -> list[HubEvent]:
         """Ask silent agents for a sign of life, and return those that have given none for too long."""
@@ -343,10 +342,12 @@ class AgentHub:
         with self._lock:
             if now < self._timers_due:
                 return []
+            self._timers_due = math.inf
             for agent, peer in self._peers.items():
                 if now >= peer.next_ping:
                     peer.next_ping = now + _PING_INTERVAL
                     self._send_frames(peer, [_PING, repr(now).encode()])
+                self._timers_due = min(self._timers_due, peer.next_ping)
                 if peer.reachable and now - peer.last_received > _UNREACHABLE_AFTER:
                     peer.reachable = False
                     events.append(Unreachable(agent))
@@ -430,6 +431,7 @@ class AgentHub:
         self._agents[connection] = agent
         if known is None:
             self._peers[agent] = _Peer(connection, last_received=now, next_ping=now + _PING_INTERVAL)
+            self._timers_due = min(self._timers_due, now + _PING_INTERVAL)
             events.append(Hello(agent, hello))
             return
         # The same agent over a new connection. What came over the old one is not read any more.
@@ -480,6 +482,8 @@ class AgentHub:
         if peer.accepted:
             for packet in peer.session.packets(now):
                 self._send_frames(peer, packet)
+        if (due := peer.session.deadline()) is not None:
+            self._timers_due = min(self._timers_due, due)
 
     def _send_frames(self, peer: _Peer, frames: Sequence[Bytes]) -> None:
         # A connection that has ended is not known any more. The session sends again over the next one.
@@ -551,7 +555,9 @@ class AgentLink:
 
     def deadline(self) -> float | None:
         """Return the time of the next timer."""
-        times = [due for due in (self._reconnect_at, self._session.deadline()) if due is not None]
+        # Without a connection the session cannot send what is due. It starts anew with the next one.
+        session_due = self._session.deadline() if self._connected else None
+        times = [due for due in (self._reconnect_at, session_due) if due is not None]
         return min(times, default=None)
 
     def run_timers(self, now: float) -> None:

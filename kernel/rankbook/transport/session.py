@@ -18,6 +18,9 @@ frame of the message; flags say whether the last one does, and whether it ends t
 well. A packet without pieces only acknowledges; it is sent when nothing else was for `_ACKNOWLEDGE_AFTER` seconds, or
 after `_ACKNOWLEDGE_BYTES` bytes, and for values at once: their window follows the time that this takes.
 
+Small packets. libzmq encrypts every frame by itself, which takes longer than to copy some kilobytes. The pieces of a
+packet of up to `_JOINED_BYTES` bytes are therefore in the frame of the header, behind their number and their sizes.
+
 A packet that is not the next one of its stream is dropped: an earlier one has been acknowledged already, and a later
 one will be sent again with those between, after a reconnect or after `_RESEND_AFTER` seconds without progress.
 """
@@ -29,6 +32,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 from rankbook.errors import ProtocolError, TransferError
 
@@ -47,6 +51,7 @@ _MAX_PIECES = 1000
 _MAX_MESSAGE = 1 << 30
 """Bytes of one message: larger values travel in parts."""
 _MAX_FRAMES = 1 << 20
+_JOINED_BYTES = 16 << 10
 _ACKNOWLEDGE_AFTER = 0.02
 _ACKNOWLEDGE_BYTES = CHUNK
 _RESEND_AFTER = 10.0
@@ -54,7 +59,8 @@ _RESEND_AFTER = 10.0
 # Kind, stream, flags, unused; the packet's number; the next expected numbers of both streams.
 _HEADER = struct.Struct("<BBBxQQQ")
 _DATA, _ACKNOWLEDGE = 1, 2
-_ENDS_FRAME, _ENDS_MESSAGE = 1, 2
+_ENDS_FRAME, _ENDS_MESSAGE, _JOINED = 1, 2, 4
+_COUNT = struct.Struct("<H")
 
 
 @dataclass
@@ -223,7 +229,11 @@ class Session:
         return number, flags, pieces
 
     def _packet(self, stream: int, packet: _SentPacket) -> Packet:
-        return [_HEADER.pack(_DATA, stream, packet.flags, packet.number, *self._expected()), *packet.pieces]
+        if packet.size > _JOINED_BYTES:
+            return [_HEADER.pack(_DATA, stream, packet.flags, packet.number, *self._expected()), *packet.pieces]
+        header = _HEADER.pack(_DATA, stream, packet.flags | _JOINED, packet.number, *self._expected())
+        count = len(packet.pieces)
+        return [b"".join((header, struct.pack(f"<H{count}I", count, *map(len, packet.pieces)), *packet.pieces))]
 
     def _expected(self) -> list[int]:
         return [incoming.expected for incoming in self._in]
@@ -239,12 +249,17 @@ class Session:
 
     def receive(self, packet: Sequence[Bytes], now: float) -> list[tuple[int, list[Bytes]]]:
         """Handle a packet; return the messages that it completes, with their streams. Raises `ProtocolError`."""
-        if not packet or len(packet[0]) != _HEADER.size:
+        if not packet or len(packet[0]) < _HEADER.size:
             raise ProtocolError("invalid packet: it has no header")
-        kind, stream, flags, number, *acknowledged = _HEADER.unpack(packet[0])
-        pieces = packet[1:]
-        if kind not in (_DATA, _ACKNOWLEDGE) or stream >= STREAMS or flags > (_ENDS_FRAME | _ENDS_MESSAGE):
+        kind, stream, flags, number, *acknowledged = _HEADER.unpack_from(packet[0])
+        if kind not in (_DATA, _ACKNOWLEDGE) or stream >= STREAMS or flags > (_ENDS_FRAME | _ENDS_MESSAGE | _JOINED):
             raise ProtocolError(f"invalid packet: kind {kind}, stream {stream}, flags {flags}")
+        if flags & _JOINED:
+            pieces: Sequence[Bytes] = _split(packet)
+        elif len(packet[0]) == _HEADER.size:
+            pieces = packet[1:]
+        else:
+            raise ProtocolError(f"invalid packet: a header of {len(packet[0])} bytes")
         # Before anything changes: an acknowledgement of packets that were never sent must not remove any.
         if any(count > out.next_number for count, out in zip(acknowledged, self._out, strict=True)):
             raise ProtocolError("invalid packet: it acknowledges what was not sent")
@@ -316,3 +331,18 @@ class Session:
             return []
         frames, incoming.frames, incoming.pieces, incoming.size = incoming.frames, [], [], 0
         return [(stream, frames)]
+
+
+def _split(packet: Sequence[Bytes]) -> list[Bytes]:
+    """Return the pieces of a packet of one frame. Raises `ProtocolError` if their sizes are not those of the frame."""
+    frame = memoryview(packet[0])
+    start = _HEADER.size + _COUNT.size
+    count = _COUNT.unpack_from(frame, _HEADER.size)[0] if len(frame) >= start else -1
+    if len(packet) != 1 or not 0 < count <= _MAX_PIECES or len(frame) < start + 4 * count:
+        raise ProtocolError(f"invalid packet: {count} pieces in {len(packet)} frames, the first of {len(frame)} bytes")
+    sizes = struct.unpack_from(f"<{count}I", frame, start)
+    start += 4 * count
+    if start + sum(sizes) != len(frame):
+        raise ProtocolError(f"invalid packet: pieces of {sum(sizes)} bytes in a frame of {len(frame)}")
+    ends = list(accumulate(sizes, initial=start))
+    return [frame[begin:end] for begin, end in pairwise(ends)]
