@@ -88,6 +88,15 @@ def test_nothing_outside_the_folder_is_sent(folder, name):
     assert folder.find(name, SentModules(), {}) == {}
 
 
+def test_a_link_that_leads_to_itself_is_no_module(folder, tmp_path):
+    sent = SentModules()
+    assert list(folder.find("helper", sent, {})) == ["helper.py"]
+    for name in ("loop", "loop.py", "helper.py"):
+        (tmp_path / "book" / name).unlink(missing_ok=True)
+        (tmp_path / "book" / name).symlink_to(tmp_path / "book" / name)
+    assert folder.find("loop", sent, {}) == {} == folder.changed(sent)
+
+
 def test_a_file_that_is_too_large_is_named_once_and_not_sent(folder, lines, tmp_path):
     (tmp_path / "book" / "large.py").write_bytes(b"#" * (MOST_FILE + 1))
     assert folder.find("large", SentModules(), {}, host="a") == {} == folder.find("large", SentModules(), {}, host="b")

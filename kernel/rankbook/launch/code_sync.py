@@ -82,7 +82,7 @@ class ModuleFolder:
             if not path.resolve().is_relative_to(self._folder):
                 return None
             status = path.stat()
-        except OSError:
+        except (OSError, RuntimeError):  # RuntimeError: a link that leads to itself, up to Python 3.12
             return None
         if name.endswith("/"):
             return (0, 0) if path.is_dir() else None
