@@ -61,15 +61,17 @@ def test_a_notebook_shows_the_turns_in_order_also_of_a_rank_that_comes_late(fres
     notebook = fresh_notebook
     notebook.ok("%distributed start -n 3")
     outcome = notebook.ok(
-        "%%distributed\nimport rankbook, sys, logging\nrankbook.PartialState()\n"
+        "%%distributed\nimport rankbook, sys, logging\n"
         "log = rankbook.get_logger('turns', 'info')\n"
         "log.logger.addHandler(logging.StreamHandler(sys.stdout))\nlog.logger.propagate = False\n"
+        "log.info('first, without a state, rank %d', rank)\nassert not rankbook.PartialState._shared_state\n"
         "store = dist.distributed_c10d._get_default_store()\n"
         "for step in range(3):\n    if rank == 1:\n        store.wait([f'{step} 0', f'{step} 2'])  # they wait for it\n"
         "    for line in range(rank % 2 * 3):\n        print('before', step, line)\n"
         "    store.set(f'{step} {rank}', '')\n"
         "    log.info('turn %d of rank %d', step, rank, in_order=True)"
     )
+    assert [line for line in outcome.stdout.splitlines() if "first" in line] == ["[0] first, without a state, rank 0"]
     turns = [line.partition(" ")[2] for line in outcome.stdout.splitlines() if "turn" in line]
     assert turns == [f"turn {step} of rank {rank}" for step in range(3) for rank in range(3)]
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping, MutableMapping
 from functools import cache
 from typing import Any
 
+import torch.distributed as dist
+
 from rankbook.errors import InvalidArgument
 from rankbook.protocol import telemetry
 from rankbook.runtime.process_state import PartialState
@@ -28,7 +30,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         in_order: log on all ranks, in rank order, whatever `main_process_only` is. A collective.
         stacklevel: as in Accelerate 2 is the line of the call, the default; 3 is the line that called its function.
 
-    Before a `PartialState` is created, the process counts as the only one.
+    Without a `PartialState` and a process group, the process counts as the only one.
 
     Example::
 
@@ -43,10 +45,10 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         # Accelerate's adapter has one frame of its own, so its callers count from 2. There are two frames here: this
         # method and `_emit`. A number below 2 would name this file.
         kwargs["stacklevel"] = max(2, kwargs.get("stacklevel", 2)) + 1
-        state = PartialState() if PartialState._shared_state else None
-        if in_order and state is not None:
-            self._emit_in_order(state, level, msg, args, kwargs)
-        elif not main_only or state is None or state.is_main_process:
+        rank, size = _rank_and_size()
+        if in_order and size > 1:
+            self._emit_in_order(PartialState(), level, msg, args, kwargs)
+        elif in_order or not main_only or rank == 0:
             self._emit(level, msg, args, kwargs)
 
     def _emit_in_order(
@@ -72,9 +74,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:  # noqa: ANN401 - logging's
         """Add `rank` and `world_size` to the record's extra fields, for formats that show them."""
-        state = PartialState() if PartialState._shared_state else None
         extra: Mapping[str, object] = kwargs.get("extra") or {}
-        rank, size = (0, 1) if state is None else (state.process_index, state.num_processes)
+        rank, size = _rank_and_size()
         kwargs["extra"] = {"rank": rank, "world_size": size, **extra}
         return msg, kwargs
 
@@ -82,6 +83,14 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     def warning_once(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as `warning`
         """Log a warning; later calls with the same arguments do nothing."""
         self.warning(*args, **kwargs)
+
+
+def _rank_and_size() -> tuple[int, int]:
+    """Return the rank and the number of processes, without the effects of a first `PartialState`."""
+    if PartialState._shared_state:
+        state = PartialState()
+        return state.process_index, state.num_processes
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 def _mark_output(name: str) -> None:
