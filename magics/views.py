@@ -326,7 +326,10 @@ class CheckpointBrowser:
         if message is not None:
             return message
         which = f"{self._where!r}, step={step}" if step is not None else repr(where)
-        return f"run this in a cell on the ranks: rankbook.checkpoint.load(sharded_state_dict, {which})"
+        return (
+            "run this in a cell on the ranks, with the names of your objects: "
+            f"load(sharded_state_dict(model, optimizer), {which})"
+        )
 
     def delete(self, name: str) -> str:
         """Delete a checkpoint; see `CheckpointSource`. A step that is being saved is not deleted."""

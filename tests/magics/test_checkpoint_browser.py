@@ -129,7 +129,9 @@ def test_what_a_killed_save_has_left_of_a_final_name_is_interrupted_and_deleted(
 
 
 def test_load_calls_its_loader_or_shows_the_code(run):
-    assert f"load(sharded_state_dict, {str(run)!r}, step=30)" in CheckpointBrowser(run).load("step-30")
+    assert f"load(sharded_state_dict(model, optimizer), {str(run)!r}, step=30)" in CheckpointBrowser(run).load(
+        "step-30"
+    )
     assert CheckpointBrowser(run, lambda _where, _manifest: None).load("step-30").startswith("run this in a cell")
     assert (
         CheckpointBrowser(run, lambda where, manifest: f"{where} {manifest.step}").load("step-30")
@@ -148,7 +150,7 @@ def test_a_relative_folder_means_that_of_the_call_whatever_the_working_directory
     assert checkpoint_browser.load("step-30") == f"{run}/step-30"
     assert "intact" in single.verify("step-40")
     assert single.load("step-40") == f"{run}/step-40"
-    assert f"load(sharded_state_dict, {str(run)!r}, step=30)" in told.load("step-30")
+    assert f"load(sharded_state_dict(model, optimizer), {str(run)!r}, step=30)" in told.load("step-30")
     assert checkpoint_browser.list_checkpoints().folder == "run"
 
 
