@@ -133,6 +133,58 @@ def test_fsdp_options_select_units_ignored_modules_and_dtypes():
         }
 
 
+def tied():
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import FSDPModule
+
+    from rankbook.errors import InvalidArgument
+    from rankbook.runtime import (
+        Accelerator,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        TorchTensorParallelConfig,
+    )
+    from tests.runtime.test_prepare_on_ranks import start_over
+
+    torch.set_num_threads(1)
+
+    def language_model():
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 8, bias=False))
+        model[3].weight = model[0].weight
+        return model
+
+    def train(accelerator):
+        raw, twin = language_model(), language_model()
+        model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))
+        plain = torch.optim.SGD(twin.parameters(), 0.1)
+        for step in range(3):
+            data = torch.arange(8).roll(step).view(2, 4)
+            accelerator.backward(model(data[accelerator.process_index]).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            twin(data.flatten()).square().mean().backward()
+            plain.step()
+            plain.zero_grad()
+        for name, value in accelerator.get_state_dict(model).items():
+            assert torch.allclose(value, twin.state_dict()[name], atol=1e-6), name
+        assert raw[0].weight is raw[3].weight
+        return [name for name, child in model.named_modules() if isinstance(child, FSDPModule)]
+
+    options = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 20}
+    units = train(Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**options)))
+    start_over()
+    handler = TorchTensorParallelConfig(plan={"3": "colwise"})
+    with pytest.raises(InvalidArgument, match=r"3\.weight is also a parameter of 0 \(tied weights\)"):
+        Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler)).prepare(language_model())
+    return units
+
+
+def test_tied_weights_stay_tied_under_fsdp_units_and_tensor_parallelism_names_them():
+    assert run_ranks(tied, 2, timeout=110) == [["", "1"]] * 2
+
+
 def copies():
     import torch
     from torch.nn.parallel import DistributedDataParallel

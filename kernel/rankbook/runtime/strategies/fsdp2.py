@@ -23,7 +23,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from rankbook.errors import InvalidArgument
 from rankbook.runtime.config import FullyShardedDataParallelPlugin
@@ -182,9 +188,29 @@ def shard(model: nn.Module, mesh: DeviceMesh, plugin: FullyShardedDataParallelPl
         _checkpoint_activations(units)
     # Inner units first: `fully_shard` takes only the parameters below a module that no inner unit has taken. The call
     # for the model itself takes what is left.
+    owners = _owners(model)
     for unit in units:
-        fully_shard(unit, **options)
+        # A call of `fully_shard` gives a parameter that its modules share one successor. Two calls would give it two,
+        # and tied weights would come apart. So they are left to an outer unit that has all of their modules.
+        if not any(_shared_outside(unit, owners)):
+            fully_shard(unit, **options)
     fully_shard(model, **options)
+
+
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """Return the modules that have every parameter, by the parameter: several ones for tied weights."""
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(module)
+    return owners
+
+
+def _shared_outside(part: nn.Module, owners: dict[nn.Parameter, list[nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the parameters of `part`, by name, that a module outside of it has too, and that module."""
+    inside = set(part.modules())
+    for name, parameter in part.named_parameters():
+        yield from ((name, owner) for owner in owners[parameter] if owner not in inside)
 
 
 def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> Iterator[nn.Module]:
@@ -296,7 +322,7 @@ class TensorParallel(FullyShardedDataParallel):
 
         The hooks added to its layers are recorded, for `release` to remove them.
         """
-        self._plan_for(model)  # raises before anything changes
+        _check_ties(model, self._plan_for(model))  # raises before anything changes
         mesh = mesh_for(self.setup.device.type, self.axes)
         # `parallelize_module` scatters the weights of the first rank of every `tp` group, and does not touch parameters
         # outside the plan. So all ranks must have the same weights before it.
@@ -366,6 +392,22 @@ def read_plan(model: nn.Module, plan_option: dict[str, Any] | None) -> dict[str,
             raise InvalidArgument(f"{pattern!r} in the tensor-parallel plan matches no module of {kind}")
         plan |= {name: style if isinstance(style, ParallelStyle) else _STYLES[style]() for name in matches}
     return plan
+
+
+def _check_ties(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
+    """Raise `InvalidArgument` if a layer that is divided shares a parameter with a module outside of it.
+
+    Only the layer would get the divided parameter. The other module, and the optimizer, would go on with two of them.
+    """
+    owners, names = _owners(model), {module: name for name, module in model.named_modules()}
+    for layer, style in plan.items():
+        if isinstance(style, ColwiseParallel | RowwiseParallel | SequenceParallel):
+            for parameter, other in _shared_outside(model.get_submodule(layer), owners):
+                where = names[other] or type(model).__name__
+                raise InvalidArgument(
+                    f"{layer}.{parameter} is also a parameter of {where} (tied weights), and tensor parallelism would "
+                    f"divide only one of them: leave {layer!r} out of the plan, or give it a parameter of its own"
+                )
 
 
 def _hooks_of(model: nn.Module) -> set[tuple[int, int]]:
