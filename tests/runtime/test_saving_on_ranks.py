@@ -104,6 +104,50 @@ def options_of(way, world):
     )
 
 
+def divided(folder):
+    """Save with a prepared ZeroRedundancyOptimizer, and load into a fresh one."""
+    from torch import nn
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    from rankbook.runtime import Accelerator, protection
+    from rankbook.runtime.state import AcceleratorState, GradientState
+
+    def start():
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        torch.manual_seed(3)
+        accelerator, net = Accelerator(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class=torch.optim.AdamW, lr=0.1)
+        return accelerator, *accelerator.prepare(net, optimizer)
+
+    def step(accelerator, model, optimizer, number):
+        accelerator.backward(model(torch.full((2, 4), float(number))).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def values(model, optimizer):
+        moments = [value["exp_avg"].tolist() for value in optimizer.optimizer.optim.state.values()]
+        return moments, [parameter.tolist() for parameter in model.parameters()]
+
+    parts = start()
+    for number in range(3):
+        step(*parts, number)
+    parts[0].save_state(folder)
+    step(*parts, 3)
+    again = start()
+    step(*again, 7)
+    again[0].load_state(folder)
+    step(*again, 3)
+    assert values(*again[1:]) == values(*parts[1:])
+    assert values(*parts[1:])[0], "this rank has a part of the state"
+    with pytest.raises(InvalidArgument, match="ZeroRedundancyOptimizer cannot be protected"):
+        protection.protect(1)
+
+
+def test_a_prepared_zero_redundancy_optimizer_is_saved_with_its_state(tmp_path):
+    run_ranks(divided, 2, str(tmp_path / "checkpoint"))
+
+
 def save_in(folder, layouts):
     """Save in the middle of an epoch, then go on: the rest of it, and what each rank drew."""
     import torch.distributed as dist

@@ -239,7 +239,8 @@ def schedulers_of(optimizer: torch.optim.Optimizer) -> list[AcceleratedScheduler
 
 
 def _is_sharded(wrapper: AcceleratedOptimizer) -> bool:
-    return any(isinstance(parameter, DTensor) for group in wrapper.param_groups for parameter in group["params"])
+    is_sharded = any(isinstance(parameter, DTensor) for group in wrapper.param_groups for parameter in group["params"])
+    return is_sharded or optimizer_module.has_divided_state(wrapper)
 
 
 # Values at the last report, for the steps per second since then.

@@ -100,13 +100,19 @@ class RestoredSnapshot(TypedDict):
 def protect(every: int) -> None:
     """Take a snapshot after every `every` steps, and one now; 0 ends the protection. Called on all ranks.
 
-    Raises `InvalidArgument` if the process is no rank, and for too little shared memory.
+    Raises `InvalidArgument` if the process is no rank, for too little shared memory, and for an optimizer whose state
+    is divided between the ranks.
     """
     if type(every) is not int or every < 0:
         raise InvalidArgument(f"expected a number of steps, 1 or more, got every={every!r}")
     if every == 0:
         end()
         return
+    if any(optimizers.has_divided_state(wrapper) for wrapper in prepared.registered("optimizer").values()):
+        raise InvalidArgument(
+            "a ZeroRedundancyOptimizer cannot be protected, because every rank has the state of other parameters and a "
+            "new process could not take the place of one; shard the model with FSDP2, or use save_state()"
+        )
     if _active is not None:
         _active.every = every
         # As below: a rank that was restarted is not protected yet.

@@ -316,6 +316,15 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[
     return groups
 
 
+def _unwrap_prepared(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that `prepare` has wrapped, or the given one."""
+    runtime = sys.modules.get("rankbook.runtime.optimizer")
+    if runtime is not None and isinstance(optimizer, runtime.AcceleratedOptimizer):
+        wrapped: torch.optim.Optimizer = optimizer.optimizer
+        return wrapped
+    return optimizer
+
+
 def _local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that updates this rank's parameters and has their state.
 
@@ -347,6 +356,7 @@ def optimizer_map(
     parameter that is sharded, has the shape of the local part or the same values on all ranks; a save compares them.
     Raises `CheckpointError` for state that is neither here nor the same on all ranks.
     """
+    optimizer = _unwrap_prepared(optimizer)
     state: dict[str, dict[str, Any]] = {}
     nested: dict[str, dict[str, Any]] = {}
     groups, local = _groups(optimizer, names), _local_optimizer(optimizer)
@@ -489,7 +499,8 @@ def load_optimizer(
     Without `strict`, parameters that are not in the stored groups keep their state, and stored state of other
     parameters is left out.
     """
-    groups, local = _groups(optimizer, names), _local_optimizer(optimizer)
+    inner = _unwrap_prepared(optimizer)
+    groups, local = _groups(inner, names), _local_optimizer(inner)
     stored = loaded.get("param_groups", [{} for _ in groups])
     check_groups([[name for name, _ in members] for members in groups], stored, strict=strict)
     # torch's `load_state_dict` expects numbers again, counted through all groups in order.
@@ -533,8 +544,8 @@ def load_optimizer(
     by_number = {numbers[name]: values for name, values in state.items()}
     # By torch's method, which creates the state, moves it to the parameters' devices and calls the optimizer's hooks.
     optimizer.load_state_dict({"state": by_number, "param_groups": param_groups})
-    if local is not optimizer:
-        optimizer.state.clear()  # torch has put the state into both
+    if local is not inner:
+        inner.state.clear()  # torch has put the state into both
     for name, values in state.items():  # load_state_dict casts state to the parameter's dtype: undo it
         own_state = local.state.get(parameters[name])
         if own_state is None:  # a parameter that another rank updates
