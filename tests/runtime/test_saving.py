@@ -706,8 +706,18 @@ def test_loaders_in_another_order_are_refused_before_anything_changes(tmp_path, 
     assert same(values(model), before)
     assert [loader.position.resume for loader in loaders] == [0, 0]
     again, _model, loaders = prepared(12000, 12000)  # that of the evaluation has grown
-    again.load_state(tmp_path / "state")
+    with pytest.warns(
+        UserWarning, match=r"loader_1 was saved for 4 samples and is prepared for 12,000\. It goes on in"
+    ):
+        again.load_state(tmp_path / "state")
     assert [loader.position.resume for loader in loaders] == [0, 1]
+    again, model, loaders = prepared(4)  # an evaluation does not prepare the loader of the training
+    before = values(model)
+    with pytest.raises(InvalidArgument, match=message):
+        again.load_state(tmp_path / "state")
+    assert same(values(model), before) and loaders[0].position.resume == 0
+    again, _model, loaders = prepared(12000)
+    again.load_state(tmp_path / "state")
     # Checkpoints of earlier versions do not contain the length.
     monkeypatch.setattr(stateful, "dataset_length", lambda _: None)
     accelerator.save_state(tmp_path / "earlier")

@@ -235,7 +235,8 @@ def read_state(
     # Steps 1 to 3 change nothing: read the objects, match the tensors, plan and check the reading of tensors.
     objects = load(_objects(parts, manifest), folder, allow=allow)
     with raise_on_all("load_state"):
-        _check_loaders(parts, objects)
+        _check_loaders(parts, objects, folder)
+        objects = {name: state for name, state in objects.items() if not _is_other_loader(name, parts)}
         _drop_lost(objects, folder, strict=strict)
         layouts = _layouts(parts, objects)
         shards = _requested_shards(layouts, objects, manifest)
@@ -334,21 +335,37 @@ def _check(names: Sequence[str], manifest: Manifest, folder: str) -> None:
         )
 
 
-def _check_loaders(parts: TrainingParts, objects: Mapping[str, Any]) -> None:
-    """Raise `InvalidArgument` if a loader would get the position of another one, by the sizes of their datasets."""
+def _check_loaders(parts: TrainingParts, objects: Mapping[str, Any], folder: str) -> None:
+    """Raise `InvalidArgument` if a loader would get the position of another one, by the sizes of their datasets.
+
+    Warn of another size if no other loader had it: the dataset may have grown since, or it is that of an evaluation.
+    """
     loaders = {name: loader for name, loader in parts.objects.items() if _is_loader(name)}
+    states = {name: state for name, state in objects.items() if _is_loader(name) and isinstance(state, Mapping)}
     # States of earlier versions, and of loaders that a subclass of `Accelerator` prepares, have no such entry.
-    saved = {name: objects[name].get("dataset_length") for name in loaders if isinstance(objects[name], Mapping)}
+    saved = {name: state.get("dataset_length") for name, state in states.items()}
     sizes = {name: (saved.get(name), dataset_length(loader)) for name, loader in loaders.items()}
-    # A dataset alone may have grown since.
     changed = {name: size for name, size in sizes.items() if None not in size and size[0] != size[1]}
+    # Those that are in the checkpoint and not prepared now have nobody to take their place.
+    free = {name: size for name, size in saved.items() if name in changed or name not in loaders}
     for name, (then, now) in changed.items():
-        for other, (then_of_other, _) in changed.items():
-            if then_of_other == now:
+        for other, size_of_other in free.items():
+            if size_of_other == now:
                 raise InvalidArgument(
                     f"{name} was saved for {then:,} samples and is prepared for {now:,}, as {other} was: prepare the "
-                    "loaders in the order of the saving run"
+                    "loaders in the order of the saving run, or after load_state() if they shall begin an epoch"
                 )
+        if states[name].get("batches") and not states[name].get("finished") and parts.rank == 0:
+            warnings.warn(
+                f"{folder}: {name} was saved for {then:,} samples and is prepared for {now:,}. It goes on in the "
+                "middle of the epoch; prepare it after load_state() if it shall begin one.",
+                stacklevel=2,
+            )
+
+
+def _is_other_loader(name: str, parts: TrainingParts) -> bool:
+    """Return True for a loader in the checkpoint that is not prepared now."""
+    return _is_loader(name) and name.partition(".")[0] not in parts.objects
 
 
 def _objects(parts: TrainingParts, manifest: Manifest) -> dict[str, Any]:
@@ -356,7 +373,8 @@ def _objects(parts: TrainingParts, manifest: Manifest) -> dict[str, Any]:
 
     The scaler of fp16 is optional, and a rank beyond the saved world size has no random state to load.
     """
-    requests = {name: ShardedObject(name, None, (1,), (0,)) for name in parts.objects}
+    stored = [name for name in manifest.metadata[_KIND]["parts"] if _is_other_loader(name, parts)]
+    requests = {name: ShardedObject(name, None, (1,), (0,)) for name in (*parts.objects, *stored)}
     # The axis has as many entries as ranks have saved. The offset must be valid for the object to be created, so it is
     # limited for a rank beyond them, whose request is removed again.
     requests[_RANDOM] = ShardedObject(
