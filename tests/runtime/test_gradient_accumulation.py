@@ -68,3 +68,25 @@ def test_a_new_window_is_not_scaled_for_the_one_before_it(loop):
     loop.batch()
     loop.window.rescale_gradients([loop.parameter])
     assert loop.parameter.grad.tolist() == [1.0, 1.0]
+
+
+def test_a_loader_that_begins_again_beside_another_one_drops_no_gradients(loop):
+    dropped = []
+    loop.window.drop_gradients = lambda: dropped.append(1)
+    restarted, other = Loader(), loop.gradients._active[0]
+    loop.gradients._active[:] = [(lambda: restarted,), other]
+    assert [loop.batch(), loop.batch()] == [False, False]
+    # `zip(cycle(restarted), other)`: a new loop, while the other one goes on.
+    loop.gradients._active[:] = [other, (lambda: restarted,)]
+    assert loop.batch(), "the third batch of the window"
+    assert dropped == []
+
+
+def test_a_loop_that_was_left_in_the_middle_of_a_window_drops_its_gradients(loop):
+    dropped = []
+    loop.window.drop_gradients = lambda: dropped.append(1)
+    loop.batch()
+    other = Loader()
+    loop.gradients._active[:] = [(lambda: other,)]
+    assert [loop.batch(), loop.batch(), loop.batch()] == [False, False, True]
+    assert dropped == [1]

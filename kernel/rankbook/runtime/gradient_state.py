@@ -316,11 +316,13 @@ class AccumulationWindow:
         self._stale = snapshot_files.replicas_may_differ = False
 
     def _begin_loop(self, loop: Any, gradients: GradientState) -> None:  # noqa: ANN401 - an entry of GradientState._active
+        # Of two loaders that are read in turn, one may begin again while the loop over the other one goes on.
+        goes_on = self._loop is not None and any(entry is self._loop for entry in gradients._active)
         # If windows go on over the ends of loops, or there is no loop, the length of a window is always `num_steps`.
         self._loop, self._position, self._length = loop, 0, None
         if not gradients.sync_with_dataloader or loop is None:
             return
-        if self._is_open:  # the previous loop was left in the middle of a window
+        if self._is_open and not goes_on:  # the previous loop was left in the middle of a window
             self._is_open = False
             self._stale = True
         loader = loop[0]()
