@@ -326,6 +326,13 @@ def test_large_tensors_arrive_and_later_batches_do_not_overwrite_them():
     assert first[3] == [0, 1]
 
 
+class OfRank(IterableDataset):
+    """A stream that is another one on every rank, as one from a queue is."""
+
+    def __iter__(self):
+        yield from [dist.get_rank()] * 8
+
+
 def over_a_mesh(sizes):
     """Return the batches of a rank, dispatched and read directly, on a mesh with these axes; then an invalid record."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -349,6 +356,8 @@ def over_a_mesh(sizes):
                 dispatched, read_directly = (read_batches(loader) for loader in loaders)
                 assert dispatched == read_directly, (options, source, dispatched, read_directly)
             results.append(read_directly)
+    own = prepare_data_loader(DataLoader(OfRank(), batch_size=2), dispatch_batches=True, torch_device_mesh=mesh)
+    assert {batch.item() for batches in own for batch in batches} == {0}, "rank 0 reads for all"
     heavy = prepare_data_loader(DataLoader(Heavy(), batch_size=2), dispatch_batches=True, torch_device_mesh=mesh)
     for _ in range(2):
         for batch in heavy:

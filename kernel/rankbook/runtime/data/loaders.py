@@ -185,7 +185,8 @@ class DataLoaderDispatcher(PreparedLoader):
     _group: Any
 
     def _arrivals(self) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
-        if self.parts.num_processes == 1:
+        # With tensor parallelism alone, several ranks have one share, and must not read different batches for it.
+        if self.parts.num_processes == 1 and len(self.parts.deal or (0,)) == 1:
             return iterate_local(self.parts)
         # nccl cannot send tensors in host memory, so a group without a CPU backend needs a gloo group beside it.
         # Creating it is a collective; all ranks begin their first pass over this loader together.
