@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -152,8 +153,7 @@ def stop_process(pid: int) -> None:
 
 
 def _pause(seconds: float) -> None:
-    with contextlib.suppress(queue.Empty):
-        queue.SimpleQueue[None]().get(timeout=seconds)
+    threading.Event().wait(seconds)
 
 
 def patient_ipython(folder: Path) -> Path:

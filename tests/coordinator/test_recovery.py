@@ -366,13 +366,12 @@ def test_a_new_rank_has_its_own_state_of_accelerate_and_an_accelerator_is_named(
 def test_kill_during_heal_leaves_a_dead_rank_and_not_an_empty_one(cluster, victim, tmp_path):
     at, go = tmp_path / "at", tmp_path / "go"
     cluster.run(
-        f"""import os, pathlib, queue
+        f"""import os, pathlib, threading
 def wait_for_gate(rank_now):
     if rank_now == {victim} and globals().get("wait_in", True):
         pathlib.Path({str(at)!r}).write_text(str(os.getpid()))
         while not os.path.exists({str(go)!r}):
-            try: queue.SimpleQueue().get(timeout=0.01)
-            except queue.Empty: pass
+            threading.Event().wait(0.01)
     return 1
 class Slow:
     def __reduce__(self):

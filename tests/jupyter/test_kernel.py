@@ -13,7 +13,7 @@ import pytest
 
 from rankbook.errors import InvalidArgument
 from rankbook.jupyter.spec import install as install_spec
-from tests.conftest import IS_OUTDATED, Notebook, running_kernel, wait_until
+from tests.conftest import IS_OUTDATED, Notebook, running_kernel, stacks_of, wait_until
 from tests.jupyter.conftest import spec_folder
 
 pytestmark = pytest.mark.processes
@@ -242,7 +242,11 @@ def test_exit_ends_the_kernel_and_its_ranks(install, code):
         kernel.ok("x = 1")
         outcome = kernel.ok(code)
         assert outcome.payload == [{"source": "ask_exit", "keepkernel": False}]
-        wait_until(lambda: not kernel.processes(), timeout=30, what="the kernel and its ranks end")
+        try:
+            wait_until(lambda: not kernel.processes(), timeout=20, what="the kernel and its ranks end")
+        except pytest.fail.Exception:
+            print(stacks_of(kernel.processes()))
+            raise
 
 
 @pytest.mark.full

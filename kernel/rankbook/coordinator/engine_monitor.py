@@ -33,6 +33,7 @@ from rankbook.engines.engine import (
     Notice,
 )
 from rankbook.formatting import plural
+from rankbook.queues import get_within
 
 _POLL_SECONDS = 0.2
 _LIMITS_SECONDS = 30.0
@@ -292,7 +293,7 @@ class EngineMonitor:
             # Outside of the handler, so that no traceback of the engine shows `Empty` as its context.
             request: Callable[[], None] | None = self._poll
             with contextlib.suppress(queue.Empty):
-                request = self._requests.get(timeout=_POLL_SECONDS)
+                request = get_within(self._requests, _POLL_SECONDS)
             if request is None:
                 return
             request()

@@ -26,6 +26,7 @@ from rankbook.coordinator.liveness import UnresponsiveRank, describe_unresponsiv
 from rankbook.coordinator.running_cell import InputQuestion, RunningCell
 from rankbook.errors import InvalidArgument
 from rankbook.protocol.messages import InputReply
+from rankbook.queues import get_within
 
 
 class DeferredInterrupts:
@@ -311,7 +312,7 @@ class _InputPrompter:
         with contextlib.suppress(queue.Empty):
             # While questions wait, the wait is short: the next one becomes due after `_SAME_RANK_FIRST`, of which the
             # queue tells nothing.
-            notice = self._cell.inbox.get(timeout=0.01 if self.questions else _INTERRUPT_CHECK_INTERVAL)
+            notice = get_within(self._cell.inbox, 0.01 if self.questions else _INTERRUPT_CHECK_INTERVAL)
             # Take all that is in the queue. None is the wake-up of the signal handler.
             while True:
                 if isinstance(notice, InputQuestion):

@@ -45,6 +45,7 @@ from rankbook.ipython_compat import replace_ipykernel_comm
 from rankbook.output.merger import ClearOutput, Emit, RichOutput, Stream
 from rankbook.protocol import StreamName
 from rankbook.protocol.messages import CommFromRank, CommToRank, ErrorReport
+from rankbook.queues import get_within
 from rankbook.rank import tracebacks
 from rankbook.rank.output_capture import OutputCapture
 from rankbook.rank.tracebacks import text_of
@@ -415,7 +416,7 @@ class OutputWidgetHook:
             # Sleep until the earliest target is due, or until another one is queued; without targets, without end.
             pause = max(0.0, min(target.due for target in waiting) - time.monotonic()) if waiting else None
             try:
-                waiting.append(self._queue.get(timeout=pause))
+                waiting.append(get_within(self._queue, pause))
             except queue.Empty:
                 due = [target for target in waiting if target.due <= time.monotonic()]
                 waiting = [target for target in waiting if target not in due]

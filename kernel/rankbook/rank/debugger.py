@@ -31,6 +31,7 @@ from typing import IO, Any
 
 from rankbook.formatting import PACKAGE_FOLDERS
 from rankbook.protocol.messages import DapFromRank, DapToRank
+from rankbook.queues import get_within
 
 _TIMEOUT = 10.0
 """Time limit for the engine to connect, and to end."""
@@ -181,7 +182,7 @@ class Debuggee:
         try:
             self._write({"type": "request", "seq": self._last_seq, "command": command, "arguments": arguments})
             with contextlib.suppress(queue.Empty):
-                answer.get(timeout=1.0)
+                get_within(answer, 1.0)
         finally:
             del self._answers[self._last_seq]
 

@@ -40,6 +40,7 @@ from rankbook.protocol.queries import (
     QueryFailed,
     StateHashes,
 )
+from rankbook.queues import get_within
 
 Check = HashState | MeasureDifferences | MeasureGradients
 
@@ -183,7 +184,7 @@ class HoldHandler:
                         return
                     self._holds, self._idle = True, idle
                 with contextlib.suppress(queue.Empty):
-                    work = self._work.get(timeout=min(remaining, 1.0))
+                    work = get_within(self._work, min(remaining, 1.0))
                     if work is not None:
                         self._run(work)
         finally:
