@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from rankbook.coordinator.reattach import (
     keep_newest_displays,
     recovered_state,
     recovered_tasks,
+    replay_handshake,
     select_detached,
 )
 from rankbook.coordinator.state_machine import RankState, RecoveredClusterState
@@ -25,7 +27,7 @@ from rankbook.coordinator.states import choose_donor
 from rankbook.errors import InvalidArgument, NoClusterError
 from rankbook.launch.registry import ClusterRecord, DetachedCluster, DetachedRank
 from rankbook.output.merger import Emit, RichOutput, Stream
-from rankbook.protocol.forkserver import RankExited
+from rankbook.protocol.forkserver import RankExited, RankForked
 from rankbook.protocol.messages import (
     Acknowledge,
     Clear,
@@ -37,6 +39,7 @@ from rankbook.protocol.messages import (
     InputRequest,
     Interrupt,
     ReplayStart,
+    RequestReplay,
     RunCell,
     Text,
 )
@@ -105,6 +108,36 @@ def test_messages_in_flight_before_the_replay_are_discarded():
     assert handshake.missing == []
     assert handshake.reports[0].missed == [text(3, "old"), text(3, "more")]
     assert handshake.reports[0].later == [(text(3, "now"), [])]
+
+
+@pytest.mark.parametrize("replies", [False, True])
+def test_a_rank_that_exits_during_the_handshake_is_not_waited_for(replies):
+    exits = [RankExited(rank=1, incarnation=4, pid=11, code=0, memory_kills=0, stdout=b"", stderr=b"")]
+    sent: list[tuple[int, RequestReplay]] = []
+
+    def received() -> Iterator[tuple[Sender, FromRank, list]]:
+        for rank, request_replay in sent:
+            if rank == 0 or replies:
+                header = replay_start(nonce=request_replay.nonce)
+                yield Sender(rank, {0: 1, 1: 4}[rank]), header, []
+
+    answers = received()
+    hub = SimpleNamespace(
+        send=lambda rank, message: sent.append((rank, message)),
+        wait=lambda _timeout, _files: None,
+        receive=lambda: next(answers, None),
+    )
+    launcher = SimpleNamespace(
+        forked={rank: RankForked(rank, incarnation, 10 + rank) for rank, incarnation in ((0, 1), (1, 4))},
+        exited={},
+        later=[],
+        fileno=lambda: -1,
+        read=lambda: [exits.pop()] if exits else [],
+    )
+    reports = replay_handshake(hub, launcher, {0: 10, 1: 11}, token="", since=0.0, timeout=10.0)
+    assert sorted(reports) == ([0, 1] if replies else [0])
+    # What it has replied is shown, and its exit is handled by the driver.
+    assert (list(launcher.exited), len(launcher.later)) == (([], 1) if replies else ([1], 0))
 
 
 # What is made of it

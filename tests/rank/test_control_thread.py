@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
+from rankbook.protocol.messages import GetStack, Shutdown
 from rankbook.rank import control_thread
-from rankbook.rank.control_thread import Interrupts
+from rankbook.rank.control_thread import ControlThread, Interrupts
 
 
 @pytest.fixture
@@ -37,6 +39,15 @@ def go_on_for(seconds):
 def request_and_go_on(interrupts, cell):
     interrupts.request(cell)
     go_on_for(5)
+
+
+def test_nothing_is_answered_after_the_message_to_shut_down():
+    messages = [(Shutdown(patience=1.0), []), (GetStack(token=1), [])]
+    link = SimpleNamespace(receive=lambda: messages.pop(0) if messages else None, send=pytest.fail)
+    control = ControlThread(link, None, None, None, -1)
+    control._receive()
+    assert control._shutting_down and len(messages) == 1
+    assert control.tasks.get_nowait() is None
 
 
 def test_a_postponed_interrupt_is_dropped_if_the_cell_ends(interrupts):

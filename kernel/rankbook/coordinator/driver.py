@@ -812,8 +812,12 @@ class ReattachedDriver(Driver):
         cells: Iterable[RunningCell],
         ended: Iterable[RunningCell],
         later: Iterable[tuple[Sender, FromRank, list[memoryview]]],
+        reports: Iterable[FromForkserver] = (),
     ) -> None:
-        """Acknowledge the `ended` cells, continue `cells`, handle the `later` messages. Called before `start`."""
+        """Acknowledge the `ended` cells, continue `cells`, handle the `later` messages. Called before `start`.
+
+        `reports` of the forkserver have arrived meanwhile too.
+        """
         # Their output has been shown, so the ranks can drop their copies.
         for cell in ended:
             self._acknowledge(cell.cell, cell.ranks)
@@ -827,6 +831,8 @@ class ReattachedDriver(Driver):
         # At last: they are newer than everything that was recovered.
         for received in later:
             self._receiver.take(*received)
+        for report in reports:
+            self._handle_forkserver_message(report)
 
     def _perform(self, action: act.Action) -> None:
         super()._perform(action)

@@ -145,8 +145,10 @@ class ReattachedProcesses(ClusterProcesses):
         for rank, incarnation in incarnations.items():
             hub.open_downlink(rank, incarnation)
         reports = replay_handshake(
-            hub, pids, incarnations, token=record.token, since=launcher.owner_lost_at, timeout=_HANDSHAKE_TIMEOUT
+            hub, launcher, pids, token=record.token, since=launcher.owner_lost_at, timeout=_HANDSHAKE_TIMEOUT
         )
+        # Without those that have exited meanwhile, as the previous owner may have asked them to.
+        incarnations = {rank: incarnations[rank] for rank in reports}
         since = {rank.rank: rank.since for rank in record.ranks}
         empty = {rank.rank for rank in record.ranks if rank.empty}
         self.state = state = RecoveredClusterState(
@@ -167,7 +169,7 @@ class ReattachedProcesses(ClusterProcesses):
             info.pid, info.segments = pids.get(rank), record.segments
         driver.on_filled = self._record_filled
         # Before `start`: afterwards the driver thread would receive and handle newer messages first.
-        driver.resume(state, replay.cells, replay.ended, _later_messages(reports, incarnations))
+        driver.resume(state, replay.cells, replay.ended, _later_messages(reports, incarnations), launcher.later)
         driver.start()
         self._record()
 
@@ -217,6 +219,11 @@ class ReattachHandshake:
         self._incarnations = dict(incarnations)
         self._nonce = nonce
 
+    def forget(self, rank: int) -> None:
+        """Expect nothing from a rank that has exited."""
+        self._incarnations.pop(rank, None)
+        self.reports.pop(rank, None)
+
     @property
     def missing(self) -> list[int]:
         """Return the ranks whose repeated messages have not all arrived."""
@@ -248,23 +255,37 @@ class ReattachHandshake:
 
 
 def replay_handshake(
-    hub: HubLink, pids: Mapping[int, int], incarnations: Mapping[int, int], *, token: str, since: float, timeout: float
+    hub: HubLink,
+    launcher: ReattachedLauncher,
+    pids: Mapping[int, int],
+    *,
+    token: str,
+    since: float,
+    timeout: float,
 ) -> dict[int, ReplayReport]:
-    """Ask the ranks to repeat missed messages; return the complete reports of all ranks.
+    """Ask the ranks with these process ids to repeat missed messages; return the complete reports.
 
-    `token` is the cluster's secret. `since` is the time on the monotonic clock at which the previous owner was lost:
-    messages sent after it are repeated even if their cell was acknowledged. Raises `StartError` with the ranks that do
-    not answer within `timeout` seconds.
+    A rank that exits before its report is complete has none, and is in `launcher.exited`; other reports of the
+    forkserver are in `launcher.later`. `token` is the cluster's secret. `since` is the time on the monotonic clock at
+    which the previous owner was lost: messages sent after it are repeated even if their cell was acknowledged. Raises
+    `StartError` with the ranks that do not answer within `timeout` seconds.
     """
+    incarnations = {rank: launcher.forked[rank].incarnation for rank in pids}
     handshake = ReattachHandshake(incarnations, secrets.token_hex(8))
     deadline = time.monotonic() + timeout
     for rank in incarnations:
         # The result is not checked: a rank that cannot be reached is among the missing ones at the deadline.
         hub.send(rank, RequestReplay(token=token, nonce=handshake._nonce, since=since))
     while handshake.missing and (remaining := deadline - time.monotonic()) > 0:
-        hub.wait(remaining, ())
+        hub.wait(remaining, (launcher.fileno(),))
         while _receive_next(hub, handshake):
             pass
+        for message in launcher.read():
+            if isinstance(message, RankExited) and message.rank in handshake.missing:
+                launcher.exited[message.rank] = message
+                handshake.forget(message.rank)
+            else:
+                launcher.later.append(message)
     if handshake.missing:
         silent = ", ".join(str(pids[rank]) for rank in handshake.missing)
         raise StartError(

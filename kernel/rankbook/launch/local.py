@@ -422,8 +422,8 @@ class _ForeignProcess:
 class ReattachedLauncher(LocalLauncher):
     """Claim the detached cluster of `record`. Its forkserver ends with the cluster.
 
-    `forked` and `exited` hold the state of the ranks at the claim. Raises `InvalidArgument` while another notebook owns
-    the cluster, and `StartError` if it does not respond.
+    `forked` and `exited` hold the state of the ranks at the claim, and `later` what was reported while they replied.
+    Raises `InvalidArgument` while another notebook owns the cluster, and `StartError` if it does not respond.
     """
 
     def __init__(self, record: ClusterRecord) -> None:
@@ -433,6 +433,7 @@ class ReattachedLauncher(LocalLauncher):
         self.ready_message = ForkserverUp(torch="", python="", seconds=0.0)
         self.forked: dict[int, RankForked] = {}
         self.exited: dict[int, RankExited] = {}
+        self.later: list[FromForkserver] = []
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             # Raises if the process has ended meanwhile, before the socket is tried.

@@ -506,7 +506,8 @@ class ControlThread(threading.Thread):
             self._drain_at = time.monotonic() + more if more else None
 
     def _receive(self) -> None:
-        while (received := self._link.receive()) is not None:
+        # Nothing after Shutdown: a notebook that attaches at this moment must not take the rank for one that goes on.
+        while not self._shutting_down and (received := self._link.receive()) is not None:
             # One message at a time, so that an invalid one does not take its successors with it.
             try:
                 self._dispatch(*received)
