@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ RANK_CELL_MAGICS = frozenset(
     ("!", "bash", "capture", "debug", "prun", "python", "sh", "sx", "system", "time", "timeit")
 )
 
+_MOST_BEGUN = 100
+"""Number of the latest requests to remember. Those of cells that still run are among them."""
 _OWN_MAGICS = frozenset(("distributed", "local"))
 
 
@@ -92,22 +95,35 @@ class Distribute:
 
     def __init__(self, shell: InteractiveShell) -> None:
         self._shell = shell
-        # Number of cells that are being executed. Above 0, code that reaches the transformer comes from a running cell.
+        # Requests whose cells have begun: code of the same request that reaches the transformer comes from the running
+        # cell. Several ones, because subshells run cells side by side. The events of IPython alone would not do: comm
+        # does not trigger `post_execute` if a callback fails, and an empty cell triggers nothing else.
+        self._begun: deque[str] = deque(maxlen=_MOST_BEGUN)
+        # In a terminal, which has no requests: the number of cells that are being executed.
         self._running = 0
+        self._is_checking = False
 
     def __call__(self, lines: list[str]) -> list[str]:
         """Return the cell's transformed lines."""
-        if not lines or self._running or self._is_front_end_request() or runs_locally("".join(lines)):
+        if not lines or self._is_checking or not self._is_new_cell() or runs_locally("".join(lines)):
             return lines
         return [_MAGIC_LINE, *lines]
 
-    def _is_front_end_request(self) -> bool:
-        kernel = getattr(self._shell, "kernel", None)
-        if kernel is None:
+    def _is_new_cell(self) -> bool:
+        """Return True for a cell that a user runs, and not for code of a running cell, a callback or the front end."""
+        request = self._request()
+        if request is None:
+            return not self._running
+        header, content = request.get("header", {}), request.get("content", {})
+        if header.get("msg_type") != "execute_request" or header.get("msg_id") in self._begun:
             return False
-        # The `execute_request` that is being handled. Requests on the control channel have a parent of their own.
-        content = (kernel.get_parent("shell") or {}).get("content", {})
-        return bool(content.get("silent")) or not content.get("store_history", True)
+        return not content.get("silent") and bool(content.get("store_history", True))
+
+    def _request(self) -> dict[str, Any] | None:
+        """Return the request that is being handled; None in a terminal."""
+        kernel = getattr(self._shell, "kernel", None)
+        # Requests on the control channel have a parent of their own.
+        return None if kernel is None else kernel.get_parent("shell") or {}
 
     def _store_inputs(self, line_num: int, source: str, source_raw: str | None = None) -> None:
         """Store the source that the user wrote in IPython's history."""
@@ -121,15 +137,16 @@ class Distribute:
 
         The transformed cell, a cell magic, would be complete only after an empty line.
         """
-        self._running += 1
+        self._is_checking = True
         try:
             return self._stock_check(cell)
         finally:
-            self._running -= 1
+            self._is_checking = False
 
     def attach(self) -> None:
         """Start to transform cells."""
-        # IPython transforms a cell before it triggers `pre_execute`, so `_running` is still 0 then. Unlike
+        self._note_request()  # of the cell that turns auto mode on
+        # IPython transforms a cell before it triggers `pre_execute`, so the cell has not begun then. Unlike
         # `pre_run_cell` and `post_run_cell`, these two events are also triggered for silent requests.
         self._shell.events.register("pre_execute", self._enter)
         self._shell.events.register("post_execute", self._leave)
@@ -157,6 +174,11 @@ class Distribute:
 
     def _enter(self) -> None:
         self._running += 1
+        self._note_request()
+
+    def _note_request(self) -> None:
+        if (request := self._request()) is not None and (number := request.get("header", {}).get("msg_id")):
+            self._begun.append(number)
 
     def _leave(self) -> None:
         self._running = max(0, self._running - 1)  # the cell that turned auto mode on has only the second event

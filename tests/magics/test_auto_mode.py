@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import nbformat
 import pytest
 
 from rankbook.magics.auto_mode import run_locally, runs_locally
@@ -209,6 +210,26 @@ def test_failed_cell_does_not_turn_auto_mode_off(auto):
     assert auto.run("%%local\n1 / 0").ename == "ZeroDivisionError"
     assert auto.run("1 +").ename == "SyntaxError"
     assert auto.ok("print('still on', rank)").stdout == "[0] still on 0\n[1] still on 1\n"
+
+
+def test_a_callback_that_fails_does_not_turn_auto_mode_off(auto):
+    auto.ok(
+        "%%local\nfrom ipykernel.comm import Comm\n"
+        "def fail(message):\n    called.append(message)\n    raise ValueError\n"
+        "called, end = [], Comm(target_name='nobody', comm_id='end')\nend.on_msg(fail)"
+    )
+    content = {"comm_id": "end", "data": {}}
+    auto.client.shell_channel.send(auto.client.session.msg("comm_msg", content))
+    assert auto.ok("print('still on', rank)").stdout == "[0] still on 0\n[1] still on 1\n"
+    assert auto.ok("%%local\nprint(len(called))").stdout == "1\n"
+
+
+def test_a_notebook_that_local_runs_stays_in_the_notebook_also_after_an_empty_cell(auto, tmp_path):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in ("a = 1", " ", "b = 2")])
+    nbformat.write(notebook, tmp_path / "other.ipynb")
+    auto.ok(f"%%local\n%run {tmp_path / 'other.ipynb'}")
+    assert auto.ok("%%local\nprint(a, b)").stdout == "1 2\n"
+    assert auto.run("b").ename == "NameError", "it is no variable of the ranks"
 
 
 def test_twice_on_is_on_once(auto):
