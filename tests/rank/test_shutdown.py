@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -49,3 +50,15 @@ def test_time_is_asked_for_only_where_something_is_being_saved(monkeypatch):
 def test_save_that_is_not_done_in_time_is_reported_as_lost(monkeypatch):
     words, requested_seconds = reported(monkeypatch, Handle(ends=False))
     assert (words, requested_seconds) == ("<save> did not finish within 7 s of the shutdown and is lost", [7.0])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("registers", [False, True])
+def test_time_is_asked_for_only_if_exit_functions_were_registered(registers):
+    code = (
+        "import atexit, tempfile\nfrom rankbook.rank import main\nmain._clear_atexit()\n"
+        f"if {registers}:\n    atexit.register(int)\n"
+        "asked = []\nmain._run_atexit(7.0, asked.append)\nprint(asked)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == ("[7.0]\n" if registers else "[]\n")

@@ -314,8 +314,8 @@ def _run_atexit(patience: float, request_delay: Callable[[float], None]) -> None
     Experiment trackers upload their last steps this way. Calls `request_delay(seconds)` first if there are functions to
     call, to ask the notebook for that time.
     """
-    # One function, weakref's, is always registered.
-    if atexit._ncallbacks() > 1 or any(finalizer.atexit for finalizer in list(weakref.finalize._registry)):  # type: ignore[attr-defined]
+    finalizers = list(weakref.finalize._registry)  # type: ignore[attr-defined]
+    if atexit._ncallbacks() > _OWN_EXIT_FUNCTIONS or any(finalizer.atexit for finalizer in finalizers):
         request_delay(patience)
     atexit._run_exitfuncs()  # prints exceptions and continues
     # The process ends by `os._exit`, which flushes no Python buffers.
@@ -331,6 +331,10 @@ def _write_files() -> None:
         with contextlib.suppress(OSError, ValueError):  # full disk, closed file, or no file descriptor
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # flushing a pipe could block
                 file.flush()
+
+
+_OWN_EXIT_FUNCTIONS = 2
+"""Number of exit functions that `_clear_atexit` registers."""
 
 
 def _clear_atexit() -> None:
