@@ -120,6 +120,20 @@ def test_a_failed_conversion_leaves_an_earlier_one_as_it_is(tmp_path, monkeypatc
     assert {path.name: path.read_bytes() for path in hf.iterdir()} == before
 
 
+def test_files_of_others_and_steps_are_not_replaced(tmp_path):
+    hf, source = tmp_path / "hf", dcp_saved(tmp_path / "dcp", MODEL)
+    hf.mkdir()
+    theirs.save_file({"x": torch.ones(3)}, hf / "model-00001-of-00002.safetensors", metadata={"format": "pt"})
+    before = {path.name: path.read_bytes() for path in hf.iterdir()}
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002\.safetensors was not written by a conversion"):
+        to_safetensors(source, hf)
+    assert {path.name: path.read_bytes() for path in hf.iterdir()} == before
+    from_safetensors(hf, tmp_path / "run", step=7)
+    with pytest.raises(CheckpointError, match="has a step 7 already"):
+        from_safetensors(hf, tmp_path / "run", step=7)
+    assert from_safetensors(hf, tmp_path / "run", step=8).tensors == 1
+
+
 def test_partial_files_of_a_killed_conversion_are_removed(tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/model-00001-of-00009.safetensors.partial").write_bytes(b"x")

@@ -106,7 +106,8 @@ def to_safetensors(
     Files have at most `most_bytes` of data, except for a single larger tensor. One tensor is in memory at a time. The
     files of an earlier conversion to `target` are replaced when all new ones are complete, and the index is written
     last. Objects and the common part are left out and listed in the result. Raises `CheckpointError` if a chunk is
-    damaged, or if safetensors does not support a dtype; then an earlier conversion is unchanged.
+    damaged, or if safetensors does not support a dtype; then an earlier conversion is unchanged. Raises it too if
+    `target` has such files that no conversion has written.
     """
     source, destination = storage_of(folder), storage_of(target)
     path = steps.locate(source, step)
@@ -120,6 +121,11 @@ def to_safetensors(
     headers = [_header(manifest, keys) for keys in shares]
     weight_map = {key: name for name, keys in zip(names, shares, strict=True) for key in keys}
     total = sum(safetensors.nbytes_of(tensor.dtype, tensor.shape) for tensor in manifest.tensors.values())
+    for name in destination.list():
+        if _FILE_NAME.fullmatch(name) and not name.endswith(PARTIAL) and not _is_converted(destination, name):
+            raise CheckpointError(
+                f"{destination}/{name} was not written by a conversion, which would replace it: choose another folder"
+            )
     # Everything that may fail because of the source comes before the first change of an earlier conversion.
     try:
         for name, header, keys in zip(names, headers, shares, strict=True):
@@ -144,7 +150,13 @@ def to_safetensors(
 
 def _header(manifest: Manifest, keys: Sequence[str]) -> bytes:
     entries = {key: (manifest.tensors[key].dtype, manifest.tensors[key].shape) for key in keys}
-    return safetensors.encode_header(entries, {"format": "pt"})
+    return safetensors.encode_header(entries, {"format": "pt", _WRITER: "1"})
+
+
+def _is_converted(storage: Storage, name: str) -> bool:
+    """Return True if `to_safetensors` has written the file. The metadata is at its beginning."""
+    beginning = bytearray(256)
+    return _WRITER.encode() in beginning[: storage.read(name, 0, memoryview(beginning))]
 
 
 def _file_parts(
@@ -170,6 +182,8 @@ def _shares(manifest: Manifest, most_bytes: int) -> list[list[str]]:
     return shares
 
 
+_WRITER = "rankbook.conversion"
+"""Key in the metadata of the files that `to_safetensors` writes, which readers ignore."""
 _FILE_NAME = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.partial)?")
 
 
@@ -182,7 +196,8 @@ def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: in
 
     The step looks like one saved by a single rank, and any number of ranks can load it. It becomes the latest one.
     Without a `step` it is step 0 of a folder without steps. The files are mapped into memory, so they may be larger
-    than it. Raises `CheckpointError` if a file is damaged, or if the folder has steps and none is given.
+    than it. Raises `CheckpointError` if a file is damaged, if the folder has steps and none is given, or if it has this
+    one.
     """
     # Imported here: these modules import torch, which the other direction does not need.
     from rankbook.checkpoint.async_save import SaveProgress
@@ -191,7 +206,10 @@ def from_safetensors(source: str | os.PathLike[str], folder: Folder, *, step: in
     from rankbook.checkpoint.state_dict.sharded_tensor import ShardedTensor
     from rankbook.checkpoint.storage.steps import CheckpointLocation
 
-    if step is None and (finished := steps.finished_steps(storage_of(folder))):
+    finished = steps.finished_steps(storage_of(folder))
+    if step in finished:
+        raise CheckpointError(f"{folder} has a step {step} already: choose another number, or remove it first")
+    if step is None and finished:
         raise CheckpointError(
             f"{folder} has the steps {', '.join(truncate_list(list(map(str, finished)), MAX_LISTED))}: choose the step "
             "to write with --step or step=; it becomes the latest one"
