@@ -99,6 +99,20 @@ def shards():
         "offloaded": units(cpu_offload=True),
         "again": units(ran=2, activation_checkpointing=True, **blocks),
     }
+    # Prepared again, and released: the units recompute their activations once, and then not at all.
+    raw, twin = parts()
+    plugin = FullyShardedDataParallelPlugin(activation_checkpointing=True, **blocks)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    train(accelerator, raw, twin)
+    raw.head.requires_grad_(False)
+    twin.head.requires_grad_(False)
+    raw.first.ran.clear()
+    train(accelerator, raw, twin)
+    assert len(raw.first.ran) == 4
+    accelerator.free_memory()
+    raw.first.ran.clear()
+    raw(torch.ones(2, 6)).sum().backward()
+    assert len(raw.first.ran) == 1
     for words, options in (
         ("requires an auto_wrap_policy", {"activation_checkpointing": True}),
         ("unknown mixed_precision_policy 'fp4'", {"mixed_precision_policy": "fp4"}),

@@ -319,6 +319,8 @@ def _released(*_: object, **__: object) -> NoReturn:
 # `unshard_module` uses private names of torch, which has no public way to undo `fully_shard`.
 FSDP_STATE_KEYS = (contract.__globals__["STATE_KEY"], contract.__globals__["REGISTRY_KEY"])
 """Attributes of a module in which torch keeps the state of `fully_shard`."""
+_CHECKPOINTED = "_rankbook_checkpointed"
+"""Attribute of modules whose activations are recomputed by `checkpoint_activations`."""
 FSDP_ATTRIBUTES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
 
 
@@ -355,8 +357,46 @@ def unshard_module(model: nn.Module) -> None:
     remove_states(model)
 
 
+def checkpoint_activations(module: nn.Module) -> None:
+    """Recompute the activations of `module` in the backward pass, unless its user has arranged that already."""
+    from torch.distributed._composable import checkpoint
+    from torch.distributed._composable.contract import _get_registry
+
+    if "checkpoint" not in (_get_registry(module) or {}):
+        checkpoint(module)
+        module.__dict__[_CHECKPOINTED] = True
+
+
+def _keep_activations(module: nn.Module) -> None:
+    """Undo `checkpoint_activations`."""
+    if not module.__dict__.pop(_CHECKPOINTED, False):
+        return
+    for tables in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+    ):
+        hooks = cast("dict[int, Any]", tables[0])
+        for key in [key for key, hook in hooks.items() if str(hook.__module__).endswith("checkpoint_activation")]:
+            for table in tables:
+                table.pop(key, None)
+    _forget_contract(module, "checkpoint")
+
+
+def _forget_contract(module: nn.Module, function: str) -> None:
+    """Remove what torch keeps of a function of `torch.distributed._composable` that was applied to `module`."""
+    for attribute in FSDP_STATE_KEYS:
+        # The states by function, and the registry by its name.
+        entries = module.__dict__.get(attribute, {})
+        for key in [key for key in entries if getattr(key, "__name__", key) == function]:
+            del entries[key]
+        if not entries:
+            module.__dict__.pop(attribute, None)
+
+
 def remove_hooks(model: nn.Module) -> None:
-    """Remove the hooks of `fully_shard` from all modules of `model`."""
+    """Remove the hooks of `fully_shard` and of `checkpoint_activations` from all modules of `model`."""
+    for module in model.modules():
+        _keep_activations(module)
     # Modules that were sharded in one call share a state.
     states = {id(state): state for submodule in model.modules() if (state := _state_of(submodule)) is not None}
     for state in states.values():
@@ -455,7 +495,8 @@ def _remove_fsdp_state(module: nn.Module) -> None:
     # torch finds the state of a module in this mapping and in two attributes. If one of them were left, `fully_shard`
     # would refuse the module in a later `prepare`.
     _module_state_mapping.pop(module, None)
-    for attribute in (*FSDP_STATE_KEYS, *FSDP_ATTRIBUTES):
+    _forget_contract(module, "fully_shard")
+    for attribute in FSDP_ATTRIBUTES:
         module.__dict__.pop(attribute, None)
     # `fully_shard` has replaced the class by a subclass of FSDPModule and the user's class. Return to the user's.
     module.__class__ = plain_class(module)

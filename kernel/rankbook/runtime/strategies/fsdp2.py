@@ -36,6 +36,7 @@ from rankbook.runtime.config import FullyShardedDataParallelPlugin
 from rankbook.runtime.strategies.base import (
     Strategy,
     StrategySetup,
+    checkpoint_activations,
     drop_unreduced,
     mesh_for,
     reshard,
@@ -188,12 +189,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, plugin: FullyShardedDataParallelPl
         _checkpoint_activations(units)
     # Inner units first: `fully_shard` takes only the parameters below a module that no inner unit has taken. The call
     # for the model itself takes what is left.
-    owners = _owners(model)
-    for unit in units:
-        # A call of `fully_shard` gives a parameter that its modules share one successor. Two calls would give it two,
-        # and tied weights would come apart. So they are left to an outer unit that has all of their modules.
-        if not any(_shared_outside(unit, owners)):
-            fully_shard(unit, **options)
+    # A call of `fully_shard` gives a parameter that its modules share one successor. Two calls would give it two, and
+    # tied weights would come apart. So they are left to an outer unit that has all of their modules.
+    owners = _owners(model)  # before the first call, which replaces parameters
+    for unit in [unit for unit in units if not any(_shared_outside(unit, owners))]:
+        fully_shard(unit, **options)
     fully_shard(model, **options)
 
 
@@ -249,10 +249,8 @@ def _checkpoint_activations(units: list[nn.Module]) -> None:
         raise InvalidArgument(
             "activation_checkpointing requires an auto_wrap_policy, which selects the blocks to recompute"
         )
-    from torch.distributed._composable import checkpoint
-
     for unit in units:
-        checkpoint(unit)
+        checkpoint_activations(unit)
 
 
 def _ignored_parameters(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> set[nn.Parameter]:
