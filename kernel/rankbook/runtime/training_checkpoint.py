@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -193,7 +194,8 @@ def write_state(
     # A user's `state_dict` may raise on one rank. All ranks have to know before the collective save begins.
     with raise_on_all("save_state"):
         shards: dict[str, torch.Tensor] = {}
-        objects = {name: _without_shards(name, item.state_dict(), shards) for name, item in parts.objects.items()}
+        states_of = {name: _with_plain_numbers(name, item.state_dict()) for name, item in parts.objects.items()}
+        objects = {name: _without_shards(name, state, shards) for name, state in states_of.items()}
         random = random_state()
     state = {
         **sharded_state_dicts(parts.models, parts.optimizers, states=states),
@@ -276,6 +278,13 @@ def read_state(
         # The random states come last, so that nothing of the loading itself draws from the restored generators.
         if objects.get(_RANDOM) is not None:
             restore_random_state(objects[_RANDOM])
+
+
+def _with_plain_numbers(name: str, state: Any) -> Any:  # noqa: ANN401 - any state
+    """Return the state of a scheduler without NumPy's numbers, whose types would have to be allowed at the load."""
+    if not name.startswith("scheduler") or not any(isinstance(leaf, np.generic) for _, leaf in flatten(state)):
+        return state
+    return map_leaves(lambda _, leaf: leaf.item() if isinstance(leaf, np.generic) else leaf, state)
 
 
 def _is_loader(name: str) -> bool:
