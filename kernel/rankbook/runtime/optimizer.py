@@ -89,6 +89,15 @@ class LayoutGradScaler(torch.amp.GradScaler):
         return found
 
 
+def has_inner_state(wrapper: AcceleratedOptimizer) -> bool:
+    """Return True for an optimizer that wraps another one, which has a state of its own."""
+    optimizer = wrapper.optimizer
+    return any(
+        isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state
+        for inner in vars(optimizer).values()
+    )
+
+
 def has_divided_state(wrapper: AcceleratedOptimizer) -> bool:
     """Return True for a ZeroRedundancyOptimizer: every rank has the state of other parameters."""
     zero = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)

@@ -5,6 +5,7 @@ Nothing is written here: the main shards of all ranks are put together by hand, 
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -355,10 +356,19 @@ def test_state_in_a_wrapped_optimizer_is_not_lost_without_a_word():
     wrapper = Wrapper(optimizer)
     sharded_state_dict(model, wrapper)
     step(model, optimizer, 0)
-    with pytest.raises(
-        CheckpointError, match=r"the Wrapper has no state, but the optimizer in its attribute 'base' has"
-    ):
-        sharded_state_dict(model, wrapper)
+    for own in ({}, {model.weight: {"slow": torch.ones(3, 2)}}):  # as a lookahead optimizer has it
+        wrapper.state.update(own)
+        with pytest.raises(CheckpointError, match=r"the optimizer in the attribute 'base' of the Wrapper has a state"):
+            sharded_state_dict(model, wrapper)
+    wrapper.state = optimizer.state
+    assert sharded_state_dict(model, wrapper)["optimizer"]["state"]["weight"].keys() == {"momentum_buffer"}
+
+
+def test_a_learning_rate_of_numpy_is_stored_as_a_plain_number():
+    model, optimizer, _ = pair()
+    optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    (group,) = sharded_state_dict(model, optimizer)["optimizer"]["param_groups"]
+    assert type(group["lr"]) is float and group["lr"] == 0.25
 
 
 def test_a_prefix_comes_before_every_key():

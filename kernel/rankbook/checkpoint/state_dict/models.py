@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -335,14 +336,13 @@ def _local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if zero is not None and isinstance(optimizer, zero):
         local: torch.optim.Optimizer = optimizer.optim
         return local
-    if not optimizer.state:
-        for attribute, inner in vars(optimizer).items():
-            if isinstance(inner, torch.optim.Optimizer) and inner.state:
-                kind = type(optimizer).__name__
-                raise CheckpointError(
-                    f"the {kind} has no state, but the optimizer in its attribute {attribute!r} has: pass that one, or "
-                    f"store the state_dict() of the {kind} in a ShardedObject"
-                )
+    for attribute, inner in vars(optimizer).items():
+        if isinstance(inner, torch.optim.Optimizer) and inner.state and inner.state is not optimizer.state:
+            kind = type(optimizer).__name__
+            raise CheckpointError(
+                f"the optimizer in the attribute {attribute!r} of the {kind} has a state of its own, which would not "
+                f"be stored: pass that optimizer, or store the state_dict() of the {kind} in a ShardedObject"
+            )
     return optimizer
 
 
@@ -401,8 +401,11 @@ def _is_scalar(value: Any) -> TypeGuard[torch.Tensor]:  # noqa: ANN401 - any val
 
 
 def _as_number(_: Path, option: Any) -> Any:  # noqa: ANN401 - any option
-    """Return the number in an option of a group, which another optimizer may have as a number or as a tensor."""
-    return option.item() if _is_scalar(option) else option
+    """Return the number in an option of a group, which another optimizer may have as a number or as a tensor.
+
+    A schedule that computes with NumPy makes its numbers, whose types would have to be allowed at the load.
+    """
+    return option.item() if _is_scalar(option) or isinstance(option, np.generic) else option
 
 
 def _like_present(option: Any, present: Any) -> Any:  # noqa: ANN401 - any option
