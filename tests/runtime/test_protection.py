@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -370,6 +371,46 @@ def test_an_optimizer_with_lists_of_tensors_in_its_state_repeats_its_steps_after
     before = [tensor.clone() for tensor in tensors]
     assert train(4)[:1] == expected
     torch.testing.assert_close(tensors, before, rtol=0, atol=0)
+
+
+def test_tensors_in_objects_of_a_registered_state_are_copies_after_a_return(folder):
+    accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    replay = Replay([SimpleNamespace(reward=torch.full((3,), 7.0))])
+    accelerator.register_for_checkpointing(replay)
+    protection.protect(1)
+    assert protection.restore(versions(folder)[0], 1)["refused"] == ""
+    (item,) = replay.items
+    assert item.reward.untyped_storage().nbytes() == item.reward.nbytes, "a view of the snapshot"
+    assert item.reward.tolist() == [7.0] * 3
+    assert model is not None and optimizer is not None
+
+
+class Replay:
+    """A buffer of a program whose entries are objects."""
+
+    def __init__(self, items: list) -> None:
+        self.items = items
+
+    def state_dict(self) -> dict:
+        return {"items": list(self.items)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.items = state["items"]
+
+
+def test_an_optimizer_with_state_in_another_one_is_not_protected(folder):
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+    model = nn.Linear(1, 1)
+    optimizer = Lookahead(torch.optim.Adam(model.parameters()))
+    model, optimizer = Accelerator(cpu=True).prepare(model, optimizer)
+    with pytest.raises(InvalidArgument, match="a Lookahead cannot be protected"):
+        protection.protect(1)
+    assert versions(folder) == []
 
 
 @pytest.mark.parametrize(("option", "device"), [("fused", "meta"), ("capturable", "meta"), ("foreach", "cpu")])

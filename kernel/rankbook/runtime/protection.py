@@ -108,11 +108,17 @@ def protect(every: int) -> None:
     if every == 0:
         end()
         return
-    if any(optimizers.has_divided_state(wrapper) for wrapper in prepared.registered("optimizer").values()):
-        raise InvalidArgument(
-            "a ZeroRedundancyOptimizer cannot be protected, because every rank has the state of other parameters and a "
-            "new process could not take the place of one; shard the model with FSDP2, or use save_state()"
-        )
+    for wrapper in prepared.registered("optimizer").values():
+        if optimizers.has_divided_state(wrapper):
+            raise InvalidArgument(
+                "a ZeroRedundancyOptimizer cannot be protected, because every rank has the state of other parameters "
+                "and a new process could not take the place of one; shard the model with FSDP2, or use save_state()"
+            )
+        if optimizers.has_inner_state(wrapper):
+            raise InvalidArgument(
+                f"a {type(wrapper.optimizer).__name__} cannot be protected, because it keeps state in an optimizer "
+                "that it wraps; use save() with its state_dict() in a ShardedObject"
+            )
     if _active is not None:
         _active.every = every
         # As below: a rank that was restarted is not protected yet.
@@ -744,17 +750,19 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._tensors = tensors
         self.problem = ""
+        self.copies = False
 
     def persistent_load(self, identifier: int | tuple[int, _DTensorLayout]) -> torch.Tensor:
-        if isinstance(identifier, int):
-            return self._tensors[identifier]
-        number, layout = identifier
+        number, layout = (identifier, None) if isinstance(identifier, int) else identifier
+        tensor = self._tensors[number].clone() if self.copies else self._tensors[number]
+        if layout is None:
+            return tensor
         mesh = _meshes().get(layout.mesh)
         if mesh is None:
             self.problem = "no prepared model has the mesh of a DTensor in the snapshot"
-            return self._tensors[number]
+            return tensor
         return DTensor.from_local(
-            self._tensors[number],
+            tensor,
             mesh,
             layout.placements,
             run_check=False,
@@ -786,6 +794,9 @@ def _unflatten(content: bytes, data: mmap.mmap | bytearray) -> dict[str, Any]:
     offsets, _ = _offsets_of(layout)
     unpickler = _Unpickler(io.BytesIO(pickled), _views_of(data, layout, offsets))
     models, states = unpickler.load()
+    # The views lie in memory that a later snapshot overwrites. Models and optimizers are copied from them; other
+    # objects keep these tensors, which may be anywhere in them.
+    unpickler.copies = True
     return {"models": models, "optimizers": states, **unpickler.load(), "problem": unpickler.problem}
 
 
@@ -862,8 +873,7 @@ def restore_state(state: dict[str, Any]) -> None:
         window.scaler.load_state_dict(state["scaler"])
     for serial, item in _others().items():
         if serial in state["others"]:
-            # A copy: the stored one lies in memory that a later snapshot overwrites.
-            item.load_state_dict(_cloned(state["others"][serial]))
+            item.load_state_dict(state["others"][serial])
     window.batches = state["batches"]
     end_step()
     # At last, so that nothing of the above draws from it.
