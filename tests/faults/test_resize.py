@@ -247,13 +247,14 @@ def test_a_restarted_rank_that_prepares_what_the_others_have_gets_the_optimizers
 
 
 @pytest.mark.parametrize("cluster", [2], indirect=True)
-def test_samplers_of_plain_loaders_divide_the_data_among_all_ranks(cluster):
+@pytest.mark.parametrize("loader", ["plain", "parts['train']"])
+def test_samplers_of_plain_loaders_divide_the_data_among_all_ranks(cluster, loader):
     cluster.run(
         "from torch.utils.data import DataLoader\nfrom torch.utils.data.distributed import DistributedSampler\n"
-        "sampler = DistributedSampler(range(12), seed=3)\nsampler.set_epoch(2)\n"
-        "plain = DataLoader(range(12), batch_size=2, sampler=sampler)"
+        f"parts = {{}}\n{loader} = DataLoader(range(12), batch_size=2, sampler=DistributedSampler(range(12), seed=3))\n"
+        f"{loader}.sampler.set_epoch(2)"
     )
-    collect = "read, epoch = [int(item) for batch in plain for item in batch], plain.sampler.epoch"
+    collect = f"read, epoch = [int(item) for batch in {loader} for item in batch], {loader}.sampler.epoch"
     for n in (3, 2):
         cluster.resize(n)
         cluster.run(collect)

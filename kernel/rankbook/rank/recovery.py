@@ -43,7 +43,6 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.optim.optimizer import Optimizer
-from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
@@ -452,20 +451,18 @@ def _set_own_sampler(sampler: DistributedSampler[Any], attributes: dict[str, Any
     vars(sampler).update(attributes, rank=dist.get_rank())
 
 
-def _divide_again(namespace: Mapping[str, Any], former: int, world_size: int) -> None:
-    """Let the user's samplers that divide the data among all ranks divide it among `world_size`."""
-    for value in list(namespace.values()):
-        candidates = [value]
-        if isinstance(value, DataLoader):
-            source = parts.source if (parts := vars(value).get("parts")) is not None else value  # of a prepared loader
-            candidates = [source.sampler, getattr(source.batch_sampler, "sampler", None)]
-        for sampler in candidates:
-            # A subclass may have other arguments.
-            if type(sampler) is DistributedSampler and sampler.num_replicas == former:
-                epoch, rank = sampler.epoch, dist.get_rank()
-                settings = {"shuffle": sampler.shuffle, "seed": sampler.seed, "drop_last": sampler.drop_last}
-                sampler.__init__(sampler.dataset, world_size, rank, **settings)  # type: ignore[misc]
-                sampler.set_epoch(epoch)
+def _divide_again(former: int, world_size: int) -> None:
+    """Let the user's samplers that divide the data among all ranks divide it among `world_size`.
+
+    Those of loaders in attributes and containers too. A subclass may have other arguments, and stays as it is.
+    """
+    samplers = [value for value in gc.get_objects() if type(value) is DistributedSampler]
+    for sampler in samplers:
+        if sampler.num_replicas == former:
+            epoch, rank = sampler.epoch, dist.get_rank()
+            settings = {"shuffle": sampler.shuffle, "seed": sampler.seed, "drop_last": sampler.drop_last}
+            sampler.__init__(sampler.dataset, world_size, rank, **settings)  # type: ignore[misc]
+            sampler.set_epoch(epoch)
 
 
 def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
@@ -977,7 +974,7 @@ def enter_world(namespace: dict[str, Any], hidden: Mapping[str, Any], message: E
     torch.set_num_threads(message.threads)
     for model in model_reset.models_with_reducers():
         model.process_group = c10d._get_default_group()
-    _divide_again(namespace, former, world_size)
+    _divide_again(former, world_size)
     notes: list[str] = []
     if message.meshes or _RUNTIME in sys.modules:
         from rankbook.runtime import resize
