@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -166,7 +169,11 @@ def cut_by_hand(elements, factor, parts, index):
 @settings(max_examples=200, deadline=None)
 def test_a_run_of_cuts_is_what_cutting_lists_leaves(size, steps):
     remaining = list(range(size))
-    for step in steps:
+    # Where the factors are the parts of the later cuts, those were made first.
+    is_made_in_reverse = [step[0] for step in steps] == [
+        math.prod(later[1] for later in steps[number + 1 :]) for number in range(len(steps))
+    ]
+    for step in [(1, *step[1:]) for step in reversed(steps)] if is_made_in_reverse else steps:
         remaining = cut_by_hand(remaining, *step)
     result = layout.cut_range(size, steps)
     if not remaining:
@@ -182,3 +189,19 @@ def test_a_strided_cut_before_a_plain_one_is_one_run():
     runs = [layout.cut_range(7, [(2, 2, data), (1, 2, tensor)]) for data in range(2) for tensor in range(2)]
     assert runs == [(0, 2), (4, 2), (2, 2), (6, 1)]
     assert layout.cut_range(8, [(2, 2, 0)]) is None
+
+
+def test_parts_of_fsdp_over_tensor_parallelism_are_those_that_torch_makes_also_if_they_are_uneven():
+    for size, data, tensor in itertools.product((*range(1, 20), 50257, 128257), range(1, 6), range(1, 5)):
+        axis = torch.arange(size)
+        for row, column in itertools.product(range(data), range(tensor)):
+            piece = _chunk(axis, tensor, column)
+            expected = _chunk(piece, data, row)
+            offset, length = layout.cut_range(size, [(tensor, data, row), (1, tensor, column)])
+            assert torch.equal(axis[offset : offset + length], expected), (size, data, tensor, row, column)
+
+
+def _chunk(values, parts, index):
+    """Return one of the parts that torch makes; those that it leaves out are empty."""
+    chunks = values.chunk(parts)
+    return chunks[index] if index < len(chunks) else values[:0]

@@ -466,3 +466,26 @@ def test_values_loaded_in_place_are_not_copied(monkeypatch):
     monkeypatch.setattr(nn.Module, "load_state_dict", lambda _, values, **_more: calls.append(values))
     load_sharded_state_dict(model, optimizer, loaded_from(state))
     assert calls == [{}]
+
+
+def uneven_parts():
+    """Return whether the shards of a layer that divides evenly over no axis have the rows that their offsets say."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 7))
+    whole = model[0].weight.detach().clone()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    shard = sharded_state_dict(model)["model"]["0.weight"]
+    assert dist.get_world_size() == 6
+    return torch.equal(whole[shard.global_slice()], shard.data)
+
+
+@pytest.mark.slow
+def test_uneven_parts_of_fsdp_over_tensor_parallelism_are_where_they_are_said_to_be():
+    assert run_ranks(uneven_parts, 6) == [True] * 6

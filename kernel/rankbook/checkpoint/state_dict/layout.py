@@ -169,6 +169,9 @@ def cut_range(size: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[int, int
     A cut is `(split factor, parts, index)`: the remaining elements are split into as many pieces as the split factor,
     every piece into `parts`, and part `index` of all pieces is kept. Pieces and parts have the sizes of `torch.chunk`:
     rounded up, the last ones smaller or empty. If nothing remains, the offset is the axis' size.
+
+    Where the split factors are the numbers of parts of the later cuts, as for FSDP over tensor parallelism, the later
+    cuts were made first: they are taken in this order.
     """
     # Every cut works on what the earlier cuts have left, which is a list of ranges of the axis.
     #
@@ -177,6 +180,12 @@ def cut_range(size: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[int, int
     #
     #     2 pieces [0, 4) and [4, 8), part 1 of each      runs [(2, 4), (6, 8)]
     #     1 piece of these 4 elements, part 1 of it       runs [(6, 8)], so the result is offset 6, length 2
+    #
+    # In this case the order in which the cuts were made is known, the reverse one. Only that order is right if the axis
+    # does not divide evenly: parts of FSDP that are shorter in one piece than in another would shift the second cut.
+    later = [prod(parts for _, parts, _ in cuts[number + 1 :]) for number in range(len(cuts))]
+    if [factor for factor, _, _ in cuts] == later:
+        cuts = [(1, parts, index) for _, parts, index in reversed(cuts)]
     runs = [(0, size)]
     for factor, parts, index in cuts:
         total = sum(end - start for start, end in runs)
