@@ -319,6 +319,23 @@ def test_a_whole_model_beside_a_sharded_one_comes_along(cluster):
         assert all((one == other).all() for one, other in zip(of_rank, kept, strict=True))
 
 
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_sharded_tensors_in_containers_are_named_and_in_registered_objects_refused(cluster):
+    prepare(cluster, "fsdp")
+    cluster.run(
+        "average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}\n"
+        "class Average:\n"
+        "    def state_dict(self): return {'weights': average}\n"
+        "    def load_state_dict(self, state): pass\n"
+        "registered = Average()\naccelerator.register_for_checkpointing(registered)"
+    )
+    with pytest.raises(InvalidArgument, match=r"the registered Average has sharded tensors, .* start with 1 rank"):
+        cluster.resize(1)
+    assert cluster.world_size == 2
+    cluster.run("accelerator._custom_objects.clear()\ndel registered\nimport gc; gc.collect()")
+    assert "to be made again: average" in str(cluster.resize(1))
+
+
 @pytest.mark.parametrize("cluster", [4], indirect=True)
 def test_a_layout_that_does_not_fit_changes_nothing(cluster):
     prepare(cluster, "hsdp")

@@ -846,6 +846,7 @@ def check_resize(namespace: Mapping[str, Any], hidden: Mapping[str, Any], world_
     """Describe this rank for a change to `world_size` ranks. Changes nothing."""
     # Imported here, because it imports hundreds of modules, which most ranks never need.
     from torch.distributed.tensor import DTensor
+    from torch.utils import _pytree as pytree
 
     answer = ResizeCheck(
         problem="",
@@ -879,7 +880,9 @@ def check_resize(namespace: Mapping[str, Any], hidden: Mapping[str, Any], world_
     for name, value in namespace.items():
         if name.startswith("_") or name in hidden or id(value) in prepared_ids:
             continue
-        if isinstance(value, (RecoverableProcessGroup, DeviceMesh, DTensor)):
+        is_searched = isinstance(value, (dict, list, tuple)) and len(value) <= _MOST_ITEMS
+        parts = pytree.tree_leaves(value) if is_searched else [value]
+        if any(isinstance(part, (RecoverableProcessGroup, DeviceMesh, DTensor)) for part in parts):
             answer["groups"].append(name)
         else:
             # A value that cannot be compared counts as equal, but a rank may have none.

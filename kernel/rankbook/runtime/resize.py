@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from rankbook.checkpoint.loading import load, load_metadata, prepare_load
 from rankbook.checkpoint.local_state import local_state_of
@@ -34,6 +35,7 @@ from rankbook.checkpoint.state_dict.state_dicts import local_part
 from rankbook.checkpoint.storage.backends import LocalStorage
 from rankbook.checkpoint.storage.steps import CheckpointLocation
 from rankbook.errors import InvalidArgument
+from rankbook.formatting import plural
 from rankbook.runtime import prepared, protection
 from rankbook.runtime.accelerator import restart_accumulation
 from rankbook.runtime.config import ParallelismConfig
@@ -62,6 +64,8 @@ def find_problem(world_size: int) -> str:
             _check_model(strategy, wrapped, world_size)
         for loader in prepared.registered("loader").values():
             _check_loader(loader, world_size)
+        for item in prepared.registered("custom").values():
+            _check_registered(item, world_size)
         if (config := _parallelism()) is not None:
             config.fitted_to(world_size)
     except InvalidArgument as error:
@@ -89,6 +93,15 @@ def _check_loader(loader: Any, world_size: int) -> None:  # noqa: ANN401 - any l
     config = _parallelism()
     ranks = world_size if config is None else config.fitted_to(world_size).data_parallel_size
     per_rank_batch_size(loader.batch_size or 0, ranks, split_batches=True)
+
+
+def _check_registered(item: Any, world_size: int) -> None:  # noqa: ANN401 - any object with a state
+    state = item.state_dict()
+    if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(state)):
+        raise InvalidArgument(
+            f"the registered {type(item).__name__} has sharded tensors, which only a checkpoint moves: call "
+            f"save_state(), start with {plural(world_size, 'rank')}, and load_state()"
+        )
 
 
 def prepared_modules() -> set[int]:
