@@ -131,6 +131,7 @@ def test_a_rank_that_exits_during_the_handshake_is_not_waited_for(replies):
         forked={rank: RankForked(rank, incarnation, 10 + rank) for rank, incarnation in ((0, 1), (1, 4))},
         exited={},
         later=[],
+        alive=True,
         fileno=lambda: -1,
         read=lambda: [exits.pop()] if exits else [],
     )

@@ -276,7 +276,8 @@ def replay_handshake(
     for rank in incarnations:
         # The result is not checked: a rank that cannot be reached is among the missing ones at the deadline.
         hub.send(rank, RequestReplay(token=token, nonce=handshake._nonce, since=since))
-    while handshake.missing and (remaining := deadline - time.monotonic()) > 0:
+    # If the forkserver has ended, so have the ranks, and its descriptor stays readable.
+    while handshake.missing and launcher.alive and (remaining := deadline - time.monotonic()) > 0:
         hub.wait(remaining, (launcher.fileno(),))
         while _receive_next(hub, handshake):
             pass
