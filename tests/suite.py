@@ -19,6 +19,8 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,10 @@ def worker_folders() -> Iterator[None]:
         patch.setenv("RANKBOOK_RUNTIME_DIR", str(runtime))
         patch.setenv("RANKBOOK_LOG_DIR", str(logs))
         yield
-        remaining = sorted(str(folder) for folder in runtime.glob("rankbook-*"))
+        # A forkserver removes the folder of its cluster last, perhaps after the end of the last test.
+        deadline = time.monotonic() + 10
+        while (remaining := sorted(map(str, runtime.glob("rankbook-*")))) and time.monotonic() < deadline:
+            threading.Event().wait(0.05)
     shutil.rmtree(base, ignore_errors=True)
     assert not remaining, f"folders of clusters are left: {remaining}"
 
