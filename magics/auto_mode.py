@@ -177,8 +177,10 @@ class Distribute:
         self._note_request()
 
     def _note_request(self) -> None:
-        if (request := self._request()) is not None and (number := request.get("header", {}).get("msg_id")):
-            self._begun.append(number)
+        header = (self._request() or {}).get("header", {})
+        # Once, however much code it passes back to IPython, and without callbacks: others must not be forgotten for it.
+        if header.get("msg_type") == "execute_request" and header["msg_id"] not in self._begun:
+            self._begun.append(header["msg_id"])
 
     def _leave(self) -> None:
         self._running = max(0, self._running - 1)  # the cell that turned auto mode on has only the second event

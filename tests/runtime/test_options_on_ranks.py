@@ -41,14 +41,16 @@ def parts():
     return model, twin
 
 
-def train(accelerator, raw, twin, tolerance=1e-5):
+def train(accelerator, raw, twin, tolerance=1e-5, draw=None):
+    """Train both alike, with what `draw(ranks)` returns for every rank; rows of numbers by default."""
     import torch
 
     model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))
     plain = torch.optim.SGD(twin.parameters(), 0.1)
     torch.manual_seed(1)
     for _ in range(2):
-        data = torch.randn(accelerator.num_processes, 4, 6)
+        ranks = accelerator.num_processes
+        data = torch.randn(ranks, 4, 6) if draw is None else draw(ranks)
         accelerator.backward(model(data[accelerator.process_index]).square().mean())
         optimizer.step()
         optimizer.zero_grad()
@@ -169,25 +171,11 @@ def tied():
         model[3].weight = model[0].weight
         return model
 
-    def train(accelerator):
-        raw, twin = language_model(), language_model()
-        model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))
-        plain = torch.optim.SGD(twin.parameters(), 0.1)
-        for step in range(3):
-            data = torch.arange(8).roll(step).view(2, 4)
-            accelerator.backward(model(data[accelerator.process_index]).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            twin(data.flatten()).square().mean().backward()
-            plain.step()
-            plain.zero_grad()
-        for name, value in accelerator.get_state_dict(model).items():
-            assert torch.allclose(value, twin.state_dict()[name], atol=1e-6), name
-        assert raw[0].weight is raw[3].weight
-        return [name for name, child in model.named_modules() if isinstance(child, FSDPModule)]
-
     options = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 20}
-    units = train(Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**options)))
+    raw, accelerator = language_model(), Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**options))
+    model = train(accelerator, raw, language_model(), 1e-6, lambda ranks: torch.randint(8, (ranks, 4)))
+    assert raw[0].weight is raw[3].weight
+    units = [name for name, child in model.named_modules() if isinstance(child, FSDPModule)]
     start_over()
     handler = TorchTensorParallelConfig(plan={"3": "colwise"})
     with pytest.raises(InvalidArgument, match=r"3\.weight is also a parameter of 0 \(tied weights\)"):

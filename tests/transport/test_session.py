@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 
 import pytest
 
@@ -112,7 +113,7 @@ def test_random_frames_raise_only_protocol_errors_and_disturb_nothing():
         # Every second one of these has its pieces in the same frame, with their number and sizes, or nearly so.
         if number % 12 == 0:
             sizes = [generator.choice((3, 3, 3, 2, 1 << 31)) for _ in pieces]
-            head += session.struct.pack(f"<H{len(sizes)}I", generator.choice((len(sizes), 1, 60_000)), *sizes)
+            head += struct.pack(f"<H{len(sizes)}I", generator.choice((len(sizes), 1, 60_000)), *sizes)
             head, pieces = head + b"".join(pieces), []
         try:
             assert victim.receive([head, *pieces], network.now) == []

@@ -134,21 +134,19 @@ class ReattachedProcesses(ClusterProcesses):
     def _take_over(self, launcher: ReattachedLauncher, record: ClusterRecord, hub: ZmqHub, sink: Sink | None) -> None:
         # No driver thread runs until the end of this method, so this thread receives from the hub itself.
         incarnations = {rank: process.incarnation for rank, process in launcher.forked.items()}
-        pids = {rank: process.pid for rank, process in launcher.forked.items()}
         # Ranks that a resize had just started when the old owner ended. `heal` starts them again.
         unknown = {rank: incarnations.pop(rank) for rank in tuple(incarnations) if rank >= len(record.ranks)}
         for rank, incarnation in unknown.items():
-            del pids[rank]
             launcher.kill(rank, incarnation)
         # The addresses of the old owner's sockets are bound again. The ranks' sockets reconnect by themselves, as those
         # of ZeroMQ do.
         for rank, incarnation in incarnations.items():
             hub.open_downlink(rank, incarnation)
         reports = replay_handshake(
-            hub, launcher, pids, token=record.token, since=launcher.owner_lost_at, timeout=_HANDSHAKE_TIMEOUT
+            hub, launcher, incarnations, token=record.token, since=launcher.owner_lost_at, timeout=_HANDSHAKE_TIMEOUT
         )
         # Without those that have exited meanwhile, as the previous owner may have asked them to.
-        incarnations = {rank: incarnations[rank] for rank in reports}
+        pids = {rank: launcher.forked[rank].pid for rank in reports}
         since = {rank.rank: rank.since for rank in record.ranks}
         empty = {rank.rank for rank in record.ranks if rank.empty}
         self.state = state = RecoveredClusterState(
@@ -257,20 +255,19 @@ class ReattachHandshake:
 def replay_handshake(
     hub: HubLink,
     launcher: ReattachedLauncher,
-    pids: Mapping[int, int],
+    incarnations: Mapping[int, int],
     *,
     token: str,
     since: float,
     timeout: float,
 ) -> dict[int, ReplayReport]:
-    """Ask the ranks with these process ids to repeat missed messages; return the complete reports.
+    """Ask these incarnations of the ranks to repeat missed messages; return the complete reports.
 
     A rank that exits before its report is complete has none, and is in `launcher.exited`; other reports of the
     forkserver are in `launcher.later`. `token` is the cluster's secret. `since` is the time on the monotonic clock at
     which the previous owner was lost: messages sent after it are repeated even if their cell was acknowledged. Raises
     `StartError` with the ranks that do not answer within `timeout` seconds.
     """
-    incarnations = {rank: launcher.forked[rank].incarnation for rank in pids}
     handshake = ReattachHandshake(incarnations, secrets.token_hex(8))
     deadline = time.monotonic() + timeout
     for rank in incarnations:
@@ -288,7 +285,7 @@ def replay_handshake(
             else:
                 launcher.later.append(message)
     if handshake.missing:
-        silent = ", ".join(str(pids[rank]) for rank in handshake.missing)
+        silent = ", ".join(str(launcher.forked[rank].pid) for rank in handshake.missing)
         raise StartError(
             f"{name_ranks(handshake.missing)} (pid {silent}) did not reply within {timeout:.0f} s; it may be in C code"
             " that holds the GIL; try again, or kill the process and attach without it"

@@ -239,8 +239,11 @@ def schedulers_of(optimizer: torch.optim.Optimizer) -> list[AcceleratedScheduler
 
 
 def _is_sharded(wrapper: AcceleratedOptimizer) -> bool:
+    # Imported here: most programs never need it.
+    from rankbook.checkpoint.state_dict.models import has_divided_state
+
     is_sharded = any(isinstance(parameter, DTensor) for group in wrapper.param_groups for parameter in group["params"])
-    return is_sharded or optimizer_module.has_divided_state(wrapper)
+    return is_sharded or has_divided_state(wrapper.optimizer)
 
 
 # Values at the last report, for the steps per second since then.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import logging
 import pickle
-import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -87,21 +86,6 @@ class LayoutGradScaler(torch.amp.GradScaler):
             for flag in found.values():
                 dist.all_reduce(flag, dist.ReduceOp.MAX)
         return found
-
-
-def has_inner_state(wrapper: AcceleratedOptimizer) -> bool:
-    """Return True for an optimizer that wraps another one, which has a state of its own."""
-    optimizer = wrapper.optimizer
-    return any(
-        isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state
-        for inner in vars(optimizer).values()
-    )
-
-
-def has_divided_state(wrapper: AcceleratedOptimizer) -> bool:
-    """Return True for a ZeroRedundancyOptimizer: every rank has the state of other parameters."""
-    zero = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
-    return zero is not None and isinstance(wrapper.optimizer, zero)
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):

@@ -46,6 +46,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rankbook import snapshot_files
+from rankbook.checkpoint.state_dict.models import has_divided_state, inner_optimizers
 from rankbook.checkpoint.state_dict.state_dicts import local_part
 from rankbook.control_collectives import gather_objects as gather
 from rankbook.errors import InvalidArgument
@@ -109,12 +110,12 @@ def protect(every: int) -> None:
         end()
         return
     for wrapper in prepared.registered("optimizer").values():
-        if optimizers.has_divided_state(wrapper):
+        if has_divided_state(wrapper.optimizer):
             raise InvalidArgument(
                 "a ZeroRedundancyOptimizer cannot be protected, because every rank has the state of other parameters "
                 "and a new process could not take the place of one; shard the model with FSDP2, or use save_state()"
             )
-        if optimizers.has_inner_state(wrapper):
+        if inner_optimizers(wrapper.optimizer):
             raise InvalidArgument(
                 f"a {type(wrapper.optimizer).__name__} cannot be protected, because it keeps state in an optimizer "
                 "that it wraps; use save() with its state_dict() in a ShardedObject"

@@ -347,7 +347,7 @@ class AgentHub:
                 if now >= peer.next_ping:
                     peer.next_ping = now + _PING_INTERVAL
                     self._send_frames(peer, [_PING, repr(now).encode()])
-                self._timers_due = min(self._timers_due, peer.next_ping)
+                self._wake_by(peer.next_ping)
                 if peer.reachable and now - peer.last_received > _UNREACHABLE_AFTER:
                     peer.reachable = False
                     events.append(Unreachable(agent))
@@ -431,7 +431,7 @@ class AgentHub:
         self._agents[connection] = agent
         if known is None:
             self._peers[agent] = _Peer(connection, last_received=now, next_ping=now + _PING_INTERVAL)
-            self._timers_due = min(self._timers_due, now + _PING_INTERVAL)
+            self._wake_by(now + _PING_INTERVAL)
             events.append(Hello(agent, hello))
             return
         # The same agent over a new connection. What came over the old one is not read any more.
@@ -483,7 +483,10 @@ class AgentHub:
             for packet in peer.session.packets(now):
                 self._send_frames(peer, packet)
         if (due := peer.session.deadline()) is not None:
-            self._timers_due = min(self._timers_due, due)
+            self._wake_by(due)
+
+    def _wake_by(self, due: float) -> None:
+        self._timers_due = min(self._timers_due, due)
 
     def _send_frames(self, peer: _Peer, frames: Sequence[Bytes]) -> None:
         # A connection that has ended is not known any more. The session sends again over the next one.

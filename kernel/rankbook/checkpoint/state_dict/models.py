@@ -326,18 +326,32 @@ def _unwrap_prepared(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def has_divided_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True for a ZeroRedundancyOptimizer: every rank has the state of other parameters."""
+    zero = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
+    return zero is not None and isinstance(optimizer, zero)
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers that this one wraps and that keep a state of their own, by their attributes."""
+    return {
+        attribute: inner
+        for attribute, inner in vars(optimizer).items()
+        if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state
+    }
+
+
 def _local_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that updates this rank's parameters and has their state.
 
     This is the optimizer itself, or the one inside of a ZeroRedundancyOptimizer. Raises `CheckpointError` for another
     optimizer that keeps its state in one that it wraps.
     """
-    zero = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
-    if zero is not None and isinstance(optimizer, zero):
-        local: torch.optim.Optimizer = optimizer.optim
+    if has_divided_state(optimizer):
+        local: torch.optim.Optimizer = optimizer.optim  # type: ignore[attr-defined]
         return local
-    for attribute, inner in vars(optimizer).items():
-        if isinstance(inner, torch.optim.Optimizer) and inner.state and inner.state is not optimizer.state:
+    for attribute, inner in inner_optimizers(optimizer).items():
+        if inner.state:
             kind = type(optimizer).__name__
             raise CheckpointError(
                 f"the optimizer in the attribute {attribute!r} of the {kind} has a state of its own, which would not "
