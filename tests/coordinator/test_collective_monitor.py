@@ -213,6 +213,25 @@ def test_numbers_of_a_group_that_was_formed_again_are_not_compared_with_those_be
     assert simulation.supervisor.finished_mismatch(simulation.cell, 2) is None
 
 
+@pytest.mark.parametrize("found", ["while it ran", "at its end"])
+def test_a_mismatch_of_an_earlier_cell_costs_the_next_one_nothing(found):
+    simulation = Simulation(0, 1)
+    simulation.now += 1
+    simulation.report_wait(0, 5)
+    simulation.report_wait(1, 5, "barrier")
+    if found == "while it ran":
+        assert of(act.SendAbort, simulation.check()) != []
+    simulation.supervisor.finished_mismatch(simulation.cell, 2)
+    # The operations are still queued on the devices: the ranks' last reports have them as pending.
+    following = CellEntry(CELL + 1, (0, 1), state=CellState.RUNNING, running={0, 1})
+    simulation.cells = {CELL + 1: following}
+    for rank in simulation.ranks.values():
+        rank.cell = CELL + 1
+    actions = simulation.check()
+    assert of(act.SendAbort, actions) == of(act.NotifyUser, actions) == []
+    assert not following.aborted
+
+
 def test_a_rank_that_was_not_selected_is_named_as_such():
     simulation = Simulation(0, 1)
     simulation.ranks[2] = RankEntry(2, RankState.IDLE, 1)

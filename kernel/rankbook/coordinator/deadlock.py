@@ -635,15 +635,20 @@ class CollectiveMonitor:
             first = key not in self._mismatches
             # The first one found in a group stays: what follows in it are consequences.
             mismatch = self._mismatches.setdefault(key, mismatch)
-            waiting = find_waiting(views)
+            # A rank that runs a cell and has not reported since it began may be in a group that was formed anew.
+            waiting = tuple(rank for rank in find_waiting(views) if ranks[rank].cell in (None, self._cell_of(rank)))
             # A rank can have a pending collective without running a cell, if it launched one asynchronously and did not
             # wait for it. Nobody waits then, and there is nothing to abort.
             if any(ranks[rank].cell is not None for rank in waiting):
                 cell.aborted = True
                 actions.append(act.SendAbort(waiting, (key[0],), mismatch.describe(), mismatch=True))
-            elif first:
+            elif first and key not in self._failed:
                 actions.append(act.NotifyUser(cell.cell, f"{mismatch.describe()}\n"))
         return actions
+
+    def _cell_of(self, rank: int) -> int | None:
+        """Return the cell that the rank ran at its last report."""
+        return self._reports[rank].report.cell if rank in self._reports else None
 
     def _inactive_ranks(
         self, now: float, ranks: Mapping[int, RankEntry], running: list[CellEntry]
