@@ -96,8 +96,10 @@ class Panel:
             self._ended = True
             blocks = self.page.blocks
             self._ended_blocks = {block.key: replace(block, text="") for block in blocks if block.data is None}
-            if self._widget is not None:
-                self._sink.emit([RichOutput(dict(self._widget.end(blocks)), {}, self._name, update=True)])
+            # The driver knows the last cells for long, and the widget has their whole HTML.
+            widget, self._widget = self._widget, None
+            if widget is not None:
+                self._sink.emit([RichOutput(dict(widget.end(blocks)), {}, self._name, update=True)])
 
     def _show_below(self, key: int, ranks: tuple[int, ...], data: Mapping[str, Any]) -> None:
         """Display output that static HTML cannot show, such as a widget, below the panel with its ranks.

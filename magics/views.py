@@ -254,7 +254,7 @@ They detect a step that was saved again with the same size.
 
 
 class CheckpointBrowser:
-    """The checkpoints in a folder; see `widgets.view_model.CheckpointSource`.
+    """The checkpoints in a folder; see `widgets.live_view.CheckpointSource`.
 
     `load` implements the load button; without it, `load` returns instructions.
     """

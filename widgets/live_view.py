@@ -13,9 +13,9 @@ show_display        display and update outputs of the notebook
 widget_metadata     what Colab needs to show a widget
 
 Visibility is a lease: a browser that shows the view sends `look` every 5 s, and the view stops watching the ranks when
-no browser has done so for `LEASE` seconds (40 times as long if messages wait for the running cell). A browser that
-disappears without sending `away` ends by this timeout. Several browsers may show one view; the parts that any of them
-shows are open.
+no browser has done so for `LEASE` seconds. Where messages wait for the running cell, no lease ends before the cell. A
+browser that disappears without sending `away` ends by this timeout. Several browsers may show one view; the parts that
+any of them shows are open.
 
 State flows from a model's thread through the throttle to the traits `NAME_fixed` and `NAME_state`, which ipywidgets
 synchronizes. Every `STATIC_HTML_INTERVAL` seconds, and when the last browser stops looking, the static HTML below the
@@ -28,6 +28,7 @@ import json
 import sys
 import time
 import uuid
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from typing import Any, Protocol
 
 import anywidget
 import traitlets
+from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.getipython import get_ipython
 from IPython.display import display
 from msgspec import Struct
@@ -258,7 +260,8 @@ class LiveView(EarlyMessageWidget):
         self._static_html_time, self._static_html_stale = 0.0, False
         self._throttle = Throttle(self._send_state)
         super().__init__(still=f"rankbook-still-{uuid.uuid4().hex[:12]}")
-        self._lease_factor = 40 if self._delivered_late else 1
+        if self._delivered_late:
+            watch_cells()
 
     # ------------------------------------------------------------------ display
 
@@ -321,9 +324,9 @@ class LiveView(EarlyMessageWidget):
         return f"{name} as of {self._closed_at[name]}, when this part was last shown"
 
     def to_svg(self) -> str:
-        """Return the current state as an SVG document. A view that was never shown asks the ranks first.
+        """Return the current state as an SVG document; a dashboard, that of its placement.
 
-        Raises `RankbookError`, for example if the ranks were stopped before.
+        A view that was never shown asks the ranks first. If they do not answer, the document says so.
         """
         model = next(iter(self._models.values()))
         if not model.ready():
@@ -363,7 +366,7 @@ class LiveView(EarlyMessageWidget):
         with self._lock:
             if self._ended:  # a page may not know yet that the view is closed
                 return
-            self._viewers[viewer] = (time.monotonic() + LEASE * self._lease_factor, names & self._models.keys())
+            self._viewers[viewer] = (time.monotonic() + LEASE, names & self._models.keys())
             self._open_visible()
             if self._lease is None:
                 self._schedule_expiry()
@@ -394,6 +397,8 @@ class LiveView(EarlyMessageWidget):
     def _expire(self) -> None:
         with self._lock:
             now = time.monotonic()
+            if self._delivered_late and _cell_runs:  # no browser can be heard before its end
+                self._viewers = {name: (now + LEASE, parts) for name, (_, parts) in self._viewers.items()}
             self._viewers = {name: look for name, look in self._viewers.items() if look[0] > now}
             self._open_visible()
             self._lease = None
@@ -481,6 +486,30 @@ def start_thread(thread: Thread) -> bool:
     return True
 
 
+_cell_runs = False
+_watched_shells: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def watch_cells() -> None:
+    """Keep `_cell_runs` up to date: whether the notebook runs a cell. The caller is part of one."""
+    shell = get_ipython()
+    if shell is not None and shell not in _watched_shells:
+        _watched_shells.add(shell)
+        _cell_begins()
+        shell.events.register("pre_execute", _cell_begins)
+        shell.events.register("post_execute", _cell_ends)
+
+
+def _cell_begins() -> None:
+    global _cell_runs
+    _cell_runs = True
+
+
+def _cell_ends() -> None:
+    global _cell_runs
+    _cell_runs = False
+
+
 _late_messages_reported = False
 
 
@@ -528,6 +557,12 @@ def show_display(
     if display_id is None:
         metadata = {**widget_metadata(bundle), **(still_metadata(still) or {})}
         display(dict(bundle), raw=True, metadata=metadata or None)
+        return
+    shell: Any = get_ipython()
+    if update and isinstance(getattr(shell, "display_pub", None), CapturingDisplayPublisher):
+        # A cell under `%%capture` runs, which has not made this output: a thread renews it.
+        kernel, content = shell.kernel, {"data": dict(bundle), "metadata": {}, "transient": {"display_id": display_id}}
+        kernel.session.send(kernel.iopub_socket, "update_display_data", content, parent=shell.parent_header)
     else:
         display(dict(bundle), raw=True, display_id=display_id, update=update)
 

@@ -40,7 +40,8 @@ MAX_DRAWN = 4096  # chunks of one tensor; more are indistinguishable and slow to
 class ShardsModel(ViewModel):
     """Model of the shards view of one variable.
 
-    The ranks are queried when the view opens, and again when the user asks for it.
+    The ranks are queried when the view opens for the first time, or after a query that has found no tensor, and when
+    the user asks for it.
     """
 
     name = "shards"
@@ -61,7 +62,7 @@ class ShardsModel(ViewModel):
         """See `ViewModel`."""
         self._changed = changed
         # In a thread: the ranks may take up to 2 s, and `open` is called under the view's lock.
-        if self._shard_map is None and self._variable:
+        if self._variable and (self._shard_map is None or not self._shard_map.tensors):
             start_thread(Thread(target=self._run_first_query, name="rankbook-shard-query"))
         changed()
 

@@ -72,6 +72,18 @@ def test_ranks_that_have_different_things_are_reported():
     assert "the type differs between ranks" in merge_shards("m", answers, range(2), DEVICES).trouble
 
 
+def test_tensors_of_one_name_and_different_shapes_are_no_shards_of_one_tensor():
+    other = RankTensor("w", "float32", 4, "cpu", (9, 4), 0)
+    answers = {
+        0: shards_reply(0, Box(0, (0, 0), (4, 4))),
+        1: ShardsReply(1, "model", (other,), ((Box(1, (0, 0), (9, 4)),),), ""),
+        2: shards_reply(2, Box(2, (0, 0), (4, 4))),
+    }
+    shard_map = merge_shards("m", answers, range(3), DEVICES)
+    assert placed(shard_map) == [(0, (0, 0), (4, 4), 0), (2, (0, 0), (4, 4), 1)]
+    assert shard_map.trouble == "rank 1: another shape or dtype, which is not shown: w"
+
+
 def test_a_rank_whose_shards_no_other_rank_can_compute_is_not_said_to_be_shown():
     shard_map = merge_shards("m", {0: shards_reply(0, Box(0, (0,), (4,)))}, range(2), DEVICES)
     assert [shard.rank for shard in shard_map.tensors[0].shards] == [0]

@@ -12,6 +12,8 @@ from xml.etree import ElementTree as ET
 import ipykernel
 import pytest
 from anywidget._util import enable_custom_widget_manager_once
+from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
 
 from rankbook.magics.output_panel import as_message
 from rankbook.magics.views import Dashboard
@@ -107,6 +109,35 @@ def test_browser_without_recent_heartbeat_counts_as_hidden(feed, monkeypatch):
     wait_until(lambda: feed.ended == 1, timeout=10, what="silence is nobody looking")
     assert not feed.watchers["placement"]
     view.close()
+
+
+def test_no_lease_ends_during_a_cell_where_no_browser_can_be_heard_meanwhile(feed, monkeypatch):
+    monkeypatch.setattr(live_view, "LEASE", 0.3)
+    monkeypatch.setattr(PlacementView, "_hook_early_messages", lambda view: setattr(view, "_delivered_late", True))
+    shell = InteractiveShell()
+    monkeypatch.setattr(live_view, "get_ipython", lambda: shell)
+    view = PlacementView(feed)
+    look(view, parts=["placement"])
+    expired = Event()
+    schedule = view._schedule_expiry
+    monkeypatch.setattr(view, "_schedule_expiry", lambda: (expired.set(), schedule()))
+    for _ in range(6):
+        assert expired.wait(10)
+        expired.clear()
+    assert feed.watchers["placement"], "the cell that shows it runs for longer than a lease"
+    shell.events.trigger("post_execute")
+    wait_until(lambda: not feed.watchers["placement"], timeout=10, what="silence between two cells is nobody looking")
+    view.close()
+
+
+def test_renewed_html_is_no_output_of_a_cell_that_captures(feed, monkeypatch):
+    sent, publisher = [], CapturingDisplayPublisher()
+    session = SimpleNamespace(send=lambda _, kind, content, **__: sent.append((kind, content["transient"])))
+    kernel = SimpleNamespace(session=session, iopub_socket=None)
+    shell = SimpleNamespace(kernel=kernel, display_pub=publisher, parent_header={})
+    monkeypatch.setattr(live_view, "get_ipython", lambda: shell)
+    live_view.show_display({"text/html": "<p>new</p>"}, "still", update=True)
+    assert (sent, publisher.outputs) == ([("update_display_data", {"display_id": "still"})], [])
 
 
 def test_a_bundle_that_no_browser_takes_up_is_watched_for_a_while_only(feed, monkeypatch):

@@ -84,6 +84,10 @@ def test_shards_are_queried_once_and_on_demand():
     assert len(json.loads(part.static_json())["tensors"]) == 10
     assert part.answer("name", {"name": "nothing"}) == "no rank has a variable `nothing`"
     assert json.loads(part.static_json())["trouble"] and "no rank has" in part.text()
+    asked = len(feed.asked)
+    part.open(ignore_change)
+    wait_until(lambda: len(feed.asked) > asked, timeout=10, what="a variable that was missing is asked for again")
+    part.close()
     with pytest.raises(InvalidArgument, match="no variable was given"):
         part.answer("name", {"name": " "})
     with pytest.raises(InvalidArgument, match="press Show again"):

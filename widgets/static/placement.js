@@ -255,14 +255,14 @@ function course(what) {
   return {element, draw(samples, words, unit = "seconds") {
     element.style.visibility = samples.length > 1 ? "" : "hidden";
     if (samples.length < 2) return;
-    const values = samples.map(([, value]) => value), most = Math.max(...values) || 1;
+    const values = samples.map(([, value]) => value), top = Math.max(...values), most = top || 1;
     const end = samples[samples.length - 1][0], seconds = Math.max(unit === "seconds" ? SHORTEST : 1, end - samples[0][0]);
     setAttribute(line, "points", samples.map(([at, value]) => {
       const x = COURSE.width * Math.max(0, 1 - (end - at) / seconds), y = 1 + (COURSE.height - 2) * (1 - value / most);
       return `${x.toFixed(1)},${y.toFixed(1)}`;
     }).join(" "));
     const span = end - samples[0][0], past = unit === "seconds" ? duration(span) : `${span} ${unit}`;
-    const told = `${what}, last ${past}: ${words(Math.min(...values))} to ${words(most)}`;
+    const told = `${what}, last ${past}: ${words(Math.min(...values))} to ${words(top)}`;
     if (element.rbTold === told) return;
     element.rbTold = told;
     element.replaceChildren(makeSvg("title", {}, told), line);

@@ -203,6 +203,8 @@ function tensorPane(channel, id) {
       dim === across || dim === down || (offset[dim] <= at[dim] && at[dim] < offset[dim] + local[dim])))
       .map(([offset, local, holders], index) => part(offset, local, holders, index));
     current = 0;
+    setText(told, "no elements");
+    box.removeAttribute("aria-activedescendant");
     point(0);
     if (tensor.left) setText(told, `${tensor.left} shards are not drawn`);
   }

@@ -815,6 +815,10 @@ def merge_shards(
         for rank, answer in sorted(answers.items())
         if isinstance(answer, QueryFailed | ShardsReply) and answer.trouble
     )
+    for rank, keys in _differing_tensors(replies).items():
+        first, *others = keys
+        more = f" and {len(others)} more" if others else ""
+        troubles.setdefault(f"another shape or dtype, which is not shown: {first}{more}", []).append(rank)
     tensors = tuple(_tensors(replies, devices))
     shown = {shard.rank for tensor in tensors for shard in tensor.shards}
     for rank in all_ranks:
@@ -830,6 +834,18 @@ def merge_shards(
     return ShardMap(name, kind, tensors, message)
 
 
+def _differing_tensors(replies: Mapping[int, ShardsReply]) -> dict[int, list[str]]:
+    """Return by rank the tensors whose shape or dtype is not that of the first rank that has them."""
+    first: dict[str, RankTensor] = {}
+    differing: dict[int, list[str]] = {}
+    for rank, reply in replies.items():
+        for tensor in reply.tensors:
+            known = first.setdefault(tensor.key, tensor)
+            if (tensor.shape, tensor.dtype) != (known.shape, known.dtype):
+                differing.setdefault(rank, []).append(tensor.key)
+    return differing
+
+
 def _tensors(replies: Mapping[int, ShardsReply], devices: Mapping[int, str]) -> list[ShardedTensorMap]:
     tensors: dict[str, RankTensor] = {}
     boxes: dict[str, dict[tuple[int, Box | None], tuple[Box, RankTensor]]] = {}
@@ -838,7 +854,9 @@ def _tensors(replies: Mapping[int, ShardsReply], devices: Mapping[int, str]) -> 
     # computed for them. Several ranks may have computed the same one: the key None keeps one per rank and tensor.
     for rank, reply in replies.items():
         for tensor in reply.tensors:
-            tensors.setdefault(tensor.key, tensor)
+            known = tensors.setdefault(tensor.key, tensor)
+            if (tensor.shape, tensor.dtype) != (known.shape, known.dtype):  # no shard of the same tensor
+                continue
             local = [box for box in reply.grids[tensor.grid] if box.rank == rank]
             reported.update((tensor.key, rank) for _ in local)
             for box in local:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
 
 from rankbook.errors import InvalidArgument
@@ -248,6 +249,13 @@ def test_sparse_tensors_have_the_size_of_what_they_store():
     dense[3] = 1.0
     sizes = [tensor_introspection.nbytes(tensor) for tensor in (dense.to_sparse(1), dense.to_sparse_csr(), dense)]
     assert sizes == [8 + 8 * 4, 1001 * 8 + 8 * 8 + 8 * 4, 1000 * 8 * 4]
+
+
+def test_a_wrapper_has_the_size_of_the_tensors_that_it_wraps():
+    packed, scale = torch.zeros(16, 4, dtype=torch.uint8), torch.ones(16, 4, dtype=torch.float16)
+    wrapper = torch.nn.Parameter(TwoTensor(packed.float(), scale.float()), requires_grad=False)
+    wrapper.a, wrapper.b = packed, scale  # as of a quantized tensor, whose own shape and dtype are those of its values
+    assert (tensor_introspection.dtype_of(wrapper), tensor_introspection.nbytes(wrapper)) == ("float32", 64 + 128)
 
 
 def test_tensors_whose_bytes_do_not_follow_from_a_shape_are_left_out_of_the_map():
@@ -503,6 +511,66 @@ def test_query_waits_for_the_step_count_and_keeps_no_object_alive():
     handler._main_thread.variables.clear()
     del model
     assert parameter() is None
+
+
+class Meter:
+    """A meter of gradients; `idle` is what the main thread calls between two cells."""
+
+    def __init__(self, **models):
+        self.idle = []
+        self.cell = 0
+        self.meter = object_discovery.GradientMeter(self.idle.append, lambda: self.cell)
+        self.meter.set_models(
+            {
+                name: [(key, weakref.ref(value)) for key, value in model.named_parameters()]
+                for name, model in models.items()
+            }
+        )
+
+    def end_cell(self):
+        self.cell += 1
+        self.meter.request(1)
+        while self.idle:
+            self.idle.pop()()
+        return {gradients.model for gradients in self.meter.latest}
+
+
+def test_gradients_on_the_meta_device_have_no_norm(capsys):
+    model, other = torch.nn.Linear(2, 2, device="meta"), torch.nn.Linear(2, 2)
+    model(torch.ones(1, 2, device="meta")).sum().backward()
+    backward(other)
+    meter = Meter(model=model, other=other)
+    assert meter.end_cell() == {"model", "other"}
+    assert [entry.norm for entry in meter.meter.latest[0].gradients.entries] == [None]
+    assert capsys.readouterr().err == ""
+
+
+def test_gradients_that_cannot_be_measured_are_told_once_and_end_nothing(monkeypatch, capsys):
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    backward(model)
+    backward(other)
+    norm, failing = object_discovery._norm, {id(model.weight.grad)}
+
+    def fail_on_one(gradient):
+        if id(gradient) in failing:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return norm(gradient)
+
+    monkeypatch.setattr(object_discovery, "_norm", fail_on_one)
+    meter = Meter(model=model, other=other)
+    assert meter.end_cell() == meter.end_cell() == {"other"}
+    told = capsys.readouterr().err
+    assert told.count("cannot measure the gradients of `model`") == 1 and "device-side assert" in told
+
+
+def test_memory_of_a_device_that_has_failed_is_unknown(monkeypatch):
+    def fail(*_arguments):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(query_handlers, "measure_memory", fail)
+    handler = StatusHandler(_Work({"model": torch.nn.Linear(8, 3)}), 0, torch.device("cpu"))
+    for _ in range(2):
+        assert handler.answer(GetStatus(1, True, -1, True, False)).sample.memory is None
 
 
 def test_query_survives_concurrent_changes():

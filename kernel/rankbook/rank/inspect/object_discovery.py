@@ -17,6 +17,7 @@ import math
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -308,6 +309,7 @@ class GradientMeter:
         self._measured_after: int | None = None
         self._next_uncounted = 0.0
         self._latest: dict[str, ModelGradients] = {}
+        self._failed: set[str] = set()
         self._changed = threading.Event()
         self.version = 0
         self.seconds = 0.0
@@ -339,6 +341,7 @@ class GradientMeter:
         if same != models.keys():
             self._measured_after = None
         self._models = models
+        self._failed &= same
         latest = {name: norms for name, norms in self._latest.items() if name in same}
         if latest.keys() != self._latest.keys():
             self._latest = latest
@@ -373,11 +376,18 @@ class GradientMeter:
         start = time.perf_counter()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # no user code
             for name, references in self._models.items():
+                if name in self._failed:
+                    continue
                 parameters = [(key, tensor) for key, reference in references if (tensor := reference()) is not None]
                 parameters = [(key, tensor) for key, tensor in parameters if tensor.is_leaf and tensor.requires_grad]
-                if parameters and wanted(parameters):
-                    self._latest[name] = ModelGradients(name, step, measure(parameters))
-                    self.version += 1
+                try:
+                    if parameters and wanted(parameters):
+                        self._latest[name] = ModelGradients(name, step, measure(parameters))
+                        self.version += 1
+                except Exception:  # noqa: BLE001 - a view must not end the rank: shown in full, once
+                    self._failed.add(name)
+                    told = f"Rankbook cannot measure the gradients of `{name}` for a view:\n{traceback.format_exc()}"
+                    sys.stderr.write(told)
         self.seconds = time.perf_counter() - start
         self._changed.set()
 
@@ -385,7 +395,8 @@ class GradientMeter:
 def measure(parameters: Sequence[tuple[str, torch.Tensor]]) -> LocalGradients:
     """Return the norms of the gradients by module and place. No collective.
 
-    A gradient that the ranks have yet to sum up has no norm of its own: it is left out, and `reduced` is False.
+    A gradient that the ranks have yet to sum up has no norm of its own: it is left out, and `reduced` is False. So is
+    one on the meta device, which has no values.
     """
     norms: list[tuple[tuple[str, str], torch.Tensor]] = []
     elements: dict[tuple[str, str], int] = {}
@@ -401,8 +412,8 @@ def measure(parameters: Sequence[tuple[str, torch.Tensor]]) -> LocalGradients:
                 place = place_of(spec.mesh, spec.placements)
         entry = (key.rpartition(".")[0], place)
         elements[entry] = elements.get(entry, 0) + tensor_introspection.local_shard(parameter).numel()
-        if gradient is not None:
-            norms.append((entry, _norm(tensor_introspection.local_shard(gradient))))
+        if gradient is not None and not (shard := tensor_introspection.local_shard(gradient)).is_meta:
+            norms.append((entry, _norm(shard)))
     squares: dict[tuple[str, str], list[float]] = {}
     for (entry, _), value in zip(norms, _read([norm for _, norm in norms]), strict=True):
         squares.setdefault(entry, []).append(value * value)

@@ -265,8 +265,11 @@ class StatusHandler:
     def _measure_now(self) -> None:
         measured = self._measured
         assert measured is not None
-        self._memory = measure_memory(self._device, measured.parameters, self._gradients.bytes, measured.optimizer)
-        self._last_utilisation = self._utilisation.read()  # a call into the driver, which may be slow
+        try:
+            self._memory = measure_memory(self._device, measured.parameters, self._gradients.bytes, measured.optimizer)
+            self._last_utilisation = self._utilisation.read()  # a call into the driver, which may be slow
+        except RuntimeError:  # the device has failed for good: every call raises, and nothing is known of it any more
+            self._memory = self._last_utilisation = None
         self._due = time.monotonic() + _MIN_INTERVAL
 
     def _listen(self) -> None:
@@ -452,9 +455,9 @@ def measure_memory(device: torch.device, parameters: int, gradients: int, optimi
         resident = psutil.Process().memory_info()
         free, shared = psutil.virtual_memory().available, getattr(resident, "shared", 0)
         used = resident.rss
-        total = free + used
+        total = free + max(used, tensor_bytes)  # pages that were never written occupy no memory yet
     return MemoryUse(
-        total=max(total, free + tensor_bytes),  # pages that were never written occupy no memory yet
+        total=total,
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,

@@ -6,6 +6,7 @@ see `GilYield`.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import time
@@ -111,8 +112,15 @@ def nbytes(tensor: torch.Tensor) -> int:
         return sum(part.numel() * part.element_size() for part in _stored_parts(shard))
 
 
-def _stored_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the strided tensors that a sparse tensor consists of, and any other tensor itself."""
+def _stored_parts(tensor: torch.Tensor, depth: int = 4) -> tuple[torch.Tensor, ...]:
+    """Return the strided tensors that a sparse or a quantized tensor consists of, and any other tensor itself."""
+    # A wrapper of other tensors has a shape and a dtype, and no memory of its own. `__tensor_flatten__` is user code.
+    kind = type(tensor)
+    plain = kind is torch.Tensor or kind is torch.nn.Parameter
+    if not plain and depth and inspect.getattr_static(kind, "__tensor_flatten__", None) is not None:
+        inner = {id(value): value for _, value in items(instance_dict(tensor)) if is_a(value, torch.Tensor)}
+        if inner:
+            return tuple(part for value in inner.values() for part in _stored_parts(local_shard(value), depth - 1))
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
