@@ -372,7 +372,7 @@ def complete(
         given_count = sum(not word.startswith("-") for word in words)
         if positional and (positional[0].nargs in {"+", "*"} or given_count < len(positional)):
             action = positional[min(given_count, len(positional) - 1)]
-    if action is not None and action.dest in {"name", "names"}:
+    if action is not None and action.dest in {"name", "names", "expression"}:
         candidates += notebook_names() if command == "push" else rank_names()
     elif action is not None:
         candidates += _values(action, prefix, world_size)

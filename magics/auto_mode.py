@@ -28,8 +28,10 @@ _EXTENSION_MAGICS = frozenset(("load_ext", "reload_ext", "unload_ext"))
 _RANK_SETTINGS = re.compile(r"InlineBackend\b")
 # Matches `exit`, `exit()` and `quit();`. Only a cell that consists of this line ends the notebook process.
 _EXIT = re.compile(r"(?:exit|quit)[ \t]*(?:\(.*\))?[ \t]*;?")
-# `losses = %distributed pull loss`
-_ASSIGNMENT = re.compile(r"[^\W\d]\w*[ \t]*=[ \t]*%distributed\b")
+# `losses = %distributed pull loss`, and whatever else may be assigned to: `first, second`, `losses[0]`
+_ASSIGNMENT = re.compile(r"[^=%]+=[ \t]*%distributed\b")
+# A line of code or of a magic with the lines that continue it, except for the last one. No comment is continued.
+_CONTINUED = re.compile(r"^(?![ \t]*#)(?:.*\\\n)+", re.MULTILINE)
 _MAGIC_LINE = "%%distributed --auto\n"
 # Beginning of the Python code that IPython makes of `_MAGIC_LINE`.
 _TRANSFORMED = "get_ipython().run_cell_magic('distributed', '--auto'"
@@ -49,7 +51,7 @@ def runs_locally(cell: str) -> bool:
     extensions'), `exit` and `quit`, which end the notebook process, and cells of line magics and comments only, one of
     which is not for the ranks (`%distributed status`).
     """
-    lines = [line.strip() for line in cell.splitlines()]
+    lines = [line.strip() for line in _CONTINUED.sub(lambda match: match[0].replace("\\\n", " "), cell).splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     if not lines:
         return True

@@ -167,7 +167,13 @@ class DistributedMagics(Magics):
         on_result(submitted.result)
         raise_cell_error(submitted, submitted.result, self._shell.user_ns)
         if question and not completion.show_inspection(cluster, ranks, question):
-            self._print(f"Object `{question.strip(' ?')}` not found.")
+            if "." not in question:
+                self._print(f"Object `{question.strip(' ?')}` not found.")
+                return None
+            # IPython on a rank may know it, which runs code to find out: a property, a name of a lazy package.
+            last = self._last_result
+            self._run(f"--ranks {ranks[0]}", question)
+            self._last_result = last
         return None
 
     def _result_callback(self, name: str | None) -> Callable[[CellResult], None]:

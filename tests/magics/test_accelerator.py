@@ -27,7 +27,17 @@ def test_predefined_accelerator_is_the_same_in_the_next_cell(notebook):
     assert "[1] 1" in notebook.ok("%%distributed\nprint(accelerator.seen)").stdout
 
 
-@pytest.mark.parametrize("code", ["accelerator = 7", "accelerator: int = 7", "from math import tau as accelerator"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "accelerator = 7",
+        "accelerator: int = 7",
+        "other, accelerator = 1, 7",
+        "from math import tau as accelerator",
+        "for accelerator in [7]:\n    print(accelerator)",
+        "%time accelerator = 7",
+    ],
+)
 def test_cell_that_creates_an_accelerator_uses_it(notebook, code):
     notebook.ok(f"%%distributed\n{code}\nmade = accelerator\nfrom rankbook import AcceleratorState\n"
                 "none_of_ours = not AcceleratorState._shared_state")  # fmt: skip
@@ -47,7 +57,10 @@ def test_cell_that_does_not_use_accelerator_gets_none(notebook):
         ("# set up the accelerator", False),
         ("text = 'accelerator'", False),
         ("def train():\n    return accelerator.device\ntrain()", True),
+        ("def show(net, accelerator=None):\n    print(accelerator)\nshow(1, accelerator=accelerator)", True),
+        ("print(f'{accelerator=}')", True),
         ("%time accelerator.device", True),
+        ("%%time\ndict(device=accelerator.device,\n     accelerator=accelerator)", True),
         ("%%time\naccelerator.device", True),
         ("import asyncio\nawait asyncio.sleep(0)\naccelerator.device", True),
     ],

@@ -286,7 +286,7 @@ def test_commands_and_choices_are_completed():
 def test_variables_are_those_of_the_notebook_to_push_and_else_those_of_the_ranks():
     assert completions("%distributed push ") == completions("%distributed push model ") == ["mine", "model", "--ranks"]
     assert completions("%distributed push m") == ["mine", "model"]
-    assert completions("%distributed pull t") == ["theirs"]
+    assert completions("%distributed pull t") == completions("%distributed peek t") == ["theirs"]
     assert completions("%distributed vars model ") == ["model", "theirs", "--ranks"]
     assert completions("%distributed pull model --as ") == []
 

@@ -42,6 +42,9 @@ pytestmark = pytest.mark.processes
         "losses = %distributed pull loss",
         "stime = %distributed pull t",
         "# both\n%distributed status\nlosses=%distributed pull loss",
+        "first, second = %distributed pull loss",
+        "runs['a'].loss = %distributed pull loss",
+        "%distributed start --launcher slurm -n 16 \\\n    --timeout 60 \\\n    -- --gpus-per-node=8",
     ],
 )
 def test_auto_mode_keeps_cells_for_the_notebook(cell):
@@ -81,6 +84,9 @@ def test_auto_mode_keeps_cells_for_the_notebook(cell):
         "await f()",
         "loss = 1\nlosses = %distributed pull loss",
         "loss = '%distributed'",
+        "same = loss == '%distributed'",
+        "%time f(1, \\\n  2)",
+        "# see a\\b\\\nx = 1",
     ],
 )
 def test_auto_mode_sends_cells_to_the_ranks(cell):

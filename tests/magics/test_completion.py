@@ -108,6 +108,11 @@ def test_a_question_mark_opens_the_pager(notebook):
     assert "not found" in notebook.ok("%%distributed\nno_such_name?").stdout
 
 
+def test_a_question_below_code_knows_what_only_running_code_can_tell(notebook):
+    assert "[0] rankbook.start(" in notebook.ok("%%distributed\nimport rankbook\nrankbook.start?").stdout
+    assert "not found" in notebook.ok("%%distributed\nimport rankbook\nrankbook.no_such_name?").stdout
+
+
 def test_auto_mode_has_the_same(notebook, names):
     notebook.ok("%distributed auto on")
     try:

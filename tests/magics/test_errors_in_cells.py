@@ -326,6 +326,19 @@ def test_error_whose_str_fails_is_reported(notebook):
     assert "Mute" in text.splitlines()[0]
 
 
+def test_a_value_that_a_cell_has_shown_is_not_kept_through_the_next_one(notebook):
+    notebook.ok(
+        "%%distributed --ranks 0\nimport gc, weakref, torch\nshown = torch.ones(3)\n"
+        "reference = weakref.ref(shown)\nshown"
+    )
+    assert notebook.ok("%%distributed --ranks 0\ndel shown\nprint(reference())").stdout == "[0] None\n"
+
+
+def test_the_traceback_of_no_error_is_no_error(fresh_notebook):
+    outcome = fresh_notebook.ok("%%distributed --ranks 0\n%tb")
+    assert "[0] No traceback available to show." in outcome.stderr.splitlines()
+
+
 def test_a_mime_bundle_that_is_no_data_is_an_error_of_its_cell(notebook):
     _, text = failed(
         notebook,

@@ -161,6 +161,18 @@ def test_debug_inspects_the_last_error_on_every_rank(notebook):
     assert "[0] 41" in lines and "[1] 42" in lines
 
 
+def test_pdb_names_the_error_at_which_it_opens(notebook):
+    notebook.run("%%distributed --ranks 0\nold = 1\nraise KeyError('an earlier one')")
+    failing = "def inner(secret):\n    raise ValueError('stop')\ninner(41)"
+    try:
+        outcome = notebook.run(f"%%distributed --ranks 0\n%pdb on\n{failing}", answers=Debugger("p secret", "q"))
+        assert "[0] ValueError: stop" in ANSI.sub("", outcome.stderr).splitlines()
+        assert "[0] 41" in ANSI.sub("", outcome.stdout).splitlines()
+        assert not prompts_of(notebook.run("%%distributed --ranks 0\nraise SystemExit(3)"))
+    finally:
+        notebook.ok("%%distributed\n%pdb off")
+
+
 # Ends ----------------------------------------------------------------------------------------------------------------
 
 

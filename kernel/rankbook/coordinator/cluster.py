@@ -209,8 +209,8 @@ class ClusterTasks:
     def interrupt_after(self, cell: RunningCell, seconds: float) -> None:
         """Interrupt `cell` in `seconds`, unless it has ended by then.
 
-        Time that a running cell spends paused in a debugger does not count. Raises `InvalidArgument` if `seconds` is
-        not a number.
+        Time that a running cell spends paused in the front end's debugger does not count. Raises `InvalidArgument` if
+        `seconds` is not a number.
         """
         seconds = _check_timeout(seconds)
         # A timer on the driver thread that polls: time between two calls in which the cell was paused is added to the

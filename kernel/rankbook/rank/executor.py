@@ -111,8 +111,10 @@ _Protection = Protect | ListSnapshots | RestoreSnapshot | RestoreReplicas
 _Resize = CheckResize | HandOver | EnterWorld | TakeOver
 # A text search before anything is compiled, because every cell is searched.
 _USES_ACCELERATOR = re.compile(r"(?<![\w.])accelerator\b")
+# For cells with magics, whose arguments may be code. A line may be the second one of a call.
 _ASSIGNS_ACCELERATOR = re.compile(
-    r"(?<![\w.])accelerator\s*(?::[^=\n]*)?=[^=]|\bas accelerator\b|\bimport accelerator\b"
+    r"^\s*(?:%\w+\s+)?accelerator\s*(?::[^=\n]*)?=(?!=|\s*accelerator\b)|\bas accelerator\b|\bimport accelerator\b",
+    re.MULTILINE,
 )
 
 
@@ -485,15 +487,18 @@ class Executor:
             namespace["accelerator"] = Accelerator()
 
     def _uses_accelerator(self, source: str) -> bool:
-        if not _USES_ACCELERATOR.search(source) or _ASSIGNS_ACCELERATOR.search(source):
+        if not _USES_ACCELERATOR.search(source):
             return False
         with contextlib.suppress(Exception):  # the run of the cell reports it
             transformed = self._shell.transform_cell(source)
             if "get_ipython()" in transformed:
-                return True  # the arguments of magics may be code
+                return not _ASSIGNS_ACCELERATOR.search(source)
+            flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+            tree = compile(transformed, "<cell>", "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
+            if any(map(_binds_accelerator, ast.walk(tree))):
+                return False
             # Not for a comment, a parameter, or the declaration `accelerator: Accelerator`.
-            code = compile(transformed, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
-            return "accelerator" in names_in(code)
+            return "accelerator" in names_in(compile(tree, "<cell>", "exec", flags, dont_inherit=True))
         return False
 
     def _unpack(self, payload: Payload, frames: list[memoryview]) -> Any:  # noqa: ANN401 - any value
@@ -787,3 +792,13 @@ def _lost_saves(cells: Mapping[str, int]) -> str:
     # Only a cell that saves in the background has imported the module.
     saving = sys.modules.get("rankbook.checkpoint.async_save")
     return "" if saving is None else str(saving.lost_saves(cells))
+
+
+def _binds_accelerator(node: ast.AST) -> bool:
+    """Return True for the part of a syntax tree that gives a value to the name `accelerator`."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return name == "accelerator"
+        case ast.alias(name=imported, asname=renamed):
+            return (renamed or imported.partition(".")[0]) == "accelerator"
+    return False

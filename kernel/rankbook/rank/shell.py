@@ -398,6 +398,8 @@ class RankShell(InteractiveShell):
         self._errors: list[BaseException] = []
         # `store_history=False`: IPython would count and store the cell itself.
         result = self.run_cell(source, store_history=False)
+        if not session:
+            result.result = None  # IPython's `last_execution_result` would keep it in memory through the next cell
         errors, self._errors = [result.error_before_exec, result.error_in_exec, *self._errors], []
         for error in errors:
             if error is not None:
@@ -459,12 +461,18 @@ class RankShell(InteractiveShell):
 
         The executor formats it once, at the end of the cell, where an interrupt is handled.
         """
-        _, value, _ = self._get_exc_info(exc_tuple)
+        try:
+            _, value, where = self._get_exc_info(exc_tuple)
+        except ValueError:  # `%tb` without an error
+            sys.stderr.write("No traceback available to show.\n")
+            return
         if threading.current_thread() is not threading.main_thread():  # a widget's callback is not part of the cell
             traceback.print_exception(value, file=sys.stderr)
             return
         self._errors.append(value)
-        if self.call_pdb:
+        if self.call_pdb and not isinstance(value, (UsageError, SystemExit)):
+            self.InteractiveTB.tb = where  # IPython up to 8 would take that of an earlier cell
+            sys.stderr.write("".join(traceback.format_exception_only(value)))
             self.debugger(force=True)
 
     def _showtraceback(self, etype: type, evalue: BaseException, stb: list[str]) -> None:  # noqa: ARG002 - as above

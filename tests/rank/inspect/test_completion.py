@@ -134,6 +134,10 @@ class TrappedKey(str):
 
 
 class TrappedModule(types.ModuleType):
+    def __init__(self, name):
+        super().__init__(name)
+        self.__all__ = ["promised", 3]
+
     def __getattr__(self, name):
         ran(f"module {name}")
 
@@ -309,6 +313,8 @@ def inspect(text, *, source=False, cursor=None):
         ("trapped_module.__na", ["__name__"]),
         ("trapped_module.absent.", []),
         ("from trapped_module import __na", ["__name__"]),
+        ("trapped_module.prom", ["promised"]),
+        ("from trapped_module import prom", ["promised"]),
         ("trapping(fir", ["first="]),
         ("trapped(", ["model"]),
         ("make(3).layers", []),

@@ -217,7 +217,10 @@ class CompletionHandler:
         path = stored.get("__path__")
         modules = [module.name for module in pkgutil.iter_modules(path)] if is_a(path, list) else []
         types_by_name = (
-            {name: _completion_type(value) for name, value in stored.items()} if statement["package"] else {}
+            dict.fromkeys(_exported(stored), "instance")
+            | {name: _completion_type(value) for name, value in stored.items()}
+            if statement["package"]
+            else {}
         )
         types_by_name |= dict.fromkeys(modules if package else self._top_level_modules, "module")
         return prefix, {name: kind for name, kind in types_by_name.items() if name.startswith(prefix)}
@@ -386,12 +389,24 @@ def _stored_attributes(value: object) -> dict[str, Any]:
     return {name: attribute for name, attribute in stored.items() if type(name) is str}
 
 
+def _exported(stored: Mapping[str, Any]) -> list[str]:
+    """Return the names in a module's `__all__`, which it may make only when they are used."""
+    names = stored.get("__all__")
+    if type(names) is not list and type(names) is not tuple:
+        return []
+    return [name for name in tuple(names) if type(name) is str]
+
+
 def list_members(owner: Resolved) -> dict[str, Any]:
     """Return the attribute names of an object with the values stored under them."""
     if is_class(owner.value):
         return _class_attributes(owner.value)
     columns = dict.fromkeys(name for name in _columns(owner.value) if name.isidentifier())
-    return {} if owner is _UNKNOWN else _class_attributes(owner.kind) | _stored_attributes(owner.value) | columns
+    if owner is _UNKNOWN:
+        return {}
+    stored = _stored_attributes(owner.value)
+    exported = dict.fromkeys(_exported(stored)) if is_a(owner.value, types.ModuleType) else {}
+    return exported | _class_attributes(owner.kind) | stored | columns
 
 
 def mapping_keys(mapping: Resolved) -> list[str]:
