@@ -230,3 +230,66 @@ def test_a_restarted_rank_makes_no_group_that_the_others_lack():
     first, second = run_ranks(count_groups_after_a_restart, 2)
     assert first == second
     assert first[1] == first[2]
+
+
+class Masked(nn.Module):
+    """A model with a mask of infinities, and a buffer that its forward pass assigns."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return (self.fc(x) + self.mask).softmax(-1)
+
+
+def step_once(model, optimizer, batch):
+    model(batch).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_infinities_in_a_buffer_are_no_difference_and_a_buffer_that_is_assigned_stays():
+    torch.manual_seed(0)
+    net = Masked()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    mean = net.mean
+    compared = compare(step_once, net, optimizer, torch.randn(3, 3), layouts=("one rank", "current"))
+    assert compared.equal, compared
+    assert net.mean is mean and not mean.any()
+
+
+def test_a_difference_beside_infinities_is_seen():
+    reference, other = torch.randn(100), torch.randn(100)
+    reference[3] = other[3] = -torch.inf
+    assert 0 < difference(summarize(reference), summarize(other)) < torch.inf
+    other[4] = torch.nan
+    assert difference(summarize(reference), summarize(other)) == torch.inf
+
+
+def test_sparse_gradients_are_compared():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    compared = compare(step_once, net, optimizer, torch.tensor([1, 4]), layouts=("one rank", "current"))
+    assert compared.equal, compared
+
+
+def test_activations_that_are_computed_again_are_no_further_calls():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 1)))
+    apply_activation_checkpointing(net, check_fn=lambda module: module is net[1])
+    recorded = recording.record(
+        step_once,
+        recording.use_current(net, torch.optim.SGD(net.parameters(), lr=0.1)),
+        torch.randn(2, 3),
+        also={},
+        wanted=None,
+        reference=False,
+    )
+    assert not [name for phase, name in recorded.summaries if phase == recording.FORWARD and "call 2" in name]

@@ -1,5 +1,7 @@
 """Relations of two tensors, each planted in one of them."""
 
+import math
+
 import pytest
 import torch
 
@@ -43,6 +45,13 @@ def test_complex_tensors_are_compared_with_their_imaginary_parts():
     assert kind(reference * 4, reference) == "×N"
     assert kind(reference.conj(), reference) == "other"
     assert kind(reference, reference + 1j, start=reference) == "unchanged"
+
+
+def test_infinities_and_nan_of_both_are_no_difference():
+    reference = REFERENCE.clone()
+    reference[0, :3] = torch.tensor([math.inf, -math.inf, math.nan])
+    assert kind(reference * 4, reference) == "×N"
+    assert kind(-reference, reference) == "not finite"
 
 
 def test_mask_is_recognized_although_both_have_zeros():

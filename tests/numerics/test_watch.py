@@ -8,6 +8,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from rankbook.errors import NumericalError
 from rankbook.numerics import watch
 from rankbook.numerics.settings import Conditions
+from rankbook.runtime.optimizer import AcceleratedOptimizer, LayoutGradScaler
 from rankbook.transport.serialization import pack, unpack
 
 
@@ -338,6 +340,104 @@ def test_all_modules_that_share_a_bad_gradient_are_named():
     net(torch.ones(1, 2)).sum().backward()
     with pytest.raises(NumericalError, match=r"in `left` backward \(or in `right`, with the same input\), at step 1"):
         optimizer.step()
+
+
+def test_the_norm_of_scaled_gradients_is_the_one_without_the_scale():
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)  # divides them by the scale in its kernel
+    scaler = torch.amp.GradScaler("cpu")
+    watch.set_conditions(Conditions(norm=10.0))
+    scaler.scale(net(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    watch.set_conditions(Conditions(norm=1.0))
+    scaler.scale(net(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(NumericalError, match=r"the gradient norm 1\.73205 is above the limit of 1,"):
+        scaler.step(optimizer)
+
+
+def test_a_scaler_that_is_switched_off_is_no_obstacle():
+    net = nn.Linear(2, 1)
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(net(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_a_prepared_optimizer_steps_again_after_an_alarm_under_a_loss_scale():
+    net = nn.Linear(2, 1)
+    optimizer = AcceleratedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), scaler=LayoutGradScaler("cpu"))
+
+    def take(value):
+        optimizer.scaler.scale(net(torch.full((1, 2), value)).sum()).backward()
+        optimizer.step()
+
+    take(1.0)
+    optimizer.zero_grad()
+    with pytest.raises(NumericalError, match="in the data"):
+        take(math.nan)
+    optimizer.zero_grad()
+    take(1.0)
+    assert optimizer.steps == 2
+
+
+@dataclass
+class Encoded:
+    state: torch.Tensor
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return Encoded(self.inner(x) * math.nan)
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+
+    def forward(self, encoded):
+        return self.inner(encoded.state)
+
+
+def test_outputs_in_a_dataclass_are_watched():
+    net = nn.Sequential(Encoder(), Decoder())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(NumericalError, match="in `0` forward"):
+        optimizer.step()
+
+
+class Paired(nn.Module):
+    def forward(self, pair):
+        return PoisonGradient.apply(pair[0] + pair[1])
+
+
+def test_modules_whose_inputs_are_in_a_tuple_are_named():
+    first, second = nn.Linear(2, 2), Paired()
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    x = first(torch.ones(1, 2))
+    second((x, x)).sum().backward()
+    with pytest.raises(NumericalError, match="in `Paired` backward"):
+        optimizer.step()
+
+
+def test_a_pass_that_has_failed_keeps_neither_its_inputs_nor_its_model():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    inputs = []
+    net[1].register_forward_hook(lambda _, args, __: inputs.append(weakref.ref(args[0])))
+    with torch.enable_grad():
+        net(torch.ones(1, 2))
+    model = weakref.ref(net)
+    watch.release_inputs()
+    del net
+    gc.collect()
+    assert inputs[0]() is None and model() is None
 
 
 def test_passes_without_an_optimizer_keep_no_inputs():

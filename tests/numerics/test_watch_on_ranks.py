@@ -329,6 +329,16 @@ STANDARD = (
     *("forward, code of a module, one rank", "backward, a module, one rank", "optimizer, its state on one rank"),
     *("optimizer, the second one", "norm, in a closure", "backward, in a closure, one rank"),
 )
+DEVICE = (
+    *("forward, code of a module, one rank", "backward, a module, one rank", "norm, in a closure"),
+    *("backward, in a closure, one rank", "collective, compression"),
+)
+PERMUTATIONS = (
+    *("forward, a module, all ranks", "forward, two ranks", "forward, gradients reduced by the cell"),
+    *("backward, code of a module, one rank", "backward, a module, all ranks", "backward, derivative of a root"),
+    *("backward, sharded", "data, labels", "loss", "optimizer, learning rate", "norm"),
+    "optimizer, bad gradients of the second one",
+)
 
 
 @pytest.fixture(scope="module")
@@ -352,8 +362,9 @@ def as_on_an_accelerator(cluster: Cluster) -> Iterator[None]:
     cluster.run("watch.is_on_host = host")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in DEVICE else pytest.mark.full) for name in CASES]
+)
 @pytest.mark.usefixtures("as_on_an_accelerator")
 def test_planted_value_is_attributed_where_reading_waits_for_a_device(cluster, name):
     test_planted_value_is_attributed(cluster, name)
@@ -361,7 +372,17 @@ def test_planted_value_is_attributed_where_reading_waits_for_a_device(cluster, n
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.processes if name in STANDARD else pytest.mark.slow) for name in CASES],
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.processes
+            if name in STANDARD
+            else pytest.mark.full
+            if name in PERMUTATIONS
+            else pytest.mark.slow,
+        )
+        for name in CASES
+    ],
 )
 def test_planted_value_is_attributed(cluster, name):
     code, condition, expected = CASES[name]
@@ -515,3 +536,19 @@ def test_scaler_that_skips_steps_is_no_alarm(cluster):
         cluster.run(
             "scaler.scale(net(torch.full((2, 4), float('nan'))).mean()).backward(); scaler.step(sgd); scaler.update()"
         )
+
+
+@pytest.mark.slow
+def test_a_forward_pass_of_one_rank_that_spoils_the_gradients_of_a_scaler_is_reported_on_all_ranks(cluster):
+    cluster.watch_numbers("nan")
+    cluster.run(
+        "net = nn.parallel.DistributedDataParallel(nn.Linear(4, 1)); sgd = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "scaler = torch.amp.GradScaler('cpu')\n"
+        "def take(bad=False):\n"
+        "    scaler.scale(net(torch.full((2, 4), float('nan') if bad else 1.0)).mean()).backward()\n"
+        "    scaler.step(sgd); scaler.update(); sgd.zero_grad()\n"
+        "take()"
+    )
+    with pytest.raises(NumericalError, match=r"rank 1.* in the data: the input of `net`"):
+        cluster.run("take(rank == 1)")
+    cluster.run("take()")

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from rankbook.control_collectives import gather_objects, this_rank, world_size
 from rankbook.errors import InvalidArgument
@@ -321,7 +320,13 @@ def compare_layouts(
         summaries = [gather_objects(r.summaries) for r in records]
         precision = _lowest(runner.precisions)
         forward = first.kind == "one rank" or second.kind == "one rank" or len(set(runner.divisions)) == 1
-        if isinstance(model, DistributedDataParallel) and model.broadcast_buffers:
+        if any(gather_objects(recording.is_compiled(model))):  # compiled code calls no hooks of the modules in it
+            common = set.intersection(*(set(own) for every in summaries for own in every))
+            summaries = [
+                [{k: v for k, v in own.items() if k[0] != recording.FORWARD or k in common} for own in every]
+                for every in summaries
+            ]
+        if (replicated := recording.data_parallel_of(model)) is not None and replicated.broadcast_buffers:
             # They differ between two steps, and those of rank 0 are broadcast by the next forward pass.
             buffers = {(recording.START, name) for name, _ in raw.named_buffers()}
             summaries = [[{k: v for k, v in s.items() if k not in buffers} for s in every] for every in summaries]

@@ -98,6 +98,21 @@ def raw_model(model: nn.Module) -> nn.Module:
             return model
 
 
+def data_parallel_of(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the wrapper of a model under DDP, also of a compiled one; None for other models."""
+    while isinstance(inner := model.__dict__.get("_modules", {}).get("_orig_mod"), nn.Module):
+        model = inner
+    return model if isinstance(model, DistributedDataParallel) else None
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return True if a part of the model is compiled."""
+    return any(
+        "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
 def raw_optimizer(optimizer: Any) -> Any:  # noqa: ANN401 - an optimizer or its wrapper
     """Return torch's optimizer inside of a prepared one."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
@@ -115,7 +130,7 @@ def use_current(model: nn.Module, optimizer: Any) -> Built:  # noqa: ANN401 - an
     if "tp" in names:
         mesh = next(t.device_mesh for t in tensors if "tp" in (t.device_mesh.mesh_dim_names or ()))
         width = mesh["tp"].size()
-    reduces = world == 1 or isinstance(model, DistributedDataParallel) or bool(tensors)
+    reduces = world == 1 or data_parallel_of(model) is not None or bool(tensors)
     return Built(model, inner, optimizer, world // width, rank // width, reduces)
 
 
@@ -345,7 +360,11 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of a tensor in the first pass. `change` is the norm of its change in the step, 0.0 if it has none."""
+    """Summary of a tensor in the first pass. `change` is the norm of its change in the step, 0.0 if it has none.
+
+    Norm, projection and change are of the finite elements; `nonfinite` is a digest of where NaN, inf and -inf are,
+    empty if there are none.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -354,6 +373,7 @@ class Summary:
     digest: str
     note: str = ""
     change: float = 0.0
+    nonfinite: str = ""
 
 
 @dataclass
@@ -383,6 +403,10 @@ def summarize(tensor: torch.Tensor, note: str = "", change: float = 0.0) -> Summ
         generator = torch.Generator().manual_seed(size)
         drawn = torch.randint(0, 2, (size,), dtype=torch.int8, generator=generator, device="cpu")
         signs = _SIGNS[size] = drawn.to(flat.device).double() * 2 - 1
+    nonfinite, finite = "", flat.isfinite()
+    if not bool(finite.all()):
+        kinds = torch.stack([flat.isnan(), flat == math.inf, flat == -math.inf]).cpu().numpy().tobytes()
+        nonfinite, flat = hashlib.blake2b(kinds, digest_size=8).hexdigest(), flat.masked_fill(~finite, 0.0)
     contents = values.contiguous().cpu()
     raw = contents.reshape(-1).view(torch.uint8).numpy().tobytes() if size else b""
     return Summary(
@@ -393,6 +417,7 @@ def summarize(tensor: torch.Tensor, note: str = "", change: float = 0.0) -> Summ
         hashlib.blake2b(raw, digest_size=8).hexdigest(),
         note,
         change,
+        nonfinite,
     )
 
 
@@ -402,6 +427,8 @@ def difference(a: Summary, b: Summary) -> float:
         return math.inf
     if a.digest == b.digest and a.dtype == b.dtype:
         return 0.0
+    if a.nonfinite != b.nonfinite:
+        return math.inf
     worst = max(abs(a.norm - b.norm), abs(a.projection - b.projection))
     return worst if math.isfinite(worst) else math.inf
 
@@ -416,10 +443,13 @@ class Recorder:
         self._starts: dict[str, torch.Tensor] = {}
         self._names = dict(built.inner.named_parameters())
         self._steps = 0
+        self._in_backward = False
 
     def keep(self, key: Key, tensor: torch.Tensor, note: str = "", change: float = 0.0) -> None:
         """Keep a tensor's summary. A collective for a sharded tensor."""
         whole = full_tensor(tensor.detach())
+        if whole.layout is torch.sparse_coo:
+            whole = whole.to_dense()
         self.record.summaries[key] = summarize(whole, note, change)
         wanted = self.wanted
         # With a value after the step also the one before it.
@@ -457,7 +487,7 @@ class Recorder:
         self._keep_states(STATE)
         for name, parameter in self._names.items():
             whole = full_tensor(parameter.detach())
-            moved = float((wide(whole) - wide(self._starts[name])).norm())
+            moved = float((wide(whole) - wide(self._starts[name])).nan_to_num(0.0, 0.0, 0.0).norm())
             self.keep((PARAMETER, name), whole, change=moved)
         for name, buffer in self.built.inner.named_buffers():
             self.keep((BUFFER, name), buffer)
@@ -481,6 +511,8 @@ class Recorder:
 
     def after_forward(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:  # noqa: ANN401 - torch's
         """Record the output of a module."""
+        if self._in_backward:  # activation checkpointing computes it once more
+            return
         for index, tensor in enumerate(_tensors(output)):
             label = name or "the model"
             call = self._calls[f"{name}/{index}"]
@@ -498,16 +530,18 @@ class Recorder:
         call = self._calls["loss"]
         self._calls["loss"] += 1
         self.keep((LOSS, f"call {call + 1}" if call else "loss"), loss)
+        self._in_backward = True
 
     def after_backward(self) -> None:
         """Average the gradients of the reference over all ranks, and record them."""
+        self._in_backward = False
         for name, parameter in self._names.items():
             key = (GRADIENT, name)
             if self.reference:
                 own = parameter.grad
                 if self.wanted is not None and self.wanted in (key, (CLIPPED, name)):
                     part = torch.zeros_like(parameter) if own is None else own.detach().clone()
-                    self.record.parts[self.wanted] = part.cpu()
+                    self.record.parts[self.wanted] = (part.to_dense() if part.is_sparse else part).cpu()
                 parameter.grad = _averaged(own, parameter)
                 aside = self._aside[name]
                 if aside is not None:
@@ -532,14 +566,22 @@ def _averaged(own: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor
     if world is None:
         return own
     kind = torch.complex128 if parameter.is_complex() else torch.float64
-    total = torch.zeros_like(parameter, dtype=kind) if own is None else own.detach().to(kind)
-    present = torch.tensor([0.0 if own is None else 1.0], dtype=torch.float64, device=total.device)
+    is_sparse = own is not None and own.is_sparse
+    total: torch.Tensor
+    if own is None:
+        total = torch.zeros_like(parameter, dtype=kind)
+    else:
+        # A copy, which the sum over the ranks overwrites. Another rank may have no gradient, or a dense one.
+        total = (own.detach().to_dense() if is_sparse else own.detach()).to(kind, copy=True)
+    present = torch.tensor([own is not None, is_sparse], dtype=torch.float64, device=total.device)
     dist.all_reduce(total, group=world)
     dist.all_reduce(present, group=world)
-    if not present.item():
+    if not present[0].item():
         return None
-    total /= world.size()
-    return total.to(parameter.dtype)
+    total = (total / world.size()).to(parameter.dtype)
+    if present[1].item():
+        total = total.to_sparse(1)
+    return total
 
 
 def _tensors(value: object) -> Iterator[torch.Tensor]:
@@ -552,6 +594,9 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field_ in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field_.name, None))
 
 
 # Running a step -------------------------------------------------------------------------------------------------------
@@ -678,10 +723,14 @@ _COUNTERS = ("steps", "is_stepping", "_was_skipped")
 
 def _save(models: list[nn.Module], optimizer: Any) -> dict[str, Any]:  # noqa: ANN401
     raw = raw_optimizer(optimizer)
+    for model in models:
+        reshard(model)  # an evaluation may have left whole parameters, whose memory the first step frees
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     return {
         "tensors": [(tensor, tensor.detach().clone()) for tensor in tensors],
         "grads": [(tensor, None if tensor.grad is None else tensor.grad.detach().clone()) for tensor in tensors],
+        # A forward pass may assign another tensor to the name of a buffer.
+        "buffers": [(module._buffers, dict(module._buffers)) for model in models for module in model.modules()],
         "grad objects": [tensor.grad for tensor in tensors],
         "training": [(module, module.training) for model in models for module in model.modules()],
         "optimizer": [] if raw is None else _contents(raw, set(map(id, tensors))),
@@ -740,6 +789,8 @@ def _restore(saved: dict[str, Any], models: list[nn.Module], optimizer: Any) -> 
     raw = raw_optimizer(optimizer)
     for model in models:
         reshard(model)
+    for buffers, content in saved["buffers"]:
+        _put_back(buffers, content)
     for tensor, value in saved["tensors"]:
         tensor.detach().copy_(value)
     for (tensor, value), gradient in zip(saved["grads"], saved["grad objects"], strict=True):

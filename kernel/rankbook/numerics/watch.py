@@ -34,6 +34,8 @@ forgotten when the next forward or backward pass begins.
 fp16. A `GradScaler` multiplies the loss so that infinite gradients are expected now and then; it then skips the step.
 So no check runs in its skipped steps, and `GradScaler.update` forgets what the backward pass has shown. A value that
 was non-finite in the forward pass, or in the loss before it is scaled, is an alarm nevertheless: no scale can mend it.
+When a step was skipped, the ranks ask one another in `update` whether a forward pass is at fault. The error is raised
+after the update.
 """
 
 from __future__ import annotations
@@ -147,6 +149,15 @@ class NumberWatch:
             if call is not None:
                 call.inputs = None
 
+    def release_inputs(self) -> None:
+        """See the function of this name. What the passes of the step have computed is read before."""
+        try:
+            self._read_deferred()
+        except RuntimeError:  # the device has failed for good, or is out of memory
+            self._deferred.clear()
+            self._deferred_launches.clear()
+        self._forget_inputs()
+
     def _reset(self) -> None:
         self._forget_inputs()
         self._line = ""
@@ -157,7 +168,8 @@ class NumberWatch:
         # is one of the passes in an earlier cell than the last.
         self._pass_cell, self._has_backward, self._is_earlier = cell, False, False
         self._finite_grads: set[int] = set()
-        self._modules: dict[int, nn.Module] = {}
+        # Weak: a pass that ran out of memory must not keep the model.
+        self._modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._positions: dict[str, int] = {}
         self._launches: list[tuple[str, int, Callable[[], str], str, bool, list[TensorWeakRef]]] = []
         self._wrapped = self._joined = self._scaled = False
@@ -218,14 +230,18 @@ class NumberWatch:
             telemetry.collective_observer = self._on_launch
         self._removers += [handle.remove for handle in handles]
 
-    def _replace(self, owner: Any, name: str, before: Callable[..., None]) -> None:  # noqa: ANN401 - a class
-        # There is no hook for these methods. The replacement only calls `before` first.
+    def _replace(self, owner: Any, name: str, before: Callable[..., Exception | None]) -> None:  # noqa: ANN401 - a class
+        # There is no hook for these methods. The replacement calls `before` first, and raises the error that it returns
+        # last.
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def method(instance: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
-            before(instance, *args)
-            return original(instance, *args, **kwargs)
+            error = before(instance, *args)
+            result = original(instance, *args, **kwargs)
+            if error is not None:
+                raise error
+            return result
 
         setattr(owner, name, method)
         self._removers.append(functools.partial(setattr, owner, name, original))
@@ -263,8 +279,8 @@ class NumberWatch:
             if self._first.in_pass and len(self._first.later) < _MAX_CALLS:
                 self._first.later.append((call, _kind_of_all(call.inputs) is None))
             return
-        for tensor in call.inputs or ():
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
+        for tensor in _tensors(call.inputs):
+            if tensor.requires_grad and not tensor.is_leaf:
                 producer = self._producer(tensor)
                 if producer is None:  # computed between two modules
                     producer = self._follow(tensor, _Call(module, ()))
@@ -325,16 +341,27 @@ class NumberWatch:
             if self._first is None:
                 self._check(loss, at.LOSS, None)
 
-    def _before_update(self, _scaler: torch.amp.GradScaler, *_: object) -> None:
-        """End a round of the fp16 scaler, which skips a step with infinite gradients."""
+    def _before_update(self, scaler: torch.amp.GradScaler, new_scale: object = None) -> NumericalError | None:
+        """End a round of the fp16 scaler, which skips a step with infinite gradients.
+
+        Return the error that is to be raised after the update: without it, the scaler would refuse all later steps.
+        """
         self._read_deferred()
-        first = self._first
-        if first is not None and first.phase in (at.FORWARD, at.LOSS) and not self._is_earlier:
-            # The scaler has skipped the step, and would do so for ever. All ranks are here: their scalers have the
-            # same gradients.
-            self._shared = self._is_shared(())
-            self._agree(max(self._steps.values(), default=0) + 1, (), (), 0.0)
+        first, error = self._first, None
+        # The scaler skips the step, and would do so for ever if the forward pass is to blame. The ranks' scalers have
+        # the same gradients, so that all ranks ask one another, also those whose own forward pass was finite. A scale
+        # that is given restarts the scaler, perhaps on some of the ranks only.
+        if new_scale is None and any(float(found) > 0 for found in _found_infinities(scaler)):
+            if first is not None and (first.phase not in (at.FORWARD, at.LOSS) or self._is_earlier):
+                self._first = None  # infinite gradients are in order
+            parameters = [p for module in self._modules.values() for p in module.parameters(recurse=False)]
+            self._shared = self._is_shared(parameters)
+            try:
+                self._agree(max(self._steps.values(), default=0) + 1, (), parameters, 0.0)
+            except NumericalError as raised:
+                error = raised
         self._reset()
+        return error
 
     def _on_launch(
         self, group: str, number: int, describe: Callable[[], str], tensors: object, outputs: object
@@ -459,6 +486,9 @@ class NumberWatch:
             if not _all_finite(tensors):
                 gradients = tuple(p for p, g in zip(parameters, tensors, strict=True) if kind_of(g) is not None)
         norm = self._norm_of(parameters) if self.conditions.norm is not None else 0.0
+        scale = getattr(optimizer, "grad_scale", None)
+        if isinstance(scale, torch.Tensor) and norm:  # of fp16: a fused optimizer divides the gradients in its kernel
+            norm /= float(scale)
         self._shared = self._is_shared(parameters)
         first = self._first
         if first is not None and (self._is_earlier or (self._scaled and first.phase == at.BACKWARD)) and not gradients:
@@ -498,7 +528,7 @@ class NumberWatch:
         if self._any_rank(event is not None):
             step = step_of(optimizer, self._steps.get(optimizer, 0), done=True)
             self._raise(at.RankReport(control_collectives.this_rank(), step, event), None)
-        self._modules = {}
+        self._modules = weakref.WeakValueDictionary()
 
     # Agreement of the ranks
 
@@ -642,7 +672,8 @@ class NumberWatch:
             return at.Event(phase, module, first.kind, first.line, detail, first.positions)
 
         if first.phase == at.LOSS or first.call is None:
-            return event(at.LOSS, "loss"), None
+            detail = "" if self._modules else "or before it, where no module is watched, as in a compiled model"
+            return event(at.LOSS, "loss", detail), None
         name = names.module(first.call.module)
         if first.phase == at.FORWARD:
             if first.inputs_kind is None:
@@ -697,6 +728,14 @@ def kind_of(tensor: torch.Tensor) -> str | None:
     if bool(torch.isnan(values).any()):
         return "NaN"
     return "inf" if bool(torch.isinf(values).any()) else None
+
+
+def _found_infinities(scaler: torch.amp.GradScaler) -> Iterator[torch.Tensor]:
+    """Yield what the scaler has found in the gradients of its optimizers: more than 0 if one is not finite."""
+    if not scaler.is_enabled():  # it has no states
+        return
+    for state in scaler._per_optimizer_states.values():
+        yield from state.get("found_inf_per_device", {}).values()
 
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
@@ -754,6 +793,9 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name, None))
 
 
 def _default_group_name() -> str:
@@ -788,6 +830,12 @@ def step_of(optimizer: torch.optim.Optimizer, counted: int, *, done: bool = Fals
 
 
 _active: NumberWatch | None = None
+
+
+def release_inputs() -> None:
+    """Forget the inputs of the modules of a step that has failed: they keep its graph in memory."""
+    if _active is not None:
+        _active.release_inputs()
 
 
 def active_conditions() -> Conditions | None:

@@ -48,6 +48,8 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
         clear_device_cache(garbage_collection=True)
     """
     if garbage_collection:
+        if (watch := sys.modules.get("rankbook.numerics.watch")) is not None:
+            watch.release_inputs()
         gc.collect()
     # Do not initialize CUDA for this: a context takes some hundred MB of device memory.
     if torch.cuda.is_available() and torch.cuda.is_initialized():

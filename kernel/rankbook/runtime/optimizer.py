@@ -272,9 +272,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         sharing = _sharing(scaler)
         # An optimizer that has gradients and has not stepped will use them in this round.
         if all(optimizer._stepped_after is not None or optimizer._first_gradient() is None for optimizer in sharing):
-            scaler.update()
-            for optimizer in sharing:
-                optimizer._begin_round()
+            try:
+                scaler.update()  # the number watch raises after it
+            finally:
+                for optimizer in sharing:
+                    optimizer._begin_round()
         if after_step is not None and not self._was_skipped:
             after_step(self)
         return result
@@ -318,8 +320,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Scales are powers of two, unless the user has chosen other factors, so the conversion is exact.
         """
         before = scaler.get_scale()
-        scaler.update()
-        _convert_gradients(scaler, before, self)
+        try:
+            scaler.update()  # the number watch raises after it
+        finally:
+            _convert_gradients(scaler, before, self)
 
     def _is_in_round(self) -> bool:
         return self._unscaled or self._stepped_after is not None

@@ -197,6 +197,8 @@ def free_memory(shell: InteractiveShell, error: BaseException) -> None:
     if result is not None:
         result.error_in_exec = result.error_before_exec = None
     shell.InteractiveTB.tb = shell.InteractiveTB.pdb = None  # the debugger of an earlier error keeps its frames
+    if (watch := sys.modules.get("rankbook.numerics.watch")) is not None:
+        watch.release_inputs()
     # Frames and errors refer to one another, so that reference counts alone do not free them.
     gc.collect()
     if torch.cuda.is_initialized():
