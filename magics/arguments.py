@@ -250,7 +250,9 @@ def _add_recovery(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
     resize.add_argument("--timeout", type=_seconds, metavar="S", help="seconds until the attempt is given up")
     protect = add("protect", "keep snapshots of the training state in memory, for heal; list what they leave out")
     protect.add_argument("state", nargs="?", choices=("on", "off"), metavar="on|off", help="(default: report)")
-    protect.add_argument("--every", type=int, metavar="N", help="with on: optimizer steps between two (default: 1)")
+    protect.add_argument(
+        "--every", type=int, metavar="N", help="with on: optimizer steps between two (default: as before, or 1)"
+    )
 
 
 def _seconds(text: str) -> float:

@@ -344,8 +344,13 @@ class DistributedMagics(Magics):
             )
         if command.every is not None and command.every < 1:
             raise InvalidArgument(f"%distributed protect: expected --every to be 1 or more, got {command.every}")
-        every = None if command.state is None else (command.every or 1) if command.state == "on" else 0
-        self._print(str(default_cluster.current().protect(every)))
+        cluster = default_cluster.current()
+        if command.state == "on":
+            running = cluster.protect(None).status if command.every is None else None
+            every = command.every or (1 if running is None else running.every)
+        else:
+            every = None if command.state is None else 0
+        self._print(str(cluster.protect(every)))
 
     def _command_stop(self, command: argparse.Namespace) -> None:
         with contextlib.suppress(RankbookError):  # of a start in the background, which has told of it

@@ -352,3 +352,11 @@ def test_a_sharded_model_names_the_expression_that_copies_its_weights(notebook):
 def test_a_pull_needs_a_name_that_a_variable_can_have(notebook):
     notebook.ok("%%distributed\nd = {'a': 1}")
     assert "--as NAME" in refused(notebook, "%distributed pull d.items")
+
+
+def test_protect_without_an_interval_keeps_the_one_that_there_is(notebook):
+    try:
+        assert "every 5 steps" in notebook.ok("%distributed protect on --every 5").stdout
+        assert "every 5 steps" in notebook.ok("%distributed protect on").stdout
+    finally:
+        notebook.ok("%distributed protect off")

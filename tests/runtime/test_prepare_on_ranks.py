@@ -551,6 +551,25 @@ def test_a_mesh_divides_layers_and_batches_and_the_result_is_the_whole_models():
         assert results[0][3] > 0
 
 
+def free_sharded():
+    """Free a sharded model that the caller gives up, and one that it keeps."""
+    from torch.distributed.tensor import DTensor
+
+    from rankbook.runtime import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+    given_up, kept = accelerator.prepare(small_model(), small_model())
+    accelerator.free_memory(given_up)
+    gathered = [not isinstance(next(model.parameters()), DTensor) for model in (given_up, kept)]
+    again = accelerator.prepare(given_up)
+    return gathered, isinstance(next(again.parameters()), DTensor)
+
+
+@pytest.mark.slow
+def test_a_sharded_model_that_is_given_up_is_not_gathered():
+    assert run_ranks(free_sharded, 2) == [([False, True], True)] * 2
+
+
 def join_and_tell():
     """Train with uneven inputs under DDP, and report the shards."""
     from torch.utils.data import DataLoader

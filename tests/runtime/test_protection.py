@@ -285,8 +285,15 @@ def test_snapshots_stay_if_the_ranks_are_protected_again_and_that_is_aborted(fol
             accelerator.protect(3)
     assert protection.interval() == 2
     assert len(versions(folder)) == 1
-    with pytest.raises(InvalidArgument):
-        accelerator.protect(-1)
+    for every in (-1, 2.5):
+        with pytest.raises(InvalidArgument):
+            accelerator.protect(every)
+        assert protection.interval() == 2, "a mistake does not end it"
+    error = InvalidArgument  # raised by `abort`
+    with monkeypatch.context() as patch:
+        patch.setattr(protection.RankSnapshots, "begin", abort)
+        with pytest.raises(InvalidArgument):
+            accelerator.protect(3)
     assert protection.interval() == 0
     assert versions(folder) == []
 
@@ -484,6 +491,42 @@ def restore_sharded_objects(folder: Path) -> tuple[list[float], list[str], bool]
 def test_sharded_tensors_in_dicts_come_back_as_such(tmp_path):
     [(means, names, layouts)] = run_ranks(restore_sharded_objects, 1, tmp_path)
     assert (means, names, layouts) == ([3, 3, 5, 5], ["weight", "bias", "other"], True)
+
+
+class Rows(torch.optim.Optimizer):
+    """An optimizer that keeps a number for each row of a matrix, which all ranks have, as Adafactor does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, *_):
+        from torch.distributed.tensor import Replicate, distribute_tensor
+
+        for parameter in self.param_groups[0]["params"]:
+            rows = torch.arange(float(len(parameter)))
+            self.state[parameter]["rows"] = distribute_tensor(rows, parameter.device_mesh, [Replicate()])
+
+
+def restore_rows(folder: Path) -> list[tuple[object, ...]]:
+    """Return the state of a new rank's optimizer after a return to a snapshot."""
+    from rankbook.runtime import FullyShardedDataParallelPlugin
+
+    snapshot_files.this_place = SnapshotPlace(folder, 0, 1)
+    model = nn.Linear(2, 3)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    model, wrapper = accelerator.prepare(model, Rows(model.parameters()))
+    wrapper.step()
+    protection.protect(1)
+    wrapper.state.clear()
+    assert protection.restore(versions(folder)[0], 1)["refused"] == ""
+    states = [state["rows"] for state in wrapper.state.values()]
+    return [(str(value.placements), tuple(value.shape), value.full_tensor().tolist()) for value in states]
+
+
+@pytest.mark.slow
+def test_state_of_another_shape_than_its_parameter_comes_back_as_it_was_divided(tmp_path):
+    [states] = run_ranks(restore_rows, 1, tmp_path)
+    assert states == [("(Replicate(),)", (3,), [0.0, 1.0, 2.0])] * 2
 
 
 def test_a_comparison_takes_no_snapshot_and_counts_no_step(folder):

@@ -132,6 +132,19 @@ def test_json_lines_are_appended_and_hold_plain_numbers(tmp_path):
     assert (entries[1]["step"], entries[1]["note"]) == (3, "x")
 
 
+def test_a_part_of_a_dtensor_is_not_logged_as_the_whole(tmp_path):
+    from torch.distributed.tensor import Partial
+
+    PartialState(cpu=True)
+    tracker = JSONLinesTracker("run", tmp_path)
+    tracker.start()
+    part = torch.ones(1)
+    part.placements = (Partial(),)  # as of a norm under FSDP2
+    with pytest.raises(InvalidArgument, match="full_tensor"):
+        tracker.log({"norm": part})
+    tracker.finish()
+
+
 def test_arrays_with_one_element_are_numbers(tmp_path):
     PartialState(cpu=True)
     tracker = JSONLinesTracker("run", tmp_path)
@@ -396,7 +409,7 @@ def test_wandb_itself_writes_a_run_without_a_network(tmp_path, monkeypatch):
     wait_until(lambda: b"loss" in written.read_bytes(), timeout=60, what="wandb to write the run")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.filterwarnings("default")  # mlflow's own
 def test_mlflow_itself_reads_what_was_logged(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")

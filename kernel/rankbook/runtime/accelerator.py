@@ -493,10 +493,12 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         """
         from rankbook.runtime import protection
 
-        before = protection.interval()
+        before, every = protection.interval(), int(every) if isinstance(every, bool) else every
+        with self._raise_on_all("protect"):
+            protection.check_interval(every)  # a mistake does not end a protection
         try:
             with self._raise_on_all("protect"):
-                protection.protect(int(every) if isinstance(every, bool) else every)
+                protection.protect(every)
         except BaseException as error:
             # All ranks are protected, or none is. If the cell ends on all of them, since a rank has died or the user
             # interrupts it, they stay protected as before: `heal` needs their snapshots.
@@ -512,9 +514,13 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         Returns one None per object, to overwrite the caller's references: `a, b = accelerator.free_memory(a, b)`.
         """
         # A collective for sharded models: all ranks call it. Every model is whole again afterwards, if the user still
-        # holds it.
+        # holds it. To gather a model that the caller gives up may take more memory than the device has.
+        given_up = {id(prepared.unwrap_registered(item)) for item in objects if isinstance(item, nn.Module)}
         for model in self._models:
-            release_model(model)
+            strategy = prepared.strategy_of(model)
+            if strategy is None or not strategy.shards or id(prepared.unwrap_registered(model)) not in given_up:
+                release_model(model)
+            del model  # it would keep the last one during the collection
         for references in self._references.values():
             references.clear()
         window.abort(self.gradient_state)

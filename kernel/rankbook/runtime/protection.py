@@ -98,14 +98,19 @@ class RestoredSnapshot(TypedDict):
     refused: str
 
 
+def check_interval(every: object) -> None:
+    """Raise `InvalidArgument` if `every` is no number of steps; 0 stands for no protection."""
+    if type(every) is not int or every < 0:
+        raise InvalidArgument(f"expected a number of steps, 1 or more, got every={every!r}")
+
+
 def protect(every: int) -> None:
     """Take a snapshot after every `every` steps, and one now; 0 ends the protection. Called on all ranks.
 
     Raises `InvalidArgument` if the process is no rank, for too little shared memory, and for an optimizer whose state
     is divided between the ranks.
     """
-    if type(every) is not int or every < 0:
-        raise InvalidArgument(f"expected a number of steps, 1 or more, got every={every!r}")
+    check_interval(every)
     if every == 0:
         end()
         return
@@ -669,7 +674,7 @@ def _optimizer_state(wrapper: AcceleratedOptimizer) -> dict[str, Any]:
     values = [
         [
             {
-                name: (_SHARDED, local_part(value)) if isinstance(value, DTensor) else value
+                name: _divided(value, parameter) if isinstance(value, DTensor) else value
                 for name, value in wrapper.state.get(parameter, {}).items()
             }
             for parameter in group["params"]
@@ -678,6 +683,13 @@ def _optimizer_state(wrapper: AcceleratedOptimizer) -> dict[str, Any]:
     ]
     groups = [{name: value for name, value in group.items() if name != "params"} for group in wrapper.param_groups]
     return {"values": values, "groups": groups, "steps": wrapper.steps, "skipped": wrapper.step_was_skipped}
+
+
+def _divided(value: DTensor, parameter: torch.Tensor) -> tuple[object, ...]:
+    """Return the local part of a state tensor, and its layout if it is on the mesh of its parameter."""
+    same_mesh = isinstance(parameter, DTensor) and value.device_mesh == parameter.device_mesh
+    # Adafactor has a number for each row, and one for each column, which all ranks have.
+    return _SHARDED, local_part(value), (value.placements, value.shape, value.stride()) if same_mesh else None
 
 
 def _random_state() -> bytes:
@@ -940,7 +952,7 @@ def _restore_optimizer(stored: dict[str, Any], wrapper: AcceleratedOptimizer) ->
 
 def _restored(live: Any, stored: Any, parameter: torch.Tensor, device: torch.device) -> Any:  # noqa: ANN401 - a value of an optimizer's state
     """Return the stored value on `device`, written into the tensor that exists if possible."""
-    is_shard = isinstance(stored, tuple) and len(stored) == 2 and stored[0] == _SHARDED
+    is_shard = isinstance(stored, tuple) and len(stored) == 3 and stored[0] == _SHARDED
     tensor = stored[1] if is_shard else stored
     if not isinstance(tensor, torch.Tensor):
         # Copies of tensors in lists and dicts: the stored ones lie in memory that a later snapshot overwrites.
@@ -951,14 +963,8 @@ def _restored(live: Any, stored: Any, parameter: torch.Tensor, device: torch.dev
     copy = tensor.to(device, copy=True)
     if is_shard and isinstance(parameter, DTensor):
         # Not by `as_dtensor`, which returns the parameter itself for an empty shard.
-        return DTensor.from_local(
-            copy,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        placements, shape, stride = stored[2] or (parameter.placements, parameter.shape, parameter.stride())
+        return DTensor.from_local(copy, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
     return copy
 
 

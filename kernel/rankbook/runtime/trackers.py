@@ -566,6 +566,11 @@ def _number(value: Any) -> Any:  # noqa: ANN401 - anything
     if isinstance(value, Mapping):
         return _plain(value)
     if isinstance(value, torch.Tensor) or (hasattr(value, "tolist") and hasattr(value, "dtype")):
+        if any(not placement.is_replicate() for placement in getattr(value, "placements", ())):
+            raise InvalidArgument(
+                "a DTensor that is divided between the ranks, or whose parts are not summed up, has no number here: "
+                "log its full_tensor(), which all ranks call"
+            )
         elements = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", 0)
         return value.item() if elements == 1 else value.tolist()
     return value
