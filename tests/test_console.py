@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from rankbook.cli.console import LOG_INTERVAL, TERMINAL_INTERVAL, Console, count_rows, last_state, title
+
+
+@pytest.fixture(autouse=True)
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
 
 
 class Terminal(io.StringIO):
@@ -33,6 +41,13 @@ class Clock:
 def log() -> tuple[Console, io.StringIO, io.StringIO, Clock]:
     out, err, clock = io.StringIO(), io.StringIO(), Clock()
     return Console(out, err, clock=clock), out, err, clock
+
+
+def test_a_dumb_terminal_gets_no_escape_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    screen = Terminal()
+    Console(screen, SameTerminal(screen), clock=Clock()).header(1, "x")
+    assert screen.getvalue() and "\x1b" not in screen.getvalue()
 
 
 def test_a_half_line_is_ended_before_someone_else_writes() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -49,6 +50,18 @@ def test_show_lists_tensors_objects_and_files(run, capsys):
     assert ["model.0.w", "float32", "16×6", "2", "384", "B", "0-1"] in [line.split() for line in lines]
     assert ["rng/shard_1_2", "1"] in [[*line.split()[:1], *line.split()[-1:]] for line in lines]
     assert any(line.startswith("__RANK_1.distcp") for line in lines)
+
+
+@pytest.mark.processes
+def test_a_reader_that_has_gone_away_is_no_error(run):
+    read, write = os.pipe()
+    os.close(read)
+    code = "from rankbook.cli.main import main; raise SystemExit(main())"
+    for action in ("ls", "show", "verify"):
+        command = [sys.executable, "-c", code, "checkpoint", action, str(run)]
+        ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        assert (ended.returncode, ended.stderr) == (1, "")
+    os.close(write)
 
 
 def test_verify_exits_with_1_where_something_is_damaged(run, capsys):

@@ -397,6 +397,33 @@ def test_a_task_that_ends_before_its_agent_has_started_ends_the_start():
     assert problem.startswith("the agent on node2 ended because srun reported: Exited with exit code 1\nNo module")
     # A further job has one task.
     assert HostEnded(5, "srun reported: Exited with exit code 1") in engine.read_output(5, exited)
+    for end in ("Killed", "Segmentation fault (core dumped)", "Out Of Memory"):
+        assert HostEnded(2, f"srun reported: {end}") in engine.read_output(None, f"srun: error: n2: task 2: {end}\n")
+
+
+def test_the_end_of_an_engine_shows_all_of_its_output_of_which_it_quotes_the_end():
+    state = EngineState("mpirun", grace=40.0)
+    lines = ["There are not enough slots available", *(f"line {number} of the help" for number in range(60))]
+    state.handle(HostOutput(None, "\n".join(lines) + "\n"))
+    state.handle(HostEnded(None, f"mpirun: exit code 1: … {' / '.join(lines[-5:])}"))
+    assert "There are not enough slots available\nline 0" in state.start_problem()
+    state = EngineState("mpirun", grace=40.0)
+    state.handle(HostOutput(None, "not found\n"))
+    state.handle(HostEnded(None, "mpirun: exit code 1: not found"))
+    assert state.start_problem() == "the agent ended because mpirun: exit code 1: not found"
+
+
+def test_ray_is_not_started_again_after_the_notebook_has_ended_it(monkeypatch):
+    ray = stub_ray.make_module()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    engine = make_engine("ray", [])
+    engine.start(1, 1, AgentConnection("text", Path("/f"), "127.0.0.1"))
+    for name in ("wait", "get", "kill", "nodes"):
+        monkeypatch.setattr(ray, name, lambda *_, **__: pytest.fail("Ray would be started"), raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    assert engine.events() == [HostEnded(None, "ray: the notebook has called ray.shutdown()")]
+    assert engine.events() == [] and engine.replace(0, wait=True) is None
+    engine.stop()
 
 
 @pytest.mark.parametrize(
@@ -466,6 +493,7 @@ def test_a_step_in_an_allocation_does_not_take_over_what_the_allocation_was_aske
     asked = {"SLURM_GPUS": "3", "SLURM_CPUS_PER_TASK": "4", "SRUN_CPUS_PER_TASK": "4", "SLURM_GPUS_PER_TASK": "1"}
     asked |= {"SLURM_TRES_PER_TASK": "gres/gpu:1", "SLURM_NTASKS_PER_GPU": "1"}
     asked |= {"SLURM_MEM_PER_NODE": "8G", "SLURM_MEM_PER_CPU": "2G", "SLURM_MEM_PER_GPU": "4G"}
+    asked |= {"SLURM_THREADS_PER_CORE": "1", "SLURM_CPUS_PER_GPU": "8", "SLURM_EXACT": "1"}
     asked |= {"SLURM_TRES_BIND": "gres/gpu:per_task:1", "SLURM_GPU_BIND": "per_task:1"}
     for name, value in asked.items():
         monkeypatch.setenv(name, value)

@@ -65,6 +65,15 @@ def test_slurms_uneven_nodes_have_their_own_sizes():
     assert [read_setup(environment | {"SLURM_NODEID": str(node)}).local_world_size for node in range(3)] == [4, 4, 3]
 
 
+def test_pmi2_of_slurm_does_not_hide_which_ranks_share_a_host():
+    both = SLURM | {"PMI_RANK": "5", "PMI_SIZE": "8"} | MASTER
+    assert read_setup(both) == LaunchSetup(5, 8, 1, 4, "Slurm", ("node7", 1234))
+    assert read_setup(SLURM | PMI | MASTER).launcher == "PMI", "of an mpirun within a step"
+    assert read_setup({**both, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}).world_size == 8, (
+        "of a shell in a step"
+    )
+
+
 def test_script_in_sbatch_without_srun_is_a_single_process():
     assert read_setup({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}) == LaunchSetup()
 

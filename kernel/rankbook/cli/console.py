@@ -54,10 +54,12 @@ class Console:
 
     def __init__(self, out: TextIO, err: TextIO, *, clock: Callable[[], float]) -> None:
         self._out, self._err, self._clock = out, err, clock
-        # The variable turns colours off, whatever its value: see https://no-color.org.
-        self._colour = {stream: stream.isatty() and "NO_COLOR" not in os.environ for stream in (out, err)}
+        plain = os.environ.get("TERM") == "dumb"  # a terminal that knows no escape sequences
+        # NO_COLOR turns colours off, whatever its value: see https://no-color.org.
+        self._colour = {stream: stream.isatty() and not plain and "NO_COLOR" not in os.environ for stream in (out, err)}
         self._is_terminal = out.isatty()
-        self._interval = TERMINAL_INTERVAL if self._is_terminal else LOG_INTERVAL
+        self._can_erase = self._is_terminal and not plain
+        self._interval = TERMINAL_INTERVAL if self._can_erase else LOG_INTERVAL
         self._foreground: int | None = None
         self._open: tuple[object, TextIO] | None = None  # the source of an unfinished line, and its stream
         self._unfinished_lines: dict[tuple[int, bool], str] = {}  # unfinished lines of background cells
@@ -169,7 +171,7 @@ class Console:
     def _erase(self, frame: _Frame) -> None:
         """Erase the frame's text from the terminal, if it is still the last text and fits on the screen."""
         text, frame.shown = frame.shown, ""
-        if not (self._is_terminal and text and self._last_source is frame):
+        if not (self._can_erase and text and self._last_source is frame):
             return
         self._close_line()
         size = shutil.get_terminal_size()
@@ -209,7 +211,7 @@ class Console:
         stream.flush()
         self._open = None if text.endswith("\n") else (source, stream)
         self._last_source = source
-        if isinstance(source, _Frame) and self._is_terminal and len(source.shown) < _MAX_FRAME_TEXT:
+        if isinstance(source, _Frame) and self._can_erase and len(source.shown) < _MAX_FRAME_TEXT:
             source.shown += text
 
     def _close_line(self) -> None:

@@ -40,13 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a progress bar must not end the run in an ASCII terminal
     try:
-        return _run(args) if args.command == "run" else _checkpoint(args)
+        code = _run(args) if args.command == "run" else _checkpoint(args)
+        sys.stdout.flush()  # here, because at the exit the interpreter would print an error
     except KeyboardInterrupt:  # before the run installed its signal handlers
         return 130
     except BrokenPipeError:  # `rankbook run … | head`
         # The interpreter flushes stdout at exit and would print the same error again. /dev/null takes the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -158,6 +160,8 @@ def _checkpoint(args: argparse.Namespace) -> int:
 
     try:
         return _ACTIONS[args.action](args)
+    except BrokenPipeError:  # see `main`
+        raise
     except (RankbookError, OSError) as error:
         return _usage_error(str(error))
     except Exception as error:  # noqa: BLE001 - a corrupt file may raise any exception: report it in one line
@@ -188,6 +192,7 @@ def _verify(args: argparse.Namespace) -> int:
     for step in which:
         report = verify(args.path, step)
         sys.stdout.write(f"{report}\n")
+        sys.stdout.flush()  # the next one may take hours
         intact = intact and report.ok
     return 0 if intact else 1
 

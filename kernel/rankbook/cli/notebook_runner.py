@@ -276,12 +276,16 @@ class NotebookRunner(NotebookClient):
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """Interrupt the cell on the first SIGINT; stop the run on any other signal; kill a kernel that is ending."""
+        """Interrupt the cell on the first SIGINT, and stop the run on any other signal.
+
+        While the kernel ends, SIGINT kills it.
+        """
         run = self._current
         if self._ending:
             # The kernel is asked to end, which takes it some seconds. Whoever presses Ctrl-C again has waited long
-            # enough.
-            self._send_to_kernel(signal.SIGKILL)
+            # enough. Other signals may come twice by themselves: SIGHUP comes from the shell and from the system.
+            if number == signal.SIGINT:
+                self._send_to_kernel(signal.SIGKILL)
         elif self._stopped.done():
             return
         elif number == signal.SIGINT and run and not run.interrupted:

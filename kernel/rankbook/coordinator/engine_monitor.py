@@ -181,9 +181,9 @@ class EngineState:
                 continue
             where = "" if host is None else f" on {self.started.get(host) or f'host {host}'}"
             output = self._output.get(host, "").strip() or self._output.get(None, "").strip()
-            # The reason may quote the output already.
-            last = output.splitlines()[-1] if output else ""
-            told = f"\n{output}" if last and last not in reason else ""
+            # The reason may quote all of the output already, in one line.
+            quoted = " / ".join(line.strip() for line in output.splitlines() if line.strip())
+            told = "" if quoted in reason else f"\n{output}"
             return f"the agent{where} ended because {reason}{told}"
         return ""
 

@@ -121,7 +121,8 @@ class Job:
     @property
     def last_output(self) -> str:
         """Return the last lines that the program has written, as one line."""
-        return " / ".join(line.strip() for line in self._last.splitlines() if line.strip())
+        text = " / ".join(line.strip() for line in self._last.splitlines() if line.strip())
+        return f"… {text}" if len(self._last) == _LAST_OUTPUT else text
 
     def describe_end(self) -> str:
         """Describe how the program has ended, with the last lines that it has written."""

@@ -198,6 +198,11 @@ class RayEngine:
     def events(self) -> Iterable[EngineEvent]:
         """See `Engine`."""
         events: list[EngineEvent] = []
+        if self._connection is not None and not self._ray.is_initialized():
+            # Ray has ended the actors. Any further call of `ray` would start Ray anew.
+            self._connection = self._ready = self._group = None
+            self._hosts.clear()
+            return [HostEnded(None, "ray: the notebook has called ray.shutdown()")]
         if self._ready is not None:
             if not self._is_done(self._ready):
                 events.append(HostQueued(self._queued))
@@ -212,7 +217,7 @@ class RayEngine:
     def replace(self, host: int, *, wait: bool) -> int | None:
         """See `Engine`. The same bundle, as soon as Ray has placed it: at once, if its node lives."""
         lost = self._ended.get(host)
-        if lost is None:
+        if lost is None or self._connection is None:
             return None
         alive = any(node["NodeID"] == lost.node and node["Alive"] for node in self._ray.nodes())
         if not alive and not wait:

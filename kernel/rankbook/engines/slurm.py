@@ -50,6 +50,8 @@ _OF_ALLOCATION = frozenset(
         *("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU"),
         *("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET", "SLURM_GPU_BIND", "SLURM_TRES_BIND"),
         *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK"),
+        # With one of these srun assumes --exact: the step would have one core per node.
+        *("SLURM_THREADS_PER_CORE", "SLURM_CPUS_PER_GPU", "SLURM_EXACT"),
         # srun ends if it has two of these, also if one of them is an option.
         *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU"),
     }
@@ -61,8 +63,9 @@ _FOR_MEMORY = re.compile(r"--mem(-per-\w+)?(=|$)")
 _SHARES_GPUS = (22, 5)
 """First version of Slurm in which steps with `--overlap` share GPUs and memory, not only CPUs."""
 _NODE_FAILURE = re.compile(r"error: Node failure on (\S+)")
-# The reporters exit with 0: this one has not run, as where Rankbook is not installed.
-_TASK_EXIT = re.compile(r"error: (\S+): task (\d+): (Exited with exit code \d+)")
+# The reporters exit with 0. This one has not run, as where Rankbook is not installed, or it was killed with its agent:
+# then the name of the signal follows, or "Out Of Memory".
+_TASK_EXIT = re.compile(r"srun: error: (\S+): task (\d+): (.+)")
 _STEP_WAITS = re.compile(r"srun: (Job \d+ step creation temporarily disabled, .+)")
 
 

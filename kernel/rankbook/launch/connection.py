@@ -83,7 +83,8 @@ def decode_connection(text: str, source: str) -> Connection:
 
 def connection_path(cluster: str) -> Path:
     """Return the path of the connection file of a cluster."""
-    folder = Path(os.environ.get("RANKBOOK_CONNECT_DIR") or platformdirs.user_data_path("rankbook") / "connections")
+    given = os.environ.get("RANKBOOK_CONNECT_DIR")
+    folder = Path(given).expanduser().absolute() if given else platformdirs.user_data_path("rankbook") / "connections"
     return folder / f"{socket.gethostname()}-{cluster}.json"
 
 

@@ -73,6 +73,12 @@ def read_setup(environment: Mapping[str, str] | None = None) -> LaunchSetup:
     """
     environment = os.environ if environment is None else environment
     for launcher in LAUNCHERS:
+        # `srun --mpi=pmi2` sets these two of PMI alone. Slurm's own variables say which ranks share a host.
+        of_slurm = launcher.launcher == "PMI" and (
+            environment.get(launcher.world_size) == environment.get("SLURM_STEP_NUM_TASKS")
+        )
+        if of_slurm and launcher.local_rank not in environment:
+            continue
         if launcher.rank in environment and launcher.world_size in environment:
             return _read_launcher(environment, launcher)
     # Only one of torchrun's two variables is set. A single process that silently ignored it would train alone while
