@@ -96,7 +96,7 @@ class Panel:
             self._ended = True
             blocks = self.page.blocks
             self._ended_blocks = {block.key: replace(block, text="") for block in blocks if block.data is None}
-            # The driver knows the last cells for long, and the widget has their whole HTML.
+            # The driver keeps the last cells, and so this panel; the widget has its whole HTML.
             widget, self._widget = self._widget, None
             if widget is not None:
                 self._sink.emit([RichOutput(dict(widget.end(blocks)), {}, self._name, update=True)])

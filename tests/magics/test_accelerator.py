@@ -59,6 +59,7 @@ def test_cell_that_does_not_use_accelerator_gets_none(notebook):
         ("def train():\n    return accelerator.device\ntrain()", True),
         ("def show(net, accelerator=None):\n    print(accelerator)\nshow(1, accelerator=accelerator)", True),
         ("print(f'{accelerator=}')", True),
+        ("from rankbook import Accelerator\naccelerator: Accelerator\naccelerator.device", True),
         ("%time accelerator.device", True),
         ("%%time\ndict(device=accelerator.device,\n     accelerator=accelerator)", True),
         ("%%time\naccelerator.device", True),

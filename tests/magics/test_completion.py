@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import statistics
 import time
@@ -15,6 +16,7 @@ from tests.conftest import stop_process, wait_until
 
 pytestmark = pytest.mark.processes
 
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
 SETUP = """%%distributed
 class Net(torch.nn.Module):
     "A small one."
@@ -109,7 +111,8 @@ def test_a_question_mark_opens_the_pager(notebook):
 
 
 def test_a_question_below_code_knows_what_only_running_code_can_tell(notebook):
-    assert "[0] rankbook.start(" in notebook.ok("%%distributed\nimport rankbook\nrankbook.start?").stdout
+    shown = notebook.ok("%%distributed\nimport rankbook\nrankbook.start?").stdout
+    assert "rankbook.start(" in ANSI.sub("", shown)
     assert "not found" in notebook.ok("%%distributed\nimport rankbook\nrankbook.no_such_name?").stdout
 
 

@@ -13,7 +13,7 @@ import ipykernel
 import pytest
 from anywidget._util import enable_custom_widget_manager_once
 from IPython.core.displaypub import CapturingDisplayPublisher
-from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.events import EventManager, available_events
 
 from rankbook.magics.output_panel import as_message
 from rankbook.magics.views import Dashboard
@@ -111,10 +111,17 @@ def test_browser_without_recent_heartbeat_counts_as_hidden(feed, monkeypatch):
     view.close()
 
 
+class Shell:
+    """The events of a shell, which runs no cells."""
+
+    def __init__(self):
+        self.events = EventManager(self, available_events)
+
+
 def test_no_lease_ends_during_a_cell_where_no_browser_can_be_heard_meanwhile(feed, monkeypatch):
     monkeypatch.setattr(live_view, "LEASE", 0.3)
     monkeypatch.setattr(PlacementView, "_hook_early_messages", lambda view: setattr(view, "_delivered_late", True))
-    shell = InteractiveShell()
+    shell = Shell()
     monkeypatch.setattr(live_view, "get_ipython", lambda: shell)
     view = PlacementView(feed)
     look(view, parts=["placement"])

@@ -495,9 +495,13 @@ class Executor:
                 return not _ASSIGNS_ACCELERATOR.search(source)
             flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
             tree = compile(transformed, "<cell>", "exec", flags | ast.PyCF_ONLY_AST, dont_inherit=True)
-            if any(map(_binds_accelerator, ast.walk(tree))):
+            # Not the declaration `accelerator: Accelerator`, which gives no value.
+            declared = {
+                id(node.target) for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and node.value is None
+            }
+            if any(_binds_accelerator(node) for node in ast.walk(tree) if id(node) not in declared):
                 return False
-            # Not for a comment, a parameter, or the declaration `accelerator: Accelerator`.
+            # Not for a comment, or a parameter.
             return "accelerator" in names_in(compile(tree, "<cell>", "exec", flags, dont_inherit=True))
         return False
 
@@ -797,7 +801,9 @@ def _lost_saves(cells: Mapping[str, int]) -> str:
 def _binds_accelerator(node: ast.AST) -> bool:
     """Return True for the part of a syntax tree that gives a value to the name `accelerator`."""
     match node:
-        case ast.Name(id=name, ctx=ast.Store()) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+        case ast.Name(id=name, ctx=ast.Store()):
+            return name == "accelerator"
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             return name == "accelerator"
         case ast.alias(name=imported, asname=renamed):
             return (renamed or imported.partition(".")[0]) == "accelerator"
