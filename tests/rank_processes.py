@@ -43,9 +43,11 @@ exec(code, {"__name__": "__main__"})
 """
 _ROOT = str(Path(__file__).parents[1])  # `pytest`, other than `python -m pytest`, has it in no path
 _context = multiprocessing.get_context("forkserver")
-# The first optimizer imports torch._dynamo, 1.3 s in each process; FSDP2 and DTensor another second.
+# The first optimizer imports torch._dynamo, 1.3 s in each process; FSDP2 and DTensor another second. Most tests prepare
+# objects, and many save.
 _PRELOAD = ["torch", "torch.distributed", "cloudpickle", "rankbook.runtime.state",
-            "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]  # fmt: skip
+            "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+            "rankbook.runtime.accelerator", "rankbook.checkpoint.saving", "rankbook.checkpoint.loading"]  # fmt: skip
 
 
 class RankFailed(AssertionError):

@@ -212,7 +212,8 @@ EXAMPLES = examples()
 @pytest.fixture(scope="module")
 def example_notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """Return a notebook whose working folder is empty, since examples write files."""
-    with running_kernel(cwd=Path(tmp_path_factory.mktemp("examples")), ranks=2) as notebook:
+    folder = Path(tmp_path_factory.mktemp("examples"))
+    with running_kernel(cwd=folder, env={"RANKBOOK_PRELOAD": "start"}, ranks=2) as notebook:
         yield notebook
 
 

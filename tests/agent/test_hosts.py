@@ -442,7 +442,11 @@ def test_an_agent_imports_torch_while_it_waits_for_its_key_to_be_allowed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lost_after", "reason"), [(2.0, "the notebook was not reached"), (300.0, "the notebook's process has ended")]
+    ("lost_after", "reason"),
+    [
+        pytest.param(2.0, "the notebook was not reached", marks=pytest.mark.full),
+        (300.0, "the notebook's process has ended"),
+    ],
 )
 def test_agents_end_when_the_notebook_is_killed(tmp_path, monkeypatch, lost_after, reason):
     monkeypatch.setenv("RANKBOOK_CONNECT_DIR", str(tmp_path / "connect"))
@@ -473,14 +477,14 @@ def test_an_agent_of_another_version_is_refused_with_the_reason_on_both_sides(tm
     monkeypatch.setattr(hosts, "local_versions", lambda: {**versions, "rankbook": "99.0"})
     with (
         pytest.raises(StartError, match="1 of 1 slots are missing"),
-        cluster_on_hosts(tmp_path, monkeypatch, 1, [1], timeout=30.0),
+        cluster_on_hosts(tmp_path, monkeypatch, 1, [1], timeout=20.0),
     ):
         started.set()
     assert not started.is_set()
     assert "instead of 99.0" in (tmp_path / "agent-0.log").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_start_without_agents_ends_and_leaves_nothing(tmp_path, monkeypatch):
     with (
         pytest.raises(StartError, match="2 of 2 slots are missing after 1 s"),

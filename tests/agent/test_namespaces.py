@@ -165,6 +165,7 @@ def test_a_training_on_two_hosts_has_the_losses_of_one_host(notebook):
     assert notebook.run("result = cluster.pull('interface')") == ["eth7"] * 4
 
 
+@pytest.mark.full
 def test_a_host_that_is_killed_is_replaced_by_the_third_one(notebook):
     notebook.start(2, {"b": 1, "c": 1}, home=1, lost_after=300)
     notebook.run("cluster.run('kept = 7')")
@@ -183,6 +184,7 @@ def test_a_host_that_is_killed_is_replaced_by_the_third_one(notebook):
     assert notebook.run("result = cluster.run('t = torch.ones(1); dist.all_reduce(t); t.item()').text(0)") == "2.0"
 
 
+@pytest.mark.full
 def test_a_host_that_is_unplugged_for_five_seconds_goes_on_and_no_output_is_missing(notebook):
     notebook.start(2, {"b": 1}, home=1)
     number = notebook.post(

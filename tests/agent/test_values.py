@@ -101,6 +101,8 @@ def test_a_host_that_is_lost_in_the_middle_fails_only_its_transfer(tmp_path, mon
         hosts = hosts_of(cluster)
         host = hosts._hosts[hosts.seats[2].host]
         (agent,) = (agent for agent in agents.processes if agent.pid == int(host.description.pid))
+        # Until then, a silent host is known to be lost only after `lost_after`.
+        wait_until(lambda: not hosts._tested, timeout=20, what="the agents' ports are tested")
         cluster.run(f"sent = bytes({size})")
         next_part = host.sender.next_part
         parts: list[object] = []

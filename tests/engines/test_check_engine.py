@@ -113,13 +113,15 @@ class EndsWhatItHasReported(FakeEngine):
         (LeaksKey, r"text is in environ of process"),
         (SaysNothing, r"expected HostEnded of every host in \[0\]"),
         (EndsAll, r"the agent of host 1 ended with that of host 0"),
-        (UsesNumbersTwice, r"expected replace\(\) to return a number that no host has"),
-        (GivesOneNumber, r"two agents have the same number"),
-        (HasNoLimits, r"expected limits\(\) to return Limits, got None"),
-        (HasEnded, r"the hosts have ended already"),
-        (TakesFewerSlots, r"expected at least 4 slots, the agents offer 2"),
-        (ReportsOthers, r"expected the end of host 0 alone"),
-        (EndsWhatItHasReported, r"the agent of host [01] runs after stop\(\)"),
+        pytest.param(
+            UsesNumbersTwice, r"expected replace\(\) to return a number that no host has", marks=pytest.mark.full
+        ),
+        pytest.param(GivesOneNumber, r"two agents have the same number", marks=pytest.mark.full),
+        pytest.param(HasNoLimits, r"expected limits\(\) to return Limits, got None", marks=pytest.mark.full),
+        pytest.param(HasEnded, r"the hosts have ended already", marks=pytest.mark.full),
+        pytest.param(TakesFewerSlots, r"expected at least 4 slots, the agents offer 2", marks=pytest.mark.full),
+        pytest.param(ReportsOthers, r"expected the end of host 0 alone", marks=pytest.mark.full),
+        pytest.param(EndsWhatItHasReported, r"the agent of host [01] runs after stop\(\)", marks=pytest.mark.full),
         (StartsNothing, r"an agent of every host in \[0, 1\] to connect"),
     ],
 )

@@ -143,7 +143,7 @@ def test_packages_of_a_host_are_those_of_its_own_python(tmp_path, monkeypatch):
     assert result.text(0) == "('agent', 'user')"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_removed_runtime_folder_of_a_host_is_made_again():
     with on(FakeEngine(1), 2) as cluster:
         (host,) = cluster._processes.hosts._hosts.values()

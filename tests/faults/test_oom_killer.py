@@ -78,6 +78,7 @@ def test_a_rank_that_the_oom_killer_ends_is_reported_as_that(small):
     assert "rank 1 restarted" in small.ok("%distributed restart 1", timeout=20).stdout
 
 
+@pytest.mark.full
 def test_kill_in_a_memory_cgroup_is_reported_as_possible_oom(small):
     os.kill(pids(small)[1], signal.SIGKILL)
     wait_until(lambda: "dead" in small.ok("%distributed status").text, timeout=20, what="its end is told")

@@ -46,8 +46,8 @@ IDENTITIES = "identities = [id(item) for item in (model, net, optimizer, schedul
     ("layout", "moment", "rank"),
     [
         ("ddp", "backward", 0),
-        pytest.param("fsdp", "commit", 3, marks=pytest.mark.slow),
-        pytest.param("hsdp", "forward", 2, marks=pytest.mark.slow),
+        pytest.param("fsdp", "commit", 3, marks=pytest.mark.full),
+        pytest.param("hsdp", "forward", 2, marks=pytest.mark.full),
         ("fsdp_tp", "scheduler", 1),
     ],
 )
@@ -161,8 +161,8 @@ def test_a_rank_that_dies_while_the_ranks_are_protected_again_costs_no_further_s
     ("layout", "moment", "step"),
     [
         ("fsdp", "before", 3),
-        pytest.param("fsdp_tp", "optimizer", 3, marks=pytest.mark.slow),
-        pytest.param("hsdp", "scheduler", 4, marks=pytest.mark.slow),
+        pytest.param("fsdp_tp", "optimizer", 3, marks=pytest.mark.full),
+        pytest.param("hsdp", "scheduler", 4, marks=pytest.mark.full),
     ],
 )
 def test_ranks_that_an_error_has_left_at_different_steps_go_back_together(cluster, layout, moment, step):

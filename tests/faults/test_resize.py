@@ -356,7 +356,7 @@ def test_a_layout_that_does_not_fit_changes_nothing(cluster):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "n", "victim"), [(3, 2, 0), pytest.param(2, 3, 1, marks=pytest.mark.slow)], indirect=["cluster"]
+    ("cluster", "n", "victim"), [(3, 2, 0), pytest.param(2, 3, 1, marks=pytest.mark.full)], indirect=["cluster"]
 )
 def test_a_rank_that_dies_during_a_resize_is_replaced(cluster, n, victim, tmp_path):
     epoch = Epoch(cluster, "fsdp", tmp_path)

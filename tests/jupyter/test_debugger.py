@@ -148,7 +148,7 @@ def test_an_interrupt_ends_a_pause_and_the_next_cell_is_not_paused(kernel, front
     assert kernel.ok("print(here := rank)").stdout == "[0] 0\n[1] 1\n"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_kernel_that_ends_while_its_ranks_are_paused_leaves_nothing(kernel):
     with started("rankbook-debug") as other:
         debugger = FrontEnd(other)

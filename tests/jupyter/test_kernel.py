@@ -234,7 +234,7 @@ def test_ranks_that_cannot_start_are_reported_in_the_first_cell_that_wants_them(
         assert kernel.ok("x = 1\nprint(world_size)").text.endswith(" 1\n"), "the next cell is another try"
 
 
-@pytest.mark.parametrize("code", ["exit", "quit()"])
+@pytest.mark.parametrize("code", [pytest.param("exit", marks=pytest.mark.full), "quit()"])
 @pytest.mark.slow
 def test_exit_ends_the_kernel_and_its_ranks(install, code):
     assert install("-n", "2").returncode == 0

@@ -14,10 +14,13 @@ import threading
 from rankbook.checkpoint import save
 from rankbook.checkpoint.storage.backends import LocalStorage
 
-plainly, gate = LocalStorage.write, threading.Event()
+# Once: a rank may run this cell again.
+plainly = LocalStorage.plainly = getattr(LocalStorage, "plainly", LocalStorage.write)
+gate = threading.Event()
 
 def slowly(storage, path, parts):
-    gate.wait({seconds})
+    # Long at one of the files only, of which a save writes seven.
+    gate.wait({seconds} if str(path).endswith("manifest.json") else min({seconds}, 0.3))
     return plainly(storage, path, parts)
 
 LocalStorage.write = slowly

@@ -49,7 +49,7 @@ def test_ranks_start_while_the_debugger_is_on_also_after_a_restart_of_the_kernel
     check_nothing_left(notebook.mark, before)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ranks_on_other_hosts_start_while_the_debugger_is_on():
     before = leftovers()
     notebook = Notebook()

@@ -195,8 +195,8 @@ def load_in(folder, saved, layouts):
     ("world", "layouts_by_ranks"),
     [
         pytest.param(2, {1: ["whole"], 3: ["shards"], 2: ["whole", "layers"]}, id="2"),
-        pytest.param(1, {2: ["shards"]}, id="1"),
-        pytest.param(3, {1: ["whole"], 2: ["whole"]}, id="3"),  # the same the other way
+        pytest.param(1, {2: ["shards"]}, id="1", marks=pytest.mark.full),
+        pytest.param(3, {1: ["whole"], 2: ["whole"]}, id="3", marks=pytest.mark.full),  # the same the other way
     ],
 )
 def test_training_goes_on_with_the_next_batch_however_many_ranks_load(world, layouts_by_ranks, tmp_path):
