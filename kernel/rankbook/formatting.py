@@ -142,6 +142,11 @@ def is_users(file: str) -> bool:
     return not file.startswith((*folders, "<frozen", *PACKAGE_FOLDERS)) and "site-packages" not in file
 
 
+def join_lines(text: str) -> str:
+    """Return the lines of a text that are not empty as one line."""
+    return " / ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
 def python_name(name: str) -> str:
     """Return a name as Python stores it: the micro sign of a keyboard becomes the Greek letter."""
     return name if name.isascii() else unicodedata.normalize("NFKC", name)

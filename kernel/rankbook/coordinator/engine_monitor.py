@@ -32,7 +32,7 @@ from rankbook.engines.engine import (
     Limits,
     Notice,
 )
-from rankbook.formatting import plural
+from rankbook.formatting import join_lines, plural
 from rankbook.queues import get_within
 
 _POLL_SECONDS = 0.2
@@ -182,8 +182,7 @@ class EngineState:
             where = "" if host is None else f" on {self.started.get(host) or f'host {host}'}"
             output = self._output.get(host, "").strip() or self._output.get(None, "").strip()
             # The reason may quote all of the output already, in one line.
-            quoted = " / ".join(line.strip() for line in output.splitlines() if line.strip())
-            told = "" if quoted in reason else f"\n{output}"
+            told = "" if join_lines(output) in reason else f"\n{output}"
             return f"the agent{where} ended because {reason}{told}"
         return ""
 

@@ -819,6 +819,9 @@ def merge_shards(
         first, *others = keys
         more = f" and {len(others)} more" if others else ""
         troubles.setdefault(f"another shape or dtype, which is not shown: {first}{more}", []).append(rank)
+        different = set(keys)  # no shards of the same tensors
+        alike = tuple(tensor for tensor in replies[rank].tensors if tensor.key not in different)
+        replies[rank] = msgspec.structs.replace(replies[rank], tensors=alike)
     tensors = tuple(_tensors(replies, devices))
     shown = {shard.rank for tensor in tensors for shard in tensor.shards}
     for rank in all_ranks:
@@ -854,9 +857,7 @@ def _tensors(replies: Mapping[int, ShardsReply], devices: Mapping[int, str]) -> 
     # computed for them. Several ranks may have computed the same one: the key None keeps one per rank and tensor.
     for rank, reply in replies.items():
         for tensor in reply.tensors:
-            known = tensors.setdefault(tensor.key, tensor)
-            if (tensor.shape, tensor.dtype) != (known.shape, known.dtype):  # no shard of the same tensor
-                continue
+            tensors.setdefault(tensor.key, tensor)
             local = [box for box in reply.grids[tensor.grid] if box.rank == rank]
             reported.update((tensor.key, rank) for _ in local)
             for box in local:

@@ -36,7 +36,7 @@ from rankbook.engines.engine import (
     split_arguments,
 )
 from rankbook.errors import InvalidArgument, StartError
-from rankbook.formatting import plural
+from rankbook.formatting import join_lines, plural
 
 _MAX_READ = 1 << 16
 _LAST_OUTPUT = 600
@@ -121,7 +121,7 @@ class Job:
     @property
     def last_output(self) -> str:
         """Return the last lines that the program has written, as one line."""
-        text = " / ".join(line.strip() for line in self._last.splitlines() if line.strip())
+        text = join_lines(self._last)
         return f"… {text}" if len(self._last) == _LAST_OUTPUT else text
 
     def describe_end(self) -> str:

@@ -10,7 +10,7 @@
     settings.py          layouts of `compare` and conditions of `watch_numbers`, as the user writes them
     recording.py         copies of a model in a layout; record of a step there: summaries of its tensors, as whole ones
     relations.py         relation of two tensors: a factor, a missing rank, another mask, a precision (pure functions)
-    naming.py            names of modules and parameters, lines of cells
+    naming.py            names of modules and parameters, lines of cells, tensors in containers
 
 The modules that import torch are loaded by the ranks when a check is used. Nothing here imports `rank` or
 `coordinator`, so that both can import it. The two public functions, which the ranks run, are in this file: the notebook

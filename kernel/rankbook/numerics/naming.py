@@ -1,7 +1,11 @@
-"""Names for what a check reports: the path of a module in its model, of a parameter, and the line of the cell."""
+"""Names for what a check reports: the path of a module in its model, of a parameter, and the line of the cell.
+
+Also `tensors_in`: the tensors that a module takes or returns have no names of their own.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Iterable, Iterator
@@ -22,6 +26,21 @@ def namespace() -> dict[str, Any]:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell.user_ns if shell is not None else vars(sys.modules["__main__"])
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested containers: lists, tuples, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
 
 
 def executed_lines() -> list[tuple[str, int]]:

@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_map_only
 
 from rankbook.control_collectives import all_min, world_size
 from rankbook.errors import InvalidArgument
+from rankbook.numerics.naming import tensors_in
 from rankbook.numerics.relations import wide
 from rankbook.numerics.settings import Layout
 from rankbook.runtime import optimizer as optimizers
@@ -513,7 +514,8 @@ class Recorder:
         """Record the output of a module."""
         if self._in_backward:  # activation checkpointing computes it once more
             return
-        for index, tensor in enumerate(_tensors(output)):
+        numbers = (tensor for tensor in tensors_in(output) if tensor.is_floating_point() or tensor.is_complex())
+        for index, tensor in enumerate(numbers):
             label = name or "the model"
             call = self._calls[f"{name}/{index}"]
             self._calls[f"{name}/{index}"] += 1
@@ -582,21 +584,6 @@ def _averaged(own: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor
     if present[1].item():
         total = total.to_sparse(1)
     return total
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point() or value.is_complex():
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field_ in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field_.name, None))
 
 
 # Running a step -------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ from rankbook import control_collectives
 from rankbook.errors import NumericalError
 from rankbook.numerics import attribution as at
 from rankbook.numerics import step_ends
-from rankbook.numerics.naming import ModuleNames, cell_line, executed_lines, namespace
+from rankbook.numerics.naming import ModuleNames, cell_line, executed_lines, namespace, tensors_in
 from rankbook.numerics.settings import Conditions
 from rankbook.protocol import telemetry
 
@@ -279,13 +279,13 @@ class NumberWatch:
             if self._first.in_pass and len(self._first.later) < _MAX_CALLS:
                 self._first.later.append((call, _kind_of_all(call.inputs) is None))
             return
-        for tensor in _tensors(call.inputs):
+        for tensor in tensors_in(call.inputs):
             if tensor.requires_grad and not tensor.is_leaf:
                 producer = self._producer(tensor)
                 if producer is None:  # computed between two modules
                     producer = self._follow(tensor, _Call(module, ()))
                 producer.consumers += (call,)
-        for tensor in (output,) if isinstance(output, torch.Tensor) else _tensors(output):
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
             producer = self._producer(tensor) if tensor.requires_grad else None
             if producer is not None:  # a container returns the output of its last module
                 producer.enclosing += (module,)
@@ -337,7 +337,7 @@ class NumberWatch:
         self._begin_step()
         # The scaled loss may overflow without harm.
         self._scaled = True
-        for loss in _tensors(losses):
+        for loss in tensors_in(losses):
             if self._first is None:
                 self._check(loss, at.LOSS, None)
 
@@ -372,9 +372,9 @@ class NumberWatch:
         if len(self._launches) >= _MAX_LAUNCHES:
             return
         finite, dtype = True, ""
-        references = [TensorWeakRef(tensor) for tensor in _tensors(outputs)]
+        references = [TensorWeakRef(tensor) for tensor in tensors_in(outputs)]
         with torch.no_grad():
-            for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else _tensors(tensors):
+            for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors_in(tensors):
                 if not tensor.is_floating_point() or tensor.layout is not torch.strided:
                     continue
                 dtype = str(tensor.dtype).removeprefix("torch.")
@@ -750,7 +750,7 @@ def _reducible(values: torch.Tensor) -> torch.Tensor:
 
 
 def _kind_of_all(value: object) -> str | None:
-    kinds = {kind_of(_local(tensor)) for tensor in _tensors(value) if tensor.layout is torch.strided} - {None}
+    kinds = {kind_of(_local(tensor)) for tensor in tensors_in(value) if tensor.layout is torch.strided} - {None}
     return "NaN" if "NaN" in kinds else "inf" if kinds else None
 
 
@@ -781,21 +781,6 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     assert gradient is not None  # only parameters with gradients are checked
     gradient = _local(gradient)
     return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name, None))
 
 
 def _default_group_name() -> str:
