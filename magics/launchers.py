@@ -234,7 +234,8 @@ def _hold_nothing(cluster: Cluster) -> bool:
     if len(variables) < cluster.world_size or any(variables.values()):
         return False
     # Functions and modules are not variables in this sense, but a user has defined them, too.
-    return not any(cluster.complete("", 0, ranks=rank, variables=True)[1] for rank in variables)
+    # A rank that does not reply in time seems to have none, and Tab's own limit is short for a busy machine.
+    return not any(cluster.complete("", 0, ranks=rank, variables=True, timeout=30.0)[1] for rank in variables)
 
 
 def _check_precision(cluster: Cluster, precision: str) -> None:

@@ -509,7 +509,7 @@ def _is_statement(caller: FrameType) -> bool:
     if line:
         return line.startswith("get_ipython().run_line_magic(")
     following = (step.opname for step in dis.get_instructions(caller.f_code) if step.offset > caller.f_lasti)
-    return not next(following, "").startswith("STORE_")
+    return next(following, "") in {"POP_TOP", "RETURN_VALUE"}  # the value is dropped, or is that of `%time`
 
 
 def _cell_number(shell: InteractiveShell) -> int:

@@ -31,7 +31,9 @@ def test_selections(text, expected):
     assert parse_ranks(text, 5) == expected
 
 
-@pytest.mark.parametrize("text", ["5", "3-7", "2-1", "", ",", "x", "1.5", "0:4:0", "9:", "-1", "all but 2", "1;2"])
+@pytest.mark.parametrize(
+    "text", ["5", "3-7", "2-1", "", ",", "x", "1.5", "0:4:0", "9:", "-1", "all but 2", "1;2", "0 1"]
+)
 def test_nonsense_is_one_line_that_names_the_valid_ranks_or_forms(text):
     with pytest.raises(InvalidArgument) as caught:
         parse_ranks(text, 5)

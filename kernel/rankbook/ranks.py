@@ -21,7 +21,7 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
     """
     # A set, because the parts of a selection may overlap.
     chosen: set[int] = set()
-    for item in text.replace(" ", "").split(","):
+    for item in re.sub(r"\s*([,:-])\s*", r"\1", text.strip()).split(","):  # "0 1" is not rank 1
         chosen.update(_parse_item(item, text, world_size))
     if not chosen:
         raise InvalidArgument(

@@ -177,6 +177,14 @@ def test_training_goes_on_with_another_number_of_ranks(cluster, layout, sizes, t
 
 
 @pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_a_reset_after_a_resize_keeps_the_number_of_ranks(cluster):
+    cluster.resize(3)
+    cluster.run("%reset -f\nn = world_size, dist.get_world_size()")
+    assert cluster.pull("n") == [(3, 3)] * 3
+    assert [[variable.name for variable in variables] for variables in cluster.variables().values()] == [["n"]] * 3
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
 def test_variables_that_differ_by_rank_are_listed(cluster):
     cluster.run("import math\nmine, same, also = rank, 'a', torch.full((3,), rank)\ngroup = dist.new_group([0, 1])")
     cluster.run("def double(x):\n    return 2 * x * world_size")

@@ -290,6 +290,30 @@ def test_a_command_keeps_its_place_between_prints(notebook):
     assert outcome.stdout == "[0-1] before\n[0-1] middle\n[0-1] after\n"
 
 
+def test_commands_run_in_the_users_shell_as_in_the_notebook(notebook):
+    code = "![[ a == a ]] && echo yes\nlines = ![[ a == a ]] && echo too\nprint(lines)"
+    notebook.ok("%%distributed\nimport os\nbefore = os.environ.get('SHELL', '')\nos.environ['SHELL'] = '/bin/bash'")
+    assert notebook.ok(f"%%distributed --ranks 0\n{code}").stdout == "[0] yes\n[0] ['too']\n"
+    notebook.ok("%%distributed\nos.environ['SHELL'] = '/no/such/shell'")
+    assert notebook.ok("%%distributed --ranks 0\n!echo of the system").stdout == "[0] of the system\n"
+    notebook.ok("%%distributed\nos.environ['SHELL'] = before")
+
+
+def test_a_failed_command_raises_if_ipython_is_told_so(notebook):
+    setting = "%%distributed\n%config InteractiveShell.system_raise_on_error = "
+    if "False" in notebook.ok("%%distributed\nprint(get_ipython().has_trait('system_raise_on_error'))").stdout:
+        pytest.skip("this IPython does not have the setting")
+    notebook.ok(setting + "True")
+    try:
+        for command in ("!false", "lines = !false"):
+            outcome = notebook.run(f"%%distributed\n{command}\nprint('goes on')")
+            assert (outcome.status, outcome.stdout) == ("error", "")
+            assert "CalledProcessError" in outcome.traceback
+    finally:
+        notebook.ok(setting + "False")
+    assert notebook.ok("%%distributed\n!false\nprint('goes on')").stdout == "[0-1] goes on\n"
+
+
 def test_a_commands_exit_code_is_kept(notebook):
     assert notebook.ok("%%distributed\n!exit 3\nprint(_exit_code)").stdout == "[0-1] 3\n"
     assert notebook.ok("%%distributed\n!true\nprint(_exit_code)").stdout == "[0-1] 0\n"

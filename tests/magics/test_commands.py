@@ -271,6 +271,13 @@ def test_a_pull_in_a_timed_assignment_is_its_value(notebook, code):
     assert value(notebook, "got, 'unstored' in globals()") == "([0, 1], False)"
 
 
+def test_a_pull_in_a_timed_assignment_of_several_names_or_of_a_part_is_its_value(notebook):
+    notebook.ok("%%distributed\nunstored = rank")
+    notebook.ok("kept = {}")
+    notebook.ok("%%time\nfirst, second = %distributed pull unstored\nkept['a'] = %distributed pull unstored")
+    assert value(notebook, "first, second, kept, 'unstored' in globals()") == "(0, 1, {'a': [0, 1]}, False)"
+
+
 def test_a_pull_outside_an_assignment_has_no_value(notebook):
     notebook.ok("%%distributed\nx = rank")
     for code in ("%distributed pull x", "distributed pull x", "if True:\n    %distributed pull x"):

@@ -47,6 +47,26 @@ def test_input_asks_for_every_rank_with_its_label(notebook):
     assert sorted(outcome.stdout.splitlines()) == ["[0] hello from [0]", "[1] hello from [1]"]
 
 
+def test_a_thread_that_still_asks_after_its_cell_leaves_the_answer_to_the_next_cell(notebook):
+    message = notebook.send(
+        "%%distributed --ranks 0\nimport threading\nasked, ended = threading.Event(), []\n"
+        "def ask():\n"
+        "    asked.set()\n"
+        "    try:\n"
+        "        input('Enter to stop ')\n"
+        "    except EOFError as error:\n"
+        "        ended.append(str(error))\n"
+        "thread = threading.Thread(target=ask)\n"
+        "thread.start()\n"
+        "asked.wait()"
+    )
+    notebook.finish(message, timeout=20)
+    outcome = notebook.run("%%distributed --ranks 0\nprint(input('name? '))", answers=["x"], timeout=20)
+    assert (outcome.status, outcome.stdout) == ("ok", "[0] x\n")
+    shown = notebook.ok("%%distributed --ranks 0\nthread.join(10)\nprint(ended)").stdout
+    assert shown == "[0] ['the cell has ended, so input is not available']\n"
+
+
 def test_input_of_one_rank_while_the_other_waits_in_a_collective(notebook):
     outcome = notebook.run(
         "%%distributed\nanswer = [input('rate? ')] if rank == 0 else [None]\n"

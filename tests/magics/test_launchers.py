@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+from types import SimpleNamespace
 
 import pytest
 
 import rankbook
+from rankbook.magics import launchers
 from rankbook.magics.launchers import debug_launcher, notebook_launcher
+from rankbook.protocol.queries import Completion
 from tests.conftest import shows_frame, wait_until
 from tests.magics.test_comm_bridge import WIDGET, comm_messages, move
 
@@ -256,6 +259,22 @@ def test_ranks_that_hold_nothing_are_replaced_by_as_many_as_are_wanted(ranks):
     assert ranks.run("notebook_launcher(add, (1,), num_processes=2)").ename == "InvalidArgument"
     assert "[(33.0, 0)" in ranks.ok("notebook_launcher(add, (1,), num_processes=3)").text
     ranks.ok("%distributed stop")
+
+
+def test_a_rank_that_answers_slowly_does_not_seem_to_hold_nothing():
+    class SlowCluster:
+        world_size = 1
+
+        def status(self):
+            return [SimpleNamespace(state="idle")]
+
+        def variables(self):
+            return {0: ()}
+
+        def complete(self, _text, _cursor, *, ranks, variables, timeout=0.09):
+            return 0, (Completion("kept", "function"),) if variables and ranks == 0 and timeout > 1 else ()
+
+    assert not launchers._hold_nothing(SlowCluster())
 
 
 def test_launcher_on_a_rank_is_an_error_with_the_remedy(ranks):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from rankbook.errors import InvalidArgument
@@ -78,3 +80,12 @@ def test_vars_is_answered_while_a_cell_runs(notebook):
     assert "torch" not in text and "world_size" not in text
     assert notebook.ok("%distributed vars mine --ranks 1").text.count("mine") == 1
     assert "did you mean: mine" in notebook.run("%distributed vars min").stderr
+
+
+@pytest.mark.processes
+def test_a_predefined_name_with_a_users_value_is_a_variable(notebook):
+    notebook.ok("%%distributed\nmine, dist = 1, 7.5")
+    table = notebook.ok("%distributed vars").displays[-1]["text/plain"]
+    assert re.search(r"^dist\b.* 7\.5$", table, flags=re.MULTILINE)
+    notebook.ok("%%distributed\ndist = torch.distributed")
+    assert "dist" not in notebook.ok("%distributed vars").displays[-1]["text/plain"]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 
+import torch
+
+from rankbook.protocol import telemetry
 from rankbook.protocol.messages import CommToRank
+from rankbook.rank import comms
 from rankbook.rank.comms import HeldMessages
 
 
@@ -58,3 +63,11 @@ def test_between_cells_and_on_the_thread_that_handles_messages_nothing_waits():
     for name in "ab":
         rank.handle_message(name, name)
     assert rank.delivered == ["a", "b"]
+
+
+def test_the_callbacks_of_widgets_use_the_device_of_the_rank(monkeypatch):
+    chosen: queue.SimpleQueue[str] = queue.SimpleQueue()
+    monkeypatch.setattr(telemetry, "this_device", "cuda:1")
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.put)
+    threading.Thread(target=comms._CommRegistry().run, daemon=True).start()
+    assert chosen.get(timeout=10) == "cuda:1"

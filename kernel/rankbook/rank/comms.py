@@ -43,7 +43,7 @@ from comm.base_comm import BaseComm, CommManager
 
 from rankbook.ipython_compat import replace_ipykernel_comm
 from rankbook.output.merger import ClearOutput, Emit, RichOutput, Stream
-from rankbook.protocol import StreamName
+from rankbook.protocol import StreamName, telemetry
 from rankbook.protocol.messages import CommFromRank, CommToRank, ErrorReport
 from rankbook.queues import get_within
 from rankbook.rank import tracebacks
@@ -183,6 +183,10 @@ class _CommRegistry:
         """Handle incoming messages forever."""
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the signal must wake up the main thread
         self.held.comm_thread = threading.get_ident()
+        if telemetry.this_device.startswith("cuda"):
+            import torch  # the rank has imported it
+
+            torch.cuda.set_device(telemetry.this_device)  # the current device belongs to the thread
         while True:
             message, frames = self.inbox.get()
             end = self.manager.comms.get(message.comm)

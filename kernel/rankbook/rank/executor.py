@@ -144,6 +144,7 @@ class Executor:
         self._number = 0
         self._told_lost = False
         self.wait_reply: Callable[[], InputReply] | None = None
+        self.return_reply: Callable[[InputReply], None] | None = None
         self.run_when_idle: Callable[[Callable[[], None]], None] = lambda _: None
         self._shell = shell
         self._link = link
@@ -445,7 +446,9 @@ class Executor:
             case HandOver():
                 recovery.hand_over(message.folder)
             case EnterWorld():
-                return recovery.enter_world(namespace, hidden, message)
+                notes = recovery.enter_world(namespace, hidden, message)
+                self._shell.define_names({**self._shell.predefined_names, "world_size": message.world_size}, keep=True)
+                return notes
             case TakeOver():
                 recovery.take_over(message.folder)
         return None
@@ -574,10 +577,14 @@ class Executor:
         """See `shell.ShellSession`. Raises EOFError if the front end cannot ask for input."""
         if self._forked:
             raise EOFError("input() is not available in a subprocess of a rank")
-        self._send_in_order(InputRequest(cell=self.cell, prompt=prompt, password=password))
-        assert self.wait_reply is not None
+        cell = self.cell
+        self._send_in_order(InputRequest(cell=cell, prompt=prompt, password=password))
+        assert self.wait_reply is not None and self.return_reply is not None
         reply = self.wait_reply()
-        while reply.cell != self.cell:  # the reply to an input() call that was interrupted
+        while reply.cell != cell:  # the reply to an input() call that was interrupted
+            if reply.cell > cell:  # of a later cell: this is a thread whose cell has ended
+                self.return_reply(reply)
+                raise EOFError("the cell has ended, so input is not available")
             reply = self.wait_reply()
         if reply.text is None:
             raise EOFError(reply.reason)
@@ -632,8 +639,13 @@ class Executor:
         return {name: value for name, value in dict.copy(self._shell.user_ns).items() if type(name) is str}
 
     def hidden(self) -> Collection[str]:
-        """Return the names that were defined before the first cell. Any thread."""
-        return frozenset(dict.copy(self._shell.user_ns_hidden))
+        """Return the names that were defined before the first cell. Any thread.
+
+        Leaves out names of the rank, such as `dist`, to which a cell has given another value.
+        """
+        values, defined = dict.copy(self._shell.user_ns), self._shell.predefined_names
+        replaced = {name for name, value in defined.items() if values.get(name, value) is not value}
+        return frozenset(dict.copy(self._shell.user_ns_hidden).keys() - replaced)
 
     def query(self, question: Question) -> None:
         """Queue a query for a background thread, which sends the answer. Any thread."""

@@ -208,7 +208,8 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     )
     control = ControlThread(link, capture, interrupts, executor, liveness)
     # The executor was made before the control thread, which needs it.
-    executor.wait_reply, executor.run_when_idle = control.replies.get, control.tasks.put
+    executor.wait_reply, executor.return_reply = control.replies.get, control.replies.put
+    executor.run_when_idle = control.tasks.put
     telemetry.output_barrier = executor.mark_output
     shell.define_names(
         {

@@ -15,7 +15,9 @@ import getpass
 import importlib
 import io
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -349,7 +351,7 @@ class RankShell(InteractiveShell):
 
     def __init__(self, **traits: Any) -> None:  # noqa: ANN401 - traitlets'
         self._stock_transformations: tuple[list[object], ...] = ()
-        self._predefined_names: dict[str, object] = {}
+        self.predefined_names: dict[str, object] = {}
         super().__init__(**traits)
         self._stock_transformations = tuple(list(functions) for functions in self._transformations())
 
@@ -369,16 +371,19 @@ class RankShell(InteractiveShell):
             for callback in callbacks:
                 self.events.register(event, callback)
 
-    def define_names(self, names: dict[str, object]) -> None:
-        """Define names for every cell and hide them from lists of variables."""
-        self._predefined_names = dict(names)
-        self.push(names, interactive=False)
+    def define_names(self, names: dict[str, object], *, keep: bool = False) -> None:
+        """Define names for every cell and hide them from lists of variables. `keep`: they have their values already."""
+        self.predefined_names = dict(names)
+        if keep:
+            self.user_ns_hidden.update(names)
+        else:
+            self.push(names, interactive=False)
 
     def init_user_ns(self) -> None:
         """Define the rank's names as well: `%reset` calls this too."""
         super().init_user_ns()
         # IPython's versions ask for confirmation at the terminal.
-        self.push({"exit": sys.exit, "quit": sys.exit, **self._predefined_names}, interactive=False)
+        self.push({"exit": sys.exit, "quit": sys.exit, **self.predefined_names}, interactive=False)
 
     def run(self, source: str, number: int, file: str = "", *, session: bool = False) -> None:
         """Run a cell and raise its error. `session`: keep it in `In`, and its value in `Out`.
@@ -562,6 +567,8 @@ class RankShell(InteractiveShell):
         changes = _CHANGES_PACKAGES.search(command) is not None
         code, text = self._package_commands.run(self._session.cell, command, run) if changes else run()
         self.user_ns["_exit_code"] = code  # as IPython does, for a later cell
+        if code and getattr(self, "system_raise_on_error", False):  # older versions of IPython do not have it
+            raise subprocess.CalledProcessError(code, command)
         return text
 
     def enable_gui(self, gui: str | None = None) -> None:
@@ -571,12 +578,18 @@ class RankShell(InteractiveShell):
             raise UsageError(f"%gui {gui}: a rank has no display; use %matplotlib inline to show figures")
 
 
+def _user_shell() -> str | None:
+    """Return the shell in which IPython runs commands: that of the user, or None for the system's."""
+    return shutil.which(os.environ.get("SHELL", ""))
+
+
 def _run_command(command: str, output: TextIO | None) -> tuple[int, str]:
     """Run a shell command and return its exit code. Its output goes to the rank's descriptors, or to `output`."""
     # IPython's own version uses a pseudo-terminal on Unix, whose output would not go through the rank's pipes.
     with subprocess.Popen(  # noqa: S602 - `!` runs a shell command
         command,
         shell=True,
+        executable=_user_shell(),
         stdin=subprocess.DEVNULL,
         stdout=None if output is None else subprocess.PIPE,
         stderr=None if output is None else subprocess.STDOUT,
@@ -597,6 +610,7 @@ def _read_command(command: str) -> tuple[int, str]:
     with subprocess.Popen(  # noqa: S602 - as above
         command,
         shell=True,
+        executable=_user_shell(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
