@@ -55,8 +55,6 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - argparse's own
         # `allow_abbrev=False`: an abbreviation would become ambiguous when a later version adds an option.
         super().__init__(formatter_class=_HelpFormatter, add_help=False, allow_abbrev=False, **options)
-        # argparse takes a word that begins with "-" for an option, unless this matches it. `-2:` is a slice of ranks.
-        self._negative_number_matcher = re.compile(r"-\d+(?:[:,].*)?$|-\d*\.\d+$")
         # argparse's own `--help` would print the help and raise SystemExit.
         hidden = argparse.SUPPRESS
         self.add_argument(*_HELP, action=_HelpAction, nargs=0, dest=hidden, default=hidden, help=hidden)
