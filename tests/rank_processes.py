@@ -236,8 +236,11 @@ def _form_group(store: str, rank: int, world_size: int) -> None:
     dist.barrier()  # one that is done at once must not leave while others still connect to it
 
 
-HUNG = 20.0
-"""Seconds after which a rank that should have ended is taken for hung."""
+HUNG = 60.0
+"""Seconds after which a rank that should have ended is taken for hung.
+
+A rank whose peer dies while both connect waits for five timeouts of the group: gloo tries five times.
+"""
 
 
 class ForkedRanks:
