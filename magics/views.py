@@ -172,7 +172,7 @@ def _absolute(folder: Folder) -> str:
     """Return the folder for another process or a later time, when the working directory may differ."""
     path = os.fspath(folder)
     # A URL such as s3://bucket/run does not depend on the working directory.
-    return path if "://" in path else str(Path(path).absolute())
+    return path if "://" in path else str(Path(os.path.expanduser(path)).absolute())  # noqa: PTH111
 
 
 def _cluster_source() -> ClusterViewSource:

@@ -94,6 +94,15 @@ def test_convert_command_does_not_choose_the_step_in_a_folder_of_steps(run, tmp_
     assert steps.finished_steps(storage_of(tmp_path / "new")) == [0]
 
 
+@pytest.mark.parametrize("source", ["run", "run/step-40"])
+def test_convert_command_exports_a_checkpoint_that_has_a_model_beside_it(run, tmp_path, source):
+    (tmp_path / source / "model.safetensors").write_bytes(b"of save_model")
+    assert cli.main(["checkpoint", "convert", str(tmp_path / source), str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 1000
+    assert cli.main(["checkpoint", "convert", str(tmp_path / "hf"), str(tmp_path / "back")]) == 0
+    assert steps.finished_steps(storage_of(tmp_path / "back")) == [0]
+
+
 def test_path_without_a_checkpoint_is_one_line_of_error(tmp_path, capsys):
     for action in (["ls"], ["show"], ["verify"], ["convert", str(tmp_path / "x")]):
         assert cli.main(["checkpoint", action[0], str(tmp_path / "nowhere"), *action[1:]]) == 2

@@ -89,6 +89,7 @@ def check(root, names, blob, reported, report, number):
     """The same words on all ranks; the file, and what is in it, by `load` and by `verify`."""
     assert all(reported), f"{number}: damage of {names} was not found by load: {reported}"
     assert len(set(reported)) == 1, f"{number}: the ranks say different things of {names}: {reported}"
+    assert "removed or replaced" not in reported[0], f"{number}: {reported[0]}"
     assert not report.ok, f"{number}: damage of {names} was not found by verify"
     by_file = {name: [damage for damage in report.damages if damage.file.endswith(name)] for name in names}
     for name in names:

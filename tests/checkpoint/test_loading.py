@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rankbook.checkpoint as rc
-from rankbook.checkpoint import saving
+from rankbook.checkpoint import loading, saving
 from rankbook.errors import CheckpointError, InvalidArgument
 
 STATE = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2), "opt": {"lr": 0.1, "steps": [1, 2]}}
@@ -220,3 +220,21 @@ def test_damage_is_reported_unless_verify_is_off(saved):
     data.unlink()
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp: key 'w'.*No such file"):
         rc.load(requested_state(), saved)
+
+
+@pytest.mark.parametrize("other", [{"step": 2, "keep": 1}, {"step": 1}], ids=["removed", "replaced"])
+def test_a_checkpoint_that_another_save_removes_or_replaces_is_not_called_damaged(saved, monkeypatch, other):
+    verify = loading.Loader.verify
+
+    def save_and_verify(loader):
+        rc.save({**STATE, "w": torch.full((2, 3), 7.0)}, saved, **other)
+        verify(loader)
+
+    state = requested_state()
+    with monkeypatch.context() as patched:
+        patched.setattr(loading.Loader, "verify", save_and_verify)
+        message = r"step-1 was removed or replaced by another save while it was loaded; load again:\n"
+        with pytest.raises(CheckpointError, match=message):
+            rc.load(state, saved)
+    assert not state["w"].any()
+    assert rc.load(state, saved)["w"].tolist() == [[7.0] * 3] * 2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import uuid
 import warnings
 from collections import Counter, OrderedDict, defaultdict
@@ -12,6 +14,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import rankbook.checkpoint as rc
 from rankbook import control_collectives
@@ -19,6 +22,7 @@ from rankbook.checkpoint import saving
 from rankbook.checkpoint.format.manifest import PIECE
 from rankbook.checkpoint.save_plan import PlanCache
 from rankbook.checkpoint.saving import PlanHistory, Writer
+from rankbook.checkpoint.storage import backends
 from rankbook.errors import CheckpointError, InvalidArgument
 from tests.checkpoint.simulated import InMemory
 
@@ -56,6 +60,44 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     rc.save({"w": torch.zeros(2, 3)}, tmp_path, step=3)
     assert rc.load_plain(tmp_path).keys() == {"w"}
     assert names(tmp_path) == ["latest", "step-3"]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_step_is_saved_although_the_old_one_cannot_be_removed(tmp_path, monkeypatch, can_exchange):
+    def fail(path):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    rc.save(STATE, tmp_path, step=3)
+    with monkeypatch.context() as patch:
+        if not can_exchange:
+            patch.setattr(backends, "_exchange", lambda *_: False)
+        patch.setattr(backends.shutil, "rmtree", fail)
+        assert rc.save({"w": torch.zeros(2, 3)}, tmp_path, step=3).step == 3
+    assert not rc.load_plain(tmp_path)["w"].any()
+    assert names(tmp_path) == ["latest", "step-3", "step-3.partial" if can_exchange else "step-3.replaced"]
+    rc.save(STATE, tmp_path, step=4)
+    assert names(tmp_path) == ["latest", "step-3", "step-4"]
+    assert not rc.load_plain(tmp_path, step=3)["w"].any()
+
+
+def test_a_link_to_itself_in_a_folder_of_steps_is_no_obstacle(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    assert rc.steps(tmp_path) == []
+    rc.save(STATE, tmp_path, step=1, keep=1)
+    rc.save(STATE, tmp_path, step=2, keep=1)
+    assert rc.steps(tmp_path) == [2]
+    assert rc.load({"w": torch.zeros(2, 3)}, tmp_path)["w"].equal(STATE["w"])
+    assert (tmp_path / "loop").is_symlink()
+
+
+def test_a_tilde_means_the_home_folder(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rc.save(STATE, "~/run", step=1)
+    assert (rc.steps(tmp_path / "run"), names(tmp_path / "work")) == ([1], [])
+    assert rc.load_plain("~/run")["w"].equal(STATE["w"])
+    assert rc.steps("~of-nobody/run") == []
 
 
 def test_steps_of_a_url_with_brackets_are_those_of_that_folder():
@@ -169,6 +211,14 @@ def test_tensor_without_a_regular_layout_is_named(tmp_path, kind):
         odd = factories()
     with pytest.raises(CheckpointError, match=f"'a.b' is a {kind} tensor, on rank 0"):
         rc.save({"a": {"b": odd}}, tmp_path)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_tensor_whose_values_are_in_other_tensors_is_named(tmp_path, background):
+    odd = TwoTensor(torch.ones(2), torch.ones(2))
+    with pytest.raises(CheckpointError, match=r"'a.b' is a TwoTensor, on rank 0: its values are in other tensors"):
+        rc.save({"a": {"b": odd}}, tmp_path, async_=background)
     assert names(tmp_path) == []
 
 

@@ -29,6 +29,17 @@ def test_listeners_are_called_after_every_step_with_the_optimizer():
     assert ends == [(adam, 1), (adam, 2), (sgd, None)]
 
 
+def test_state_under_a_name_is_no_counter_of_steps():
+    ends = []
+    step_ends.listen(lambda stepped: ends.append(step_ends.step_of(stepped)))
+    adam, sgd = optimizer(torch.optim.Adam), optimizer()
+    for each in (adam, sgd):
+        each.state["calls"] = 7
+        each.state["options"] = {"warm": True}
+        each.step()
+    assert ends == [1, None]
+
+
 def test_a_counter_on_a_device_is_read_once():
     """To read it waits for the device, which would end the lead of the host in every step."""
     read = []

@@ -333,6 +333,21 @@ def test_optimizers_that_do_not_count_their_steps_are_counted_one_by_one():
                 optimizer.step()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_state_under_a_name_is_no_counter_of_steps(kind):
+    net = nn.Linear(2, 2)
+    optimizer = kind(net.parameters(), lr=0.1)
+    optimizer.state["calls"] = 7
+    optimizer.state["options"] = {"warm": True}
+    for value in (1.0, math.nan):
+        net(torch.full((1, 2), value)).sum().backward()
+        if math.isnan(value):
+            with pytest.raises(NumericalError, match="at step 2"):
+                optimizer.step()
+        else:
+            optimizer.step()
+
+
 def test_all_modules_that_share_a_bad_gradient_are_named():
     net = Branches()
     net.right.active = True

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import inspect
+import os
 import subprocess
 import sys
 import threading
 import uuid
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,8 +26,10 @@ from rankbook.checkpoint.saving import Writer
 from rankbook.checkpoint.state_dict.models import sharded_state_dicts
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedTensor
 from rankbook.checkpoint.state_dict.state_dicts import map_leaves
+from rankbook.checkpoint.storage import backends
 from rankbook.checkpoint.storage.backends import LocalStorage, storage_of
 from rankbook.errors import CheckpointError, InvalidArgument
+from rankbook.protocol import telemetry
 from rankbook.runtime import (
     Accelerator,
     GradScalerKwargs,
@@ -514,6 +519,63 @@ def test_tensors_in_dicts_in_the_state_of_an_optimizer_keep_their_dtypes(tmp_pat
     assert not optimizer.state
 
 
+class CountingCalls(torch.optim.SGD):
+    """An optimizer that counts its steps under a name, and not under a parameter."""
+
+    def step(self, closure=None):
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        return super().step(closure)
+
+
+def test_state_of_an_optimizer_under_a_name_comes_back(tmp_path, monkeypatch):
+    reports = []
+    monkeypatch.setattr(telemetry, "listener", reports.append)
+    accelerator = Accelerator()
+    kept = trained_by(accelerator, CountingCalls, 3, lr=0.1)
+    accelerator.save_state(tmp_path / "state")
+    kept[2](1)
+    accelerator.prepare(kept[1])
+    accelerator.load_state(tmp_path / "state")
+    assert kept[1].state["calls"] == 3
+    accelerator.free_memory(*kept[:2])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = CountingCalls(model.parameters(), 0.1)
+    optimizer.state["calls"] = 7
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert optimizer.state["calls"] == 7 and reports
+    accelerator.load_state(tmp_path / "state")
+    assert optimizer.state["calls"] == 3
+    optimizer.state["mean"] = torch.ones(1)
+    with pytest.raises(CheckpointError, match="CountingCalls has state under the key 'mean', which is no parameter"):
+        accelerator.save_state(tmp_path / "state")
+    assert model is not None
+
+
+class Late(torch.optim.SGD):
+    """An optimizer whose state is None until its first step."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, lr)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["moment"] = None
+
+    def step(self, closure):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["moment"] = torch.full_like(parameter, 3.0)
+        return closure()
+
+
+def test_state_of_an_optimizer_that_is_none_gets_the_stored_tensors(tmp_path):
+    accelerator = Accelerator()
+    kept = trained_by(accelerator, Late, 1)
+    accelerator.save_state(tmp_path / "state")
+    accelerator.free_memory(*kept[:2])
+    kept = model, optimizer, _ = trained_by(accelerator, Late, 0)
+    accelerator.load_state(tmp_path / "state")
+    assert all((optimizer.state[parameter]["moment"] == 3).all() for parameter in model.parameters())
+
+
 def test_mismatch_is_reported_before_anything_changes(tmp_path):
     accelerator = Accelerator()
     model, _ = trained(accelerator)
@@ -572,6 +634,31 @@ def test_background_save_stores_the_values_at_its_start(tmp_path, monkeypatch):
     assert torch.equal(torch.rand(3), drawn)
 
 
+def test_background_save_removes_checkpoints_of_its_own_project_only_after_a_chdir(tmp_path, monkeypatch):
+    def project(name):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        configuration = ProjectConfiguration("run", automatic_checkpoint_naming=True, total_limit=1)
+        accelerator = Accelerator(project_config=configuration)
+        accelerator.save_state()
+        return accelerator
+
+    project("other")
+    accelerator, gate, write = project("own"), threading.Event(), LocalStorage.write
+
+    def wait_and_write(storage, path, parts):
+        assert gate.wait(20)
+        return write(storage, path, parts)
+
+    monkeypatch.setattr(LocalStorage, "write", wait_and_write)
+    handle = accelerator.save_state(async_=True)
+    monkeypatch.chdir(tmp_path / "other")
+    gate.set()
+    handle.wait(20)
+    assert numbers(tmp_path / "own" / "run") == ["checkpoint_1"]
+    assert numbers(tmp_path / "other" / "run") == ["checkpoint_0"]
+
+
 def test_failed_background_save_is_reported_by_its_handle_and_the_next_save(tmp_path, monkeypatch):
     accelerator = Accelerator()
     model, _ = trained(accelerator)
@@ -626,6 +713,29 @@ def test_step_of_an_accelerator_is_read_by_the_functions_for_folders_of_steps(tm
     assert load_metadata(run).metadata["rankbook.runtime"]["parts"] == ["model", "optimizer"]
     assert load_plain(run, step=20).keys() == load_plain(run / "step-20").keys()
     del kept  # an Accelerator saves the models that are alive
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_changes_nothing(tmp_path, monkeypatch):
+    accelerator = Accelerator()
+    model, _optimizer = trained(accelerator)
+    accelerator.save_state(tmp_path / "state")
+    prepare, calls = training_checkpoint.prepare_load, []
+
+    def replace_and_prepare(*args, **options):
+        calls.append(args)
+        if len(calls) == 2:
+            model[0].weight.data.fill_(7.0)
+            accelerator.save_state(tmp_path / "state")
+            model[0].weight.data.fill_(9.0)
+        return prepare(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training_checkpoint, "prepare_load", replace_and_prepare)
+        with pytest.raises(CheckpointError, match="state was replaced by another save while it was loaded: load it"):
+            accelerator.load_state(tmp_path / "state")
+    assert (model[0].weight == 9).all()
+    accelerator.load_state(tmp_path / "state")
+    assert (model[0].weight == 7).all()
 
 
 def test_loaders_keep_their_positions_if_one_cannot_be_loaded(tmp_path, monkeypatch):
@@ -786,6 +896,96 @@ def test_a_checkpoint_of_another_program_is_not_replaced(tmp_path):
         accelerator.save_state(tmp_path / "step-5")
     assert {path.name: path.read_bytes() for path in (tmp_path / "step-5").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
+
+
+@pytest.mark.parametrize("folder", [".", "..", "../../run"])
+def test_the_working_directory_is_not_replaced(tmp_path, monkeypatch, folder):
+    inner = tmp_path / "run" / "inner"
+    inner.mkdir(parents=True)
+    (inner / "notes.txt").write_text("valuable")
+    monkeypatch.chdir(inner)
+    accelerator = Accelerator()
+    with pytest.raises(CheckpointError, match=r"the working directory .*/run/inner is in .*, which a save replaces"):
+        accelerator.save_state(folder)
+    assert Path.cwd() == inner
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", "inner", "notes.txt"]
+    accelerator.save_state("state")
+    accelerator.load_state("state")
+
+
+def test_a_state_is_saved_although_the_working_directory_was_removed(tmp_path, monkeypatch):
+    accelerator = Accelerator()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for _ in range(2):
+        accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state")
+
+
+@pytest.mark.parametrize("mounted", ["state", "state/data/inner"])
+def test_a_mount_point_is_not_replaced(tmp_path, monkeypatch, mounted):
+    (tmp_path / mounted).mkdir(parents=True)
+    (tmp_path / mounted / "notes.txt").write_text("valuable")
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / mounted)
+    accelerator = Accelerator()
+    with pytest.raises(CheckpointError, match=f"{mounted} is a mount point, which a save into .*/state cannot replace"):
+        accelerator.save_state(tmp_path / "state")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    assert (tmp_path / mounted / "notes.txt").read_text() == "valuable"
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "common.pt"])
+def test_a_file_with_the_name_of_one_of_a_checkpoint_is_not_replaced(tmp_path, name):
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / name).write_text("valuable")
+    accelerator = Accelerator()
+    with pytest.raises(CheckpointError, match=f"contains {name}, and a checkpoint has a file of this name: rename it"):
+        accelerator.save_state(tmp_path / "state")
+    assert [path.name for path in tmp_path.rglob("*")] == ["state", name]
+    assert (tmp_path / "state" / name).read_text() == "valuable"
+    (tmp_path / "state" / name).rename(tmp_path / "state" / "mine")
+    for _ in range(2):
+        accelerator.save_state(tmp_path / "state")
+    assert (tmp_path / "state" / "mine").read_text() == "valuable"
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_state_is_saved_although_the_old_one_cannot_be_removed(tmp_path, monkeypatch, can_exchange):
+    def fail(path):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    accelerator, counter = Accelerator(), Counter(1)
+    accelerator.register_for_checkpointing(counter)
+    accelerator.save_state(tmp_path / "state")
+    if not can_exchange:
+        monkeypatch.setattr(backends, "_exchange", lambda *_: False)
+    for value in (2, 3):
+        counter.value = value
+        with monkeypatch.context() as patched:
+            if value == 2:
+                patched.setattr(backends.shutil, "rmtree", fail)
+            accelerator.save_state(tmp_path / "state")
+        assert len(list(tmp_path.iterdir())) == (2 if value == 2 else 1)
+        counter.value = 0
+        accelerator.load_state(tmp_path / "state")
+        assert counter.value == value
+
+
+def test_a_tilde_means_the_home_folder(tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    configuration = ProjectConfiguration("~/project", automatic_checkpoint_naming=True)
+    accelerator, counter = Accelerator(project_config=configuration), Counter(5)
+    accelerator.register_for_checkpointing(counter)
+    folders = [accelerator.save_state("~/state"), accelerator.save_state()]
+    assert folders == [f"{tmp_path}/state", f"{tmp_path}/project/checkpoints/checkpoint_0"]
+    for folder in ("~/state", None):
+        counter.value = 0
+        accelerator.load_state(folder)
+        assert counter.value == 5
+    assert list((tmp_path / "work").iterdir()) == []
 
 
 def test_save_warns_that_accumulated_gradients_are_not_stored(tmp_path, caplog):

@@ -290,6 +290,11 @@ class Loader:
         self._reader = CheckpointRead(checkpoint, verify=verify, allow=allow)
         self._ranks = ranks
 
+    @property
+    def manifest(self) -> Manifest:
+        """Return the manifest of the checkpoint that is loaded."""
+        return self._checkpoint.manifest
+
     def prepare(self) -> Self:
         """Plan and verify on all ranks, without writing to a tensor. A collective; raises as `load`."""
         try:
@@ -726,9 +731,24 @@ class CheckpointRead:
             verdict = "is damaged"
             if self._refused_count == len(self.damages):
                 verdict = "is intact, but some of its objects are not loaded without allow="
+            elif self._was_replaced():
+                verdict = "was removed or replaced by another save while it was loaded; load again"
             elif self._other_count == len(self.damages):
                 verdict = "could not be loaded"
             raise CheckpointError(f"the checkpoint {self._checkpoint} {verdict}:\n  {text}{self._state()}")
+
+    def _was_replaced(self) -> bool:
+        """Return True if the folder has no manifest any more, or another one."""
+        checkpoint = self._checkpoint
+        if checkpoint.manifest.foreign:
+            return False
+        try:
+            if MANIFEST not in checkpoint.storage.list(checkpoint.folder):
+                return True
+            data = read_all(checkpoint.storage, checkpoint.path(MANIFEST))
+            return decode_valid(data, str(checkpoint)) != checkpoint.manifest
+        except (CheckpointError, OSError):
+            return False
 
     def _state(self) -> str:
         """Return a sentence about the tensors that were overwritten only in part, or ""."""

@@ -200,11 +200,16 @@ def _verify(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     from rankbook.checkpoint.conversion import from_safetensors, to_safetensors
     from rankbook.checkpoint.format import safetensors
-    from rankbook.checkpoint.storage import backends
+    from rankbook.checkpoint.storage import backends, steps
 
     # The direction follows from the source: safetensors files are imported, anything else is exported.
-    into_checkpoint = args.path.endswith(safetensors.SUFFIX) or any(
-        name.endswith(safetensors.SUFFIX) for name in backends.storage_of(args.path).list()
+    # A checkpoint may have such files beside it, as of `save_model`.
+    storage = backends.storage_of(args.path)
+    names = storage.list()
+    into_checkpoint = args.path.endswith(safetensors.SUFFIX) or (
+        any(name.endswith(safetensors.SUFFIX) for name in names)
+        and not steps.is_checkpoint(names)
+        and not steps.finished_folders(storage, names)
     )
     if into_checkpoint:
         done = from_safetensors(args.path, args.target, step=args.step)

@@ -94,7 +94,8 @@ def step_of(optimizer: Optimizer) -> int | None:
     wrapper = wrapper_of(optimizer)
     if wrapper is not None:  # counts a step when it has ended
         return int(wrapper.steps) + 1
-    steps = next((state.get("step") for state in optimizer.state.values()), None)
+    states = (state for state in optimizer.state.values() if isinstance(state, dict))
+    steps = next((state["step"] for state in states if "step" in state), None)
     if isinstance(steps, torch.Tensor) and steps.device.type != "cpu":
         if optimizer not in _counts:
             _counts[optimizer] = int(steps)

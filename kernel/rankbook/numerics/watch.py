@@ -805,7 +805,7 @@ def step_of(optimizer: torch.optim.Optimizer, counted: int, *, done: bool = Fals
     wrapper = step_ends.wrapper_of(optimizer)
     if wrapper is not None:  # counts a step when it has ended
         return int(wrapper.steps) + 1
-    counters = [state["step"] for state in optimizer.state.values() if "step" in state]
+    counters = [state["step"] for state in optimizer.state.values() if isinstance(state, dict) and "step" in state]
     if counters and isinstance(counters[0], torch.Tensor) and counters[0].device.type != "cpu":
         counters = counters[:1]  # to read one waits for the device
     if counters:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import timedelta
@@ -479,7 +480,7 @@ class ProjectConfiguration:
     @property
     def checkpoints(self) -> Path:
         """Return the directory of numbered checkpoints."""
-        return Path(self.project_dir or ".") / "checkpoints"
+        return Path(os.path.expanduser(self.project_dir or ".")) / "checkpoints"  # noqa: PTH111 - as in `save_state`
 
 
 def unknown_keyword(function: str, name: str, parameters: Iterable[str]) -> UnknownKeyword:

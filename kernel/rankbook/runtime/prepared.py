@@ -238,8 +238,13 @@ def report_optimizer(optimizer: torch.optim.Optimizer) -> None:
         return
     listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parameters = [parameter for parameter in listed if not isinstance(parameter, UninitializedParameter)]
+    states: dict[Any, Any] = optimizer.state  # some optimizers keep numbers under a name
     state = [
-        value for values in optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)
+        value
+        for key, values in states.items()
+        if isinstance(key, torch.Tensor)
+        for value in values.values()
+        if isinstance(value, torch.Tensor)
     ]
     telemetry.report_value(
         telemetry.Prepared(
@@ -262,7 +267,7 @@ def report_loader(name: str, loader: object) -> None:
         return
     try:
         batches: int | None = len(loader)  # type: ignore[arg-type]
-    except TypeError:  # an iterable dataset has no length
+    except (TypeError, NotImplementedError):  # an iterable dataset has no length
         batches = None
     telemetry.report_value(
         telemetry.Prepared(kind="loader", name=name, class_name=type(loader).__name__, batches=batches)

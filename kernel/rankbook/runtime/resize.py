@@ -128,7 +128,11 @@ def bytes_to_hand_over() -> int:
     tensors = [tensor for _, raw in sharded_models().values() for tensor in (*raw.parameters(), *raw.buffers())]
     for wrapper in _sharded_optimizers().values():
         tensors += [
-            value for values in wrapper.state.values() for value in values.values() if isinstance(value, torch.Tensor)
+            value
+            for key, values in wrapper.state.items()
+            if isinstance(key, torch.Tensor)
+            for value in values.values()
+            if isinstance(value, torch.Tensor)
         ]
     return sum(local_part(tensor).nbytes for tensor in tensors)
 

@@ -8,6 +8,7 @@ first use.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import sys
@@ -185,18 +186,21 @@ class SavingMethods(AcceleratorSettings):
 
         The folder becomes a checkpoint of `rankbook.checkpoint`; every rank writes what it holds. The default for
         `output_dir` is the project's next numbered checkpoint. Registered objects are saved as rank 0 has them, except
-        for DTensors, of which every rank saves its part. `safe_serialization` is accepted for compatibility and has no
-        effect: loading a checkpoint never executes code from it.
+        for DTensors, of which every rank saves its part. Other files in the folder stay. `safe_serialization` is
+        accepted for compatibility and has no effect: loading a checkpoint never executes code from it.
 
         Returns the folder. With `async_` it returns a `SaveHandle` at once, while copies of all data are written in the
         background; `wait()` returns what was saved, or raises. Raises on every rank if one cannot write, or if an
         earlier background save has failed and the error was not yet reported; the folder is left unchanged then.
+        `CheckpointError` is raised too for a local folder that contains the working directory, that is or contains a
+        mount point, or that has a file of yours with the name of one of a checkpoint.
         """
         from rankbook.checkpoint.saving import Saved
         from rankbook.runtime import training_checkpoint as checkpoints
 
         with self._raise_on_all("save_state"):
             folder = self._output_folder(output_dir)
+            limit = self._limit_of(folder)
             self._free_former_objects()
             parts = self._training_parts(self._models)
         # The default folder depends on the project's iteration, which every rank counts for itself; ranks may also
@@ -225,8 +229,6 @@ class SavingMethods(AcceleratorSettings):
             # Many hooks do so on the main process only. They may be registered on some ranks only, too.
             kept = gather_object([list(remaining)])[0]
             remaining = {name: remaining.get(name, before[name]) for name in kept}
-        # Older checkpoints are removed only after the new one is complete, on rank 0.
-        limit = partial(keep_latest, self.project_configuration, Path(folder))
         # With `async_` the state has been copied when this returns, and a background thread writes the files.
         done = checkpoints.write_state(
             parts, remaining, folder, raise_on_all=self._raise_on_all, async_=async_, on_commit=limit
@@ -258,8 +260,9 @@ class SavingMethods(AcceleratorSettings):
         states of registered objects may contain besides those that torch considers safe.
 
         Raises on every rank: `InvalidArgument` if the folder is not a checkpoint or contains something else;
-        `CheckpointError` if a model or the groups of an optimizer do not match, or the data are damaged.
-        These checks come before any prepared object changes, see `rankbook.checkpoint.load`.
+        `CheckpointError` if a model or the groups of an optimizer do not match, the data are damaged, or another save
+        replaces the checkpoint meanwhile. These checks come before any prepared object changes, see
+        `rankbook.checkpoint.load`.
         """
         from rankbook.checkpoint.async_save import wait_for_saves
         from rankbook.runtime import training_checkpoint as checkpoints
@@ -269,7 +272,8 @@ class SavingMethods(AcceleratorSettings):
         project = self.project_configuration
         with self._raise_on_all("load_state"):
             # Every rank reads the folder for itself. On a shared file system all find the same step.
-            folder = os.fspath(input_dir) if input_dir is not None else str(latest_folder(project))
+            # The path may be a URL.
+            folder = str(latest_folder(project)) if input_dir is None else os.path.expanduser(input_dir)  # noqa: PTH111
             if input_dir is not None and (latest := checkpoints.latest_step(folder)) is not None:
                 name, count = latest
                 PartialState().print(f"load_state: {name} is the latest of {plural(count, 'checkpoint')} in {folder}")
@@ -319,7 +323,7 @@ class SavingMethods(AcceleratorSettings):
 
     def _output_folder(self, output_dir: str | os.PathLike[str] | None) -> str:
         if output_dir is not None:
-            return os.fspath(output_dir)
+            return os.path.expanduser(output_dir)  # noqa: PTH111 - it may be a URL
         project = self.project_configuration
         if not project.automatic_checkpoint_naming:
             raise InvalidArgument(
@@ -334,6 +338,15 @@ class SavingMethods(AcceleratorSettings):
                 "iteration or project_dir in ProjectConfiguration"
             )
         return str(folder)
+
+    def _limit_of(self, folder: str) -> Callable[[], None]:
+        """Return the function that removes older checkpoints, on rank 0, when the one in `folder` is complete."""
+        project = copy.copy(self.project_configuration)
+        if not project.automatic_checkpoint_naming:
+            return lambda: None
+        # Absolute: a save in the background may end after an `os.chdir`.
+        project.project_dir = os.path.abspath(project.checkpoints.parent)  # noqa: PTH100 - keeps symbolic links
+        return partial(keep_latest, project, Path(os.path.abspath(folder)))  # noqa: PTH100
 
     @contextmanager
     def _raise_on_all(self, what: str) -> Iterator[None]:

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from rankbook.checkpoint.async_save import SaveHandle
 from rankbook.checkpoint.format.manifest import MANIFEST, Manifest
 from rankbook.checkpoint.format.tensor_io import dtype_named
-from rankbook.checkpoint.loading import load, load_metadata, prepare_load
+from rankbook.checkpoint.loading import load_metadata, prepare_load
 from rankbook.checkpoint.local_state import local_state_of
 from rankbook.checkpoint.saving import Saved, save_contents
 from rankbook.checkpoint.state_dict.models import (
@@ -136,11 +136,18 @@ class Folder(CheckpointLocation):
             return
         names = self.storage.list(self.name)
         if isinstance(self.storage, LocalStorage):
+            _check_folder(self.storage.root / self.name)
             # `commit` keeps all other files than those that have the names of a checkpoint's files.
             if is_checkpoint(names) and MANIFEST not in names:
                 raise CheckpointError(
                     f"{self.storage}/{self.name} is a checkpoint of another program, it has no {MANIFEST}: "
                     "move or remove it, or save into another folder (nothing was replaced)"
+                )
+            # `_carry_over` takes these for the former checkpoint's.
+            if MANIFEST not in names and (clash := sorted(name for name in names if _CHECKPOINT_FILE.fullmatch(name))):
+                raise CheckpointError(
+                    f"{self.storage}/{self.name} contains {clash[0]}, and a checkpoint has a file of this name: "
+                    "rename it, or save into another folder (nothing was replaced)"
                 )
         # An interrupted save to an object store leaves some of the checkpoint's files there.
         elif others := sorted(name for name in names if _CHECKPOINT_FILE.fullmatch(name) is None):
@@ -149,6 +156,27 @@ class Folder(CheckpointLocation):
                 f"this storage replaces the whole folder: save into a folder of its own, such as "
                 f"{self.storage}/{self.name}/state (nothing was replaced)"
             )
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise `CheckpointError` for a folder that a commit cannot exchange, or that is in use as a folder."""
+    if not folder.is_dir():
+        return
+    here, is_inside = Path(), False
+    with contextlib.suppress(OSError):  # the working directory was removed, or cannot be reached
+        here = Path.cwd()
+        is_inside = any(above.samefile(folder) for above in (here, *here.parents))
+    if is_inside:
+        raise CheckpointError(
+            f"the working directory {here} is in {folder}, which a save replaces: save into another folder, such as "
+            f"{folder / 'state'} (nothing was replaced)"
+        )
+    mounts = [folder, *(Path(above, name) for above, names, _ in os.walk(folder) for name in names)]
+    if mount := next(filter(os.path.ismount, mounts), None):
+        raise CheckpointError(
+            f"{mount} is a mount point, which a save into {folder} cannot replace: save into another folder, such as "
+            f"{folder / 'state'} (nothing was replaced)"
+        )
 
 
 def _carry_over(folder: Path, draft: Path) -> None:
@@ -227,7 +255,8 @@ def read_state(
 ) -> None:
     """Restore all objects from a checkpoint, and of the models those named in `models`.
 
-    A collective; raises on every rank, `InvalidArgument` if objects are missing.
+    A collective; raises on every rank, `InvalidArgument` if objects are missing. The objects and the tensors are those
+    of one checkpoint: raises `CheckpointError` if another save replaces it between the two.
     """
     with raise_on_all("load_state"):
         folder = existing_folder(folder)
@@ -235,7 +264,8 @@ def read_state(
         _check([name for name in parts.names if name in models or name not in parts.models], manifest, folder)
         states = {name: parts.models[name].state_dict() for name in models}
     # Steps 1 to 3 change nothing: read the objects, match the tensors, plan and check the reading of tensors.
-    objects = load(_objects(parts, manifest), folder, allow=allow)
+    loading = prepare_load(_objects(parts, manifest), folder, allow=allow)
+    objects = loading.fill()
     with raise_on_all("load_state"):
         _check_loaders(parts, objects, folder)
         objects = {name: state for name, state in objects.items() if not _is_other_loader(name, parts)}
@@ -252,6 +282,9 @@ def read_state(
         allow=allow,
         dtype_hint="load_state() does not convert: prepare it with the stored dtype",
     )
+    with raise_on_all("load_state"):
+        if not manifest == loading.manifest == prepared.manifest:
+            raise CheckpointError(f"{folder} was replaced by another save while it was loaded: load it again")
     # A loader may refuse a damaged state, on any rank. Nothing else has changed yet, and the loaders are put back.
     loaders = {name: item for name, item in parts.objects.items() if _is_loader(name)}
     positions = [(loader.position, replace(loader.position)) for loader in loaders.values() if _has_position(loader)]

@@ -13,7 +13,7 @@ from torch import nn
 from rankbook.checkpoint import load as load_checkpoint
 from rankbook.checkpoint import load_metadata
 from rankbook.checkpoint import save as save_checkpoint
-from rankbook.checkpoint.state_dict.models import load_sharded_state_dict, sharded_state_dict
+from rankbook.checkpoint.state_dict.models import load_sharded_state_dict, sharded_state_dict, sharded_state_dicts
 from rankbook.checkpoint.state_dict.sharded_tensor import ShardedBase, is_main_replica
 from rankbook.checkpoint.state_dict.state_dicts import map_leaves, partition
 from rankbook.control_collectives import gather_objects
@@ -362,6 +362,114 @@ def test_state_in_a_wrapped_optimizer_is_not_lost_without_a_word():
             sharded_state_dict(model, wrapper)
     wrapper.state = optimizer.state
     assert sharded_state_dict(model, wrapper)["optimizer"]["state"]["weight"].keys() == {"momentum_buffer"}
+
+
+def refused_with_the_first_version_of_fsdp(folder, use_orig_params):
+    """Save and load the model alone, without the optimizer, and return the keys that are stored."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    message = r"FSDP version 1\) has another part of its state on every rank.* shard the model by fully_shard"
+    with pytest.raises(CheckpointError, match=message):
+        sharded_state_dict(model, optimizer)
+    with pytest.raises(CheckpointError, match=message):
+        sharded_state_dicts({"model": model}, {"optimizer": optimizer})
+    before = model(torch.ones(1, 4)).tolist()
+    save_checkpoint(sharded_state_dict(model), folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_sharded_state_dict(model, None, load_checkpoint(sharded_state_dict(model), folder))
+    assert model(torch.ones(1, 4)).tolist() == before
+    return sorted(load_metadata(folder).tensors)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_optimizer_of_the_first_version_of_fsdp_is_refused_on_every_rank(tmp_path, use_orig_params):
+    keys = ["0.bias", "0.weight", "1.bias", "1.weight"]
+    assert run_ranks(refused_with_the_first_version_of_fsdp, 2, tmp_path, use_orig_params) == [keys, keys]
+
+
+class CountingCalls(torch.optim.SGD):
+    """An optimizer that counts its steps under a name, and not under a parameter."""
+
+    def step(self, closure=None):
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        return super().step(closure)
+
+
+def test_state_under_a_name_is_stored_if_it_is_plain(tmp_path):
+    model = nn.Linear(2, 3)
+    optimizer = CountingCalls(model.parameters(), 0.1, momentum=0.9)
+    for number in range(2):
+        step(model, optimizer, number)
+    save_checkpoint(sharded_state_dict(model, optimizer), tmp_path)
+    momentum = optimizer.state[model.weight]["momentum_buffer"].clone()
+    for steps in (0, 3):
+        model = nn.Linear(2, 3)
+        optimizer = CountingCalls(model.parameters(), 0.1, momentum=0.9)
+        for number in range(steps):
+            step(model, optimizer, number)
+        load_sharded_state_dict(model, optimizer, load_checkpoint(sharded_state_dict(model, optimizer), tmp_path))
+        assert optimizer.state["calls"] == 2
+        assert optimizer.state[model.weight]["momentum_buffer"].equal(momentum)
+    for key, value in [("mean", torch.ones(1)), ("means", {"all": [torch.ones(1)]}), (7, 1)]:
+        optimizer.state[key] = value
+        with pytest.raises(CheckpointError, match=f"the CountingCalls has state under the key {key!r}, which is no"):
+            sharded_state_dict(model, optimizer)
+        del optimizer.state[key]
+
+
+def refused_under_a_name():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.Linear(2, 3)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=CountingCalls, lr=0.1)
+    sharded_state_dict(model, optimizer)
+    step(model, optimizer, 0)
+    with pytest.raises(CheckpointError, match="ZeroRedundancyOptimizer has state under the key 'calls', which is no"):
+        sharded_state_dict(model, optimizer)
+    return True
+
+
+@pytest.mark.processes
+def test_state_under_a_name_in_a_zero_redundancy_optimizer_is_refused():
+    assert run_ranks(refused_under_a_name, 2) == [True, True]
+
+
+class Late(torch.optim.SGD):
+    """An optimizer whose state is None until its first step."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["moment"] = None
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["moment"] = torch.full_like(parameter, 3.0)
+
+
+def test_state_that_is_none_gets_the_stored_tensors(tmp_path):
+    model = nn.Linear(2, 3)
+    optimizer = Late(model.parameters(), 0.1)
+    save_checkpoint(sharded_state_dict(model, optimizer), tmp_path, step=0)
+    optimizer.step()
+    save_checkpoint(sharded_state_dict(model, optimizer), tmp_path, step=1)
+    optimizer = Late(model.parameters(), 0.1)
+    load_sharded_state_dict(model, optimizer, load_checkpoint(sharded_state_dict(model, optimizer), tmp_path, step=1))
+    assert [optimizer.state[parameter]["moment"].tolist() for parameter in model.parameters()] == [
+        [[3.0, 3.0]] * 3,
+        [3.0] * 3,
+    ]
+    optimizer = Late(model.parameters(), 0.1)
+    load_sharded_state_dict(model, optimizer, load_checkpoint(sharded_state_dict(model, optimizer), tmp_path, step=0))
+    assert [optimizer.state[parameter]["moment"] for parameter in model.parameters()] == [None, None]
 
 
 def test_a_learning_rate_of_numpy_is_stored_as_a_plain_number():

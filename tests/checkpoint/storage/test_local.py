@@ -56,6 +56,14 @@ def test_a_folder_lists_names_sizes_and_folders(storage):
     assert storage.list("nowhere") == {}
 
 
+def test_a_link_to_itself_is_listed_as_a_file(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nothing")
+    storage = LocalStorage(tmp_path)
+    storage.write("folder/file", [b"x"])
+    assert storage.list() == {"loop": len("loop"), "folder": None}
+
+
 def test_a_write_replaces_the_file(storage):
     storage.write("file", [b"a long one"])
     storage.write("file", [b"short"])

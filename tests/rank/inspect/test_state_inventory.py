@@ -46,6 +46,22 @@ def test_containers_of_all_kinds_are_compared():
     assert entries(x={"net": nn.Linear(2, 3)}) == {"x.net.weight": "(3, 2)", "x.net.bias": "(3,)"}
 
 
+def test_state_of_an_optimizer_under_a_name_is_compared():
+    net = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.state["calls"] = 3
+    optimizer.state["scales"] = {"slow": 0.5, "mean": torch.ones(2)}
+    found = {key: value for key, value in entries(optimizer=optimizer).items() if ".state." in key}
+    assert found == {
+        "optimizer.state.0.momentum_buffer": "(2, 2)",
+        "optimizer.state.calls": "3",
+        "optimizer.state.scales.slow": "0.5",
+        "optimizer.state.scales.mean": "(2,)",
+    }
+
+
 def test_active_dropout_is_known_from_layers_and_from_numbers():
     attention = nn.MultiheadAttention(4, 2, dropout=0.1)
     assert drops(nn.Dropout(0.1)) and drops(nn.Dropout2d(0.1)) and drops(attention)

@@ -9,7 +9,7 @@ models.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
@@ -65,8 +65,8 @@ def sharded_state_dict(
     buffers. `gather` returns the values of all ranks in rank order (default: by the default process group).
 
     Raises `CheckpointError`, the same on every rank, for an optimizer parameter that is not in the model, names
-    that collide once the wrappers' parts are removed, DTensors that cannot be stored, and errors of a model's own hooks
-    on any rank.
+    that collide once the wrappers' parts are removed, tensors that cannot be stored, the optimizer of an FSDP version 1
+    model, and errors of a model's own hooks on any rank.
 
     Example::
 
@@ -80,6 +80,7 @@ def sharded_state_dict(
     try:
         state_dict["model"] = model_map(model, prefix, copies)
         if optimizer is not None:
+            _refuse_flat_shards([model])
             state_dict["optimizer"] = optimizer_map(
                 optimizer, _names(model), f"{prefix}optimizer.state.", copies, path="optimizer.state."
             )
@@ -149,6 +150,8 @@ class OptimizerMap(Expecting):
     State may consist of lists or dicts of tensors, as that of LBFGS. Their tensors are stored by themselves, as
     `<parameter name>.<state name>.<index>`. The structure is stored as `"nested": {parameter name: {state name:
     structure}}`, with the keys in place of the tensors. On load `nested` is the stored one, if it is known.
+
+    Plain values that an optimizer keeps under a string, and not under a parameter, are in `"others"`.
     """
 
     def __init__(
@@ -187,7 +190,7 @@ class OptimizerMap(Expecting):
             # Only state that the optimizer lacks is added. What it has is in the map already, with its memory.
             name, state_name = self._split_key(key.removeprefix(prefix))
             first, dot, _ = state_name.partition(".")
-            if name not in self.updated or (not dot and first in state.get(name, {})):
+            if name not in self.updated or (not dot and state.get(name, {}).get(first) is not None):
                 continue
             if dot:
                 raise CheckpointError(
@@ -326,6 +329,17 @@ def _unwrap_prepared(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def _refuse_flat_shards(models: Iterable[nn.Module]) -> None:
+    """Raise `CheckpointError` for FSDP version 1: the optimizer's state is in flat shards that look like copies."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if kind is not None and any(isinstance(module, kind) for model in models for module in model.modules()):
+        raise CheckpointError(
+            "the optimizer of a FullyShardedDataParallel model (FSDP version 1) has another part of its state on every "
+            "rank, which cannot be told from a copy: shard the model by fully_shard, or store "
+            "FullyShardedDataParallel.optim_state_dict(model, optimizer)"
+        )
+
+
 def has_divided_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return True for a ZeroRedundancyOptimizer: every rank has the state of other parameters."""
     zero = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
@@ -402,9 +416,20 @@ def optimizer_map(
         }
         for group, members in zip(optimizer.param_groups, groups, strict=True)
     ]
+    states: Mapping[Any, Any] = local.state
+    others = {key: value for key, value in states.items() if not isinstance(key, torch.Tensor)}
+    for other, value in others.items():
+        has_tensors = any(isinstance(leaf, torch.Tensor) for _, leaf in flatten(value))
+        # torch's `load_state_dict` of a ZeroRedundancyOptimizer takes the state of parameters only.
+        if local is not optimizer or not isinstance(other, str) or has_tensors:
+            advice = "" if local is not optimizer else ": only plain values under a string can be stored there"
+            raise CheckpointError(
+                f"the {type(optimizer).__name__} has state under the key {other!r}, which is no parameter{advice}"
+            )
     parameters = dict(pair for group in groups for pair in group)
     updated = {names[id(parameter)] for group in local.param_groups for parameter in group["params"]}
     content = {"state": state, "param_groups": param_groups, **({"nested": nested} if nested else {})}
+    content |= {"others": others} if others else {}
     return OptimizerMap(content, parameters, prefix, updated, path)
 
 
@@ -560,7 +585,7 @@ def load_optimizer(
     }
     by_number = {numbers[name]: values for name, values in state.items()}
     # By torch's method, which creates the state, moves it to the parameters' devices and calls the optimizer's hooks.
-    optimizer.load_state_dict({"state": by_number, "param_groups": param_groups})
+    optimizer.load_state_dict({"state": by_number | loaded.get("others", {}), "param_groups": param_groups})
     if local is not inner:
         inner.state.clear()  # torch has put the state into both
     for name, values in state.items():  # load_state_dict casts state to the parameter's dtype: undo it
@@ -622,6 +647,8 @@ def sharded_state_dicts(
             state = model.state_dict() if states is None else states.get(name)
             if state is not None:
                 state_dict["models"][name] = model_map(model, f"{name}.", copies, state=state, storage_group=f"{name}.")
+        if optimizers:
+            _refuse_flat_shards(models.values())
         names = _names_of_all(models, optimizers)
         for name, optimizer in optimizers.items():
             state_dict["optimizers"][name] = optimizer_map(

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rankbook.checkpoint.state_dict import layout
 from rankbook.checkpoint.state_dict.sharded_tensor import (
@@ -392,6 +394,12 @@ def as_sharded(key: str, tensor: torch.Tensor, storage_group: str | None = None)
         raise CheckpointError(
             f"{key!r} is a {kind.removeprefix('torch.')} tensor, on rank {this_rank()}: only plain strided tensors are "
             "supported; store its parts as plain tensors, or wrap it in a ShardedObject"
+        )
+    inner = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if is_traceable_wrapper_subclass(inner) and not isinstance(inner, AsyncCollectiveTensor):
+        raise CheckpointError(
+            f"{key!r} is a {type(inner).__name__}, on rank {this_rank()}: its values are in other tensors, which a "
+            "checkpoint does not know; store these, or the tensor in a ShardedObject"
         )
     nbytes = tensor.numel() * tensor.element_size()
     if not isinstance(tensor, DTensor):

@@ -49,11 +49,15 @@ Folder = str | os.PathLike[str] | Storage
 
 
 def storage_of(folder: Folder) -> Storage:
-    """Return the storage for a local path or a URL such as "s3://bucket/run"; return a storage unchanged."""
+    """Return the storage for a local path or a URL such as "s3://bucket/run"; return a storage unchanged.
+
+    A path may begin with `~`.
+    """
     if isinstance(folder, str) and "://" in folder and not folder.startswith(("file://", "local://")):
         return RemoteStorage(folder)
     if isinstance(folder, str | os.PathLike):
-        return LocalStorage(Path(os.fspath(folder).removeprefix("file://").removeprefix("local://")))
+        path = os.fspath(folder).removeprefix("file://").removeprefix("local://")
+        return LocalStorage(Path(os.path.expanduser(path)))  # noqa: PTH111 - raises for no name of a user
     return folder
 
 
@@ -169,13 +173,20 @@ class LocalStorage:
                         kind = entry.stat()
                     except FileNotFoundError:  # removed meanwhile, or a dangling link
                         continue
+                    except OSError:
+                        if not entry.is_symlink():
+                            raise
+                        kind = entry.stat(follow_symlinks=False)  # a link to itself, or to what cannot be reached
                     sizes[entry.name] = None if stat.S_ISDIR(kind.st_mode) else kind.st_size
         except (FileNotFoundError, NotADirectoryError):
             return {}
         return sizes
 
     def move(self, source: str, target: str) -> None:
-        """See `Storage`. Atomic by rename or exchange; without exchange, in steps by way of `ASIDE`."""
+        """See `Storage`. Atomic by rename or exchange; without exchange, in steps by way of `ASIDE`.
+
+        An old folder that cannot be removed is no error: its rest remains under the name `source` or the `ASIDE` name.
+        """
         old, new = self._full_path(source), self._full_path(target)
         self._make_folder(new.parent)
         with add_filename(old):
@@ -185,7 +196,8 @@ class LocalStorage:
                     self._move_in_steps(old, new)
                 else:
                     _sync_folder(new.parent)  # the exchange must be durable before the old content is removed
-                    _remove_folder(old)
+                    with suppress(OSError):  # the move is done; the next save tries again
+                        _remove_folder(old)
             else:
                 # A file, or a name that is not in use: rename(2) replaces it in one step. It never replaces a folder
                 # by a file.
@@ -220,7 +232,8 @@ class LocalStorage:
             _remove_folder(new)
         old.rename(new)
         _sync_folder(new.parent)
-        _remove_folder(aside)
+        with suppress(OSError):  # the move is done; the next one tries again
+            _remove_folder(aside)
 
     def _full_path(self, path: str) -> Path:
         return self.root / check_path(path)

@@ -332,9 +332,14 @@ class _Collector:
                 self._add(StateItem(f"{name}.params.{known}", "optimized", value=f"group {index}", ranks=ranks))
             options = {key: value for key, value in group.items() if key != "params"}
             self._add_leaves(f"{name}.group {index}", "option", options)
-        for parameter, state in bare.state.items():
-            known, ranks = numbers.get(id(parameter), ("?", ()))
+        states: dict[Any, Any] = bare.state
+        for parameter, state in states.items():
+            # Some optimizers keep numbers under a name.
+            known, ranks = numbers.get(id(parameter), (parameter if is_a(parameter, str) else "?", ()))
             place = _place(parameter) if is_a(parameter, torch.Tensor) and is_dtensor(parameter) else ""
+            if not is_a(state, dict):
+                self._add_leaves(f"{name}.state.{known}", "optimizer state", state)
+                continue
             for key, value in tensor_introspection.items(state):
                 entry = f"{name}.state.{known}.{key}"
                 if is_a(value, torch.Tensor):
