@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from rankbook.errors import InvalidArgument
 from rankbook.runtime import Accelerator, DataLoaderConfiguration
@@ -159,3 +159,47 @@ def test_a_repeated_mean_counts_the_samples_of_a_short_last_batch(samples):
     assert torch.cat(tokens).tolist() == list(range(2 * samples))
     dropping = accelerator.prepare(DataLoader(torch.arange(float(samples)), batch_size=8, drop_last=True))
     assert [len(accelerator.gather_for_metrics(batch)) for batch in dropping] == [8] * (samples // 8)
+
+
+def gather_ready_batches(samples):
+    accelerator = Accelerator()
+    data = torch.arange(samples) * 10
+    sampler = BatchSampler(RandomSampler(data), 4, drop_last=False)
+    loader = accelerator.prepare(DataLoader(data, batch_size=None, sampler=sampler))
+    return [
+        accelerator.gather_for_metrics({"rows": batch, "names": [str(value) for value in batch.tolist()]})
+        for batch in loader
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("samples", [10, 14])
+def test_batches_of_a_batch_sampler_in_place_of_the_sampler_have_each_sample_once(samples, ranks):
+    for rounds in run_ranks(gather_ready_batches, ranks, samples):
+        rows = [value for gathered in rounds for value in gathered["rows"].tolist()]
+        assert sorted(rows) == [10 * number for number in range(samples)]
+        assert [name for gathered in rounds for name in gathered["names"]] == [str(value) for value in rows]
+
+
+class ReadyBatches(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(10.0).split(4))
+
+
+def gather_stream_of_batches():
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(ReadyBatches(), batch_size=None))
+    found = {"rows": [], "pair": [], "names": [], "sent": []}
+    for batch in loader:
+        found["rows"] += accelerator.gather_for_metrics(batch).tolist()
+        found["pair"] += accelerator.gather_for_metrics((batch, {"twice": batch * 2}))[1]["twice"].tolist()
+        found["names"] += accelerator.gather_for_metrics([str(int(value)) for value in batch])
+        found["sent"] += accelerator.gather_for_metrics(batch, use_gather_object=True)
+    return found
+
+
+def test_ready_batches_of_different_sizes_have_each_sample_once():
+    for found in run_ranks(gather_stream_of_batches, 2):
+        assert found["rows"] == [float(value) for value in found["sent"]] == list(range(10))
+        assert found["pair"] == [2 * number for number in range(10)]
+        assert found["names"] == [str(number) for number in range(10)]

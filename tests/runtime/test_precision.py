@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import UserDict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -69,3 +70,6 @@ def test_half_precision_outputs_become_fp32_in_their_containers(dtype):
     assert converted["a"][1][0] is double_tensor
     assert isinstance(converted["b"], Output)
     assert converted["b"].names == ["x"]
+    converted = in_fp32(UserDict(logits=half_tensor, names=["x"], inner=UserDict(loss=half_tensor)))
+    assert type(converted) is type(converted["inner"]) is UserDict and converted["names"] == ["x"]
+    assert converted["logits"].dtype == converted["inner"]["loss"].dtype == torch.float32

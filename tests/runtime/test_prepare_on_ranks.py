@@ -570,6 +570,129 @@ def test_a_sharded_model_that_is_given_up_is_not_gathered():
     assert run_ranks(free_sharded, 2) == [([False, True], True)] * 2
 
 
+def free_dropped():
+    """Free the memory after the last reference to a sharded model is gone, which only a cycle keeps."""
+    import gc
+
+    from rankbook.runtime import Accelerator, FullyShardedDataParallelPlugin
+    from rankbook.runtime import accelerator as module
+
+    released = []
+    release = module.release_model
+    module.release_model = lambda model: (released.append(model), release(model))
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+    gc.disable()
+    model = accelerator.prepare(small_model())
+    if accelerator.process_index == 0:
+        model.itself = [model]
+    del model
+    accelerator.free_memory()
+    return len(released)
+
+
+@pytest.mark.slow
+def test_a_sharded_model_that_only_a_cycle_keeps_is_not_gathered():
+    assert run_ranks(free_dropped, 2) == [0, 0]
+
+
+def prepare_after_failures():
+    """Prepare a model after a preparation that has failed in the middle, of all kinds that shard."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    from rankbook.runtime import (
+        Accelerator,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        TorchTensorParallelConfig,
+    )
+
+    def units(module):
+        return isinstance(module, nn.Linear)
+
+    def error_of(model):
+        try:
+            accelerator.prepare(model)
+        except (ValueError, NotImplementedError) as error:
+            return str(error)
+        return ""
+
+    def changes(model):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        before = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+        accelerator.backward(model(torch.arange(32.0).view(4, 8).sin()).square().mean())
+        optimizer.step()
+        after = accelerator.get_state_dict(model)
+        sharded = all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        return sharded, [name for name in before if torch.equal(before[name], after[name])]
+
+    class Scaled(nn.Sequential):
+        def __init__(self, *layers):
+            super().__init__(*layers)
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, rows):
+            return super().forward(rows) * self.scale
+
+    found = {}
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=units, activation_checkpointing=True)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    model = Scaled(*small_model())
+    hooks, parameters = hooks_of(model), list(model.parameters())
+    found["error"] = error_of(model)
+    found["as before"] = (
+        hooks_of(model) == hooks
+        and all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+        and not any(isinstance(module, FSDPModule) for module in model.modules())
+    )
+    model.load_state_dict(model.state_dict())
+    model.scale = nn.Parameter(torch.tensor([2.0]))
+    found["FSDP"] = changes(model)
+
+    start_over()
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy=units))
+    model = Scaled(*small_model())
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))  # by the user
+    error_of(model)
+    found["user's"] = [type(part).__name__ for part in (model, model[0], model[2])]
+    model.scale = nn.Parameter(torch.tensor([2.0]))
+    found["FSDP, user's"] = changes(model)
+
+    start_over()
+    plan = {"0": "colwise", "1": "colwise", "2": "rowwise"}
+    accelerator = Accelerator(
+        parallelism_config=ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=plan))
+    )
+    model = nn.Sequential(nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 4))
+    hooks = hooks_of(model)
+    found["error, TP"] = error_of(model)
+    found["as before, TP"] = hooks_of(model) == hooks and not any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    )
+    start_over()
+    plan = {"0": "colwise", "2": "rowwise"}
+    accelerator = Accelerator(
+        parallelism_config=ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=plan))
+    )
+    model[1] = nn.Tanh()
+    found["TP"] = changes(model)
+    return found
+
+
+@pytest.mark.slow
+def test_a_model_can_be_prepared_after_its_sharding_has_failed():
+    for found in run_ranks(prepare_after_failures, 2):
+        assert "scalar parameters" in found["error"] and found["as before"]
+        assert found["FSDP"] == found["FSDP, user's"] == (True, [])
+        assert found["user's"] == ["Scaled", "FSDPLinear", "Linear"]
+        assert "LayerNorm" in found["error, TP"] or "nn.Linear" in found["error, TP"]
+        assert found["as before, TP"]
+        assert found["TP"][1] == []
+
+
 def join_and_tell():
     """Train with uneven inputs under DDP, and report the shards."""
     from torch.utils.data import DataLoader

@@ -144,6 +144,22 @@ def test_replicas_are_equal_again_in_a_loop_without_accumulate(own_model, compil
     assert "The ranks had made different numbers of optimizer steps" in outcome.stderr[0]
 
 
+def test_replicas_are_equal_again_after_a_step_that_was_cut_on_all_ranks(own_model):
+    cluster = own_model
+    cluster.run(
+        "class Cut(torch.optim.SGD):\n    fails = True\n    def step(self, closure=None):\n"
+        "        if not self.fails: return super().step(closure)\n"
+        "        if rank == 1: self.param_groups[0]['params'][0].data.add_(1)\n"
+        "        raise ValueError('in the middle of the step')\n"
+        f"raw = make()\nmodel, optimizer = raw, Cut(raw.parameters(), 0.1)\n{PREPARE['ddp']}\n{PLAIN_EPOCH}"
+    )
+    with pytest.raises(CellError, match="in the middle of the step"):
+        cluster.run("plain_epoch()", timeout=60)
+    outcome = cluster.run("optimizer.optimizer.fails = False\nplain_epoch()", timeout=60)
+    assert outcome.stdout == {0: "True 0\n", 1: "True 0\n"}
+    assert "An optimizer step did not end on ranks 0-1; all continue with the weights of rank 0." in outcome.stderr[0]
+
+
 def test_shards_of_different_steps_are_named_and_stay_with_their_ranks(own_model):
     cluster = own_model
     cluster.run(

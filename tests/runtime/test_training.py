@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 
 import pytest
 import torch
@@ -419,6 +420,56 @@ def test_gradients_that_were_unscaled_and_never_used_do_not_count_for_the_next(h
     assert accelerator.clip_grad_norm_(model.parameters(), 10.0).item() == 0.5
     optimizer.step()
     assert model.weight.item() == 0.5
+
+
+def test_gradients_that_the_model_has_dropped_after_clipping_are_forgotten(half_precision):
+    accelerator = fp16()
+    model, optimizer = accelerator.prepare(*one_weight())
+    backward(accelerator, (model, 4.0))
+    accelerator.clip_grad_norm_(model.parameters(), 10.0)
+    model.zero_grad()
+    backward(accelerator, (model, 0.5))
+    assert accelerator.clip_grad_norm_(model.parameters(), 10.0).item() == 0.5
+    optimizer.step()
+    assert (model.weight.item(), optimizer.steps) == (0.5, 1)
+
+
+def test_a_step_without_gradients_after_clipping_changes_nothing(half_precision):
+    accelerator = fp16()
+    model, optimizer = accelerator.prepare(*one_weight())
+    backward(accelerator, (model, 4.0))
+    accelerator.clip_grad_norm_(model.parameters(), 10.0)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert (model.weight.item(), accelerator.scaler.get_scale()) == (1.0, 8.0)
+    backward(accelerator, (model, 0.5))
+    optimizer.step()
+    assert model.weight.item() == 0.5
+
+
+@pytest.mark.parametrize("clips", [True, False], ids=["after-clipping", "before-clipping"])
+def test_the_scale_after_an_interrupted_step_does_not_depend_on_where_it_was_cut(half_precision, clips):
+    accelerator = fp16(growth_interval=2)
+    model, optimizer = accelerator.prepare(*one_weight())
+    scales = []
+    for number in range(4):
+        with suppress(KeyboardInterrupt), accelerator.accumulate(model):
+            backward(accelerator, (model, 0.125))
+            if clips or number:
+                accelerator.clip_grad_norm_(model.parameters(), 10.0)
+            if not number:
+                raise KeyboardInterrupt
+            optimizer.step()
+            optimizer.zero_grad()
+            scales.append(accelerator.scaler.get_scale())
+    assert (scales, model.weight.item()) == ([8.0, 16.0, 16.0], 0.625)
+
+
+def test_even_batches_repeat_no_sample_on_a_single_rank():
+    accelerator = Accelerator()
+    model, loader = accelerator.prepare(one_weight()[0], DataLoader(list(range(5)), batch_size=2))
+    with accelerator.join_uneven_inputs([model], even_batches=True):
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")

@@ -26,11 +26,12 @@ from torch.distributed.tensor import DTensor
 
 from rankbook.errors import CollectiveAborted, InvalidArgument
 from rankbook.protocol import telemetry
+from rankbook.ranks import format_ranks
 from rankbook.runtime import optimizer as optimizer_module
 from rankbook.runtime import prepare, prepared
 from rankbook.runtime.collectives import CollectiveMethods
 from rankbook.runtime.gradient_state import GradientState, settle_before_training, window
-from rankbook.runtime.memory import clear_device_cache, release_memory
+from rankbook.runtime.memory import clear_device_cache, collect_left_over, release_memory
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from rankbook.runtime.prepare import (
     prepare_loader,
@@ -88,19 +89,22 @@ def _drop_gradients() -> None:
     for strategy, wrapped in prepared.prepared_models():
         # FSDP keeps gradients that are not reduced yet outside of `grad`, where `zero_grad` does not find them.
         strategy.drop_gradients(wrapped)
+    # A rank may have unscaled its gradients before the error, and another one may not: their scales would differ.
+    optimizer_module.end_rounds()
 
 
 class _TrainingProgress(NamedTuple):
     """Progress of a rank's prepared objects, by serial number.
 
-    `models` are those under DDP, `steps` the optimizers' numbers of steps, `scales` the states of their scalers, and
-    `schedules` the checksums of the schedulers.
+    `models` are those under DDP, `steps` the optimizers' numbers of steps, `scales` the states of their scalers,
+    `schedules` the checksums of the schedulers, and `cut` the optimizers whose last step did not end.
     """
 
     models: set[int]
     steps: dict[int, int]
     scales: dict[int, Any]
     schedules: dict[int, int]
+    cut: set[int]
 
     def renumbered(self) -> _TrainingProgress:
         """Return the progress with numbers from 0 on, in the order of the serial numbers."""
@@ -110,15 +114,16 @@ class _TrainingProgress(NamedTuple):
             {number: self.steps[serial] for number, serial in order.items()},
             {number: self.scales[serial] for number, serial in order.items() if serial in self.scales},
             dict(enumerate(self.schedules[serial] for serial in sorted(self.schedules))),
+            {number for number, serial in order.items() if serial in self.cut},
         )
 
 
 def _synchronize_replicas() -> None:
     """Copy replicated models, optimizer states and schedules from rank 0, where the ranks differ. A collective.
 
-    A rank may have failed before a step that others took. The scale of fp16 becomes that of rank 0 as well, because a
-    rank may have skipped a step that others took. Shards are left as they are, with a warning: no other rank has what a
-    rank lacks.
+    A rank may have failed before a step that others took, or in the middle of a step. The scale of fp16 becomes that of
+    rank 0 as well, because a rank may have skipped a step that others took. Shards are left as they are, with a
+    warning: no other rank has what a rank lacks.
     """
     if not dist.is_initialized():
         return
@@ -136,6 +141,7 @@ def _synchronize_replicas() -> None:
         {serial: wrapper.steps for serial, wrapper in wrappers.items()},
         {serial: wrapper.scaler.state_dict() for serial, wrapper in wrappers.items() if wrapper.scaler is not None},
         {serial: optimizer_module.schedule_checksum(scheduler) for serial, scheduler in schedulers.items()},
+        {serial for serial, wrapper in wrappers.items() if wrapper.is_stepping},
     )
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, progress)
@@ -160,7 +166,10 @@ def _copy_replicas(
         if scaler is not None and scale is not None and scale != scaler.state_dict():
             scaler.load_state_dict(scale)
     steps_by_rank = [[row.steps[serial] for serial in serials] for row in rows]
-    if all(rank_steps == steps_by_rank[0] for rank_steps in steps_by_rank):
+    is_equal = all(rank_steps == steps_by_rank[0] for rank_steps in steps_by_rank)
+    # A step that did not end has changed some of the parameters, and others on another rank.
+    cut = {rank: row.cut.intersection(serials) for rank, row in enumerate(rows) if row.cut.intersection(serials)}
+    if is_equal and not cut:
         return
     # All ranks have compared the same rows above, so all of them return there or all come here.
     for serial in sorted(set.intersection(*(row.models for row in rows))):
@@ -176,10 +185,18 @@ def _copy_replicas(
         wrapper.steps = steps_by_rank[0][index]
     if dist.get_rank() == 0:
         counts = ", ".join(f"rank {rank}: {rank_steps}" for rank, rank_steps in enumerate(steps_by_rank))
+        cause = (
+            f"An optimizer step did not end on {'rank' if len(cut) == 1 else 'ranks'} {format_ranks(cut)}"
+            if is_equal
+            else f"The ranks had made different numbers of optimizer steps ({counts})"
+        )
         # Whether parameters are sharded is the same on all ranks, and so are the numbers of the others now.
         mixed = any(
             _is_sharded(wrappers[serial])
-            and any(rank_steps[index] != steps_by_rank[0][index] for rank_steps in steps_by_rank)
+            and (
+                any(serial in of_rank for of_rank in cut.values())
+                or any(rank_steps[index] != steps_by_rank[0][index] for rank_steps in steps_by_rank)
+            )
             for index, serial in enumerate(serials)
         )
         remedy = (
@@ -188,8 +205,8 @@ def _copy_replicas(
             else "load the last checkpoint with load_state"
         )
         _log.warning(
-            "The ranks had made different numbers of optimizer steps (%s); %s",
-            counts,
+            "%s; %s",
+            cause,
             f"the shards of a model are from different steps now: {remedy}."
             if mixed
             else "all continue with the weights of rank 0.",
@@ -513,6 +530,9 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
 
         Returns one None per object, to overwrite the caller's references: `a, b = accelerator.free_memory(a, b)`.
         """
+        # Models that nobody holds any more may be kept by a reference cycle, and on some ranks only, which would then
+        # wait for the others.
+        collect_left_over()
         # A collective for sharded models: all ranks call it. Every model is whole again afterwards, if the user still
         # holds it. To gather a model that the caller gives up may take more memory than the device has.
         given_up = {id(prepared.unwrap_registered(item)) for item in objects if isinstance(item, nn.Module)}

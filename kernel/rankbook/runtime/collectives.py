@@ -525,8 +525,18 @@ class CollectiveMethods(AcceleratorSettings):
         data = map_leaves(lambda leaf: leaf if leaf.ndim else leaf[None], data)
         if len(share.ranks) < len(share.real):
             return self._gather_from_ranks_with_batch(data, share)
+        if WHOLE in share.real:
+            return self._gather_whole(data, share)
         # The ranks' parts of this batch may differ in length, so pad before gathering and trim afterwards.
         return trim(self._drop_replicas(gather(pad_across_processes(data))), share)
+
+    def _gather_whole(self, data: Any, share: RoundPadding) -> Any:  # noqa: ANN401 - nested
+        """Gather batches of unknown numbers of rows, without those that are repeated: their lengths may differ."""
+        sent = map_leaves(lambda leaf: leaf.detach().cpu(), data)
+        parts = self._drop_replicas(gather_object([sent]))
+        joined = concatenate([part for part, real in zip(parts, share.real, strict=True) if real])
+        devices = iter([leaf.device for _, leaf in leaves(data)])
+        return map_leaves(lambda leaf: leaf.to(next(devices)), joined)
 
     def _cut_repeated(self, data: Any) -> Any:  # noqa: ANN401 - nested
         """Cut a mean that was repeated by the batch size to the samples of a shorter last batch. For one process.
@@ -556,6 +566,9 @@ class CollectiveMethods(AcceleratorSettings):
         # One list per rank. The lists may differ in length, and `_rows` expects as many rows from every rank: fill up
         # with None, which is left out again.
         everyone = gather_object([data])
+        if WHOLE in share.real:
+            parts = self._drop_replicas(everyone)
+            return [row for part, real in zip(parts, share.real, strict=True) if real for row in part]
         longest = max(map(len, everyone))
         rows = [row for objects in everyone for row in (*objects, *[None] * (longest - len(objects)))]
         rows = self._drop_replicas(rows)

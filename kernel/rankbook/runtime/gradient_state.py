@@ -328,7 +328,7 @@ class AccumulationWindow:
         loader = loop[0]()
         try:
             self._length = len(loader)
-        except TypeError:  # an iterable dataset has no length
+        except (TypeError, NotImplementedError):  # an iterable dataset has no length
             self._length = None
         # A resumed loop, or one that continues after a caught error, does not start at the first batch.
         # The current batch is included in `delivered`, since `begin_batch` runs after it was delivered.

@@ -246,7 +246,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._checked_replacements = prepared.replacement_count
 
     def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Callable[[], Any] | None) -> Any:  # noqa: ANN401 - as torch's
-        if self._stepped_after is not None or (self._unscaled and not self._is_unscaled()):
+        # Without gradients nothing is to be unscaled, and the scaler goes on with what it has found in this round.
+        has_others = self._unscaled and self._first_gradient() is not None and not self._is_unscaled()
+        if self._stepped_after is not None or has_others:
             self._end_round_early(scaler)
         # A fused optimizer unscales in its own kernel. For all others the scaler would call `unscale_` in its `step`;
         # called here, it is known even if the step is interrupted.
@@ -307,8 +309,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def _is_unscaled(self) -> bool:
         """Return True if the gradients are those that were unscaled in this round, and not newer ones."""
-        reference = self._unscaled_gradient
-        return reference is not None and reference() is self._first_gradient()
+        # Without gradients, the reference is dead, and leads to None as well.
+        reference, first = self._unscaled_gradient, self._first_gradient()
+        return reference is not None and first is not None and reference() is first
 
     def has_unscaled_gradients(self) -> bool:
         """Return True if the gradients have no loss scale any more: they were unscaled, or a step has used them."""
@@ -360,7 +363,8 @@ def _sharing(scaler: torch.amp.GradScaler) -> list[AcceleratedOptimizer]:
 @contextmanager
 def check_added_gradients(scaler: torch.amp.GradScaler) -> Iterator[None]:
     """Raise `InvalidArgument` if the backward pass in the block adds to gradients that were unscaled before."""
-    unscaled = [wrapper for wrapper in _sharing(scaler) if wrapper._is_unscaled()] if scaler.is_enabled() else ()
+    sharing = _sharing(scaler) if scaler.is_enabled() else ()
+    unscaled = [wrapper for wrapper in sharing if wrapper._is_unscaled()]
     # The gradients are kept until they are compared: a new one could otherwise be at the address of a freed one.
     before = [[(gradient, _version(gradient)) for gradient in wrapper._gradients()] for wrapper in unscaled]
     yield

@@ -30,7 +30,7 @@ from rankbook.runtime.gradient_state import remove_settling
 from rankbook.runtime.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from rankbook.runtime.prepared import PrepareContext, PreparedModel, report_loader, report_model, report_optimizer
 from rankbook.runtime.settings import install_forward, remove_forward
-from rankbook.runtime.strategies.base import full_tensor, mesh_for, update_one_by_one_where_mixed
+from rankbook.runtime.strategies.base import full_tensor, mesh_for, restored_on_error, update_one_by_one_where_mixed
 from rankbook.runtime.strategies.fsdp2 import moved_in_parts
 
 KINDS: list[tuple[str, tuple[type, ...]]] = [
@@ -136,7 +136,7 @@ def prepare_model(
 
     With `evaluation`, the model is only moved to the device and set to mixed precision. A model that was prepared
     before is prepared again with the current settings. If the settings are unchanged and `model` is what `prepare`
-    returned, it is returned as it is.
+    returned, it is returned as it is. If it fails, the original model can be prepared again.
     """
     raw = registry.unwrap_registered(model)
     # Running the same cell again must not wrap a wrapper, and must not shard a model that is already as requested.
@@ -167,7 +167,8 @@ def prepare_model(
     try:
         if spread:
             moving = moved_in_parts(raw, context.setup.device) if in_parts else nullcontext()
-            with registry.track_replaced_parameters(raw), moving:
+            restoring = restored_on_error(raw) if context.strategy.shards else nullcontext()
+            with restoring, registry.track_replaced_parameters(raw), moving:
                 wrapped = context.strategy.wrap(raw)
     # Without this, a failed `prepare` would leave a model that silently runs under autocast.
     except BaseException:
@@ -362,8 +363,9 @@ def _move_state(optimizer: torch.optim.Optimizer) -> None:
 
     Needed for an optimizer that has stepped before its model was moved.
     """
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
+    states: dict[Any, Any] = optimizer.state  # some optimizers keep other entries than those of parameters
+    for parameter, state in states.items():
+        for name, value in state.items() if isinstance(parameter, torch.Tensor) else ():
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device:
                 state[name] = value.to(parameter.device)
 

@@ -14,7 +14,7 @@ import logging
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Never
 
@@ -44,6 +44,7 @@ from rankbook.runtime.state import AcceleratorState
 from rankbook.runtime.strategies.base import DataParallel, SingleDevice, Strategy, StrategySetup
 from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel, TensorParallel
 from rankbook.runtime.trackers import Tracker, filter_trackers
+from rankbook.runtime.tree import rebuild
 
 _log = logging.getLogger(__name__)
 
@@ -101,6 +102,8 @@ def in_fp32(value: Any) -> Any:  # noqa: ANN401 - any output of a model
             return {key: in_fp32(item) for key, item in value.items()}
         for key in value:  # an output class (transformers) mirrors its items in attributes: assign in place
             value[key] = in_fp32(value[key])
+    if isinstance(value, Mapping) and not isinstance(value, dict):
+        return rebuild(value, {key: in_fp32(item) for key, item in value.items()})
     return value
 
 

@@ -215,7 +215,8 @@ class TrainingMethods(AcceleratorSettings):
                 # The setting is read when a pass starts, so it has to be set before the user's loop.
                 shard = loader.parts.tickets.shard
                 before.append((shard, shard.even_batches))
-                shard.even_batches = even_batches
+                # As in `build_loader_parts`: a single part has nothing to be made even with.
+                shard.even_batches = even_batches and shard.num_processes > 1
         # `Join` lets a rank that has left its loop repeat the collectives of DDP with zeros, until all ranks have left
         # theirs.
         joined: AbstractContextManager[Any] = Join(able) if able and self.use_distributed else nullcontext()

@@ -39,6 +39,7 @@ from rankbook.runtime import (
     GradientState,
     SkipDataLoader,
     prepare_data_loader,
+    set_seed,
     skip_first_batches,
 )
 from rankbook.runtime.collectives import trim
@@ -51,6 +52,7 @@ from rankbook.runtime.data.samplers import RoundPadding, SeedableRandomSampler
 @pytest.fixture(autouse=True)
 def no_seed():
     rng._last_seed = None
+    rng._seeded.clear()
 
 
 class Numbers(Dataset):
@@ -240,6 +242,43 @@ class Careless(Sampler):
         return self.n
 
 
+class Draws(Numbers):
+    def __getitem__(self, index):
+        return torch.rand(()).item()
+
+
+def test_two_loaders_have_different_orders_and_draw_different_numbers():
+    def read(make, count=2):
+        set_seed(0)
+        loaders = [prepare_data_loader(make()) for _ in range(count)]
+        return [torch.cat(list(loader)).tolist() for loader in loaders]
+
+    first, second = read(lambda: DataLoader(range(64), batch_size=8, shuffle=True))
+    assert sorted(first) == sorted(second) == list(range(64)) and first != second
+    assert not set.intersection(*map(set, read(lambda: DataLoader(Draws(64), batch_size=8))))
+    assert read(lambda: DataLoader(range(64), batch_size=8, shuffle=True), 1) == [first]
+    seeded = prepare_data_loader(DataLoader(range(64), batch_size=8, shuffle=True), data_seed=rng.run_seed())
+    assert torch.cat(list(seeded)).tolist() == first
+
+
+def test_a_cell_that_is_run_again_reads_its_loaders_in_the_same_orders():
+    orders = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        first = prepare_data_loader(DataLoader(range(64), batch_size=8, shuffle=True))
+        second = prepare_data_loader(DataLoader(range(64), batch_size=8, shuffle=True))
+        orders.append([torch.cat(list(loader)).tolist() for loader in (first, second)])
+    assert orders[0] == orders[1] and orders[0][0] != orders[0][1]
+
+
+def test_a_look_at_the_first_batch_keeps_the_seed_of_the_pass():
+    set_seed(0)
+    for _ in range(2):
+        loader = prepare_data_loader(DataLoader(range(64), batch_size=8, shuffle=True))
+        peeked = loader.peek()
+        assert peeked.tolist() == loader.peek().tolist() == next(iter(loader)).tolist()
+
+
 @pytest.mark.processes
 def test_a_persons_own_generator_gives_the_order_that_torch_would():
     for workers in (0, 1):
@@ -419,6 +458,24 @@ def test_prepared_loader_does_not_change_draws_of_the_main_process():
     expected = torch.rand(4)
     torch.manual_seed(0)
     assert torch.equal(torch.cat([torch.rand(1), *[torch.rand(1) for _ in loader]]), expected)
+
+
+@pytest.mark.parametrize("count", [5, 6])
+@pytest.mark.parametrize("error", [TypeError, NotImplementedError])
+def test_a_stream_whose_length_raises_an_error_is_read_to_its_end(error, count):
+    class Endless(Stream):
+        def __len__(self):
+            raise error("no length")
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1)
+    loader = accelerator.prepare(DataLoader(Endless(count), batch_size=2))
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5][: count - 4]]
+    syncs = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            syncs.append((len(batch), accelerator.sync_gradients))
+    assert syncs == [(2, False), (2, True), (count - 4, True)]
 
 
 def test_loaders_that_do_not_batch_deal_what_the_dataset_gives():

@@ -77,10 +77,17 @@ class MapReader(Dataset[Any]):
     Other attributes are those of `dataset`.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any], single: bool = False) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        dataset: Any,  # noqa: ANN401
+        collate: Callable[[Any], Any],
+        single: bool = False,
+        lists: bool = False,
+    ) -> None:
         self.dataset = dataset
         self._collate = collate
         self._single = single
+        self._lists = lists  # of indices, which the dataset takes as one index
         self._rng = BatchRng(dataset, collate)
         self._run = -1
 
@@ -117,7 +124,7 @@ class MapReader(Dataset[Any]):
         # A loader without batching: the request has one index, and the item is what the user's collate function
         # converts.
         if self._single:
-            return self._collate(dataset[items[0]])
+            return self._collate(dataset[items if self._lists else items[0]])
         # The same preference as in torch's own fetcher.
         if getattr(dataset, "__getitems__", None):
             return self._collate(dataset.__getitems__(items))

@@ -11,13 +11,13 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, _DatasetKind
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, _DatasetKind
 
 from rankbook.control_collectives import control_device
 from rankbook.errors import InvalidArgument
@@ -33,7 +33,14 @@ from rankbook.runtime.data.batch_requests import (
     SingleItemSampler,
     UnbatchedSampler,
 )
-from rankbook.runtime.data.rng import check_rng_types, last_seed, run_seed, stream_seed, synchronize_rng_states
+from rankbook.runtime.data.rng import (
+    check_rng_types,
+    last_seed,
+    loader_seed,
+    run_seed,
+    stream_seed,
+    synchronize_rng_states,
+)
 from rankbook.runtime.data.samplers import (
     WHOLE,
     BatchSamplerShard,
@@ -134,7 +141,7 @@ def _position_source(name: str, reference: weakref.ref[PreparedLoader]) -> telem
             return None
         try:
             batches: int | None = len(loader)
-        except TypeError:  # an iterable dataset without a length
+        except (TypeError, NotImplementedError):  # an iterable dataset without a length
             batches = None
         at = loader.position
         return telemetry.LoaderPosition(name=name, epoch=at.epoch, delivered=at.delivered, batches=batches)
@@ -313,10 +320,11 @@ class PreparedLoader(DataLoader[Any]):
                 return batch
         finally:
             batches.close()  # type: ignore[attr-defined]
-            run = self.position.run
+            run, seed, seeded_by = self.position.run, self.position.seed, self.position.seeded_by
             for owner, attributes in kept:
                 vars(owner).clear()
                 vars(owner).update(attributes)
+            self.position.seed, self.position.seeded_by = seed, seeded_by  # the pass draws the same
             self.position.run = run  # an iterator of this pass must not go on with the restored position
             self.__dict__.update(own)
             if generator is not None:
@@ -412,9 +420,10 @@ class PreparedLoader(DataLoader[Any]):
 
     def _rows_of_short_batch(self, batch: object) -> int:
         """Return the samples of a last batch that is shorter than the others; 0 for another one, and if unknown."""
-        if self.parts.num_processes > 1 or not self.parts.total_rows or not isinstance(self.dataset, Sized):
+        length = reader_state.dataset_length(self)
+        if self.parts.num_processes > 1 or not self.parts.total_rows or length is None:
             return 0
-        rest = len(self.dataset) % self.parts.total_rows
+        rest = length % self.parts.total_rows
         try:
             return rest if find_batch_size(batch) == rest else 0
         except InvalidArgument:
@@ -434,7 +443,9 @@ class PreparedLoader(DataLoader[Any]):
         elif position.seed is not None and last_seed() in {None, position.seeded_by}:
             seed = position.seed
         else:
-            seed, position.seeded_by = run_seed(), last_seed()
+            # Loaders whose ranks the caller has chosen are the parts of one loader.
+            seed = run_seed() if parts.options is None else loader_seed(self)
+            position.seeded_by = last_seed()
         skip, earlier = position.resume if position.resumes else self.skip_batches, position.resume_after
         epoch = position.next_epoch()
         generator = parts.generator
@@ -553,13 +564,18 @@ def build_loader_parts(
         keeps_state = stateful and not every_rank
         fetch = (StatefulIterable if keeps_state else IterableReader)(source.dataset, stream, source.collate_fn, single)
     else:
-        shuffle = Shuffle(SingleItemSampler(source.sampler) if single else source.batch_sampler, seedable)
+        # A BatchSampler in place of the sampler gives lists of indices, which the dataset takes as they are.
+        lists = single and isinstance(source.sampler, BatchSampler)
+        below = source.sampler if lists else SingleItemSampler(source.sampler) if single else source.batch_sampler
+        shuffle = Shuffle(below, seedable)
         generator = shuffle.user_generator
-        shard = BatchSamplerShard(shuffle.batch_sampler, ranks, rank, split_batches and not single, even_batches)
-        tickets = (UnbatchedSampler if single else MapBatchSampler)(shard, shuffle, served_ranks, numbering)
-        rows = 0 if single else (shard.batch_size or 0) // (ranks if shard.split_batches else 1)
+        is_split = split_batches and (lists or not single)
+        shard = BatchSamplerShard(shuffle.batch_sampler, ranks, rank, is_split, even_batches)
+        kind = UnbatchedSampler if single and not lists else MapBatchSampler
+        tickets = kind(shard, shuffle, served_ranks, numbering)
+        rows = 0 if single and not lists else (shard.batch_size or 0) // (ranks if shard.split_batches else 1)
         keeps_state = stateful and not every_rank and is_stateful(source.dataset)
-        fetch = (StatefulReader if keeps_state else MapReader)(source.dataset, source.collate_fn, single)
+        fetch = (StatefulReader if keeps_state else MapReader)(source.dataset, source.collate_fn, single, lists)
     stateful_kind = require_stateful_dataloader() if stateful else None
     inner = _copy(source, tickets, fetch, stateful_kind)
     # A subclass with an `__iter__` of its own may drop or add batches, so the metadata cannot be trusted, see

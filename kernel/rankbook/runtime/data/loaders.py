@@ -520,7 +520,9 @@ def data_parallel_layout(mesh: Any) -> tuple[int, ...]:  # noqa: ANN401 - a Devi
 
 
 def _sampler_below(loader: Any) -> Any:  # noqa: ANN401
-    sampler = getattr(loader.batch_sampler, "sampler", None)
+    # Without batching, a BatchSampler may be in the place of the sampler.
+    batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    sampler = getattr(batches, "sampler", None)
     return loader.sampler if sampler is None else sampler
 
 

@@ -20,10 +20,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 import random
 import types
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
@@ -378,6 +380,8 @@ RNG_TYPES = ("generator", "torch", "cuda", "numpy", "python")
 """Generators that can be synchronized: the one of a loader's sampler, and the global ones of the libraries."""
 
 _last_seed: int | None = None
+_seeded: weakref.WeakValueDictionary[tuple[int, int], object] = weakref.WeakValueDictionary()
+"""The loaders that were seeded since `set_seed`, by the seed of the run and their number."""
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -396,6 +400,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     global _last_seed
     _last_seed = seed
+    _seeded.clear()
     # Accelerate adds the rank to the seed, which gives rank 1 of seed 0 the numbers of rank 0 of seed 1.
     rank_seed = stream_seed(seed, _batch_index(), "set_seed") >> 193 if device_specific else seed
     random.seed(rank_seed)
@@ -423,6 +428,20 @@ def run_seed() -> int:
     remembered = last_seed()
     # torch's initial seed is random unless the program has set it. With several ranks, rank 0's value is broadcast.
     return torch.initial_seed() if remembered is None else remembered
+
+
+def loader_seed(loader: object) -> int:
+    """Return a seed for `loader` that no other loader has: `run_seed()` for the first one since `set_seed`.
+
+    Two loaders over one dataset would otherwise give the same order, and draw the same numbers. A loader that is gone
+    does not count, so that a cell gives the same numbers when it is run again.
+    """
+    seed = run_seed()
+    for key in [key for key, seeded in _seeded.items() if seeded is loader]:
+        del _seeded[key]
+    number = next(number for number in itertools.count() if (seed, number) not in _seeded)
+    _seeded[seed, number] = loader
+    return stream_seed(seed, "loader", number) >> 193 if number else seed
 
 
 def check_rng_types(rng_types: Iterable[str] | None) -> list[str]:

@@ -11,7 +11,8 @@ prepared with another strategy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -419,6 +420,51 @@ def remove_states(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _remove_fsdp_state(module)
+
+
+@contextmanager
+def restored_on_error(model: nn.Module) -> Iterator[None]:
+    """Put the modules of `model` back as they were if the block, which shards it, fails in the middle. No collective.
+
+    `fully_shard` and `parallelize_module` would otherwise refuse the modules, or leave them out, when they are called
+    again. What the user has sharded before the block stays sharded.
+    """
+    before = [
+        (
+            module,
+            type(module),
+            dict(vars(module)),
+            # Tables that torch changes in place: parameters, hooks, and the states of `fully_shard`.
+            [
+                (table, dict(table))
+                for name, table in vars(module).items()
+                if isinstance(table, dict) and (name in {"_parameters", *FSDP_STATE_KEYS} or "_hooks" in name)
+            ],
+            _module_state_mapping.get(module),
+        )
+        for module in model.modules()
+    ]
+    try:
+        yield
+    except BaseException:
+        for module, kind, attributes, tables, state in before:
+            module.__class__ = kind
+            for name in vars(module).keys() - attributes.keys():
+                del vars(module)[name]
+            vars(module).update(attributes)
+            for table, entries in tables:
+                parameters = table is vars(module)["_parameters"]
+                # By `setattr`, because the attributes of recurrent modules keep a list of their own.
+                for name, entry in entries.items() if parameters else ():
+                    if table.get(name) is not entry:
+                        setattr(module, name, entry)
+                table.clear()
+                table.update(entries)
+            if state is None:
+                _module_state_mapping.pop(module, None)
+            else:
+                _module_state_mapping[module] = state
+        raise
 
 
 def _full_parameter(parameter: Any, cache: dict[Any, nn.Parameter]) -> nn.Parameter:  # noqa: ANN401 - a DTensor parameter
