@@ -165,6 +165,8 @@ def test_the_age_is_that_of_the_oldest_part():
     assert "protected every 2 steps: snapshot of step 9, 3" in str(status)
     assert "2 kB of shared memory" in str(status)
     assert "4 kB of shared memory" in str(describe_protection(parts, now, copies=4))  # on two hosts
+    behind = describe_protection(parts, now, clock_offset=lambda rank: -2.0 if rank == 0 else 0.0)
+    assert behind is not None and round(behind.age) == 1
     assert describe_protection({0: [], 1: []}, now) is None
     alone = describe_protection({0: parts[0], 1: []}, now)
     assert "no snapshot that all ranks have" in str(alone)

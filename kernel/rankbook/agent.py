@@ -159,7 +159,7 @@ class Agent:
         self._link = link
         self._slots = slots
         self._outlives_terminal = outlives_terminal
-        self._interface = interface_addresses().get(address, "")
+        self._interface = interface_addresses().get(address, "").partition(":")[0]  # without the label of an address
         self._parent = os.getppid()
         self._folders = make_folders()
         self._launcher = launcher
@@ -354,12 +354,12 @@ class Agent:
                 self._launcher.kill(rank, incarnation)
             case StoreReply(connection):
                 self._requests.reply(connection, bytes(frames[1]))
-            case ModuleFiles(connection, names):
+            case ModuleFiles(connection, names, removed):
                 try:
-                    self._modules.write(connection, dict(zip(names, map(bytes, frames[1:]), strict=True)))
+                    self._modules.write(connection, dict(zip(names, map(bytes, frames[1:]), strict=True)), removed)
                 except OSError as error:
                     self._send(HostNote(f"modules of the notebook's folder could not be written: {error}"))
-                    self._modules.write(connection, {})
+                    self._modules.refuse(connection)
             case CloseHost(reason):
                 self._ended = f"the notebook does not use this host: {reason}" if reason else _STOPPED
 
@@ -577,6 +577,7 @@ class ModuleCopies:
         self._folder.mkdir(mode=0o700)
         # The notebook sends a file once.
         self._written: dict[str, bytes] = {}
+        self._unwritten: dict[str, bytes] = {}
 
     def renew(self) -> None:
         """Make what was removed of the folders and files again, and listen again. Raises `OSError`."""
@@ -585,7 +586,8 @@ class ModuleCopies:
         was_removed = not self._folder.exists()
         ensure_private_folder(self._folder)
         if was_removed:
-            self.write(0, dict(self._written))
+            for name, content in {**self._written, **self._unwritten}.items():
+                self._write_file(name, content, is_change=True)
 
     def receive(self) -> list[ModuleRequest]:
         """Return what to ask the notebook for."""
@@ -594,30 +596,60 @@ class ModuleCopies:
             for connection, request in self._listener.receive()
         ]
 
-    def write(self, connection: int, files: dict[str, bytes]) -> None:
-        """Write files that the notebook has sent, and reply to the rank that has asked for them, if one has."""
-        if files:
-            self.renew()
-        for name, content in files.items():
-            path = self._folder / name
-            if not path.resolve().is_relative_to(self._folder.resolve()):
+    def write(self, connection: int, files: dict[str, bytes], removed: tuple[str, ...] = ()) -> None:
+        """Write and remove files as the notebook has asked, and reply to the rank that waits for them, if one does.
+
+        What could not be written is written at the next call. Raises `OSError`.
+        """
+        for name in (*files, *removed):
+            if not (self._folder / name).resolve().is_relative_to(self._folder.resolve()):
                 raise ProtocolError(f"invalid name of a module's file: {name!r}")
-            if name.endswith("/"):
-                self._written[name] = content
-                path.mkdir(parents=True, exist_ok=True)
-                continue
-            # A change of a file in a folder that this host shares with the notebook's.
-            if not connection and not path.exists() and self._digest(name) == digest(content):
-                continue
-            self._written[name] = content
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fresh = path.with_name(f"{path.name}.fresh")
-            fresh.write_bytes(content)
-            fresh.replace(path)
-            # Compiled files are compared by seconds, and a file may change twice in one.
-            for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
-                compiled.unlink(missing_ok=True)
+        for name in removed:
+            self._remove(name)
+        self._unwritten |= files
+        if self._unwritten:
+            self.renew()
+        for name, content in tuple(self._unwritten.items()):
+            self._write_file(name, content, is_change=not connection)
+            self._unwritten.pop(name, None)
         self._listener.reply(connection, b"1" if files else b"")
+
+    def refuse(self, connection: int) -> None:
+        """Reply to the rank that waits for files that it does not get them."""
+        self._listener.reply(connection, b"")
+
+    def _write_file(self, name: str, content: bytes, *, is_change: bool) -> None:
+        path = self._folder / name
+        if name.endswith("/"):
+            self._written[name] = content
+            path.mkdir(parents=True, exist_ok=True)
+            return
+        # A change of a file in a folder that this host shares with the notebook's.
+        if is_change and not path.exists() and self._digest(name) == digest(content):
+            return
+        self._written[name] = content
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f"{path.name}.fresh")
+        fresh.write_bytes(content)
+        fresh.replace(path)
+        self._remove_compiled(path)
+
+    def _remove(self, name: str) -> None:
+        self._written.pop(name, None)
+        self._unwritten.pop(name, None)
+        path = self._folder / name
+        if name.endswith("/"):
+            with contextlib.suppress(OSError):  # it has other modules
+                path.rmdir()
+            return
+        path.unlink(missing_ok=True)
+        self._remove_compiled(path)
+
+    @staticmethod
+    def _remove_compiled(path: Path) -> None:
+        # Compiled files are compared by seconds, and a file may change twice in one.
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+            compiled.unlink(missing_ok=True)
 
     def _digests(self, request: bytes) -> dict[str, str]:
         """Return the digests of this host's own files of the module, which are imported if they are the same."""

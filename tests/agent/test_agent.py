@@ -291,12 +291,10 @@ def test_what_torchrun_sets_for_its_workers_does_not_reach_the_ranks():
 def test_a_module_that_cannot_be_written_costs_a_note_and_the_rank_is_answered(agent, link):
     refused: list[int] = []
 
-    def write(connection: int, files: dict[str, bytes]) -> None:
-        if files:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        refused.append(connection)
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    agent._modules = SimpleNamespace(write=write)
+    agent._modules = SimpleNamespace(write=write, refuse=refused.append)
     agent._handle_message([encode(ModuleFiles(7, ("helper.py",))), b"x = 1"])
     assert refused == [7]
     assert link.take()[1] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from rankbook.launch import code_sync
 from rankbook.launch.code_sync import MOST_FILE, ModuleFolder, SentModules, digest
 from rankbook.launch.hosts import Hosts
 from rankbook.output.merger import Emit, Stream
+from rankbook.rank import main
 from rankbook.transport.framed_socket import modules_folder
 from tests.agent.agents import cluster_on_hosts
 from tests.conftest import cluster_folders, wait_until
@@ -83,6 +85,19 @@ def test_what_the_host_has_already_is_not_sent(folder, lines, tmp_path):
     assert folder.find("helper", SentModules(), {"helper.py": digest(b"x = 0")}) == {"helper.py": b"x = 22"}
 
 
+def test_a_package_that_became_a_module_is_removed_from_the_hosts(folder, tmp_path):
+    sent = SentModules()
+    folder.find("model", sent, {})
+    shutil.rmtree(tmp_path / "book" / "model")
+    (tmp_path / "book" / "model.py").write_text("size = 2")
+    assert folder.changed(sent) == {} == sent.sizes
+    assert sent.removed == ["model/__init__.py"]
+    assert folder.find("model", sent, {}) == {"model.py": b"size = 2"}
+    sent.removed.clear()
+    folder.changed(sent)
+    assert sent.removed == []
+
+
 @pytest.mark.parametrize("name", ["linked", "..outside", "../outside", "model/layers", "", ".", "helper\0", "a b"])
 def test_nothing_outside_the_folder_is_sent(folder, name):
     assert folder.find(name, SentModules(), {}) == {}
@@ -116,6 +131,25 @@ def test_the_limit_of_a_host_counts_the_files_that_it_has_and_not_how_often_they
         (tmp_path / "book" / f"{name}.py").write_bytes(b"#" * 500)
         assert bool(folder.find(name, sent, {}, host="node1")) == is_sent
     assert lines[-1] == "second.py (500 B) was not sent: node1 has the most it may get; install it on the hosts"
+
+
+def test_modules_are_removed_and_what_could_not_be_written_is_written_later(short_path, monkeypatch):
+    monkeypatch.chdir(short_path)
+    folder = short_path / "cluster"
+    folder.mkdir(mode=0o700)
+    copies = ModuleCopies(folder)
+    copies.write(0, {"model/__init__.py": b"1", "names/": b"", "kept.py": b"2"})
+    copies.write(0, {"model.py": b"3"}, ("model/__init__.py", "names/", "never.py"))
+    below = modules_folder(copies.address)
+    assert {file.name for file in below.rglob("*.py")} == {"model.py", "kept.py"} and not (below / "names").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        with pytest.raises(OSError, match="full"):
+            copies.write(7, {"late.py": b"4"})
+        copies.refuse(7)
+    copies.write(0, {"other.py": b"5"})
+    copies.close()
+    assert (below / "late.py").read_bytes() == b"4"
 
 
 def test_a_folder_that_was_removed_is_private_again_when_a_module_is_written(short_path, monkeypatch):
@@ -240,3 +274,15 @@ def test_modules_that_were_sent_are_there_again_after_a_removal_of_the_hosts_fol
     assert cluster.heal() is not None
     (book / "later.py").write_text("value = 7\n")
     assert cluster.run("import early, later; (early.value, later.value)").text(1) == "(6, 7)"
+
+
+def test_installed_packages_below_the_working_directory_are_not_asked_for(tmp_path, monkeypatch):
+    asked: list[bytes] = []
+    monkeypatch.setattr(main, "request", lambda _, name, **__: asked.append(name))
+    monkeypatch.setattr(main, "INSTALLED", (tmp_path / ".venv" / "lib" / "site-packages",))
+    finder = main.ModuleSync(tmp_path / "modules", "agent", tmp_path)
+    finder.find_spec("package.part", [str(tmp_path / ".venv" / "lib" / "site-packages" / "package")])
+    finder.find_spec("elsewhere.part", ["/elsewhere"])
+    assert asked == []
+    finder.find_spec("mine.part", [str(tmp_path / "mine")])
+    assert asked == [b"mine.part"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -132,6 +134,13 @@ def test_the_last_output_of_a_rank_that_is_killed_arrives(three):
     )
     three.wait(cell, timeout=60)
     assert cell.result is not None and "last words" in cell.result[2].stdout
+    assert three.heal() is not None
+
+
+def test_the_stacks_of_a_rank_that_crashes_on_another_host_arrive(three):
+    cell = three.submit_code("import ctypes\nif rank == 2: ctypes.string_at(0)", number=0, ranks=None, sink=None)
+    three.wait(cell, timeout=60)
+    assert cell.result is not None and "Segmentation fault" in cell.result[2].stderr
     assert three.heal() is not None
 
 
@@ -562,6 +571,19 @@ def test_without_a_network_the_start_lists_the_interfaces(monkeypatch):
     monkeypatch.setattr(connection, "interface_addresses", lambda: {"127.0.0.1": "lo"})
     monkeypatch.setattr(connection, "_default_route", lambda: None)
     with pytest.raises(StartError, match=r"no address that other hosts can reach \(lo 127\.0\.0\.1\)"):
+        connection.choose_address(None)
+
+
+def test_a_label_of_an_interface_has_an_address_too_and_ipv6_alone_is_named(monkeypatch):
+    up = {"eth0": SimpleNamespace(isup=True), "eth1": SimpleNamespace(isup=False)}
+    monkeypatch.setattr(connection.psutil, "net_if_stats", lambda: up)
+    given = {"eth0": "10.0.0.1", "eth0:1": "10.0.0.2", "eth1": "10.0.0.3"}
+    entries = {name: [SimpleNamespace(family=socket.AF_INET, address=address)] for name, address in given.items()}
+    monkeypatch.setattr(connection.psutil, "net_if_addrs", lambda: entries)
+    assert connection.interface_addresses() == {"10.0.0.1": "eth0", "10.0.0.2": "eth0:1"}
+    entries = {"eth0": [SimpleNamespace(family=socket.AF_INET6, address="fe80::1")]}
+    monkeypatch.setattr(connection, "_default_route", lambda: None)
+    with pytest.raises(StartError, match="no interface with an IPv4 address is up, and IPv6 alone is not supported"):
         connection.choose_address(None)
 
 

@@ -303,6 +303,12 @@ def test_a_flood_is_cut_says_how_much_is_missing_and_keeps_all_of_it_in_its_log(
     assert str(log) in note, "said at once, not only at the end"
 
 
+def test_a_log_on_another_host_is_named_with_it(tmp_path):
+    lines = 2 * MAX_CELL_OUTPUT // LINE
+    sent, _ = run(tmp_path, "capture._host = 'node1'" + FLOOD + f"flood({lines}); capture.end()")
+    assert [m.log for m in sent if isinstance(m, TextCut)] == [f"{tmp_path / 'cell-1-rank-3.log'} on node1"]
+
+
 def test_a_limited_cell_sends_no_more_text_but_logs_all_of_it(tmp_path):
     sent, _ = run(tmp_path, FLOOD + "flood(50); capture.drain(); capture.limit(1); flood(500); capture.end()")
     (cut,) = [message for message in sent if isinstance(message, TextCut)]

@@ -1620,7 +1620,10 @@ class Cluster(ClusterQueries):
         return self._describe_protection(headers)
 
     def _describe_protection(self, headers: Mapping[int, list[SnapshotHeader]]) -> ProtectionStatus | None:
-        return describe_protection(headers, time.time(), copies=self._processes.snapshot_copies)
+        processes = self._processes
+        return describe_protection(
+            headers, time.time(), copies=processes.snapshot_copies, clock_offset=processes.clock_offset
+        )
 
     def stop(self) -> None:
         """Stop all ranks and remove their files except the logs. A second call does nothing."""

@@ -226,6 +226,10 @@ class ClusterProcesses:
         hosts = {seat.host for seat in self._hosts.seats.values()} if self._hosts is not None else set()
         return 4 if len(hosts) > 1 else 2
 
+    def clock_offset(self, rank: int) -> float:
+        """Return the seconds by which the clock of a rank's host is ahead of this host's."""
+        return 0.0 if self._hosts is None else self._hosts.clock_offset(rank).wall
+
     # Start
 
     def launch(self, ranks: tuple[int, ...], *, timeout: float, world_size: int | None = None) -> None:
@@ -385,7 +389,8 @@ class ClusterProcesses:
             path=path if seat.host == HOME else path_to_send(path),
             uplink=self._hub.uplink,
             downlink=downlink,
-            segments=str(self._folders.segments),
+            # On another host the agent fills it in, and reads what a dead rank has left: see `read_remains`.
+            segments=str(self._folders.segments) if seat.host == HOME else "",
             logs=str(self._folders.logs),
             cluster=self.key,
             modules="on" if self._hosts is not None and self._hosts.modules is not None and seat.host != HOME else "",

@@ -488,7 +488,9 @@ def _name_of(processes: ClusterProcesses) -> str:
 def _protection_of(processes: ClusterProcesses, aggregator: StatusAggregator) -> str:
     """Describe the snapshots of the training state; "" without protection."""
     if processes.hosts is not None:
-        status = describe_protection(aggregator.snapshots(), time.time(), copies=processes.snapshot_copies)
+        status = describe_protection(
+            aggregator.snapshots(), time.time(), copies=processes.snapshot_copies, clock_offset=processes.clock_offset
+        )
         return "" if status is None else str(status)
     folder, ranks = processes.segments.folder, tuple(processes.state.ranks)
     # The frequent case, for which two files are looked for, whatever the number of ranks.

@@ -148,11 +148,16 @@ class Protection:
 
 
 def describe_protection(
-    headers: Mapping[int, list[SnapshotHeader]], now: float, *, copies: int = 2
+    headers: Mapping[int, list[SnapshotHeader]],
+    now: float,
+    *,
+    copies: int = 2,
+    clock_offset: Callable[[int], float] = lambda _rank: 0.0,
 ) -> ProtectionStatus | None:
     """Return the status of the protection from the headers of all ranks, None if no rank has a snapshot.
 
-    `copies` is the number of snapshots of a rank that are in memory.
+    `copies` is the number of snapshots of a rank that are in memory. `clock_offset(rank)` is the number of seconds by
+    which the clock of a rank's host is ahead of the one that says `now`.
     """
     every = next((header.every for found in headers.values() for header in found), None)
     if every is None:
@@ -160,9 +165,9 @@ def describe_protection(
     version = latest_common(dict(headers))
     if version is None:
         return ProtectionStatus(every)
-    chosen = [header for found in headers.values() for header in found if header.version == version]
-    oldest = min(header.seconds for header in chosen)
-    size = sum(header.size for header in chosen)
+    chosen = [(rank, header) for rank, found in headers.items() for header in found if header.version == version]
+    oldest = min(header.seconds - clock_offset(rank) for rank, header in chosen)
+    size = sum(header.size for _, header in chosen)
     return ProtectionStatus(every, version.step, max(0.0, now - oldest), size, copies)
 
 

@@ -30,12 +30,14 @@ Version = tuple[int, int]
 class SentModules:
     """The files that a host has, with their versions, and the sizes of those that were sent, in bytes.
 
-    `same` are those that it had before, in a folder that it may share with the notebook's host.
+    `same` are those that it had before, in a folder that it may share with the notebook's host. `removed` are those
+    that do not exist any more, and that it still has.
     """
 
     versions: dict[str, Version] = field(default_factory=dict)
     same: set[str] = field(default_factory=set)
     sizes: dict[str, int] = field(default_factory=dict)
+    removed: list[str] = field(default_factory=list)
 
 
 class ModuleFolder:
@@ -67,11 +69,17 @@ class ModuleFolder:
         return {}
 
     def changed(self, sent: SentModules, *, host: str = "") -> dict[str, bytes]:
-        """Return the files that have changed since they were sent."""
+        """Return the files that have changed since they were sent. What was removed is in `sent.removed` then."""
         files: dict[str, bytes] = {}
         for name, before in tuple(sent.versions.items()):
             version = self._version(name)
-            if version is not None and version != before:
+            if version is None:
+                # Python would prefer a package that has become a module, and find a module that is gone.
+                del sent.versions[name]
+                sent.sizes.pop(name, None)
+                sent.same.discard(name)
+                sent.removed.append(name)
+            elif version != before:
                 files |= self._read(name, version, sent, {}, host)
         return files
 

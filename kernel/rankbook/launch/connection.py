@@ -139,7 +139,7 @@ def interface_addresses() -> Mapping[str, str]:
         entry.address: name
         for name, entries in psutil.net_if_addrs().items()
         for entry in entries
-        if entry.family == socket.AF_INET and name in up
+        if entry.family == socket.AF_INET and name.partition(":")[0] in up  # eth0:1 is a label of eth0
     }
 
 
@@ -151,4 +151,5 @@ def _default_route() -> str | None:
 
 
 def _listed(addresses: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {address}" for address, name in addresses.items()) or "no interface is up"
+    listed = ", ".join(f"{name} {address}" for address, name in addresses.items())
+    return listed or "no interface with an IPv4 address is up, and IPv6 alone is not supported"

@@ -662,8 +662,10 @@ class Hosts:
             return self._send(host, ToRanks(ranks, needs, isinstance(message, Task), stay), encoded, *frames)
 
     def _send_modules(self, host: Host, connection: int, files: dict[str, bytes]) -> None:
-        if files or connection:
-            self._send(host.id, ModuleFiles(connection, tuple(files)), *files.values())
+        removed = tuple(host.code.removed)
+        host.code.removed.clear()
+        if files or removed or connection:
+            self._send(host.id, ModuleFiles(connection, tuple(files), removed), *files.values())
 
     def drop_segment(self, name: str) -> None:
         """Remove the copies of a segment on other hosts."""

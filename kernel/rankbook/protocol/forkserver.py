@@ -211,11 +211,13 @@ class CloseHost(Message, frozen=True):
 class ModuleFiles(Message, frozen=True):
     """Write files of modules, whose contents are the next frames, and answer a `ModuleRequest`.
 
-    `connection` is 0 for files that have changed. See `launch.code_sync`.
+    `connection` is 0 for files that have changed. `removed` are files that do not exist any more. See
+    `launch.code_sync`.
     """
 
     connection: int
     names: tuple[str, ...]
+    removed: tuple[str, ...] = ()
 
 
 class StoreReply(Message, frozen=True):

@@ -19,9 +19,12 @@ import importlib
 import io
 import logging
 import os
+import platform
 import random
+import site
 import stat
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -185,7 +188,14 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     # A kept rank has the replay buffer instead, which holds displays and results as well.
     journal = None if request.keep else journal_path(Path(request.segments), request.rank, request.incarnation)
     capture = OutputCapture(
-        outputs, link.send, interrupts.shield, Path(request.logs), request.rank, rate_limit, journal
+        outputs,
+        link.send,
+        interrupts.shield,
+        Path(request.logs),
+        request.rank,
+        rate_limit,
+        journal,
+        platform.node() if request.store else "",  # the notebook's host needs no name
     )
     group = GroupManager(
         rank=request.rank,
@@ -357,6 +367,13 @@ TIMEOUT = 60.0
 """Seconds that an import waits for the notebook's host. After that, only what lies on this host can be imported."""
 
 
+INSTALLED = tuple(
+    {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | set(map(Path, (*site.getsitepackages(), site.getusersitepackages())))
+)
+"""Folders of Python's own modules and of installed packages, which are on every host."""
+
+
 class ModuleSync(MetaPathFinder):
     """Ask the agent at the socket `agent` for modules, which it puts into `folder`.
 
@@ -383,9 +400,7 @@ class ModuleSync(MetaPathFinder):
                 sys.path.insert(0, folder)
             if name in sys.stdlib_module_names or name == "rankbook":
                 return
-        elif not any(
-            Path(entry).is_relative_to(root) for entry in path for root in (self._folder, self._working_directory)
-        ):
+        elif not any(map(self._may_be_the_users, path)):
             return
         # The threads of the rank itself must not wait for the network.
         if threading.current_thread().name.startswith("rankbook-"):
@@ -398,3 +413,10 @@ class ModuleSync(MetaPathFinder):
             package = str(self._folder / name.rpartition(".")[0].replace(".", "/"))
             if package not in path and Path(package).is_dir():
                 path.insert(0, package)
+
+    def _may_be_the_users(self, entry: str) -> bool:
+        folder = Path(entry)
+        if folder.is_relative_to(self._folder):
+            return True
+        # An environment may lie in the working directory, as that of uv does, or Miniconda in the home folder.
+        return folder.is_relative_to(self._working_directory) and not any(map(folder.is_relative_to, INSTALLED))

@@ -55,7 +55,8 @@ class OutputCapture:
 
     `outputs` are the read and write ends of the pipes (stdout read, stdout write, stderr read, stderr write). `send`
     sends a message to the notebook, and `shield` holds interrupts back meanwhile. `logs` is the folder for log files,
-    `rate_limit` the rate limit, and `journal` the path of the `OutputJournal`.
+    `rate_limit` the rate limit, and `journal` the path of the `OutputJournal`. `host` is the name of a
+    host that is not the notebook's, for the paths of log files.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class OutputCapture:
         rank: int,
         rate_limit: RateLimit | None = None,
         journal: Path | None = None,
+        host: str = "",
     ) -> None:
         out_read, out_write, err_read, err_write = outputs
         # Descriptors 1 and 2 are what C++ code, subprocesses and `os.write` use, whatever Python's `sys.stdout` is.
@@ -84,13 +86,14 @@ class OutputCapture:
         self._shield = shield
         self._logs = logs
         self._rank = rank
+        self._host = host
         self._rate_limit = rate_limit or RateLimit(rate=None, burst=0)
         self._journal = OutputJournal(journal)
         self._never = threading.Event()
         # Reentrant: `_send_in_order` of the executor holds it while it calls `drain`.
         self.lock = threading.RLock()
         self._draining = False
-        self._quota = _Quota(0, logs, f"before-the-first-cell-rank-{rank}.log")
+        self._quota = _Quota(0, logs, f"before-the-first-cell-rank-{rank}.log", host)
         self.forked = False
         self._main = threading.get_ident()
         self._redirects: list[Redirect] = []
@@ -115,7 +118,7 @@ class OutputCapture:
             self.drain()
             for message in self._quota.close():  # output of a thread after the end of its cell
                 self._send(message)
-            self._quota = _Quota(cell, self._logs, f"cell-{cell}-rank-{self._rank}.log")
+            self._quota = _Quota(cell, self._logs, f"cell-{cell}-rank-{self._rank}.log", self._host)
 
     def limit(self, cell: int) -> None:
         """Send no more text of `cell`, unless it has ended. The rest goes to the log, as after a flood."""
@@ -298,9 +301,10 @@ class RateLimit:
 class _Quota:
     """The number of bytes that a cell may still send, and the log file that takes the rest."""
 
-    def __init__(self, cell: int, logs: Path, name: str) -> None:
+    def __init__(self, cell: int, logs: Path, name: str, host: str = "") -> None:
         self.cell = cell
         self._logs = logs
+        self._host = host
         self._name = name
         self._path: Path | None = None
         self._sent: list[bytes] | None = []
@@ -406,7 +410,8 @@ class _Quota:
     def _describe_log(self) -> str:
         if self._path is None:
             return "(no log could be written)"
-        return str(self._path) if self._log is not None else f"{self._path} (truncated: the disk is full)"
+        path = f"{self._path} on {self._host}" if self._host else str(self._path)
+        return path if self._log is not None else f"{path} (truncated: the disk is full)"
 
 
 _DRAIN_INTERVAL = 0.005

@@ -37,6 +37,9 @@ class StoreKeys(Protocol):
     def read(self, key: str) -> bytes | None:
         """Return the value of a key, or None if it is not set."""
 
+    def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Return the values of keys, None for those that are not set."""
+
     def write(self, key: str, value: bytes) -> None:
         """Set the value of a key."""
 
@@ -81,6 +84,10 @@ class KeyFolder:
             return None
         with os.fdopen(descriptor, "rb") as file:
             return file.read()
+
+    def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See `StoreKeys`."""
+        return [self.read(key) for key in keys]
 
     def write(self, key: str, value: bytes) -> None:
         """See `StoreKeys`."""
@@ -214,7 +221,9 @@ def _name(key: str) -> str:
 class StoreOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One call of a method of `StoreKeys`, with the arguments that this method takes."""
 
-    method: Literal["read", "write", "check", "add", "append", "compare_set", "delete", "count", "forget_generations"]
+    method: Literal[
+        "read", "read_all", "write", "check", "add", "append", "compare_set", "delete", "count", "forget_generations"
+    ]
     keys: tuple[str, ...] = ()
     value: bytes = b""
     expected: bytes = b""
@@ -224,7 +233,7 @@ class StoreOperation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StoreResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Result of a `StoreOperation`. `error` is the text of the error that it raised."""
 
-    value: bytes | int | bool | None = None
+    value: bytes | int | bool | list[bytes | None] | None = None
     error: str = ""
 
 
@@ -246,10 +255,12 @@ def perform(keys: StoreKeys, request: bytes) -> bytes:
     return msgspec.msgpack.encode(result)
 
 
-def _call(keys: StoreKeys, operation: StoreOperation) -> bytes | int | bool | None:
+def _call(keys: StoreKeys, operation: StoreOperation) -> bytes | int | bool | list[bytes | None] | None:
     match operation.method:
         case "read":
             return keys.read(operation.keys[0])
+        case "read_all":
+            return keys.read_all(operation.keys)
         case "write":
             keys.write(operation.keys[0], operation.value)
         case "check":
@@ -282,6 +293,10 @@ class RemoteKeys:
         """See `StoreKeys`."""
         value: bytes | None = self._perform(StoreOperation("read", (key,)))
         return value
+
+    def read_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See `StoreKeys`."""
+        return list(self._perform(StoreOperation("read_all", tuple(keys))))
 
     def write(self, key: str, value: bytes) -> None:
         """See `StoreKeys`."""

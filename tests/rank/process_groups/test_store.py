@@ -213,3 +213,19 @@ def test_gloo_rendezvous_through_the_store(tmp_path):
         for rank in range(2)
     ]
     assert [rank.communicate(timeout=120)[0] for rank in ranks] == [b"2.0\n", b"2.0\n"]
+
+
+def test_many_values_are_one_operation_for_the_notebooks_host(tmp_path):
+    keys, operations = KeyFolder(tmp_path / "store"), []
+
+    def ask(operation: bytes) -> bytes:
+        operations.append(operation)
+        return perform(keys, operation)
+
+    store = RendezvousStore(RemoteKeys(ask), threading.Event())
+    for name in "abc":
+        keys.write(name, name.encode())
+    assert store.get_all(["c", "a", "b"]) == [b"c", b"a", b"b"]
+    assert len(operations) == 1
+    with pytest.raises(dist.DistStoreError, match="was deleted"):
+        store.get_all(["a", "none"])

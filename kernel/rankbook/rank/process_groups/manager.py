@@ -323,7 +323,8 @@ class GroupManager:
         store.set(str(self.rank), json.dumps(report))
         everyone = [str(rank) for rank in range(self._world_size)]
         self._wait_for_keys(store, everyone)
-        return [json.loads(store.get(key)) for key in everyone]
+        names = [f"{self._prefix(what)}/{key}" for key in everyone]  # as `PrefixStore` joins them
+        return [json.loads(value) for value in self.store.get_all(names)]
 
     def _report_steps(self) -> model_reset.StepReport | None:
         """Describe the optimizers' steps, if a device executes collectives."""
@@ -785,7 +786,10 @@ class GroupManager:
         return group
 
     def _store(self, what: str) -> dist.Store:
-        return dist.PrefixStore(f"{generation_prefix(self._generation)}/{what}", self.store)
+        return dist.PrefixStore(self._prefix(what), self.store)
+
+    def _prefix(self, what: str) -> str:
+        return f"{generation_prefix(self._generation)}/{what}"
 
     def _wait_for_keys(self, store: dist.Store, keys: list[str], timeout: timedelta = JOIN_TIMEOUT) -> None:
         """Wait until all `keys` are set. torch's own wait ignores signals and `abort`."""

@@ -73,6 +73,13 @@ class RendezvousStore(dist.Store):
             raise dist.DistStoreError(f"the key {key} was deleted while a rank read it")
         return value
 
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that are set, in one operation: on another host, each one is a round trip."""
+        values = [value for value in self._keys.read_all(keys) if value is not None]
+        if len(values) < len(keys):
+            raise dist.DistStoreError("a key was deleted while a rank read it")
+        return values
+
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are set. Raise `DistStoreError` after `timeout`.
 
