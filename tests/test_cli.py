@@ -200,7 +200,7 @@ def test_output_is_printed_while_the_cell_still_runs(run: Run, tmp_path: Path) -
     assert command.out.endswith("before\nafter\n")
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_failing_cell_ends_the_run_with_its_traceback(run: Run, tmp_path: Path) -> None:
     old = new_code_cell("print('never')", execution_count=9, outputs=[nbformat.v4.new_output("stream", text="old")])
     command = run(["print('one')", "def f():\n    raise ValueError('broken')\nf()", old], "--output", "out.ipynb")
@@ -308,7 +308,7 @@ def test_a_kernel_that_dies_is_reported(run: Run) -> None:
     assert "the kernel was killed by SIGKILL while running cell [2]" in command.err
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_an_interrupt_ends_the_cell_and_the_run(run: Run, tmp_path: Path) -> None:
     command = run(["import time\nprint('go')\ntime.sleep(600)", "print('never')"], "--output", "out.ipynb")
     command.wait_output("go\n")

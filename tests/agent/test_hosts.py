@@ -144,6 +144,7 @@ def test_the_stacks_of_a_rank_that_crashes_on_another_host_arrive(three):
     assert three.heal() is not None
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_looked_at_by_its_own_host(three):
     pid = pid_of(three, 2)
     os.kill(pid, signal.SIGSTOP)

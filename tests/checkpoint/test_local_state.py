@@ -42,7 +42,7 @@ def test_every_leaf_of_the_common_part_has_its_own_digest():
     assert dict(state_digests({**value, "t": torch.ones(2)})) == digests
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_sets_have_the_same_digest_in_every_process():
     value = "{'s': {*'abcdef'}, 'f': frozenset({(1, frozenset('xyz')), 'b', 2.0})}"
     code = f"from rankbook.checkpoint.local_state import state_digests; print(dict(state_digests({value})))"

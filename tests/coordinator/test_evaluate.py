@@ -87,7 +87,7 @@ def test_peek_during_training_does_not_disturb_it(cluster, monkeypatch):
     assert [(item.text, item.cell) for item in cluster.peek("x")] == [("tensor([2.])", "")] * 2
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_rank_whose_interpreter_lock_is_held_is_reported_and_answers_after_its_release(cluster):
     hold_interpreter = "__import__('ctypes').PyDLL(None).usleep(4_000_000)"  # sleeps without letting the interpreter go
     replies = cluster.peek(f"rank and {hold_interpreter}", timeout=1)

@@ -132,6 +132,7 @@ def monitor_threads():
     return [item.name for item in threading.enumerate() if item.name.startswith(("rankbook-monitor", "rankbook-place"))]
 
 
+@pytest.mark.slow
 def test_memory_is_what_torch_says(cluster):
     truth = cluster.pull("sizes")
 

@@ -254,6 +254,7 @@ def cluster_without_dropout(cluster) -> Iterator[Cluster]:
     cluster.restart()  # all of them: only the rank that is replaced has torch's own function again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("moment", "rank"), [("forward", 3), ("optimizer", 0)])
 def test_replicas_of_hybrid_sharding_restore_a_rank_without_protection(cluster_without_dropout, moment, rank):
     cluster = cluster_without_dropout

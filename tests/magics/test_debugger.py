@@ -38,6 +38,7 @@ def front_end(notebook: Notebook) -> Iterator[FrontEnd]:
     notebook.ok("%distributed debug all")
 
 
+@pytest.mark.slow
 def test_lines_are_those_of_the_cell_as_it_is_written_and_errors_name_the_cell(notebook, front_end):
     assert front_end.breakpoints(CELL, 5) == [5]
     cell = notebook.send(CELL)

@@ -280,6 +280,7 @@ while not os.path.exists({str(gate.path)!r}):
     assert notebook.ok("%%distributed\nprint('next')", timeout=20).stdout == "[0-1] next\n"
 
 
+@pytest.mark.slow
 def test_ranks_that_print_are_not_called_unresponsive_however_often_the_button_is_pressed(notebook, tmp_path):
     gate = Gate(tmp_path / "gate")
     presses = []

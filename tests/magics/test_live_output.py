@@ -312,6 +312,7 @@ def test_excessive_output_is_truncated_with_a_message_and_complete_in_its_log(no
     log.unlink()
 
 
+@pytest.mark.slow
 def test_a_flood_of_all_ranks_together_is_cut(notebook):
     # Rank 1 begins when rank 0 has printed everything, and prints slowly enough that the limit reaches it meanwhile.
     outcome = notebook.ok(

@@ -289,6 +289,7 @@ def test_stalled_connection_is_detected_and_recovers(pair, proxy, monkeypatch):
     pair.until(lambda: pair.texts(pair.seen(link, LinkMessage)) == [b"later"] and Reachable("agent-0") in pair.at_hub)
 
 
+@pytest.mark.slow
 def test_a_connection_that_was_closed_is_told_from_one_that_is_silent(pair, proxy, monkeypatch):
     monkeypatch.setattr(agent_link, "_UNREACHABLE_AFTER", 1.5)
     link = pair.connect(port=proxy.port)

@@ -228,7 +228,7 @@ print("the process lives on")
 """
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are told by their names on Linux only")
 @pytest.mark.parametrize(
     ("kind", "name", "rescued"),

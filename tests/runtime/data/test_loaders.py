@@ -540,7 +540,7 @@ class Interrupting(Numbers):
         return os.getpid()
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_pass_after_an_interrupt_does_not_wait_for_workers_that_are_about_to_end():
     # Iterators of earlier tests wait for their workers when they are collected, and Python swallows an interrupt then.
     gc.collect()
