@@ -604,15 +604,15 @@ class ModuleCopies:
         for name in (*files, *removed):
             if not (self._folder / name).resolve().is_relative_to(self._folder.resolve()):
                 raise ProtocolError(f"invalid name of a module's file: {name!r}")
+        self._unwritten |= files
         for name in removed:
             self._remove(name)
-        self._unwritten |= files
-        if self._unwritten:
+        if has_written := bool(self._unwritten):
             self.renew()
         for name, content in tuple(self._unwritten.items()):
             self._write_file(name, content, is_change=not connection)
             self._unwritten.pop(name, None)
-        self._listener.reply(connection, b"1" if files else b"")
+        self._listener.reply(connection, b"1" if has_written else b"")
 
     def refuse(self, connection: int) -> None:
         """Reply to the rank that waits for files that it does not get them."""

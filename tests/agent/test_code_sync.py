@@ -96,6 +96,9 @@ def test_a_package_that_became_a_module_is_removed_from_the_hosts(folder, tmp_pa
     sent.removed.clear()
     folder.changed(sent)
     assert sent.removed == []
+    (tmp_path / "book" / "model").mkdir()
+    (tmp_path / "book" / "model" / "__init__.py").write_text("size = 3")
+    assert folder.changed(sent) == {"model/__init__.py": b"size = 3"}
 
 
 @pytest.mark.parametrize("name", ["linked", "..outside", "../outside", "model/layers", "", ".", "helper\0", "a b"])

@@ -205,7 +205,7 @@ def _convert(args: argparse.Namespace) -> int:
     # The direction follows from the source: safetensors files are imported, anything else is exported.
     # A checkpoint may have such files beside it, as of `save_model`.
     storage = backends.storage_of(args.path)
-    names = storage.list()
+    names = {} if args.path.endswith(safetensors.SUFFIX) else storage.list()
     into_checkpoint = args.path.endswith(safetensors.SUFFIX) or (
         any(name.endswith(safetensors.SUFFIX) for name in names)
         and not steps.is_checkpoint(names)

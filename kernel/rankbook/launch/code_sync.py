@@ -24,6 +24,7 @@ MOST_HOST = 32 << 20
 
 Version = tuple[int, int]
 """Modification time and size of a file: another one means that it has changed."""
+_GONE: Version = (-1, -1)
 
 
 @dataclass
@@ -74,11 +75,12 @@ class ModuleFolder:
         for name, before in tuple(sent.versions.items()):
             version = self._version(name)
             if version is None:
-                # Python would prefer a package that has become a module, and find a module that is gone.
-                del sent.versions[name]
-                sent.sizes.pop(name, None)
-                sent.same.discard(name)
-                sent.removed.append(name)
+                if before != _GONE:
+                    # Python would prefer a package that has become a module, and find a module that is gone.
+                    sent.versions[name] = _GONE  # it is sent again if it comes back
+                    sent.sizes.pop(name, None)
+                    sent.same.discard(name)
+                    sent.removed.append(name)
             elif version != before:
                 files |= self._read(name, version, sent, {}, host)
         return files

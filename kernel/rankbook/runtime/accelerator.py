@@ -209,6 +209,8 @@ def _copy_replicas(
             cause,
             f"the shards of a model are from different steps now: {remedy}."
             if mixed
+            else f"all continue with the weights of rank 0, which are those of the middle of its step: {remedy}."
+            if 0 in cut
             else "all continue with the weights of rank 0.",
         )
 

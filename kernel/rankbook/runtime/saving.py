@@ -70,13 +70,14 @@ class SavingMethods(AcceleratorSettings):
         # No collective: the other ranks return at once and do not wait for the file.
         if not self.should_save_model:
             return
+        file = Path(os.path.expanduser(f))  # noqa: PTH111 - unlike Path's, it leaves the name of an unknown user
         if safe_serialization:
             from rankbook.checkpoint.storage.backends import storage_of
             from rankbook.runtime import model_files
 
-            model_files.write_file(storage_of(Path(f).parent), Path(f).name, obj)
+            model_files.write_file(storage_of(file.parent), file.name, obj)
         else:
-            write_object(obj, Path(f))
+            write_object(obj, file)
 
     def save_model(
         self,

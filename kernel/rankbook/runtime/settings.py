@@ -103,7 +103,9 @@ def in_fp32(value: Any) -> Any:  # noqa: ANN401 - any output of a model
         for key in value:  # an output class (transformers) mirrors its items in attributes: assign in place
             value[key] = in_fp32(value[key])
     if isinstance(value, Mapping) and not isinstance(value, dict):
-        return rebuild(value, {key: in_fp32(item) for key, item in value.items()})
+        converted = {key: in_fp32(item) for key, item in value.items()}
+        # Not if nothing has changed: the constructor of a mapping may do anything.
+        return rebuild(value, converted) if any(converted[key] is not item for key, item in value.items()) else value
     return value
 
 

@@ -141,7 +141,7 @@ class TensorBoardTracker(GeneralTracker):
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:  # noqa: ANN401 - the writer's
         super().__init__()
         self.run_name = run_name
-        self.logging_dir = Path(logging_dir) / run_name
+        self.logging_dir = Path(logging_dir).expanduser() / run_name
         self._kwargs = kwargs
         self._writer: Any = None
 
@@ -239,7 +239,7 @@ class JSONLinesTracker(GeneralTracker):
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
         super().__init__()
-        self.path = Path(logging_dir) / run_name / "metrics.jsonl"
+        self.path = Path(logging_dir).expanduser() / run_name / "metrics.jsonl"
         self._file: Any = None
 
     @property

@@ -271,6 +271,23 @@ def test_a_cell_that_is_run_again_reads_its_loaders_in_the_same_orders():
     assert orders[0] == orders[1] and orders[0][0] != orders[0][1]
 
 
+def test_a_loader_that_is_first_read_after_a_resume_has_a_seed_of_its_own():
+    def read(loader):
+        return torch.cat(list(loader)).tolist()
+
+    def shuffled():
+        return prepare_data_loader(DataLoader(range(64), batch_size=8, shuffle=True))
+
+    set_seed(0)
+    training, evaluation = shuffled(), shuffled()
+    read(training)
+    state, expected = training.state_dict(), read(evaluation)
+    set_seed(0)
+    training, evaluation = shuffled(), shuffled()
+    training.load_state_dict(state)
+    assert read(evaluation) == expected
+
+
 def test_a_look_at_the_first_batch_keeps_the_seed_of_the_pass():
     set_seed(0)
     for _ in range(2):

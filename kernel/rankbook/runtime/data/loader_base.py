@@ -37,6 +37,7 @@ from rankbook.runtime.data.rng import (
     check_rng_types,
     last_seed,
     loader_seed,
+    note_loader_seed,
     run_seed,
     stream_seed,
     synchronize_rng_states,
@@ -362,6 +363,8 @@ class PreparedLoader(DataLoader[Any]):
         """
         parts, position = self.parts, self.position
         position.load_state_dict(state_dict, parts.num_processes, parts.total_rows, last_seed())
+        if position.seed is not None and parts.options is not None and parts.data_seed is None:
+            note_loader_seed(position, position.seed)
         earlier = position.resume_after
         has_stream = parts.stateful and isinstance(parts.fetch, StatefulIterable) and position.reader is not None
         if not earlier or has_stream or parts.tickets.can_deal_rest(earlier):
@@ -433,7 +436,8 @@ class PreparedLoader(DataLoader[Any]):
         """Agree with the other ranks on seed, epoch, position and random states of the pass, and start its requests.
 
         The seed is the first of: `data_seed`, the seed of the earlier passes (unless `set_seed` was called since), and
-        the seed of this run. With `synchronized`, rank 0's values are used on all ranks.
+        one from the seed of this run that no other loader has, see `loader_seed`. With `synchronized`, rank 0's values
+        are used on all ranks.
         """
         parts, position = self.parts, self.position
         # Which seed. A loader keeps the seed of its first pass, so that epochs differ by their number alone and a
@@ -444,7 +448,7 @@ class PreparedLoader(DataLoader[Any]):
             seed = position.seed
         else:
             # Loaders whose ranks the caller has chosen are the parts of one loader.
-            seed = run_seed() if parts.options is None else loader_seed(self)
+            seed = run_seed() if parts.options is None else loader_seed(position)
             position.seeded_by = last_seed()
         skip, earlier = position.resume if position.resumes else self.skip_batches, position.resume_after
         epoch = position.next_epoch()
@@ -459,6 +463,8 @@ class PreparedLoader(DataLoader[Any]):
             others = [name for name in parts.rng_types if name != "generator"]
             if others or generator is not None:
                 synchronize_rng_states([*others, *(["generator"] if generator is not None else [])], generator)
+        if parts.options is not None and parts.data_seed is None:
+            note_loader_seed(position, seed)
         # The state before the sampler draws from it, for a resume in the middle of the pass.
         position.generator = None if generator is None else generator.get_state()
         first = skip

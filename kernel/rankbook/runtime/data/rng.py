@@ -380,17 +380,17 @@ RNG_TYPES = ("generator", "torch", "cuda", "numpy", "python")
 """Generators that can be synchronized: the one of a loader's sampler, and the global ones of the libraries."""
 
 _last_seed: int | None = None
-_seeded: weakref.WeakValueDictionary[tuple[int, int], object] = weakref.WeakValueDictionary()
-"""The loaders that were seeded since `set_seed`, by the seed of the run and their number."""
+_seeded: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+"""The positions of the loaders that have a seed since `set_seed`, by it. `skip_first_batches` shares the position."""
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed `random`, numpy and torch (all devices), and remember `seed` for the loaders.
 
-    With `device_specific` every rank draws different numbers, seeded by a hash of (seed, rank); the loaders still use
-    `seed` itself, so that all ranks agree on the order of samples. The ranks of a tensor-parallel group draw the same
-    numbers, if the `Accelerator` with this mesh was made before: they compute on the same batch, and need the same
-    dropout. `deterministic` also selects torch's deterministic algorithms.
+    With `device_specific` every rank draws different numbers, seeded by a hash of (seed, rank); the seeds of the
+    loaders still come from `seed` itself, so that all ranks agree on the order of samples. The ranks of a
+    tensor-parallel group draw the same numbers, if the `Accelerator` with this mesh was made before: they compute on
+    the same batch, and need the same dropout. `deterministic` also selects torch's deterministic algorithms.
 
     Example::
 
@@ -430,18 +430,22 @@ def run_seed() -> int:
     return torch.initial_seed() if remembered is None else remembered
 
 
-def loader_seed(loader: object) -> int:
-    """Return a seed for `loader` that no other loader has: `run_seed()` for the first one since `set_seed`.
+def loader_seed(position: object) -> int:
+    """Return a seed for the loader at `position` that no other loader has: `run_seed()` for the first one.
 
     Two loaders over one dataset would otherwise give the same order, and draw the same numbers. A loader that is gone
-    does not count, so that a cell gives the same numbers when it is run again.
+    does not count.
     """
     seed = run_seed()
-    for key in [key for key, seeded in _seeded.items() if seeded is loader]:
-        del _seeded[key]
-    number = next(number for number in itertools.count() if (seed, number) not in _seeded)
-    _seeded[seed, number] = loader
-    return stream_seed(seed, "loader", number) >> 193 if number else seed
+    seeds = (stream_seed(seed, "loader", number) >> 193 if number else seed for number in itertools.count())
+    return next(candidate for candidate in seeds if _seeded.get(candidate, position) is position)
+
+
+def note_loader_seed(position: object, seed: int) -> None:
+    """Let no other loader have this seed, also if it comes from a checkpoint or from rank 0."""
+    for other in [other for other, owner in _seeded.items() if owner is position and other != seed]:
+        del _seeded[other]
+    _seeded.setdefault(seed, position)
 
 
 def check_rng_types(rng_types: Iterable[str] | None) -> list[str]:

@@ -434,11 +434,12 @@ def restored_on_error(model: nn.Module) -> Iterator[None]:
             module,
             type(module),
             dict(vars(module)),
-            # Tables that torch changes in place: parameters, hooks, and the states of `fully_shard`.
+            # Tables that torch changes in place: parameters, buffers, hooks, and the states of `fully_shard`.
             [
                 (table, dict(table))
                 for name, table in vars(module).items()
-                if isinstance(table, dict) and (name in {"_parameters", *FSDP_STATE_KEYS} or "_hooks" in name)
+                if isinstance(table, dict)
+                and (name in {"_parameters", "_buffers", *FSDP_STATE_KEYS} or "_hooks" in name)
             ],
             _module_state_mapping.get(module),
         )
