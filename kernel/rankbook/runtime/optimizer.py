@@ -363,8 +363,7 @@ def _sharing(scaler: torch.amp.GradScaler) -> list[AcceleratedOptimizer]:
 @contextmanager
 def check_added_gradients(scaler: torch.amp.GradScaler) -> Iterator[None]:
     """Raise `InvalidArgument` if the backward pass in the block adds to gradients that were unscaled before."""
-    sharing = _sharing(scaler) if scaler.is_enabled() else ()
-    unscaled = [wrapper for wrapper in sharing if wrapper._is_unscaled()]
+    unscaled = [wrapper for wrapper in _sharing(scaler) if wrapper._is_unscaled()] if scaler.is_enabled() else ()
     # The gradients are kept until they are compared: a new one could otherwise be at the address of a freed one.
     before = [[(gradient, _version(gradient)) for gradient in wrapper._gradients()] for wrapper in unscaled]
     yield

@@ -232,20 +232,24 @@ def report_model(name: str, model: nn.Module, context: PrepareContext, *, wrappe
     )
 
 
-def report_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Report a prepared optimizer to telemetry, if anything listens."""
-    if telemetry.listener is None:
-        return
-    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    parameters = [parameter for parameter in listed if not isinstance(parameter, UninitializedParameter)]
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the tensors in the state of the optimizer's parameters."""
     states: dict[Any, Any] = optimizer.state  # some optimizers keep numbers under a name
-    state = [
+    return [
         value
         for key, values in states.items()
         if isinstance(key, torch.Tensor)
         for value in values.values()
         if isinstance(value, torch.Tensor)
     ]
+
+
+def report_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Report a prepared optimizer to telemetry, if anything listens."""
+    if telemetry.listener is None:
+        return
+    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for parameter in listed if not isinstance(parameter, UninitializedParameter)]
     telemetry.report_value(
         telemetry.Prepared(
             kind="optimizer",
@@ -253,7 +257,7 @@ def report_optimizer(optimizer: torch.optim.Optimizer) -> None:
             class_name=type(optimizer).__name__,
             parameters=sum(parameter.numel() for parameter in parameters),
             trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            bytes=sum(_local_tensor(tensor).nbytes for tensor in state),
+            bytes=sum(_local_tensor(tensor).nbytes for tensor in state_tensors(optimizer)),
             dtypes=_dtypes(parameters),
             device=str(parameters[0].device) if parameters else "",
             layout=_layout(parameters),

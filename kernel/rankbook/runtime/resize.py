@@ -127,13 +127,7 @@ def bytes_to_hand_over() -> int:
         strategy.restore_parameters(raw)
     tensors = [tensor for _, raw in sharded_models().values() for tensor in (*raw.parameters(), *raw.buffers())]
     for wrapper in _sharded_optimizers().values():
-        tensors += [
-            value
-            for key, values in wrapper.state.items()
-            if isinstance(key, torch.Tensor)
-            for value in values.values()
-            if isinstance(value, torch.Tensor)
-        ]
+        tensors += prepared.state_tensors(wrapper)
     return sum(local_part(tensor).nbytes for tensor in tensors)
 
 
