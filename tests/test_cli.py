@@ -433,7 +433,7 @@ def test_no_rank_outlives_the_run(run: Run, number: signal.Signals) -> None:
         assert command.wait_end() == 128 + number
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_background_save_is_finished_before_the_ranks_end(run: Run, tmp_path: Path) -> None:
     from rankbook.checkpoint import steps
     from tests.magics.test_background_saves import SAVE
@@ -445,7 +445,7 @@ def test_a_background_save_is_finished_before_the_ranks_end(run: Run, tmp_path: 
     assert (steps(tmp_path / "saved"), command.err) == ([1], "")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_background_save_that_fails_behind_the_last_cell_fails_the_run(run: Run, tmp_path: Path) -> None:
     save = f"""%%distributed
 import threading

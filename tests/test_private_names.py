@@ -13,7 +13,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
-import textwrap
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -64,13 +64,31 @@ def private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and not name.endswith("__")
 
 
+@functools.cache
+def classes_in_source(module: str) -> dict[str, ast.ClassDef]:
+    """Return the classes that a module's source defines, by qualified name; none if it has no source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return {}
+    found = {}
+    pending: list[tuple[str, ast.AST]] = [("", tree)]
+    while pending:
+        prefix, parent = pending.pop()
+        for node in ast.iter_child_nodes(parent):
+            named = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            name = f"{prefix}{node.name}" if named else prefix
+            if isinstance(node, ast.ClassDef):
+                found[name] = node
+            pending.append((f"{name}." if named else prefix, node))
+    return found
+
+
 def names_in_source(cls: type) -> set[str]:
     """Return the private names that the class's source defines, in its body or on `self`; none if it has no source."""
-    try:
-        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    except (OSError, TypeError, SyntaxError):
+    tree = classes_in_source(cls.__module__).get(cls.__qualname__.replace(".<locals>.", "."))
+    if tree is None:
         return set()
-    assert isinstance(tree, ast.ClassDef)
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -237,7 +238,7 @@ def test_a_host_that_is_lost_costs_its_ranks_and_is_replaced_by_another_one(tmp_
         assert agents.processes[number].wait(20) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rank_learns_that_another_one_has_moved_to_its_host(tmp_path, monkeypatch):
     with cluster_on_hosts(tmp_path, monkeypatch, 2, [1, 1]) as (cluster, agents):
         agents.start("--slots", "2", "--node", "2")
@@ -349,18 +350,28 @@ def test_the_launcher_starts_ranks_on_other_nodes_and_uses_them_again(tmp_path, 
         agents.lines.append(text)
         if match := re.search(r"--connect (\S+\.json)", text):
             assert "--slots 2" in text
+            listening.append(json.loads(Path(match[1]).read_text())["port"])
             agents.start("--slots", "2", file=Path(match[1]))
 
+    def choose_address(wanted: str | None) -> str:
+        addresses.append(wanted)
+        return "127.0.0.1"
+
+    listening: list[int] = []
+    addresses: list[str | None] = []
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     monkeypatch.setenv("RANKBOOK_CONNECT_DIR", str(tmp_path / "connect"))
     monkeypatch.setattr(cluster_processes, "_report", report)
-    monkeypatch.setattr(hosts, "choose_address", lambda wanted: wanted or "127.0.0.1")
+    monkeypatch.setattr(hosts, "choose_address", choose_address)
 
     def place() -> tuple[str, ...]:
         names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
         return tuple(os.environ[name] for name in names)
 
     try:
-        first = notebook_launcher(place, num_processes=2, num_nodes=2)
+        first = notebook_launcher(place, num_processes=2, num_nodes=2, master_addr="10.1.2.3", use_port=str(port))
+        assert (addresses, listening) == (["10.1.2.3"], [port])
         assert first == [
             ("0", "0", "0", "2", "2"),
             ("1", "1", "0", "2", "2"),
@@ -480,7 +491,7 @@ def test_agents_end_when_the_notebook_is_killed(tmp_path, monkeypatch, lost_afte
     wait_until(lambda: not [*tmp_path.glob("connect/*.json")], timeout=20, what="the connection file is removed")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_agent_of_another_version_is_refused_with_the_reason_on_both_sides(tmp_path, monkeypatch):
     started = threading.Event()
     versions = hosts.local_versions()

@@ -163,6 +163,15 @@ def test_a_training_on_two_hosts_has_the_losses_of_one_host(notebook):
     assert names == ["host-b", "host-b", "host-c", "host-c"]
     notebook.run("cluster.run('import os; interface = os.environ[\"GLOO_SOCKET_IFNAME\"]')")
     assert notebook.run("result = cluster.pull('interface')") == ["eth7"] * 4
+    notebook.run(
+        "import signal\nfrom rankbook.errors import RankLostError\n"
+        "try:\n    cluster.run('import os, signal; rank == 3 and os.kill(os.getpid(), signal.SIGKILL)', timeout=60)\n"
+        "except RankLostError:\n    cluster.heal()"
+    )
+    healed = notebook.run("result = cluster.pull('losses')")
+    assert healed[:3] == local[:3] and healed[3] in local, "the new rank has the variables of another one"
+    assert notebook.run("result = cluster.status()[3].host") == "host-c"
+    assert notebook.run("result = cluster.run('t = torch.ones(1); dist.all_reduce(t); t.item()').text(0)") == "4.0"
 
 
 @pytest.mark.full

@@ -88,7 +88,7 @@ def test_every_snapshot_has_a_copy_on_the_next_host_and_all_memory_is_given_back
     assert cluster.placement().protection == ""
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_rank_that_dies_during_the_copy_to_the_next_host_costs_at_most_two_steps(hosts):
     cluster, _ = hosts
     training = Training(cluster, "fsdp", steps=30)

@@ -24,6 +24,7 @@ def test_a_line_that_is_not_replaced_says_that_it_is_stale(browser):
     page.close()
 
 
+@pytest.mark.full
 def test_a_question_stays_open_when_the_line_appears(opened):
     notebook = opened(
         "%load_ext rankbook\n%distributed start -n 1",

@@ -88,7 +88,7 @@ def test_steps_go_on_to_the_cells_last_line_and_the_next_cell_runs_freely(kernel
     assert said_by_both(kernel.ok("print(first + second)")) == "3"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ranks_wait_in_a_collective_for_one_that_is_paused_for_as_long_as_it_takes(kernel, front_end):
     kernel.ok("from datetime import timedelta\ngroup = dist.new_group(timeout=timedelta(seconds=2))")
     code = "if rank == 1:\n    seen = 5\ntotal = torch.ones(1)\ndist.all_reduce(total, group=group)\ntotal.item()"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import tempfile
 import unittest
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import pytest
+from jupyter_client.manager import KernelManager
 from jupyter_kernel_test import KernelTests
 
 from tests.conftest import IPYTHON_7, ipython_folder
@@ -53,6 +56,17 @@ class _Suite(KernelTests):
     supported_history_operations = ("tail", "search", "range")
     code_inspect_sample = "zip"
     code_clear_output = "from IPython.display import clear_output; clear_output()"
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """Start the kernel with sockets in a folder: another process may take a TCP port before the kernel opens it."""
+        folder = tempfile.mkdtemp(prefix="rb-", dir="/tmp")
+        cls.addClassCleanup(shutil.rmtree, folder)
+        cls.km = KernelManager(kernel_name=cls.kernel_name, transport="ipc", ip=f"{folder}/socket")
+        cls.km.start_kernel()
+        cls.kc = cls.km.client()
+        cls.kc.start_channels()
+        cls.kc.wait_for_ready(timeout=60)
 
 
 class TestOnTheRanks(_Suite):

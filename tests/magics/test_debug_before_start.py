@@ -32,7 +32,7 @@ def start_while_debugging(notebook: Notebook, start: str = LOCAL) -> None:
     assert sorted(finish(front_end, cell).stdout.splitlines()) == ["[0] value 10", "[1] value 11"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_ranks_start_while_the_debugger_is_on_also_after_a_restart_of_the_kernel():
     before = leftovers()
     notebook = Notebook()
