@@ -84,6 +84,8 @@ class SaveProgress:
         self.written = self.total = 0
         self._start_time = self._last_report = time.monotonic()
         self._writing_start = 0.0
+        self._writing_end: float | None = None
+        self._end_time: float | None = None
         self._on_progress = on_progress
         self._interrupt: BaseException | None = None
         # A source of its own per save: a background save and the next one may exist at the same time.
@@ -101,9 +103,12 @@ class SaveProgress:
 
     def snapshot(self) -> CheckpointSave:
         """Return a snapshot of the progress, with durations in seconds and the rate in bytes per second."""
-        seconds = time.monotonic() - self._start_time
-        # The rate counts from the first byte of the file. Planning and waiting for other ranks are not writing.
-        writing = time.monotonic() - self._writing_start if self._writing_start else 0.0
+        now = time.monotonic()
+        # Nothing changes after the end: a failed save may stay visible for hours.
+        seconds = (self._end_time or now) - self._start_time
+        # The rate counts from the first to the last byte of the file. Planning and waiting for other ranks are not
+        # writing.
+        writing = (self._writing_end or now) - self._writing_start if self._writing_start else 0.0
         return CheckpointSave(
             folder=self.folder,
             name=self.name,
@@ -120,11 +125,16 @@ class SaveProgress:
     def enter(self, phase: str) -> None:
         """Begin a phase: planning, staging, writing, committing, done or failed."""
         self.phase = phase
+        now = time.monotonic()
         if phase == "writing":
-            self._writing_start = time.monotonic()
+            self._writing_start, self._writing_end = now, None
+        elif self._writing_start and self._writing_end is None:
+            self._writing_end = now
+        if phase in {"done", "failed"}:
+            self._end_time = now
         # A failed background save stays visible until its error was reported; a failed save in the foreground has
         # raised already.
-        elif phase == "done" or (phase == "failed" and not self.background):
+        if phase == "done" or (phase == "failed" and not self.background):
             telemetry.withdraw_source(self._source)
         self._report()
 
@@ -212,7 +222,14 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Return True if the save has ended, with or without an error."""
+        """Return True if the save has ended, with or without an error.
+
+        Example::
+
+            handle = save(state_dict, "checkpoints", step=200, async_=True)
+            handle.wait()
+            handle.done  # True
+        """
         return self._ended.is_set()
 
     @property
@@ -229,6 +246,12 @@ class SaveHandle:
         """Wait for the save to end, and return the checkpoint.
 
         Raises the error of the save, and TimeoutError after `timeout` seconds.
+
+        Example::
+
+            handle = save(state_dict, "checkpoints", step=200, async_=True)
+            ...  # train on
+            handle.wait(timeout=60).step  # 200
         """
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save to {self._save_progress.folder} did not finish within {timeout:g} s")

@@ -300,6 +300,13 @@ class TrackingMethods(AcceleratorSettings):
             init_kwargs: maps a tracker's name to keyword arguments of its constructor.
 
         Raises `InvalidArgument` if the package of a tracker is not installed.
+
+        Example::
+
+            accelerator = Accelerator(log_with="jsonl", project_dir="runs")
+            accelerator.init_trackers("digits", config={"lr": 0.1, "epochs": 3})
+            accelerator.log({"loss": 0.5}, step=1)
+            accelerator.end_training()
         """
         # A notebook starts trackers again and again; the files of the previous run must be closed first.
         self.end_training()
@@ -317,6 +324,15 @@ class TrackingMethods(AcceleratorSettings):
 
         On a rank where the tracker does not run, the object is one whose methods do nothing. Raises `InvalidArgument`
         for a name that is not in `log_with`.
+
+        Example::
+
+            accelerator = Accelerator(log_with="jsonl", project_dir="runs")
+            accelerator.init_trackers("digits")
+            accelerator.get_tracker("jsonl").name  # 'jsonl'
+            file = accelerator.get_tracker("jsonl", unwrap=True)  # the open file of rank 0
+            file.flush()  # does nothing on the other ranks
+            accelerator.end_training()
         """
         self._start_received_trackers()
         for tracker in self.trackers:
@@ -340,13 +356,29 @@ class TrackingMethods(AcceleratorSettings):
             values: maps metric names to values.
             step: the training step.
             log_kwargs: maps a tracker's name to further keyword arguments of its `log`.
+
+        Example::
+
+            accelerator = Accelerator(log_with="jsonl", project_dir="runs")
+            accelerator.init_trackers("digits")
+            for step, batch in enumerate(loader):
+                accelerator.log({"loss": model(batch).mean()}, step=step)
+            accelerator.end_training()
         """
         self._start_received_trackers()
         for tracker in self.trackers:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def end_training(self) -> None:
-        """Close all trackers."""
+        """Close all trackers.
+
+        Example::
+
+            accelerator = Accelerator(log_with="jsonl", project_dir="runs")
+            accelerator.init_trackers("digits", config={"lr": 0.1})
+            accelerator.log({"accuracy": 0.98}, step=1000)
+            accelerator.end_training()  # closes runs/digits/metrics.jsonl
+        """
         self._received_trackers.clear()
         # Removed before it is finished: if that raises, the next call does not try the same one again.
         while self.trackers:
@@ -431,6 +463,11 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
 
         Raises `InvalidArgument` on all ranks for arguments that cannot be prepared. Objects that were prepared before
         the invalid one stay so, and can be passed to `prepare` again.
+
+        Example::
+
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
+            model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         """
         if device_placement is not None and len(device_placement) != len(args):
             raise prepare.placement_length_error(len(device_placement), len(args))
@@ -448,6 +485,11 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
 
         Raises `InvalidArgument` if the settings do not suit the model, such as a tensor-parallel plan that names none
         of its modules.
+
+        Example::
+
+            model = accelerator.prepare_model(model)
+            teacher = accelerator.prepare_model(torch.nn.Linear(8, 1), evaluation_mode=True)  # is not trained
         """
         wrapped = prepare_model(model, self._context(), device_placement=device_placement, evaluation=evaluation_mode)
         self._register("model", wrapped)
@@ -456,7 +498,13 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare `optimizer` and return the optimizer to step."""
+        """Prepare `optimizer` and return the optimizer to step.
+
+        Example::
+
+            model = accelerator.prepare_model(model)  # first: it may replace the parameters
+            optimizer = accelerator.prepare_optimizer(optimizer)
+        """
         wrapped = prepare_optimizer(optimizer, self._context(), device_placement=device_placement)
         # `backward` knows the loss but no optimizer, so it takes the scaler from the window.
         window.scaler = wrapped.scaler
@@ -464,7 +512,14 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         return wrapped
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:  # noqa: ANN401 - anything with `step`
-        """Prepare `scheduler` and return the scheduler to step."""
+        """Prepare `scheduler` and return the scheduler to step.
+
+        Example::
+
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
+            optimizer = accelerator.prepare_optimizer(optimizer)
+            scheduler = accelerator.prepare_scheduler(scheduler)
+        """
         wrapped = prepare_scheduler(scheduler, self._context(), self._optimizers)
         self._register("scheduler", wrapped)
         return wrapped
@@ -478,6 +533,11 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         """Prepare `data_loader` and return a loader of this rank's share of the data.
 
         `slice_fn_for_dispatch` cuts a rank's share out of a batch that rank 0 has read.
+
+        Example::
+
+            loader = accelerator.prepare_data_loader(torch.utils.data.DataLoader(range(8), batch_size=2))
+            gather_object([batch.tolist() for batch in loader])  # [[0, 1], [4, 5], [2, 3], [6, 7]]
         """
         context = self._context()
         wrapped = prepare_loader(
@@ -490,6 +550,12 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         """Return a loader that skips the first `num_batches` batches of this rank in every pass.
 
         Raises `InvalidArgument` for a negative number.
+
+        Example::
+
+            loader = accelerator.prepare(torch.utils.data.DataLoader(range(8), batch_size=2))
+            rest = accelerator.skip_first_batches(loader, 1)
+            gather_object([batch.tolist() for batch in rest])  # [[4, 5], [6, 7]]
         """
         from rankbook.runtime.data.loaders import skip_first_batches
 
@@ -531,6 +597,12 @@ class Accelerator(TrainingMethods, CollectiveMethods, SavingMethods, TrackingMet
         """Release all prepared objects and `objects`, and empty the device's cache.
 
         Returns one None per object, to overwrite the caller's references: `a, b = accelerator.free_memory(a, b)`.
+
+        Example::
+
+            model, optimizer = accelerator.prepare(model, optimizer)
+            model, optimizer = accelerator.free_memory(model, optimizer)
+            model is None  # True
         """
         # Models that nobody holds any more may be kept by a reference cycle, and on some ranks only, which would then
         # wait for the others.

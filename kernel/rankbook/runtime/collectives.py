@@ -468,6 +468,11 @@ class CollectiveMethods(AcceleratorSettings):
 
         A tensor without dimensions counts as one row. Raises `InvalidArgument` on every rank if shapes differ (see
         `pad_across_processes`), or for a leaf that is not a tensor (see `rankbook.gather_object`).
+
+        Example::
+
+            accelerator.gather(torch.tensor([accelerator.process_index]))  # tensor([0, 1])
+            accelerator.gather(loss)  # tensor([0.5000, 0.5000])
         """
         return gather(tensor)
 
@@ -476,6 +481,11 @@ class CollectiveMethods(AcceleratorSettings):
 
         Returns new tensors. Raises `InvalidArgument` on every rank for another reduction, different shapes, and leaves
         that are not tensors.
+
+        Example::
+
+            accelerator.reduce(torch.tensor(1.0 + rank))  # tensor(3.)
+            accelerator.reduce(torch.tensor(1.0 + rank), "mean")  # tensor(1.5000)
         """
         return reduce(tensor, reduction, scale)
 
@@ -484,6 +494,11 @@ class CollectiveMethods(AcceleratorSettings):
 
         `pad_first` puts the padding, with the value `pad_index`, before the data. Raises `InvalidArgument` on every
         rank if the numbers of dimensions differ, and for leaves that are not tensors.
+
+        Example::
+
+            tokens = torch.ones(1 + rank, dtype=torch.long)  # more of them on rank 1
+            accelerator.gather(accelerator.pad_across_processes(tokens))  # tensor([1, 0, 1, 1])
         """
         return pad_across_processes(tensor, dim, pad_index, pad_first)
 
@@ -497,6 +512,12 @@ class CollectiveMethods(AcceleratorSettings):
         and those of a tuple with a container or an array in it, are gathered one by one. Raises as `gather` and
         `rankbook.gather_object`; and `InvalidArgument` if the number of rows is not the same for every rank, or not for
         every sample of a round with repeated samples.
+
+        Example::
+
+            loader = accelerator.prepare(torch.utils.data.DataLoader(range(5), batch_size=2))
+            samples = [accelerator.gather_for_metrics(batch) for batch in loader]
+            torch.cat(samples).tolist()  # [0, 1, 2, 3, 4]
         """
         values = [leaf for _, leaf in leaves(input_data)]
         as_objects = use_gather_object or not values or not all(isinstance(leaf, torch.Tensor) for leaf in values)
@@ -625,13 +646,26 @@ class CollectiveMethods(AcceleratorSettings):
     # Execution on selected ranks
 
     def wait_for_everyone(self) -> None:
-        """Wait until all ranks have reached this call."""
+        """Wait until all ranks have reached this call.
+
+        Example::
+
+            if accelerator.is_main_process:
+                torch.save(model.state_dict(), "weights.pt")
+            accelerator.wait_for_everyone()
+            weights = torch.load("weights.pt")  # complete, on every rank
+        """
         self.state.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Return a context manager whose block rank 0 executes before the other ranks. A collective.
 
         If the block raises on rank 0, the other ranks do not execute it and raise `PeerFailedError`.
+
+        Example::
+
+            with accelerator.main_process_first():
+                dataset = download_and_cache()  # the other ranks read what rank 0 has cached
         """
         return self.state.main_process_first()
 
@@ -644,11 +678,27 @@ class CollectiveMethods(AcceleratorSettings):
 
         See `PartialState.split_between_processes`. Raises `InvalidArgument` for a dict whose values have different
         lengths.
+
+        Example::
+
+            with accelerator.split_between_processes(["a", "b", "c"]) as share:
+                results = [generate(prompt) for prompt in share]
+            gather_object(results)  # ['A', 'B', 'C']
         """
         return self.state.split_between_processes(inputs, apply_padding)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:  # noqa: ANN401 - a decorator
-        """Decorate a function to run on rank 0 only."""
+        """Decorate a function to run on rank 0 only.
+
+        Example::
+
+            @accelerator.on_main_process
+            def report(accuracy):
+                print(f"accuracy {accuracy:.1%}")
+
+
+            report(0.98)
+        """
         return self.state.on_main_process(function)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:  # noqa: ANN401 - a decorator
@@ -701,5 +751,10 @@ class CollectiveMethods(AcceleratorSettings):
         return self.parallelism_config.place_of(self.process_index)[axis]
 
     def print(self, *values: Any, **options: Any) -> None:  # noqa: ANN401 - as the builtin
-        """Print on the first rank of every machine."""
+        """Print on the first rank of every machine.
+
+        Example::
+
+            accelerator.print(f"loss {loss.item():.3f}")
+        """
         self.state.print(*values, **options)

@@ -50,7 +50,13 @@ class SavingMethods(AcceleratorSettings):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the user's own model for one that `prepare` returned."""
+        """Return the user's own model for one that `prepare` returned.
+
+        Example::
+
+            prepared = accelerator.prepare(model)
+            accelerator.unwrap_model(prepared) is model  # True
+        """
         return unwrap(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -58,6 +64,12 @@ class SavingMethods(AcceleratorSettings):
 
         Sharded tensors are gathered one at a time into CPU memory, which every rank needs for the whole model. The
         others are those of the model, on its device.
+
+        Example::
+
+            model = accelerator.prepare(model)
+            weights = accelerator.get_state_dict(model)
+            list(weights)  # ['weight', 'bias']
         """
         return full_state(self.unwrap_model(model) if unwrap else model)
 
@@ -66,6 +78,12 @@ class SavingMethods(AcceleratorSettings):
 
         With `safe_serialization`, `obj` is a dict of full tensors, and the file has the safetensors format. Raises
         `InvalidArgument` for another object then, and OSError, on the rank that writes.
+
+        Example::
+
+            accelerator.save({"epoch": 3, "accuracy": 0.98}, "results.pt")
+            accelerator.wait_for_everyone()  # for rank 0, which writes the file
+            torch.load("results.pt")["epoch"]  # 3
         """
         # No collective: the other ranks return at once and do not wait for the file.
         if not self.should_save_model:
@@ -94,6 +112,11 @@ class SavingMethods(AcceleratorSettings):
         if one cannot write; an earlier model in the folder is left unchanged then. Raises `InvalidArgument` for a size
         that is neither a number of bytes nor a text such as "200MB", and for a state dict with other values than
         tensors.
+
+        Example::
+
+            model = accelerator.prepare(model)
+            accelerator.save_model(model, "checkpoints-model")  # writes checkpoints-model/model.safetensors
         """
         from rankbook.checkpoint.storage.backends import storage_of
         from rankbook.runtime import model_files
@@ -113,6 +136,13 @@ class SavingMethods(AcceleratorSettings):
         An object is registered once, also if the cell is run again. If the cell makes a new one, that takes the place
         of an earlier one of the class that nothing refers to any more. Raises `InvalidArgument` for an object that
         lacks one of the methods.
+
+        Example::
+
+            average = torch.optim.swa_utils.AveragedModel(model)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            accelerator.register_for_checkpointing(average)
+            accelerator.save_state("checkpoints-average")  # with the averaged weights
         """
         lacking = [item for item in objects if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))]
         if lacking:
@@ -195,6 +225,14 @@ class SavingMethods(AcceleratorSettings):
         earlier background save has failed and the error was not yet reported; the folder is left unchanged then.
         `CheckpointError` is raised too for a local folder that contains the working directory, that is or contains a
         mount point, or that has a file of yours with the name of one of a checkpoint.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            accelerator.save_state("checkpoints-state/epoch-1")  # 'checkpoints-state/epoch-1'
+            handle = accelerator.save_state("checkpoints-state/epoch-2", async_=True)
+            ...
+            saved = handle.wait()
         """
         from rankbook.checkpoint.saving import Saved
         from rankbook.runtime import training_checkpoint as checkpoints
@@ -264,6 +302,12 @@ class SavingMethods(AcceleratorSettings):
         `CheckpointError` if a model or the groups of an optimizer do not match, the data are damaged, or another save
         replaces the checkpoint meanwhile. These checks come before any prepared object changes, see
         `rankbook.checkpoint.load`.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            accelerator.save_state("checkpoints-resume")
+            accelerator.load_state("checkpoints-resume")  # also in a later run, after the same call of prepare
         """
         from rankbook.checkpoint.async_save import wait_for_saves
         from rankbook.runtime import training_checkpoint as checkpoints
