@@ -65,6 +65,13 @@ def test_missing_entries_of_one_kind_are_one_finding():
     assert (finding.ranks, finding.reference) == ((2,), (0, 1))
 
 
+def test_an_average_that_other_ranks_have_not_is_no_finding():
+    average = [entry("ema.w", optional="ema"), entry("ema.b", optional="ema")]
+    assert not compare_hashes(replies([entry(), *average], [entry()], [entry()])).findings
+    (finding,) = compare_hashes(replies([entry(), *average], [entry(), average[0]], [entry()])).findings
+    assert (finding.name, finding.ranks, finding.reference) == ("ema.b", (0,), (1,))
+
+
 def test_a_tensor_that_is_not_sharded_on_one_rank_is_a_finding():
     places = ["_S(0, 2) dp 0, S(1) tp 0", "_S(0, 2) dp 0, S(1) tp 1", "", "_S(0, 2) dp 1, S(1) tp 1"]
     shards = replies(*(entry(digest=number, place=place) for number, place in enumerate(places)))

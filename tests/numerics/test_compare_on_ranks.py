@@ -281,6 +281,7 @@ def clean_layouts():
         "ddp, dropout": (("one rank", "ddp"), plain_step, {"dropout": 0.3}),
         "ddp, batch norm": (("one rank", "ddp"), plain_step, {"norm": True}),
         "ddp, accumulation": (("one rank", "ddp"), accumulated, {}),
+        "ddp, accumulation, batch norm": (("one rank", "ddp"), accumulated, {"norm": True}),
         "fsdp2": (("one rank", "fsdp2"), plain_step, {}),
         "fsdp2, clipping": (("one rank", "fsdp2"), clipped, {}),
         "tp": (("one rank", "tp"), plain_step, {}),

@@ -275,6 +275,27 @@ def test_an_optimizer_that_one_rank_has_for_itself_is_no_difference(cluster):
     run(cluster, "del probe, adam")
 
 
+def test_an_average_and_a_generator_of_one_rank_are_no_difference(cluster):
+    code = """
+        from torch.optim.swa_utils import AveragedModel
+        from torch.utils.data import DataLoader
+        from rankbook import DataLoaderConfiguration
+
+        build('ddp')
+        train(1)
+        if rank == 0: average = AveragedModel(model.module)
+        dispatching = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+        generator = torch.Generator().manual_seed(5)
+        loader = dispatching.prepare(DataLoader(range(16), batch_size=2, shuffle=True, generator=generator))
+        read = [len(batch) for batch in loader]
+        """
+    run(cluster, dedent(code))
+    report = cluster.sync_check()
+    assert report.ok and [f.name for f in report.expected] == ["loader.generator"], report
+    assert not cluster.sync_check("average").ok
+    run(cluster, "del loader, generator, dispatching\nif rank == 0: del average")
+
+
 LOOP = """
 from os.path import exists
 def is_open(path):

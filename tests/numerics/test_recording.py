@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from rankbook.errors import InvalidArgument
 from rankbook.numerics import compare, recording
 from rankbook.numerics.recording import difference, summarize
-from rankbook.runtime import Accelerator, AcceleratorState, GradientState
+from rankbook.runtime import Accelerator, AcceleratorState, FullyShardedDataParallelPlugin, GradientState
 from rankbook.runtime.optimizer import LayoutGradScaler
 from tests.rank_processes import run_ranks
 
@@ -61,6 +61,36 @@ def test_a_step_is_compared_while_a_window_of_gradient_accumulation_is_open(accu
     train(model, optimizer, batch)
     assert optimizer.steps == 1
     torch.testing.assert_close(before - model.weight.detach(), 0.1 * expected)
+
+
+def compare_in_an_open_window() -> tuple[str, int, float]:
+    """Compare under FSDP2 when one batch of a window is missing.
+
+    Returns the first difference, the number of steps at the end of the window, and the error of the step's update.
+    """
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, fsdp_plugin=FullyShardedDataParallelPlugin())
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    weight = net[0].weight
+    batches, before = torch.randn(4, 4, 2), weight.detach().full_tensor().clone()
+    (sum(model(batch).square().mean() for batch in batches) / 4).backward()
+    expected = before - 0.1 * weight.grad.full_tensor()
+    optimizer.zero_grad()
+    train = make_step(accelerator, accumulates=True)
+    for batch in batches[:3]:
+        train(model, optimizer, batch)
+    compared = compare(make_step(accelerator, accumulates=False), model, optimizer, batches[3])
+    train(model, optimizer, batches[3])
+    error = (weight.detach().full_tensor() - expected).abs().max()
+    return str(compared.first), optimizer.steps, float(error)
+
+
+@pytest.mark.processes
+def test_gradients_that_fsdp_has_not_reduced_are_kept():
+    for difference_found, steps, error in run_ranks(compare_in_an_open_window, 2):
+        assert (difference_found, steps) == ("None", 1)
+        assert error < 1e-6
 
 
 @pytest.mark.parametrize("given", ["step", "clipping step", "two steps", "loss"])

@@ -283,6 +283,16 @@ CASES = {
         "norm > 1000",
         ["the gradient norm", "is above the limit of 1000, at step 2"],
     ),
+    "norm, of which another rank has the largest shard": (
+        (
+            "def enlarge(net):\n"
+            "    net.head.weight.grad.to_local().fill_(1e4 if rank == 1 else 0.0)\n"
+            "    net.blocks[0].mlp[0].bias.grad.to_local().fill_(100.0)\n"
+            "train(nothing, 2, 'fsdp', before_step=enlarge)"
+        ),
+        "norm > 1000",
+        ["the gradient norm", "is above the limit of 1000, at step 2", "`head` has the largest gradient"],
+    ),
     "norm, in a closure": (
         "train_with_closure(nothing, 2, scale=1e6)",
         "norm > 1000",

@@ -48,7 +48,7 @@ def test_every_message_belongs_to_a_direction():
     assert directed == kinds | {*QueryRequest.__subclasses__(), *QueryReply.__subclasses__()}
 
 
-WIRE = (4, "c41f86091ff7f8c4")
+WIRE = (4, "c2fd8599e7595780")
 """The protocol's version, and a digest of the messages and their fields that it stands for."""
 
 

@@ -417,3 +417,41 @@ def clip_with_sequence_parallelism():
 def test_gradients_that_are_still_summands_are_clipped_like_their_sum():
     for norm, expected, difference in run_ranks(clip_with_sequence_parallelism):
         assert norm == pytest.approx(expected, rel=1e-4) and difference < 1e-5
+
+
+def norms_while_accumulating():
+    """Return the norms in the first batch of a window under FSDP2, and those of one process."""
+    import copy
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from rankbook import Accelerator, AcceleratorState, FullyShardedDataParallelPlugin, GradientState
+    from rankbook.runtime.gradient_state import window
+
+    norms = []
+    # With another type of the reduction, FSDP keeps the gradients in another place.
+    for policy in (None, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)):
+        torch.manual_seed(0)
+        raw, batch = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(2, 4) + dist.get_rank()
+        single = copy.deepcopy(raw)
+        (single(batch).square().sum() / 2).backward()
+        plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin)
+        model = accelerator.prepare(raw)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).square().sum())
+            norm = float(accelerator.clip_grad_norm_(model.parameters(), 1e-3))
+        norms.append((norm, float(nn.utils.clip_grad_norm_(single.parameters(), math.inf))))
+        window.abort(GradientState())
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    return norms
+
+
+def test_the_norm_is_that_of_the_gradients_that_fsdp_has_not_reduced():
+    for norms in run_ranks(norms_while_accumulating):
+        for (norm, expected), tolerance in zip(norms, (1e-5, 0.05), strict=True):
+            assert norm == pytest.approx(expected, rel=tolerance)

@@ -180,6 +180,33 @@ def test_the_snapshot_that_all_ranks_have_stays_after_others_were_interrupted(fo
     assert [version.number for version in versions(folder)] == [3, 1]
 
 
+def test_an_interrupt_while_a_scheduler_updates_the_snapshot_leaves_the_one_before(folder, monkeypatch):
+    monkeypatch.setattr(snapshot_files, "this_place", SnapshotPlace(folder, 0, 2))
+    monkeypatch.setattr(protection, "PEER_TIMEOUT", 0.1)
+    model = nn.Linear(1, 1)
+    wrapper = torch.optim.SGD(model.parameters(), lr=1.0)
+    _model, wrapper, scheduler = Accelerator(cpu=True).prepare(
+        model, wrapper, torch.optim.lr_scheduler.StepLR(wrapper, 1)
+    )
+    protection.protect(1)
+    peer = SnapshotFile(folder, 1, 0)  # the other rank is interrupted at the same place
+    peer.allocate(1)
+    peer.commit(SnapshotHeader(versions(folder)[0], 0.0, 1, 1), b"")
+    wrapper.step()
+
+    def interrupt(*_args, **_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(protection._Area, "write", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            scheduler.step()
+    assert [version.number for version in versions(folder)] == [1]
+    scheduler.step()
+    wrapper.step()
+    assert [version.number for version in versions(folder)] == [3, 1]
+
+
 class Stopped(Exception):
     pass
 
@@ -380,6 +407,29 @@ def test_an_optimizer_with_lists_of_tensors_in_its_state_repeats_its_steps_after
     torch.testing.assert_close(tensors, before, rtol=0, atol=0)
 
 
+class Counting(torch.optim.SGD):
+    """SGD that keeps a number and a tensor under names, and not under a parameter."""
+
+    def step(self, closure=None):
+        self.state["count"] = self.state.get("count", 0) + 1
+        self.state.setdefault("total", torch.zeros(2)).add_(1.0)
+        return super().step(closure)
+
+
+def test_state_of_an_optimizer_under_a_name_comes_back(folder):
+    model = nn.Linear(1, 1)
+    _model, wrapper = Accelerator(cpu=True).prepare(model, Counting(model.parameters(), lr=1.0))
+    protection.protect(1)
+    wrapper.step()
+    version = versions(folder)[0]
+    wrapper.step()
+    assert protection.restore(version, 1)["refused"] == ""
+    assert (wrapper.state["count"], wrapper.state["total"].tolist()) == (1, [1.0, 1.0])
+    wrapper.step()
+    assert (wrapper.state["count"], wrapper.state["total"].tolist()) == (2, [2.0, 2.0])
+    assert wrapper.state["total"].untyped_storage().nbytes() == 8, "a view of the snapshot"
+
+
 def test_tensors_in_objects_of_a_registered_state_are_copies_after_a_return(folder):
     accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -426,7 +476,7 @@ def test_state_of_a_new_rank_is_restored_on_the_device_where_its_optimizer_expec
     optimizer = AcceleratedOptimizer(torch.optim.SGD([parameter]))
     optimizer.param_groups[0].update({"lr": torch.tensor(0.1, device="meta"), option: True})
     state = {"step": torch.tensor(3.0), "average": torch.tensor(0.5), "moments": torch.ones(2)}
-    stored = {"groups": [{"lr": torch.tensor(0.2)}], "values": [[state]], "steps": 3, "skipped": False}
+    stored = {"groups": [{"lr": torch.tensor(0.2)}], "values": [[state]], "named": {}, "steps": 3, "skipped": False}
     protection._restore_optimizer(stored, optimizer)
     restored = {name: value.device.type for name, value in optimizer.state[parameter].items()}
     assert restored == {"step": device, "average": "meta", "moments": "meta"}

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from rankbook.errors import InvalidArgument
 from rankbook.numerics.gradients import local_gradients
 from rankbook.protocol import telemetry
+from rankbook.rank.inspect.object_discovery import measure
 from rankbook.runtime import (
     Accelerator,
     AutocastKwargs,
@@ -121,6 +122,20 @@ def test_gradients_that_a_step_has_used_have_no_loss_scale(half_precision):
         assert (model.weight.grad.item(), norm()) == (16.0, 2.0)
         optimizer.step()
         assert (model.weight.grad.item(), norm()) == (2.0, 2.0)
+
+
+def test_gradients_of_one_optimizer_have_their_loss_scale_after_another_one_was_unscaled(half_precision):
+    accelerator = Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+    net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for layer in net:
+        nn.init.ones_(layer.weight)
+    model, first, _second = accelerator.prepare(net, *(torch.optim.SGD(layer.parameters(), lr=1.0) for layer in net))
+    accelerator.backward(model(torch.ones(1, 1)).sum() * 2)
+    first.unscale()
+    gradients = local_gradients(model, "model")
+    assert [entry.norm for entry in gradients.entries] == [2.0, 2.0] and gradients.scale == 8.0
+    of_view = measure(list(model.named_parameters()))
+    assert [entry.norm for entry in of_view.entries] == [2.0, 2.0] and of_view.scale == 8.0
 
 
 def test_overflowed_step_is_skipped_reported_and_not_counted_by_the_scheduler(half_precision):

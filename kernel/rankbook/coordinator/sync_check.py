@@ -250,12 +250,15 @@ def _compare_presence(
 ) -> None:
     """Find entries that some ranks lack, one finding for all entries of a kind that the same ranks lack."""
     lacking: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[str]] = {}
+    optional = {rank: {entry.optional for entry in reply.entries} for rank, reply in replies.items()}
     for key, by_rank in entries.items():
         first = next(iter(by_rank.values()))
         expected = first.ranks or tuple(replies)
         without = tuple(rank for rank in expected if rank in replies and rank not in by_rank)
         # A name that a rank lacks as a whole has been found already.
         without = tuple(rank for rank in without if not _is_missing(key, replies[rank]))
+        if first.optional:
+            without = tuple(rank for rank in without if first.optional in optional[rank])
         unread = tuple(rank for rank in without if key in replies[rank].unreadable)
         if unread:
             problem = f"cannot be read on {name_ranks(unread)}: {replies[unread[0]].unreadable[key]}"

@@ -87,7 +87,8 @@ def compare(
         model: the model, prepared or not.
         optimizer: its optimizer, prepared or not; None for a step without one.
         batch: the batch of this rank: tensors, or containers of tensors.
-        loader: the loader to take the batch from, prepared or not; its position stays where it is. In place of `batch`.
+        loader: the loader to take the batch from, prepared or not; its position stays where it is. In place of `batch`,
+            but not inside of a loop over the loader.
         loss: the loss function, in place of `step`. With a batch of tensors `*inputs, target` it is called as
             `loss(model(*inputs), target)`, with a dict as `loss(model(**batch), batch)`, and with a single tensor as
             `loss(model(batch))`. Without it, the model returns its loss, or an object with the attribute `loss`.

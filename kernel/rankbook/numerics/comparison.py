@@ -53,6 +53,8 @@ _FLOOR = 0.05
 """Share of the largest norm in a phase below which rounding errors of that size are expected in any tensor."""
 _UPDATE = 0.1
 """Share of a parameter's change that may differ: Adam turns rounding errors of tiny gradients into whole steps."""
+_ROUNDING = 8.0
+"""Rounding errors of an update, in units of eps of the parameter's data type."""
 
 
 _MAX_MODULES = 40
@@ -190,14 +192,25 @@ def tolerance_of(phase: str, precision: torch.dtype) -> float:
     return float(eps * (half if eps > 1e-4 else full))
 
 
-def scales_of(records: Sequence[Mapping[Key, Summary]]) -> dict[str, float]:
-    """Return the largest norm in every phase."""
-    scales: dict[str, float] = {}
+def scales_of(records: Sequence[Mapping[Key, Summary]]) -> dict[tuple[str, str], float]:
+    """Return the largest norm of every kind of tensor, see `_kind_of`; of buffers, without those of integers."""
+    scales: dict[tuple[str, str], float] = {}
     for summaries in records:
-        for (phase, _), summary in summaries.items():
-            if math.isfinite(summary.norm):
-                scales[phase] = max(scales.get(phase, 0.0), summary.norm)
+        for (phase, name), summary in summaries.items():
+            # Counters of batches and tables of positions are exact, and may be large.
+            is_exact = phase == recording.BUFFER and summary.dtype.startswith(("int", "uint", "bool"))
+            if math.isfinite(summary.norm) and not is_exact:
+                kind = _kind_of(phase, name)
+                scales[kind] = max(scales.get(kind, 0.0), summary.norm)
     return scales
+
+
+def _kind_of(phase: str, name: str) -> tuple[str, str]:
+    """Return the phase, and of an optimizer state also its name.
+
+    The squares of gradients in Adam's `exp_avg_sq` are small beside `exp_avg`, and both beside `step`.
+    """
+    return phase, name.rpartition(": ")[2] if phase == recording.STATE else ""
 
 
 def compare_summaries(
@@ -232,7 +245,11 @@ def compare_summaries(
             hits = []
             for rank, (a_all, b_all) in enumerate(zip(reference, candidate, strict=True)):
                 a, b = a_all.get((phase, name)), b_all.get((phase, name))
-                found = _compare_one(phase, name, rank, a, b, tolerance, scales.get(phase, 0.0))
+                found = _compare_one(phase, name, rank, a, b, tolerance, scales.get(_kind_of(phase, name), 0.0))
+                if phase == recording.PARAMETER and found is not None and found[1] is None:
+                    clipped = a_all.get((recording.CLIPPED, name))
+                    least = tolerance * _FLOOR * scales.get((recording.CLIPPED, ""), 0.0)
+                    found = found[0], _missing_update(name, rank, a, b, clipped is None or clipped.norm > least)
                 if found is None:
                     continue
                 count += rank == 0
@@ -291,6 +308,24 @@ def _compare_one(
     return size, Difference(phase, name, rank, size, tolerance)
 
 
+def _missing_update(
+    name: str, rank: int, a: Summary | None, b: Summary | None, has_gradient: bool
+) -> Difference | None:
+    """Return a difference if one layout has changed a parameter and the other one has left it as it was.
+
+    The tolerance of parameters is larger than an update with a small learning rate. `has_gradient` False: the gradient
+    of the parameter may be the rounding errors of zero, which Adam turns into whole steps, and be zero in one layout.
+    """
+    if a is None or b is None or not has_gradient or (a.change == 0.0) == (b.change == 0.0):
+        return None
+    kind: torch.dtype = getattr(torch, a.dtype)
+    rounding = _ROUNDING * torch.finfo(kind).eps if kind.is_floating_point or kind.is_complex else 0.0
+    change = max(a.change, b.change)
+    if change <= rounding * a.norm:
+        return None
+    return Difference(recording.PARAMETER, name, rank, change / a.norm if a.norm else math.inf, rounding)
+
+
 # Running --------------------------------------------------------------------------------------------------------------
 
 
@@ -330,6 +365,12 @@ def compare_layouts(
             # They differ between two steps, and those of rank 0 are broadcast by the next forward pass.
             buffers = {(recording.START, name) for name, _ in raw.named_buffers()}
             summaries = [[{k: v for k, v in s.items() if k not in buffers} for s in every] for every in summaries]
+        if runner.broadcasts_buffers:
+            # Also between two forward passes of the step, so that the statistics of other ranks than 0 go on from its.
+            summaries = [
+                [{k: v for k, v in s.items() if rank == 0 or k[0] != recording.BUFFER} for rank, s in enumerate(every)]
+                for every in summaries
+            ]
         if first.kind == "one rank":  # all ranks must be as rank 0: the reference is its model
             summaries[0] = [{**own, **_at_start(summaries[0][0])} for own in summaries[0]]
         rows, differences = compare_summaries(summaries[0], summaries[1], precision, forward=forward)
@@ -386,6 +427,7 @@ class _Runner:
         self.restore, self.random_states = restore, random_states
         self.precisions: list[torch.dtype] = []
         self.divisions: list[int] = []
+        self.broadcasts_buffers = False
         current = use_current(model, optimizer)
         self._current = (current.data_parallel_size, current.data_parallel_rank)
         self._own = batch
@@ -433,6 +475,8 @@ class _Runner:
             if wanted is None:
                 self.precisions.append(precision_of(built.inner))
                 self.divisions.append(division[0])
+                replicated = recording.data_parallel_of(built.model)
+                self.broadcasts_buffers |= replicated is not None and replicated.broadcast_buffers
             # Ranks that share a batch have to draw the same random numbers.
             states = self.random_states
             if layout.kind != "current" and division[0] < world_size():
@@ -536,9 +580,13 @@ def _describe(value: object) -> str:
 def first_batch(loader: Iterable[Any]) -> Any:  # noqa: ANN401 - a batch
     """Return the first batch of a loader's next pass. Its position and the random states stay. A collective.
 
-    Raises `InvalidArgument` for a loader without a batch.
+    Raises `InvalidArgument` for a loader without a batch, and inside of a loop over a prepared loader.
     """
     states = recording.random_states()
+    batches = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    generators = [getattr(owner, "generator", None) for owner in owners]
+    kept = [(generator, generator.get_state()) for generator in generators if isinstance(generator, torch.Generator)]
     try:
         if isinstance(loader, PreparedLoader):
             return loader.peek()
@@ -546,4 +594,6 @@ def first_batch(loader: Iterable[Any]) -> Any:  # noqa: ANN401 - a batch
             return batch
     finally:
         recording.set_random_states(states)
+        for generator, state in kept:
+            generator.set_state(state)
     raise InvalidArgument("the loader has no batch on this rank")

@@ -44,10 +44,12 @@ def local_gradients(model: object, name: str) -> LocalGradients:
     reshard(model)  # the gradients of FSDP2 belong to the shards
     reduced = not GradientState._shared_state or (GradientState().sync_gradients and not window.is_open)
     parameters = dict(_named_parameters(model))
-    scale = loss_scale(list(parameters.values()))
+    scales = loss_scales(list(parameters.values()))
     with torch.no_grad():
-        entries = tuple(_measure(key, parameter, scale) for key, parameter in parameters.items())
-    return LocalGradients(entries, reduced, scale)
+        entries = tuple(
+            _measure(key, parameter, scales.get(id(parameter), 1.0)) for key, parameter in parameters.items()
+        )
+    return LocalGradients(entries, reduced, max(scales.values(), default=1.0))
 
 
 def _named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -101,14 +103,18 @@ def _place(tensor: torch.Tensor) -> str:
     return place_of(tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ""
 
 
-def loss_scale(parameters: Sequence[torch.Tensor]) -> float:
-    """Return the fp16 loss scale that the gradients of `parameters` have; 1 if they have none, or none any more."""
+def loss_scales(parameters: Sequence[torch.Tensor]) -> dict[int, float]:
+    """Return the fp16 loss scales that the gradients of `parameters` still have, by the identity of the parameter.
+
+    Parameters without one are left out: of two optimizers, one may have unscaled its gradients already.
+    """
     chosen = set(map(id, parameters))
+    scales: dict[int, float] = {}
     for optimizer in prepared_optimizers():
         scaler = getattr(optimizer, "scaler", None)
-        owned = (id(tensor) for group in optimizer.param_groups for tensor in group["params"])
         if scaler is None or not scaler.is_enabled() or optimizer.has_unscaled_gradients():
             continue
-        if not chosen.isdisjoint(owned):
-            return float(scaler.get_scale())
-    return 1.0
+        owned = chosen.intersection(id(tensor) for group in optimizer.param_groups for tensor in group["params"])
+        if owned:
+            scales |= dict.fromkeys(owned, float(scaler.get_scale()))
+    return scales

@@ -58,9 +58,12 @@ from rankbook.runtime.strategies.base import (
     DataParallel,
     Strategy,
     StrategySetup,
+    drop_unreduced,
     full_tensor,
     plain_class,
     reshard,
+    set_unreduced,
+    unreduced_gradients,
     update_one_by_one_where_mixed,
 )
 from rankbook.runtime.strategies.fsdp2 import FullyShardedDataParallel, TensorParallel
@@ -691,6 +694,7 @@ def preserved(models: list[nn.Module], optimizer: Any) -> Iterator[Callable[[], 
         finally:
             _SIGNS.clear()  # as large as the parameters
             _restore(saved, models, optimizer)
+            set_unreduced(saved["unreduced"])
 
 
 @contextlib.contextmanager
@@ -719,6 +723,8 @@ def _save(models: list[nn.Module], optimizer: Any) -> dict[str, Any]:  # noqa: A
         # A forward pass may assign another tensor to the name of a buffer.
         "buffers": [(module._buffers, dict(module._buffers)) for model in models for module in model.modules()],
         "grad objects": [tensor.grad for tensor in tensors],
+        # Those of an open window, which the next backward pass would reduce together with its own.
+        "unreduced": [entry for model in models for entry in unreduced_gradients(model)],
         "training": [(module, module.training) for model in models for module in model.modules()],
         "optimizer": [] if raw is None else _contents(raw, set(map(id, tensors))),
         "wrapper": {k: v for k, v in vars(optimizer).items() if k in _COUNTERS} if raw else {},
@@ -776,6 +782,7 @@ def _restore(saved: dict[str, Any], models: list[nn.Module], optimizer: Any) -> 
     raw = raw_optimizer(optimizer)
     for model in models:
         reshard(model)
+        drop_unreduced(model)
     for buffers, content in saved["buffers"]:
         _put_back(buffers, content)
     for tensor, value in saved["tensors"]:

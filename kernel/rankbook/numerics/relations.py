@@ -83,8 +83,11 @@ def classify(
     # A generous bound: parts were computed in the same precision, and only the order of sums differs.
     close = 4 * tolerance
     before = None if start is None else wide(start)
-    if before is not None and before.shape == b.shape and relative_difference(before, b) <= close < relative:
-        return Relation("unchanged", "the step has not changed it", relative)
+    if before is not None and before.shape == b.shape and relative > 0:
+        # Exactly the value before the step: also if the change is smaller than the tolerance.
+        is_unchanged = torch.equal(before, b) or relative_difference(before, b) <= close < relative
+        if is_unchanged:
+            return Relation("unchanged", "the step has not changed it", relative)
     return (
         _from_parts(b, [wide(part) for part in parts], close, relative)
         or _scaled(a, b, close, world_size, relative)

@@ -581,8 +581,12 @@ class NumberWatch:
             return
         event, inputs = (spoilt, None) if spoilt is not None else self._attribute_locally()
         largest = ""
-        if above:
-            norms = [float(torch.linalg.vector_norm(_gradient(parameter))) for parameter in parameters]
+        # All ranks take part in the norms of sharded gradients, also if only the plain ones of others are above it.
+        if limit is not None and self._any_rank(above):
+            norms = [
+                self._norm_of([parameter]) if self._shared else float(torch.linalg.vector_norm(_gradient(parameter)))
+                for parameter in parameters
+            ]
             # NaN is neither larger nor smaller than another one.
             by_norm = max(range(len(norms)), key=lambda i: norms[i] if math.isfinite(norms[i]) else math.inf)
             largest = _module_of(self._names().parameter(parameters[by_norm]))

@@ -59,6 +59,7 @@ class StateEntry(msgspec.Struct, frozen=True):
     entries of one place are compared. `ranks` are those that hold replicas, () for all. `digest` has 8 bytes per block;
     `value` is the value in words, in place of a digest. `first` is the key of the first name of the same tensor, which
     differs from `key` for tied weights. `due` says when the layout makes the replicas equal again, if it does.
+    `optional` is the name of the model, if ranks need not have one of this name.
     """
 
     key: str
@@ -73,6 +74,7 @@ class StateEntry(msgspec.Struct, frozen=True):
     trainable: bool | None = None
     first: str = ""
     due: str = ""
+    optional: str = ""
 
 
 class StateHashes(msgspec.Struct, frozen=True):
@@ -185,7 +187,9 @@ class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RankTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor on one rank.
 
-    `shape` is the global shape; `grid` is the index into `ShardsReply.grids`.
+    `shape` is the global shape; `grid` is the index into `ShardsReply.grids`. `bytes` is the size of the local shard if
+    it does not follow from its shape, as that of a quantized tensor; memory that an earlier tensor of the reply has too
+    does not count.
     """
 
     key: str
@@ -194,6 +198,7 @@ class RankTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str
     shape: tuple[int, ...]
     grid: int
+    bytes: int | None = None
 
 
 class ModelGradients(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -413,9 +413,13 @@ class RankSnapshots:
         version = SnapshotVersion(self.number, self._updates, steps_made())
         generation = self._last_generation() if only_update else self._prepare(tensors)
         area = self._areas[generation]
+        if only_update:  # an interrupt leaves the other generation, which all ranks have, as the last one
+            others = [self._areas[number].file.header for number in self._complete if number != generation]
+            self.latest = snapshot_files.read_header(others[0]) if others else None
+            self._is_current = False
         try:
-            area.file.invalidate()
             self._complete.pop(generation, None)
+            area.file.invalidate()
             start = area.write(tensors, first=main if only_update else 0)
             is_final = not self._has_stepped or self._updates >= (self._usual_updates or 0)
             header = SnapshotHeader(version, time.time(), area.size, self.every, is_final)
@@ -682,7 +686,13 @@ def _optimizer_state(wrapper: AcceleratedOptimizer) -> dict[str, Any]:
         for group in wrapper.param_groups
     ]
     groups = [{name: value for name, value in group.items() if name != "params"} for group in wrapper.param_groups]
-    return {"values": values, "groups": groups, "steps": wrapper.steps, "skipped": wrapper.step_was_skipped}
+    return {
+        "values": values,
+        "named": {key: value for key, value in wrapper.state.items() if not isinstance(key, torch.Tensor)},
+        "groups": groups,
+        "steps": wrapper.steps,
+        "skipped": wrapper.step_was_skipped,
+    }
 
 
 def _divided(value: DTensor, parameter: torch.Tensor) -> tuple[object, ...]:
@@ -928,11 +938,7 @@ def restore_packed(packed: tuple[bytes, bytes]) -> None:
 def _restore_optimizer(stored: dict[str, Any], wrapper: AcceleratedOptimizer) -> None:
     for group, options, values in zip(wrapper.param_groups, stored["groups"], stored["values"], strict=True):
         for name, option in _cloned(options).items():
-            existing = group.get(name)
-            # A tensor, such as a learning rate on the device, comes from the host's memory.
-            if isinstance(option, torch.Tensor) and isinstance(existing, torch.Tensor):
-                option = option.to(existing.device)  # noqa: PLW2901
-            group[name] = option
+            group[name] = _on_device_of(group.get(name), option)
         for parameter, entries in zip(group["params"], values, strict=True):
             if not entries:  # the optimizer creates it in its first step
                 wrapper.state.pop(parameter, None)
@@ -947,7 +953,19 @@ def _restore_optimizer(stored: dict[str, Any], wrapper: AcceleratedOptimizer) ->
                 is_on_host = name == "step" and not (group.get("capturable") or group.get("fused"))
                 device = torch.device("cpu") if is_on_host else parameter.device
                 live[name] = _restored(live.get(name), value, parameter, device)
+    # Some optimizers keep numbers under a name.
+    named = {key: value for key, value in wrapper.state.items() if not isinstance(key, torch.Tensor)}
+    for key in named:
+        del wrapper.state[key]
+    for key, value in _cloned(stored["named"]).items():
+        wrapper.state[key] = _on_device_of(named.get(key), value)
     wrapper.steps, wrapper._was_skipped, wrapper.is_stepping = stored["steps"], stored["skipped"], False
+
+
+def _on_device_of(live: Any, value: Any) -> Any:  # noqa: ANN401 - any values
+    """Return `value`; a tensor, which comes from the host's memory, on the device of the tensor that it replaces."""
+    both = isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor)
+    return value.to(live.device) if both else value
 
 
 def _restored(live: Any, stored: Any, parameter: torch.Tensor, device: torch.device) -> Any:  # noqa: ANN401 - a value of an optimizer's state

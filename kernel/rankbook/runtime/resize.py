@@ -122,13 +122,34 @@ def _sharded_optimizers() -> dict[int, AcceleratedOptimizer]:
 
 
 def bytes_to_hand_over() -> int:
-    """Return the number of bytes of this rank's shards."""
+    """Return this rank's part of the bytes that `hand_over` writes: of several replicas, those of the first one."""
     for strategy, raw in sharded_models().values():
         strategy.restore_parameters(raw)
-    tensors = [tensor for _, raw in sharded_models().values() for tensor in (*raw.parameters(), *raw.buffers())]
+    # Tensors, and the ones whose layout they have.
+    tensors = [
+        (tensor, tensor) for _, raw in sharded_models().values() for tensor in (*raw.parameters(), *raw.buffers())
+    ]
     for wrapper in _sharded_optimizers().values():
-        tensors += prepared.state_tensors(wrapper)
-    return sum(local_part(tensor).nbytes for tensor in tensors)
+        for parameter, values in wrapper.state.items():
+            # Numbers may be under a name. A plain tensor may be the state of a shard.
+            for value in values.values() if isinstance(parameter, torch.Tensor) else ():
+                if isinstance(value, torch.Tensor):
+                    is_shard = value.dim() > 0 and value.shape == local_part(parameter).shape
+                    tensors.append((value, parameter if is_shard and not isinstance(value, DTensor) else value))
+    return sum(local_part(tensor).nbytes for tensor, placed in tensors if _is_first_replica(placed))
+
+
+def _is_first_replica(tensor: torch.Tensor) -> bool:
+    """Return True if this rank has a part of the first replica of a tensor. Any one replica is saved."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_rank() == 0
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    # Other meshes have the same parameters, such as those outside a tensor-parallel plan.
+    if coordinate is None or not bool((mesh.mesh == 0).any()):
+        return False
+    return all(
+        not placement.is_replicate() or at == 0 for placement, at in zip(tensor.placements, coordinate, strict=True)
+    )
 
 
 def _parts() -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:

@@ -24,9 +24,9 @@ from rankbook.runtime.config import AutocastKwargs, ProfileKwargs
 from rankbook.runtime.gradient_state import AccumulateContext, window
 from rankbook.runtime.optimizer import check_added_gradients
 from rankbook.runtime.prepare import wrapper_of
-from rankbook.runtime.prepared import registered, replacement_of, strategy_of
+from rankbook.runtime.prepared import current_models, registered, replacement_of, strategy_of
 from rankbook.runtime.settings import AcceleratorSettings, autocast
-from rankbook.runtime.strategies.base import full_tensor, group_by_layout
+from rankbook.runtime.strategies.base import full_tensor, group_by_layout, hold_unreduced
 
 
 class TrainingMethods(AcceleratorSettings):
@@ -37,6 +37,14 @@ class TrainingMethods(AcceleratorSettings):
 
         `kwargs` are passed to `torch.Tensor.backward`. Raises `InvalidArgument` if gradients that were unscaled for
         fp16 got scaled ones added.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            for batch in loader:
+                accelerator.backward(model(batch).mean())
+                optimizer.step()
+                optimizer.zero_grad()
         """
         # Inside `accumulate` the window knows how many batches it will have. Outside, the user counts the batches,
         # and Accelerate's rule applies: divide by `num_steps`.
@@ -90,7 +98,17 @@ class TrainingMethods(AcceleratorSettings):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Accumulate gradients of `model` locally, without reducing them, within the block."""
+        """Accumulate gradients of `model` locally, without reducing them, within the block.
+
+        Example::
+
+            model, optimizer = accelerator.prepare(model, optimizer)
+            first, second = torch.ones(4, 8, device=device), torch.zeros(4, 8, device=device)
+            with accelerator.no_sync(model):
+                accelerator.backward(model(first).mean())
+            accelerator.backward(model(second).mean())  # reduces the sum of both
+            optimizer.step()
+        """
         strategy = strategy_of(model)
         if strategy is None:
             yield
@@ -124,7 +142,16 @@ class TrainingMethods(AcceleratorSettings):
             strategy.set_sync(model, before)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the autocast context of prepared models, for other code such as a loss function."""
+        """Return the autocast context of prepared models, for other code such as a loss function.
+
+        Example::
+
+            accelerator = Accelerator(mixed_precision="bf16")
+            features = torch.ones(4, 8, device=device)
+            with accelerator.autocast():
+                scores = features @ features.T
+            scores.dtype  # torch.bfloat16
+        """
         return autocast(self.mixed_precision, self.device, autocast_handler or self.handlers.autocast)
 
     # Gradients
@@ -135,6 +162,14 @@ class TrainingMethods(AcceleratorSettings):
         """Unscale the fp16 gradients of `optimizer`, by default of all prepared optimizers.
 
         Does nothing while gradients accumulate. Repeated calls before a step have no effect.
+
+        Example::
+
+            model, optimizer = accelerator.prepare(model, optimizer)
+            accelerator.backward(model(torch.ones(4, 8, device=device)).mean())
+            accelerator.unscale_gradients()  # before the gradients are read or changed
+            largest = max(parameter.grad.abs().max() for parameter in model.parameters())
+            optimizer.step()
         """
         # The next batches of the window add scaled gradients.
         if not self.gradient_state.sync_gradients:
@@ -160,12 +195,23 @@ class TrainingMethods(AcceleratorSettings):
         Returns the total norm before clipping, on every rank. While gradients accumulate, nothing is clipped, and the
         norm is that of the gradients accumulated on this rank so far. Under fp16 the gradients are unscaled first. They
         may be sparse. A collective if gradients are sharded.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            for batch in loader:
+                accelerator.backward(model(batch).mean())
+                norm = accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
         """
         chosen = _current_parameters(parameters)
         # The gradients of this rank are not reduced yet, so their norm has no meaning for the step. Nothing is scaled:
         # the factor would differ between ranks.
         if not self.gradient_state.sync_gradients:
-            return clip_norm(chosen, float("inf"), norm_type, self.device)
+            ids = set(map(id, chosen))
+            unreduced = [held for _, raw in current_models().values() for held in hold_unreduced(raw, ids)]
+            return clip_norm([*chosen, *unreduced], float("inf"), norm_type, self.device)
         # The order matters: first the factor of a short window, then the fp16 scale. Only then the norm is that of the
         # gradients that the optimizer will use.
         window.rescale_gradients(chosen)
@@ -176,6 +222,15 @@ class TrainingMethods(AcceleratorSettings):
         """Clamp all elements of the gradients to [-`clip_value`, `clip_value`].
 
         Does nothing while gradients accumulate.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            for batch in loader:
+                accelerator.backward(model(batch).mean())
+                accelerator.clip_grad_value_(model.parameters(), clip_value=0.5)
+                optimizer.step()
+                optimizer.zero_grad()
         """
         chosen = _current_parameters(parameters)
         if self.gradient_state.sync_gradients:
@@ -204,6 +259,15 @@ class TrainingMethods(AcceleratorSettings):
         Args:
             joinables: models under DDP. Raises `TypeError` for other models.
             even_batches: setting of the prepared loaders within the block; by default unchanged.
+
+        Example::
+
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            with accelerator.join_uneven_inputs([model], even_batches=False):
+                for batch in loader:
+                    accelerator.backward(model(batch).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
         """
         able = [model for model in joinables if isinstance(model, Joinable)]
         if len(able) < len(joinables) and self.use_distributed:
@@ -228,7 +292,14 @@ class TrainingMethods(AcceleratorSettings):
                 sampler.even_batches = value
 
     def set_trigger(self) -> None:
-        """Set this rank's flag, which makes `check_trigger` return True on all ranks."""
+        """Set this rank's flag, which makes `check_trigger` return True on all ranks.
+
+        Example::
+
+            if accelerator.is_last_process and loss < threshold:
+                accelerator.set_trigger()
+            accelerator.check_trigger()  # True
+        """
         self._triggered = True
 
     def check_trigger(self) -> bool:
@@ -256,6 +327,13 @@ class TrainingMethods(AcceleratorSettings):
 
         Every rank writes its trace to the handler's `output_trace_dir`, if set, as `profile_<rank>.json`. Raises
         `InvalidArgument` for an activity that the machine cannot profile.
+
+        Example::
+
+            options = ProfileKwargs(activities=["cpu"], output_trace_dir="traces")
+            with accelerator.profile(options) as profiler:
+                model(torch.ones(4, 8))
+            accelerator.print(profiler.key_averages().table(row_limit=5))
         """
         handler = profile_handler or self.handlers.profile
         with handler.build() as profiler:

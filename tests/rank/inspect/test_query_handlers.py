@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
 
+from rankbook.coordinator.monitor import merge_shards
 from rankbook.errors import InvalidArgument
 from rankbook.protocol import telemetry
 from rankbook.protocol.queries import GetStatistic, GetStatus, QueryFailed
@@ -256,6 +257,23 @@ def test_a_wrapper_has_the_size_of_the_tensors_that_it_wraps():
     wrapper = torch.nn.Parameter(TwoTensor(packed.float(), scale.float()), requires_grad=False)
     wrapper.a, wrapper.b = packed, scale  # as of a quantized tensor, whose own shape and dtype are those of its values
     assert (tensor_introspection.dtype_of(wrapper), tensor_introspection.nbytes(wrapper)) == ("float32", 64 + 128)
+    assert bytes_of_shards({"w": wrapper}, "w") == {"w": 64 + 128}
+
+
+def test_memory_that_several_tensors_of_a_state_dict_share_counts_once():
+    tied, flat = torch.ones(4, 4), torch.ones(10)
+    state = {"a": tied, "b": tied.detach(), "c": tied.t(), "first": flat[:4], "second": flat[4:], "empty": flat[:0]}
+    sizes = {"a": 64, "b": 0, "c": 0, "first": 16, "second": 24, "empty": 0}
+    assert bytes_of_shards({"state": state}, "state") == sizes
+    without_memory = {key: torch.ones(2, device="meta") for key in "ab"}
+    assert bytes_of_shards({"state": without_memory}, "state") == {"a": 8, "b": 8}
+
+
+def bytes_of_shards(namespace, name):
+    """Return the bytes of rank 0's part by tensor."""
+    reply = shard_map.shard_reply(1, namespace, name, 0, GilYield(), others=True)
+    merged = merge_shards(name, {0: reply}, (0,), {0: "cpu"})
+    return {tensor.key: sum(shard.bytes for shard in tensor.shards) for tensor in merged.tensors}
 
 
 def test_tensors_whose_bytes_do_not_follow_from_a_shape_are_left_out_of_the_map():

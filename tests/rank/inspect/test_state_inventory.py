@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from rankbook.rank.inspect.state_inventory import drops, hash_state
 
@@ -60,6 +62,21 @@ def test_state_of_an_optimizer_under_a_name_is_compared():
         "optimizer.state.scales.slow": "0.5",
         "optimizer.state.scales.mean": "(2,)",
     }
+
+
+def test_an_average_of_the_weights_need_not_be_on_all_ranks_unless_it_is_named():
+    variables = {"ema": AveragedModel(nn.Linear(2, 2))}
+    assert {entry.optional for entry in hash_state(variables, ()).entries} == {"ema"}
+    assert {entry.optional for entry in hash_state(variables, ("ema",)).entries} == {""}
+
+
+@pytest.mark.parametrize(("ranks", "is_due"), [((0, 1), True), ((0,), False)])
+def test_a_generator_that_only_rank_0_draws_from_will_be_equal_again(ranks, is_due):
+    parts = {"synchronized": True, "generator": torch.Generator(), "tickets": SimpleNamespace(ranks=ranks)}
+    loader = SimpleNamespace(parts=SimpleNamespace(**parts), position=SimpleNamespace(seed=1, epoch=0))
+    due = {entry.key: entry.due for entry in hash_state({"loader": loader}, ("loader",)).entries}
+    assert set(due) == {"loader.seed", "loader.epoch", "loader.generator"}
+    assert [key for key, text in due.items() if text] == (["loader.generator"] if is_due else [])
 
 
 def test_active_dropout_is_known_from_layers_and_from_numbers():

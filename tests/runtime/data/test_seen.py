@@ -10,14 +10,24 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+)
 from torch.utils.data.sampler import Sampler, SubsetRandomSampler
 
 import rankbook
-from rankbook.runtime.data.samplers import RoundPadding
+from rankbook.runtime import Accelerator, AcceleratorState, GradientState
+from rankbook.runtime.data.samplers import RoundPadding, SeedableRandomSampler
 from rankbook.runtime.data.seen import (
     RankSamples,
     SampleLog,
+    _scope,
     describe_split,
     fingerprint_dataset,
     fingerprint_sampler,
@@ -66,6 +76,30 @@ def test_nothing_is_lost_before_the_end_of_the_epoch_or_with_a_sampler_that_leav
     assert merge_seen({0: part([0], finished=False), 1: part([1])}).lost is None
     seen = merge_seen({0: part([0, 0], exhaustive=False), 1: part([1, 1], exhaustive=False)})
     assert seen.lost is None and "repetitions may be meant" in str(seen)
+
+
+def test_nothing_is_lost_before_the_first_pass_and_after_a_state_was_loaded():
+    loader = Accelerator(cpu=True).prepare(DataLoader(range(6), batch_size=2))
+    try:
+        seen = loader.seen()
+        assert seen.lost is None and not seen.finished and seen.ok
+        states = [loader.state_dict() for _ in loader]
+        assert loader.seen().lost == []
+        loader.load_state_dict(states[0])
+        seen = loader.seen()
+        assert seen.lost is None and not seen.finished and seen.counts == {0: 0}
+        assert len(list(loader)) == 2 and loader.seen().counts == {0: 4}
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+@pytest.mark.parametrize("options", [{"replacement": True}, {"num_samples": 3}])
+def test_nothing_is_lost_by_a_sampler_that_draws_some_of_the_samples(options):
+    data = range(6)
+    for kind in (RandomSampler, SeedableRandomSampler):
+        assert _scope(kind(data, **options), len(data))[0] is False
+        assert _scope(kind(data), len(data))[0] is True
 
 
 def test_parts_of_subsets_are_compared_in_the_dataset_below():

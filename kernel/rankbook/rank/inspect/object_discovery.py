@@ -398,7 +398,8 @@ def measure(parameters: Sequence[tuple[str, torch.Tensor]]) -> LocalGradients:
     A gradient that the ranks have yet to sum up has no norm of its own: it is left out, and `reduced` is False. So is
     one on the meta device, which has no values.
     """
-    norms: list[tuple[tuple[str, str], torch.Tensor]] = []
+    norms: list[tuple[tuple[str, str], torch.Tensor, float]] = []
+    scales = _loss_scales([parameter for _, parameter in parameters])
     elements: dict[tuple[str, str], int] = {}
     reduced = True
     for key, parameter in parameters:
@@ -413,18 +414,17 @@ def measure(parameters: Sequence[tuple[str, torch.Tensor]]) -> LocalGradients:
         entry = (key.rpartition(".")[0], place)
         elements[entry] = elements.get(entry, 0) + tensor_introspection.local_shard(parameter).numel()
         if gradient is not None and not (shard := tensor_introspection.local_shard(gradient)).is_meta:
-            norms.append((entry, _norm(shard)))
+            norms.append((entry, _norm(shard), scales.get(id(parameter), 1.0)))
     squares: dict[tuple[str, str], list[float]] = {}
-    for (entry, _), value in zip(norms, _read([norm for _, norm in norms]), strict=True):
-        squares.setdefault(entry, []).append(value * value)
-    scale = _loss_scale([parameter for _, parameter in parameters])
+    for (entry, _, scale), value in zip(norms, _read([norm for _, norm, _ in norms]), strict=True):
+        squares.setdefault(entry, []).append((value / scale) ** 2)
     return LocalGradients(
         tuple(
-            GradientEntry(*entry, _root(squares[entry]) / scale if entry in squares else None, 0.0, count)
+            GradientEntry(*entry, _root(squares[entry]) if entry in squares else None, 0.0, count)
             for entry, count in elements.items()
         ),
         reduced,
-        scale,
+        max(scales.values(), default=1.0),
     )
 
 
@@ -448,9 +448,9 @@ def _root(squares: Sequence[float]) -> float:
     return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
 
 
-def _loss_scale(parameters: Sequence[torch.Tensor]) -> float:
+def _loss_scales(parameters: Sequence[torch.Tensor]) -> dict[int, float]:
     if "rankbook.runtime.prepare" not in sys.modules:  # no optimizer was prepared, so there is no scaler
-        return 1.0
-    from rankbook.numerics.gradients import loss_scale
+        return {}
+    from rankbook.numerics.gradients import loss_scales
 
-    return loss_scale(parameters)
+    return loss_scales(parameters)

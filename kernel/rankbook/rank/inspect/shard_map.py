@@ -5,6 +5,7 @@ The slices of other ranks are computed from the placements, without communicatio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from rankbook.errors import InvalidArgument
 from rankbook.protocol.queries import Box, RankTensor, ShardsReply
 from rankbook.rank.inspect import object_discovery, tensor_introspection
-from rankbook.rank.inspect.tensor_introspection import GilYield, instance_dict, is_a
+from rankbook.rank.inspect.tensor_introspection import GilYield, MemoryRegion, instance_dict, is_a
 
 _MAX_TENSORS = 200_000
 """Maximum number of tensors per variable."""
@@ -206,10 +207,11 @@ def shard_reply(
     """Return the answer. Raises `InvalidArgument` if the variable does not exist or has no tensors."""
     kind, tensors = tensors_of(namespace, name, gil_yield)
     grids, rank_tensors, trouble = _Grids(rank, others), list[RankTensor](), list[str]()
+    counted = set[MemoryRegion]()
     for tensor in tensors[:_MAX_TENSORS]:
         gil_yield()
         try:
-            rank_tensors.append(_rank_tensor(tensor, grids))
+            rank_tensors.append(_rank_tensor(tensor, grids, counted))
         except InvalidArgument as error:
             trouble.append(f"{tensor.key}: {error}")
     if len(tensors) > _MAX_TENSORS:
@@ -219,7 +221,15 @@ def shard_reply(
     return ShardsReply(token, kind, tuple(rank_tensors), tuple(grids.grids), "; ".join(trouble[:5]))
 
 
-def _rank_tensor(named: KeyedTensor, grids: _Grids) -> RankTensor:
+def _count_bytes(tensor: torch.Tensor, size: int, counted: set[MemoryRegion]) -> int | None:
+    """Return the bytes of the local shard that are not in `counted`, and add them; None if they are `size` bytes."""
+    regions = set(tensor_introspection.regions_of(tensor)) - counted
+    counted.update(regions)
+    stored = sum(count for _, _, count in regions)
+    return None if stored == size else stored
+
+
+def _rank_tensor(named: KeyedTensor, grids: _Grids, counted: set[MemoryRegion]) -> RankTensor:
     value = named.value
     if _is_shard(value):
         attributes = instance_dict(value)
@@ -234,15 +244,24 @@ def _rank_tensor(named: KeyedTensor, grids: _Grids) -> RankTensor:
             device,
             tuple(attributes["global_shape"]),
             grids.of_box(box),
+            None if data is None else _count_bytes(data, math.prod(shape) * dtype.itemsize, counted),
         )
     shape = tensor_introspection.shape_of(value)
     if tensor_introspection.local_shard(value).layout is not torch.strided:
         raise InvalidArgument("sparse: its size does not follow from its shape")
     grid = grids.of_dtensor(value) if tensor_introspection.is_dtensor(value) else grids.of_unsharded(shape)
+    local = tensor_introspection.local_shard(value)
     with torch._C.DisableTorchFunctionSubclass():
-        itemsize = tensor_introspection.local_shard(value).element_size()
+        itemsize = local.element_size()
+        size = local.numel() * itemsize
     return RankTensor(
-        named.key, tensor_introspection.dtype_of(value), itemsize, tensor_introspection.device_of(value), shape, grid
+        named.key,
+        tensor_introspection.dtype_of(value),
+        itemsize,
+        tensor_introspection.device_of(value),
+        shape,
+        grid,
+        _count_bytes(value, size, counted),
     )
 
 

@@ -60,6 +60,7 @@ class StateItem:
     trainable: bool | None = None
     first: str = ""
     due: str = ""
+    optional: str = ""
 
 
 @dataclass
@@ -98,7 +99,7 @@ def _hashed(item: StateItem) -> StateEntry:
         digest = hash_blocks(tensor)
     return StateEntry(
         item.key, item.kind, dtype, item.shape, item.place, item.ranks, digest, value, size, item.trainable, item.first,
-        item.due,
+        item.due, item.optional,
     )  # fmt: skip
 
 
@@ -207,7 +208,8 @@ class _Collector:
             trees = self._objects.trees
         for name, tree in trees.items():
             if is_kept_equal(tree):
-                self._add_model(name, tree)
+                # A rank may keep an average of the weights for itself.
+                self._add_model(name, tree, optional="" if _has_replicas(tree) else name)
                 kept |= {id(tensor) for _, _, tensor, _ in _tensors_with_aliases(tree)}
                 self._add_dropout_states(tree)
             else:
@@ -294,7 +296,7 @@ class _Collector:
 
     # Models
 
-    def _add_model(self, name: str, tree: list[tuple[str, torch.nn.Module]]) -> None:
+    def _add_model(self, name: str, tree: list[tuple[str, torch.nn.Module]], optional: str = "") -> None:
         ranks, ddp = _ddp_ranks(tree), _ddp_of(tree)
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
         # torch 2.13 has given the attribute another name.
@@ -314,6 +316,7 @@ class _Collector:
                     trainable=trainable,
                     first=firsts.setdefault(id(tensor), f"{name}.{key}"),
                     due=due if kind == "buffer" else "",
+                    optional=optional,
                 )
             )
 
@@ -360,7 +363,10 @@ class _Collector:
         self._add(StateItem(f"{name}.epoch", "loader", value=str(has.get("epoch"))))
         generator: Any = instance_dict(parts).get("generator")
         if is_a(generator, torch.Generator):
-            self._add(StateItem(f"{name}.generator", "random state", generator.get_state()))
+            # A dispatcher reads on rank 0 for all ranks, and draws from the generator there alone.
+            ranks = instance_dict(instance_dict(parts).get("tickets")).get("ranks", ())
+            due = "the next pass over the loader begins with the generator of rank 0" if len(ranks) > 1 else ""
+            self._add(StateItem(f"{name}.generator", "random state", generator.get_state(), due=due))
 
     def _add_dropout_states(self, tree: list[tuple[str, torch.nn.Module]]) -> None:
         """Add torch's random states for the ranks of a tensor-parallel group, if dropout draws from them.
@@ -423,10 +429,14 @@ def _in_words(text: str) -> str:
 def is_kept_equal(tree: list[tuple[str, torch.nn.Module]]) -> bool:
     """Return True if a wrapper keeps the replicas of a model equal: DDP, FSDP2, DTensors, or an average of weights."""
     averaged = loaded_class("torch.optim.swa_utils", "AveragedModel")
+    return _has_replicas(tree) or (averaged is not None and any(is_a(module, averaged) for _, module in tree))
+
+
+def _has_replicas(tree: list[tuple[str, torch.nn.Module]]) -> bool:
+    """Return True if several ranks have parts or replicas of a model: DDP, FSDP2, DTensors."""
     return (
         _ddp_of(tree) is not None
         or any(tensor_introspection.is_fsdp(module) for _, module in tree)
-        or (averaged is not None and any(is_a(module, averaged) for _, module in tree))
         or any(is_dtensor(tensor) for _, _, tensor, _ in _tensors_with_aliases(tree))
     )
 

@@ -112,6 +112,22 @@ def nbytes(tensor: torch.Tensor) -> int:
         return sum(part.numel() * part.element_size() for part in _stored_parts(shard))
 
 
+MemoryRegion = tuple[int, int, int]
+"""Identity of a storage, and the offset and the size of a part of it in bytes."""
+
+
+def regions_of(tensor: torch.Tensor) -> list[MemoryRegion]:
+    """Return the regions of memory of the local shard. Equal ones are the same memory while the tensors exist."""
+    shard = local_shard(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        sizes = [(part, part.element_size()) for part in _stored_parts(shard)]
+        # The identity: the address is that of all empty storages too.
+        return [
+            (part.untyped_storage()._cdata, int(part.storage_offset()) * size, part.numel() * size)
+            for part, size in sizes
+        ]
+
+
 def _stored_parts(tensor: torch.Tensor, depth: int = 4) -> tuple[torch.Tensor, ...]:
     """Return the strided tensors that a sparse or a quantized tensor consists of, and any other tensor itself."""
     # A wrapper of other tensors has a shape and a dtype, and no memory of its own. `__tensor_flatten__` is user code.

@@ -214,6 +214,10 @@ class MapBatchSampler:
         self._samplers_epoch = None
         self.shuffle.begin(epoch_state)
 
+    def forget_pass(self) -> None:
+        """Forget the last pass, after the loader has got the position of another one."""
+        self.current, self.logs, self._samples = EpochState(), {}, []
+
     def __iter__(self) -> Iterator[BatchRequest]:
         current = self.current
         run, seed, epoch = current.run, current.seed, current.epoch
@@ -344,6 +348,10 @@ class IterableBatchSampler:
         # Set the epoch here too, before the workers do: a dataset may keep its epoch in memory shared by all workers,
         # and concurrent changes by all of them would race.
         self.shard.set_epoch(epoch_state.epoch)
+
+    def forget_pass(self) -> None:
+        """See `MapBatchSampler`."""
+        self.current = EpochState()
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: a stream has no sampler, and its dataset learns the epoch from the loader."""

@@ -309,8 +309,12 @@ class PreparedLoader(DataLoader[Any]):
     def peek(self) -> Any:  # noqa: ANN401 - a batch
         """Return the first batch of the next pass, and stay where the loader is. A collective, as a pass is.
 
-        Also the generator of the sampler keeps its state. Raises `InvalidArgument` if this rank gets no batch.
+        Also the generator of the sampler keeps its state. Raises `InvalidArgument` if this rank gets no batch, and
+        inside of a loop over this loader, which another pass would end.
         """
+        active = GradientState().dataloader_references[1:]
+        if any(getattr(loader, "position", None) is self.position for loader in active):
+            raise InvalidArgument("expected no loop over this loader: pass batch=… inside of a loop")
         generator = self.parts.generator
         state = None if generator is None else generator.get_state()
         kept = [(owner, dict(vars(owner))) for owner in (self.position, self.parts.tickets)]
@@ -363,6 +367,7 @@ class PreparedLoader(DataLoader[Any]):
         """
         parts, position = self.parts, self.position
         position.load_state_dict(state_dict, parts.num_processes, parts.total_rows, last_seed())
+        parts.tickets.forget_pass()
         if position.seed is not None and parts.options is not None and parts.data_seed is None:
             note_loader_seed(position, position.seed)
         earlier = position.resume_after

@@ -321,7 +321,7 @@ def _stream_samples(loader: Any, index: int) -> RankSamples:  # noqa: ANN401 - a
         batches=len(rounds),
         repeated=max(0, repeated),
         epoch=position.epoch,
-        finished=position.finished,
+        finished=position.finished and tickets.current.run > 0,
         first_batch=skip + tickets.current.first_batch,
         length=0,
         exhaustive=False,
@@ -355,7 +355,8 @@ def _map_samples(log: SampleLog, loader: Any, fingerprint: int) -> RankSamples: 
         batches=batches,
         repeated=repeated,
         epoch=position.epoch,
-        finished=position.finished,
+        # A position without a log is that of no pass, or of a pass in another process.
+        finished=position.finished and bool(loader.parts.tickets.logs),
         first_batch=current.skip + current.first_batch,
         length=length,
         exhaustive=exhaustive and not log.incomplete,
@@ -370,7 +371,8 @@ def _scope(sampler: Any, length: int) -> tuple[bool, Any]:  # noqa: ANN401 - any
     """Return whether a sampler goes over its samples once, and which these are, None for all."""
     if isinstance(sampler, SubsetRandomSampler):
         return True, numpy.asarray(list(sampler.indices), dtype=numpy.int64)
-    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != length):
+    is_random = isinstance(sampler, RandomSampler | SeedableRandomSampler)
+    if is_random and (sampler.replacement or sampler.num_samples != length):
         return False, None
     return isinstance(sampler, SequentialSampler | RandomSampler | SeedableRandomSampler | DistributedSampler), None
 

@@ -11,10 +11,10 @@ prepared with another strategy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -512,15 +512,45 @@ def update_one_by_one_where_mixed(optimizer: torch.optim.Optimizer) -> None:
             group.update({name: False for name in ("foreach", "fused") if name in group})
 
 
+UnreducedGradient: TypeAlias = tuple[Any, torch.Tensor | None, torch.Tensor | None]
+"""FSDP's object of a parameter, and its two gradients that are not reduced, see `unreduced_gradients`."""
+
+
+def unreduced_gradients(model: nn.Module) -> list[UnreducedGradient]:
+    """Return the gradients that the shards of `model` have accumulated on this rank and not reduced."""
+    # FSDP keeps them in one of two places: as a sum of several passes, or in the `grad` of the full parameter.
+    # Modules that were sharded in one call share a state.
+    states = {id(state): state for module in model.modules() if (state := _state_of(module)) is not None}
+    gradients: list[UnreducedGradient] = []
+    for state in states.values():
+        for parameter in _parameters_of(state):
+            full = getattr(parameter, "_unsharded_param", None)
+            gradients.append((parameter, parameter.unsharded_accumulated_grad, None if full is None else full.grad))
+    return gradients
+
+
+def hold_unreduced(model: nn.Module, shards: Collection[int]) -> list[torch.Tensor]:
+    """Return tensors whose `grad` is what this rank has accumulated and not reduced, for shards with these ids."""
+    holders = []
+    for parameter, *gradients in unreduced_gradients(model):
+        for gradient in gradients if id(parameter.sharded_param) in shards else ():
+            if gradient is not None:
+                holders.append(gradient.detach())
+                holders[-1].grad = gradient
+    return holders
+
+
+def set_unreduced(gradients: Iterable[UnreducedGradient]) -> None:
+    """Put back what `unreduced_gradients` has returned."""
+    for parameter, accumulated, gradient in gradients:
+        parameter.unsharded_accumulated_grad = accumulated
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = gradient
+
+
 def drop_unreduced(model: nn.Module) -> None:
     """Discard the gradients that the shards of `model` have accumulated on this rank and not reduced."""
-    # FSDP keeps them in one of two places: as a sum of several passes, or in the `grad` of the full parameter.
-    for module in model.modules():
-        state = _state_of(module)
-        for parameter in _parameters_of(state) if state is not None else ():
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+    set_unreduced((parameter, None, None) for parameter, *_ in unreduced_gradients(model))
 
 
 def _state_of(module: nn.Module) -> Any:  # noqa: ANN401 - torch's FSDPState
