@@ -15,7 +15,7 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from threading import RLock, Thread
+from threading import Lock, RLock, Thread, current_thread
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.displaypub import CapturingDisplayPublisher
@@ -85,9 +85,8 @@ class Panel:
                 match change:
                     case BlockAdded(block) if block.data is not None and is_live(block.data):
                         self._show_below(block.key, block.ranks, block.data)
-                    case BlockRemoved(key, forgotten=False) if key in self._displays_below:
-                        self._show_below(key, (), {"text/plain": ""})
-                        del self._displays_below[key]
+                    case BlockRemoved(key, forgotten=False):
+                        self._hide_below(key)
 
     def _close(self) -> None:
         with self._lock:
@@ -102,26 +101,33 @@ class Panel:
                 self._sink.emit([RichOutput(dict(widget.end(blocks)), {}, self._name, update=True)])
 
     def _show_below(self, key: int, ranks: tuple[int, ...], data: Mapping[str, Any]) -> None:
-        """Display output that static HTML cannot show, such as a widget, below the panel with its ranks.
+        """Display output below the panel with its ranks: a widget, or output that is late.
 
-        The panel itself contains its text.
+        The panel itself contains the text of a widget.
         """
-        before = self._displays_below.get(key)
+        update, before = key in self._displays_below, self._displays_below.get(key, ())
         self._displays_below[key] = ranks
-        # A message can update an output but not remove it, so a removed display and its heading become empty text.
         label = {"text/plain": f"[{format_ranks(ranks)}]" if ranks else ""}
-        heading = (
-            [] if before == ranks else [RichOutput(label, {}, f"{self._name}-{key}-of", update=before is not None)]
-        )
-        self._sink.emit([*heading, RichOutput(dict(data), {}, f"{self._name}-{key}", update=before is not None)])
+        heading = [] if before == ranks else [RichOutput(label, {}, f"{self._name}-{key}-of", update=update)]
+        self._sink.emit([*heading, RichOutput(dict(data), {}, f"{self._name}-{key}", update=update)])
+
+    def _hide_below(self, key: int) -> None:
+        # A message can update an output but not remove it, so a removed display and its heading become empty text.
+        if key in self._displays_below:
+            self._show_below(key, (), {"text/plain": ""})
+            del self._displays_below[key]
 
     def _emit_late(self, changes: Sequence[Change]) -> None:
         """Publish output that arrives after the cell's end, from ranks that still run or from their threads."""
         for change in changes:
             match change:
+                # Displays and progress bars change, so they are updated in place.
                 case BlockAdded(block) if block.data is not None:
-                    label = {"text/plain": f"[{format_ranks(block.ranks)}]"}
-                    self._sink.emit([RichOutput(label, {}), RichOutput(dict(block.data), {})])
+                    self._show_below(block.key, block.ranks, block.data)
+                case BlockAdded(block) if block.live:
+                    self._show_below(block.key, (), {"text/plain": text_of([block])})
+                case BlockRemoved(key, forgotten=False):
+                    self._hide_below(key)
                 case BlockAdded(block):
                     self._ended_blocks[block.key] = replace(block, text="")
                     self._sink.emit([Stream(block.stream, text_of([block]) + "\n")])
@@ -182,23 +188,26 @@ class RequestedViews:
     def __init__(self, publish: Callable[[Sequence[Emit]], None]) -> None:
         self._publish = publish
         self._views: dict[str, LiveView] = {}
-        self._shown: set[str] = set()
+        # The thread that shows a view. After a clear it publishes nothing: the next request has a thread of its own.
+        self._shown: dict[str, Thread] = {}
+        self._lock = Lock()
         self._threads: list[Thread] = []
 
     def show(self, request: Mapping[str, Any]) -> None:
         """Show the view, unless the cell shows it already."""
         # Every rank of the cell sends the same request.
         if (key := repr(request)) not in self._shown:
-            self._shown.add(key)
             before = self._threads[-1:]
             # Not on this thread: it is the one that receives the ranks' answers, which the view waits for.
             thread = Thread(target=self._make, args=(key, request, before), name="rankbook-view", daemon=True)
+            self._shown[key] = thread
             self._threads.append(thread)
             thread.start()
 
     def output_cleared(self) -> None:
         """Show views again that are requested from now on: the merger repeats the output that a clear may not lose."""
-        self._shown.clear()
+        with self._lock:
+            self._shown.clear()
 
     def wait_shown(self, *, timeout: float = 10.0) -> None:
         """Wait until the requested views are shown. Call it before the cell ends: some front ends read no further."""
@@ -214,11 +223,15 @@ class RequestedViews:
         try:
             if key not in self._views:
                 self._views[key] = views.make_requested(request)
+            items: list[Emit] = [
+                RichOutput(dict(out.data), still_metadata(out.still) or {}, out.display_id)
+                for out in self._views[key].outputs()
+            ]
         except RankbookError as error:
-            self._publish([Stream("stderr", f"{error}\n")])
-            return
-        outputs = self._views[key].outputs()
-        self._publish([RichOutput(dict(out.data), still_metadata(out.still) or {}, out.display_id) for out in outputs])
+            items = [Stream("stderr", f"{error}\n")]
+        with self._lock:
+            if self._shown.get(key) is current_thread():
+                self._publish(items)
 
 
 class JupyterSink:

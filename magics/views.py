@@ -382,7 +382,7 @@ class CheckpointBrowser:
         return self._folder.rstrip("/").rpartition("/")[2] or self._folder
 
     def _path(self, name: str) -> str:
-        return "" if name == self._folder_name() else name
+        return "" if self._is_single_checkpoint(name) else name
 
     def _signature(self, path: str) -> Signature:
         # Names with sizes in bytes. A folder has the size None.

@@ -310,8 +310,9 @@ class CombinedSave:
 
     @property
     def rate(self) -> float:
-        """Return the bytes per second of all ranks that are writing."""
-        return sum(rank_save.save.rate or 0.0 for rank_save in self.ranks)
+        """Return the bytes per second of all ranks that are writing, or the average of a finished save."""
+        phase = "done" if self.phase == "done" else "writing"
+        return sum(rank_save.save.rate or 0.0 for rank_save in self.ranks if rank_save.save.phase == phase)
 
     @property
     def error(self) -> str:

@@ -34,6 +34,7 @@ _NO_ROW = "--rb-row:auto"
 _MARKUP = ("text/html", "image/svg+xml")
 _LIVE = (WIDGET_VIEW, "application/javascript")
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
+_RENDERED = ("text/markdown", "text/latex")
 _COLOURS = {
     "black": "#5b616e", "red": "#c4302b", "green": "#00803a", "yellow": "#8a6100", "blue": "#0b6bcb",
     "magenta": "#a0409f", "cyan": "#00788a", "white": "#6b7280",
@@ -205,12 +206,12 @@ def is_live(data: Mapping[str, Any]) -> bool:
     """Return True if only a front end can show the data, such as a widget or a chart that a script draws.
 
     Scripts in HTML do not run while the cell runs, and later they may depend on JavaScript that is no longer loaded.
-    Plotly sends its chart in both formats.
+    Plotly sends its chart in both formats. Markdown and formulas are rendered by the front end.
     """
+    if not any(kind in data for kind in (*_MARKUP, *_IMAGES)):
+        return any(kind in _RENDERED or kind.startswith("application/") for kind in data)
     if not any(kind.startswith("application/") for kind in data):
         return False
-    if not any(kind in data for kind in (*_MARKUP, *_IMAGES)):
-        return True
     return any(kind in data for kind in _LIVE) or "<script" in str(data.get("text/html", ""))
 
 
@@ -227,7 +228,9 @@ def bundle_html(data: Mapping[str, Any], metadata: Mapping[str, Any] | None = No
             width = wide.get("width") if isinstance(wide, Mapping) else None
             size = f' width="{width:g}"' if isinstance(width, (int, float)) else ""
             return f'<img src="data:{kind};base64,{escape(text.strip())}" alt="{caption}"{size}>'
-    for kind in ("text/plain", "text/markdown", "text/latex"):
+    # IPython's Markdown, Latex and Math have no readable plain text.
+    has_text = not str(data.get("text/plain", "")).startswith("<IPython.core.display.")
+    for kind in ("text/markdown", *(("text/plain", "text/latex") if has_text else ("text/latex", "text/plain"))):
         if isinstance(text := data.get(kind), str):
             return f"<pre>{to_html(text)}</pre>"
     return f"<p>({escape(', '.join(data) or 'empty')})</p>"

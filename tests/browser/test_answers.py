@@ -140,6 +140,22 @@ def test_rank_detail_stays_selected_and_is_queried_only_while_visible(opened):
     assert view.asked("detail") == request_count + 1
 
 
+def test_rank_detail_is_closed_when_a_resize_removes_the_rank(opened):
+    view = opened()
+    page = view.page
+    page.locator("[data-rank='3']").click()
+    detail = page.locator(".rb-near")
+    expect(detail).to_contain_text("rank 3 on node-0")
+    page.evaluate("document.activeElement.blur()")
+    ranks = fakes.placement(2)
+    view.change("placement_fixed", to_json(static_data(ranks)))
+    view.change("placement_state", to_json(dynamic_data(ranks)))
+    expect(detail).to_be_hidden()
+    assert page.evaluate("document.activeElement === document.body")  # its reader may be typing in a cell
+    page.locator("[data-rank='1']").click()
+    expect(detail).to_contain_text("rank 1 on node-0")
+
+
 def test_answers_that_overtake_each_other(opened):
     view = opened()
     shards = view.page.locator(".rankbook-part-shards")

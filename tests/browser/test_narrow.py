@@ -175,6 +175,15 @@ def test_the_ranks_of_a_save_are_in_order_also_if_a_lower_one_reports_later(page
     expect(labels.first).to_be_hidden()  # full bars say nothing more
 
 
+def test_a_save_of_fewer_ranks_under_the_same_name_has_fewer_bars(page, views):
+    show(page, views["checkpoints"])
+    labels = page.locator(".rb-totals > span").filter(has_text="rank ")
+    for ranks in (4, 2):
+        page.evaluate("state => change('checkpoints_state', state)", to_json(saves_data(fakes.saves(ranks=ranks))))
+        expect(labels).to_have_text([f"rank {rank}" for rank in range(ranks)])
+    expect(page.locator(".rb-totals .rb-bar")).to_have_count(2)
+
+
 def test_all_ranks_are_printed(page):
     feed = fakes.FakeFeed(64)
     view = PlacementView(feed)

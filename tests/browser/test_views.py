@@ -89,6 +89,7 @@ def test_placement_is_live_and_acts_while_a_cell_blocks(opened, tmp_path, front_
     expect(notebook.cell(3)).to_contain_text("[('interrupt', 3), ('restart', 3)]")
 
 
+@pytest.mark.full
 def test_placement_is_walked_with_the_keyboard_and_tells_that_its_kernel_was_restarted(opened):
     notebook = opened(PLACEMENT.format(ranks=12))
     page = notebook.page

@@ -30,6 +30,22 @@ def test_progress_reports_every_phase_and_bytes_at_intervals(monkeypatch):
     assert save_progress._source not in telemetry._sources
 
 
+def test_the_rate_is_of_the_time_of_writing_and_nothing_changes_after_the_end(monkeypatch):
+    clock = [1.0]
+    monkeypatch.setattr(async_save.time, "monotonic", lambda: clock[0])
+    save_progress = SaveProgress("runs", background=True)
+    for phase, seconds in (("staging", 1.0), ("writing", 2.0), ("committing", 4.0)):
+        save_progress.enter(phase)
+        save_progress.add_written(100 if phase == "writing" else 0)
+        clock[0] += seconds
+    assert (save_progress.snapshot().seconds, save_progress.snapshot().rate) == (7.0, 50.0)
+    save_progress.fail("no space")
+    failed = save_progress.snapshot()
+    clock[0] += 3600.0
+    assert save_progress.snapshot() == failed
+    save_progress.withdraw()
+
+
 def test_no_progress_is_reported_after_a_failure():
     reports = []
     save_progress = SaveProgress("runs", on_progress=reports.append)

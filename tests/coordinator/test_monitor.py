@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -423,6 +424,7 @@ def test_dead_healed_and_restarted_ranks_and_a_cluster_that_ends():
         wait_until(lambda: updates[-1].ranks[1].state == "dead", timeout=10, what="the death")
         dead = updates[-1].ranks[1]
         assert (dead.memory, dead.holdings) == (None, ())
+        assert {rank.host for rank in cluster.placement().ranks} == {socket.gethostname()}
         assert cluster.detail(1).output == ("last words 1",)
         assert [shard.rank for shard in cluster.shards("model").tensors[0].shards] == [0]
         cluster.heal()

@@ -11,8 +11,18 @@ import pytest
 from rankbook.coordinator import running_cell
 from rankbook.coordinator.running_cell import InputQuestion, RunningCell
 from rankbook.magics.output_panel import TerminalSink
+from rankbook.output.by_rank import ByRankOutput
 from rankbook.output.merger import ClearOutput, RichOutput, Stream
-from rankbook.protocol.messages import CallFunction, Clear, Done, InputRequest, Payload, RunCell, Text
+from rankbook.protocol.messages import (
+    MAX_CELL_OUTPUT,
+    CallFunction,
+    Clear,
+    Done,
+    InputRequest,
+    Payload,
+    RunCell,
+    Text,
+)
 
 
 class Keeper:
@@ -156,6 +166,20 @@ def test_header_clears_nothing_that_the_notebook_showed_before(run_cell):
     cell, keeper = run_cell(has_other_output=True)
     cell.flush()
     assert keeper.items == [FIRST, HEADER]
+
+
+def test_the_ranks_are_limited_together_in_a_view_by_rank_too():
+    tasks = {rank: (RunCell(cell=1, source="", number=3), ()) for rank in range(2)}
+    view = ByRankOutput(lambda _: None, key="k")
+    cell = RunningCell(1, 3, tasks, cluster_key="c", sink=Keeper(), view=view)
+    for number in range(4):
+        assert cell.take_flood() == ()
+        for rank in range(2):
+            line = f"{rank} {number} ".encode() + b"." * (MAX_CELL_OUTPUT // 8) + b"\n"
+            cell.add_output(rank, Text(cell=1, stream="stdout", data=line))
+        cell.flush()
+    assert cell.take_flood() == (0, 1)
+    assert cell.take_flood() == ()
 
 
 @pytest.mark.parametrize("is_users", [True, False])

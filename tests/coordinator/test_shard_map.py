@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from rankbook.coordinator.monitor import merge_shards
 from rankbook.protocol.queries import Box, QueryFailed, RankTensor, ShardsReply
 
@@ -65,6 +67,13 @@ def test_a_replica_that_has_a_number_keeps_it_and_empty_shards_are_there():
     shard_map = merge_shards("m", answers, range(3), DEVICES)
     assert placed(shard_map) == [(0, (0,), (4,), 1), (1, (0,), (4,), 0), (2, (4,), (0,), 0)]
     assert shard_map.tensors[0].shards[2].bytes == 0
+
+
+def test_the_size_that_a_rank_reports_is_of_its_own_part():
+    reply = shards_reply(0, *TWO_BY_TWO)
+    tensor = msgspec.structs.replace(reply.tensors[0], bytes=20)
+    shard_map = merge_shards("m", {0: msgspec.structs.replace(reply, tensors=(tensor,))}, range(4), DEVICES)
+    assert [shard.bytes for shard in shard_map.tensors[0].shards] == [20, 32, 32, 32]
 
 
 def test_ranks_that_have_different_things_are_reported():

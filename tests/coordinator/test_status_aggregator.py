@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
-from rankbook.coordinator.monitor import NormsMerger, RankView, StatusAggregator, stragglers_of
+from rankbook.coordinator.monitor import NormsMerger, RankView, StatusAggregator, rank_views, stragglers_of
 from rankbook.coordinator.states import RankState
 from rankbook.protocol.queries import GradientEntry, LocalGradients, ModelGradients, RankSample, StatusReply
 from rankbook.protocol.telemetry import CheckpointSave, Holding, MemoryUse, RankPlacement
@@ -89,6 +92,17 @@ def test_holdings_stay_until_others_are_reported():
     assert fold(aggregator, views)[0].holdings == (HOLDING,)
     handle_replies(aggregator, views, {0: status_reply(holdings=(), version=2)})
     assert fold(aggregator, views)[0].holdings == ()
+
+
+def test_a_rank_without_a_process_is_on_the_host_of_the_notebook():
+    entry = SimpleNamespace(incarnation=1, state=RankState.DEAD, cell=None, refork=False)
+    processes = SimpleNamespace(
+        stopped=False,
+        hosts=None,
+        state=SimpleNamespace(ranks={0: entry}),
+        assignment=SimpleNamespace(devices=("cpu",)),
+    )
+    assert fold(StatusAggregator("key"), rank_views(processes, None))[0].host == socket.gethostname()
 
 
 def test_rank_states_are_reported_in_the_placement():
@@ -242,6 +256,17 @@ def test_the_norms_of_a_model_that_is_replaced_are_forgotten():
     assert merger.norms(owners)
     merger.add(0, [], owners)
     assert merger.norms(owners) == ()
+
+
+def test_the_norms_of_a_model_that_no_rank_has_any_more_are_forgotten():
+    merger, owners = NormsMerger(), {"model": [0]}
+    merger.add(0, [local_norms(2, 3.0)], owners)
+    assert merger.norms(owners)
+    assert merger.norms({}) == ()
+    assert merger.norms(owners) == (), "a new process has a model of this name"
+    merger.add(0, [local_norms(1, 4.0)], owners)
+    (norms,) = merger.norms(owners)
+    assert (norms.step, norms.norm) == (1, 4.0)
 
 
 def test_gradients_of_two_measurements_are_not_merged():

@@ -165,6 +165,14 @@ def test_checkpoints_with_names_are_listed(run):
     assert set(states(checkpoint_browser)) == {"step-30"}
 
 
+def test_a_checkpoint_may_have_the_name_of_its_folder(run):
+    (run / "step-40").rename(run / "run")
+    checkpoint_browser = CheckpointBrowser(run, lambda where, manifest: f"{where} {manifest.step}")
+    assert "intact" in checkpoint_browser.verify("run")
+    assert states(checkpoint_browser)["run"] == ("finished", "verified")
+    assert checkpoint_browser.load("run") == f"{run}/run 40"
+
+
 def test_folders_of_another_program_are_listed_only_if_they_are_checkpoints(run):
     import torch
     import torch.distributed.checkpoint as dcp

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher, DisplayPublisher
 from IPython.utils.capture import capture_output
 
+from rankbook.magics import views
 from rankbook.magics.magics import _is_called_by_code
-from rankbook.magics.output_panel import CapturedSink, Panel, sink_for
+from rankbook.magics.output_panel import CapturedSink, Panel, RequestedViews, sink_for
 from rankbook.output.merger import OutputMerger, RichOutput, Stream
 from rankbook.protocol import RESULT
-from rankbook.protocol.messages import Text
-from tests.conftest import Gate
+from rankbook.protocol.messages import Display, Text
+from tests.conftest import Gate, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -144,6 +146,64 @@ def test_late_text_keeps_its_stream():
         Stream("stderr", "[0] new\n"),
         Stream("stderr", "[0] new\n"),
     ]
+
+
+@pytest.fixture
+def ended():
+    """Return a panel whose cell has ended, and what it shows from then on."""
+    items = []
+    panel = Panel(SimpleNamespace(emit=items.extend), 3, (0, 1), "tabs")
+    merger = OutputMerger([0, 1], key="k", cluster_key="c", view=panel.page)
+
+    def show(**fields):
+        message = Display(cell=1, metadata={}, display_id="figure", **fields)
+        merger.add_output(1, message, 0.0)
+        merger.drain_rank(1, 0.0)
+
+    show(kind="display", data={"text/plain": "before"})
+    panel.follow(SimpleNamespace(on_change=[], result=object()))
+    items.clear()
+    return SimpleNamespace(items=items, merger=merger, show=show)
+
+
+def test_a_bar_after_the_end_is_updated_in_place(ended):
+    for number in range(5):
+        ended.merger.add_output(1, Text(cell=1, stream="stderr", data=b"\r%d%%" % number), float(number))
+        ended.merger.flush(number + 0.5)
+    assert [item.data for item in ended.items] == [{"text/plain": f"[1] {number}%"} for number in range(5)]
+    assert [item.update for item in ended.items] == [False, True, True, True, True]
+    assert len({item.display_id for item in ended.items}) == 1 and ended.items[0].display_id
+    ended.merger.add_output(1, Text(cell=1, stream="stderr", data=b"\r      \r"), 6.0)
+    ended.merger.flush(6.5)
+    assert ended.items[-1] == RichOutput({"text/plain": ""}, {}, ended.items[0].display_id, update=True)
+
+
+def test_a_display_after_the_end_is_updated_in_place(ended):
+    for number in range(3):
+        ended.show(kind="update", data={"text/plain": str(number)})
+    label, *states = ended.items
+    assert (label.data, label.update) == ({"text/plain": "[1]"}, False)
+    assert [(item.data["text/plain"], item.update) for item in states] == [("0", False), ("1", True), ("2", True)]
+    assert len({item.display_id for item in states}) == 1 and states[0].display_id
+
+
+def test_a_view_that_a_clear_overtakes_is_shown_once(monkeypatch):
+    asked, gate, published = [], Event(), []
+
+    def outputs():
+        asked.append(None)
+        assert gate.wait(20)
+        return [SimpleNamespace(data={"text/plain": "view"}, still=None, display_id="d")]
+
+    monkeypatch.setattr(views, "make_requested", lambda _: SimpleNamespace(outputs=outputs))
+    requested, request = RequestedViews(published.append), {"view": "placement"}
+    requested.show(request)
+    wait_until(lambda: asked, timeout=20, what="the first thread")
+    requested.output_cleared()
+    requested.show(request)
+    gate.set()
+    requested.wait_shown()
+    assert len(published) == 1
 
 
 def test_the_notebooks_view_shows_the_last_cell_so_and_those_that_follow(notebook):

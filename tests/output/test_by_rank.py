@@ -127,6 +127,30 @@ def test_an_update_of_an_earlier_cells_display_goes_to_that_display():
     assert reader.close() == []
 
 
+def test_an_update_of_a_display_that_an_earlier_cells_panel_has_shown_is_shown_again():
+    earlier, reader = Reader(), Reader()
+    earlier.show(1, {"text/plain": "start"}, name="figure")
+    earlier.close()
+    reader.show(1, {"text/plain": "40 %"}, "update", name="figure")
+    assert reader.merger.flush(1.0) == []
+    reader.show(1, {"text/plain": "50 %"}, "update", name="figure")
+    reader.show(0, {"text/plain": "of a rank that has not shown it"}, "update", name="figure")
+    (unknown,) = reader.merger.flush(2.0)
+    assert unknown.update
+    reader.close()
+    assert [(block.ranks, block.data) for block in reader.blocks.values()] == [((1,), {"text/plain": "50 %"})]
+
+
+def test_displays_of_earlier_cells_are_forgotten_over_the_limit(monkeypatch):
+    monkeypatch.setattr(by_rank, "_display_ids", {})
+    monkeypatch.setattr(by_rank, "_MAX_DISPLAY_IDS", 10)
+    reader = Reader()
+    for number in range(25):
+        reader.show(0, {}, name=str(number))
+    reader.merger.flush(1.0)
+    assert len(by_rank._display_ids) <= 10 and ("c", 0, "24") in by_rank._display_ids
+
+
 def test_progress_bar_is_one_block_until_it_ends():
     reader = Reader()
     for step in range(5):

@@ -306,7 +306,51 @@ def test_a_flood_is_cut_says_how_much_is_missing_and_keeps_all_of_it_in_its_log(
 def test_a_log_on_another_host_is_named_with_it(tmp_path):
     lines = 2 * MAX_CELL_OUTPUT // LINE
     sent, _ = run(tmp_path, "capture._host = 'node1'" + FLOOD + f"flood({lines}); capture.end()")
-    assert [m.log for m in sent if isinstance(m, TextCut)] == [f"{tmp_path / 'cell-1-rank-3.log'} on node1"]
+    named = f"{tmp_path / 'cell-1-rank-3.log'} on node1"
+    assert [m.log for m in sent if isinstance(m, TextCut)] == [named]
+    assert any(f"is written to {named}\n".encode() in m.data for m in sent if isinstance(m, Text)), "said at once too"
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        (b"\r 50%|" + b"#" * 70,),
+        (b"\r 50%|" + b"#" * 70 + b"\n", b"\r 60%|" + b"#" * 70, b"\x1b[A"),  # one below the other
+        (b"step 50 " + b"#" * 70 + b"\r",),
+    ],
+)
+def test_of_a_progress_bar_only_the_latest_state_counts(tmp_path, states):
+    quota = output_capture._Quota(1, tmp_path, "log")
+    for _ in range(2 * MAX_CELL_OUTPUT // 78):
+        for state in states:
+            assert quota.admit("stderr", state) == [Text(cell=1, stream="stderr", data=state)]
+    assert quota.admit("stdout", b"loss 0.1\n") == [Text(cell=1, stream="stdout", data=b"loss 0.1\n")]
+    assert quota.open and not list(tmp_path.iterdir())
+    quota.exhaust()
+    quota.admit("stderr", states[-1])
+    assert not quota.open, "the ranks together have printed too much"
+    quota.close()
+
+
+def test_rewritten_rows_without_end_are_cut_as_well(tmp_path):
+    quota, row, rows = output_capture._Quota(1, tmp_path, "log"), b"\r" + b"x" * (1 << 20), 0
+    while quota.open:
+        quota.admit("stdout", row)
+        rows += 1
+        assert rows < 1000
+    quota.close()
+
+
+def test_the_log_has_the_lines_between_the_states_of_a_bar(tmp_path):
+    quota = output_capture._Quota(1, tmp_path, "log")
+    for data in (b"first\r\n", b"\r 10%", b"\r    \rsecond\n\r 20%", b"\r 30%\nthird, ", b"fourth\n"):
+        quota.admit("stdout", data)
+    quota.admit("stderr", b"\r" + b"#" * MAX_CELL_OUTPUT)
+    quota.exhaust()
+    quota.admit("stdout", b"last\n")
+    quota.close()
+    log = (tmp_path / "log").read_bytes()
+    assert log.startswith(b"first\r\nsecond\n 30%\nthird, fourth\n\r##") and log.endswith(b"##last\n")
 
 
 def test_a_limited_cell_sends_no_more_text_but_logs_all_of_it(tmp_path):

@@ -173,6 +173,14 @@ def test_bundle_is_rendered_as_html():
     slider = {"application/vnd.jupyter.widget-view+json": {}, "text/html": "<p>3</p>", "text/plain": "s"}
     assert is_live(slider) and bundle_html(slider) == "<pre>s</pre>"
     assert text_of([OutputBlock(0, (0, 1), data={"application/x-own": {}})]) == "[0-1] (application/x-own)"
+    heading = {"text/plain": "<IPython.core.display.Markdown object>", "text/markdown": "# Epoch 3"}
+    assert is_live(heading) and bundle_html(heading) == "<pre># Epoch 3</pre>"
+    formula = {"text/plain": "<IPython.core.display.Math object>", "text/latex": "$x^2$"}
+    assert is_live(formula) and bundle_html(formula) == "<pre>$x^2$</pre>"
+    symbols = {"text/plain": "x**2", "text/latex": "$x^2$"}
+    assert is_live(symbols) and bundle_html(symbols) == "<pre>x**2</pre>"
+    frame = {"text/plain": "t", "text/latex": "$t$", "text/html": "<table></table><script></script>"}
+    assert not is_live(frame) and bundle_html(frame) == frame["text/html"]
 
 
 def placed(*of: tuple[int, ...], ranks: int = 6) -> list[tuple[str, int]]:

@@ -231,6 +231,18 @@ def test_a_save_is_as_far_as_its_last_rank():
     assert combined.phase == "failed" and combined.error == "rank 0: disk full"
 
 
+def test_the_rate_of_a_save_is_that_of_the_ranks_that_write():
+    def combined(*phases):
+        of = [saves(0.5, ranks=1, phase=phase).saves[0] for phase in phases]
+        (save,) = checkpoints.combine_saves(type(saves())(tuple(of), 0.0))
+        return save.progress_text()
+
+    assert "100 MB/s" in combined("committing", "writing")
+    assert "/s" not in combined("committing", "committing")
+    assert "/s" not in combined("failed", "failed")
+    assert "200 MB/s" in combined("done", "done")
+
+
 def test_counts_have_singular_and_plural():
     (one,) = placement(1).ranks
     late = [msgspec.structs.replace(one, rank=rank, lags=True, rate=1234.5) for rank in range(3)]

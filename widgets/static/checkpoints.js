@@ -85,6 +85,11 @@ function saveBox(what) {
     whole.value = save.total ? save.written / save.total : save.phase === "done" ? 1 : 0;
     setText(wrong, save.error);
     whole.hidden = ranks.hidden = save.phase === "done";  // full bars say nothing more
+    for (const [rank, {cells}] of bars) {
+      if (save.ranks.some(([present]) => present === rank)) continue;
+      cells.forEach((cell) => cell.remove());
+      bars.delete(rank);
+    }
     for (const [rank, phase, written, total] of save.ranks) {
       if (!bars.has(rank)) {
         const bar = make("i", {class: "rb-amount"}), told = make("span", {});

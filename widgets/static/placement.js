@@ -18,10 +18,10 @@ function drawPlacement(channel, root) {
     make("span", {class: "rb-swatch", "aria-hidden": "true"}), "free"));
   const scaled = make("p", {class: "rb-faint", hidden: ""}, CPU_SCALE);
   const grid = make("div", {class: "rb-ranks", role: "grid", "aria-label": "ranks", "aria-readonly": "true"});
-  const near = nearPanel(channel, () => {
+  const near = nearPanel(channel, (focus) => {
     if (rows.has(opened)) setAttribute(rows.get(opened).element, "aria-selected", "false");
     opened = null;
-    focusRow(current);
+    if (focus) focusRow(current);
   });
   const gradients = gradientsPanel();
   root.append(title, late, protection, grid, legend, scaled, gradients.element, near.element);
@@ -336,11 +336,11 @@ function nearPanel(channel, back) {
       make("tr", {}, ...row.map((value, index) => make(index ? "td" : "th", index ? {} : {scope: "row"}, value)))));
   }
 
-  function close() {
+  function close(focus = true) {
     clearInterval(every);
     rank = null;
     element.hidden = true;
-    back();
+    back(focus);
   }
 
   const element = make("section", {class: "rb-near", hidden: "", "aria-label": "details of one rank",
@@ -376,7 +376,9 @@ function nearPanel(channel, back) {
     },
     fixed(ranks) {
       fixed = ranks;
-      if (rank !== null) holds();
+      if (rank === null) return;
+      if (ranks.length && !ranks.some((each) => each.rank === rank)) close(element.contains(document.activeElement));
+      else holds();
     },
     state(found) {
       states = found;

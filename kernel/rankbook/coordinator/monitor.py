@@ -10,6 +10,7 @@ shards.
 from __future__ import annotations
 
 import math
+import socket
 import statistics
 import sys
 import threading
@@ -463,6 +464,7 @@ def rank_views(processes: ClusterProcesses, driver: Driver | None) -> list[RankV
     # After `stop` and after a failure of the driver, the state machine's entries stay as they were, and would show idle
     # or busy ranks.
     without_driver = RankState.ABSENT if processes.stopped else RankState.DEAD
+    hostname = socket.gethostname()
     return [
         RankView(
             rank=rank,
@@ -474,7 +476,7 @@ def rank_views(processes: ClusterProcesses, driver: Driver | None) -> list[RankV
             task=entry.cell,
             restarting=entry.refork and driver is not None,
             last_received=0.0 if driver is None else driver.liveness.last_received(rank),
-            host="" if processes.hosts is None else processes.hosts.name_of(rank),
+            host=hostname if processes.hosts is None else processes.hosts.name_of(rank),
         )
         for rank, entry in processes.state.ranks.items()
     ]
@@ -528,8 +530,8 @@ class RankView:
     """A rank as the cluster's state knows it.
 
     `cell` is the notebook's execution count, `task` the cluster's own number of the task. `restarting`: the rank is
-    being restarted. `last_received` is the time of its last message of any kind, on the monotonic clock. `host` names
-    the host of a rank that an agent runs.
+    being restarted. `last_received` is the time of its last message of any kind, on the monotonic clock. `host` is the
+    name of its host; with several hosts, only that of a rank that an agent runs.
     """
 
     rank: int
@@ -586,8 +588,12 @@ class NormsMerger:
                 del steps[next(iter(steps))]
 
     def norms(self, owners: Mapping[str, Collection[int]]) -> tuple[GradientNorms, ...]:
-        """Return the last complete norms of the models that exist."""
-        return tuple(norms for name, norms in self._merged.items() if name in owners)
+        """Return the last complete norms of the models that exist, and forget those of the others."""
+        # A new process may have another model under the name, and sends nothing until it has measured that.
+        for name in self._parts.keys() - owners.keys():
+            self._merged.pop(name, None)
+            del self._parts[name]
+        return tuple(self._merged.values())
 
 
 def _merge_norms(model: str, step: int | None, parts: Mapping[int, LocalGradients]) -> GradientNorms:
@@ -891,6 +897,8 @@ def _shards(
         if replica < 0:
             replica = next(index for index in range(len(used_replicas) + 1) if index not in used_replicas)
             used_replicas.add(replica)
-        device = tensor.device if box.rank in replies else devices.get(box.rank, "")
-        shards.append(Shard(box.rank, box.offset, box.shape, replica, device, math.prod(box.shape) * tensor.itemsize))
+        own = box.rank in replies
+        device = tensor.device if own else devices.get(box.rank, "")
+        size = tensor.bytes if own and tensor.bytes is not None else math.prod(box.shape) * tensor.itemsize
+        shards.append(Shard(box.rank, box.offset, box.shape, replica, device, size))
     return tuple(shards)

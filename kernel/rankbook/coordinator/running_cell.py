@@ -108,6 +108,11 @@ class RunningCell:
         self.number = number
         self.ranks = tuple(sorted(tasks))
         self.tasks = tasks
+        # True if the cell may define variables on its ranks.
+        self.defines_variables = any(
+            message.defines_variables if isinstance(message, CallFunction) else isinstance(message, (RunCell, Assign))
+            for message, _ in tasks.values()
+        )
         self.label = label or (f"cell [{number}]" if number else "a call")
         # A SimpleQueue, because the handler of SIGINT puts into it, possibly in the middle of a `get` on the same
         # thread. `put` of the other queues takes a lock and is not reentrant.
@@ -131,6 +136,7 @@ class RunningCell:
         # Ranks that may still send something for this cell, stragglers included.
         self._open = set(self.ranks)
         self._sink = sink
+        self._view = view
         self._merger = OutputMerger(
             self.ranks,
             key=f"{cluster_key}-{cell}",
@@ -147,17 +153,10 @@ class RunningCell:
         # Nothing is merged for a cell without a sink, such as a push.
         self._quiet = sink is None
         self._unshown_reported = False
+        self._noted: set[str] = set()
         self._shown_at = 0.0
         self._shown_size = 0
         self._limited = False
-
-    @property
-    def defines_variables(self) -> bool:
-        """Return True if the cell may define variables on its ranks."""
-        return any(
-            message.defines_variables if isinstance(message, CallFunction) else isinstance(message, (RunCell, Assign))
-            for message, _ in self.tasks.values()
-        )
 
     @property
     def state(self) -> str:
@@ -280,7 +279,8 @@ class RunningCell:
 
     def take_flood(self) -> tuple[int, ...]:
         """Return the ranks to limit if more than `MAX_CELL_OUTPUT` was shown; once, then none."""
-        if self._limited or self._shown_size < MAX_CELL_OUTPUT:
+        shown_size = self._shown_size + (0 if self._view is None else self._view.text_size)
+        if self._limited or shown_size < MAX_CELL_OUTPUT:
             return ()
         self._limited = True
         return tuple(sorted(self._open))
@@ -303,6 +303,12 @@ class RunningCell:
             self.has_other_output = True
             self._show(lambda _: [Stream("stderr", text)])
 
+    def note_once(self, text: str) -> None:
+        """Show a note as `note` does, unless it was shown by an earlier call."""
+        if text not in self._noted:
+            self._noted.add(text)
+            self.note(text)
+
     def fail(self, reason: str) -> None:
         """Make the cell fail with `reason` although all ranks have succeeded: their results are wrong."""
         self._builder.fail(reason)
@@ -322,6 +328,7 @@ class RunningCell:
         for rank in stragglers:
             self._builder.rank_lost(rank, describe(rank), still_running=True)
         self.result = self._builder.build(now - (self.started or self._submitted))
+        self.tasks = {}  # large values may be in them, and the cell is kept for a while
         self._header_due = None
         if self._header is not None:
             bundle = self._header.final_bundle(self.result)

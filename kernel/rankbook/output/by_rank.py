@@ -23,6 +23,14 @@ _MAX_BLOCKS, _MAX_TEXT = 10_000, 8 << 20
 """Limits: blocks, and characters of text. The oldest blocks are dropped above them."""
 _KEEP_OPEN_ABOVE = 400
 """Number of blocks from which lines join a block of an earlier flush, even if lines of other ranks came between."""
+_MAX_DISPLAY_IDS = 10_000
+"""Number of displays of earlier cells that are remembered."""
+
+_display_ids: dict[tuple[str, int, str], None] = {}
+"""Displays that were shown by rank in any cell: cluster key, rank and display id, oldest first.
+
+The front end does not know these ids, because such a display is a part of its panel's HTML.
+"""
 
 
 @dataclass(frozen=True)
@@ -87,6 +95,7 @@ class ByRankOutput:
         live_after: float = 0.3,
     ) -> None:
         self.live = LiveDisplays(f"{key}-live", after=live_after)
+        self.text_size = 0
         self._on_change = on_change
         self._cluster_key = cluster_key
         self._blocks: dict[int, OutputBlock] = {}
@@ -175,6 +184,7 @@ class ByRankOutput:
             grown.setdefault(key, []).append(line)
             self._sizes[key] += len(line) + 1
             self._size += len(line) + 1
+            self.text_size += len(line) + 1
         for key, lines in grown.items():
             text, first = "\n".join(lines) + "\n", not self._texts[key]
             self._texts[key].append(text)
@@ -189,17 +199,21 @@ class ByRankOutput:
     def _add_display(self, display: DisplayItem, ranks: Ranks) -> None:
         message = display.message
         name = None if message.display_id is None else (ranks[0], message.display_id)
-        if message.kind == "update":
-            if name is not None and name not in self._displays:
-                update = earlier_display_update(self._cluster_key, ranks[0], message)
-                self._updates[update.display_id] = update
+        is_update = message.kind == "update"
+        if is_update and (name is None or name in self._displays):
             # A display that was dropped because of the limits is not created anew by an update.
-            elif name is not None and (key := self._displays[name]) in self._blocks:
+            if name is not None and (key := self._displays[name]) in self._blocks:
                 self._put_block(OutputBlock(key, ranks, data=message.data, metadata=message.metadata))
             return
+        if is_update and name is not None and (self._cluster_key, *name) not in _display_ids:
+            update = earlier_display_update(self._cluster_key, ranks[0], message)
+            self._updates[update.display_id] = update
+            return
+        # A new display, or one of an earlier cell's panel, which has become static: it is shown again in this cell.
         key = self._put_block(OutputBlock(-1, ranks, data=message.data, metadata=message.metadata))
         if name is not None:
             self._displays[name] = key
+            _remember_display(self._cluster_key, *name)
         self.live.mark_output_below()
         self._drop_oldest()
 
@@ -266,3 +280,12 @@ class ByRankOutput:
                 self._changes.append(BlockAdded(replace(block, ranks=remaining)))
             else:
                 self._drop_block(key)
+
+
+def _remember_display(cluster_key: str, rank: int, display_id: str) -> None:
+    """Record that a display was shown by rank."""
+    _display_ids[cluster_key, rank, display_id] = None
+    if len(_display_ids) > _MAX_DISPLAY_IDS:
+        # A copy, because the driver thread of another cluster may add to it meanwhile.
+        for oldest in list(_display_ids)[: _MAX_DISPLAY_IDS // 2]:
+            _display_ids.pop(oldest, None)

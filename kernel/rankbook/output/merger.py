@@ -236,10 +236,11 @@ class OutputView(Protocol):
     """Protocol of the areas that merged output is shown in.
 
     A view records what it shows, and collects the items to send until `take` is called. The driver thread makes all
-    calls.
+    calls. `text_size` is the number of characters of lines that it shows by other means than these items.
     """
 
     live: LiveDisplays
+    text_size: int
 
     def set_header(self, bundle: Mapping[str, str], *, may_clear: bool = True) -> None:
         """Show `bundle` above all other output, or replace the bundle shown there.
@@ -462,6 +463,7 @@ class _MergedView:
         self, rank_count: int, cluster_key: str, header_id: str, live: LiveDisplays, *, can_clear: bool = True
     ) -> None:
         self.live = live
+        self.text_size = 0
         self._can_clear = can_clear
         self._rank_count = rank_count
         self._cluster_key = cluster_key

@@ -170,8 +170,8 @@ class CheckpointSave(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Progress of a save on this rank: `written` of `total` bytes, `seconds` after it started.
 
     `phase` is planning, staging, writing, committing, done or failed. The checkpoint's name and step are known from
-    writing on. `rate` is in bytes per second since writing started. `background`: the save is asynchronous, the cell
-    continues.
+    writing on. `rate` is the average while writing, in bytes per second. `background`: the save is asynchronous, the
+    cell continues.
     """
 
     folder: str

@@ -309,6 +309,7 @@ class _Quota:
         self._path: Path | None = None
         self._sent: list[bytes] | None = []
         self._room = MAX_CELL_OUTPUT
+        self._can_regain = True
         self._log: io.FileIO | None = None
         self._cut_bytes = 0
         self._cut_lines = 0
@@ -324,13 +325,14 @@ class _Quota:
 
     def exhaust(self) -> None:
         self._room = 0
+        self._can_regain = False
 
     def admit(self, name: StreamName, data: bytes) -> list[Text | TextCut]:
         if self._sent is not None:
             # Within the quota, send the text and keep a copy for the log. The piece that exceeds the quota is cut at
             # the end of a line; from then on everything goes to the log, and the last `TAIL_BYTES` bytes are kept in
             # memory.
-            if len(data) <= self._room:
+            if len(data) <= self._room or self._regain_room(len(data)):
                 self._room -= len(data)
                 self._sent.append(data)
                 return [Text(cell=self.cell, stream=name, data=data)]
@@ -352,6 +354,25 @@ class _Quota:
         while self._tail_size - len(self._tail[0][1]) >= TAIL_BYTES:
             self._tail_size -= len(self._tail.popleft()[1])
         return []
+
+    def _regain_room(self, size: int) -> bool:
+        """Discount the rows that were rewritten in place, and return True if there is room for `size` bytes then.
+
+        Only now, when the room is used up: ordinary text, which is sent at a high rate, needs no look at its content.
+        """
+        if not self._can_regain or self._sent is None:
+            return False
+        regained, kept = 0, list[bytes]()
+        for data in self._sent:
+            count, rest = _without_redraws(data) if b"\r" in data else (len(data), data)
+            regained += len(data) - count
+            if rest:
+                kept.append(rest)
+        self._sent = kept
+        self._room += regained
+        # With little to regain, the next attempt would come soon, and take as long.
+        self._can_regain = regained >= MAX_CELL_OUTPUT // 16
+        return size <= self._room
 
     def close(self) -> list[Text | TextCut]:
         if self._sent is not None or not self._cut_bytes:
@@ -389,7 +410,7 @@ class _Quota:
         else:
             for data in self._sent:
                 self._write(data)
-            note = f"too much output to show; the complete output is written to {self._path}\n"
+            note = f"too much output to show; the complete output is written to {self._describe_log()}\n"
         self._sent = None
         return note
 
@@ -412,6 +433,27 @@ class _Quota:
             return "(no log could be written)"
         path = f"{self._path} on {self._host}" if self._host else str(self._path)
         return path if self._log is not None else f"{path} (truncated: the disk is full)"
+
+
+_REDRAW_RATIO = 64
+"""Bytes of rows that are rewritten in place which count as one byte of the quota."""
+
+
+def _without_redraws(data: bytes) -> tuple[int, bytes]:
+    """Return the number of bytes that `data` counts, and the part of it to keep for the log.
+
+    The notebook shows only the latest state of a row that is rewritten with carriage returns, such as a progress bar.
+    So the states of a bar count little, and those that others overwrite are not kept.
+    """
+    text = data.replace(b"\r\n", b"\n")
+    if b"\r" not in text:
+        return len(data), data
+    rows = text.split(b"\n")
+    kept = [row.rpartition(b"\r")[2] for row in rows]
+    if b"\r" in rows[-1]:
+        kept[-1] = b""
+    rewritten = sum(len(row) for row in rows if b"\r" in row)
+    return max(1, len(data) - rewritten + rewritten // _REDRAW_RATIO), b"\n".join(kept)
 
 
 _DRAIN_INTERVAL = 0.005
