@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rankbook.coordinator.wait import Ask
 
 _PRECISIONS = ("no", "fp16", "bf16")
+_OWN_PRECISION = "RANKBOOK_MIXED_PRECISION"
+"""The notebook's default, which an `Accelerator` reads before `PRECISION`. A call removes it."""
 _RENDEZVOUS = "the ranks meet at the notebook and need no other rendezvous"
 _WITHOUT_EFFECT: Mapping[str, tuple[object, str]] = {
     "node_rank": (0, "this notebook runs the ranks of all nodes; start an agent on the others, as it says"),
@@ -60,11 +62,11 @@ def notebook_launcher(
     """Call `function(*args)` on every rank of the notebook's cluster, and return the results in rank order.
 
     Starts `num_processes` ranks if none are running (None: one per CUDA device, or two on the CPU), and leaves them
-    running. Another number of ranks is replaced if they are idle and have no variables. The output appears below the
-    cell as it arrives, and widgets are live. `function` and `args` are pickled by value, including closures, lambdas
-    and classes from cells. In the call `Accelerator()` has the precision `mixed_precision` ("no", "fp16", "bf16") and
-    otherwise default settings, and `os.environ` has the variables that the notebook has set since the ranks were
-    started. If ACCELERATE_USE_CPU is 1 at the start, the ranks use the CPU.
+    running. Another number of ranks on this host is replaced if they are idle and have no variables. The output appears
+    below the cell as it arrives, and widgets are live. `function` and `args` are pickled by value, including closures,
+    lambdas and classes from cells. In the call `Accelerator()` has the precision `mixed_precision` ("no", "fp16",
+    "bf16") and otherwise default settings, and `os.environ` has the variables that the notebook has set since the ranks
+    were started. If ACCELERATE_USE_CPU is 1 at the start, the ranks use the CPU.
 
     With `num_nodes`, there are `num_processes` ranks on this host and on every other node: the call prints the command
     that starts an agent there, and waits for the agents up to ten minutes. `master_addr` and `use_port` are where this
@@ -77,8 +79,8 @@ def notebook_launcher(
     Raises the error of the first rank that failed by itself, as a `CellError` that is also an instance of that built-in
     type and names the ranks; `RankLostError`; `KeyboardInterrupt` after an interrupt, which leaves the ranks running;
     `InvalidArgument` for an option that is not supported, and for another number of ranks than those that are running
-    and have variables; `TransferError` for an argument or result that cannot be pickled. The signature is that of
-    Accelerate 1.15.
+    and have variables or other hosts; `NoClusterError` if the ranks have stopped by themselves; `TransferError` for an
+    argument or result that cannot be pickled. The signature is that of Accelerate 1.15.
 
     Example::
 
@@ -111,7 +113,7 @@ def notebook_launcher(
     # Accelerate forks its processes from the notebook at every call. These were started before, with the environment of
     # that moment.
     for restart in range(max_restarts + 1):
-        environment = {**cluster.changed_variables(), PRECISION: mixed_precision}
+        environment = {**cluster.changed_variables(), PRECISION: mixed_precision, _OWN_PRECISION: None}
         if max_restarts:
             environment |= {"TORCHELASTIC_RESTART_COUNT": str(restart), "TORCHELASTIC_MAX_RESTARTS": str(max_restarts)}
         try:
@@ -142,7 +144,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     __tracebackhide__ = True  # as above
     _check_call("debug_launcher", function, args, num_processes)
     with Cluster(num_processes, backend="gloo", device="cpu") as cluster:
-        return _call(cluster, function, args, {PRECISION: "no", USE_CPU: "yes"})
+        return _call(cluster, function, args, {PRECISION: "no", _OWN_PRECISION: None, USE_CPU: "yes"})
 
 
 def _check_count(name: str, value: object, least: int) -> None:
@@ -154,6 +156,7 @@ def _ranks_of_one_host(num_processes: int | None) -> Cluster:
     """Return the notebook's cluster, started with `num_processes` ranks if there is none."""
     cluster = default_cluster.default_or_none()
     if cluster is None:
+        default_cluster.check_not_ended()
         return default_cluster.start(num_processes)
     if num_processes in (None, cluster.world_size):
         return cluster
@@ -172,11 +175,14 @@ def _ranks_of_nodes(num_nodes: int, num_processes: int | None, master_addr: str,
         raise InvalidArgument(f"notebook_launcher: use_port must be a number, got {use_port!r}")
     count = num_nodes * num_processes
     cluster = default_cluster.default_or_none()
-    if cluster is not None:
+    if cluster is None:
+        default_cluster.check_not_ended()
+    else:
         # After a node was lost, its ranks may run on another one. So only their number counts.
         if cluster.world_size == count and cluster.hosts():
             return cluster
-        _check_replaceable(cluster, f"num_nodes={num_nodes} with num_processes={num_processes} are {count} ranks")
+        wanted = f"num_nodes={num_nodes} with num_processes={num_processes} are {count} ranks"
+        _check_replaceable(cluster, wanted, hosts=cluster._processes.launcher == "env")
         cluster.stop()
     return default_cluster.start(
         count,
@@ -190,13 +196,16 @@ def _ranks_of_nodes(num_nodes: int, num_processes: int | None, master_addr: str,
     )
 
 
-def _check_replaceable(cluster: Cluster, wanted: str) -> None:
-    # Ranks with variables are never replaced without being asked; the user may need these.
-    if not _hold_nothing(cluster):
-        host = "" if cluster.hosts() else " on this host"
+def _check_replaceable(cluster: Cluster, wanted: str, *, hosts: bool = False) -> None:
+    """Raise `InvalidArgument` if the ranks are in use, or on other hosts, unless `hosts` may be given away."""
+    # Ranks with variables are never replaced without being asked; the user may need these. A scheduler's hosts would
+    # have to be queued for again, and the new ranks would be on this one.
+    elsewhere = bool(cluster.hosts())
+    if (elsewhere and not hosts) or not _hold_nothing(cluster):
+        where = "on other hosts" if elsewhere else "on this host"
         raise InvalidArgument(
-            f"{wanted}, but {cluster.world_size} ranks are running{host}: omit it to use them, or stop them first with "
-            "%distributed stop (rankbook.stop())"
+            f"{wanted}, but {cluster.world_size} ranks are running {where}: omit it to use them, or stop them first "
+            "with %distributed stop (rankbook.stop())"
         )
 
 

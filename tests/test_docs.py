@@ -271,6 +271,26 @@ def test_the_reference_names_every_option_of_a_command(command):
     assert [names for names in options if not any(re.search(rf"{name}(?![\w-])", text) for name in names)] == []
 
 
+@pytest.mark.parametrize(
+    ("engine", "page"), [("ssh", "ssh"), ("mpirun", "open-mpi"), ("slurm", "slurm"), ("ray", "ray")]
+)
+def test_the_reference_and_the_page_of_a_launcher_name_its_options(engine, page):
+    options = {
+        option.value
+        for file in (ROOT / "kernel" / "rankbook" / "engines").glob("*.py")
+        for cls in ast.parse(file.read_text()).body
+        if isinstance(cls, ast.ClassDef) and re.search(rf"^    name\b.* = '{engine}'$", ast.unparse(cls), re.MULTILINE)
+        for call in ast.walk(cls)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"
+        for option in call.args
+        if isinstance(option, ast.Constant)
+    }
+    assert options, "the parser was not found"
+    (row,) = [line for line in MAGICS.splitlines() if line.startswith(f"| [`{engine}`]")]
+    texts = (row, (DOCS / "howto" / f"{page}.md").read_text())
+    assert [option for option in options if not all(f"`{option} " in text for text in texts)] == []
+
+
 def test_the_reference_names_the_environment_variables_that_the_code_reads():
     code = "".join(
         file.read_text() for folder in ("kernel", "magics", "widgets") for file in (ROOT / folder).rglob("*.py")

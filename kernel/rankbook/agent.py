@@ -78,6 +78,7 @@ from rankbook.protocol.forkserver import (
     ToRanks,
     decode_to_agent,
     encode_description,
+    not_started,
 )
 from rankbook.protocol.messages import Display, Done, FromForkserver, decode_from_rank, encode, message_segments
 from rankbook.transport import agent_link
@@ -423,7 +424,7 @@ class Agent:
                 )
             )
         except (RankbookError, OSError) as error:
-            self._send(_not_started(request, str(error)))
+            self._send(not_started(request, error))
 
     # From this host
 
@@ -693,19 +694,6 @@ def _working_directory() -> Path:
 
 def _frozen(frame: Bytes) -> bytes | memoryview:
     return bytes(frame) if isinstance(frame, bytearray) else frame
-
-
-def _not_started(request: ForkRank, reason: str) -> RankExited:
-    return RankExited(
-        rank=request.rank,
-        incarnation=request.incarnation,
-        pid=0,
-        code=1,
-        memory_kills=0,
-        stdout=b"",
-        stderr=b"",
-        reason=f"could not be started: {reason}",
-    )
 
 
 # Command line ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -28,6 +29,7 @@ from rankbook import (
     StartError,
     TransferError,
 )
+from rankbook.coordinator.cluster_processes import ClusterProcesses
 from rankbook.coordinator.states import GracePeriods
 from rankbook.launch import local
 from rankbook.process_identity import OWNER_FILE
@@ -728,6 +730,23 @@ def test_start_returns_the_running_cluster_and_stop_ends_it(two):
     assert rankbook.stop() is True
     assert rankbook.stop() is False
     assert cluster.stopped
+
+
+@pytest.mark.parametrize("start", [Cluster, rankbook.start], ids=["Cluster", "start"])
+def test_an_interrupt_at_the_end_of_a_start_leaves_no_ranks(two, monkeypatch, start):
+    before = own_folders(), threading.active_count()
+    launch = ClusterProcesses.launch
+
+    def interrupt_afterwards(self: ClusterProcesses, *args: Any, **options: Any) -> None:
+        launch(self, *args, **options)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(ClusterProcesses, "launch", interrupt_afterwards)
+    with pytest.raises(KeyboardInterrupt):
+        start(2)
+    with pytest.raises(NoClusterError):
+        rankbook.current()
+    assert (own_folders(), threading.active_count()) == before
 
 
 @pytest.mark.parametrize("count", [0, -3, 10_000])

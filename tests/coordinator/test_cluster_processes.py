@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 
+from rankbook.coordinator import actions as act
 from rankbook.coordinator import cluster_processes
 from rankbook.coordinator.cluster_processes import ClusterProcesses
+from rankbook.coordinator.engine_monitor import EngineState
+from rankbook.coordinator.states import RankState
+from rankbook.engines import HostOutput, HostQueued
 from rankbook.errors import StartError
 from rankbook.launch.placement import DeviceAssignment
+from rankbook.protocol.forkserver import KillRank
+from rankbook.protocol.messages import Shutdown
+from tests.coordinator.test_driver import SOON, DriverHarness
 
 
 @pytest.fixture
@@ -45,7 +54,7 @@ class Engine:
     def __init__(self, fails: dict[int, str]) -> None:
         self.asked: list[tuple[int, bool]] = []
         self.fails = fails
-        self.state = SimpleNamespace(name="slurm", started={11: "node2"}, ended={})
+        self.state = EngineState("slurm", 40.0, started={11: "node2"}, start_succeeded=True)
 
     def replace(self, node: int, *, wait: bool) -> Future[int | None]:
         self.asked.append((node, wait))
@@ -66,16 +75,23 @@ def lost(processes) -> SimpleNamespace:
         return [rank for rank in ranks if 10 + rank not in joined]
 
     return SimpleNamespace(
-        seats={}, joined=joined, node_of=lambda rank: rank, has_node=joined.__contains__, move_lost=move_lost
+        seats={},
+        joined=joined,
+        node_of=lambda rank: rank,
+        has_node=joined.__contains__,
+        move_lost=move_lost,
+        report=lambda _: None,
     )
 
 
-def move(processes: ClusterProcesses, lost: SimpleNamespace, engine: Engine, *, rounds: int = 100) -> None:
+def move(
+    processes: ClusterProcesses, lost: SimpleNamespace, engine: Engine, *, rounds: int = 100, timeout: float = 300.0
+) -> None:
     """Move the ranks, or wait until an interrupt after `rounds` looks."""
     looks = itertools.count(1)
     processes._engine = engine  # type: ignore[assignment]
     driver = SimpleNamespace(changed=threading.Condition())
-    processes._move_lost(lost, driver, (0, 1), {}, time.monotonic() + 300.0, lambda: next(looks) > rounds)  # type: ignore[arg-type]
+    processes._move_lost(lost, driver, (0, 1), {}, time.monotonic() + timeout, lambda: next(looks) > rounds)  # type: ignore[arg-type]
 
 
 def test_a_host_is_requested_for_every_lost_node_and_the_reasons_end_the_wait(processes, lost):
@@ -100,12 +116,72 @@ def test_a_requested_host_that_has_not_ended_is_waited_for(processes, lost):
         move(processes, lost, Engine({0: "down"}), rounds=3)
 
 
+LONGER = "; wait longer with %distributed heal --timeout SECONDS"
+
+
+@pytest.mark.parametrize(
+    ("name", "queued", "advice"),
+    [
+        ("env", None, "; start an agent, then try again"),
+        ("ssh", None, LONGER),
+        (
+            "slurm",
+            HostQueued("job 9, Priority"),
+            f": waiting in the queue (job 9, Priority); %distributed stop cancels it{LONGER}",
+        ),
+    ],
+)
+def test_the_end_of_the_timeout_names_the_queue_and_what_to_do(processes, lost, name, queued, advice):
+    engine = Engine({})
+    engine.state.name, engine.state.queued = name, queued
+    with pytest.raises(StartError) as raised:
+        move(processes, lost, engine, timeout=0.1)
+    assert str(raised.value) == f"no host has a free slot for ranks 0-1{advice}"
+
+
 def test_the_reason_of_a_replacement_that_has_failed_is_shown(processes, lost, capsys):
-    processes._engine = Engine({1: "slurm: no such node"})  # type: ignore[assignment]
+    processes._engine = Engine({1: "slurm: exit code 2"})  # type: ignore[assignment]
+    processes._engine.state.handle(HostOutput(11, "execve(): No such file\n"))
     lost.is_lost, lost.has_free_slot = (lambda rank: rank == 1), (lambda _: False)
     replacements = processes._replace_hosts(lost, (0, 1), time.monotonic() + 300.0, lambda: False)  # type: ignore[arg-type]
     assert replacements == {1: 11} and processes._engine.asked == [(1, False)]
-    assert capsys.readouterr().out == "the agent on node2 ended because slurm: no such node\n"
+    assert capsys.readouterr().out == "the agent on node2 ended because slurm: exit code 2\nexecve(): No such file\n"
+
+
+@pytest.fixture
+def interrupted(monkeypatch) -> Iterator[tuple[ClusterProcesses, DriverHarness]]:
+    """Return three ranks that are played by the test, and raise SIGINT before the first of them ends."""
+    harness = DriverHarness(world_size=3)
+    made = object.__new__(ClusterProcesses)
+    made.state, made._driver, made._launcher = harness.state, harness.driver, harness.launcher  # type: ignore[assignment]
+    made._stopped, made.assignment = threading.Event(), DeviceAssignment(("cpu",) * 3, "gloo", 1)
+    harness.launch()
+    perform, signals = harness.driver._perform, [signal.SIGINT]
+
+    def perform_interrupted(action: act.Action) -> None:
+        if isinstance(action, act.Kill | act.NotifyRankLost) and signals:
+            signal.raise_signal(signals.pop())
+        perform(action)
+
+    monkeypatch.setattr(harness.driver, "_perform", perform_interrupted)
+    yield made, harness
+    harness.close()
+
+
+def test_an_interrupt_of_a_resize_is_raised_when_all_ranks_that_leave_were_asked_to(interrupted):
+    processes, harness = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        processes.resize(DeviceAssignment(("cpu",), "gloo", 1), (), timeout=SOON)
+    harness.wait_states(RankState.IDLE, RankState.LEAVING, RankState.LEAVING)
+    assert isinstance(harness.next_task(1), Shutdown) and isinstance(harness.next_task(2), Shutdown)
+
+
+def test_an_interrupt_is_raised_when_all_discarded_ranks_are_killed(interrupted):
+    processes, harness = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        processes.discard((1, 2), "was discarded")
+    harness.wait_states(RankState.IDLE, RankState.DEAD, RankState.DEAD)
+    assert harness.launcher.killed == [KillRank(rank=rank, incarnation=1) for rank in (1, 2)]
 
 
 def test_a_front_end_gives_the_ranks_their_whole_time_to_end_and_leaves_those_that_are_kept(monkeypatch):

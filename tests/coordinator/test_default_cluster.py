@@ -9,6 +9,7 @@ import pytest
 from rankbook.coordinator import default_cluster
 from rankbook.errors import InvalidArgument, NoClusterError
 from rankbook.launch.registry import ClusterRecord, DetachedCluster
+from rankbook.magics import launchers
 
 
 class FakeCluster:
@@ -68,6 +69,21 @@ def test_the_start_of_ranks_on_other_hosts_may_take_longer(options, timeout):
     assert default_cluster.start(2, **options).timeout == timeout
 
 
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"nodes": 2}, "nodes"),
+        ({"address": "127.0.0.1", "port": 7777, "home": 1}, "address, port and home"),
+        ({"lost_after": 5.0, "env": ["SECRET"]}, "lost_after and env"),
+        ({"sync_code": False, "launcher_args": ["--hosts", "a"]}, "sync_code and launcher_args"),
+    ],
+)
+def test_options_for_other_hosts_are_refused_without_a_launcher(fake, options, names):
+    with pytest.raises(InvalidArgument, match=f"^{names} can be given only with a launcher"):
+        default_cluster.start(2, **options)
+    assert fake.instances == []
+
+
 def test_a_cluster_on_other_devices_is_refused_until_the_first_is_stopped():
     first = default_cluster.start(2, device="cpu")
     assert default_cluster.start(device="cpu") is default_cluster.start() is first
@@ -110,15 +126,21 @@ def test_unused_ranks_are_started_again_if_other_packages_are_installed_and_othe
 
 
 @pytest.mark.parametrize("go_on", [default_cluster.start, default_cluster.stop])
-def test_ranks_that_stopped_by_themselves_are_not_replaced_without_being_asked(go_on):
+def test_ranks_that_stopped_by_themselves_are_not_replaced_without_being_asked(fake, go_on):
     default_cluster.check_not_ended()
     cluster = default_cluster.start(2)
     cluster.ended_because = "the time of their hosts has ended"
     default_cluster.check_not_ended()
     cluster.stop()
-    for _ in range(2):
+    for check in (
+        default_cluster.check_not_ended,
+        lambda: launchers._ranks_of_one_host(2),
+        lambda: launchers._ranks_of_nodes(2, 1, "127.0.0.1", "29500"),
+        default_cluster.check_not_ended,
+    ):
         with pytest.raises(NoClusterError, match="have stopped, because the time of their hosts has ended; start"):
-            default_cluster.check_not_ended()
+            check()
+    assert fake.instances == [cluster]
     go_on()
     default_cluster.check_not_ended()
 

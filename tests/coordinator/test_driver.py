@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Collection, Iterator
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 
 from rankbook.coordinator import driver
@@ -22,12 +25,13 @@ from rankbook.coordinator.liveness import describe_exit
 from rankbook.coordinator.running_cell import CellEnded, InputQuestion, RunningCell
 from rankbook.coordinator.state_machine import ClusterState, RankState
 from rankbook.coordinator.states import GracePeriods
-from rankbook.errors import CellTimeout, StartError
+from rankbook.errors import CellTimeout, ClusterStopped, RankbookError, RankLostError, StartError
 from rankbook.output.merger import OutputMerger, Stream
 from rankbook.process_identity import ProcessInfo, process_info
 from rankbook.protocol.forkserver import ForkRank, KillRank, RankExited, RankForked
 from rankbook.protocol.messages import (
     MAX_CELL_OUTPUT,
+    Assign,
     Buffer,
     CommFromRank,
     Done,
@@ -757,6 +761,71 @@ def test_an_error_of_a_callback_is_reported_and_ends_nothing(harness, monkeypatc
     assert reported == ["division by zero", "'x'"]
     assert harness.driver.failure is None
     cell.result.raise_for_status()
+
+
+def test_why_the_group_could_not_be_formed_is_shown_once_in_the_cell_that_needs_it(harness):
+    def refuse_group() -> None:
+        error = ErrorReport("StartError", "cannot form the process group: no route to host", "", "StartError: ...")
+        for rank in (0, 1):
+            task = harness.next_task(rank)
+            assert isinstance(task, Regroup)
+            harness.done(rank, task.cell, error=error)
+
+    harness.launch()
+    first = harness.submit(0, 1)
+    for rank in (0, 1):
+        assert isinstance(harness.next_task(rank), RunCell)
+        error = ErrorReport("ValueError", "x", "", "ValueError: x")
+        harness.say(rank, Done(cell=first.cell, status="error", seconds=0.1, error=error, collectives=1))
+    harness.wait_end(first)
+    refuse_group()
+    harness.wait_states(RankState.IDLE, RankState.IDLE)
+    sink = Keeper()
+    cell = harness.submit(0, 1, sink=sink)
+    refuse_group()
+    for rank in (0, 1):
+        assert harness.next_task(rank) == RunCell(cell=cell.cell, source="x", number=7)
+        harness.done(rank, cell.cell)
+    harness.wait_end(cell)
+    assert sink.text == "the process group could not be formed: no route to host\n"
+
+
+def test_what_a_cell_has_sent_is_not_kept_behind_its_end(harness):
+    harness.launch()
+    array = np.ones(1000)
+    number = harness.state.new_cell()
+    tasks = {0: (Assign(cell=number, payload=Payload(())), (memoryview(array),))}
+    cell = RunningCell(number, 0, tasks, cluster_key="", sink=None)
+    assert cell.defines_variables
+    harness.driver.submit(cell)
+    assert isinstance(harness.next_task(0), Assign)
+    harness.done(0, number)
+    harness.wait_end(cell)
+    array_alive = weakref.ref(array)
+    del array, tasks
+    gc.collect()
+    assert cell in harness.driver.cells() and array_alive() is None
+
+
+def test_a_cell_is_not_queued_for_a_rank_that_has_died_since_it_was_checked(harness):
+    harness.launch()
+    harness.launcher.tell(exited(1, 1))
+    harness.wait_states(RankState.IDLE, RankState.DEAD)
+    advice = "%distributed heal restores it, %distributed restart 1 starts it with an empty namespace, --ranks 0 runs"
+    with pytest.raises(RankLostError, match=f"rank 1 exited with code 1; {advice} without it") as caught:
+        harness.submit(0, 1)
+    assert caught.value.ranks == (1,)
+    assert harness.driver.active_cells() == []
+
+
+def test_no_cell_is_queued_after_the_end_of_the_driver(harness):
+    harness.launch()
+    harness.driver.failure = ValueError("a bug")
+    with pytest.raises(RankbookError, match=r"the coordinator failed \(a bug\); stop and start again"):
+        harness.submit(0)
+    harness.driver.close()
+    with pytest.raises(ClusterStopped, match="the ranks were stopped"):
+        harness.submit(0)
 
 
 def test_a_request_that_cannot_be_made_is_a_start_error_of_that_rank():

@@ -42,6 +42,22 @@ def test_a_place_in_the_queue_is_shown_when_it_changes(state):
     assert state.describe(NOW) == ""
 
 
+def test_two_jobs_that_wait_are_shown_once_and_again_when_one_of_them_has_left_the_queue(state):
+    jobs = [HostQueued("job 8, Priority"), HostQueued("job 9, Priority", NOW)]
+    assert [len(state.handle(job)) for job in jobs * 3] == [1, 1, 0, 0, 0, 0]
+    state.handle(HostEnded(2, "it was cancelled"))
+    assert [len(state.handle(job)) for job in jobs[:1] * 3] == [1, 0, 0]
+
+
+def test_a_queue_after_the_start_is_left_by_a_stop_and_not_by_an_interrupt(state):
+    state.handle(HostStarted(0))
+    assert "; interrupt to cancel" in state.handle(HostQueued("Resources"))[0].text, "other hosts are still awaited"
+    state.start_succeeded = True
+    (shown,) = state.handle(HostQueued("Priority"))
+    assert shown == Show("slurm: waiting in the queue (Priority); %distributed stop cancels it")
+    assert state.describe(NOW) == f"launcher {shown.text}"
+
+
 def test_the_end_of_the_time_is_announced_ten_minutes_and_one_minute_before(state):
     assert state.set_limits(Limits(NOW + 3600), NOW) == []
     assert "in 60 minutes" in state.describe(NOW)
@@ -87,6 +103,19 @@ def test_a_start_fails_with_the_end_of_an_agent_and_what_it_has_written(state):
     assert state.start_problem() == (
         "the agent on node7 ended because it exited with code 255\nssh: Could not resolve hostname node7"
     )
+
+
+def test_the_end_of_a_replacement_is_described_with_what_it_has_written_itself(state):
+    for event in (HostOutput(None, "old warning\n"), HostStarted(0, "node1"), HostEnded(0, "it was killed")):
+        state.handle(event)
+    assert state.describe_end(0) == "the agent on node1 ended because it was killed\nold warning"
+    state.start_succeeded = True
+    assert state.describe_end(0) == "the agent on node1 ended because it was killed", "output of another program"
+    for event in (HostOutput(2, "execve(): No such file\n"), HostStarted(2, "node3"), HostEnded(2, "exit code 2")):
+        state.handle(event)
+    assert state.describe_end(2) == "the agent on node3 ended because exit code 2\nexecve(): No such file"
+    state.handle(HostEnded(5, "down"))
+    assert state.describe_end(5) == "the agent on host 5 ended because down"
 
 
 def test_what_hosts_and_the_program_have_written_can_be_shown(state):

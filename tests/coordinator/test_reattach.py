@@ -406,7 +406,7 @@ def test_single_detached_cluster_needs_no_key_and_several_need_one():
         select_detached(DetachedCluster((one, two)), None)
     with pytest.raises(InvalidArgument, match="no kept cluster has the key 'x'; choose from 9-1, 9-2"):
         select_detached(DetachedCluster((one, two)), "x")
-    with pytest.raises(NoClusterError, match=r"no kept ranks found; .*start --keep starts .*\nsome have ended"):
+    with pytest.raises(NoClusterError, match=r"no kept ranks found; .*start --keep .*other hosts cannot\)\nsome have"):
         select_detached(DetachedCluster((), ("some have ended",)), None)
 
 
@@ -480,6 +480,18 @@ def test_abandoned_cell_is_acknowledged_to_a_rank_after_it_has_ended_there(harne
     assert harness.nothing_for(1)
     harness.done(1, cell.cell)
     assert harness.next_task(1) == Acknowledge(cell=cell.cell)
+
+
+def test_a_cell_that_was_removed_from_the_queue_is_not_acknowledged(harness):
+    harness.launch()
+    running = harness.submit(0)
+    assert isinstance(harness.next_task(0), RunCell)
+    queued = harness.submit(0, 1)
+    harness.driver.post(ev.InterruptCell(queued.cell))
+    harness.wait_end(queued)
+    harness.done(0, running.cell)
+    assert harness.next_task(0) == Acknowledge(cell=running.cell)
+    assert harness.nothing_for(0) and harness.nothing_for(1)
 
 
 def test_resumed_driver_continues_the_cell_and_its_queued_messages(harness):

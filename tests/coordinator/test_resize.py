@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rankbook import InvalidArgument, RankLostError
+from rankbook import Cluster, InvalidArgument, RankLostError, StartError
 from rankbook.coordinator import actions as act
 from rankbook.coordinator import events as ev
 from rankbook.coordinator.recovery import Healed
@@ -19,6 +20,7 @@ from rankbook.coordinator.resize import (
     forget_handovers,
     keep_devices,
     plan_resize,
+    read_pending,
     shrunk_devices,
 )
 from rankbook.coordinator.state_machine import ClusterState
@@ -147,6 +149,25 @@ def test_a_resize_that_has_not_ended_is_completed_by_heal_unless_no_rank_is_left
     failure = describe_failure(pending, error, ())
     assert "no rank with variables to copy is left: stop the ranks with %distributed stop" in failure
     assert "nothing is lost" not in failure
+
+
+@pytest.mark.parametrize(("restarted", "staying"), [((1,), (0,)), ((0, 1, 2), (0, 1)), ((2,), (0, 1))])
+def test_a_rank_that_was_restarted_before_a_resize_is_completed_has_not_stayed(tmp_path, restarted, staying):
+    def launch(ranks: tuple[int, ...], *, timeout: float) -> None:
+        assert timeout
+        state.handle(ev.LaunchRanks(ranks))
+        raise StartError("rank 2 is dead")
+
+    state = started(3)
+    cluster = object.__new__(Cluster)
+    vars(cluster).update(_state=state, _all_ranks=(0, 1, 2), _processes=SimpleNamespace(launch=launch))
+    vars(cluster).update(
+        _pending=replace(plan_resize({0: answer(), 1: answer()}, 3), staying=(0, 1)),
+        _segments=SimpleNamespace(folder=tmp_path),
+    )
+    with pytest.raises(StartError):
+        cluster.restart(restarted)
+    assert cluster._pending.staying == read_pending(tmp_path).staying == staying
 
 
 # The state machine ------------------------------------------------------------------------------------------------

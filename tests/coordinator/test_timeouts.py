@@ -116,7 +116,12 @@ def test_a_timeout_may_be_any_type_of_number(busy, timeout):
 
 
 def test_a_timeout_may_be_infinite(cluster):
-    assert cluster.pull("rank", timeout=float("inf")) == [0, 1]
+    infinite = float("inf")
+    assert cluster.pull("rank", timeout=infinite) == [0, 1]
+    assert [entry.state for entry in cluster.status(timeout=infinite)] == ["idle", "idle"]
+    assert len(cluster.stacks(timeout=infinite)) == 2
+    assert len(cluster.placement(timeout=infinite).ranks) == 2
+    assert [peeked.text for peeked in cluster.peek("rank", timeout=infinite)] == ["0", "1"]
 
 
 def test_a_cell_that_was_removed_never_runs(cluster):

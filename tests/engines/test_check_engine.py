@@ -238,18 +238,28 @@ def test_a_job_ends_in_a_process_with_many_open_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_job_of_slurm_is_kept_until_the_command_that_runs_in_it_ends(monkeypatch):
+def test_a_job_of_slurm_is_kept_after_its_first_step_until_it_is_to_end_or_has_ended(tmp_path):
+    ended = tmp_path / "ended"
+    for hold, signals in ((f"cat > /dev/null; touch {ended}", 1), ("sleep 0.5", 0)):
+        holder = ["sh", "-c", f"echo rankbook-job 9; {hold}"]
+        in_job = [sys.executable, supervisor.__file__, "--in-job", str(len(holder)), *holder]
+        command = [*in_job, "sh", "-c", "printf 'in job %s' $SLURM_JOB_ID; exit 3"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as kept:
+            assert kept.stdout is not None
+            lines = [kept.stdout.readline() for _ in range(2)]
+            assert lines[0] == "in job 9\n" and supervisor.read_step_end(lines[1]) == 3
+            if signals:
+                with pytest.raises(subprocess.TimeoutExpired):
+                    kept.wait(0.5)
+                assert not ended.exists()
+                kept.terminate()
+            assert kept.wait(60) == 3
+    assert ended.exists()
+
+
+def test_the_program_that_keeps_a_job_of_slurm_ends_with_its_standard_input(monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_JOB_ID", "9")
-    in_job = [sys.executable, supervisor.__file__, "--in-job", str(len(supervisor.HOLD)), *supervisor.HOLD]
-    done = subprocess.run(
-        [*in_job, "sh", "-c", "echo in job $SLURM_JOB_ID; exit 3"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout) == (3, "in job 9\n")
     with subprocess.Popen(supervisor.HOLD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdin is not None and holder.stdout is not None
         assert holder.stdout.readline() == "rankbook-job 9\n"

@@ -280,7 +280,8 @@ def test_the_ranks_of_a_lost_ray_node_are_healed_when_ray_has_placed_their_bundl
                 send("add")
         assert notebook.wait(60) == 0, (steps, (short_path / "errors").read_text()[-3000:])
     print("ray", steps)
-    assert 0 <= steps["seconds"] < 60 and "ray:" in steps["loss"]
+    # The notebook may notice it before Ray does.
+    assert 0 <= steps["seconds"] < 60 and "the agent on" in steps["loss"]
     assert steps["lost"] in ([0, 1], [2, 3]) and steps["kept"] is True
     assert float(steps["sum"].strip("'")) == 4.0
 

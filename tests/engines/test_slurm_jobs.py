@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import psutil
 import pytest
@@ -69,6 +70,11 @@ def test_the_end_of_the_time_is_announced_and_ranks_save_before_it(short_path, m
         assert re.search(r"launcher slurm: the hosts end at .*, in (2 minutes|1\d\d seconds|\d\d seconds)", status), (
             status
         )
+        page = (Path(__file__).parents[2] / "docs" / "howto" / "slurm.md").read_text()
+        function = page.partition("import os, subprocess, time")[2].partition("\nlast =")[0]
+        left = "job_ends_at() - time.time()"
+        code = f"%%distributed\nimport os, subprocess, time{function}\nprint('seconds', 60 < {left} < 121)"
+        assert notebook.ok(code).stdout == "[0-3] seconds True\n", "as the page computes it"
         outcome = notebook.run(SAVES_WHEN_INTERRUPTED.format(path=f"{short_path}/saved-"), timeout=200)
         assert re.search(r"slurm: the hosts end at .*, in (60|5\d) seconds; save what you need", outcome.text), (
             outcome.text
@@ -94,6 +100,30 @@ def lose_node(cluster: Cluster, name: str, daemon: subprocess.Popen[bytes]) -> N
     # A node that is gone has no folders; this one's are those of the machine.
     for folder in cluster_folders(pid):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_the_launchers_own_job_stays_for_replacements_when_its_first_agents_have_ended(short_path, monkeypatch):
+    def end_agent(rank: int) -> None:
+        hosts = cluster._processes.hosts
+        psutil.Process(int(hosts._hosts[hosts.seats[rank].host].description.pid)).kill()
+        wait_until(lambda: cluster.status()[rank].state == "dead", timeout=60, what="the host is lost")
+
+    with programs.slurm_nodes(short_path, monkeypatch):
+        with Cluster(2, hosts=HostOptions("slurm", "127.0.0.1", nodes=2, lost_after=300.0)) as cluster:
+            cluster.run("kept = rank")
+            job = jobs()
+            end_agent(1)
+            cluster.heal()
+            end_agent(0)  # the last one of the first step
+            cluster.run("kept = 7", ranks=[1])
+            cluster.heal()
+            assert cluster.pull("kept") == [7, 7] and jobs() == job
+            for rank in (0, 1):
+                end_agent(rank)
+            cluster.heal(empty=True)
+            assert cluster.run("t = torch.ones(1); dist.all_reduce(t); t.item()").text(0) == "2.0"
+            assert jobs() == job
+        wait_until(lambda: not jobs(), timeout=60, what="the job ends")
 
 
 def test_the_ranks_of_a_lost_node_go_to_a_free_node_of_the_allocation(short_path, monkeypatch):

@@ -6,11 +6,13 @@ import functools
 import json
 import os
 import sys
+import threading
 import time
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -27,7 +29,14 @@ from rankbook.engines import (
     slurm_tools,
 )
 from rankbook.engines.engine import make_engine
-from rankbook.engines.processes import MpirunEngine, SshEngine, StepEngine, describe_start, quote_remote_path
+from rankbook.engines.processes import (
+    MpirunEngine,
+    SshEngine,
+    StepEngine,
+    choose_replacement,
+    describe_start,
+    quote_remote_path,
+)
 from rankbook.engines.ray import _RayHost, agent_environment
 from rankbook.engines.slurm import NodeResources, SlurmEngine, options_per_host, read_queue, read_resources
 from rankbook.errors import InvalidArgument, StartError
@@ -122,6 +131,78 @@ def test_a_further_job_has_the_gpus_of_one_node_and_may_have_any_node(programs):
     for command in started:
         assert command.count("--gpus-per-node=a100:8") == 2
     assert "--nodelist" in started[0] and "--nodelist" not in started[1]
+
+
+def test_a_further_job_that_is_still_queued_is_waited_for_again(monkeypatch):
+    monkeypatch.setattr(slurm_tools, "version", lambda: (22, 5))
+    engine, started = SlurmEngine([], environment={}), []
+
+    def start_job(job, *_, **__):
+        started.append(job)
+        engine.jobs[job] = None
+
+    monkeypatch.setattr(engine, "start_job", start_job)
+    engine.start(2, 2, AgentConnection("text", Path("/f"), "127.0.0.1"))
+    assert engine.replace(0, wait=True) == engine.replace(0, wait=True) == 2
+    assert engine.replace(1, wait=True) == engine.replace(1, wait=True) == 3
+    assert started == [None, 2, 3]
+    monkeypatch.setattr("rankbook.engines.processes.ProcessEngine.events", lambda _: [])
+    monkeypatch.setattr(slurm_tools, "run", lambda *_: "")
+    del engine.jobs[2]  # cancelled
+    engine.read_output(3, "rankbook-host 3 started: node3\n")
+    engine.events()
+    assert engine.replace(0, wait=True) == 4, "another one was cancelled"
+    assert engine.replace(1, wait=True) == 5, "another one has started, and its slots are taken"
+
+
+@pytest.mark.parametrize(
+    ("lost", "in_use", "used", "tried", "chosen"),
+    [
+        ("a", "b", "ab", "", "c"),  # it was never used
+        ("c", "b", "abc", "", "a"),  # its agent has ended before
+        ("c", "ab", "abc", "", "c"),  # the same one again
+        ("a", "ab", "ab", "c", "a"),  # also if its agent has not ended yet
+        ("c", "b", "abc", "a", "c"),  # a failed one does not keep the lost one from being tried
+        ("c", "b", "abc", "ac", "a"),
+        ("c", "b", "abc", "aca", "c"),
+        ("b", "", "ab", "", "c"),
+    ],
+)
+def test_a_machine_that_is_not_in_use_replaces_a_lost_one_and_after_it_the_same_one(lost, in_use, used, tried, chosen):
+    assert choose_replacement(["a", "b", "c"], lost, in_use, used, [*tried]) == chosen
+    assert choose_replacement([], lost, in_use, used, [*tried]) == lost
+    assert choose_replacement(["a"], None, ["a"], ["a"], []) is None
+
+
+def test_ssh_goes_back_to_a_machine_that_was_replaced(monkeypatch):
+    engine = SshEngine(["--hosts", "a,b,c"])
+    monkeypatch.setattr(engine, "start_job", lambda number, _: engine.jobs.update({number: None}))
+    engine.start(2, 2, AgentConnection("text", Path("/f"), "127.0.0.1"))
+    for lost, machine in ((0, "c"), (2, "a"), (3, "c")):
+        del engine.jobs[lost]
+        number = engine.replace(lost, wait=False)
+        assert engine._machine_of[number] == machine
+
+
+def test_slurm_goes_back_to_a_node_that_was_replaced(monkeypatch):
+    monkeypatch.setattr(slurm_tools, "run", lambda *_: "node1\nnode2\nnode3\n")
+    monkeypatch.setattr(slurm_tools, "version", lambda: (22, 5))
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-3]"}
+    engine, nodes = SlurmEngine([], environment=environment), []
+
+    def start_job(_, command, **__):
+        nodes.append(next(word.partition("=")[2] for word in command if word.startswith("--nodelist=")))
+
+    monkeypatch.setattr(engine, "start_job", start_job)
+    monkeypatch.setattr("rankbook.engines.processes.ProcessEngine.events", lambda _: [])
+    engine.start(2, 2, AgentConnection("text", Path("/f"), "127.0.0.1"))
+    engine.read_output(None, "rankbook-host 0 started: node1\nrankbook-host 1 started: node2\n")
+    for job, lost in ((None, 0), (2, 2), (3, 3)):
+        engine.read_output(job, f"rankbook-host {lost} ended: x\n")
+        number = engine.replace(lost, wait=False)
+        engine.read_output(number, f"rankbook-host {number} started: {engine.names[number]}\n")
+        engine.events()
+    assert nodes == ["node1,node2", "node3", "node1", "node3"]
 
 
 @pytest.mark.processes
@@ -276,6 +357,29 @@ def test_a_ray_actor_that_does_not_answer_is_killed_so_that_its_bundle_is_free(m
     assert killed == [actor]
 
 
+def test_a_host_that_ray_has_not_lost_yet_is_replaced(monkeypatch):
+    ray, killed = stub_ray.make_module(), []
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr("rankbook.engines.ray.AgentRunner.start", lambda *_: ("node1", "node", ""))
+    runs = threading.Event()
+    monkeypatch.setattr("rankbook.engines.ray.AgentRunner.wait", lambda _: runs.wait(60))
+    engine, events = make_engine("ray", []), []
+    engine.start(2, 2, AgentConnection("text", Path("/f"), "127.0.0.1"))
+    wait_until(
+        lambda: events.extend(engine.events()) or {HostStarted(0, "node1"), HostStarted(1, "node1")} <= {*events},
+        timeout=20,
+        what="both have started",
+    )
+    actors = [engine._hosts[number].actor for number in (0, 1)]
+    try:
+        assert engine.replace(0, wait=True) == engine.replace(0, wait=False) == 2
+        assert killed == actors[:1] and engine._hosts[2].bundle == 0
+        assert HostEnded(0, "ray: it was lost") in engine.events() and engine.replace(5, wait=True) is None
+    finally:
+        runs.set()
+
+
 def test_a_ray_actor_that_cannot_start_the_agent_ends_the_start_with_the_cause(monkeypatch):
     ray = stub_ray.make_module()
     monkeypatch.setitem(sys.modules, "ray", ray)
@@ -349,6 +453,23 @@ def test_the_end_of_the_time_is_that_of_running_jobs_and_of_this_task_of_a_job_a
     assert task.events() == [], "other tasks wait in the queue"
     # Jobs of the engine's own have one name: one that is ending, and the one that replaces it.
     assert SlurmEngine([], environment={}).limits() == Limits(datetime(2096, 1, 2, 10, 30).astimezone().timestamp())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("end", [TIME, "N/A", "NONE", "Unknown", None])
+def test_the_function_on_the_page_about_slurm_returns_the_end_of_this_job(programs, monkeypatch, end):
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "slurm.md").read_text()
+    function = page.partition("import os, subprocess, time")[2].partition("\nlast =")[0]
+    checks = '[ "$SLURM_TIME_FORMAT" = standard ] && [ "$3" = 7 ] && [ "$5" = "%A|%e" ]'
+    (programs / "squeue").write_text(f"#!/bin/sh\n{checks} && cat {programs}/squeue.txt")
+    this = "" if end is None else f"7|{end}\n"
+    (programs / "squeue.txt").write_text(f"6|2027-01-02T10:00:00\n{this}")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    names: dict[str, Any] = {}
+    exec(f"import os, subprocess, time{function}", names)
+    expected = datetime.fromisoformat(TIME).timestamp() if end == TIME else float("inf")
+    assert names["job_ends_at"]() == expected
 
 
 def test_lines_that_arrive_in_pieces_are_put_together_and_a_failed_node_is_found():
@@ -442,6 +563,37 @@ def test_the_end_of_a_step_ends_those_of_its_hosts_that_are_left_and_none_of_a_l
         poll=lambda: 0, read=lambda: "", wait=lambda _: True, describe_end=lambda: "it exited with code 0"
     )  # type: ignore[assignment]
     assert [*engine.events()] == [HostEnded(host, "slurm: it exited with code 0") for host in ends]
+
+
+@pytest.mark.parametrize(
+    ("job", "reports", "ends", "kept"),
+    [
+        (None, [], [None], False),  # the start has failed
+        (None, ["0 started: node1", "1 started: node2", "0 ended: x"], [1], True),
+        (None, ["0 started: node1", "0 ended: x"], [], True),
+        (5, [], [5], False),
+        (5, ["5 started: node1"], [5], False),  # no replacement is a step of a further job
+    ],
+)
+def test_the_first_job_is_kept_for_replacements_when_its_agents_have_ended(job, reports, ends, kept):
+    engine, ended = SlurmEngine([], environment={}), []
+    engine.jobs[job] = SimpleNamespace(
+        end=lambda: ended.append(job),
+        poll=lambda: 0,
+        read=lambda: "",
+        wait=lambda _: True,
+        describe_end=lambda: "it exited with code 1",
+    )  # type: ignore[assignment]
+    engine.read_output(job, "".join(f"rankbook-host {report}\n" for report in reports))
+    engine.read_output(2, "rankbook-host 2 started: node1\n")
+    events = engine.read_output(job, "half a line\nrankbook-step ended: 1\n")
+    assert events == [
+        HostOutput(job, "half a line\n"),
+        *(HostEnded(host, "slurm: it exited with code 1") for host in ends),
+    ]
+    assert ended == ([] if kept else [job])
+    assert [*engine.events()] == [], "the end of the job is that of no other host"
+    assert engine.hosts_of[2] == {2}
 
 
 def test_limits_of_a_job_without_a_controller_are_unknown(monkeypatch):

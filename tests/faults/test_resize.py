@@ -14,6 +14,7 @@ import pytest
 
 from rankbook import Cluster, InvalidArgument, RankbookError, RankLostError
 from rankbook.launch import local
+from rankbook.protocol.messages import EnterWorld
 from tests.conftest import cluster_folders, wait_until
 from tests.faults.protected import LAYOUTS
 
@@ -424,6 +425,27 @@ def test_a_rank_that_dies_while_others_leave_is_replaced(cluster, monkeypatch):
     assert cluster.pull("steps") == [2, 2]
     for weights in cluster.pull("weights"):
         assert all((one == other).all() for one, other in zip(weights, expected, strict=True))
+
+
+@pytest.mark.parametrize("cluster", [2], indirect=True)
+def test_a_rank_that_was_restarted_before_heal_completes_a_resize_gets_the_variables(cluster, monkeypatch):
+    cluster.run("x = 5")
+    collect = cluster._collect
+
+    def interrupt_the_entry(tasks, *args, **options):
+        make, _ = next(iter(tasks.values()))
+        if isinstance(make(0), EnterWorld):
+            raise KeyboardInterrupt
+        return collect(tasks, *args, **options)
+
+    monkeypatch.setattr(cluster, "_collect", interrupt_the_entry)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.resize(3)
+    monkeypatch.undo()
+    with contextlib.suppress(RankbookError):
+        cluster.restart(1)
+    assert "from 2 to 3 ranks" in str(cluster.heal())
+    assert cluster.pull("x") == [5, 5, 5]
 
 
 @pytest.mark.parametrize("cluster", [2], indirect=True)

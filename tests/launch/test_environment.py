@@ -81,6 +81,12 @@ def test_torchs_contract_wins_over_the_notebooks_environment_and_hints_do_not():
     assert environment["MINE"] == "x"
 
 
+def test_a_rank_does_not_use_the_notebooks_process_of_wandb():
+    base = {"WANDB_SERVICE": "3-123-unix-/tmp/service", "WANDB_MODE": "offline"}
+    environment = rank_environment(base, {}, threads=1)
+    assert environment["WANDB_MODE"] == "offline" and "WANDB_SERVICE" not in environment
+
+
 @pytest.mark.parametrize(
     ("value", "threads"),
     [("3", 3), (" 4 ", 4), ("4,2", 4), ("0", 8), ("", 8), ("-1", 8), ("many", 8)],
@@ -93,6 +99,7 @@ def test_the_threads_of_a_rank_are_those_of_the_users_variable(value, threads):
 def test_changed_variables_are_those_of_the_user():
     before = {"KEPT": "1", "CHANGED": "1", "REMOVED": "1", "RANK": "0", "CUDA_VISIBLE_DEVICES": "0,1"}
     now = {"KEPT": "1", "CHANGED": "2", "NEW": "", "MPLBACKEND": "agg", "CUDA_VISIBLE_DEVICES": "1"}
+    now["WANDB_SERVICE"] = "3-123-unix-/tmp/service"
     assert changed_variables(before, now) == {"CHANGED": "2", "NEW": "", "REMOVED": None}
     assert changed_variables(now, now) == {}
 

@@ -162,6 +162,7 @@ def test_named_variables_are_inherited_and_those_of_the_host_are_not():
         "NCCL_DEBUG": "INFO",
         "NCCL_SOCKET_IFNAME": "eth0",
         "RANKBOOK_CONNECT": "secret",
+        "WANDB_SERVICE": "3-123-unix-/tmp/service",
         "MINE": "1",
     }
     assert inherited_variables(environment, ["MINE", "MISSING"]) == {
@@ -178,8 +179,10 @@ def test_no_device_is_visible_to_ranks_on_the_cpu():
         device: place_variables(seat, world_size=1, address="127.0.0.1", port=5, run="1-1", device=device)
         for device in (None, "cuda", "cpu")
     }
-    assert variables["cpu"] == {"CUDA_VISIBLE_DEVICES": "", **variables["cuda"]}
-    assert variables[None] == variables["cuda"] and "CUDA_VISIBLE_DEVICES" not in variables["cuda"]
+    # The notebook's RANKBOOK_DEVICE=cuda would make an `Accelerator` ask for a device.
+    assert variables["cpu"] == {"CUDA_VISIBLE_DEVICES": "", "RANKBOOK_DEVICE": "cpu", **variables["cuda"]}
+    assert variables[None] == variables["cuda"]
+    assert not {"CUDA_VISIBLE_DEVICES", "RANKBOOK_DEVICE"} & variables["cuda"].keys()
 
 
 def test_libraries_learn_that_a_rank_is_on_the_cpu(monkeypatch):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
 import re
 from types import SimpleNamespace
 
 import pytest
 
 import rankbook
+from rankbook.errors import InvalidArgument
 from rankbook.magics import launchers
 from rankbook.magics.launchers import debug_launcher, notebook_launcher
 from rankbook.protocol.queries import Completion
+from rankbook.runtime.launch_environment import read_text
+from rankbook.runtime.launched_function import run_launched
 from tests.conftest import shows_frame, wait_until
 from tests.magics.test_comm_bridge import WIDGET, comm_messages, move
 
@@ -205,7 +210,9 @@ def test_settings_apply_to_one_call_only(ranks):
     )
     look = "lambda: (rankbook.AcceleratorState().mixed_precision, rankbook.GradientState().sync_gradients)"
     ranks.ok("%%distributed\nAcceleratorState(mixed_precision='no')")
+    ranks.ok("import os\nos.environ['RANKBOOK_MIXED_PRECISION'] = 'no'")
     assert "[('bf16', True), ('bf16', True)]" in ranks.ok(f"notebook_launcher({look}, mixed_precision='bf16')").text
+    ranks.ok("del os.environ['RANKBOOK_MIXED_PRECISION']")
     ranks.ok("%%distributed\nAcceleratorState(mixed_precision='bf16')")
     assert "[('no', True), ('no', True)]" in ranks.ok(f"notebook_launcher({look})").text
     after = ranks.ok("%%distributed\nAcceleratorState().mixed_precision, GradientState().sync_gradients")
@@ -275,6 +282,50 @@ def test_a_rank_that_answers_slowly_does_not_seem_to_hold_nothing():
             return 0, (Completion("kept", "function"),) if variables and ranks == 0 and timeout > 1 else ()
 
     assert not launchers._hold_nothing(SlowCluster())
+
+
+@pytest.mark.parametrize(("launcher", "replaced"), [("slurm", []), ("env", ["stopped"])])
+def test_ranks_on_the_hosts_of_a_scheduler_are_not_given_away(monkeypatch, launcher, replaced):
+    stopped: list[str] = []
+    running = SimpleNamespace(
+        world_size=16,
+        hosts=lambda: ["node1"],
+        stop=lambda: stopped.append("stopped"),
+        _processes=SimpleNamespace(launcher=launcher),
+    )
+    monkeypatch.setattr(launchers.default_cluster, "default_or_none", lambda: running)
+    monkeypatch.setattr(launchers.default_cluster, "start", lambda *_, **__: "new ranks")
+    monkeypatch.setattr(launchers, "_hold_nothing", lambda _: True)
+    with pytest.raises(InvalidArgument, match="num_processes=8, but 16 ranks are running on other hosts: omit it to"):
+        launchers._ranks_of_one_host(8)
+    assert stopped == []
+    assert launchers._ranks_of_nodes(2, 8, "127.0.0.1", "29500") is launchers._ranks_of_one_host(None) is running
+    if replaced:  # the call itself says how to start agents again
+        assert launchers._ranks_of_nodes(2, 4, "127.0.0.1", "29500") == "new ranks"
+    else:
+        with pytest.raises(InvalidArgument, match="num_processes=4 are 8 ranks, but 16 ranks are running on other"):
+            launchers._ranks_of_nodes(2, 4, "127.0.0.1", "29500")
+    assert stopped == replaced
+
+
+def test_the_precision_of_a_call_is_its_argument_and_not_the_notebooks_default(monkeypatch):
+    def call(_cluster, function, args, environment):
+        return [run_launched(function, args, environment)]
+
+    cluster = SimpleNamespace(status=list, changed_variables=dict)
+    monkeypatch.setattr(launchers, "_ranks_of_one_host", lambda _: cluster)
+    monkeypatch.setattr(launchers, "Cluster", lambda *_, **__: contextlib.nullcontext(cluster))
+    monkeypatch.setattr(launchers, "_call", call)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANKBOOK_MIXED_PRECISION", "fp16")
+    assert notebook_launcher(_precision_by_default, mixed_precision="bf16") == ["bf16"]
+    assert notebook_launcher(_precision_by_default) == debug_launcher(_precision_by_default) == ["no"]
+    assert os.environ["RANKBOOK_MIXED_PRECISION"] == "fp16"
+
+
+def _precision_by_default() -> str | None:
+    return read_text("RANKBOOK_MIXED_PRECISION", "ACCELERATE_MIXED_PRECISION")  # as `AcceleratorState` does
 
 
 def test_launcher_on_a_rank_is_an_error_with_the_remedy(ranks):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from rankbook.protocol import telemetry
-from rankbook.protocol.messages import CommToRank
+from rankbook.protocol.messages import CommFromRank, CommToRank
 from rankbook.rank import comms
-from rankbook.rank.comms import HeldMessages
+from rankbook.rank.comms import HeldMessages, RankComm, attach_comms
+from rankbook.rank.control_thread import Interrupts
 
 
 class Rank:
@@ -63,6 +66,25 @@ def test_between_cells_and_on_the_thread_that_handles_messages_nothing_waits():
     for name in "ab":
         rank.handle_message(name, name)
     assert rank.delivered == ["a", "b"]
+
+
+def test_an_interrupt_during_a_message_is_raised_when_all_of_its_parts_are_sent(monkeypatch):
+    interrupts = Interrupts()
+    sent: list[object] = []
+
+    def send(message: CommFromRank, frames: list[memoryview]) -> None:
+        sent.append(message.kind)
+        interrupts._on_signal(2, None)  # pyzmq sends the parts of a message in a loop of Python code
+        sent.extend(bytes(frame) for frame in frames)
+
+    monkeypatch.setattr(comms, "_registry", comms._CommRegistry())
+    monkeypatch.setattr(comms.os, "register_at_fork", lambda **_: None)
+    attach_comms(SimpleNamespace(send=send), interrupts.shield)
+    widget_comm = RankComm(target_name="jupyter.widget", primary=False)
+    monkeypatch.setattr(interrupts, "_armed_cell", 1)
+    with pytest.raises(KeyboardInterrupt):
+        widget_comm.send({}, buffers=[b"x", b"y"])
+    assert sent == ["msg", b"x", b"y"]
 
 
 def test_the_callbacks_of_widgets_use_the_device_of_the_rank(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -22,6 +23,7 @@ import pytest
 import torch
 
 from rankbook.control_groups import RecentKills
+from rankbook.coordinator.liveness import describe_exit
 from rankbook.protocol.forkserver import (
     CloseCluster,
     ClusterClosed,
@@ -39,6 +41,7 @@ from rankbook.rank.forkserver import Child, Forkserver
 from rankbook.transport.framed_socket import MessageStream
 from rankbook.transport.zmq_link import ZmqHub
 from tests.conftest import wait_until
+from tests.coordinator.fork_requests import request
 
 pytestmark = pytest.mark.processes
 
@@ -425,7 +428,7 @@ def test_forkserver_and_ranks_end_after_the_notebook(when, tmp_path):
     home.end()
 
 
-@pytest.mark.parametrize("module", ["torch", "matplotlib_inline.backend_inline"])
+@pytest.mark.parametrize("module", ["torch", pytest.param("matplotlib_inline.backend_inline", marks=pytest.mark.full)])
 @pytest.mark.slow
 def test_when_the_notebook_is_gone_during_an_import_the_forkserver_does_not_end_it_first(tmp_path, module):
     *packages, name = module.split(".")
@@ -480,6 +483,47 @@ def test_the_exit_of_a_rank_kills_its_leftovers_and_no_new_rank(home, monkeypatc
         holder.wait()
         for _, write in pipes:
             os.close(write)
+
+
+@pytest.mark.parametrize("missing", ["processes", "descriptors"])
+def test_a_rank_that_cannot_be_forked_is_reported_and_the_forkserver_goes_on(monkeypatch, missing):
+    number = {"processes": errno.EAGAIN, "descriptors": errno.EMFILE}[missing]
+    pipes, make = [], os_utils.output_pipe
+
+    def refuse() -> int:
+        raise OSError(number, os.strerror(number))
+
+    def make_pipe() -> tuple[int, int]:
+        if missing == "descriptors" and pipes:
+            refuse()
+        pipes.append(make())
+        return pipes[-1]
+
+    monkeypatch.setattr(os_utils, "output_pipe", make_pipe)
+    monkeypatch.setattr(os, "fork", refuse)
+    monkeypatch.setattr(forkserver.gc, "freeze", lambda: None)
+    server = object.__new__(Forkserver)
+    server._owner, server._exits, server._children, server._token = Owner(), {}, {}, "token"
+    before = psutil.Process().num_fds()
+    server._fork(request(1, 2, "down"))
+    (exited,) = server._owner.sent
+    assert (exited.rank, exited.incarnation, exited.pid) == (1, 2, 0)
+    assert describe_exit(exited) == f"could not be started: [Errno {number}] {os.strerror(number)}"
+    assert server._exits == {1: exited}, "a later owner is told too"
+    assert psutil.Process().num_fds() == before and not server._children
+
+
+def test_messages_that_arrived_during_a_send_are_not_waited_for():
+    server = object.__new__(Forkserver)
+    server._owner = SimpleNamespace(files=list, stream=SimpleNamespace(has_unread=True))
+    server._signal_read, write = os.pipe()
+    start = time.monotonic()
+    assert server._wait(60.0)
+    assert time.monotonic() - start < SOON
+    server._owner.stream.has_unread = False
+    assert not server._wait(0.01)
+    for end in (server._signal_read, write):
+        os.close(end)
 
 
 class FakeCuda:

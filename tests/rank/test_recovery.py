@@ -86,6 +86,16 @@ def test_a_variable_that_cannot_be_sent_is_named_with_the_reason(tmp_path):
     assert "_thread.lock cannot be pickled" in adopted["missing"]["lock"]
 
 
+def test_a_peer_whose_folder_was_removed_gives_its_variables_all_the_same(tmp_path, monkeypatch):
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    monkeypatch.chdir(removed)
+    removed.rmdir()
+    fresh, adopted = taken_over({"x": 1}, {}, tmp_path)
+    assert fresh["x"] == 1
+    assert adopted["missing"] == {"the current folder": "it was removed"}
+
+
 def test_a_folder_and_a_module_that_are_not_there_are_named(tmp_path):
     state = recovery.ExportedState(
         variables={"kept": 2},

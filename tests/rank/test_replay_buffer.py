@@ -92,6 +92,28 @@ def test_a_cell_that_was_queued_before_the_groups_were_formed_anew_is_not_seen()
     assert (start.cell, start.seen, messages) == (2, False, [done(2)])
 
 
+@pytest.mark.parametrize(
+    "tasks",
+    [
+        (Regroup(cell=3, generation=2), RunCell(cell=2, source="", number=2)),  # which the regroup has overtaken
+        (RunCell(cell=2, source="", number=2),),  # another cell was removed from the queue
+    ],
+)
+def test_the_end_of_another_cell_does_not_say_that_the_running_one_was_seen(tasks):
+    buffer = ReplayBuffer()
+    for task in tasks:
+        buffer.begin(task)
+        if task is not tasks[-1]:
+            buffer.add(done(task.cell), 0.0)
+    buffer.add(text(2, "before"), 0.0)
+    buffer.acknowledge(3)
+    buffer.add(done(2), 0.0)
+    start, messages = buffer.replay("nonce", 100.0)
+    assert (start.cell, start.seen, messages) == (2, False, [text(2, "before"), done(2)])
+    buffer.acknowledge(2)
+    assert buffer.replay("nonce", 100.0)[0].seen
+
+
 def test_output_of_threads_is_replayed_from_the_loss_of_the_owner_on():
     buffer = ReplayBuffer()
     buffer.begin(RunCell(cell=1, source="", number=1))

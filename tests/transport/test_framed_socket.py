@@ -82,3 +82,53 @@ def test_a_send_to_a_peer_that_is_gone_closes_the_stream(pair):
     peer.close()
     stream.send(Interrupt(cell=1))
     assert stream.closed
+
+
+def test_two_ends_that_send_more_than_the_socket_holds_do_not_wait_for_each_other():
+    """One end reads while it sends, as the forkserver does. The other is the notebook's driver."""
+    ours, theirs = socket.socketpair()
+    server: MessageStream[bytes] = MessageStream(ours, bytes, reads_while_sending=True)
+    notebook: MessageStream[bytes] = MessageStream(theirs, bytes)
+    requests = [Text(cell=number, stream="stdout", data=b"r" * 10_000) for number in range(30)]
+    report = Text(cell=0, stream="stdout", data=b"x" * (1 << 20))
+    received: dict[str, list[bytes]] = {"server": [], "notebook": []}
+
+    def receive(name: str, stream: MessageStream[bytes], count: int) -> None:
+        while len(received[name]) < count:
+            if not stream.has_unread:
+                select.select([stream], [], [], 5)
+            received[name] += stream.read()
+
+    def request() -> None:
+        for message in requests:
+            notebook.send(message)
+        receive("notebook", notebook, 1)
+
+    def serve() -> None:
+        server.send(report)
+        assert server.has_unread
+        receive("server", server, len(requests))
+
+    threads = [threading.Thread(target=run, daemon=True) for run in (request, serve)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in threads)
+    assert received == {"notebook": [encode(report)], "server": [encode(message) for message in requests]}
+    assert not server.has_unread
+    server.close()
+    notebook.close()
+
+
+def test_a_send_ends_if_the_peer_ends_while_it_waits_for_room():
+    ours, peer = socket.socketpair()
+    stream: MessageStream[bytes] = MessageStream(ours, bytes, reads_while_sending=True)
+    sender = threading.Thread(target=stream.send, args=(Text(cell=0, stream="stdout", data=b"x" * (4 << 20)),))
+    sender.start()
+    peer.sendall(framed(ONE))
+    assert peer.recv(1)
+    peer.close()
+    sender.join(5)
+    assert not sender.is_alive() and stream.closed
+    stream.close()

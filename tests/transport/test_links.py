@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
 from pathlib import Path
 
 import pytest
+import zmq
 
 from rankbook.errors import StartError
 from rankbook.protocol.messages import Clear, Interrupt, RankReady, Shutdown
@@ -165,6 +167,29 @@ def until_message(wait):
     while not wait(5.0, ())[0]:
         assert time.monotonic() < deadline
     return True
+
+
+@pytest.mark.parametrize("step", ["made", "set up"])
+def test_a_downlink_without_a_free_descriptor_is_a_start_error_and_leaves_no_socket(tmp_path, monkeypatch, step):
+    hub = ZmqHub(tmp_path)
+    make, made = hub._context.socket, []
+
+    class Refusing(zmq.Socket):
+        def setsockopt(self, *_: object) -> None:
+            raise zmq.ZMQError(errno.EMFILE)
+
+    def make_socket(_: object, kind: int) -> object:
+        if step == "made":
+            raise zmq.ZMQError(errno.EMFILE)
+        made.append(make(kind, socket_class=Refusing))
+        return made[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(hub._context), "socket", make_socket)
+        with pytest.raises(StartError, match=r"cannot listen at ipc://.*down-0\.1: Too many open files"):
+            hub.open_downlink(0, 1)
+    assert all(socket.closed for socket in made)
+    hub.close()
 
 
 def test_a_message_for_many_ranks_keeps_its_place_in_the_order_of_every_rank(pair):

@@ -15,6 +15,7 @@ import math
 import operator
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -371,20 +372,7 @@ class ClusterTasks:
                 "%distributed heal completes it",
                 (),
             )
-        unavailable = self._state.unavailable(ranks)
-        if not unavailable:
-            return
-        first = next(iter(unavailable.values()))
-        reason = f"rank {first.rank} {first.loss or 'is not running'}"
-        more = (
-            f" (and {name_ranks([rank for rank in unavailable if rank != first.rank])})" if len(unavailable) > 1 else ""
-        )
-        # The ranks that a selection could name instead.
-        alive = [rank for rank in self._state.ranks if rank not in self._state.unavailable(self._state.ranks)]
-        pronoun = "it" if len(unavailable) == 1 else "them"
-        rest = f", --ranks {format_ranks(alive)} runs without {pronoun}" if alive else ""
-        empty = f"%distributed restart {format_ranks(unavailable)} starts {pronoun} with an empty namespace"
-        raise RankLostError(f"{reason}{more}; %distributed heal restores {pronoun}, {empty}{rest}", tuple(unavailable))
+        self._state.check_available(ranks)
 
     def _discard(self, *packed: Packed) -> None:
         for item in packed:
@@ -826,6 +814,11 @@ class Cluster(ClusterQueries):
         Returns the text and display output of the ranks. Raises the first failed rank's error, as a `CellError` that is
         also an instance of that built-in type and has the tracebacks of all ranks in its text. Raises `RankLostError`
         if a rank died, and `CellTimeout` after `timeout` seconds, including the time in the queue.
+
+        Example::
+
+            result = cluster.run("total = rank + 10; total", timeout=60)
+            result.text(1)  # '11'
         """
         __tracebackhide__ = True  # IPython and pytest show the caller's frames
         # See `_collect`.
@@ -849,6 +842,16 @@ class Cluster(ClusterQueries):
         Functions, lambdas, closures and classes are pickled by value (cloudpickle). `ranks` and `timeout` are those of
         the call; `functools.partial` gives the function arguments with these names. Raises the errors of `run`, and
         `TransferError` for arguments that cannot be pickled.
+
+        Example::
+
+            def rank_plus(offset):
+                import torch.distributed as dist
+
+                return dist.get_rank() + offset
+
+
+            cluster.apply(rank_plus, 10)  # [10, 11]
         """
         __tracebackhide__ = True
         packed = pack((function, args, kwargs), store=self._segments)
@@ -867,6 +870,10 @@ class Cluster(ClusterQueries):
         """Call `function` as `apply` does, on all ranks; show output in `sink`, and let `ask` answer `input()`.
 
         `raise_error` raises the error of a call that failed on a rank (default: that of `run`).
+
+        Example::
+
+            cluster.call(divmod, (7, 3), sink=None)  # [(2, 1), (2, 1)]
         """
         __tracebackhide__ = True  # IPython and pytest show the caller's frames
         packed = pack((function, tuple(args), {}), store=self._segments)
@@ -918,7 +925,13 @@ class Cluster(ClusterQueries):
         return self._exchange(packed, partial(CallFunction, defines_variables=False), ranks, timeout, "watch")
 
     def push(self, values: Mapping[str, object], *, ranks: RankSelection = None, timeout: float | None = None) -> None:
-        """Assign the variables `values` on `ranks`. All ranks read one copy in shared memory."""
+        """Assign the variables `values` on `ranks`. All ranks read one copy in shared memory.
+
+        Example::
+
+            cluster.push({"scale": 0.5, "labels": ["cat", "dog"]})
+            cluster.pull("scale")  # [0.5, 0.5]
+        """
         packed = pack(dict(zip(_check_names(values), values.values(), strict=True)), store=self._segments)
         self._exchange(packed, Assign, ranks, timeout, "a push")
 
@@ -926,6 +939,12 @@ class Cluster(ClusterQueries):
         """Return the variable `name` (or `model.weight`) of `ranks`, in rank order. Tensors arrive on the CPU.
 
         Raises `InvalidArgument`, which suggests similar names, if a rank does not have the name.
+
+        Example::
+
+            cluster.pull("rank")  # [0, 1]
+            (weight,) = cluster.pull("model.weight", ranks=0)
+            weight.shape  # torch.Size([1, 8])
         """
         chosen = self.select(ranks)
         if not isinstance(name, str):
@@ -938,7 +957,13 @@ class Cluster(ClusterQueries):
     def scatter(
         self, name: str, values: Sequence[object], *, ranks: RankSelection = None, timeout: float | None = None
     ) -> None:
-        """Assign `values[i]` to `name` on the i-th of `ranks`. Raises `InvalidArgument` if the lengths differ."""
+        """Assign `values[i]` to `name` on the i-th of `ranks`. Raises `InvalidArgument` if the lengths differ.
+
+        Example::
+
+            cluster.scatter("file", ["train-0.csv", "train-1.csv"])
+            cluster.pull("file")  # ['train-0.csv', 'train-1.csv']
+        """
         chosen = self.select(ranks)
         if ranks is not None and not isinstance(ranks, str):
             order = _numbers_of(ranks)  # `select` sorts them
@@ -966,7 +991,13 @@ class Cluster(ClusterQueries):
             self._discard(*packed)
 
     def gather(self, name: str, *, ranks: RankSelection = None, timeout: float | None = None) -> list[Any]:
-        """Return the same as `pull`, but join lists and tuples of the ranks into one list, in rank order."""
+        """Return the same as `pull`, but join lists and tuples of the ranks into one list, in rank order.
+
+        Example::
+
+            cluster.run("names = [f'sample-{rank}']")
+            cluster.gather("names")  # ['sample-0', 'sample-1']
+        """
         pulled = self.pull(name, ranks=ranks, timeout=timeout)
         if pulled and all(isinstance(part, (list, tuple)) for part in pulled):
             return [item for part in pulled for item in part]
@@ -1022,6 +1053,10 @@ class Cluster(ClusterQueries):
         """Interrupt the cells that `ranks` run, and remove the cells that are queued for them.
 
         Returns all ranks of the cells that were running.
+
+        Example::
+
+            interrupted = cluster.interrupt(ranks=[0])  # in another thread than the one that runs the cell
         """
         driver = self._processes.driver
         chosen = self.select(ranks)
@@ -1052,7 +1087,13 @@ class Cluster(ClusterQueries):
     # Ranks
 
     def status(self, *, timeout: float = _ANSWER_TIMEOUT) -> list[RankStatus]:
-        """Return the status of every rank. Busy and idle ranks have `timeout` seconds to reply."""
+        """Return the status of every rank. Busy and idle ranks have `timeout` seconds to reply.
+
+        Example::
+
+            for entry in cluster.status():
+                print(entry.rank, entry.state, entry.device, entry.pid)
+        """
         driver = self._processes.driver
         unresponsive = driver.liveness.wait_unresponsive(driver.live_ranks(), timeout=_check_timeout(timeout))
         statuses = []
@@ -1092,9 +1133,24 @@ class Cluster(ClusterQueries):
 
         The other ranks keep their variables. The process group is formed anew once every rank has connected and is
         idle. Raises `StartError`.
+
+        Example::
+
+            with Cluster(2) as cluster:
+                cluster.run("x = rank")
+                cluster.restart(1)
+                cluster.pull("x", ranks=0)  # rank 1 has no x any more
         """
         chosen, timeout = self.select(ranks), _check_timeout(timeout)
-        self._processes.launch(chosen, timeout=timeout)
+        try:
+            self._processes.launch(chosen, timeout=timeout)
+        finally:
+            # The variables of these ranks are gone: `heal` must not complete a resize as if they had stayed.
+            if self._pending is not None:
+                emptied = {rank for rank in chosen if self._state.ranks[rank].empty}
+                staying = tuple(rank for rank in self._pending.staying if rank not in emptied)
+                self._pending = replace(self._pending, staying=staying)
+                store_pending(self._segments.folder, self._pending)
         self._renew_number_watch(chosen)
         self._renew_protection(chosen, timeout)
         return chosen
@@ -1321,6 +1377,16 @@ class Cluster(ClusterQueries):
 
         Raises `StartError`; `RankLostError` if there is no healthy rank left; `InvalidArgument` for a rank that is
         alive and was not restarted alone.
+
+        Example::
+
+            import os
+            import signal
+
+            with Cluster(2) as cluster:
+                cluster.run("step = 100")
+                os.kill(cluster.status()[1].pid, signal.SIGKILL)
+                print(cluster.heal())  # the new rank 1 has the variables of rank 0
         """
         timeout = _check_timeout(timeout)
         if self._pending is not None:
@@ -1548,7 +1614,7 @@ class Cluster(ClusterQueries):
             if hosts is not None:
                 hosts.abandon(export.cell)
             raise
-        payload, frames = export.values[donor]
+        payload, frames = export.values.pop(donor)  # not kept in memory with the cell
         try:
             restarted_ranks = {
                 rank: (lambda cell, rank=rank: make_adopt(cell, rank, payload), frames) for rank in ranks
@@ -1572,6 +1638,12 @@ class Cluster(ClusterQueries):
         A snapshot is taken after every `every` steps of the prepared optimizers, and one now. `every=0` ends the
         protection and frees the memory; None only reports. After an error the interval is that of before. Raises
         `InvalidArgument`, with the arithmetic, if there is too little shared memory, and the errors of `run`.
+
+        Example::
+
+            cluster.run("model, optimizer = accelerator.prepare(model, optimizer)")
+            print(cluster.protect(every=10))
+            cluster.protect(0)  # ends it
         """
         timeout = _check_timeout(timeout)
         before = self.protection() if every else None
@@ -1612,6 +1684,14 @@ class Cluster(ClusterQueries):
         """Return the status of the protection, None if no rank has a snapshot.
 
         The files of this host are read without asking a rank. If there are other hosts, the ranks are asked for theirs.
+
+        Example::
+
+            cluster.run("model, optimizer = accelerator.prepare(model, optimizer)")
+            cluster.protect(every=10)
+            cluster.protection().every  # 10
+            cluster.protect(0)
+            cluster.protection() is None  # True
         """
         if self._processes.hosts is None:
             headers = read_headers(self._segments.folder, self._all_ranks)
@@ -1690,7 +1770,8 @@ def _check_timeout(timeout: object) -> float:
     try:
         # Unlike `float`, it takes no text.
         if not math.isnan(timeout):  # type: ignore[arg-type]  # raises TypeError for other values
-            return float(timeout)  # type: ignore[arg-type]
+            # Beyond TIMEOUT_MAX, the waits of Python raise OverflowError. Half of it leaves room for additions.
+            return min(float(timeout), threading.TIMEOUT_MAX / 2)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         pass
     raise InvalidArgument(f"timeout must be a number of seconds, got {timeout!r}")

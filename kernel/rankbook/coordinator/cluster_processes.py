@@ -25,14 +25,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from rankbook.coordinator import events as ev
-from rankbook.coordinator.driver import Driver, ReattachedDriver
+from rankbook.coordinator.driver import STOPPED, Driver, ReattachedDriver
 from rankbook.coordinator.engine_monitor import Action, EngineMonitor, LoseHost, SaveAndStop, Show
 from rankbook.coordinator.liveness import describe_unresponsive
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import GracePeriods, RankState
 from rankbook.coordinator.wait import deferred_interrupts, describe_interrupt
 from rankbook.engines.engine import AgentConnection, make_engine
-from rankbook.errors import ClusterStopped, InvalidArgument, RankbookError, RankLostError, StartError
+from rankbook.errors import ClusterStopped, InvalidArgument, RankLostError, StartError
 from rankbook.formatting import plural
 from rankbook.launch import local
 from rankbook.launch.connection import connection_path, decode_connection, interface_addresses
@@ -177,6 +177,8 @@ class ClusterProcesses:
                 if keep is not None:
                     forkserver.detach(self._address, token=self._token, seconds=keep)
                     self._wait_kept(self._driver, timeout=timeout)
+                # Raised behind this `try`, it would leave ranks that the caller does not know.
+                interrupts.check()
             except BaseException:
                 self.stop()
                 raise
@@ -215,9 +217,8 @@ class ClusterProcesses:
     def driver(self) -> Driver:
         """Return the driver. Raises `ClusterStopped`, and `RankbookError` if the driver itself has failed."""
         if self.stopped or self._driver is None:
-            raise ClusterStopped("the ranks were stopped; start new ones with rankbook.start() or %distributed start")
-        if self._driver.failure is not None:
-            raise RankbookError(f"the coordinator failed ({self._driver.failure}); stop and start again")
+            raise ClusterStopped(STOPPED)
+        self._driver.check_running()
         return self._driver
 
     @property
@@ -297,32 +298,36 @@ class ClusterProcesses:
         """
         driver, world_size = self.driver, len(assignment.devices)
         leaving = tuple(rank for rank in self.state.ranks if rank >= world_size)
-        with driver.changed:
-            driver.post(ev.RemoveRanks(leaving))
-            ended = (RankState.ABSENT, RankState.DEAD)
-            deadline = time.monotonic() + timeout
-            while any(self.state.ranks[rank].state not in ended for rank in leaving):
-                if time.monotonic() > max(deadline, driver.shutdown_manager.deadline + 1.0):
-                    raise StartError(f"{name_ranks(leaving)} did not exit within {timeout:.0f} s")
-                driver.changed.wait(0.05)
-            dead = tuple(rank for rank in self._dead(tuple(self.state.ranks)) if rank < world_size and rank not in new)
-            if dead:
-                raise RankLostError(f"{name_ranks(dead)} died while other ranks left", dead)
-            # The devices of a former rank may be asked for until it is gone. New ranks start on those of `assignment`.
-            self.assignment = replace(assignment, devices=assignment.devices + self.assignment.devices[world_size:])
-        try:
-            self.launch(new, timeout=timeout, world_size=world_size)
-        finally:
-            if len(self.state.ranks) == world_size:
-                self.assignment = assignment
-        self._record()
+        # As in `launch`: an interrupt in the middle of the actions would leave some ranks that were not asked to exit.
+        with deferred_interrupts() as interrupts:
+            with driver.changed:
+                driver.post(ev.RemoveRanks(leaving))
+                ended = (RankState.ABSENT, RankState.DEAD)
+                deadline = time.monotonic() + timeout
+                while any(self.state.ranks[rank].state not in ended for rank in leaving):
+                    interrupts.check()
+                    if time.monotonic() > max(deadline, driver.shutdown_manager.deadline + 1.0):
+                        raise StartError(f"{name_ranks(leaving)} did not exit within {timeout:.0f} s")
+                    driver.changed.wait(0.05)
+                dead = [rank for rank in self._dead(tuple(self.state.ranks)) if rank < world_size and rank not in new]
+                if dead:
+                    raise RankLostError(f"{name_ranks(dead)} died while other ranks left", dead)
+                # The devices of a former rank may be asked for until it is gone. New ranks start on those of
+                # `assignment`.
+                self.assignment = replace(assignment, devices=assignment.devices + self.assignment.devices[world_size:])
+            try:
+                self.launch(new, timeout=timeout, world_size=world_size)
+            finally:
+                if len(self.state.ranks) == world_size:
+                    self.assignment = assignment
+            self._record()
 
     def discard(self, ranks: tuple[int, ...], reason: str) -> None:
         """Kill those of `ranks` that live, and treat them as dead at once. `reason` says why."""
         driver = self.driver
         # Kill and report in one step, so that the exit that the forkserver reports later finds the ranks dead already
-        # and is ignored.
-        with driver.changed:
+        # and is ignored. An interrupt waits for the last rank.
+        with deferred_interrupts(), driver.changed:
             for rank in (self.state.ranks[number] for number in ranks):
                 if rank.state in (RankState.STARTING, RankState.IDLE, RankState.BUSY):
                     self._launcher.kill(rank.rank, rank.incarnation)
@@ -414,6 +419,11 @@ class ClusterProcesses:
         return self._hosts
 
     @property
+    def launcher(self) -> str:
+        """Return the name of the engine that has started the other hosts; empty if all ranks run on this one."""
+        return "" if self._engine is None else self._engine.state.name
+
+    @property
     def engine_status(self) -> str:
         """Return a line about the engine that has started the other hosts; empty if there is nothing to say."""
         return "" if self._engine is None else self._engine.state.describe(time.time())
@@ -478,6 +488,7 @@ class ClusterProcesses:
                 written = engine.state.describe_output()
                 raise StartError(f"{missing} of {n - home} slots are missing after {timeout:.0f} s{written}")
             link.wait(min(0.1, remaining), ())
+        engine.state.start_succeeded = True
 
     def _place(self, n: int | None, home: HostSlots, backend: str | None) -> DeviceAssignment:
         """Place the ranks on this host and the others."""
@@ -566,7 +577,7 @@ class ClusterProcesses:
             if interrupted():
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
-                raise StartError(f"no host has a free slot for {name_ranks(missing)}; start an agent, then try again")
+                raise StartError(f"no host has a free slot for {name_ranks(missing)}{self._describe_wait()}")
             time.sleep(0.05)
         seats = [seat for _, seat in sorted(hosts.seats.items())]
         self.assignment = replace(self.assignment, devices=tuple(seat.device for seat in seats))
@@ -586,17 +597,24 @@ class ClusterProcesses:
                 f"no host has a free slot for {name_ranks(missing)}, and the launcher {self._engine.state.name} has no"
                 " other host; the other ranks go on, or stop and start again"
             )
+        hosts.report(f"waiting for {plural(len(missing), 'slot')} on another host, for {name_ranks(missing)}")
         return requested
+
+    def _describe_wait(self) -> str:
+        """Describe what further hosts wait for, to follow the ranks that have none."""
+        assert self._engine is not None
+        if self._engine.state.name == "env":
+            return "; start an agent, then try again"
+        queue = self._engine.state.describe_queue()
+        return f"{queue and f': {queue}'}; wait longer with %distributed heal --timeout SECONDS"
 
     def _has_ended(self, host: int) -> bool:
         assert self._engine is not None
         return host in self._engine.state.ended
 
     def _describe_ended(self, host: int) -> str:
-        """Return why the agent of a host that the engine has started has ended."""
         assert self._engine is not None
-        state = self._engine.state
-        return f"the agent on {state.started.get(host) or f'host {host}'} ended because {state.ended[host]}"
+        return self._engine.state.describe_end(host)
 
     def _perform(self, action: Action) -> None:
         """Perform an action of the engine's monitor, on its thread."""

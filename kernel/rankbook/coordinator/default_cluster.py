@@ -26,6 +26,11 @@ KEEP_SECONDS = 600.0
 """Default number of seconds that kept ranks stay without a notebook."""
 
 _DEVICES = {"cpu": "the CPU", "cuda": "CUDA devices"}
+_HOST_OPTIONS = {
+    # field of `HostOptions`: argument of `start`
+    **{name: name for name in ("nodes", "address", "port", "home", "lost_after", "env", "sync_code")},
+    "arguments": "launcher_args",
+}
 
 _current: Cluster | None = None
 # Held during a whole start, which may take a minute. Functions that only read `_current` do not take it.
@@ -146,8 +151,8 @@ def start(
     `device` is "cpu", which hides CUDA devices from the ranks, or "cuda", which raises `StartError` if torch can use
     none; by default the ranks use CUDA devices if torch can. `timeout` is in seconds, by default 180. `keep`: the ranks
     survive this process, for ten minutes or the given number of seconds, and `attach` finds them again. Raises
-    `InvalidArgument` if a cluster of another size, backend, device or `keep` is running, and with `keep` if ranks of
-    this notebook are kept already.
+    `InvalidArgument` if a cluster of another size, backend, device or `keep` is running, with `keep` if ranks of this
+    notebook are kept already, and if an option for other hosts is given without `launcher`.
 
     `launcher` starts ranks on other hosts: "ssh", "slurm", "mpirun" and "ray" start an agent on each of them, "env"
     prints the command, and another package or a `rankbook.engines.Engine` object may start them too. The call waits up
@@ -170,11 +175,12 @@ def start(
     seconds = KEEP_SECONDS if keep is True else float(keep) or None
     if seconds is not None and not 0 < seconds < threading.TIMEOUT_MAX:
         raise InvalidArgument(f"keep must be True, False or a positive number of seconds, got {keep}")
-    options = None
-    if launcher is not None:
-        options = HostOptions(
-            launcher, address, port, home, lost_after, tuple(env), nodes, tuple(launcher_args), sync_code
-        )
+    host_options = HostOptions(
+        launcher or "env", address, port, home, lost_after, tuple(env), nodes, tuple(launcher_args), sync_code
+    )
+    if launcher is None:
+        _check_no_host_options(host_options)
+    options = None if launcher is None else host_options
     # Before the start in the background is taken: after a refusal, `attach` may still replace its cluster.
     if seconds is not None and (_prestarted is not None or default_or_none() is None):
         _check_none_kept()
@@ -193,6 +199,18 @@ def start(
     if timeout is None:  # users and queues start other hosts
         timeout = START_TIMEOUT if options is None else HOSTS_TIMEOUT
     return _start(n, backend, device, timeout, seconds, options)
+
+
+def _check_no_host_options(options: HostOptions) -> None:
+    """Raise `InvalidArgument` if an option has a value that a start on this host alone would ignore."""
+    default = HostOptions()
+    given = [name for field, name in _HOST_OPTIONS.items() if getattr(options, field) != getattr(default, field)]
+    if given:
+        names = " and ".join(filter(None, [", ".join(given[:-1]), given[-1]]))
+        raise InvalidArgument(
+            f"{names} can be given only with a launcher (--launcher NAME), which starts ranks on other hosts: ssh, "
+            "slurm, mpirun, ray, or env, which prints the command to run there"
+        )
 
 
 def _check_none_kept() -> None:
@@ -222,7 +240,8 @@ def _start(
     options: HostOptions | None = None,
 ) -> Cluster:
     global _current
-    with _starting:  # a second thread waits for the first one's cluster
+    # A second thread waits for the first one's cluster. SIGINT must not lose one that was started.
+    with _starting, deferred_interrupts():
         running = default_or_none()
         if running is None:
             _current = running = Cluster(

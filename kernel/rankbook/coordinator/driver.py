@@ -76,7 +76,7 @@ from rankbook.coordinator.liveness import (
 from rankbook.coordinator.running_cell import OutputFlusher, RunningCell, input_unavailable
 from rankbook.coordinator.state_machine import ClusterState, RecoveredClusterState
 from rankbook.coordinator.states import GracePeriods, RankEntry, RankState
-from rankbook.errors import ProtocolError, RankbookError, UnreadableMessage
+from rankbook.errors import ClusterStopped, ProtocolError, RankbookError, UnreadableMessage
 from rankbook.launch.local import Launcher
 from rankbook.protocol.forkserver import ForkRank, RankExited, RankForked
 from rankbook.protocol.messages import (
@@ -116,6 +116,7 @@ _LOSS_REPORT_INTERVAL = 0.01
 """Seconds between two messages that tell the ranks which others have exited: a thousand exits do not arrive at once."""
 _RECENT_CELLS = 64
 """Number of ended cells that still receive the output of their background threads."""
+STOPPED = "the ranks were stopped; start new ones with rankbook.start() or %distributed start"
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,11 +195,21 @@ class Driver:
         if self._thread.is_alive():
             self._thread.join()
 
+    def check_running(self) -> None:
+        """Raise `ClusterStopped` after `close`, and `RankbookError` if the driver has failed."""
+        if self._closing:
+            raise ClusterStopped(STOPPED)
+        if self.failure is not None:
+            raise RankbookError(f"the coordinator failed ({self.failure}); stop and start again")
+
     def submit(self, cell: RunningCell) -> None:
-        """Run `cell` as soon as its ranks are idle. Any thread."""
-        # The cell is stored before the event is posted, because `SendTask` looks it up while `post` performs the
-        # actions.
+        """Run `cell` as soon as its ranks are idle. Raises as `check_running`, and `RankLostError`. Any thread."""
         with self.changed:
+            # Under the lock: nothing would end a cell that is queued after its rank has died or the driver has ended.
+            self.check_running()
+            self.state.check_available(cell.ranks)
+            # The cell is stored before the event is posted, because `SendTask` looks it up while `post` performs the
+            # actions.
             self._cells[cell.cell] = cell
             self.post(ev.Submit(cell.cell, cell.ranks, cell.defines_variables))
 
@@ -508,9 +519,13 @@ class Driver:
         if cell is not None:
             cell.rank_done(rank, message, frames)
             self._flusher.add(message.cell)
-            # An internal cell has no output in which its error could be seen. `ClusterProcesses.launch` raises it.
+            # An internal cell has no output in which its error could be seen. `ClusterProcesses.launch` raises it, and
+            # the cells that need the group show it: they run all the same.
             if cell.number < 0 and message.error is not None and message.status == "error":
                 self.start_errors[rank] = f"rank {rank}: {message.error.plain}"
+                reason = message.error.value.removeprefix("cannot form the process group: ")
+                for waiting in self.active_cells():
+                    waiting.note_once(f"the process group could not be formed: {reason}\n")
         failure, was_empty = describe_failure(message, cell), self.state.ranks[rank].empty
         self.post(
             ev.CellDone(
@@ -838,8 +853,9 @@ class ReattachedDriver(Driver):
         super()._perform(action)
         if isinstance(action, act.EndCell):
             # Acknowledged when the driver thread has ended the cell, not now: if this process died in between, the
-            # output would be lost.
-            self._unacknowledged.append((action, self._cells[action.cell].ranks))
+            # output would be lost. Ranks to which a queued cell was never sent have nothing to acknowledge.
+            cell = self._cells[action.cell]
+            self._unacknowledged.append((action, cell.ranks if cell.started is not None else ()))
 
     def _end_cells(self) -> None:
         super()._end_cells()

@@ -80,7 +80,10 @@ Action: TypeAlias = Show | LoseHost | SaveAndStop
 
 @dataclass
 class EngineState:
-    """State of the hosts of the engine `name`. The ranks are stopped `grace` seconds before the hosts end."""
+    """State of the hosts of the engine `name`. The ranks are stopped `grace` seconds before the hosts end.
+
+    `start_succeeded` is set when the hosts of the start have offered their slots.
+    """
 
     name: str
     grace: float
@@ -89,7 +92,9 @@ class EngineState:
     queued: HostQueued | None = None
     ends_at: float | None = None
     failure: str = ""
+    start_succeeded: bool = False
     _start_failure: str = ""
+    _shown_queue: set[HostQueued] = field(default_factory=set)
     _reported: set[str] = field(default_factory=set)
     _output: dict[int | None, str] = field(default_factory=dict)
     _announced: float = float("inf")
@@ -100,10 +105,12 @@ class EngineState:
         match event:
             case HostStarted(host, str(name)) if _is_host(host):
                 self.started[host] = name
-                self.queued = None
-            case HostQueued(str()) if self.queued != event:
+                self._leave_queue()
+            case HostQueued(str()):
                 self.queued = event
-                return [Show(f"{self.name}: {_describe_queue(event)}")]
+                if event not in self._shown_queue:  # several jobs may wait
+                    self._shown_queue.add(event)
+                    return [Show(f"{self.name}: {self.describe_queue()}")]
             case HostQueued():
                 pass
             case HostEnded(host, str(reason)) if host is None or _is_host(host):
@@ -132,11 +139,15 @@ class EngineState:
         if host in self.ended:
             return []
         self.ended[host] = reason
-        self.queued = None
+        self._leave_queue()
         if host is None:
             return [LoseHost(None, f"was lost: the hosts of {self.name} ended because {reason}")]
         name = self.started.get(host) or f"host {host}"
         return [LoseHost(host, f"was lost: the agent on {name} ended because {reason}")]
+
+    def _leave_queue(self) -> None:
+        self.queued = None
+        self._shown_queue.clear()
 
     def set_limits(self, limits: object, now: float) -> list[Action]:
         """Take over the limits that the engine knows. Times are Unix times."""
@@ -176,15 +187,22 @@ class EngineState:
         """Return why a start cannot succeed any more; empty if it still can."""
         if self._start_failure:
             return self._start_failure
-        for host, reason in self.ended.items():
+        for host in self.ended:
             if host is not None and host not in self.started:  # a mistake of the engine
                 continue
-            where = "" if host is None else f" on {self.started.get(host) or f'host {host}'}"
-            output = self._output.get(host, "").strip() or self._output.get(None, "").strip()
-            # The reason may quote all of the output already, in one line.
-            told = "" if join_lines(output) in reason else f"\n{output}"
-            return f"the agent{where} ended because {reason}{told}"
+            return self.describe_end(host)
         return ""
+
+    def describe_end(self, host: int | None) -> str:
+        """Describe why a host has ended, or all of them (None), with what it has written last."""
+        reason = self.ended[host]
+        where = "" if host is None else f" on {self.started.get(host) or f'host {host}'}"
+        output = self._output.get(host, "").strip()
+        if not output and not self.start_succeeded:  # later, a replacement has a program of its own
+            output = self._output.get(None, "").strip()
+        # The reason may quote all of the output already, in one line.
+        told = "" if join_lines(output) in reason else f"\n{output}"
+        return f"the agent{where} ended because {reason}{told}"
 
     def describe_output(self) -> str:
         """Return what the hosts and the engine's program have written last, on lines of its own; empty if nothing."""
@@ -194,22 +212,26 @@ class EngineState:
     def describe(self, now: float) -> str:
         """Return a line for `%distributed status`; empty if there is nothing to say."""
         parts = []
-        if self.queued is not None:
-            parts.append(_describe_queue(self.queued))
+        if queue := self.describe_queue():
+            parts.append(queue)
         if self.ends_at is not None:
             parts.append(f"the hosts end at {_clock(self.ends_at)}, in {_duration(max(0.0, self.ends_at - now))}")
         if self.failure:
             parts.append(self.failure)
         return f"launcher {self.name}: {'; '.join(parts)}" if parts else ""
 
+    def describe_queue(self) -> str:
+        """Describe the queue in which hosts wait, and how to leave it; empty if none waits."""
+        if self.queued is None:
+            return ""
+        when = "" if self.queued.starts_at is None else f", expected start {_clock(self.queued.starts_at)}"
+        # An interrupt of `heal` ends its wait alone: the hosts may be needed by the next one.
+        cancel = "%distributed stop cancels it" if self.start_succeeded else "interrupt to cancel"
+        return f"waiting in the queue ({self.queued.reason}{when}); {cancel}"
+
 
 def _is_host(value: object) -> bool:
     return isinstance(value, int) and value >= 0
-
-
-def _describe_queue(queued: HostQueued) -> str:
-    when = "" if queued.starts_at is None else f", expected start {_clock(queued.starts_at)}"
-    return f"waiting in the queue ({queued.reason}{when}); interrupt to cancel"
 
 
 def _clock(moment: float) -> str:

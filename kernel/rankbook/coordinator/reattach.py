@@ -73,7 +73,8 @@ def select_detached(detached: DetachedCluster, key: str | None) -> ClusterRecord
     notes = "".join(f"\n{note}" for note in detached.notes)
     if not detached.records:
         raise NoClusterError(
-            f"no kept ranks found; %distributed start --keep starts ranks that outlive the notebook{notes}"
+            "no kept ranks found; %distributed start --keep starts ranks that outlive the notebook (ranks on other "
+            f"hosts cannot){notes}"
         )
     if key is None:
         session = session_id()

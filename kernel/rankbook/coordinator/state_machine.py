@@ -36,8 +36,8 @@ from rankbook.coordinator.states import (
     RankState,
     RankStep,
 )
-from rankbook.errors import IllegalTransition
-from rankbook.ranks import name_ranks
+from rankbook.errors import IllegalTransition, RankLostError
+from rankbook.ranks import format_ranks, name_ranks
 
 _REQUEST_INTERVAL = 0.05
 """Seconds between two requests for reports that follow from exits; less than half of `GracePeriods.death_interrupt`."""
@@ -96,6 +96,23 @@ class ClusterState:
             for rank in ranks
             if self.ranks[rank].state in unavailable and not self.ranks[rank].refork
         }
+
+    def check_available(self, ranks: Iterable[int]) -> None:
+        """Raise `RankLostError` if some of `ranks` are `unavailable`."""
+        unavailable = self.unavailable(ranks)
+        if not unavailable:
+            return
+        first = next(iter(unavailable.values()))
+        reason = f"rank {first.rank} {first.loss or 'is not running'}"
+        more = (
+            f" (and {name_ranks([rank for rank in unavailable if rank != first.rank])})" if len(unavailable) > 1 else ""
+        )
+        # The ranks that a selection could name instead.
+        alive = [rank for rank in self.ranks if rank not in self.unavailable(self.ranks)]
+        pronoun = "it" if len(unavailable) == 1 else "them"
+        rest = f", --ranks {format_ranks(alive)} runs without {pronoun}" if alive else ""
+        empty = f"%distributed restart {format_ranks(unavailable)} starts {pronoun} with an empty namespace"
+        raise RankLostError(f"{reason}{more}; %distributed heal restores {pronoun}, {empty}{rest}", tuple(unavailable))
 
     def handle(self, event: ev.Event) -> list[act.Action]:
         """Apply `event` and return the actions to perform. Raises `IllegalTransition`."""

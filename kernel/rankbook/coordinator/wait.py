@@ -51,6 +51,11 @@ class DeferredInterrupts:
         self.was_taken |= count > 0
         return count > 0
 
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if an interrupt has arrived since the last call."""
+        if self.take():
+            raise KeyboardInterrupt
+
 
 # The outermost block. Only the main thread reads and writes it, so it needs no lock.
 _active: DeferredInterrupts | None = None

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -277,6 +277,22 @@ class StepEngine(ProcessEngine):
         return [HostOutput(host, f"{line}\n")]
 
 
+def choose_replacement(
+    machines: Sequence[str], lost: str | None, in_use: Collection[str], used: Collection[str], tried: Sequence[str]
+) -> str | None:
+    """Return the machine for an agent in place of one on `lost`: one that is not in use, or the same one again.
+
+    It may be that only the agent has ended. Machines that were `tried` for it least often come first, then those that
+    were never used.
+
+    Example::
+
+        choose_replacement(["a", "b", "c"], "a", in_use=["b"], used=["a", "b"], tried=[])  # 'c'
+    """
+    free = [machine for machine in machines if machine == lost or machine not in in_use]
+    return min(free, key=lambda name: (tried.count(name), name == lost, name in used), default=lost)
+
+
 # The first value of an option counts for ssh, so that what the user passes goes before. No question can be answered,
 # and a machine that does not answer is given up. Nothing is written to a terminal. A message every ten seconds keeps a
 # firewall from forgetting the connection. Its answer may be missing for a day: when a host is lost is decided by
@@ -324,6 +340,7 @@ class SshEngine(ProcessEngine):
         if not self._machines or any(machine.startswith("-") for machine in self._machines):
             raise InvalidArgument(f"invalid --hosts {options.hosts!r}: expected names such as node1,me@node2")
         self._machine_of: dict[int, str] = {}
+        self._tried: dict[int, list[str]] = {}
         self._slots = 0
 
     def start(self, hosts: int | None, slots: int, connection: AgentConnection) -> None:
@@ -337,10 +354,16 @@ class SshEngine(ProcessEngine):
             self._connect(machine)
 
     def replace(self, host: int, *, wait: bool) -> int | None:  # noqa: ARG002
-        """See `Engine`. An unused machine, or the same one again: it may be that only the agent has ended."""
-        unused = [machine for machine in self._machines if machine not in self._machine_of.values()]
-        machine = unused[0] if unused else self._machine_of.get(host)
-        return None if machine is None else self._connect(machine)
+        """See `Engine`. A machine that is not in use, or the same one again."""
+        in_use = {self._machine_of[number] for number in self.jobs if number is not None}
+        tried = self._tried.setdefault(host, [])
+        machine = choose_replacement(
+            self._machines, self._machine_of.get(host), in_use, self._machine_of.values(), tried
+        )
+        if machine is None:
+            return None
+        tried.append(machine)
+        return self._connect(machine)
 
     def _connect(self, machine: str) -> int:
         assert self.connection is not None
@@ -433,7 +456,7 @@ class EnvEngine:
         """See `Engine`. Someone has to start the agent, so that it has to be waited for."""
         if not wait or self._connection is None:
             return None
-        notice = Notice(describe_start(self._connection, 1, self._per_host))
+        notice = Notice(describe_start(self._connection, None, self._per_host))
         if notice not in self._events:  # several hosts were lost at once
             self._events.append(notice)
         self._next += 1
@@ -447,8 +470,9 @@ class EnvEngine:
         """See `Engine`. The agents end because the notebook tells them to."""
 
 
-def describe_start(connection: AgentConnection, missing: int, per_host: int | None = None) -> str:
-    """Return the lines that start agents for `missing` ranks, of which a host takes `per_host`."""
+def describe_start(connection: AgentConnection, missing: int | None, per_host: int | None = None) -> str:
+    """Return the lines that start agents for `missing` ranks (None: not known), of which a host takes `per_host`."""
+    waiting = "" if missing is None else f"waiting for {plural(missing, 'slot')}: "
     name = shlex.quote(str(connection.file))
     from_file = shlex.join(connection.command(None, per_host, source=str(connection.file)))
     # The shell on the node splits it once more.
@@ -463,7 +487,7 @@ def describe_start(connection: AgentConnection, missing: int, per_host: int | No
     mpirun = "mpirun --map-by ppr:1:node --bind-to none --mca orte_abort_on_non_zero_status 0"
     return "\n".join(
         (
-            f"waiting for {plural(missing, 'slot')}: start one agent per node, in one of these ways",
+            f"{waiting}start one agent per node, in one of these ways",
             "(--slots N offers N ranks; the default is one per CUDA device)",
             f"  on the node            {from_file}",
             f"  by ssh                 ssh NODE {by_ssh} < {name}",

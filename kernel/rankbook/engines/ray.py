@@ -161,6 +161,7 @@ class RayEngine:
         self._ready: Any = None
         self._hosts: dict[int, _RayHost] = {}
         self._ended: dict[int, _RayHost] = {}
+        self._late: list[EngineEvent] = []
         self._next = 0
         self._slots = 0
         self._bundles = 0
@@ -197,7 +198,7 @@ class RayEngine:
 
     def events(self) -> Iterable[EngineEvent]:
         """See `Engine`."""
-        events: list[EngineEvent] = []
+        events, self._late = self._late, []
         if self._connection is not None and not self._ray.is_initialized():
             # Ray has ended the actors. Any further call of `ray` would start Ray anew.
             self._connection = self._ready = self._group = None
@@ -216,8 +217,12 @@ class RayEngine:
 
     def replace(self, host: int, *, wait: bool) -> int | None:
         """See `Engine`. The same bundle, as soon as Ray has placed it: at once, if its node lives."""
+        if self._connection is None:
+            return None
+        if host in self._hosts:  # lost for the notebook, before Ray has noticed it
+            self._late += self._end(host, self._hosts[host], "ray: it was lost")
         lost = self._ended.get(host)
-        if lost is None or self._connection is None:
+        if lost is None:
             return None
         alive = any(node["NodeID"] == lost.node and node["Alive"] for node in self._ray.nodes())
         if not alive and not wait:

@@ -26,7 +26,7 @@ from rankbook.engines.engine import (
     slots_per_host,
     split_arguments,
 )
-from rankbook.engines.processes import OptionParser, StepEngine
+from rankbook.engines.processes import OptionParser, StepEngine, choose_replacement
 from rankbook.errors import InvalidArgument, StartError
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 60.0
@@ -172,10 +172,11 @@ class SlurmEngine(StepEngine):
     """`--launcher slurm`: a step over the nodes of this allocation, or a job of its own.
 
     The connection goes over the standard input of srun, which copies it to all tasks. If srun ends, also by SIGKILL,
-    its step ends, and its job if it has made one.
+    its step ends, and its job if it keeps one.
 
     A job of its own is kept by a first srun, and the agents are a second step of it: srun asks for whole nodes with
-    `--exclusive`, but that also gives its own step one core per task (`--exact`).
+    `--exclusive`, but that also gives its own step one core per task (`--exact`). The first job is kept until the stop:
+    replacements are further steps of it. Another one, and one in which no agent has started, ends with its step.
     """
 
     name = "slurm"
@@ -204,6 +205,8 @@ class SlurmEngine(StepEngine):
         self._pause = _FIRST_PAUSE
         self._ends_at: float | None = None
         self._ending: set[int] = set()
+        self._asked: dict[int, int] = {}
+        self._tried: dict[int, list[str]] = {}
 
     def start(self, hosts: int | None, slots: int, connection: AgentConnection) -> None:
         """See `Engine`."""
@@ -236,16 +239,23 @@ class SlurmEngine(StepEngine):
         return events
 
     def replace(self, host: int, *, wait: bool) -> int | None:
-        """See `Engine`. A node of the allocation that is not used, or the same one; with `wait`, a further job."""
+        """See `Engine`. A node of the allocation that is not in use, or the same one; with `wait`, a further job."""
         number = self._next
-        free = [node for node in self._nodes if node not in self.names.values()]
-        node = next(iter(free), self.names.get(host))
+        running = self._waiting.union(*self.hosts_of.values())
+        in_use = {name for other, name in self.names.items() if other in running}
+        tried = self._tried.setdefault(host, [])
+        node = choose_replacement(self._nodes, self.names.get(host), in_use, [*self.names.values()], tried)
         if not wait and self._job is not None and node is not None:
             # If the node itself has failed, srun ends and says so.
             self._run_step(number, 1, [node], str(number), ["--immediate=20"])
             self.names[number] = node
+            tried.append(node)
         elif wait and self._is_own_job:
+            # An earlier wait for it was given up, and it is still queued.
+            if (further := self._asked.get(host)) is not None and further in self._waiting:
+                return further
             self._run_step(number, 1, None, str(number))
+            self._asked[host] = number
         else:
             return None
         self._next += 1
@@ -281,6 +291,8 @@ class SlurmEngine(StepEngine):
 
     def read_line(self, host: int | None, line: str) -> list[EngineEvent]:
         """Return the end of a node or of its task that srun reports, and the line."""
+        if (code := supervisor.read_step_end(line)) is not None:
+            return self._end_step(host, code)
         events: list[EngineEvent] = [HostOutput(host, f"{line}\n")]
         if (report := supervisor.read_report(line)) is not None:  # Slurm has sent SIGTERM
             self._ending.add(report[0])
@@ -297,6 +309,16 @@ class SlurmEngine(StepEngine):
                     self.hosts_of[host].discard(number)
                     events.append(HostEnded(number, f"the node {name} has failed"))
         return events
+
+    def _end_step(self, job: int | None, code: int) -> list[EngineEvent]:
+        """Return the ends of the hosts that the first step of a job has left. End the job if nothing uses it again."""
+        hosts = self.hosts_of.get(job)
+        self.hosts_of[job] = set()  # the end of the job is no event any more
+        self._waiting.discard(job)
+        if job is not None or hosts is None:
+            self.jobs[job].end()
+        reason = f"{self.name}: {supervisor.describe_code(code)}"
+        return [HostEnded(host, reason) for host in ([job] if hosts is None else sorted(hosts))]
 
     def _run_step(
         self, job: int | None, count: int, nodes: Sequence[str] | None, number: str, further: Sequence[str] = ()

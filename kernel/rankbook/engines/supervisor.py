@@ -9,7 +9,8 @@ end, or the process that has started this one ends. That is what a killed kernel
 exit function runs there. First comes the number SIGNAL, then SIGTERM and SIGKILL, with some seconds between.
 
 With `--in-job`, HOLDER, of N words, asks for a job, writes a line with its number (`HOLD`), and keeps it until its
-standard input ends. The command runs in that job, and its end is the job's.
+standard input ends. The command runs in that job. A line says that it has ended (`read_step_end`), and the job is kept
+for others until this process gets SIGUSR2 or SIGTERM, or the one that has started it ends.
 
 With `--report`, lines on standard output say that the command has started and how it has ended (`read_report`), and
 the exit status is 0: MPI ends all processes when one has failed, and Slurm says only of some ends which task it was.
@@ -34,6 +35,7 @@ _GRACE = 4.0
 """Seconds between two signals that end a command."""
 _POLL = 0.2
 _REPORT = re.compile(r"rankbook-host (\d+) (started|ending|ended): (.*)")
+_STEP_END = re.compile(r"rankbook-step ended: (-?\d+)")
 _JOB = "rankbook-job "
 # It ends when its standard input does, and with no signal but SIGKILL: the agents need the job when a signal comes to
 # all of its tasks.
@@ -55,6 +57,12 @@ def read_report(line: str) -> tuple[int, str, str] | None:
     """
     match = _REPORT.fullmatch(line.strip())
     return None if match is None else (int(match[1]), match[2], match[3])
+
+
+def read_step_end(line: str) -> int | None:
+    """Return the exit code of the command of `--in-job` if a line says that it has ended; None for another line."""
+    match = _STEP_END.fullmatch(line.strip())
+    return None if match is None else int(match[1])
 
 
 def describe_code(code: int) -> str:
@@ -102,6 +110,7 @@ def _end(child: subprocess.Popen[bytes], first_signal: int) -> None:
 
 def _run_in_job(holder_command: list[str], command: list[str]) -> int:
     ended: list[int] = []
+    parent = os.getppid()
     # They also go to both programs. The holder's tasks ignore them, so that the other one has time to end.
     for number in (signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, lambda number, _frame: ended.append(number))
@@ -118,6 +127,11 @@ def _run_in_job(holder_command: list[str], command: list[str]) -> int:
                 # srun takes the job of this variable.
                 environment = {**os.environ, "SLURM_JOB_ID": line.removeprefix(_JOB).strip()}
                 code = subprocess.run(command, env=environment, check=False).returncode
+                # In one write, and behind what the command may have left of a line. The notebook may have gone.
+                with contextlib.suppress(OSError):
+                    os.write(1, f"\nrankbook-step ended: {code}\n".encode())
+            while not ended and holder.poll() is None and os.getppid() == parent:
+                time.sleep(_POLL)
             break
         sys.stdout.write(line)
         sys.stdout.flush()

@@ -18,8 +18,8 @@ The state for a healed rank stays on the donor's host if all of its readers run 
 
 Loss of a host. A host that cannot be reached keeps its ranks for `lost_after` seconds. After that, or as soon as the
 end of its agent is known, every rank of it counts as exited. The agent reports its end itself; if it was killed, the
-engine does. Without an engine that knows (`probe_agents`), its closed connection and its closed port show it. An agent
-that returns later is refused; it ends its ranks and offers its slots again as a new host.
+engine does. Without an engine that knows at once (`probe_agents`), its closed connection and its closed port show it.
+An agent that returns later is refused; it ends its ranks and offers its slots again as a new host.
 """
 
 from __future__ import annotations
@@ -783,7 +783,8 @@ def listen(options: HostOptions, cluster: str, segments: Path, *, report: Callab
         raise
     store = KeyFolder(segments / "store")
     hosts = Hosts(hub, MirroredSegments(segments), store, lost_after=options.lost_after, report=report)
-    hosts.probe_agents = options.launcher == "env"
+    # Ray reports the end of a node only when it has missed its heartbeats for a while.
+    hosts.probe_agents = options.launcher in ("env", "ray")
     if options.sync_code:
         # `report` is replaced when the cluster has started.
         hosts.modules = ModuleFolder(Path.cwd(), lambda text: hosts.report(text))  # noqa: PLW0108

@@ -175,16 +175,18 @@ def rank_environment(
         "NCCL_RAS_ENABLE": "0",
         # Not the notebook's MPLBACKEND: it may name a backend that needs the kernel or a window. A rank sends its
         # figures by the inline backend.
-        **{name: value for name, value in base.items() if name != "MPLBACKEND"},
+        **{name: value for name, value in base.items() if name not in ("MPLBACKEND", _OF_WANDB)},
         **place,
     }
 
 
+_OF_WANDB = "WANDB_SERVICE"
+"""The address of a process that `wandb.init` has started for this one, on this host. A rank starts its own."""
 _OWN_VARIABLES = frozenset(
     {
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
         *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-        *("MPLBACKEND", "CUDA_VISIBLE_DEVICES"),
+        *("MPLBACKEND", "CUDA_VISIBLE_DEVICES", _OF_WANDB),
     }
 )
 """Variables that belong to a rank, or that its device was chosen by."""
@@ -379,7 +381,9 @@ PLACE_OF_OTHERS = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER
 
 INHERITED_PREFIXES = ("RANKBOOK_", "ACCELERATE_", "OMP_", "NCCL_", "TORCH", "HF_", "WANDB_")
 """Prefixes of the environment variables that ranks on other hosts inherit from the notebook's process."""
-_NOT_INHERITED = frozenset({"RANKBOOK_CONNECT", "RANKBOOK_RUNTIME_DIR", "RANKBOOK_LOG_DIR", "NCCL_SOCKET_IFNAME"})
+_NOT_INHERITED = frozenset(
+    {"RANKBOOK_CONNECT", "RANKBOOK_RUNTIME_DIR", "RANKBOOK_LOG_DIR", "NCCL_SOCKET_IFNAME", _OF_WANDB}
+)
 """Variables with such a prefix that name something of the notebook's host, or hold its keys."""
 
 
@@ -432,13 +436,14 @@ def place_variables(
     """Return the variables that torchrun sets, for the rank at `seat` in the cluster `run`.
 
     `address` is that of rank 0's host. By the id of the run, libraries see that they are not to start processes.
-    With the `device` "cpu", no CUDA device is visible to the rank, whatever the code on it asks for. Without a CUDA
-    device, Accelerate and Transformers would take the rank for the only one; ACCELERATE_USE_CPU tells them otherwise.
+    With the `device` "cpu", no CUDA device is visible to the rank, whatever the code on it or the notebook's
+    RANKBOOK_DEVICE asks for. Without a CUDA device, Accelerate and Transformers would take the rank for the only one;
+    ACCELERATE_USE_CPU tells them otherwise.
     """
     # A single rank on macOS may use its GPU.
     use_cpu = seat.device == "cpu" and (world_size > 1 or sys.platform != "darwin")
     return {
-        **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
+        **({"CUDA_VISIBLE_DEVICES": "", "RANKBOOK_DEVICE": "cpu"} if device == "cpu" else {}),
         **({"ACCELERATE_USE_CPU": "1"} if use_cpu else {}),
         "RANK": str(seat.rank),
         "LOCAL_RANK": str(seat.local_rank),

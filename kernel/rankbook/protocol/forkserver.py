@@ -160,6 +160,20 @@ class RankExited(Message, frozen=True):
     ordered: bool = False
 
 
+def not_started(request: ForkRank, reason: object) -> RankExited:
+    """Return the report of a rank whose process could not be created for `reason`."""
+    return RankExited(
+        rank=request.rank,
+        incarnation=request.incarnation,
+        pid=0,
+        code=1,
+        memory_kills=0,
+        stdout=b"",
+        stderr=b"",
+        reason=f"could not be started: {reason}",
+    )
+
+
 class ClusterClosed(Message, frozen=True):
     """Report that no process of the cluster is left."""
 

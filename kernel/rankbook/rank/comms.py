@@ -89,7 +89,9 @@ class RankComm(BaseComm):
             _registry.held.message_sent(kind, name, content)
             about = json.dumps(metadata or {}, default=plain_value)
             message = CommFromRank(kind, name, text_of(self.target_name), content, about)
-            _registry.link.send(message, [_as_bytes(memoryview(buffer)) for buffer in buffers or ()])
+            frames = [_as_bytes(memoryview(buffer)) for buffer in buffers or ()]
+            with _registry.shield():  # an interrupt would leave half of the message on the wire
+                _registry.link.send(message, frames)
 
     def __del__(self) -> None:
         """Send no message: the garbage collector may run in the middle of another message."""
@@ -173,6 +175,7 @@ class _CommRegistry:
     def __init__(self) -> None:
         self.manager = CommManager()
         self.link: RankLink | None = None
+        self.shield: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self.on_open: Callable[[dict[str, Any]], None] | None = None
         self.inbox: queue.SimpleQueue[_Received] = queue.SimpleQueue()
         self.held = HeldMessages(self.inbox.put)
@@ -221,12 +224,16 @@ def prepare_comms() -> None:
     replace_ipykernel_comm(RankComm, CommManager)
 
 
-def attach_comms(link: RankLink, on_open: Callable[[dict[str, Any]], None] | None = None) -> None:
+def attach_comms(
+    link: RankLink,
+    shield: Callable[[], AbstractContextManager[None]],
+    on_open: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
     """Send the comm messages of this process over `link`. A forked child process sends none: the link is its parent's.
 
-    `on_open` is called with the data of every comm_open message.
+    `shield` holds interrupts back; `on_open` is called with the data of every comm_open message.
     """
-    _registry.link, _registry.on_open = link, on_open
+    _registry.link, _registry.shield, _registry.on_open = link, shield, on_open
     os.register_at_fork(after_in_child=_detach)
 
 

@@ -50,6 +50,7 @@ from rankbook.protocol.forkserver import (
     OpenCluster,
     RankExited,
     RankForked,
+    not_started,
 )
 from rankbook.protocol.messages import (
     ClaimAccepted,
@@ -175,10 +176,11 @@ class Forkserver:
         self._close()
 
     def _wait(self, timeout: float) -> bool:
-        readable = wait_readable([*self._owner.files(), self._signal_read], timeout)
+        has_unread = self._owner.stream.has_unread
+        readable = wait_readable([*self._owner.files(), self._signal_read], 0.0 if has_unread else timeout)
         if self._signal_read in readable:
             os_utils.read_available(self._signal_read)
-        return bool(readable)
+        return bool(readable) or has_unread
 
     def _is_protected(self) -> bool:
         return any(any(Path(folder).glob("snapshot-*.header")) for folder in self._opened.folders)
@@ -226,14 +228,24 @@ class Forkserver:
         self._owner.send(ClusterOpened(_free_port(), found.usable, found.problem, found.unexpected))
 
     def _fork(self, message: ForkRank) -> None:
-        out_read, out_write = os_utils.output_pipe()
-        err_read, err_write = os_utils.output_pipe()
         mark = f"{self._token}-{message.rank}-{message.incarnation}"
         # Inherited by every process that a cell starts, so that leftovers can be found whose parents have ended.
         message.env[_OWNER.encode()] = mark.encode()
         # Otherwise the garbage collector would write to, and so copy, all pages of torch in every rank.
         gc.freeze()
-        pid = os.fork()
+        pipes: list[int] = []
+        try:
+            pipes += os_utils.output_pipe()
+            pipes += os_utils.output_pipe()
+            pid = os.fork()
+        # No process, descriptor or memory is free. The other ranks would end with this process.
+        except OSError as error:
+            for descriptor in pipes:
+                os.close(descriptor)
+            self._exits[message.rank] = exited = not_started(message, error)
+            self._owner.send(exited)
+            return
+        out_read, out_write, err_read, err_write = pipes
         if pid == 0:
             # The copies of the other ranks' pipes are closed: `Child.started` takes a process that holds a pipe for one
             # of its rank's.
@@ -476,7 +488,9 @@ def main() -> None:
     # Set before the long imports. The ranks install their own handlers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os_utils.adopt_orphans()
-    stream: MessageStream[ToForkserver] = MessageStream(socket.socket(fileno=int(sys.argv[1])), decode_to_forkserver)
+    stream: MessageStream[ToForkserver] = MessageStream(
+        socket.socket(fileno=int(sys.argv[1])), decode_to_forkserver, reads_while_sending=True
+    )
     with _exit_with_notebook(stream, notebook, OpenCluster(folders=())):
         # Almost all of the 200,000 objects that the imports make stay: hundreds of runs of the garbage collector would
         # find next to nothing. Without them, the imports take some 6 % less CPU time.
@@ -632,7 +646,7 @@ class Ownership:
         if user not in (None, os.getuid()):
             connection.close()
             return
-        claimant = MessageStream(connection, decode_to_forkserver)
+        claimant = MessageStream(connection, decode_to_forkserver, reads_while_sending=True)
         self._claimants.append((claimant, pid or 0, time.monotonic() + _CLAIM_SECONDS))
 
     def _answer_claim(self, claimant: Stream, pid: int, message: ToForkserver, ranks: int) -> bool:

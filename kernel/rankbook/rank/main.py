@@ -214,6 +214,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
     executor = Executor(shell, link, capture, interrupts, group, store)
     comms.attach_comms(
         link,
+        interrupts.shield,
         OutputWidgetHook(capture, interrupts.shield, executor.error_report).patch_class if request.widgets else None,
     )
     control = ControlThread(link, capture, interrupts, executor, liveness)

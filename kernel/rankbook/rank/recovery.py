@@ -110,9 +110,10 @@ class TorchSettings(TypedDict):
 class ExportedState(TypedDict):
     """The exported part of a rank's state. `imports` maps names to modules, `path` is `sys.path`.
 
-    `watch` are the conditions of the number watch, None if it is off. `environment` has the environment variables that
-    cells have changed, None for a deleted one. `settings` are those of `torch_settings`. `newest_hook` has a higher
-    number than all hooks of modules and optimizers; torch numbers further ones from there on.
+    `folder` is the current folder, empty if it was removed. `watch` are the conditions of the number watch, None if it
+    is off. `environment` has the environment variables that cells have changed, None for a deleted one. `settings` are
+    those of `torch_settings`. `newest_hook` has a higher number than all hooks of modules and optimizers; torch numbers
+    further ones from there on.
     """
 
     newest_hook: RemovableHandle
@@ -185,13 +186,17 @@ def export_state(
     # One pickle for all variables: objects that several of them refer to are one object on the new rank, too.
     variables = {name: namespace[name] for name in names if name in namespace}
     watch = sys.modules.get(_WATCH)
+    try:
+        folder = str(Path.cwd())
+    except OSError:  # it was removed
+        folder = ""
     state = ExportedState(
         # Unpickled first: the new rank then gives none of its hooks the number of a hook that comes along.
         newest_hook=RemovableHandle(OrderedDict()),
         variables=variables,
         imports=imports,
         path=list(sys.path),
-        folder=str(Path.cwd()),
+        folder=folder,
         watch=watch.active_conditions() if watch is not None else None,
         environment=changed_environment(),
         settings=torch_settings(),
@@ -222,7 +227,7 @@ def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedStat
     try:
         os.chdir(state["folder"])
     except OSError as error:
-        missing["the current folder"] = str(error)
+        missing["the current folder"] = str(error) if state["folder"] else "it was removed"
     for name, value in state["environment"].items():
         if value is None:
             os.environ.pop(name, None)

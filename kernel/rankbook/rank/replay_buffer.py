@@ -119,6 +119,9 @@ class ReplayBuffer:
 
     def acknowledge(self, cell: int) -> None:
         """Drop the messages of `cell` and of earlier cells: the owner has received them."""
+        # A task that forms the groups anew has overtaken the cell that runs now. `begin` has dropped its messages.
+        if cell > self._cell:
+            cell = self._cell - 1
         # Stored as a number as well: output of a background thread of that cell may come later.
         self._acknowledged = max(self._acknowledged, cell)
         self._entries = [entry for entry in self._entries if entry.message.cell > self._acknowledged]

@@ -1,9 +1,9 @@
 """Length-prefixed messages over a connected stream socket, and requests of ranks to their agent.
 
 `MessageStream` connects the notebook process and the forkserver. Reading never blocks, so one poll can serve the
-socket. Sending blocks only until there is room to write. A message is its length, as a 32-bit little-endian integer,
-and its encoded bytes. `RequestListener` has such a stream for every process that asks it, and `request` is the other
-end.
+socket. Sending blocks only until there is room to write; one of the two ends must read meanwhile, or two full buffers
+would stop both. A message is its length, as a 32-bit little-endian integer, and its encoded bytes. `RequestListener`
+has such a stream for every process that asks it, and `request` is the other end.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ _HEADER = struct.Struct("<I")
 class MessageStream(Generic[_T]):
     """A connected stream socket that carries messages. `closed` is True once the peer has disconnected.
 
-    `decode` decodes the bytes of one message.
+    `decode` decodes the bytes of one message. With `reads_while_sending`, for an end that one thread uses, a send that
+    waits for room receives what the peer sends. `has_unread` is then True until the next `read`: no poll announces it.
     """
 
-    def __init__(self, connection: socket.socket, decode: Callable[[bytes], _T]) -> None:
+    def __init__(
+        self, connection: socket.socket, decode: Callable[[bytes], _T], *, reads_while_sending: bool = False
+    ) -> None:
         self._connection = connection
         self._decode = decode
+        self._reads_while_sending = reads_while_sending
+        self.has_unread = False
         self._pending = bytearray()
         # Several threads send, and the parts of two messages must not alternate if the socket's buffer is full.
         self._sending = threading.Lock()
@@ -54,12 +59,39 @@ class MessageStream(Generic[_T]):
             # The length and the message in one call: a message that fits into the socket's buffer is then one write.
             # `sendall` waits if the peer does not read.
             with self._sending:
-                self._connection.sendall(_HEADER.pack(len(data)) + data)
+                framed = _HEADER.pack(len(data)) + data
+                if self._reads_while_sending:
+                    self._send_and_receive(memoryview(framed))
+                else:
+                    self._connection.sendall(framed)
         except (BrokenPipeError, ConnectionResetError):
             self.closed = True
 
+    def _send_and_receive(self, data: memoryview) -> None:
+        while data and not self.closed:
+            try:
+                data = data[self._connection.send(data, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(self._connection, select.POLLIN | select.POLLOUT)
+                poll.poll()
+                self._receive()
+                self.has_unread = bool(self._pending)
+
     def read(self) -> Iterator[_T]:
         """Yield the messages that have arrived completely. Raises `ProtocolError`."""
+        self.has_unread = False
+        self._receive()
+        # Also after the end: the last messages of a peer may be complete.
+        while len(self._pending) >= _HEADER.size:
+            end = _HEADER.size + _HEADER.unpack_from(self._pending)[0]
+            if len(self._pending) < end:
+                break
+            message = bytes(self._pending[_HEADER.size : end])
+            del self._pending[:end]
+            yield self._decode(message)
+
+    def _receive(self) -> None:
         # Everything that is there, until the socket would block or has ended. A peer that has been killed resets the
         # connection, which counts as its end.
         while not self.closed:
@@ -72,14 +104,6 @@ class MessageStream(Generic[_T]):
             if not data:
                 self.closed = True
             self._pending += data
-        # Also after the end: the last messages of a peer may be complete.
-        while len(self._pending) >= _HEADER.size:
-            end = _HEADER.size + _HEADER.unpack_from(self._pending)[0]
-            if len(self._pending) < end:
-                break
-            message = bytes(self._pending[_HEADER.size : end])
-            del self._pending[:end]
-            yield self._decode(message)
 
     def close(self) -> None:
         """Close this end."""

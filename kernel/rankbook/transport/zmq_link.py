@@ -149,18 +149,21 @@ class ZmqHub:
         """See `HubLink`."""
         file = self._folder / f"down-{rank}.{incarnation}"
         address = f"ipc://{file}"
-        socket = self._context.socket(zmq.PUSH)
-        # No limit, so that a send never waits for a busy rank. `SNDTIMEO` then matters only while no peer is connected.
-        # What a stopped rank leaves unread is bounded by the senders: one task at a time, and queries, of which most
-        # wait for the answer. `GetCollectives` does not: it comes every 0.7 s while a cell runs, some 10 MB a day.
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.SNDTIMEO, _FIRST_SEND_MS)
+        socket: zmq.Socket[bytes] | None = None
         try:
+            socket = self._context.socket(zmq.PUSH)
+            # No limit, so that a send never waits for a busy rank. `SNDTIMEO` then matters only while no peer is
+            # connected. What a stopped rank leaves unread is bounded by the senders: one task at a time, and queries,
+            # of which most wait for the answer. `GetCollectives` does not: it comes every 0.7 s while a cell runs, some
+            # 10 MB a day.
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.SNDTIMEO, _FIRST_SEND_MS)
             # A cleaner of temporary files may have removed the folder since the last fork.
             self._renew_folder()
             socket.bind(address)
         except (zmq.ZMQError, OSError) as error:
-            socket.close(linger=0)
+            if socket is not None:
+                socket.close(linger=0)
             raise StartError(f"cannot listen at {address}: {error}") from error
         # Replaced under the lock: a message goes either to the old process or to the new one. What the old one has not
         # read is dropped (linger 0), because it has ended.
