@@ -182,7 +182,7 @@ def _ranks_of_nodes(num_nodes: int, num_processes: int | None, master_addr: str,
         if cluster.world_size == count and cluster.hosts():
             return cluster
         wanted = f"num_nodes={num_nodes} with num_processes={num_processes} are {count} ranks"
-        _check_replaceable(cluster, wanted, hosts=cluster._processes.launcher == "env")
+        _check_replaceable(cluster, wanted, hosts=cluster.launcher == "env")
         cluster.stop()
     return default_cluster.start(
         count,

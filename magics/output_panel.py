@@ -85,6 +85,9 @@ class Panel:
                 match change:
                     case BlockAdded(block) if block.data is not None and is_live(block.data):
                         self._show_below(block.key, block.ranks, block.data)
+                    # An update that the panel itself shows. The key stays: a later one may be shown below again.
+                    case BlockAdded(block) if block.data is not None and block.key in self._displays_below:
+                        self._show_below(block.key, (), {"text/plain": ""})
                     case BlockRemoved(key, forgotten=False):
                         self._hide_below(key)
 

@@ -22,6 +22,7 @@ from rankbook.coordinator.resize import (
     plan_resize,
     read_pending,
     shrunk_devices,
+    store_pending,
 )
 from rankbook.coordinator.state_machine import ClusterState
 from rankbook.coordinator.states import RankState
@@ -161,10 +162,9 @@ def test_a_rank_that_was_restarted_before_a_resize_is_completed_has_not_stayed(t
     state = started(3)
     cluster = object.__new__(Cluster)
     vars(cluster).update(_state=state, _all_ranks=(0, 1, 2), _processes=SimpleNamespace(launch=launch))
-    vars(cluster).update(
-        _pending=replace(plan_resize({0: answer(), 1: answer()}, 3), staying=(0, 1)),
-        _segments=SimpleNamespace(folder=tmp_path),
-    )
+    pending = replace(plan_resize({0: answer(), 1: answer()}, 3), staying=(0, 1))
+    store_pending(tmp_path, pending)
+    vars(cluster).update(_pending=pending, _segments=SimpleNamespace(folder=tmp_path))
     with pytest.raises(StartError):
         cluster.restart(restarted)
     assert cluster._pending.staying == read_pending(tmp_path).staying == staying

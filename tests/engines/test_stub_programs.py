@@ -27,6 +27,7 @@ from rankbook.engines import (
     Notice,
     slurm,
     slurm_tools,
+    supervisor,
 )
 from rankbook.engines.engine import make_engine
 from rankbook.engines.processes import (
@@ -161,7 +162,9 @@ def test_a_further_job_that_is_still_queued_is_waited_for_again(monkeypatch):
         ("a", "b", "ab", "", "c"),  # it was never used
         ("c", "b", "abc", "", "a"),  # its agent has ended before
         ("c", "ab", "abc", "", "c"),  # the same one again
-        ("a", "ab", "ab", "c", "a"),  # also if its agent has not ended yet
+        ("a", "b", "ab", "c", "a"),
+        ("a", "ab", "ab", "c", "c"),  # it is in use again, by the replacement of another one
+        ("a", "abc", "abc", "", None),
         ("c", "b", "abc", "a", "c"),  # a failed one does not keep the lost one from being tried
         ("c", "b", "abc", "ac", "a"),
         ("c", "b", "abc", "aca", "c"),
@@ -170,7 +173,7 @@ def test_a_further_job_that_is_still_queued_is_waited_for_again(monkeypatch):
 )
 def test_a_machine_that_is_not_in_use_replaces_a_lost_one_and_after_it_the_same_one(lost, in_use, used, tried, chosen):
     assert choose_replacement(["a", "b", "c"], lost, in_use, used, [*tried]) == chosen
-    assert choose_replacement([], lost, in_use, used, [*tried]) == lost
+    assert choose_replacement([], lost, in_use, used, [*tried]) == (None if lost in in_use else lost)
     assert choose_replacement(["a"], None, ["a"], ["a"], []) is None
 
 
@@ -575,25 +578,37 @@ def test_the_end_of_a_step_ends_those_of_its_hosts_that_are_left_and_none_of_a_l
         (5, ["5 started: node1"], [5], False),  # no replacement is a step of a further job
     ],
 )
-def test_the_first_job_is_kept_for_replacements_when_its_agents_have_ended(job, reports, ends, kept):
+@pytest.mark.parametrize("others", [True, False])
+def test_the_first_job_is_kept_for_replacements_when_its_agents_have_ended(
+    monkeypatch, job, reports, ends, kept, others
+):
+    monkeypatch.setattr(slurm_tools, "run", lambda *_: "")
     engine, ended = SlurmEngine([], environment={}), []
+    output = ["half a line\nrankbook-step ended: 1\n"]
     engine.jobs[job] = SimpleNamespace(
         end=lambda: ended.append(job),
-        poll=lambda: 0,
-        read=lambda: "",
+        poll=lambda: 0 if ended and not output else None,
+        read=lambda: output.pop() if output else "",
         wait=lambda _: True,
         describe_end=lambda: "it exited with code 1",
     )  # type: ignore[assignment]
     engine.read_output(job, "".join(f"rankbook-host {report}\n" for report in reports))
-    engine.read_output(2, "rankbook-host 2 started: node1\n")
-    events = engine.read_output(job, "half a line\nrankbook-step ended: 1\n")
+    if others:
+        engine.read_output(2, "rankbook-host 2 started: node1\n")
+    events = [*engine.events(), *engine.events()]
+    is_unused = kept and not others
     assert events == [
         HostOutput(job, "half a line\n"),
         *(HostEnded(host, "slurm: it exited with code 1") for host in ends),
+        *([Notice("slurm: no agent runs any more; the job is kept for heal, until %distributed stop")] * is_unused),
     ]
-    assert ended == ([] if kept else [job])
-    assert [*engine.events()] == [], "the end of the job is that of no other host"
-    assert engine.hosts_of[2] == {2}
+    assert (ended, job in engine.jobs) == (([], True) if kept else ([job], False))
+    assert engine.hosts_of.get(2) == ({2} if others else None)
+
+
+def test_the_end_of_a_job_is_described_without_the_line_about_its_step():
+    text = "srun: error: no\n\nrankbook-step ended: 1\n"
+    assert supervisor.without_step_end(text) == "srun: error: no\n\n"
 
 
 def test_limits_of_a_job_without_a_controller_are_unknown(monkeypatch):

@@ -291,7 +291,7 @@ def test_ranks_on_the_hosts_of_a_scheduler_are_not_given_away(monkeypatch, launc
         world_size=16,
         hosts=lambda: ["node1"],
         stop=lambda: stopped.append("stopped"),
-        _processes=SimpleNamespace(launcher=launcher),
+        launcher=launcher,
     )
     monkeypatch.setattr(launchers.default_cluster, "default_or_none", lambda: running)
     monkeypatch.setattr(launchers.default_cluster, "start", lambda *_, **__: "new ranks")

@@ -148,6 +148,23 @@ def test_late_text_keeps_its_stream():
     ]
 
 
+def test_a_display_below_the_panel_gives_way_to_an_update_that_the_panel_shows():
+    items = []
+    panel = Panel(SimpleNamespace(emit=items.extend), 3, (0, 1), "tabs")
+    merger = OutputMerger([0, 1], key="k", cluster_key="c", view=panel.page)
+
+    def show(kind, data):
+        items.clear()
+        merger.add_output(1, Display(cell=1, metadata={}, display_id="d", kind=kind, data=data), 0.0)
+        merger.drain_rank(1, 0.0)
+        return [(item.data, item.update) for item in items if not item.display_id.endswith("-of")]
+
+    markdown = {"text/plain": "<IPython.core.display.Markdown object>", "text/markdown": "running"}
+    assert (markdown, False) in show("display", markdown)
+    assert show("update", {"text/html": "<b>done</b>"}) == [({"text/plain": ""}, True)]
+    assert show("update", markdown) == [(markdown, True)]
+
+
 @pytest.fixture
 def ended():
     """Return a panel whose cell has ended, and what it shows from then on."""

@@ -353,6 +353,27 @@ def test_the_log_has_the_lines_between_the_states_of_a_bar(tmp_path):
     assert log.startswith(b"first\r\nsecond\n 30%\nthird, fourth\n\r##") and log.endswith(b"##last\n")
 
 
+def test_the_log_has_the_last_state_of_a_bar_and_of_a_line_whose_break_is_in_two_pieces(tmp_path):
+    quota = output_capture._Quota(1, tmp_path, "log")
+    bar = b"\r" + b"#" * (MAX_CELL_OUTPUT // 2)
+    for data in (b"\r 99%", b"\r100%", b"\n", b"windows\r", b"\n", bar, b"\r 7%", bar, bar, b"last\n"):
+        assert quota.admit("stdout", data)
+    quota.exhaust()
+    quota.admit("stdout", b"end\n")
+    quota.close()
+    # The last bar but one is the state before the last one.
+    assert (tmp_path / "log").read_bytes() == b"100%\nwindows\n" + bar[1:] + bar + b"last\nend\n"
+
+
+def test_bars_below_each_other_leave_nothing_but_line_breaks_for_the_log(tmp_path):
+    quota = output_capture._Quota(1, tmp_path, "log")
+    for _ in range(3 * MAX_CELL_OUTPUT // 200):
+        assert quota.admit("stderr", b"\r outer" + b"#" * 90 + b"\n\r inner" + b"#" * 90 + b"\x1b[A")
+    assert quota.open
+    assert sum(map(len, quota._sent)) < 2 * MAX_CELL_OUTPUT
+    quota.close()
+
+
 def test_a_limited_cell_sends_no_more_text_but_logs_all_of_it(tmp_path):
     sent, _ = run(tmp_path, FLOOD + "flood(50); capture.drain(); capture.limit(1); flood(500); capture.end()")
     (cut,) = [message for message in sent if isinstance(message, TextCut)]

@@ -1146,8 +1146,8 @@ class Cluster(ClusterQueries):
             self._processes.launch(chosen, timeout=timeout)
         finally:
             # The variables of these ranks are gone: `heal` must not complete a resize as if they had stayed.
-            if self._pending is not None:
-                emptied = {rank for rank in chosen if self._state.ranks[rank].empty}
+            emptied = {rank for rank in chosen if self._state.ranks[rank].empty}
+            if self._pending is not None and emptied:
                 staying = tuple(rank for rank in self._pending.staying if rank not in emptied)
                 self._pending = replace(self._pending, staying=staying)
                 store_pending(self._segments.folder, self._pending)
@@ -1727,6 +1727,11 @@ class Cluster(ClusterQueries):
     def describe_launcher(self) -> str:
         """Describe what the launcher of the other hosts has reported: a queue, the end of their time, errors."""
         return self._processes.engine_status
+
+    @property
+    def launcher(self) -> str:
+        """Return the name of the launcher that has started the other hosts; empty if all ranks run on this one."""
+        return self._processes.launcher
 
     @property
     def ended_because(self) -> str:

@@ -597,7 +597,7 @@ class ClusterProcesses:
                 f"no host has a free slot for {name_ranks(missing)}, and the launcher {self._engine.state.name} has no"
                 " other host; the other ranks go on, or stop and start again"
             )
-        hosts.report(f"waiting for {plural(len(missing), 'slot')} on another host, for {name_ranks(missing)}")
+        _report(f"waiting for {plural(len(missing), 'slot')} on another host, for {name_ranks(missing)}")
         return requested
 
     def _describe_wait(self) -> str:

@@ -175,8 +175,9 @@ def start(
     seconds = KEEP_SECONDS if keep is True else float(keep) or None
     if seconds is not None and not 0 < seconds < threading.TIMEOUT_MAX:
         raise InvalidArgument(f"keep must be True, False or a positive number of seconds, got {keep}")
+    engine = "env" if launcher is None else launcher
     host_options = HostOptions(
-        launcher or "env", address, port, home, lost_after, tuple(env), nodes, tuple(launcher_args), sync_code
+        engine, address, port, home, lost_after, tuple(env), nodes, tuple(launcher_args), sync_code
     )
     if launcher is None:
         _check_no_host_options(host_options)

@@ -222,12 +222,13 @@ class EngineState:
 
     def describe_queue(self) -> str:
         """Describe the queue in which hosts wait, and how to leave it; empty if none waits."""
-        if self.queued is None:
+        queued = self.queued  # another thread changes it
+        if queued is None:
             return ""
-        when = "" if self.queued.starts_at is None else f", expected start {_clock(self.queued.starts_at)}"
+        when = "" if queued.starts_at is None else f", expected start {_clock(queued.starts_at)}"
         # An interrupt of `heal` ends its wait alone: the hosts may be needed by the next one.
         cancel = "%distributed stop cancels it" if self.start_succeeded else "interrupt to cancel"
-        return f"waiting in the queue ({self.queued.reason}{when}); {cancel}"
+        return f"waiting in the queue ({queued.reason}{when}); {cancel}"
 
 
 def _is_host(value: object) -> bool:

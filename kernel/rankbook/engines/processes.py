@@ -121,7 +121,7 @@ class Job:
     @property
     def last_output(self) -> str:
         """Return the last lines that the program has written, as one line."""
-        text = join_lines(self._last)
+        text = join_lines(supervisor.without_step_end(self._last))
         return f"… {text}" if len(self._last) == _LAST_OUTPUT else text
 
     def describe_end(self) -> str:
@@ -280,17 +280,18 @@ class StepEngine(ProcessEngine):
 def choose_replacement(
     machines: Sequence[str], lost: str | None, in_use: Collection[str], used: Collection[str], tried: Sequence[str]
 ) -> str | None:
-    """Return the machine for an agent in place of one on `lost`: one that is not in use, or the same one again.
+    """Return the machine for an agent in place of one on `lost`: one that others do not use, perhaps the same one.
 
     It may be that only the agent has ended. Machines that were `tried` for it least often come first, then those that
-    were never used.
+    were never used. None if agents of other hosts run on all of them.
 
     Example::
 
         choose_replacement(["a", "b", "c"], "a", in_use=["b"], used=["a", "b"], tried=[])  # 'c'
     """
-    free = [machine for machine in machines if machine == lost or machine not in in_use]
-    return min(free, key=lambda name: (tried.count(name), name == lost, name in used), default=lost)
+    free = [machine for machine in machines if machine not in in_use]
+    same = None if lost in in_use else lost  # a machine that is in no list
+    return min(free, key=lambda name: (tried.count(name), name == lost, name in used), default=same)
 
 
 # The first value of an option counts for ssh, so that what the user passes goes before. No question can be answered,
@@ -355,7 +356,7 @@ class SshEngine(ProcessEngine):
 
     def replace(self, host: int, *, wait: bool) -> int | None:  # noqa: ARG002
         """See `Engine`. A machine that is not in use, or the same one again."""
-        in_use = {self._machine_of[number] for number in self.jobs if number is not None}
+        in_use = {self._machine_of[number] for number in self.jobs if number is not None and number != host}
         tried = self._tried.setdefault(host, [])
         machine = choose_replacement(
             self._machines, self._machine_of.get(host), in_use, self._machine_of.values(), tried

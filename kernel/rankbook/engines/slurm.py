@@ -242,7 +242,7 @@ class SlurmEngine(StepEngine):
         """See `Engine`. A node of the allocation that is not in use, or the same one; with `wait`, a further job."""
         number = self._next
         running = self._waiting.union(*self.hosts_of.values())
-        in_use = {name for other, name in self.names.items() if other in running}
+        in_use = {name for other, name in self.names.items() if other in running and other != host}
         tried = self._tried.setdefault(host, [])
         node = choose_replacement(self._nodes, self.names.get(host), in_use, [*self.names.values()], tried)
         if not wait and self._job is not None and node is not None:
@@ -311,14 +311,19 @@ class SlurmEngine(StepEngine):
         return events
 
     def _end_step(self, job: int | None, code: int) -> list[EngineEvent]:
-        """Return the ends of the hosts that the first step of a job has left. End the job if nothing uses it again."""
+        """Return the ends of the hosts that the first step of a job has left, or end the job, which tells them."""
         hosts = self.hosts_of.get(job)
-        self.hosts_of[job] = set()  # the end of the job is no event any more
-        self._waiting.discard(job)
-        if job is not None or hosts is None:
+        if job is not None or hosts is None:  # no replacement is a step of it
             self.jobs[job].end()
-        reason = f"{self.name}: {supervisor.describe_code(code)}"
-        return [HostEnded(host, reason) for host in ([job] if hosts is None else sorted(hosts))]
+            return []
+        self.hosts_of[job] = set()
+        self._waiting.discard(job)
+        events: list[EngineEvent] = [
+            HostEnded(host, f"{self.name}: {supervisor.describe_code(code)}") for host in sorted(hosts)
+        ]
+        if not any(self.hosts_of.values()):
+            events.append(Notice("slurm: no agent runs any more; the job is kept for heal, until %distributed stop"))
+        return events
 
     def _run_step(
         self, job: int | None, count: int, nodes: Sequence[str] | None, number: str, further: Sequence[str] = ()

@@ -65,6 +65,11 @@ def read_step_end(line: str) -> int | None:
     return None if match is None else int(match[1])
 
 
+def without_step_end(text: str) -> str:
+    """Return a program's output without the line of `read_step_end`."""
+    return "\n".join(line for line in text.split("\n") if read_step_end(line) is None)
+
+
 def describe_code(code: int) -> str:
     """Describe the exit of a process, to follow "because"."""
     if code < 0:

@@ -587,9 +587,11 @@ class NumberWatch:
                 self._norm_of([parameter]) if self._shared else float(torch.linalg.vector_norm(_gradient(parameter)))
                 for parameter in parameters
             ]
-            # NaN is neither larger nor smaller than another one.
-            by_norm = max(range(len(norms)), key=lambda i: norms[i] if math.isfinite(norms[i]) else math.inf)
-            largest = _module_of(self._names().parameter(parameters[by_norm]))
+            # NaN is neither larger nor smaller than another one. This rank may have no gradient.
+            by_norm = max(
+                range(len(norms)), key=lambda i: norms[i] if math.isfinite(norms[i]) else math.inf, default=None
+            )
+            largest = "" if by_norm is None else _module_of(self._names().parameter(parameters[by_norm]))
         report = at.RankReport(
             control_collectives.this_rank(),
             step,

@@ -309,6 +309,8 @@ class _Quota:
         self._path: Path | None = None
         self._sent: list[bytes] | None = []
         self._room = MAX_CELL_OUTPUT
+        # The pieces of `_sent` without the states of bars that others overwrite, and the last state behind them.
+        self._discounted, self._state = 0, b""
         self._can_regain = True
         self._log: io.FileIO | None = None
         self._cut_bytes = 0
@@ -362,16 +364,18 @@ class _Quota:
         """
         if not self._can_regain or self._sent is None:
             return False
-        regained, kept = 0, list[bytes]()
-        for data in self._sent:
-            count, rest = _without_redraws(data) if b"\r" in data else (len(data), data)
+        regained, kept, state = 0, self._sent[: self._discounted], self._state
+        for data in self._sent[self._discounted :]:
+            if state and data.startswith(b"\n"):  # it was the last one of its row
+                kept.append(state)
+            count, rest, state = _without_redraws(data) if b"\r" in data else (len(data), data, b"")
             regained += len(data) - count
             if rest:
                 kept.append(rest)
-        self._sent = kept
+        self._sent, self._discounted, self._state = kept, len(kept), state
         self._room += regained
-        # With little to regain, the next attempt would come soon, and take as long.
-        self._can_regain = regained >= MAX_CELL_OUTPUT // 16
+        # With little to regain, the next attempt would come soon, and take as long. What is kept has a limit.
+        self._can_regain = regained >= MAX_CELL_OUTPUT // 16 and sum(map(len, kept)) <= _MAX_KEPT
         return size <= self._room
 
     def close(self) -> list[Text | TextCut]:
@@ -408,7 +412,8 @@ class _Quota:
             self._path = None
             note = f"too much output to show; the rest is discarded, because no log file can be written: {error}\n"
         else:
-            for data in self._sent:
+            before, behind = self._sent[: self._discounted], self._sent[self._discounted :]
+            for data in (*before, self._state, *behind):
                 self._write(data)
             note = f"too much output to show; the complete output is written to {self._describe_log()}\n"
         self._sent = None
@@ -439,21 +444,29 @@ _REDRAW_RATIO = 64
 """Bytes of rows that are rewritten in place which count as one byte of the quota."""
 
 
-def _without_redraws(data: bytes) -> tuple[int, bytes]:
-    """Return the number of bytes that `data` counts, and the part of it to keep for the log.
+_MAX_KEPT = 4 * MAX_CELL_OUTPUT
+"""Bytes of the text that was sent, and is kept for the log, above which rewritten rows are counted in full."""
+
+
+def _without_redraws(data: bytes) -> tuple[int, bytes, bytes]:
+    """Return the number of bytes that `data` counts, the part to keep for the log, and the state of its last row.
 
     The notebook shows only the latest state of a row that is rewritten with carriage returns, such as a progress bar.
-    So the states of a bar count little, and those that others overwrite are not kept.
+    So the states of a bar count little, and those that others overwrite are not kept. Where the cursor moves up, as
+    for bars below each other, all of these rows are rewritten.
     """
     text = data.replace(b"\r\n", b"\n")
     if b"\r" not in text:
-        return len(data), data
+        return len(data), data, b""
     rows = text.split(b"\n")
-    kept = [row.rpartition(b"\r")[2] for row in rows]
+    moves_up = b"\x1b[A" in text
+    kept = [b"" if moves_up and b"\r" in row else row.rpartition(b"\r")[2] for row in rows]
+    state = b""
     if b"\r" in rows[-1]:
-        kept[-1] = b""
+        # Its end may be half of a line break.
+        kept[-1], state = b"", rows[-1].rstrip(b"\r").rpartition(b"\r")[2]
     rewritten = sum(len(row) for row in rows if b"\r" in row)
-    return max(1, len(data) - rewritten + rewritten // _REDRAW_RATIO), b"\n".join(kept)
+    return max(1, len(data) - rewritten + rewritten // _REDRAW_RATIO), b"\n".join(kept), state
 
 
 _DRAIN_INTERVAL = 0.005

@@ -321,10 +321,10 @@ def set_torch_settings(settings: TorchSettings) -> None:
 _OWN_VARIABLES = frozenset(
     (
         "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
-        "MASTER_PORT", "CUDA_VISIBLE_DEVICES",
+        "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "WANDB_SERVICE",
     )
 )  # fmt: skip
-"""Environment variables that say where a rank is, see `launch.placement.place_variables`."""
+"""Environment variables of one process: where it is (`launch.placement.place_variables`), and its service of wandb."""
 first_environment: dict[str, str] = {}
 """The environment at the start of the rank."""
 

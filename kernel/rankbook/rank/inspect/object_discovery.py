@@ -417,7 +417,8 @@ def measure(parameters: Sequence[tuple[str, torch.Tensor]]) -> LocalGradients:
             norms.append((entry, _norm(shard), scales.get(id(parameter), 1.0)))
     squares: dict[tuple[str, str], list[float]] = {}
     for (entry, _, scale), value in zip(norms, _read([norm for _, norm, _ in norms]), strict=True):
-        squares.setdefault(entry, []).append((value / scale) ** 2)
+        norm = value / scale
+        squares.setdefault(entry, []).append(norm * norm)  # `**` would raise OverflowError
     return LocalGradients(
         tuple(
             GradientEntry(*entry, _root(squares[entry]) if entry in squares else None, 0.0, count)
