@@ -246,11 +246,10 @@ def _rank_tensor(named: KeyedTensor, grids: _Grids, counted: set[MemoryRegion]) 
             grids.of_box(box),
             None if data is None else _count_bytes(data, math.prod(shape) * dtype.itemsize, counted),
         )
-    shape = tensor_introspection.shape_of(value)
-    if tensor_introspection.local_shard(value).layout is not torch.strided:
+    shape, local = tensor_introspection.shape_of(value), tensor_introspection.local_shard(value)
+    if local.layout is not torch.strided:
         raise InvalidArgument("sparse: its size does not follow from its shape")
     grid = grids.of_dtensor(value) if tensor_introspection.is_dtensor(value) else grids.of_unsharded(shape)
-    local = tensor_introspection.local_shard(value)
     with torch._C.DisableTorchFunctionSubclass():
         itemsize = local.element_size()
         size = local.numel() * itemsize
@@ -261,7 +260,7 @@ def _rank_tensor(named: KeyedTensor, grids: _Grids, counted: set[MemoryRegion]) 
         tensor_introspection.device_of(value),
         shape,
         grid,
-        _count_bytes(value, size, counted),
+        _count_bytes(local, size, counted),
     )
 
 
