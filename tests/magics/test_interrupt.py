@@ -83,8 +83,36 @@ def test_a_bash_cell_is_interrupted(notebook):
     if IPython.version_info < (8,):  # it shows what a script prints when the script has ended
         code = "print('begun')\nget_ipython().run_cell_magic('bash', '', 'sleep 60')"
     outcome = interrupt_in(notebook, code, commands=True)
-    assert (outcome.status, outcome.ename) == ("error", "KeyboardInterrupt")
+    assert (outcome.status, outcome.ename) == ("error", "KeyboardInterrupt"), outcome.traceback
     wait_until(lambda: not sleepers(notebook), timeout=10, what="the commands are gone too")
+
+
+def test_worker_that_ends_long_after_its_interrupt_fails_no_later_cell(notebook):
+    """Torch's SIGCHLD handler raises an error in whatever the main thread does by then."""
+    interrupted = interrupt_in(
+        notebook,
+        """import os, time
+from torch.utils.data import DataLoader, Dataset
+class Slow(Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, i):
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            time.sleep(0.5)
+            os._exit(1)
+batches = iter(DataLoader(Slow(), num_workers=1))
+worker = batches._workers[0]
+time.sleep(1)  # it has begun
+print('begun')
+next(batches)""",
+    )
+    assert interrupted.ename == "KeyboardInterrupt", interrupted.traceback
+    later = notebook.ok(
+        "%%distributed\nended = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)\nprint(ended.si_status)"
+    )
+    assert (later.stdout, later.stderr) == ("[0-1] 1\n", "")
+    notebook.ok("%%distributed\ndel batches, worker")
 
 
 def test_next_cell_works_after_repeated_interrupts(notebook):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from rankbook.rank.control_thread import ControlThread, Interrupts
 
 @pytest.fixture
 def interrupts(monkeypatch):
-    monkeypatch.setattr(control_thread.os_utils, "interrupt_group", lambda: None)
+    monkeypatch.setattr(control_thread.os_utils, "started_processes", list)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGCHLD)
     armed = Interrupts()
     armed.arm(1)
@@ -191,7 +192,7 @@ def test_an_interrupt_while_a_warning_is_shown_is_raised_after_it(interrupts, sh
 FORKS_IN_STEP = """
 import ctypes, os, threading, time
 from rankbook.rank import control_thread
-control_thread.os_utils.interrupt_group = lambda: None
+control_thread.os_utils.started_processes = list
 interrupts = control_thread.Interrupts()
 holding_the_gil = ctypes.PyDLL(None)
 os.register_at_fork(before=lambda: holding_the_gil.usleep(6000))  # a rank's fork takes so long
@@ -246,6 +247,38 @@ def test_error_of_a_child_handler_does_not_replace_an_interrupt(interrupts):
     assert signal.getsignal(signal.SIGCHLD) is raise_for_child, "the next cell has the handler of the user"
     with pytest.raises(RuntimeError, match="a worker was killed"):
         signal.raise_signal(signal.SIGCHLD)
+
+
+@pytest.mark.processes
+def test_error_about_an_interrupted_subprocess_is_not_raised_in_a_later_cell(interrupts, monkeypatch, capsys):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as interrupted:
+
+        def report(_number, _frame):
+            raise RuntimeError(f"DataLoader worker (pid {pid}) exited unexpectedly with exit code 1.")
+
+        signal.signal(signal.SIGCHLD, report)
+        monkeypatch.setattr(control_thread.os_utils, "started_processes", lambda: [interrupted.pid])
+        monkeypatch.setattr(control_thread.os_utils, "interrupt_processes", lambda _pids: None)
+        requesting = threading.Thread(target=interrupts.request, args=(1,))  # as the control thread does
+        with pytest.raises(KeyboardInterrupt):
+            requesting.start()
+            go_on_for(5)
+        requesting.join()
+        pid = interrupted.pid
+        interrupts.disarm()
+        signal.raise_signal(signal.SIGCHLD)
+        interrupts.arm(2)
+        signal.raise_signal(signal.SIGCHLD)
+        assert capsys.readouterr().err == ""
+        pid = os.getpid()
+        with pytest.raises(RuntimeError, match=str(pid)):
+            signal.raise_signal(signal.SIGCHLD)
+        interrupts.disarm()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        interrupted.communicate(b"\n")
+    signal.signal(signal.SIGCHLD, report)
+    interrupts.arm(3)
+    assert signal.getsignal(signal.SIGCHLD) is report, "the subprocess has ended"
 
 
 def test_error_of_a_child_handler_between_cells_is_printed_by_the_next_one(interrupts, capsys):

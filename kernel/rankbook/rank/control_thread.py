@@ -20,6 +20,7 @@ import contextlib
 import itertools
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -29,6 +30,8 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Protocol
+
+import psutil
 
 from rankbook.protocol.messages import (
     Abort,
@@ -74,6 +77,9 @@ _LOCK_FUNCTIONS = frozenset({"__enter__", "__exit__", "_acquire_restore", "_rele
 
 _REPLACED_FUNCTIONS = frozenset({"_extract_tensors"})
 """Functions of torch that C++ code calls, as DDP's does, and whose exceptions it replaces by a RuntimeError."""
+
+_NAMED_PROCESS = re.compile(r"\(pid (\d+)\)")
+"""The subprocess that an error of torch's SIGCHLD handler is about."""
 
 _WARNINGS_FILE = warnings.formatwarning.__code__.co_filename
 _MAX_DELAYS = 40
@@ -127,6 +133,8 @@ class Interrupts:
         self.delivered = False
         self._previous_unraisablehook = sys.unraisablehook
         self._child_errors = ""
+        # Subprocesses that an interrupt has ended, or will end: it may take them a while. Filled by the control thread.
+        self._interrupted_processes: set[int] = set()
         self._delays = 0
         self._postponed_until = 0.0
 
@@ -227,8 +235,12 @@ class Interrupts:
         self._repeat_delay = _FIRST_REPEAT
         self._next_repeat = time.monotonic() + self._repeat_delay
         signal.pthread_kill(self._main, signal.SIGINT)  # only a signal to this thread ends its system call
-        # The cell's subprocesses get SIGINT too, as they would at a terminal.
-        os_utils.interrupt_group()
+        # The cell's subprocesses get SIGINT too, as they would at a terminal. They are recorded first: one that ends at
+        # once must be known.
+        processes = os_utils.started_processes()
+        with self._lock:
+            self._interrupted_processes.update(processes)
+        os_utils.interrupt_processes(processes)
 
     def arm(self, cell: int) -> None:
         """Begin `cell`: interrupts for it are raised from here on. Main thread.
@@ -242,8 +254,12 @@ class Interrupts:
         self._error = None
         self._delays = 0
         # In a cell, the user's handler of SIGCHLD runs as it was installed. Between cells it is wrapped, because its
-        # error would end the rank.
-        self._unwrap_child_handler()
+        # error would end the rank, and after an interrupt, because it would tell this cell of another one's subprocess.
+        with self._lock:
+            self._interrupted_processes = {pid for pid in self._interrupted_processes if psutil.pid_exists(pid)}
+        if not self._interrupted_processes:
+            self._unwrap_child_handler()
+        self._print_child_errors()
         with self._lock:
             self._armed_cell = cell
             # A rank has one task at a time, so that any other target is a cell that has ended. It would make
@@ -268,10 +284,12 @@ class Interrupts:
             signal.signal(signal.SIGCHLD, _ChildHandler(self, handler))
 
     def _unwrap_child_handler(self) -> None:
-        """Restore the cell's SIGCHLD handler, and print the errors that it raised between cells."""
         handler = signal.getsignal(signal.SIGCHLD)
         if isinstance(handler, _ChildHandler):
             signal.signal(signal.SIGCHLD, handler.wrapped)
+
+    def _print_child_errors(self) -> None:
+        """Print the errors that the SIGCHLD handler has raised between cells."""
         errors, self._child_errors = self._child_errors, ""
         if errors:
             sys.stderr.write(errors)
@@ -280,8 +298,11 @@ class Interrupts:
         """Return True if an exception of the cell's SIGCHLD handler must not be raised. Main thread.
 
         Between cells it would end the rank, so the next cell prints it. In an interrupted cell it is dropped: the
-        interrupt has ended the subprocesses too, and KeyboardInterrupt is the error to show.
+        interrupt has ended the subprocesses too, and KeyboardInterrupt is the error to show. What is said later
+        of a subprocess that was interrupted is dropped as well.
         """
+        if any(int(pid) in self._interrupted_processes for pid in _NAMED_PROCESS.findall(str(error))):
+            return True
         if self._armed_cell is None:
             self._child_errors = f"Between two cells: {error}\n"
             return True

@@ -19,7 +19,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -192,19 +192,28 @@ def _is_marked_detached(process: psutil.Process) -> bool:
     return environment_of(process).get(DETACHED, "0") != "0"
 
 
-def interrupt_group() -> None:
-    """Send SIGINT to the other processes of our process group, which a cell has started.
+def started_processes() -> list[int]:
+    """Return the pids of the other processes of our process group, which cells have started.
 
-    Does nothing unless this process leads the group.
+    The list is empty unless this process leads the group.
     """
     # Only the leader of a group knows that the group consists of itself and of what it has started.
     own_pid = os.getpid()
     if os.getpgrp() != own_pid:
-        return
+        return []
+    members = []
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if pid != own_pid and os.getpgid(pid) == own_pid:
-                os.kill(pid, signal.SIGINT)
+                members.append(pid)
+    return members
+
+
+def interrupt_processes(pids: Iterable[int]) -> None:
+    """Send SIGINT to processes, as far as they still run."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGINT)
 
 
 _DEBUGGERS = ("exec", "fork", "posix_spawn", "spawn")
