@@ -259,9 +259,9 @@ def test_error_about_an_interrupted_subprocess_is_not_raised_in_a_later_cell(int
         signal.signal(signal.SIGCHLD, report)
         monkeypatch.setattr(control_thread.os_utils, "started_processes", lambda: [interrupted.pid])
         monkeypatch.setattr(control_thread.os_utils, "interrupt_processes", lambda _pids: None)
-        requesting = threading.Thread(target=interrupts.request, args=(1,))  # as the control thread does
+        requesting = threading.Timer(0.05, interrupts.request, args=(1,))  # on another thread, as in a rank
+        requesting.start()
         with pytest.raises(KeyboardInterrupt):
-            requesting.start()
             go_on_for(5)
         requesting.join()
         pid = interrupted.pid
