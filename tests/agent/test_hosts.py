@@ -275,7 +275,7 @@ def test_a_killed_agent_takes_its_ranks_with_it_and_its_host_is_lost_at_once(tmp
         assert cluster.run(REDUCE).text(0) == "[3.0, 3.0]"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_agents_that_a_launcher_has_started_per_rank_keep_their_numbers_and_end_on_signals(tmp_path, monkeypatch):
     torchrun = {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
     tasks = [{**torchrun, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in (1, 0)]

@@ -59,7 +59,7 @@ def snapshot_files(cluster: Cluster) -> list[list[str]]:
     return cluster.pull("files")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_killed_rank_is_healed_on_its_own_host(hosts):
     cluster, _ = hosts
     training = Training(cluster, "fsdp", steps=30)

@@ -86,7 +86,7 @@ def attack(shared: tuple[Cluster, Agents], name: str, count: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name.startswith("random") else []) for name in COUNTS]
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name.startswith("random") else []) for name in COUNTS]
 )
 def test_an_attack_costs_no_rank_no_cell_and_no_memory(shared, cluster, name):
     hub = cluster._processes.hosts.hub

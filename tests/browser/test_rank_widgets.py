@@ -6,7 +6,7 @@ import pytest
 
 expect = pytest.importorskip("playwright.sync_api", reason="playwright is not installed", exc_type=ImportError).expect
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.full, pytest.mark.browser, pytest.mark.timeout(240)]
 
 START = "%load_ext rankbook\n%distributed start -n 2"
 MAKE = """%%distributed
@@ -24,11 +24,7 @@ ipywidgets.VBox([slider, out])"""
 
 
 @pytest.mark.parametrize(
-    "notebook_cell",
-    [
-        "",
-        pytest.param("import ipywidgets; own = ipywidgets.Text(value='of the notebook'); own", marks=pytest.mark.full),
-    ],
+    "notebook_cell", ["", "import ipywidgets; own = ipywidgets.Text(value='of the notebook'); own"]
 )
 def test_widgets_are_restored_after_a_reload_and_control_their_rank(opened, notebook_cell):
     notebook = opened(START, MAKE, "%%distributed\nslider.value", notebook_cell or "None")

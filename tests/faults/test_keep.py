@@ -630,6 +630,7 @@ def test_a_kernel_that_dies_during_a_resize_costs_no_variable(notebook):
     notebook.ok("%distributed stop")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_a_rank_that_was_being_healed_when_the_kernel_died_counts_as_dead(notebook):
     notebook.ok("%%distributed\nmine = torch.arange(3)")

@@ -184,7 +184,7 @@ with state.main_process_first():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_one_script_runs_alone_and_under_torchrun_and_its_error_ends_all_ranks(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
