@@ -320,7 +320,7 @@ def test_mpirun_that_fails_is_run_once_and_its_end_has_the_reason(programs, monk
     assert events[-1].host is None and failure in events[-1].reason
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["slurm", "mpirun"])
 def test_hosts_have_their_own_numbers_if_torchrun_has_started_the_notebook(programs, monkeypatch, name):
     for variable in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
@@ -328,7 +328,7 @@ def test_hosts_have_their_own_numbers_if_torchrun_has_started_the_notebook(progr
     check_engine(lambda: SlurmEngine([], environment={}) if name == "slurm" else MpirunEngine([]))
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_ray_passes_the_suite_and_gets_no_key(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", stub_ray.make_module())
     stub_ray.arguments.clear()

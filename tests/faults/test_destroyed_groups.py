@@ -36,6 +36,7 @@ def _used_once(notebook):
     notebook.ok(f"%%distributed\n{CREATE}{DESTROY}print('a rank has a file for its output once it has printed')")
 
 
+@pytest.mark.slow
 def test_destroyed_group_frees_threads_and_descriptors_while_referenced(notebook):
     before = counts(notebook)
     notebook.ok("%%distributed\nkept = []\n" + f"{CREATE}kept.append(sub)\n{DESTROY}" * 5)

@@ -48,7 +48,7 @@ IDENTITIES = "identities = [id(item) for item in (model, net, optimizer, schedul
         ("ddp", "backward", 0),
         pytest.param("fsdp", "commit", 3, marks=pytest.mark.full),
         pytest.param("hsdp", "forward", 2, marks=pytest.mark.full),
-        ("fsdp_tp", "scheduler", 1),
+        pytest.param("fsdp_tp", "scheduler", 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_rank_comes_back_at_the_same_step_with_the_same_losses(cluster, layout, moment, rank):
@@ -271,6 +271,7 @@ def test_replicas_of_hybrid_sharding_restore_a_rank_without_protection(cluster_w
     assert cluster.pull("losses") == [losses[training.at : training.at + 10] for losses in training.expected]
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_back_from_a_replica_is_protected_again(cluster):
     training = Training(cluster, "hsdp", steps=5)
     training.kill(3, "forward", after=2)

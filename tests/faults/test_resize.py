@@ -364,6 +364,7 @@ def test_a_layout_that_does_not_fit_changes_nothing(cluster):
         cluster.resize(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "n", "victim"), [(3, 2, 0), pytest.param(2, 3, 1, marks=pytest.mark.full)], indirect=["cluster"]
 )
@@ -468,7 +469,7 @@ def kill(cluster: Cluster, rank: int) -> None:
 
 
 @pytest.mark.parametrize("cluster", [3], indirect=True)
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_heal_goes_on_without_a_dead_rank(cluster, layout):
     prepare(cluster, layout)
     cluster.run("seen = []\naccelerator.protect()\ntrain(4)")

@@ -190,6 +190,7 @@ def test_a_rank_may_raise_wait_at_breakpoint_and_be_paused_while_it_runs(noteboo
     assert finish(front_end, cell).status == "ok"
 
 
+@pytest.mark.slow
 def test_forked_process_is_not_debugged(notebook, front_end):
     code = """\
 %%distributed --ranks 0

@@ -232,7 +232,7 @@ def test_times_name_the_ranks_that_were_waited_for(notebook, work):
     assert "the others" not in " ".join(times["0"])
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_ranks_that_were_late_in_turn_are_both_named(notebook):
     outcome = notebook.ok(
         "%%distributed --time\nfor late in range(2):\n    if rank == late:\n        time.sleep(2)\n    dist.barrier()"

@@ -52,7 +52,7 @@ def test_save_that_is_not_done_in_time_is_reported_as_lost(monkeypatch):
     assert (words, requested_seconds) == ("<save> did not finish within 7 s of the shutdown and is lost", [7.0])
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.parametrize("registers", [False, True])
 def test_time_is_asked_for_only_if_exit_functions_were_registered(registers):
     code = (

@@ -500,7 +500,7 @@ def test_training_goes_on_in_the_middle_of_an_epoch(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")  # torchdata 0.11 with torch 2.13
-@pytest.mark.parametrize("options", [{}, {"use_stateful_dataloader": True}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"use_stateful_dataloader": True}, marks=pytest.mark.slow)])
 def test_a_loop_that_was_left_is_resumed_in_the_middle_only_if_it_has_trained(tmp_path, options):
     if options:
         pytest.importorskip("torchdata")

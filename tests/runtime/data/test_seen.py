@@ -372,7 +372,7 @@ def on_ranks():
     return results
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_ranks_say_what_they_have_read_and_warn_of_what_was_split_before():
     first, second = run_ranks(on_ranks)
     assert {name: result[:3] for name, result in first.items() if "dispatched" not in name} == {
