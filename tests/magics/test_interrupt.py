@@ -91,28 +91,32 @@ def test_worker_that_ends_long_after_its_interrupt_fails_no_later_cell(notebook)
     """Torch's SIGCHLD handler raises an error in whatever the main thread does by then."""
     interrupted = interrupt_in(
         notebook,
-        """import os, time
+        """import multiprocessing, os, signal, time
 from torch.utils.data import DataLoader, Dataset
+has_begun, may_end = multiprocessing.Event(), multiprocessing.Event()
 class Slow(Dataset):
     def __len__(self): return 4
     def __getitem__(self, i):
         try:
+            has_begun.set()
             time.sleep(60)
         except KeyboardInterrupt:
-            time.sleep(0.5)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            may_end.wait(60)
             os._exit(1)
 batches = iter(DataLoader(Slow(), num_workers=1))
 worker = batches._workers[0]
-time.sleep(1)  # it has begun
+has_begun.wait()
 print('begun')
 next(batches)""",
     )
     assert interrupted.ename == "KeyboardInterrupt", interrupted.traceback
     later = notebook.ok(
-        "%%distributed\nended = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)\nprint(ended.si_status)"
+        "%%distributed\nmay_end.set()\n"
+        "ended = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)\nprint(ended.si_status)"
     )
     assert (later.stdout, later.stderr) == ("[0-1] 1\n", "")
-    notebook.ok("%%distributed\ndel batches, worker")
+    notebook.ok("%%distributed\ndel batches, worker, has_begun, may_end")
 
 
 def test_next_cell_works_after_repeated_interrupts(notebook):
