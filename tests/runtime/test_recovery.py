@@ -161,6 +161,23 @@ def test_replicas_are_equal_again_after_a_step_that_was_cut_on_all_ranks(own_mod
     assert f"{text} middle of its step" in outcome.stderr[0]
 
 
+def test_replicas_are_those_of_a_rank_whose_step_has_ended(own_model):
+    cluster = own_model
+    cluster.run(
+        "class Cut(torch.optim.SGD):\n    fails = rank == 0\n    def step(self, closure=None):\n"
+        "        if not self.fails: return super().step(closure)\n"
+        "        self.param_groups[0]['params'][0].data.add_(1)\n"
+        "        raise ValueError('in the middle of the step')\n"
+        f"raw = make()\nmodel, optimizer = raw, Cut(raw.parameters(), 0.1)\n{PREPARE['ddp']}\n{PLAIN_EPOCH}"
+    )
+    with pytest.raises(CellError, match="in the middle of the step"):
+        cluster.run("plain_epoch()", timeout=60)
+    cluster.run("optimizer.optimizer.fails, before = False, raw[0].weight.detach().clone()")
+    outcome = cluster.run("plain_epoch()", timeout=60)
+    assert outcome.stdout == {0: "True 0\n", 1: "True 0\n"}
+    assert "; all continue with the weights of rank 1." in outcome.stderr[0]
+
+
 def test_shards_of_different_steps_are_named_and_stay_with_their_ranks(own_model):
     cluster = own_model
     cluster.run(

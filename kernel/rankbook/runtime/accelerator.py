@@ -119,11 +119,11 @@ class _TrainingProgress(NamedTuple):
 
 
 def _synchronize_replicas() -> None:
-    """Copy replicated models, optimizer states and schedules from rank 0, where the ranks differ. A collective.
+    """Copy replicated models, optimizer states and schedules from one rank, where the ranks differ. A collective.
 
-    A rank may have failed before a step that others took, or in the middle of a step. The scale of fp16 becomes that of
-    rank 0 as well, because a rank may have skipped a step that others took. Shards are left as they are, with a
-    warning: no other rank has what a rank lacks.
+    A rank may have failed before a step that others took, or in the middle of a step. The source is the first rank
+    whose last step has ended. The scale of fp16 becomes that of the source as well, because a rank may have skipped a
+    step that others took. Shards are left as they are, with a warning: no other rank has what a rank lacks.
     """
     if not dist.is_initialized():
         return
@@ -151,38 +151,48 @@ def _synchronize_replicas() -> None:
         copies, wrappers, schedulers = (
             dict(enumerate(items[serial] for serial in sorted(items))) for items in (copies, wrappers, schedulers)
         )
-    _copy_replicas(rows, copies, wrappers)
+    serials = sorted(set.intersection(*(set(row.steps) for row in rows)))
+    # A step that did not end has changed some of the parameters, and others on another rank.
+    cut = {rank: row.cut.intersection(serials) for rank, row in enumerate(rows) if row.cut.intersection(serials)}
+    source = next((rank for rank in range(len(rows)) if rank not in cut), 0)
+    _copy_replicas(rows, copies, {serial: wrappers[serial] for serial in serials}, cut, source)
     # After the optimizers, whose options are a part of the schedules.
-    _copy_schedules(rows, schedulers)
+    _copy_schedules(rows, schedulers, source)
 
 
 def _copy_replicas(
-    rows: list[_TrainingProgress], copies: dict[int, nn.Module], wrappers: dict[int, AcceleratedOptimizer]
+    rows: list[_TrainingProgress],
+    copies: dict[int, nn.Module],
+    wrappers: dict[int, AcceleratedOptimizer],
+    cut: dict[int, set[int]],
+    source: int,
 ) -> None:
-    serials = sorted(set.intersection(*(set(row.steps) for row in rows)))
+    """Copy models and optimizer states from the rank `source`, if the ranks have made different steps. A collective.
+
+    `cut` are the optimizers in the middle of a step, by rank.
+    """
+    serials = list(wrappers)
     for serial in serials:
-        scaler, scale = wrappers[serial].scaler, rows[0].scales.get(serial)
+        scaler, scale = wrappers[serial].scaler, rows[source].scales.get(serial)
         # Gradients of different scales must not be averaged.
         if scaler is not None and scale is not None and scale != scaler.state_dict():
             scaler.load_state_dict(scale)
     steps_by_rank = [[row.steps[serial] for serial in serials] for row in rows]
     is_equal = all(rank_steps == steps_by_rank[0] for rank_steps in steps_by_rank)
-    # A step that did not end has changed some of the parameters, and others on another rank.
-    cut = {rank: row.cut.intersection(serials) for rank, row in enumerate(rows) if row.cut.intersection(serials)}
     if is_equal and not cut:
         return
     # All ranks have compared the same rows above, so all of them return there or all come here.
     for serial in sorted(set.intersection(*(row.models for row in rows))):
         for tensor in (*copies[serial].parameters(), *copies[serial].buffers()):
-            dist.broadcast(tensor.detach(), 0)
+            dist.broadcast(tensor.detach(), source)
     for index, serial in enumerate(serials):
         wrapper = wrappers[serial]
         if _is_sharded(wrapper):
             continue
         state_list = [wrapper.state_dict()]
-        dist.broadcast_object_list(state_list, 0)
+        dist.broadcast_object_list(state_list, source)
         wrapper.load_state_dict(state_list[0])
-        wrapper.steps = steps_by_rank[0][index]
+        wrapper.steps = steps_by_rank[source][index]
     if dist.get_rank() == 0:
         counts = ", ".join(f"rank {rank}: {rank_steps}" for rank, rank_steps in enumerate(steps_by_rank))
         cause = (
@@ -195,7 +205,7 @@ def _copy_replicas(
             _is_sharded(wrappers[serial])
             and (
                 any(serial in of_rank for of_rank in cut.values())
-                or any(rank_steps[index] != steps_by_rank[0][index] for rank_steps in steps_by_rank)
+                or any(rank_steps[index] != steps_by_rank[source][index] for rank_steps in steps_by_rank)
             )
             for index, serial in enumerate(serials)
         )
@@ -209,27 +219,28 @@ def _copy_replicas(
             cause,
             f"the shards of a model are from different steps now: {remedy}."
             if mixed
-            else f"all continue with the weights of rank 0, which are those of the middle of its step: {remedy}."
-            if 0 in cut
-            else "all continue with the weights of rank 0.",
+            else f"all continue with the weights of rank {source}, which are those of the middle of its step: {remedy}."
+            if source in cut
+            else f"all continue with the weights of rank {source}.",
         )
 
 
-def _copy_schedules(rows: list[_TrainingProgress], schedulers: dict[int, AcceleratedScheduler]) -> None:
+def _copy_schedules(rows: list[_TrainingProgress], schedulers: dict[int, AcceleratedScheduler], source: int) -> None:
     serials = sorted(set.intersection(*(set(row.schedules) for row in rows)))
     # Also those of sharded optimizers: the learning rates are the same on all ranks.
     different = [serial for serial in serials if len({row.schedules[serial] for row in rows}) > 1]
     if not different:
         return
-    is_first = dist.get_rank() == 0
-    schedules = [optimizer_module.dump_schedule(schedulers[serial]) if is_first else b"" for serial in different]
-    dist.broadcast_object_list(schedules, 0)
-    if is_first:
+    is_source = dist.get_rank() == source
+    schedules = [optimizer_module.dump_schedule(schedulers[serial]) if is_source else b"" for serial in different]
+    dist.broadcast_object_list(schedules, source)
+    if is_source:
         names = ", ".join(type(schedulers[serial].scheduler).__name__ for serial in different)
         _log.warning(
-            "The schedulers of the ranks were in different states (%s); all continue with that of rank 0, and with its "
-            "learning rates.",
+            "The schedulers of the ranks were in different states (%s); all continue with that of rank %s, and with "
+            "its learning rates.",
             names,
+            source,
         )
         return
     for serial, schedule in zip(different, schedules, strict=True):
