@@ -570,3 +570,12 @@ def test_output_of_a_watched_module_is_copied_without_its_model(tmp_path, how):
     assert torch.equal(copied, output)
     nn.Linear(100, 1)(copied).sum().backward()  # as the input of a module that is watched
     assert copied.grad is not None
+
+
+def test_optimizer_class_of_a_cell_can_be_sent_to_another_rank(tmp_path):
+    own = type("Own", (torch.optim.SGD,), {"__module__": "__main__", "step": lambda self: super(own, self).step()})
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    own([parameter], 0.1).step()  # torch has wrapped the method of the class, with its hooks
+    packed = pack(own, store=None)
+    assert unpack(packed.payload, packed.frames, unlink=True, folder=tmp_path).__name__ == "Own"

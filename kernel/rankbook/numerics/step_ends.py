@@ -30,6 +30,8 @@ _listeners: tuple[Listener, ...] = ()
 """Replaced and never changed, because another thread may be calling them."""
 _hook: RemovableHandle | None = None
 _lock = threading.Lock()
+refused: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers whose last step the number watch has ended before it has changed anything."""
 _counts: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """Steps of optimizers whose own counters are on a device, where to read one would wait for the device."""
 

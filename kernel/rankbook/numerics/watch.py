@@ -219,8 +219,8 @@ class NumberWatch:
         """Register the hooks."""
         step_ends.install()  # before those below, which run long
         handles: list[Any] = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            register_optimizer_step_pre_hook(_before_step),
+            register_optimizer_step_post_hook(_after_step),
         ]
         if self.conditions.nan or self.conditions.inf:
             handles.append(register_module_forward_hook(self._after_forward, with_kwargs=True))
@@ -441,13 +441,15 @@ class NumberWatch:
                 self._first.line = (cell_line(lines) if lines else "") or self._line or cell_line()
                 self._first.in_pass = not self._has_backward  # otherwise the next forward pass is another one
 
-    def _before_step(
+    def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Check what the passes have shown, or have a closure checked: then return the new arguments of the step."""
         # A fused optimizer is called although the scaler has found infinities, and skips the step by itself.
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf) > 0:
             return None
+        step_ends.refused.discard(optimizer)
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         step = step_of(optimizer, self._steps[optimizer])
         # torch passes the optimizer itself as the first argument.
@@ -499,9 +501,10 @@ class NumberWatch:
         try:
             self._agree(step, gradients, parameters, norm, spoilt)
         except NumericalError:
-            wrapper = step_ends.wrapper_of(optimizer)
-            if wrapper is not None and not updated:
-                wrapper.is_stepping = False  # all parameters are those of the step before
+            if not updated:  # all parameters are those of the step before
+                step_ends.refused.add(optimizer)
+                if (wrapper := step_ends.wrapper_of(optimizer)) is not None:
+                    wrapper.is_stepping = False
             raise
         self._end_step()
 
@@ -517,7 +520,8 @@ class NumberWatch:
                 return at.Event(at.OPTIMIZER, _module_of(name), kind, cell_line(), f"parameter {name}")
         return None
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check the parameters that the step has changed."""
         if not (self.conditions.nan or self.conditions.inf):
             return
         touched = _parameters(optimizer)
@@ -821,6 +825,20 @@ def step_of(optimizer: torch.optim.Optimizer, counted: int, *, done: bool = Fals
 
 
 _active: NumberWatch | None = None
+
+
+# Functions of this module, because an optimizer class of a cell is pickled with all of torch's hooks.
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    return None if _active is None else _active.before_step(optimizer, args, kwargs)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+    if _active is not None:
+        _active.after_step(optimizer)
 
 
 def release_inputs() -> None:
