@@ -64,6 +64,48 @@ def test_an_interrupt_is_postponed_by_a_bounded_time(interrupts):
         request_and_go_on(interrupts, 1)
 
 
+def test_an_interrupt_in_an_optimizer_step_is_raised_at_its_end(interrupts):
+    step, inner = object(), object()
+    interrupts.defer(step)
+    interrupts.request(1)
+    signal.raise_signal(signal.SIGINT)
+    interrupts.defer(inner)
+    interrupts.deliver(inner)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.deliver(step)
+    go_on_for(0.02)  # a repeated signal raises nothing more
+    interrupts.deliver(step)
+
+
+def test_an_interrupt_waits_for_an_optimizer_step_for_a_bounded_time(interrupts, monkeypatch):
+    monkeypatch.setattr(control_thread.step_interrupts, "LIMIT", 0.05)
+    step = object()
+    interrupts.defer(step)
+    interrupts.request(1)
+    signal.raise_signal(signal.SIGINT)
+    go_on_for(0.1)
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.defer(step)  # the next one begins
+    interrupts.defer(step)
+    go_on_for(0.1)
+    with pytest.raises(KeyboardInterrupt):
+        request_and_go_on(interrupts, 1)
+
+
+def test_an_optimizer_step_of_another_thread_defers_nothing(interrupts):
+    thread = threading.Thread(target=interrupts.defer, args=(object(),))
+    thread.start()
+    thread.join()
+    with pytest.raises(KeyboardInterrupt):
+        request_and_go_on(interrupts, 1)
+
+
+def test_the_error_of_another_thread_does_not_wait_for_an_optimizer_step(interrupts):
+    interrupts.defer(object())
+    with pytest.raises(ValueError, match="was aborted"):
+        raise_and_go_on(interrupts, 5)
+
+
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_late_signal_leaves_the_interrupt_of_the_next_cell(interrupts, ended):
     if ended:

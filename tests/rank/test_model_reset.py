@@ -6,6 +6,7 @@ import pickle
 import time
 from types import SimpleNamespace
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from rankbook.rank.model_reset import (
     StepTracker,
     choose_source,
     choose_statistics_source,
+    compare_steps,
     names_of,
     names_of_models,
     replicated_on_all,
@@ -29,7 +31,15 @@ def tracker() -> StepTracker:
 
 def report(*suspect: int, optimizers: tuple[int, ...] = (1, 2)) -> StepReport:
     return StepReport(
-        optimizers=list(optimizers), suspect=list(suspect), replicated=[], was_cut=bool(suspect), statistics=[]
+        optimizers=list(optimizers), suspect=list(suspect), was_cut=bool(suspect), replicated=[], sharded=[],
+        statistics=[], steps=[0] * len(optimizers), unfinished=[],
+    )  # fmt: skip
+
+
+def steps_of(*steps: int, unfinished: tuple[int, ...] = (), optimizers: tuple[int, ...] = (1, 2)) -> StepReport:
+    everything = list(range(len(optimizers)))
+    return report(optimizers=optimizers) | StepReport(
+        replicated=everything, steps=list(steps), unfinished=list(unfinished)
     )
 
 
@@ -55,6 +65,83 @@ def test_the_first_rank_without_a_suspect_step_is_the_source():
 def test_ranks_with_other_optimizers_and_new_processes_are_no_source():
     assert choose_source([report(0), report(optimizers=(1, 3))]) is None
     assert choose_source([report(0), None]) is None
+
+
+def test_equal_steps_are_no_difference():
+    assert compare_steps([steps_of(3, 4), steps_of(3, 4)]) == []
+    assert compare_steps([steps_of(3, 4), None]) == []
+    assert compare_steps([steps_of(1, optimizers=(1,)), steps_of(1, 0)]) == [], "one that has made no step in the cell"
+
+
+def test_a_rank_whose_step_has_ended_is_the_source_of_the_others():
+    (difference,) = compare_steps([steps_of(3, 4), steps_of(3, 5), steps_of(3, 4)])
+    assert (difference.indices, difference.source) == ((1, 1, 1), 0)
+    assert str(difference) == (
+        "the ranks have made different numbers of steps in the last cell (4 on ranks 0,2, 5 on rank 1)"
+    )
+    (difference,) = compare_steps([steps_of(3, 4, unfinished=(0,)), steps_of(3, 4)])
+    assert (difference.indices, difference.source) == ((0, 0), 1)
+    assert str(difference) == "a step of the last cell has not ended on rank 0"
+    assert difference.consequence == "all ranks continue with the weights and the optimizer state of rank 1"
+
+
+def test_without_a_source_the_user_is_told_what_to_do():
+    (difference,) = compare_steps([steps_of(3, 4, unfinished=(0,)), steps_of(3, 4, unfinished=(0,))])
+    assert difference.source is None
+    assert difference.consequence.startswith("the weights are partly those of the step")
+    (difference,) = compare_steps([steps_of(3, 4), None, steps_of(3, 5)])
+    assert (difference.indices, difference.source) == ((1, None, 1), None)
+    assert difference.consequence.startswith("the weights of the ranks differ")
+    (difference,) = compare_steps([steps_of(3, optimizers=(1,)), steps_of(3, 1)])
+    assert (difference.indices, difference.source, difference.steps) == ((None, None), None, {0: 0, 1: 1})
+    assert difference.consequence.startswith("the weights of the ranks differ")
+
+
+def test_parts_of_a_replica_may_have_an_optimizer_on_one_rank_only():
+    assert compare_steps([steps_of(3, 3), steps_of(3, 3, optimizers=(1, 3))]) == []
+    (difference,) = compare_steps([steps_of(3, 3), steps_of(3, 2, optimizers=(1, 3))])
+    assert (difference.source, difference.steps) == (None, {0: 3, 1: 2})
+
+
+def test_ranks_may_make_different_steps_with_weights_of_their_own():
+    own, other = (steps_of(count, 1) | StepReport(replicated=[1]) for count in (3, 4))
+    (difference,) = compare_steps([own, other])
+    assert (difference.source, difference.consequence) == (None, "")
+    shards = [each | StepReport(sharded=[0]) for each in (own, other)]
+    assert compare_steps(shards)[0].consequence == "the shards are from different steps now: load a checkpoint"
+
+
+class Doubled(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        if self.param_groups[0]["lr"] < 0:
+            raise ValueError("in the middle")
+
+
+def test_the_steps_of_a_cell_are_counted(tracker):
+    optimizer = Doubled([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.step()
+    tracker.begin_cell()
+    optimizer.step()
+    optimizer.step()
+    index = tracker.optimizers().index(optimizer)
+    report = tracker.report(None, 2)
+    assert (report["steps"][index], report["unfinished"]) == (2, [])
+    optimizer.param_groups[0]["lr"] = -0.1
+    with pytest.raises(ValueError, match="in the middle"):
+        optimizer.step()
+    report = tracker.report(None, 2)
+    assert (report["steps"][index], report["unfinished"]) == (2, [index])
+    tracker.begin_cell()
+    report = tracker.report(None, 2)
+    assert (report["steps"][index], report["unfinished"]) == (0, [])
+
+
+@pytest.mark.usefixtures("tracker")
+def test_optimizer_class_of_a_cell_can_be_sent_to_another_rank():
+    own = type("Own", (Doubled,), {"__module__": "__main__", "step": lambda self: super(own, self).step()})
+    own([torch.nn.Parameter(torch.ones(2))], lr=0.1).step()  # torch has wrapped the method, with its hooks
+    assert pickle.loads(cloudpickle.dumps(own)).__name__ == "Own"
 
 
 def test_variables_that_hold_a_model_or_its_optimizer_are_named():
@@ -151,7 +238,7 @@ def test_an_unpickled_model_moves_its_inputs_to_the_device_of_its_parameters():
 
 def test_statistics_come_from_a_rank_without_a_cut_collective():
     def of(*statistics: int, was_cut: bool) -> StepReport:
-        return StepReport(optimizers=[], suspect=[], replicated=[], was_cut=was_cut, statistics=list(statistics))
+        return report(optimizers=()) | StepReport(was_cut=was_cut, statistics=list(statistics))
 
     assert choose_statistics_source([of(1, 2, was_cut=True), of(1, 2, was_cut=False)]) == 1
     assert choose_statistics_source([of(1, was_cut=True), of(1, was_cut=True)]) is None

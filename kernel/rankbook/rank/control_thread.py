@@ -9,7 +9,8 @@ An interrupt names its cell, so that a late one never hits the next cell. It tra
 1. `request` (control thread) stores the cell in `_target_cell` and, if that cell runs, sends SIGINT to the main thread.
    If the cell has not begun, `arm` raises KeyboardInterrupt when it does.
 2. `_on_signal` (main thread) clears `_target_cell` and raises KeyboardInterrupt, if that cell runs. If this moment is
-   protected (`shield`, a fork, a lock that is being taken or released), it is raised a little later.
+   protected (`shield`, a fork, a lock that is being taken or released), it is raised a little later; in a step of an
+   optimizer, at its end (`defer`, `deliver`).
 3. `repeat_signal` (control thread) repeats the signal as long as `_target_cell` is set, because a signal can get lost.
 """
 
@@ -33,6 +34,7 @@ from typing import Protocol
 
 import psutil
 
+from rankbook import step_interrupts
 from rankbook.protocol.messages import (
     Abort,
     Collectives,
@@ -137,6 +139,9 @@ class Interrupts:
         self._interrupted_processes: set[int] = set()
         self._delays = 0
         self._postponed_until = 0.0
+        # The object whose step defers interrupts, by its id, and until when.
+        self._deferring = 0
+        self._deferred_until = 0.0
 
     def install_hooks(self) -> None:
         """Install hooks for the places where Python discards an exception: fork hooks and destructors.
@@ -177,6 +182,27 @@ class Interrupts:
             yield
         finally:
             self._postponed_until = 0.0
+
+    def defer(self, owner: object) -> None:
+        """Defer interrupts of the user until `deliver(owner)`, by at most `LIMIT` seconds: see step_interrupts.py."""
+        if threading.get_ident() != self._main:
+            return
+        now = time.monotonic()
+        if now < self._deferred_until:  # also after a step that has raised an error, which nobody ends
+            return
+        self._raise_deferred()  # for which the last step has taken too long
+        self._deferring, self._deferred_until = id(owner), now + step_interrupts.LIMIT
+
+    def deliver(self, owner: object) -> None:
+        """End what `defer(owner)` has begun, and raise the interrupt that has arrived since."""
+        if threading.get_ident() == self._main and self._deferring == id(owner):
+            self._raise_deferred()
+
+    def _raise_deferred(self) -> None:
+        self._deferring, self._deferred_until = 0, 0.0
+        cell = self._armed_cell
+        if cell is not None and self._target_cell == cell:
+            self._on_signal(signal.SIGINT, sys._getframe())
 
     # Delivery: from the control thread to the main thread
 
@@ -251,6 +277,7 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._handler)
         # The flags belong to one cell.
         self.delivered = self._repeated = False
+        self._deferring, self._deferred_until = 0, 0.0
         self._error = None
         self._delays = 0
         # In a cell, the user's handler of SIGCHLD runs as it was installed. Between cells it is wrapped, because its
@@ -315,6 +342,11 @@ class Interrupts:
         # a user's `kill -INT`, and interrupts whatever runs. The target stays: it may be the next cell, which `arm`
         # interrupts, while this signal repeats an earlier one.
         if cell is None or target not in (None, cell):
+            return
+        if target is not None and self._error is None and time.monotonic() < self._deferred_until:
+            # `deliver` raises it, or one of the signals that `repeat_signal` sends as long as the target is set. An
+            # error that ends the step until then may be a consequence: the collectives are aborted meanwhile.
+            self.delivered = True
             return
         self._target_cell = None  # tells `repeat_signal` that the signal has been noticed
         if target is None and self._error is None and self._repeated:  # a reminder of what was raised already

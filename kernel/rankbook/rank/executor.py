@@ -348,6 +348,7 @@ class Executor:
                 finally:
                     _report_lost_saves(self._cell_files())
             case CallFunction():
+                self._group.begin_cell()
                 function, args, kwargs = self._unpack(message.payload, frames)
                 return pack(function(*args, **kwargs), store=self._segments)
             case Assign():
@@ -474,6 +475,7 @@ class Executor:
         return pack(measurement.result(), store=self._segments)
 
     def _begin_cell(self, source: str) -> None:
+        self._group.begin_cell()
         if "accelerator" in source:
             self._provide_accelerator(source)
         watch: Any = sys.modules.get(_WATCH)  # not imported if nothing was ever watched

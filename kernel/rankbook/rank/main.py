@@ -39,7 +39,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from rankbook import snapshot_files
+from rankbook import snapshot_files, step_interrupts
 from rankbook.protocol import telemetry
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.protocol.messages import ErrorReport, RankReady, ShutdownDelayed, StartFailed
@@ -233,6 +233,7 @@ def _serve(request: ForkRank, link: RankLink, outputs: tuple[int, int, int, int]
         }
     )
     interrupts.install_hooks()
+    step_interrupts.deferral = interrupts
     # Installs the handler of SIGINT: the forkserver has set the signal to be ignored.
     interrupts.arm(0)
     interrupts.disarm()

@@ -8,6 +8,11 @@ executed with what the collective has left in the gradients. `StepTracker` knows
 since a given time. `restore_stepped` copies their weights, states and schedulers from a rank that has not begun one, if
 DDP keeps them equal on all ranks. Other weights may differ between ranks: parts of a model, or members of an ensemble.
 In the same way a forward pass may have left partial data in the running statistics of SyncBatchNorm, without a step.
+
+Wherever the collectives run, an interrupt or an error may end the cell on one rank before a step and on another one
+after it. `compare_steps` finds the optimizers of which the ranks have made different numbers of steps in the cell, or
+of which a step was cut short. Those of DDP models are copied from a rank whose last step has ended; for shards, the
+user is told. Prepared optimizers are left to the runtime, which compares them at the next batch.
 """
 
 from __future__ import annotations
@@ -19,21 +24,26 @@ import sys
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
+from rankbook import step_interrupts
 from rankbook.errors import CollectiveAborted
+from rankbook.ranks import format_ranks
 
 _models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _STATES = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _RUNTIME = "rankbook.runtime.accelerator"
+_PREPARE = "rankbook.runtime.prepare"
+_DTENSOR = "torch.distributed.tensor"
+_STEP_ENDS = "rankbook.numerics.step_ends"
 _OF_ONE_RANK = (CollectiveAborted, dist.DistError, torch.OutOfMemoryError)
 """Errors of a collective that the other ranks need not have. All have those of its arguments."""
 
@@ -111,27 +121,58 @@ def _with_hooks(original: Callable[..., None]) -> Callable[..., None]:
 class StepReport(TypedDict):
     """The optimizers of a rank: a checksum of each, and the indices of those with a step that may be wrong.
 
-    `replicated`: the indices of those whose parameters DDP keeps equal on all ranks. `was_cut`: a collective of the
-    rank was aborted while its device had not finished it. `statistics`: the checksums of the models in
-    `models_with_statistics`.
+    `replicated`: the indices of those whose parameters DDP keeps equal on all ranks, and `sharded` of those with
+    shards. `was_cut`: a collective of the rank was aborted while its device had not finished it. `statistics`: the
+    checksums of the models in `models_with_statistics`. `steps`: the steps of each optimizer in the last cell, and
+    `unfinished` the indices of those whose last step has not ended.
     """
 
     optimizers: list[int]
     suspect: list[int]
     replicated: list[int]
+    sharded: list[int]
     was_cut: bool
     statistics: list[int]
+    steps: list[int]
+    unfinished: list[int]
 
 
 class StepTracker:
-    """The times of the last steps of all optimizers, in the order of their first steps, which all ranks share."""
+    """The steps of all optimizers, in the order of their first steps, which all ranks share."""
 
     def __init__(self) -> None:
         self._began: weakref.WeakKeyDictionary[Optimizer, float] = weakref.WeakKeyDictionary()
-        register_optimizer_step_pre_hook(self._note)
+        # The steps that have ended in this cell, and those that have not: the `step` of a class may call its base's.
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._open: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        global _tracker
+        if _tracker is None:
+            register_optimizer_step_pre_hook(_before_step)
+            register_optimizer_step_post_hook(_after_step)
+        _tracker = self
 
-    def _note(self, optimizer: Optimizer, *_: object) -> None:
+    def begin_cell(self) -> None:
+        """Count the steps of a new cell."""
+        self._steps.clear()
+        self._open.clear()
+
+    def begin_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that a step begins. It defers interrupts, unless it has a closure."""
+        # torch passes the optimizer itself as the first argument. A closure runs forward and backward passes.
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None and step_interrupts.deferral is not None:
+            step_interrupts.deferral.defer(optimizer)
         self._began[optimizer] = time.monotonic()
+        self._open[optimizer] = self._open.get(optimizer, 0) + 1
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Note that a step has ended."""
+        is_open = self._open[optimizer] = self._open.get(optimizer, 1) - 1
+        if is_open:
+            return
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if step_interrupts.deferral is not None:
+            step_interrupts.deferral.deliver(optimizer)
 
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers that have begun a step."""
@@ -139,17 +180,28 @@ class StepTracker:
 
     def report(self, since: float | None, world_size: int) -> StepReport:
         """Describe the optimizers. Those with a step since this time, if any, are suspect."""
-        optimizers = self.optimizers()
         names = _names_in_replicas(world_size)
-        suspect = [] if since is None else [i for i, each in enumerate(optimizers) if self._began[each] >= since]
+        optimizers = self.optimizers()
+        checksums = [_checksum_of(each, names) for each in optimizers]
+        if len(set(checksums)) < len(checksums):
+            # Of a cell that was run again, the former optimizer may still be there, on some of the ranks.
+            del optimizers
+            gc.collect()
+            optimizers = self.optimizers()
+            checksums = [_checksum_of(each, names) for each in optimizers]
+        refused = ends.refused if (ends := sys.modules.get(_STEP_ENDS)) is not None else ()
         return StepReport(
-            optimizers=[_checksum_of(each, names) for each in optimizers],
-            suspect=suspect,
-            replicated=[
-                i for i, each in enumerate(optimizers) if all(id(param) in names for param in _parameters_of(each))
-            ],
+            optimizers=checksums,
+            suspect=_indices(optimizers, lambda each: since is not None and self._began[each] >= since),
+            replicated=_indices(optimizers, lambda each: all(id(param) in names for param in _parameters_of(each))),
+            sharded=_indices(optimizers, _is_sharded),
             was_cut=since is not None,
             statistics=[checksum for checksum, _ in models_with_statistics()],
+            # Prepared ones are left to the runtime.
+            steps=[0 if is_prepared(each) else self._steps.get(each, 0) for each in optimizers],
+            unfinished=_indices(
+                optimizers, lambda each: bool(self._open.get(each)) and each not in refused and not is_prepared(each)
+            ),
         )
 
     def forget(self) -> None:
@@ -158,9 +210,40 @@ class StepTracker:
             self._began[optimizer] = 0.0
 
 
+_tracker: StepTracker | None = None
+
+
+# Functions of this module, because an optimizer class of a cell is pickled with all of torch's hooks.
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if _tracker is not None and not torch.compiler.is_compiling():  # a compiled step would trace this hook
+        _tracker.begin_step(optimizer, args, kwargs)
+
+
+def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    if _tracker is not None and not torch.compiler.is_compiling():
+        _tracker.end_step(optimizer)
+
+
 def is_replicated(model: DistributedDataParallel, world_size: int) -> bool:
     """Return True if DDP keeps the model equal on all ranks, and not only on those of a smaller group."""
     return bool(model.process_group.size() == world_size)
+
+
+def _indices(optimizers: Sequence[Optimizer], is_meant: Callable[[Optimizer], bool]) -> list[int]:
+    return [index for index, optimizer in enumerate(optimizers) if is_meant(optimizer)]
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    tensor = sys.modules.get(_DTENSOR)  # its import takes a second
+    return tensor is not None and any(isinstance(parameter, tensor.DTensor) for parameter in _parameters_of(optimizer))
+
+
+def is_prepared(optimizer: Optimizer) -> bool:
+    """Return True for an optimizer that was prepared by an `Accelerator`."""
+    prepare = sys.modules.get(_PREPARE)  # a rank need not use the runtime
+    return prepare is not None and prepare.wrapper_of(optimizer) is not None
 
 
 def _names_in_replicas(world_size: int) -> dict[int, str]:
@@ -194,6 +277,105 @@ def choose_source(reports: Sequence[StepReport | None]) -> int | None:
     if len(known) < len(reports) or any(report["optimizers"] != known[0]["optimizers"] for report in known):
         return None
     return next((rank for rank, report in enumerate(known) if not report["suspect"]), None)
+
+
+class StepDifference(NamedTuple):
+    """An optimizer of which the ranks have made different numbers of steps in the last cell.
+
+    `indices` are those of the optimizer in the reports, by rank, and None for a new process; all of them are None if it
+    is not known which optimizers of the ranks belong together. `steps` are the numbers of its steps by rank, and `cut`
+    the ranks on which a step has not ended. `replicated`: DDP keeps its parameters equal on all ranks. `sharded`: they
+    are shards.
+    """
+
+    indices: tuple[int | None, ...]
+    steps: dict[int, int]
+    cut: tuple[int, ...]
+    replicated: bool
+    sharded: bool
+
+    @property
+    def is_one(self) -> bool:
+        """Return False if the ranks have made the same steps."""
+        return bool(self.cut) or len(set(self.steps.values())) > 1
+
+    @property
+    def source(self) -> int | None:
+        """Return the first rank whose weights all may have; None if there is none, and where there is a new process."""
+        if None in self.indices or not self.replicated:
+            return None
+        return next((rank for rank in self.steps if rank not in self.cut), None)
+
+    @property
+    def consequence(self) -> str:
+        """Return what it means for the weights, and what to do; empty where ranks may have their own."""
+        if (source := self.source) is not None:
+            return f"all ranks continue with the weights and the optimizer state of rank {source}"
+        if self.sharded:
+            return "the shards are from different steps now: load a checkpoint"
+        if not self.replicated:
+            return ""
+        if len(self.cut) == len(self.steps):
+            return "the weights are partly those of the step: load a checkpoint, or make them again"
+        return "the weights of the ranks differ: broadcast those of one rank, or load a checkpoint"
+
+    def __str__(self) -> str:
+        """Return what has happened."""
+        if len(set(self.steps.values())) > 1:
+            by_count: dict[int, list[int]] = {}
+            for rank, count in self.steps.items():
+                by_count.setdefault(count, []).append(rank)
+            parts = [f"{count} on {_of_ranks(ranks)}" for count, ranks in by_count.items()]
+            text = f"the ranks have made different numbers of steps in the last cell ({', '.join(parts)})"
+            return text + (f", and a step has not ended on {_of_ranks(self.cut)}" if self.cut else "")
+        return f"a step of the last cell has not ended on {_of_ranks(self.cut)}"
+
+
+def _of_ranks(ranks: Collection[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
+
+
+def compare_steps(reports: Sequence[StepReport | None]) -> list[StepDifference]:
+    """Return the optimizers whose steps differ between the ranks, the same list on all ranks.
+
+    None in `reports` is a new process.
+    """
+    known = {rank: report for rank, report in enumerate(reports) if report is not None}
+    differences = []
+    others: dict[int, list[int]] = {rank: [] for rank in known}
+    for checksum in sorted({checksum for report in known.values() for checksum in report["optimizers"]}):
+        places = {
+            rank: [index for index, each in enumerate(report["optimizers"]) if each == checksum]
+            for rank, report in known.items()
+        }
+        if len({len(indices) for indices in places.values()}) == 1:
+            # Several of the same form: all ranks have them in the same order.
+            for of_ranks in zip(*places.values(), strict=True):
+                one = dict(zip(places, of_ranks, strict=True))
+                indices = tuple(one.get(rank) for rank in range(len(reports)))
+                differences.append(_compare({rank: [index] for rank, index in one.items()}, known, indices))
+        else:
+            for rank, indices_there in places.items():
+                others[rank] += indices_there
+    differences = [each for each in differences if each.is_one]
+    if not differences:
+        # What some of the ranks do not have: one of them has failed before its first step, or all have a part of the
+        # replica, as in ZeroRedundancyOptimizer, and have made the same number of steps.
+        rest = _compare(others, known, (None,) * len(reports))
+        differences = [rest] if rest.is_one else []
+    return differences
+
+
+def _compare(
+    places: Mapping[int, list[int]], reports: Mapping[int, StepReport], indices: tuple[int | None, ...]
+) -> StepDifference:
+    """Return the steps of the optimizers at `places`, by rank."""
+    steps = {rank: sum(reports[rank]["steps"][index] for index in own) for rank, own in places.items()}
+    cut = tuple(rank for rank, own in places.items() if not set(own).isdisjoint(reports[rank]["unfinished"]))
+    owners = [(own, reports[rank]) for rank, own in places.items() if own]
+    replicated = all(set(own) <= set(report["replicated"]) for own, report in owners)
+    sharded = all(set(own) <= set(report["sharded"]) for own, report in owners)
+    return StepDifference(indices, steps, cut, replicated, sharded)
 
 
 def replicated_on_all(reports: Sequence[StepReport | None]) -> set[int]:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import TensorWeakRef
 
+from rankbook import step_interrupts
 from rankbook.errors import InvalidArgument
 from rankbook.runtime import prepared
 from rankbook.runtime.gradient_state import window
@@ -228,10 +229,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.before_step(parameter for group in self.optimizer.param_groups for parameter in group["params"])
         if self.scaler is not None:
             return self._scaled_step(self.scaler, closure)
+        deferral = step_interrupts.deferral if closure is None else None  # a closure runs the passes
+        if deferral is not None:
+            deferral.defer(self)
         self.is_stepping = True
         result = self.optimizer.step(closure) if closure is not None else self.optimizer.step()
         self.steps += 1
         self.is_stepping = self._was_skipped = False
+        if deferral is not None:
+            deferral.deliver(self)
         if after_step is not None:
             after_step(self)
         return result
@@ -261,6 +267,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         handle = self.optimizer.register_step_post_hook(
             lambda optimizer, *_: stepped.append(not getattr(optimizer, "found_inf", False))
         )
+        deferral = step_interrupts.deferral if closure is None else None
+        if deferral is not None:
+            deferral.defer(self)
         self.is_stepping, self._used_after = True, window.backwards
         try:
             # A disabled scaler passes the closure on.
@@ -279,6 +288,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             finally:
                 for optimizer in sharing:
                     optimizer._begin_round()
+        if deferral is not None:
+            deferral.deliver(self)
         if after_step is not None and not self._was_skipped:
             after_step(self)
         return result

@@ -142,7 +142,7 @@ class GroupManager:
         # How often a group of this name was created in this generation.
         self._creation_counts: Counter[str] = Counter()
         self._watcher: DeviceWatcher | None = None
-        self._steps: model_reset.StepTracker | None = None
+        self._steps = model_reset.StepTracker()
         self.restored_from: int | None = None
         """The rank whose weights have replaced those of a step on the results of aborted collectives."""
         self.untrusted: list[Optimizer] = []
@@ -326,10 +326,12 @@ class GroupManager:
         names = [f"{self._prefix(what)}/{key}" for key in everyone]  # as `PrefixStore` joins them
         return [json.loads(value) for value in self.store.get_all(names)]
 
-    def _report_steps(self) -> model_reset.StepReport | None:
-        """Describe the optimizers' steps, if a device executes collectives."""
-        if self._steps is None:
-            return None
+    def begin_cell(self) -> None:
+        """Count the steps of optimizers for a new cell."""
+        self._steps.begin_cell()
+
+    def _report_steps(self) -> model_reset.StepReport:
+        """Describe the optimizers' steps."""
         groups = [member.group for member in self._foreground().values()]
         since = min((group.cut_since for group in groups if group.cut_since is not None), default=None)
         return self._steps.report(since, self._world_size)
@@ -338,7 +340,8 @@ class GroupManager:
         """Take back the steps on the results of aborted collectives, or note that no rank can. A collective."""
         self._mend_statistics(reports)
         suspect = sorted({index for report in reports if report is not None for index in report["suspect"]})
-        if self._steps is None or not suspect:
+        self._align_steps(reports, set(suspect))
+        if not suspect:
             return
         optimizers = self._steps.optimizers()
         source = model_reset.choose_source(reports)
@@ -353,6 +356,25 @@ class GroupManager:
             own_report = reports[self.rank]
             self.untrusted += [optimizers[index] for index in (own_report["suspect"] if own_report is not None else ())]
         self._steps.forget()
+
+    def _align_steps(self, reports: list[model_reset.StepReport | None], suspect_steps: set[int]) -> None:
+        """Bring the optimizers to one step that the cell has left at different ones, or note it. A collective.
+
+        The `suspect_steps` are left to `_mend_steps`.
+        """
+        optimizers = self._steps.optimizers()
+        for difference in model_reset.compare_steps(reports):
+            index = difference.indices[self.rank]
+            if not suspect_steps.isdisjoint(difference.indices) or not difference.consequence:
+                continue
+            if difference.source is not None:
+                assert index is not None  # otherwise there is no source
+                failed, notes = model_reset.restore_stepped([optimizers[index]], difference.source, self.device)
+                self.notes += notes
+                if failed:
+                    continue
+            name = "an optimizer" if index is None else type(optimizers[index]).__name__
+            self.notes.append(f"{name}: {difference}: {difference.consequence}")
 
     def _mend_statistics(self, reports: list[model_reset.StepReport | None]) -> None:
         """Take back running statistics from aborted collectives, or note that no rank can. A collective."""
@@ -741,8 +763,6 @@ class GroupManager:
         if self._watcher is None:
             make = next(_ACCELERATORS[backend] for backend in member.backends.values() if backend in _ACCELERATORS)
             self._watcher = DeviceWatcher(make(self.device), self._on_device_lost)
-        if self._steps is None:
-            self._steps = model_reset.StepTracker()
         return self._watcher
 
     def _create_connected_group(

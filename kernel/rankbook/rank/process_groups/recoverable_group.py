@@ -113,7 +113,8 @@ From the abort to the re-formed group:
 4. For every kept group, in the order of creation, the members announce themselves in the store, wait for one another,
    connect a new inner group, and `renew` the outer one. The logs count from 0 again. A fresh process calls
    `init_process_group` and then creates the groups that its peers have.
-5. Models are reset to the start of a step (`model_reset.reset_after_abort`), and weights are restored (NCCL, 4). If the
+5. Models are reset to the start of a step (`model_reset.reset_after_abort`), weights are restored (NCCL, 4), and
+   replicas that have made different numbers of steps are made equal (`GroupManager._align_steps`). If the
    regroup fails on a rank, the cluster counts as ungrouped, and the next regroup begins with another generation.
 
 The store (`store.py`) is a folder of files. It carries no tensor. It is used for the agreement of step 3, to wait for
