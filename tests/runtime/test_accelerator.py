@@ -540,7 +540,10 @@ def test_a_loop_that_was_left_is_resumed_in_the_middle_only_if_it_has_trained(tm
     assert positions("inside")[2] == (3, rows[2])
 
 
-def test_trackers_triggers_profiles_and_utilities(tmp_path):
+def test_trackers_triggers_profiles_and_utilities(tmp_path, monkeypatch):
+    # Kineto reads it once in a process, and would print to stderr in the tests of our own profiler.
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+
     class CallTracker:
         name, main_process_only, tracker = "kept", True, "inner"
 
