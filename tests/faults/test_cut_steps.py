@@ -133,6 +133,12 @@ def test_a_step_that_the_number_watch_has_refused_is_none(cluster):
     try:
         with pytest.raises(CellError, match="NumericalError"):
             cluster.run("backward()\nnet[0].weight.grad.fill_(float('nan'))\noptimizer.step()", timeout=30)
+        with pytest.raises(CellError, match="stopped"):
+            cluster.run(
+                "backward()\nnet[0].weight.grad.fill_(float('nan'))\n"
+                "try: optimizer.step()\nexcept ArithmeticError: step()\nfail()",
+                timeout=30,
+            )
     finally:
         cluster.run("watch_numbers('off')")
     outcome = cluster.run(CHECK, timeout=30)

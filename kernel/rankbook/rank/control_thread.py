@@ -347,6 +347,7 @@ class Interrupts:
             # `deliver` raises it, or one of the signals that `repeat_signal` sends as long as the target is set. An
             # error that ends the step until then may be a consequence: the collectives are aborted meanwhile.
             self.delivered = True
+            self._wrap_child_handler()  # the subprocesses of the cell have got the same interrupt
             return
         self._target_cell = None  # tells `repeat_signal` that the signal has been noticed
         if target is None and self._error is None and self._repeated:  # a reminder of what was raised already

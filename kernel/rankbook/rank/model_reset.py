@@ -163,7 +163,7 @@ class StepTracker:
         if closure is None and step_interrupts.deferral is not None:
             step_interrupts.deferral.defer(optimizer)
         self._began[optimizer] = time.monotonic()
-        self._open[optimizer] = self._open.get(optimizer, 0) + 1
+        self._open[optimizer] = 1 if optimizer in _refused() else self._open.get(optimizer, 0) + 1
 
     def end_step(self, optimizer: Optimizer) -> None:
         """Note that a step has ended."""
@@ -189,7 +189,7 @@ class StepTracker:
             gc.collect()
             optimizers = self.optimizers()
             checksums = [_checksum_of(each, names) for each in optimizers]
-        refused = ends.refused if (ends := sys.modules.get(_STEP_ENDS)) is not None else ()
+        refused = _refused()
         return StepReport(
             optimizers=checksums,
             suspect=_indices(optimizers, lambda each: since is not None and self._began[each] >= since),
@@ -233,6 +233,12 @@ def is_replicated(model: DistributedDataParallel, world_size: int) -> bool:
 
 def _indices(optimizers: Sequence[Optimizer], is_meant: Callable[[Optimizer], bool]) -> list[int]:
     return [index for index, optimizer in enumerate(optimizers) if is_meant(optimizer)]
+
+
+def _refused() -> Collection[Optimizer]:
+    """Return the optimizers whose last step the number watch has ended before it has changed anything."""
+    ends = sys.modules.get(_STEP_ENDS)  # not imported if nothing was ever watched
+    return ends.refused if ends is not None else ()
 
 
 def _is_sharded(optimizer: Optimizer) -> bool:
@@ -295,7 +301,7 @@ class StepDifference(NamedTuple):
     sharded: bool
 
     @property
-    def is_one(self) -> bool:
+    def is_real(self) -> bool:
         """Return False if the ranks have made the same steps."""
         return bool(self.cut) or len(set(self.steps.values())) > 1
 
@@ -357,12 +363,12 @@ def compare_steps(reports: Sequence[StepReport | None]) -> list[StepDifference]:
         else:
             for rank, indices_there in places.items():
                 others[rank] += indices_there
-    differences = [each for each in differences if each.is_one]
+    differences = [each for each in differences if each.is_real]
     if not differences:
         # What some of the ranks do not have: one of them has failed before its first step, or all have a part of the
         # replica, as in ZeroRedundancyOptimizer, and have made the same number of steps.
         rest = _compare(others, known, (None,) * len(reports))
-        differences = [rest] if rest.is_one else []
+        differences = [rest] if rest.is_real else []
     return differences
 
 

@@ -375,6 +375,7 @@ class GroupManager:
                     continue
             name = "an optimizer" if index is None else type(optimizers[index]).__name__
             self.notes.append(f"{name}: {difference}: {difference.consequence}")
+        self._steps.begin_cell()  # another regroup may come before the next cell
 
     def _mend_statistics(self, reports: list[model_reset.StepReport | None]) -> None:
         """Take back running statistics from aborted collectives, or note that no rank can. A collective."""
