@@ -140,8 +140,7 @@ def test_a_step_that_the_number_watch_has_refused_is_none(cluster):
                 timeout=30,
             )
     finally:
-        cluster.run("watch_numbers('off')")
-    outcome = cluster.run(CHECK, timeout=30)
+        outcome = cluster.run("watch_numbers('off')\n" + CHECK, timeout=30)
     assert outcome.stdout == ON_ALL
     assert not any(outcome.stderr.values())
 
