@@ -445,6 +445,7 @@ def test_watch_that_is_off_leaves_no_hook(cluster):
         "(len(torch.nn.modules.module._global_forward_hooks), len(optimizer_hooks._global_optimizer_pre_hooks),"
         " len(optimizer_hooks._global_optimizer_post_hooks), torch.Tensor.backward.__module__)"
     )
+    cluster.watch_numbers("off")  # the test before may have left it on
     before = evaluate(cluster, hook_counts)  # a rank has hooks of its own
     assert before[0][3] == "torch._tensor"
     cluster.watch_numbers("nan", "norm > 5")
