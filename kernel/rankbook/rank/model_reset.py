@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 
 from rankbook import step_interrupts
 from rankbook.errors import CollectiveAborted
-from rankbook.ranks import format_ranks
+from rankbook.ranks import name_ranks
 
 _models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _STATES = "torch.distributed.fsdp._fully_shard._fsdp_state"
@@ -331,14 +331,10 @@ class StepDifference(NamedTuple):
             by_count: dict[int, list[int]] = {}
             for rank, count in self.steps.items():
                 by_count.setdefault(count, []).append(rank)
-            parts = [f"{count} on {_of_ranks(ranks)}" for count, ranks in by_count.items()]
+            parts = [f"{count} on {name_ranks(ranks)}" for count, ranks in by_count.items()]
             text = f"the ranks have made different numbers of steps in the last cell ({', '.join(parts)})"
-            return text + (f", and a step has not ended on {_of_ranks(self.cut)}" if self.cut else "")
-        return f"a step of the last cell has not ended on {_of_ranks(self.cut)}"
-
-
-def _of_ranks(ranks: Collection[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
+            return text + (f", and a step has not ended on {name_ranks(self.cut)}" if self.cut else "")
+        return f"a step of the last cell has not ended on {name_ranks(self.cut)}"
 
 
 def compare_steps(reports: Sequence[StepReport | None]) -> list[StepDifference]:
