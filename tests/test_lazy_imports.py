@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
+import threading
+import types
 
 import pytest
 
 from rankbook.accelerate_names import _INSTEAD, explain_missing
+from rankbook.lazy_imports import loaded_module
 
 NAMES_OF_ACCELERATE = [f"rankbook.{name}" for name in ("utils", "state", "data_loader", "logging", "tracking")]
 PACKAGES = ["rankbook", "rankbook.runtime", "rankbook.checkpoint", *NAMES_OF_ACCELERATE]
@@ -68,6 +72,36 @@ def test_the_names_of_accelerate_are_those_of_the_runtime(module):
 def test_unsupported_name_of_accelerate_names_the_replacement(statement, instead):
     with pytest.raises(ImportError, match=rf"^cannot import name .*: Rankbook does not have it; {instead}"):
         exec(statement)
+
+
+def test_a_module_that_another_thread_is_importing_is_not_loaded_yet(tmp_path, monkeypatch):
+    (tmp_path / "slow_to_import.py").write_text("import builtins\nbuiltins._arrive()\ndone = True\n")
+    arrived, go_on = threading.Event(), threading.Event()
+
+    def arrive():
+        arrived.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr("builtins._arrive", arrive, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert loaded_module("slow_to_import") is None
+    thread = threading.Thread(target=importlib.import_module, args=("slow_to_import",))
+    thread.start()
+    try:
+        assert arrived.wait(30)
+        assert "slow_to_import" in sys.modules and loaded_module("slow_to_import") is None
+    finally:
+        go_on.set()
+        thread.join(30)
+    module = loaded_module("slow_to_import")
+    del sys.modules["slow_to_import"]
+    assert module is not None and module.done
+
+
+def test_a_module_that_was_made_by_hand_is_loaded(monkeypatch):
+    module = types.ModuleType("made_by_hand")
+    monkeypatch.setitem(sys.modules, "made_by_hand", module)
+    assert loaded_module("made_by_hand") is module and loaded_module("__main__") is sys.modules["__main__"]
 
 
 def test_recommended_names_exist():

@@ -1,11 +1,22 @@
-"""Import the public names of a package on first use, to keep `import rankbook` fast."""
+"""Import the public names of a package on first use, to keep `import rankbook` fast, and find what was imported."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import Any
+
+
+def loaded_module(name: str) -> ModuleType | None:
+    """Return the module `name` if its import has ended, otherwise None: then nothing in it has been used yet.
+
+    `sys.modules` also has a module that another thread is importing, without most of its attributes.
+    """
+    module = sys.modules.get(name)
+    # importlib sets this while it executes a module, and an `import` on another thread waits for as long.
+    return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
 
 
 def lazy_imports(

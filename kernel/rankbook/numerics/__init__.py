@@ -19,11 +19,11 @@ process imports it as well.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rankbook.errors import InvalidArgument
+from rankbook.lazy_imports import loaded_module
 from rankbook.numerics.settings import parse_conditions
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def watch_numbers(*conditions: str) -> None:
 
 def active_words() -> tuple[str, ...]:
     """Return the conditions of the watch of this process, as `watch_numbers` takes them; none if it is off."""
-    watch = sys.modules.get("rankbook.numerics.watch")  # not imported where nothing was ever watched
+    watch = loaded_module("rankbook.numerics.watch")  # not imported where nothing was ever watched
     conditions = watch.active_conditions() if watch is not None else None
     return () if conditions is None else (str(conditions),)
 

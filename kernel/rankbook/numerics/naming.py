@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankbook.formatting import is_users
+from rankbook.lazy_imports import loaded_module
 
 _MAX_FRAMES = 100
 
@@ -129,7 +130,7 @@ class ModuleNames:
 
 
 def _prepared() -> list[nn.Module]:
-    prepared = sys.modules.get("rankbook.runtime.prepared")
+    prepared = loaded_module("rankbook.runtime.prepared")
     return [model for _, model in prepared.prepared_models()] if prepared is not None else []
 
 

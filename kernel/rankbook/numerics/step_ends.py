@@ -21,6 +21,8 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from rankbook.lazy_imports import loaded_module
+
 if TYPE_CHECKING:
     from rankbook.runtime.optimizer import AcceleratedOptimizer
 
@@ -84,7 +86,7 @@ def _remove(listener: Listener) -> None:
 
 def wrapper_of(optimizer: Optimizer) -> AcceleratedOptimizer | None:
     """Return the wrapper of a prepared optimizer, otherwise None."""
-    prepare = sys.modules.get("rankbook.runtime.prepare")
+    prepare = loaded_module("rankbook.runtime.prepare")
     return prepare.wrapper_of(optimizer) if prepare is not None else None
 
 

@@ -30,6 +30,7 @@ from rankbook import snapshot_files
 from rankbook.errors import CollectiveAborted, InvalidArgument, RankbookError, StartError
 from rankbook.formatting import plural, suggest
 from rankbook.ipython_compat import asyncio_loop, cell_numbers
+from rankbook.lazy_imports import loaded_module
 from rankbook.protocol import WIDGET_VIEW
 from rankbook.protocol.messages import (
     Abort,
@@ -257,7 +258,7 @@ class Executor:
     @staticmethod
     def _place() -> TrainingPlace | None:
         """Return where this rank is in a protected training."""
-        protection = sys.modules.get(_PROTECTION)  # not imported if nothing was ever protected
+        protection = loaded_module(_PROTECTION)  # not imported if nothing was ever protected
         return protection.training_place() if protection is not None else None
 
     def _tell_steps(self) -> None:
@@ -478,7 +479,7 @@ class Executor:
         self._group.begin_cell()
         if "accelerator" in source:
             self._provide_accelerator(source)
-        watch: Any = sys.modules.get(_WATCH)  # not imported if nothing was ever watched
+        watch: Any = loaded_module(_WATCH)  # not imported if nothing was ever watched
         if watch is not None:
             watch.cell += 1
 
@@ -808,7 +809,7 @@ def _print_note(text: str) -> None:
 def _lost_saves(cells: Mapping[str, int]) -> str:
     """Return a message about a background save that failed, once; `cells` has the numbers of the cells by file."""
     # Only a cell that saves in the background has imported the module.
-    saving = sys.modules.get("rankbook.checkpoint.async_save")
+    saving = loaded_module("rankbook.checkpoint.async_save")
     return "" if saving is None else str(saving.lost_saves(cells))
 
 

@@ -40,6 +40,7 @@ import torch
 import torch.distributed as dist
 
 from rankbook import snapshot_files, step_interrupts
+from rankbook.lazy_imports import loaded_module
 from rankbook.protocol import telemetry
 from rankbook.protocol.forkserver import ForkRank
 from rankbook.protocol.messages import ErrorReport, RankReady, ShutdownDelayed, StartFailed
@@ -305,7 +306,7 @@ def wait_for_saves(patience: float, request_delay: Callable[[float], None]) -> s
 
     Returns an empty string otherwise. Calls `request_delay(seconds)` first if there is a save to wait for.
     """
-    saving = sys.modules.get("rankbook.checkpoint.async_save")
+    saving = loaded_module("rankbook.checkpoint.async_save")
     handle = None if saving is None else saving.current_save()
     if handle is None:
         return ""

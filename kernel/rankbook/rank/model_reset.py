@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import gc
 import pickle
-import sys
 import time
 import weakref
 import zlib
@@ -36,6 +35,7 @@ from torch.utils import _pytree as pytree
 
 from rankbook import step_interrupts
 from rankbook.errors import CollectiveAborted
+from rankbook.lazy_imports import loaded_module
 from rankbook.ranks import name_ranks
 
 _models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
@@ -237,18 +237,18 @@ def _indices(optimizers: Sequence[Optimizer], is_meant: Callable[[Optimizer], bo
 
 def _refused() -> Collection[Optimizer]:
     """Return the optimizers whose last step the number watch has ended before it has changed anything."""
-    ends = sys.modules.get(_STEP_ENDS)  # not imported if nothing was ever watched
+    ends = loaded_module(_STEP_ENDS)  # not imported if nothing was ever watched
     return ends.refused if ends is not None else ()
 
 
 def _is_sharded(optimizer: Optimizer) -> bool:
-    tensor = sys.modules.get(_DTENSOR)  # its import takes a second
+    tensor = loaded_module(_DTENSOR)  # its import takes a second
     return tensor is not None and any(isinstance(parameter, tensor.DTensor) for parameter in _parameters_of(optimizer))
 
 
 def is_prepared(optimizer: Optimizer) -> bool:
     """Return True for an optimizer that was prepared by an `Accelerator`."""
-    prepare = sys.modules.get(_PREPARE)  # a rank need not use the runtime
+    prepare = loaded_module(_PREPARE)  # a rank need not use the runtime
     return prepare is not None and prepare.wrapper_of(optimizer) is not None
 
 
@@ -476,7 +476,7 @@ def _restore(optimizer: Optimizer, source: int, device: torch.device) -> tuple[s
     except Exception as error:  # noqa: BLE001 - torch has refused the tensor, on all ranks alike
         return _first_line(error), ""
     states: list[Any] = [None, None, [], ""]
-    is_source, runtime = dist.get_rank() == source, sys.modules.get(_RUNTIME)  # a rank need not use the runtime
+    is_source, runtime = dist.get_rank() == source, loaded_module(_RUNTIME)  # a rank need not use the runtime
     try:
         if is_source:
             # Through the CPU, because the device of the source may be another one. Pickled here: an error within the
@@ -511,7 +511,7 @@ def _plain_schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:
             if followed is optimizer or getattr(followed, "optimizer", None) is optimizer:  # prepared
                 found.append(each)
     others = {id(part) for each in found for part in vars(each).get("_schedulers", ())}
-    if (runtime := sys.modules.get(_RUNTIME)) is not None:
+    if (runtime := loaded_module(_RUNTIME)) is not None:
         others |= {id(prepared.scheduler) for prepared in runtime.schedulers_of(optimizer)}
     return [each for each in found if id(each) not in others]
 
@@ -577,7 +577,7 @@ def reset_after_abort() -> None:
         model.reducer._reset_state()
     _reset_sharded()
     # Not imported, because a rank need not use the runtime.
-    runtime = sys.modules.get(_RUNTIME)
+    runtime = loaded_module(_RUNTIME)
     if runtime is not None:  # otherwise no cell has used it
         runtime.restart_accumulation()
 
@@ -612,7 +612,7 @@ def _reset_sharded() -> None:
     others hold shards, and would run other collectives than they. If a backward pass failed, unreduced gradients of
     this rank are dropped, because the next one would add to them.
     """
-    module = sys.modules.get(_STATES)
+    module = loaded_module(_STATES)
     if module is None:  # no model is sharded, and importing FSDP is slow
         return
     from torch.distributed._composable_state import _module_state_mapping

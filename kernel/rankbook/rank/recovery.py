@@ -48,6 +48,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rankbook import snapshot_files
 from rankbook.errors import TransferError
+from rankbook.lazy_imports import loaded_module
 from rankbook.protocol.messages import EnterWorld
 from rankbook.rank import model_reset
 from rankbook.rank.process_groups import manager
@@ -185,7 +186,7 @@ def export_state(
     }
     # One pickle for all variables: objects that several of them refer to are one object on the new rank, too.
     variables = {name: namespace[name] for name in names if name in namespace}
-    watch = sys.modules.get(_WATCH)
+    watch = loaded_module(_WATCH)
     try:
         folder = str(Path.cwd())
     except OSError:  # it was removed
@@ -487,7 +488,7 @@ def _nothing(*_: object) -> int:
 
 def _last_saved() -> str:
     """Return a hint at the last checkpoint, from which a sharded variable can be loaded."""
-    saving = sys.modules.get(_SAVES)  # not imported: no cell has saved anything
+    saving = loaded_module(_SAVES)  # not imported: no cell has saved anything
     saved = saving.last_save() if saving is not None else None
     if saved is None or not ("://" in saved.folder or Path(saved.folder, saved.name).is_dir()):
         return ""
@@ -864,7 +865,7 @@ def check_resize(namespace: Mapping[str, Any], hidden: Mapping[str, Any], world_
         random=random_state(),
         sharing=1,
     )
-    save = sys.modules.get(_ASYNC_SAVES)
+    save = loaded_module(_ASYNC_SAVES)
     if save is not None and not save.wait_for_saves(_SAVE_TIMEOUT):
         answer["problem"] = f"a background save has not finished within {_SAVE_TIMEOUT:.0f} s; wait for it"
         return answer
@@ -909,7 +910,7 @@ def _find_unmovable(namespace: Mapping[str, Any], prepared_modules: set[int]) ->
         if any(isinstance(parameter, DTensor) for parameter in value.parameters()):
             return f"{name} is sharded {remedy}"
     # Models that are no variables, such as attributes of an object.
-    if (states := sys.modules.get(_FSDP_STATES)) is not None:
+    if (states := loaded_module(_FSDP_STATES)) is not None:
         from torch.distributed.fsdp import FSDPModule
 
         def find() -> str:

@@ -19,6 +19,7 @@ import torch
 from rankbook import control_collectives
 from rankbook.control_collectives import all_min
 from rankbook.errors import CollectiveAborted, InvalidArgument
+from rankbook.lazy_imports import loaded_module
 from rankbook.runtime.process_state import PartialState
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -48,7 +49,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
         clear_device_cache(garbage_collection=True)
     """
     if garbage_collection:
-        if (watch := sys.modules.get("rankbook.numerics.watch")) is not None:
+        if (watch := loaded_module("rankbook.numerics.watch")) is not None:
             watch.release_inputs()
         gc.collect()
     # Do not initialize CUDA for this: a context takes some hundred MB of device memory.

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import logging
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from rankbook import control_collectives
 from rankbook.errors import InvalidArgument
 from rankbook.formatting import plural
+from rankbook.lazy_imports import loaded_module
 from rankbook.runtime.collectives import gather_object
 from rankbook.runtime.config import ProjectConfiguration
 from rankbook.runtime.gradient_state import window
@@ -342,7 +342,7 @@ class SavingMethods(AcceleratorSettings):
             project.iteration = max(project.iteration, number + 1)
         # Gradients that were accumulated before the load belong to other weights.
         window.abort(self.gradient_state)
-        if (protection := sys.modules.get("rankbook.runtime.protection")) is not None:
+        if (protection := loaded_module("rankbook.runtime.protection")) is not None:
             protection.after_load()
 
     def _free_former_objects(self) -> None:

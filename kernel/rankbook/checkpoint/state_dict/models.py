@@ -41,6 +41,7 @@ from rankbook.checkpoint.state_dict.state_dicts import (
 )
 from rankbook.control_collectives import gather_objects, this_rank
 from rankbook.errors import CheckpointError
+from rankbook.lazy_imports import loaded_module
 
 _INNER = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 """Attributes in which torch's wrappers keep the wrapped module, besides `module` of DistributedDataParallel."""
@@ -322,7 +323,7 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[
 
 def _unwrap_prepared(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that `prepare` has wrapped, or the given one."""
-    runtime = sys.modules.get("rankbook.runtime.optimizer")
+    runtime = loaded_module("rankbook.runtime.optimizer")
     if runtime is not None and isinstance(optimizer, runtime.AcceleratedOptimizer):
         wrapped: torch.optim.Optimizer = optimizer.optimizer
         return wrapped

@@ -31,6 +31,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
+from rankbook.lazy_imports import loaded_module
 from rankbook.numerics import step_ends
 from rankbook.numerics.hashing import place_of
 from rankbook.protocol.queries import GradientEntry, LocalGradients, ModelGradients
@@ -142,8 +143,8 @@ def _children(name: str, value: object) -> Iterator[tuple[str, object]]:
 def _prepared() -> Iterator[tuple[str, object]]:
     """Yield the objects that the runtime has prepared, which may be local variables of a function."""
     # Not imported by any cell: nothing was prepared.
-    models = sys.modules.get("rankbook.runtime.prepared")
-    optimizers = sys.modules.get("rankbook.runtime.prepare")
+    models = loaded_module("rankbook.runtime.prepared")
+    optimizers = loaded_module("rankbook.runtime.prepare")
     if models is None or optimizers is None:
         return
     for number, (_, model) in enumerate(models.prepared_models()):

@@ -26,6 +26,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from rankbook.errors import CollectiveAborted
 from rankbook.formatting import format_bytes, is_users
+from rankbook.lazy_imports import loaded_module
 from rankbook.protocol.messages import ErrorReport
 from rankbook.rank.inspect.tensor_introspection import instance_dict, items
 from rankbook.rank.tracebacks import cause_of, members_of, referenced_errors, traceback_of, value_of
@@ -197,7 +198,7 @@ def free_memory(shell: InteractiveShell, error: BaseException) -> None:
     if result is not None:
         result.error_in_exec = result.error_before_exec = None
     shell.InteractiveTB.tb = shell.InteractiveTB.pdb = None  # the debugger of an earlier error keeps its frames
-    if (watch := sys.modules.get("rankbook.numerics.watch")) is not None:
+    if (watch := loaded_module("rankbook.numerics.watch")) is not None:
         watch.release_inputs()
     # Frames and errors refer to one another, so that reference counts alone do not free them.
     gc.collect()

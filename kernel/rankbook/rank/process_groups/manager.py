@@ -37,6 +37,7 @@ from torch.optim.optimizer import Optimizer
 
 from rankbook import snapshot_files
 from rankbook.errors import CollectiveAborted
+from rankbook.lazy_imports import loaded_module
 from rankbook.protocol.messages import Abort, RanksLost
 from rankbook.protocol.telemetry import GroupReport
 from rankbook.rank import model_reset
@@ -81,7 +82,7 @@ _T = TypeVar("_T")
 
 def _uses_accumulation() -> bool:
     """Return True if this process has the state of an `Accelerator`."""
-    module = sys.modules.get(_ACCUMULATION)  # not imported: a rank need not use the runtime
+    module = loaded_module(_ACCUMULATION)  # not imported: a rank need not use the runtime
     return module is not None and bool(module.GradientState._shared_state)
 
 
@@ -287,7 +288,7 @@ class GroupManager:
             "fresh": not dist.is_initialized(),
             "lost": self.lost_device(),
             "steps": self._report_steps(),
-            "snapshot": protection.next_number() if (protection := sys.modules.get(_PROTECTION)) is not None else 0,
+            "snapshot": protection.next_number() if (protection := loaded_module(_PROTECTION)) is not None else 0,
             "serial": snapshot_files.next_serial,
             # Also what a living rank has not compared yet: a new process does not know of it.
             "trains": snapshot_files.replicas_may_differ or _uses_accumulation(),
@@ -308,7 +309,7 @@ class GroupManager:
         snapshot_files.replicas_may_differ |= any(report["trains"] for report in reports)
         if protection is not None:
             protection.continue_numbers(max(report["snapshot"] for report in reports))
-        if (strategies := sys.modules.get(_STRATEGIES)) is not None:
+        if (strategies := loaded_module(_STRATEGIES)) is not None:
             strategies.doubt_meshes()
         self._fresh |= {rank for rank, report in enumerate(reports) if report["fresh"]}
         steps = [None if report["fresh"] else report["steps"] for report in reports]
