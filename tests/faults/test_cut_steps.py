@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 import rankbook
-from rankbook import CellError, Cluster
+from rankbook import CellError, Cluster, RankLostError
 from rankbook.launch import local
 from tests.conftest import Gate, wait_until
 
@@ -104,6 +104,27 @@ def test_replicas_are_those_of_a_rank_whose_step_has_ended(cluster):
     assert text in outcome.stderr[0]
     weights = cluster.pull("weights")
     assert weights[0].equal(weights[1])
+
+
+def test_survivors_of_different_steps_are_equal_after_heal():
+    with Cluster(3) as cluster:
+        cluster.run(SETUP + "\nmake(DistributedDataParallel)\nstep()")
+        with pytest.raises(RankLostError):
+            cluster.run(
+                "import os\nbackward()\n"
+                "if rank == 1:\n    optimizer.step()\n    dist.send(torch.ones(1), 2)\n"
+                "if rank == 2:\n    dist.recv(torch.ones(1), 1)\n    os._exit(1)\n"
+                "dist.barrier()",
+                timeout=30,
+            )
+        cluster.heal()
+        outcome = cluster.run(CHECK, timeout=30)
+    assert outcome.stdout == dict.fromkeys(range(3), "True\n")
+    text = (
+        "Slow: the ranks have made different numbers of steps in the last cell (0 on rank 0, 1 on rank 1): all ranks "
+        "continue with the weights and the optimizer state of rank 0"
+    )
+    assert text in outcome.stderr[0] and text in outcome.stderr[1] and not outcome.stderr.get(2)
 
 
 def test_a_step_that_has_ended_nowhere_is_named(cluster):

@@ -85,13 +85,16 @@ def test_a_rank_whose_step_has_ended_is_the_source_of_the_others():
     assert difference.consequence == "all ranks continue with the weights and the optimizer state of rank 1"
 
 
+def test_a_new_process_takes_the_weights_of_the_source_too():
+    (difference,) = compare_steps([None, steps_of(3, 4), steps_of(3, 5)])
+    assert (difference.indices, difference.source) == ((None, 1, 1), 1)
+    assert difference.consequence == "all ranks continue with the weights and the optimizer state of rank 1"
+
+
 def test_without_a_source_the_user_is_told_what_to_do():
     (difference,) = compare_steps([steps_of(3, 4, unfinished=(0,)), steps_of(3, 4, unfinished=(0,))])
     assert difference.source is None
     assert difference.consequence.startswith("the weights are partly those of the step")
-    (difference,) = compare_steps([steps_of(3, 4), None, steps_of(3, 5)])
-    assert (difference.indices, difference.source) == ((1, None, 1), None)
-    assert difference.consequence.startswith("the weights of the ranks differ")
     (difference,) = compare_steps([steps_of(3, optimizers=(1,)), steps_of(3, 1)])
     assert (difference.indices, difference.source, difference.steps) == ((None, None), None, {0: 0, 1: 1})
     assert difference.consequence.startswith("the weights of the ranks differ")

@@ -307,8 +307,8 @@ class StepDifference(NamedTuple):
 
     @property
     def source(self) -> int | None:
-        """Return the first rank whose weights all may have; None if there is none, and where there is a new process."""
-        if None in self.indices or not self.replicated:
+        """Return the first rank whose weights all may have; None if there is none."""
+        if not self.replicated or all(index is None for index in self.indices):
             return None
         return next((rank for rank in self.steps if rank not in self.cut), None)
 
@@ -438,18 +438,21 @@ def _copy_tensor(tensor: torch.Tensor, source: int, device: torch.device) -> Non
 
 
 def restore_stepped(
-    optimizers: Sequence[Optimizer], source: int, device: torch.device
+    optimizers: Sequence[Optimizer | None], source: int, device: torch.device
 ) -> tuple[list[Optimizer], list[str]]:
     """Copy the weights, states and schedulers of `optimizers` from the rank `source`. A collective.
 
-    `device` is one whose tensors the process group can send. Return the optimizers that were not copied on all ranks,
-    and what the user has to know about them.
+    `device` is one whose tensors the process group can send. An optimizer is None in a new process, which has none of
+    them yet and takes part because the group has no broadcast without it. Return the optimizers that were not copied on
+    all ranks, and what the user has to know about them.
     """
     results = [_restore(optimizer, source, device) for optimizer in optimizers]
     everyone: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, results)
     failed, notes = [], []
     for optimizer, of_all in zip(optimizers, zip(*everyone, strict=True), strict=True):
+        if optimizer is None:
+            continue
         name = type(optimizer).__name__
         reason, schedulers = (next(filter(None, texts), "") for texts in zip(*of_all, strict=True))
         if reason:
@@ -463,22 +466,17 @@ def restore_stepped(
     return failed, notes
 
 
-def _restore(optimizer: Optimizer, source: int, device: torch.device) -> tuple[str, str]:
+def _restore(optimizer: Optimizer | None, source: int, device: torch.device) -> tuple[str, str]:
     """Copy what belongs to one optimizer. A collective.
 
     Return why that failed, and the names of the schedulers that were not copied, or empty strings.
     """
-    try:
-        for parameter in _parameters_of(optimizer):
-            _copy_tensor(parameter, source, device)
-    except _OF_ONE_RANK:
-        raise
-    except Exception as error:  # noqa: BLE001 - torch has refused the tensor, on all ranks alike
-        return _first_line(error), ""
-    states: list[Any] = [None, None, [], ""]
+    states: list[Any] = [None, None, [], "", []]
     is_source, runtime = dist.get_rank() == source, loaded_module(_RUNTIME)  # a rank need not use the runtime
     try:
         if is_source:
+            assert optimizer is not None  # as the source is a rank that has made a step
+            states[4] = [(each.shape, each.dtype) for each in _parameters_of(optimizer)]
             # Through the CPU, because the device of the source may be another one. Pickled here: an error within the
             # collective would leave the other ranks waiting.
             states[0] = pickle.dumps(
@@ -487,12 +485,23 @@ def _restore(optimizer: Optimizer, source: int, device: torch.device) -> tuple[s
             states[1] = runtime.schedules_of(optimizer) if runtime is not None else []
             states[2] = [_dump_scheduler(scheduler) for scheduler in _plain_schedulers_of(optimizer)]
     except Exception as error:  # noqa: BLE001 - may run code of the user
-        states = [None, None, [], _first_line(error)]
+        states[3] = _first_line(error)
     dist.broadcast_object_list(states, source)
-    state, schedules, plain, reason = states
+    state, schedules, plain, reason, forms = states
+    if optimizer is not None:
+        parameters = _parameters_of(optimizer)
+    else:
+        parameters = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
+    try:
+        for parameter in parameters:
+            _copy_tensor(parameter, source, device)
+    except _OF_ONE_RANK:
+        raise
+    except Exception as error:  # noqa: BLE001 - torch has refused the tensor, on all ranks alike
+        return _first_line(error), ""
     skipped = ""
     try:
-        if not is_source and not reason:
+        if optimizer is not None and not is_source and not reason:
             optimizer.load_state_dict(pickle.loads(state))  # from a rank of the same program
             if runtime is not None:
                 runtime.load_schedules(optimizer, schedules)

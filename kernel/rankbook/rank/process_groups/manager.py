@@ -233,6 +233,7 @@ class GroupManager:
                 timeout=None if known_default is None else timedelta(seconds=known_default["timeout"]),
             )
             self._create_peer_groups(groups)
+            self._mend_steps(steps)  # a collective of all ranks, although this one has made no step
         # torch names a group by the number of groups before it. A rank that failed while it created a group may have
         # counted fewer than the others.
         c10d._world.group_count = max(count, c10d._world.group_count)
@@ -369,11 +370,13 @@ class GroupManager:
             if not suspect_steps.isdisjoint(difference.indices) or not difference.consequence:
                 continue
             if difference.source is not None:
-                assert index is not None  # otherwise there is no source
-                failed, notes = model_reset.restore_stepped([optimizers[index]], difference.source, self.device)
+                own = optimizers[index] if index is not None else None
+                failed, notes = model_reset.restore_stepped([own], difference.source, self.device)
                 self.notes += notes
                 if failed:
                     continue
+            if reports[self.rank] is None:  # a new process has made no steps, and says nothing about them
+                continue
             name = "an optimizer" if index is None else type(optimizers[index]).__name__
             self.notes.append(f"{name}: {difference}: {difference.consequence}")
         self._steps.begin_cell()  # another regroup may come before the next cell
