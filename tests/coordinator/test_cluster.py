@@ -470,6 +470,50 @@ def test_views_gradients_parameters_and_modules_arrive(two):
     assert two.pull("model")[0][0].weight.requires_grad
 
 
+CLASSES = """
+import dataclasses, enum, functools
+from typing import NamedTuple
+
+class Phase(enum.Enum):
+    TRAIN = 1
+
+@dataclasses.dataclass(slots=True)
+class Metrics:
+    loss: float
+
+class Pair(NamedTuple):
+    a: int
+
+class Data(list):
+    def __init__(self):
+        super().__init__()
+    @functools.cached_property
+    def table(self):
+        return 7
+"""
+
+
+def test_values_of_one_class_of_a_cell_are_equal_on_all_ranks_and_in_the_notebook(two):
+    two.run(CLASSES + "values = (Phase.TRAIN, Metrics(0.5), Pair(3))")
+    pulled = two.pull("values")
+    assert pulled[0] == pulled[1]
+    two.push({"best": pulled[0]})
+    two.run("assert best == values and isinstance(best[1], Metrics)")
+    two.run(CLASSES)  # other classes, because a cell that is run again defines them anew
+    assert two.pull("values") == pulled
+    two.run("assert best == values and not isinstance(best[1], Metrics)")
+
+
+def test_objects_with_slots_and_cached_properties_come_and_go(two):
+    namespace = {"__name__": "__main__"}
+    exec(CLASSES, namespace)
+    metrics, data = namespace["Metrics"](0.5), namespace["Data"]()
+    two.push({"metrics": metrics, "data": data})
+    two.run("assert data.table == 7 and not hasattr(metrics, '__dict__')\nmetrics.loss = 0.25")
+    assert two.pull("metrics", ranks=0) == [namespace["Metrics"](0.25)]
+    assert type(two.pull("data", ranks=1)[0]) is namespace["Data"]
+
+
 def test_200_megabytes_are_pushed_and_pulled_and_leave_no_shared_memory(two):
     tensor = torch.arange(50 << 20, dtype=torch.float32)
     two.push({"large": tensor})

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rankbook import snapshot_files
 from rankbook.rank import recovery
-from rankbook.transport import tensors
+from rankbook.transport import serialization, tensors
 from rankbook.transport.serialization import unpack
 from rankbook.transport.shared_memory import SegmentStore
 from tests.rank_processes import run_code
@@ -56,6 +56,7 @@ def taken_over(
     packed = recovery.export_state(peer, hidden, listed["names"], SegmentStore(folder))
     fresh: dict[str, Any] = {"__name__": "__main__"}
     recovery.set_cell_namespace(fresh)
+    serialization._is_defined_here.clear()  # a fresh rank is another process
     adopted = recovery.adopt_state(fresh, lambda: unpack(packed.payload, packed.frames, unlink=True, folder=folder))
     adopted["missing"] |= listed["missing"]
     return fresh, adopted

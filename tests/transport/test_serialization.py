@@ -26,7 +26,7 @@ import torch
 from rankbook.errors import ProtocolError, TransferError
 from rankbook.protocol.messages import Buffer, Payload
 from rankbook.transport import tensors
-from rankbook.transport.serialization import pack, unpack
+from rankbook.transport.serialization import pack, reduce_class, set_class_content, unpack
 from rankbook.transport.shared_memory import SegmentStore
 
 LARGE = 1 << 20
@@ -446,7 +446,7 @@ def test_tensors_of_a_device_arrive_on_the_receivers_own_if_it_is_asked_for(stor
     weight = torch.nn.Parameter(torch.arange(1.0 * LARGE).reshape(1024, -1))
     weight.group = "decay"
     value = (weight, weight.detach()[5:], weight.detach().t(), torch.empty(0), torch.tensor(3))
-    packed = pack(value, store=store, keep_devices=True)
+    packed = pack(value, store=store, for_new_rank=True)
     received = unpack(packed.payload, packed.frames, unlink=True, folder=store.folder)
     assert all(
         tensor.device.type == "meta" and tensor.shape == sent.shape
@@ -527,6 +527,34 @@ def test_functions_and_classes_from_cells_travel_by_value(store):
     assert received() == 42
     assert point.scaled() == 3
     assert sent(functools.partial(lambda a, b: a - b, 5), store)[0](3) == 2
+
+
+class Counter:
+    count = 0
+
+
+def test_an_object_that_comes_back_leaves_its_class_as_it_is(store, monkeypatch):
+    monkeypatch.setattr(Counter, "__module__", "__main__")  # sent by value, as a class of a cell
+    payload = pack(Counter(), store=store)
+    monkeypatch.setattr(Counter, "count", 5)
+    assert isinstance(open_packed(payload, store), Counter)
+    assert Counter.count == 5
+
+
+def each_reduction(value):
+    return type, (), value.count, None, None, lambda made, count: setattr(made, "count", count)
+
+
+def test_a_class_of_another_process_is_brought_up_to_date():
+    made = [type("Counter", (), {"count": count}) for count in (1, 2)]
+    first, second = (reduce_class(each, each_reduction(each), for_new_rank=False) for each in made)
+    arrived = type("Counter", (), {})
+    assert set_class_content(arrived, first[2]).count == 1
+    assert set_class_content(arrived, second[2]).count == 2
+    # A rank that takes the place of another one: the classes of its cells are those of its peer.
+    copied = type("Counter", (), {})
+    assert set_class_content(copied, reduce_class(made[0], each_reduction(made[0]), for_new_rank=True)[2]).count == 1
+    assert set_class_content(copied, second[2]).count == 1
 
 
 # What cannot be sent

@@ -96,7 +96,7 @@ from rankbook.rank.process_groups.manager import GroupManager
 from rankbook.rank.shell import RankShell
 from rankbook.snapshot_files import SnapshotHeader, TrainingPlace
 from rankbook.transport import Frames, RankLink, sending
-from rankbook.transport.serialization import Packed, pack, unpack
+from rankbook.transport.serialization import Packed, identify_classes, pack, unpack
 from rankbook.transport.shared_memory import SegmentStore
 
 if TYPE_CHECKING:
@@ -347,6 +347,7 @@ class Executor:
                         self._run_measured(message, message.measure)
                     _report_paused_tasks(message.source)
                 finally:
+                    identify_classes(self._shell.user_ns, message.source, self.cell)
                     _report_lost_saves(self._cell_files())
             case CallFunction():
                 self._group.begin_cell()

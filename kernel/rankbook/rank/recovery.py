@@ -203,7 +203,7 @@ def export_state(
         settings=torch_settings(),
     )
     # Tensors go to the device of the new rank, whose number may differ.
-    return pack(state, store=store, reduce=_Reducer(namespace, shards=shards), keep_devices=True)
+    return pack(state, store=store, reduce=_Reducer(namespace, shards=shards), for_new_rank=True)
 
 
 def adopt_state(namespace: dict[str, Any], open_state: Callable[[], ExportedState] | None) -> AdoptedState:

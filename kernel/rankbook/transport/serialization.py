@@ -18,19 +18,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import functools
 import linecache
 import pickle
+import re
 import sys
 import time
 import types
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import cloudpickle
 
@@ -69,19 +72,20 @@ def pack(
     store: SegmentStore | None,
     names: Sequence[str] = (),
     reduce: Reduce | None = None,
-    keep_devices: bool = False,
+    for_new_rank: bool = False,
 ) -> Packed:
     """Pickle `value`, with its large buffers in one file of `store` if that is worth it and fits.
 
     Buffers are copied exactly once, by this function, so that the value may be changed as soon as it returns. Without a
-    store (another host), or without room in it, they become frames. With `keep_devices`, tensors of an accelerator
-    arrive on the receiver's own, and not on the CPU. `names` is the user's name of the value, or, when
-    it is a tuple of several values, of its elements; the entries of a dict are named by their keys.
+    store (another host), or without room in it, they become frames. With `for_new_rank`, tensors of an accelerator
+    arrive on the receiver's own, and not on the CPU, and a class that is defined here counts as defined there. `names`
+    is the user's name of the value, or, when it is a tuple of several values, of its elements; the entries of a dict
+    are named by their keys.
 
     Raises `TransferError`, which names the part that cannot be pickled and the path to it.
     """
     try:
-        pickled = _pickle(value, reduce, keep_devices=keep_devices)
+        pickled = _pickle(value, reduce, for_new_rank=for_new_rank)
     except MemoryError as error:
         raise TransferError("cannot send the value: not enough memory to pickle it") from error
     except Exception as error:
@@ -206,16 +210,22 @@ class _PayloadPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle
     """A cloudpickle pickler that takes tensors out of band."""
 
     def __init__(
-        self, file: _Chunks | _DiscardingFile, collector: _BufferCollector, reduce: Reduce | None = None
+        self,
+        file: _Chunks | _DiscardingFile,
+        collector: _BufferCollector,
+        reduce: Reduce | None = None,
+        *,
+        for_new_rank: bool = False,
     ) -> None:
         super().__init__(file, protocol=PROTOCOL, buffer_callback=collector)
+        self._for_new_rank = for_new_rank
         self._storages = collector.storages
         self._reduce = reduce
         # One per pickle, so that the source of a cell is sent once, however many functions come from it.
         self._sources = CellSources()
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - pickle's own contract
-        """Reduce tensors and code objects, and leave everything else to cloudpickle."""
+        """Reduce tensors, code objects and the classes of cells, and leave everything else to cloudpickle."""
         # The caller's reducer comes first, so that it can replace what tensors would otherwise become. cloudpickle
         # comes last.
         if self._reduce is not None and (reduction := self._reduce(value)) is not NotImplemented:
@@ -227,14 +237,83 @@ class _PayloadPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle
         # By reference, as functools has it, a function of a cell is found in the sender's process only.
         if type(value) is _CachedFunction and value.__module__ == "__main__":
             return make_cached, (value.__wrapped__, value.cache_parameters())
+        if type(value) is functools.cached_property:  # before Python 3.12 it has a lock, which cannot be pickled
+            return make_cached_property, (value.func, value.attrname)
         # A code object is the part of a function that names its file. cloudpickle's own reduction is extended, so that
         # classes, closures and nested functions are covered as well.
         if isinstance(value, types.CodeType):
             return self._sources.reduce(value, self.dispatch_table[types.CodeType](value))
-        return super().reducer_override(value)
+        reduction = super().reducer_override(value)
+        if isinstance(value, type) and isinstance(reduction, tuple) and len(reduction) == 6:
+            return reduce_class(value, reduction, for_new_rank=self._for_new_rank)
+        return reduction
 
 
 _CachedFunction = type(functools.cache(len))
+_is_defined_here: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+"""Classes that were sent or have arrived by value: True for those of this process, False for those of another one."""
+
+
+def reduce_class(value: type, reduction: tuple[Any, ...], *, for_new_rank: bool) -> tuple[Any, ...]:
+    """Return cloudpickle's `reduction` of a class by value, made so that its process keeps it as it is there.
+
+    cloudpickle sets all attributes of a class whenever it arrives, also where it was defined: an object that comes back
+    would take the class to the state that it had when the object was sent.
+    """
+    make, arguments, content, *nothing, set_content = reduction
+    is_here = _is_defined_here.setdefault(value, True)
+    if (slots := vars(value).get("__slots__")) is not None and not issubclass(value, enum.Enum | tuple):
+        # cloudpickle leaves them out, so that the copy's objects have a `__dict__`, and state of another form.
+        kind, name, bases, keywords, *others = arguments
+        arguments = (kind, name, bases, {**keywords, "__slots__": slots}, *others)
+    return make, arguments, (set_content, content, is_here and for_new_rank), *nothing, set_class_content
+
+
+def set_class_content(value: type, state: tuple[Callable[[type, object], object], object, bool]) -> type:
+    """Give a class that has arrived its attributes, unless it is one of this process. See `reduce_class`."""
+    set_content, content, becomes_own = state
+    if not _is_defined_here.get(value, False):
+        set_content(value, content)
+    _is_defined_here.setdefault(value, becomes_own)
+    return value
+
+
+_DEFINES_CLASS = re.compile(r"class|tuple|Tuple|Enum|Flag")
+_identified: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def identify_classes(namespace: Mapping[str, object], source: str, cell: int) -> None:
+    """Give the value classes that a cell has defined the same identity on all ranks which have run it.
+
+    Enums, dataclasses and named tuples: their objects equal only those of the same class. cloudpickle gives every class
+    of every process an identity of its own. Then equal values of two ranks would differ in the notebook, and one that
+    comes back would have the class of one rank only. Other classes may have a state of their own on every rank, and
+    keep an identity of their own. `cell` is the cluster's number of the cell, and `namespace` has its variables.
+    """
+    track = getattr(cloudpickle.cloudpickle, "_lookup_class_or_track", None)
+    if track is None or not _DEFINES_CLASS.search(source):
+        return
+    for value in list(namespace.values()):
+        if is_value_class(value) and value not in _identified and value not in _is_defined_here:
+            _identified.add(value)
+            text = f"{cell} {value.__qualname__} {source}"
+            track(blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest(), value)
+
+
+def is_value_class(value: object) -> TypeGuard[type]:
+    """Return True for an enum, a dataclass or a named tuple that a cell has defined."""
+    own = vars(value) if issubclass(type(value), type) else {}
+    if own.get("__module__") != "__main__":
+        return False
+    return issubclass(type(value), enum.EnumMeta) or "__dataclass_fields__" in own or "_field_defaults" in own
+
+
+def make_cached_property(function: Callable[[Any], Any], name: str | None) -> functools.cached_property[Any]:
+    """Return a `cached_property` that is an attribute of this name."""
+    made = functools.cached_property(function)
+    if name is not None:
+        made.__set_name__(object, name)
+    return made
 
 
 def make_cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:  # noqa: ANN401 - functools' own type
@@ -242,14 +321,14 @@ def make_cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any
     return functools.lru_cache(**parameters)(function)
 
 
-def _pickle(value: object, reduce: Reduce | None, *, keep_devices: bool) -> _Pickled:
-    file, collector = _Chunks(), _BufferCollector(_storages(keep_devices=keep_devices))
-    _PayloadPickler(file, collector, reduce).dump(value)
+def _pickle(value: object, reduce: Reduce | None, *, for_new_rank: bool) -> _Pickled:
+    file, collector = _Chunks(), _BufferCollector(_storages(keep_devices=for_new_rank))
+    _PayloadPickler(file, collector, reduce, for_new_rank=for_new_rank).dump(value)
     # The first pass records which parts of storages are used; a second one sends only these, see `Storages.trimmed`.
     trimmed = collector.storages.trimmed() if collector.storages is not None else None
     if trimmed is not None:
         file, collector = _Chunks(), _BufferCollector(trimmed)
-        _PayloadPickler(file, collector, reduce).dump(value)
+        _PayloadPickler(file, collector, reduce, for_new_rank=for_new_rank).dump(value)
     return _Pickled([file.chunks, *collector.pieces()], collector)
 
 
@@ -332,6 +411,7 @@ _MAX_LEVELS = 20
 _SEARCH_SECONDS = 2.0
 _MAX_PATH_LENGTH = 120
 _MAX_KEY_LENGTH = 40
+_FUNCTIONS = (types.FunctionType, classmethod, staticmethod, property)
 _PATH_SEPARATORS = ("[", ".", "'")  # labels that begin so are appended to the path; any other label starts a new path
 _END = object()
 
@@ -426,7 +506,9 @@ def _components(value: object) -> Iterator[tuple[str, object]]:
     elif isinstance(value, functools.partial):
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
     elif isinstance(value, type):
-        yield from ((f".{name}", item) for name, item in list(vars(value).items()))
+        # Functions last: one that uses `super()` has the class itself as a variable, with all that is wrong in it.
+        attributes = sorted(vars(value).items(), key=lambda entry: isinstance(entry[1], _FUNCTIONS))
+        yield from ((f".{name}", item) for name, item in attributes)
     else:
         yield from _reduced_components(value)
 
