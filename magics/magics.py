@@ -24,7 +24,7 @@ from rankbook.coordinator.liveness import RESTART_ADVICE_AFTER, restart_advice
 from rankbook.coordinator.running_cell import Sink
 from rankbook.coordinator.wait import deferred_interrupts, set_ending_check
 from rankbook.errors import InvalidArgument, RankbookError
-from rankbook.formatting import PACKAGE_MAGICS, PACKAGE_NOTE, plural, python_name, suggest
+from rankbook.formatting import PACKAGE_MAGICS, PACKAGE_NOTE, is_variable_name, plural, python_name, suggest
 from rankbook.ipython_compat import MAGIC_WRAPPER_FRAMES, cell_numbers
 from rankbook.magics import arguments, auto_mode, completion, debugger, reports
 from rankbook.magics.cell_handle import CellHandle, raise_cell_error, status_line_factory, without_frames
@@ -100,7 +100,7 @@ class DistributedMagics(Magics):
         chosen = arguments.parse_cell_line(line)
         if not cell.strip():
             raise InvalidArgument("%%distributed: the cell is empty; write the code for the ranks below this line")
-        if chosen.out is not None and not chosen.out.isidentifier():
+        if chosen.out is not None and not is_variable_name(chosen.out):
             raise InvalidArgument(f"%%distributed: invalid --out {chosen.out!r}: expected a Python identifier")
         self._has_printed = False
         number = _cell_number(self._shell)
@@ -440,7 +440,7 @@ class DistributedMagics(Magics):
     def _command_pull(self, command: argparse.Namespace) -> list[Any] | None:
         # `losses = %distributed pull loss`: IPython assigns the returned value to the name. No other one is assigned.
         target = command.target or (command.name if command.is_statement else None)
-        if target is not None and not target.isidentifier():
+        if target is not None and not is_variable_name(target):
             raise InvalidArgument(
                 f"%distributed pull: invalid variable name {target!r}: expected a Python identifier; use --as NAME"
             )

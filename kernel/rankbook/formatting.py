@@ -5,6 +5,7 @@ Also tells the user's files from those of libraries and of this package, for tra
 
 from __future__ import annotations
 
+import keyword
 import os
 import re
 import signal
@@ -150,6 +151,11 @@ def join_lines(text: str) -> str:
 def python_name(name: str) -> str:
     """Return a name as Python stores it: the micro sign of a keyboard becomes the Greek letter."""
     return name if name.isascii() else unicodedata.normalize("NFKC", name)
+
+
+def is_variable_name(name: str) -> bool:
+    """Return True if Python takes this name for a variable."""
+    return name.isidentifier() and not keyword.iskeyword(name)
 
 
 def shorten_library_path(file: str) -> str:

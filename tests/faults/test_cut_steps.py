@@ -142,6 +142,32 @@ def test_shards_of_different_steps_are_named(cluster):
     assert text in cluster.run("step()", timeout=30).stderr[0]
 
 
+STATIC = """
+make(lambda net: DistributedDataParallel(net, static_graph=True))
+def gradients_are_equal():
+    optimizer.zero_grad()
+    model(torch.full((2, 4), 1.0 + rank)).square().mean().backward()
+    mine = net[0].weight.grad.clone()
+    other = mine.clone()
+    dist.broadcast(other, 0)
+    return torch.equal(mine, other)
+"""
+
+
+def test_a_static_graph_is_reduced_after_an_aborted_first_pass(cluster):
+    cluster.run(STATIC)
+    with pytest.raises(CellError, match="stopped"):
+        cluster.run("if rank == 1: fail()\nbackward()", timeout=30)
+    assert cluster.run("print([gradients_are_equal() for _ in range(3)])").stdout[1] == "[True, True, True]\n"
+
+
+def test_a_static_graph_is_reduced_after_heal(cluster):
+    cluster.run(STATIC + "gradients_are_equal()")
+    cluster.restart(1)
+    cluster.heal(1)
+    assert cluster.run("print([gradients_are_equal() for _ in range(3)])").stdout[1] == "[True, True, True]\n"
+
+
 def test_ranks_with_models_of_their_own_hear_nothing(cluster):
     cluster.run("make(lambda net: net)\nstep()")
     with pytest.raises(CellError, match="stopped"):

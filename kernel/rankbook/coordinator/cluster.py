@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import keyword
 import math
 import operator
 import os
@@ -83,7 +82,7 @@ from rankbook.errors import (
     RankLostError,
     StartError,
 )
-from rankbook.formatting import plural, python_name
+from rankbook.formatting import is_variable_name, plural, python_name
 from rankbook.launch.hosts import HostOptions, Hosts, HostStatus
 from rankbook.launch.placement import changed_variables
 from rankbook.launch.registry import ClusterRecord
@@ -1786,7 +1785,7 @@ def _check_names(names: Iterable[object]) -> list[str]:
     """Return the names as Python stores them. Raises `InvalidArgument` for what is no name of a variable."""
     checked = []
     for name in names:
-        if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        if not isinstance(name, str) or not is_variable_name(name):
             raise InvalidArgument(f"invalid variable name {name!r}: expected a Python identifier")
         checked.append(python_name(name))
     return checked

@@ -112,7 +112,9 @@ class ClusterState:
         pronoun = "it" if len(unavailable) == 1 else "them"
         rest = f", --ranks {format_ranks(alive)} runs without {pronoun}" if alive else ""
         empty = f"%distributed restart {format_ranks(unavailable)} starts {pronoun} with an empty namespace"
-        raise RankLostError(f"{reason}{more}; %distributed heal restores {pronoun}, {empty}{rest}", tuple(unavailable))
+        # Without another rank, there are no variables to restore.
+        heal = f"%distributed heal restores {pronoun}, " if alive else ""
+        raise RankLostError(f"{reason}{more}; {heal}{empty}{rest}", tuple(unavailable))
 
     def handle(self, event: ev.Event) -> list[act.Action]:
         """Apply `event` and return the actions to perform. Raises `IllegalTransition`."""

@@ -102,15 +102,17 @@ def _without_compiled_call(original: Callable[..., dict[str, Any]]) -> Callable[
 
 
 def _with_hooks(original: Callable[..., None]) -> Callable[..., None]:
-    """Return `_ddp_init_helper`, which makes a reducer, with the communication hooks of the model's former reducer.
+    """Return `_ddp_init_helper`, which makes a reducer, with what torch tells a model's first reducer only.
 
-    torch registers a hook with the reducer only. A model that got another one, as all do when a rank is replaced, would
-    reduce its gradients without the hook, and nobody would see that they are no longer compressed.
+    A model gets another one when a rank is replaced. It would reduce its gradients without the communication hooks, and
+    nobody would see that they are no longer compressed. With `static_graph`, it would not reduce them at all: the first
+    forward pass asks the reducer to do so, and the model notes that it has asked.
     """
 
     @functools.wraps(original)
     def make(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
         original(self, *args, **kwargs)
+        self._static_graph_delay_allreduce_enqueued = False
         # In the constructor there are none yet.
         for hook, state in self.__dict__.get("_comm_hooks", ()):
             dist._register_comm_hook(self.reducer, state, hook)
@@ -583,7 +585,10 @@ def names_of(optimizers: Collection[Optimizer], namespace: dict[str, Any]) -> li
 def reset_after_abort() -> None:
     """Reset all models after an aborted step: drop pending buckets and all-gathers, free gathered parameters."""
     for model in models_with_reducers():
-        model.reducer._reset_state()
+        if model.static_graph:  # its reducer may have learned from a first pass that other ranks have not made
+            _renew_reducer(model)
+        else:
+            model.reducer._reset_state()
     _reset_sharded()
     # Not imported, because a rank need not use the runtime.
     runtime = loaded_module(_RUNTIME)
@@ -597,13 +602,16 @@ def restart_step() -> None:
     Needed when one of the ranks is a new process.
     """
     for model in models_with_reducers():
-        # What DDP's constructor does after it has checked the model. The new process's reducer is as fresh as these are
-        # now.
-        parameters, sparse = model._build_params_for_reducer()
-        names = model._build_debug_param_to_name_mapping(parameters)
-        model._ddp_init_helper(parameters, sparse, names, model.static_graph)
-        if model.static_graph:
-            model.reducer._set_static_graph()
+        _renew_reducer(model)  # the new process's reducer is as fresh as these are now
+
+
+def _renew_reducer(model: DistributedDataParallel) -> None:
+    """Do what DDP's constructor does after it has checked the model."""
+    parameters, sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(parameters)
+    model._ddp_init_helper(parameters, sparse, names, model.static_graph)
+    if model.static_graph:
+        model.reducer._set_static_graph()
 
 
 def models_with_reducers() -> list[DistributedDataParallel]:

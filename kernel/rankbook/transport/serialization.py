@@ -237,6 +237,8 @@ class _PayloadPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle
         # By reference, as functools has it, a function of a cell is found in the sender's process only.
         if type(value) is _CachedFunction and value.__module__ == "__main__":
             return make_cached, (value.__wrapped__, value.cache_parameters())
+        if type(value) is types.FunctionType and is_hooked_step(value):
+            return hook_step, (vars(value)["__wrapped__"],)
         if type(value) is functools.cached_property:  # before Python 3.12 it has a lock, which cannot be pickled
             return make_cached_property, (value.func, value.attrname)
         # A code object is the part of a function that names its file. cloudpickle's own reduction is extended, so that
@@ -306,6 +308,24 @@ def is_value_class(value: object) -> TypeGuard[type]:
     if own.get("__module__") != "__main__":
         return False
     return issubclass(type(value), enum.EnumMeta) or "__dataclass_fields__" in own or "_field_defaults" in own
+
+
+def is_hooked_step(function: types.FunctionType) -> bool:
+    """Return True for the `step` of an optimizer class of a cell as torch has replaced it, to call its global hooks."""
+    if "hooked" not in vars(function):  # set by torch
+        return False
+    from torch.optim.optimizer import Optimizer
+
+    return function.__code__ in Optimizer.profile_hook_step.__code__.co_consts
+
+
+def hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `step` with the global hooks of this process. By value, it would call those of its sender."""
+    from torch.optim.optimizer import Optimizer
+
+    hooked: Any = Optimizer.profile_hook_step(step)
+    hooked.hooked = True  # as `Optimizer._patch_step_function`
+    return hooked  # type: ignore[no-any-return]
 
 
 def make_cached_property(function: Callable[[Any], Any], name: str | None) -> functools.cached_property[Any]:
