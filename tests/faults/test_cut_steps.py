@@ -117,6 +117,7 @@ def test_survivors_of_different_steps_are_equal_after_heal():
                 "dist.barrier()",
                 timeout=30,
             )
+        cluster.run("state()", ranks=[0, 1])  # which hides no difference
         cluster.heal()
         outcome = cluster.run(CHECK, timeout=30)
     assert outcome.stdout == dict.fromkeys(range(3), "True\n")
@@ -132,6 +133,57 @@ def test_a_step_that_has_ended_nowhere_is_named(cluster):
         cluster.run("optimizer.middle = fail\nstep()", timeout=30)
     text = "Slow: a step of the last cell has not ended on ranks 0-1: the weights are partly those of the step"
     assert text in cluster.run("pass", timeout=30).stderr[0]
+
+
+@pytest.mark.parametrize("wrap", ["DistributedDataParallel", "fully_shard"])
+def test_schedules_are_equal_after_an_error_between_the_step_and_its_scheduler(cluster, wrap):
+    cluster.run(f"make({wrap})\nscheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)\nstep()")
+    with pytest.raises(CellError, match="stopped"):
+        cluster.run("step()\nif rank == 0: fail()\nscheduler.step()\ndist.barrier()", timeout=30)
+    outcome = cluster.run("step()\nprint(scheduler.last_epoch, optimizer.param_groups[0]['lr'])", timeout=30)
+    assert outcome.stdout == {0: "1 0.05\n", 1: "1 0.05\n"}
+    text = "Slow: its learning rate schedule or gradient scale differs between the ranks: all ranks continue with those"
+    assert f"{text} of rank 1" in outcome.stderr[0]
+
+
+SCALED = """
+from torch.amp import GradScaler
+scaler = GradScaler('cpu', init_scale=1024.0)
+def scaled_step():
+    optimizer.zero_grad()
+    scaler.scale(model(torch.full((2, 4), 1.0 + rank)).square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+scaled_step()
+"""
+
+
+def test_a_gradient_scaler_is_that_of_the_rank_whose_step_has_ended(cluster):
+    cluster.run(SCALED)
+    with pytest.raises(CellError, match="stopped"):
+        cluster.run("if rank == 1: optimizer.middle = fail\nscaled_step()\ndist.barrier()", timeout=30)
+    outcome = cluster.run(
+        "optimizer.middle = Slow.middle\nscaled_step()\n"
+        "print(are_equal(), scaler._get_growth_tracker(), bool((state().abs() < 10).all()))",
+        timeout=30,
+    )
+    assert outcome.stdout == {0: "True 3 True\n", 1: "True 3 True\n"}
+
+
+def test_an_interrupt_during_a_scaled_step_is_raised_after_the_update(cluster):
+    cluster.run(SCALED)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.run(
+            "import os, signal\n"
+            "optimizer.middle = lambda: dist.barrier() or os.kill(os.getpid(), signal.SIGINT)\n"
+            "while True: scaled_step()",
+            timeout=5,
+        )
+    outcome = cluster.run(
+        "optimizer.middle = Slow.middle\nprint(dict(scaler._per_optimizer_states))\nscaled_step()\nprint(are_equal())",
+        timeout=30,
+    )
+    assert outcome.stdout == {0: "{}\nTrue\n", 1: "{}\nTrue\n"}
 
 
 def test_shards_of_different_steps_are_named(cluster):

@@ -32,7 +32,7 @@ def tracker() -> StepTracker:
 def report(*suspect: int, optimizers: tuple[int, ...] = (1, 2)) -> StepReport:
     return StepReport(
         optimizers=list(optimizers), suspect=list(suspect), was_cut=bool(suspect), replicated=[], sharded=[],
-        statistics=[], steps=[0] * len(optimizers), unfinished=[],
+        statistics=[], steps=[0] * len(optimizers), unfinished=[], schedules=[(0, 0)] * len(optimizers),
     )  # fmt: skip
 
 
@@ -83,6 +83,21 @@ def test_a_rank_whose_step_has_ended_is_the_source_of_the_others():
     assert (difference.indices, difference.source) == ((0, 0), 1)
     assert str(difference) == "a step of the last cell has not ended on rank 0"
     assert difference.consequence == "all ranks continue with the weights and the optimizer state of rank 1"
+
+
+def test_the_schedule_that_has_come_furthest_is_the_one_of_all():
+    ranks = [steps_of(3, 4) | StepReport(schedules=[(0, 0), (epoch, epoch)]) for epoch in (7, 8)]
+    (difference,) = compare_steps(ranks)
+    assert (difference.indices, difference.source) == ((1, 1), 1)
+    assert str(difference) == "its learning rate schedule or gradient scale differs between the ranks"
+    assert difference.consequence == "all ranks continue with those of rank 1"
+    own = [rank | StepReport(replicated=[]) for rank in ranks]
+    assert compare_steps(own) == [], "weights of their own may have schedules of their own"
+
+
+def test_a_first_step_counts_beside_another_difference():
+    known, first = compare_steps([steps_of(3, 1), steps_of(2, optimizers=(1,))])
+    assert (known.source, first.source, first.steps) == (0, None, {0: 1, 1: 0})
 
 
 def test_a_new_process_takes_the_weights_of_the_source_too():

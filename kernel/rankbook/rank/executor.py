@@ -238,6 +238,8 @@ class Executor:
         self._debuggee.end()
         self._end_if_forked()
         lost_device = "" if error is None else self._lost_device()
+        if error is not None and self._group.launched > launched:
+            self._group.note_failed_cell()
         # Also after an error: the times of a failed cell are of interest.
         if self._measurement is not None:
             packed = self._pack_measurement(self._measurement)

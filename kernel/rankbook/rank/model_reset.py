@@ -23,11 +23,13 @@ import pickle
 import time
 import weakref
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -126,7 +128,8 @@ class StepReport(TypedDict):
     `replicated`: the indices of those whose parameters DDP keeps equal on all ranks, and `sharded` of those with
     shards. `was_cut`: a collective of the rank was aborted while its device had not finished it. `statistics`: the
     checksums of the models in `models_with_statistics`. `steps`: the steps of each optimizer in the last cell, and
-    `unfinished` the indices of those whose last step has not ended.
+    `unfinished` the indices of those whose last step has not ended. `schedules`: how far the plain schedulers and the
+    gradient scaler of each have come, as a number that grows, and their checksum.
     """
 
     optimizers: list[int]
@@ -137,6 +140,7 @@ class StepReport(TypedDict):
     statistics: list[int]
     steps: list[int]
     unfinished: list[int]
+    schedules: list[tuple[int, int]]
 
 
 class StepTracker:
@@ -147,16 +151,50 @@ class StepTracker:
         # The steps that have ended in this cell, and those that have not: the `step` of a class may call its base's.
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._open: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._scalers: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradScaler]] = weakref.WeakKeyDictionary()
+        self._open_scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+        self.has_failed = False
+        """Whether a cell has failed since the ranks have compared their steps, which they do before the next one."""
         global _tracker
         if _tracker is None:
             register_optimizer_step_pre_hook(_before_step)
             register_optimizer_step_post_hook(_after_step)
+            GradScaler.step = _with_deferral(GradScaler.step)  # type: ignore[method-assign]
+            GradScaler.update = _with_delivery(GradScaler.update)  # type: ignore[method-assign]
         _tracker = self
 
     def begin_cell(self) -> None:
-        """Count the steps of a new cell."""
-        self._steps.clear()
-        self._open.clear()
+        """Count the steps of a new cell, or go on with those of a cell that has failed, until they are compared."""
+        if not self.has_failed:
+            self._steps.clear()
+            self._open.clear()
+            self._open_scalers.clear()
+
+    def note_compared(self) -> None:
+        """Count from here on: the ranks have compared their steps."""
+        for scaler in tuple(self._open_scalers):
+            # What `update` does last. Otherwise the next step would use gradients that are not unscaled, or be refused.
+            scaler._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+        self.has_failed = False
+        self.begin_cell()
+
+    def begin_scaled_step(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        """Note that a scaler unscales gradients. It defers interrupts until its `update`, which all ranks must make."""
+        self._scalers[optimizer] = weakref.ref(scaler)
+        self._open_scalers.add(scaler)
+        if step_interrupts.deferral is not None:
+            step_interrupts.deferral.defer(scaler)
+
+    def end_scaled_step(self, scaler: GradScaler) -> None:
+        """Note that a scaler has been updated."""
+        self._open_scalers.discard(scaler)
+        if step_interrupts.deferral is not None:
+            step_interrupts.deferral.deliver(scaler)
+
+    def scaler_of(self, optimizer: Optimizer) -> GradScaler | None:
+        """Return the scaler that has last stepped an optimizer, None if there is none."""
+        reference = self._scalers.get(optimizer)
+        return reference() if reference is not None else None
 
     def begin_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a step begins. It defers interrupts, unless it has a closure."""
@@ -191,7 +229,12 @@ class StepTracker:
             gc.collect()
             optimizers = self.optimizers()
             checksums = [_checksum_of(each, names) for each in optimizers]
-        refused = _refused()
+        # The optimizer within a ZeroRedundancyOptimizer has the part of this rank.
+        left_out = {id(vars(each).get("optim")) for each in optimizers}
+        left_out |= {id(each) for each in optimizers if is_prepared(each)}  # left to the runtime
+        counted = [each for each in optimizers if id(each) not in left_out]
+        steps = {id(each): self._steps.get(each, 0) for each in counted}
+        unfinished = {id(each) for each in counted if self._open.get(each)} - set(map(id, _refused()))
         return StepReport(
             optimizers=checksums,
             suspect=_indices(optimizers, lambda each: since is not None and self._began[each] >= since),
@@ -199,11 +242,9 @@ class StepTracker:
             sharded=_indices(optimizers, _is_sharded),
             was_cut=since is not None,
             statistics=[checksum for checksum, _ in models_with_statistics()],
-            # Prepared ones are left to the runtime.
-            steps=[0 if is_prepared(each) else self._steps.get(each, 0) for each in optimizers],
-            unfinished=_indices(
-                optimizers, lambda each: bool(self._open.get(each)) and each not in refused and not is_prepared(each)
-            ),
+            steps=[steps.get(id(each), 0) for each in optimizers],
+            unfinished=_indices(optimizers, lambda each: id(each) in unfinished),
+            schedules=[_progress_of(each) if steps.get(id(each)) else (0, 0) for each in optimizers],
         )
 
     def forget(self) -> None:
@@ -226,6 +267,41 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if _tracker is not None and not torch.compiler.is_compiling():
         _tracker.end_step(optimizer)
+
+
+def _with_deferral(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def make(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch's
+        # A class of another `update`, such as that of FSDP version 1, would not end it.
+        if _tracker is not None and self.is_enabled() and type(self).update is GradScaler.update:
+            _tracker.begin_scaled_step(self, optimizer)
+        return step(self, optimizer, *args, **kwargs)
+
+    return make
+
+
+def _with_delivery(update: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(update)
+    def make(self: GradScaler, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
+        update(self, *args, **kwargs)
+        if _tracker is not None and self.is_enabled():
+            _tracker.end_scaled_step(self)
+
+    return make
+
+
+def _progress_of(optimizer: Optimizer) -> tuple[int, int]:
+    """Return how far the plain schedulers and the scaler of an optimizer have come, and a checksum of their state."""
+    epochs = sorted((type(each).__qualname__, int(each.last_epoch)) for each in _plain_schedulers_of(optimizer))
+    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    scaler = _scaler_of(optimizer)
+    scale = (scaler.get_scale(), scaler._get_growth_tracker()) if scaler is not None else ()
+    progress = sum(epoch for _, epoch in epochs) + int(scale[1] if scale else 0)
+    return progress, zlib.crc32(f"{epochs} {rates} {scale}".encode())
+
+
+def _scaler_of(optimizer: Optimizer) -> GradScaler | None:
+    return _tracker.scaler_of(optimizer) if _tracker is not None else None
 
 
 def is_replicated(model: DistributedDataParallel, world_size: int) -> bool:
@@ -293,7 +369,7 @@ class StepDifference(NamedTuple):
     `indices` are those of the optimizer in the reports, by rank, and None for a new process; all of them are None if it
     is not known which optimizers of the ranks belong together. `steps` are the numbers of its steps by rank, and `cut`
     the ranks on which a step has not ended. `replicated`: DDP keeps its parameters equal on all ranks. `sharded`: they
-    are shards.
+    are shards. `schedules` are those of the reports, by rank.
     """
 
     indices: tuple[int | None, ...]
@@ -301,16 +377,27 @@ class StepDifference(NamedTuple):
     cut: tuple[int, ...]
     replicated: bool
     sharded: bool
+    schedules: dict[int, tuple[int, int]]
 
     @property
-    def is_real(self) -> bool:
+    def is_of_steps(self) -> bool:
         """Return False if the ranks have made the same steps."""
         return bool(self.cut) or len(set(self.steps.values())) > 1
 
     @property
+    def is_real(self) -> bool:
+        """Return False if there is no difference that matters."""
+        is_known = any(index is not None for index in self.indices) and (self.replicated or self.sharded)
+        return self.is_of_steps or (is_known and len(set(self.schedules.values())) > 1)
+
+    @property
     def source(self) -> int | None:
-        """Return the first rank whose weights all may have; None if there is none."""
-        if not self.replicated or all(index is None for index in self.indices):
+        """Return the first rank whose weights all may have, or whose schedules; None if there is none."""
+        if all(index is None for index in self.indices):
+            return None
+        if not self.is_of_steps:  # all have stepped, so that those whose scheduler has not are behind
+            return max(self.schedules, key=lambda rank: self.schedules[rank][0])
+        if not self.replicated:
             return None
         return next((rank for rank in self.steps if rank not in self.cut), None)
 
@@ -318,6 +405,8 @@ class StepDifference(NamedTuple):
     def consequence(self) -> str:
         """Return what it means for the weights, and what to do; empty where ranks may have their own."""
         if (source := self.source) is not None:
+            if not self.is_of_steps:
+                return f"all ranks continue with those of rank {source}"
             return f"all ranks continue with the weights and the optimizer state of rank {source}"
         if self.sharded:
             return "the shards are from different steps now: load a checkpoint"
@@ -329,6 +418,8 @@ class StepDifference(NamedTuple):
 
     def __str__(self) -> str:
         """Return what has happened."""
+        if not self.is_of_steps:
+            return "its learning rate schedule or gradient scale differs between the ranks"
         if len(set(self.steps.values())) > 1:
             by_count: dict[int, list[int]] = {}
             for rank, count in self.steps.items():
@@ -362,12 +453,10 @@ def compare_steps(reports: Sequence[StepReport | None]) -> list[StepDifference]:
             for rank, indices_there in places.items():
                 others[rank] += indices_there
     differences = [each for each in differences if each.is_real]
-    if not differences:
-        # What some of the ranks do not have: one of them has failed before its first step, or all have a part of the
-        # replica, as in ZeroRedundancyOptimizer, and have made the same number of steps.
-        rest = _compare(others, known, (None,) * len(reports))
-        differences = [rest] if rest.is_real else []
-    return differences
+    # What some of the ranks do not have: one of them has failed before its first step, or all have a part of the
+    # replica, as in ZeroRedundancyOptimizer, and have made the same number of steps.
+    rest = _compare(others, known, (None,) * len(reports))
+    return [*differences, rest] if rest.is_real else differences
 
 
 def _compare(
@@ -379,7 +468,11 @@ def _compare(
     owners = [(own, reports[rank]) for rank, own in places.items() if own]
     replicated = all(set(own) <= set(report["replicated"]) for own, report in owners)
     sharded = all(set(own) <= set(report["sharded"]) for own, report in owners)
-    return StepDifference(indices, steps, cut, replicated, sharded)
+    schedules = {}
+    for rank, own in places.items():
+        progress, checksum = reports[rank]["schedules"][own[0]] if own else (0, 0)
+        schedules[rank] = (progress, checksum)
+    return StepDifference(indices, steps, cut, replicated, sharded, schedules)
 
 
 def replicated_on_all(reports: Sequence[StepReport | None]) -> set[int]:
@@ -440,15 +533,15 @@ def _copy_tensor(tensor: torch.Tensor, source: int, device: torch.device) -> Non
 
 
 def restore_stepped(
-    optimizers: Sequence[Optimizer | None], source: int, device: torch.device
+    optimizers: Sequence[Optimizer | None], source: int, device: torch.device, *, only_schedules: bool = False
 ) -> tuple[list[Optimizer], list[str]]:
-    """Copy the weights, states and schedulers of `optimizers` from the rank `source`. A collective.
+    """Copy the weights, states, schedulers and gradient scaler of `optimizers` from the rank `source`. A collective.
 
-    `device` is one whose tensors the process group can send. An optimizer is None in a new process, which has none of
-    them yet and takes part because the group has no broadcast without it. Return the optimizers that were not copied on
-    all ranks, and what the user has to know about them.
+    With `only_schedules`, the weights and the states stay. `device` is one whose tensors the process group can send. An
+    optimizer is None in a new process, which has none of them yet and takes part because the group has no broadcast
+    without it. Return the optimizers that were not copied on all ranks, and what the user has to know about them.
     """
-    results = [_restore(optimizer, source, device) for optimizer in optimizers]
+    results = [_restore(optimizer, source, device, only_schedules=only_schedules) for optimizer in optimizers]
     everyone: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, results)
     failed, notes = [], []
@@ -459,38 +552,48 @@ def restore_stepped(
         reason, schedulers = (next(filter(None, texts), "") for texts in zip(*of_all, strict=True))
         if reason:
             failed.append(optimizer)
-            notes.append(f"{name}: its weights and its state were not copied from rank {source}: {reason}")
+            notes.append(f"{name}: not copied from rank {source}: {reason}")
         if schedulers:
             notes.append(
-                f"{name}: its schedulers ({schedulers}) may have counted a step that was taken back, and were not "
-                f"copied from rank {source}: make them again, or copy them with load_state_dict"
+                f"{name}: its schedulers ({schedulers}) may have counted other steps, and were not copied from rank "
+                f"{source}: make them again, or copy them with load_state_dict"
             )
     return failed, notes
 
 
-def _restore(optimizer: Optimizer | None, source: int, device: torch.device) -> tuple[str, str]:
+def _restore(
+    optimizer: Optimizer | None, source: int, device: torch.device, *, only_schedules: bool = False
+) -> tuple[str, str]:
     """Copy what belongs to one optimizer. A collective.
 
     Return why that failed, and the names of the schedulers that were not copied, or empty strings.
     """
-    states: list[Any] = [None, None, [], "", []]
+    states: list[Any] = [None, None, [], "", [], None]
     is_source, runtime = dist.get_rank() == source, loaded_module(_RUNTIME)  # a rank need not use the runtime
     try:
         if is_source:
             assert optimizer is not None  # as the source is a rank that has made a step
-            states[4] = [(each.shape, each.dtype) for each in _parameters_of(optimizer)]
+            if not only_schedules:
+                states[4] = [(each.shape, each.dtype) for each in _parameters_of(optimizer)]
             # Through the CPU, because the device of the source may be another one. Pickled here: an error within the
             # collective would leave the other ranks waiting.
             states[0] = pickle.dumps(
-                pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), optimizer.state_dict())
+                pytree.tree_map_only(
+                    torch.Tensor,
+                    lambda tensor: tensor.detach().cpu(),
+                    _settings_of(optimizer) if only_schedules else optimizer.state_dict(),
+                )
             )
             states[1] = runtime.schedules_of(optimizer) if runtime is not None else []
             states[2] = [_dump_scheduler(scheduler) for scheduler in _plain_schedulers_of(optimizer)]
+            states[5] = scaler.state_dict() if (scaler := _scaler_of(optimizer)) is not None else None
     except Exception as error:  # noqa: BLE001 - may run code of the user
-        states[3] = _first_line(error)
+        states[3] = f"its state: {_first_line(error)}"
     dist.broadcast_object_list(states, source)
-    state, schedules, plain, reason, forms = states
-    if optimizer is not None:
+    state, schedules, plain, reason, forms, scale = states
+    if only_schedules:
+        parameters = []
+    elif optimizer is not None:
         parameters = _parameters_of(optimizer)
     else:
         parameters = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
@@ -500,17 +603,28 @@ def _restore(optimizer: Optimizer | None, source: int, device: torch.device) -> 
     except _OF_ONE_RANK:
         raise
     except Exception as error:  # noqa: BLE001 - torch has refused the tensor, on all ranks alike
-        return _first_line(error), ""
+        return f"its weights and its state: {_first_line(error)}", ""
     skipped = ""
     try:
         if optimizer is not None and not is_source and not reason:
-            optimizer.load_state_dict(pickle.loads(state))  # from a rank of the same program
+            loaded = pickle.loads(state)  # from a rank of the same program
+            if only_schedules:
+                for group, settings in zip(optimizer.param_groups, loaded, strict=True):
+                    group.update(settings)
+            else:
+                optimizer.load_state_dict(loaded)
+            if scale is not None and (own_scaler := _scaler_of(optimizer)) is not None:
+                own_scaler.load_state_dict(scale)
             if runtime is not None:
                 runtime.load_schedules(optimizer, schedules)
             skipped = _load_schedulers(_plain_schedulers_of(optimizer), plain)
     except Exception as error:  # noqa: BLE001 - may run code of the user
-        reason = _first_line(error)
+        reason = f"its state: {_first_line(error)}"
     return reason, skipped
+
+
+def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def _plain_schedulers_of(optimizer: Optimizer) -> list[LRScheduler]:

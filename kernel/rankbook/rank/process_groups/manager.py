@@ -332,6 +332,10 @@ class GroupManager:
         """Count the steps of optimizers for a new cell."""
         self._steps.begin_cell()
 
+    def note_failed_cell(self) -> None:
+        """Keep the steps of a cell that has failed, until all ranks compare them."""
+        self._steps.has_failed = True
+
     def _report_steps(self) -> model_reset.StepReport:
         """Describe the optimizers' steps."""
         groups = [member.group for member in self._foreground().values()]
@@ -371,7 +375,9 @@ class GroupManager:
                 continue
             if difference.source is not None:
                 own = optimizers[index] if index is not None else None
-                failed, notes = model_reset.restore_stepped([own], difference.source, self.device)
+                failed, notes = model_reset.restore_stepped(
+                    [own], difference.source, self.device, only_schedules=not difference.is_of_steps
+                )
                 self.notes += notes
                 if failed:
                     continue
@@ -379,7 +385,7 @@ class GroupManager:
                 continue
             name = "an optimizer" if index is None else type(optimizers[index]).__name__
             self.notes.append(f"{name}: {difference}: {difference.consequence}")
-        self._steps.begin_cell()  # another regroup may come before the next cell
+        self._steps.note_compared()  # another regroup may come before the next cell
 
     def _mend_statistics(self, reports: list[model_reset.StepReport | None]) -> None:
         """Take back running statistics from aborted collectives, or note that no rank can. A collective."""
