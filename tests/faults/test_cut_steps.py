@@ -220,6 +220,16 @@ def test_a_static_graph_is_reduced_after_heal(cluster):
     assert cluster.run("print([gradients_are_equal() for _ in range(3)])").stdout[1] == "[True, True, True]\n"
 
 
+def test_an_optimizer_whose_state_is_divided_is_not_copied(cluster):
+    cluster.run(
+        "from torch.distributed.optim import ZeroRedundancyOptimizer\n"
+        "divided = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD)"
+    )
+    cluster.restart(1)
+    assert "divided: every rank has the state of other parameters" in str(cluster.heal(1))
+    cluster.run("divided = None")
+
+
 def test_ranks_with_models_of_their_own_hear_nothing(cluster):
     cluster.run("make(lambda net: net)\nstep()")
     with pytest.raises(CellError, match="stopped"):

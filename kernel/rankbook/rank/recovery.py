@@ -474,8 +474,15 @@ def _divide_again(former: int, world_size: int) -> None:
 def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Return all attributes of an optimizer; None if its class has a `__getstate__` of its own.
 
-    torch's leaves out the attributes of the class, and the hooks.
+    torch's leaves out the attributes of the class, and the hooks. Raises `TransferError` for an optimizer that steps
+    other parameters on every rank.
     """
+    divided = getattr(loaded_module("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
+    if divided is not None and isinstance(optimizer, divided):
+        raise TransferError(
+            "every rank has the state of other parameters, and that of the dead rank is lost: make it again on all "
+            f"ranks{_last_saved()}"
+        )
     if type(optimizer).__getstate__ is not torch.optim.Optimizer.__getstate__:
         return None
     # `step` is replaced by a scheduler, in the object itself.

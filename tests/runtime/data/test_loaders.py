@@ -308,6 +308,20 @@ def test_a_persons_own_generator_gives_the_order_that_torch_would():
         assert orders[0] == orders[1]
 
 
+@pytest.mark.processes
+def test_a_shared_generator_does_not_depend_on_workers_that_are_kept():
+    def make(**options):
+        generator = torch.Generator().manual_seed(8)
+        return prepare_data_loader(DataLoader(Numbers(9), 3, shuffle=True, generator=generator, **options))
+
+    kept, own = make(num_workers=1, persistent_workers=True), make()
+    assert [batches(kept) for _ in range(3)] == [batches(own) for _ in range(3)]
+    state, rest = own.state_dict(), [batches(own) for _ in range(2)]
+    resumed = make(num_workers=1, persistent_workers=True)
+    resumed.load_state_dict(state)
+    assert [batches(resumed) for _ in range(2)] == rest
+
+
 def orders_of(make, prepared):
     """The order of two passes of a new loader, and the state of the sampler's generator after them."""
     loader, generator = make()

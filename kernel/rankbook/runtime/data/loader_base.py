@@ -486,12 +486,18 @@ class PreparedLoader(DataLoader[Any]):
         self.end_of_dataloader, self.share, self.remainder = False, None, -1
         parts.tickets.begin(EpochState(position.run, seed, epoch, first, earlier))
         # torch's iterator draws the base seed of its workers from this generator, or from the global one if there is
-        # none. A generator of its own keeps the global one unchanged by loaders. The seed itself has no effect on the
-        # batches, but a `worker_init_fn` may use it.
-        workers = parts.source.generator
-        if workers is None:
+        # none. One of its own keeps the global one unchanged by loaders. The seed itself has no effect on the batches,
+        # but a `worker_init_fn` may use it.
+        source = parts.source.generator
+        if source is None:
             workers = torch.Generator()
             workers.manual_seed(stream_seed(seed, epoch, "workers", parts.process_index) >> 193)
+        else:
+            # The sampler may draw from the same one. It is advanced here by that one number in every pass: torch draws
+            # it only where it makes an iterator, which persistent workers keep, and a rank that has resumed has not.
+            workers = torch.Generator(source.device)
+            workers.set_state(source.get_state())
+            torch.empty((), dtype=torch.int64, device=source.device).random_(generator=source)
         parts.inner.generator = workers
 
     def _fingerprints(self) -> tuple[int, int]:
@@ -682,12 +688,6 @@ def iterate_local(parts: LoaderParts) -> Iterator[tuple[Any, RoundPadding | None
 
 def _read_in_process(parts: LoaderParts) -> Iterator[Any]:
     """Read in this process without torch's iterator, whose overhead exceeds the time to read a small batch."""
-    # Torch draws a seed for its workers first, from the loader's generator and not from the sampler's. If they are the
-    # same, the shuffle depends on it.
-    if parts.source.generator is not None:
-        torch.empty((), dtype=torch.int64, device=parts.source.generator.device).random_(
-            generator=parts.source.generator
-        )
     return map(parts.fetch.__getitems__, parts.tickets)
 
 
