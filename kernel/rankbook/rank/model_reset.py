@@ -292,10 +292,13 @@ def _with_delivery(update: Callable[..., None]) -> Callable[..., None]:
 
 def _progress_of(optimizer: Optimizer) -> tuple[int, int]:
     """Return how far the plain schedulers and the scaler of an optimizer have come, and a checksum of their state."""
-    epochs = sorted((type(each).__qualname__, int(each.last_epoch)) for each in _plain_schedulers_of(optimizer))
-    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    scaler = _scaler_of(optimizer)
-    scale = (scaler.get_scale(), scaler._get_growth_tracker()) if scaler is not None else ()
+    try:
+        epochs = sorted((type(each).__qualname__, int(each.last_epoch)) for each in _plain_schedulers_of(optimizer))
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        scaler = _scaler_of(optimizer)
+        scale = (scaler.get_scale(), scaler._get_growth_tracker()) if scaler is not None else ()
+    except Exception:  # noqa: BLE001 - a class of the user, or a device that has failed, which is reported elsewhere
+        return 0, 0
     progress = sum(epoch for _, epoch in epochs) + int(scale[1] if scale else 0)
     return progress, zlib.crc32(f"{epochs} {rates} {scale}".encode())
 
@@ -588,7 +591,7 @@ def _restore(
             states[2] = [_dump_scheduler(scheduler) for scheduler in _plain_schedulers_of(optimizer)]
             states[5] = scaler.state_dict() if (scaler := _scaler_of(optimizer)) is not None else None
     except Exception as error:  # noqa: BLE001 - may run code of the user
-        states[3] = f"its state: {_first_line(error)}"
+        states = [None, None, [], f"its state: {_first_line(error)}", states[4], None]
     dist.broadcast_object_list(states, source)
     state, schedules, plain, reason, forms, scale = states
     if only_schedules:
