@@ -555,7 +555,7 @@ def restore_stepped(
         reason, schedulers = (next(filter(None, texts), "") for texts in zip(*of_all, strict=True))
         if reason:
             failed.append(optimizer)
-            notes.append(f"{name}: not copied from rank {source}: {reason}")
+            notes.append(f"{name}: {reason}")
         if schedulers:
             notes.append(
                 f"{name}: its schedulers ({schedulers}) may have counted other steps, and were not copied from rank "
@@ -591,7 +591,7 @@ def _restore(
             states[2] = [_dump_scheduler(scheduler) for scheduler in _plain_schedulers_of(optimizer)]
             states[5] = scaler.state_dict() if (scaler := _scaler_of(optimizer)) is not None else None
     except Exception as error:  # noqa: BLE001 - may run code of the user
-        states = [None, None, [], f"its state: {_first_line(error)}", states[4], None]
+        states = [None, None, [], f"its state was not copied from rank {source}: {_first_line(error)}", states[4], None]
     dist.broadcast_object_list(states, source)
     state, schedules, plain, reason, forms, scale = states
     if only_schedules:
@@ -606,7 +606,7 @@ def _restore(
     except _OF_ONE_RANK:
         raise
     except Exception as error:  # noqa: BLE001 - torch has refused the tensor, on all ranks alike
-        return f"its weights and its state: {_first_line(error)}", ""
+        return f"its weights and its state were not copied from rank {source}: {_first_line(error)}", ""
     skipped = ""
     try:
         if optimizer is not None and not is_source and not reason:
@@ -622,7 +622,7 @@ def _restore(
                 runtime.load_schedules(optimizer, schedules)
             skipped = _load_schedulers(_plain_schedulers_of(optimizer), plain)
     except Exception as error:  # noqa: BLE001 - may run code of the user
-        reason = f"its state: {_first_line(error)}"
+        reason = f"its state was not copied from rank {source}: {_first_line(error)}"
     return reason, skipped
 
 
