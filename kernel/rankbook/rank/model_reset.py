@@ -12,7 +12,8 @@ In the same way a forward pass may have left partial data in the running statist
 Wherever the collectives run, an interrupt or an error may end the cell on one rank before a step and on another one
 after it. `compare_steps` finds the optimizers of which the ranks have made different numbers of steps in the cell, or
 of which a step was cut short. Those of DDP models are copied from a rank whose last step has ended; for shards, the
-user is told. Prepared optimizers are left to the runtime, which compares them at the next batch.
+user is told. Where the steps are equal, their schedulers and gradient scalers may have stopped at different places:
+these are copied, also for shards. Prepared optimizers are left to the runtime, which compares them at the next batch.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ from rankbook.errors import TransferError
 from rankbook.lazy_imports import loaded_module
 from rankbook.protocol.messages import EnterWorld
 from rankbook.rank import model_reset
+from rankbook.rank.inspect.tensor_introspection import loaded_class
 from rankbook.rank.process_groups import manager
 from rankbook.rank.process_groups.recoverable_group import RecoverableProcessGroup
 from rankbook.snapshot_files import SnapshotVersion
@@ -477,7 +478,7 @@ def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     torch's leaves out the attributes of the class, and the hooks. Raises `TransferError` for an optimizer that steps
     other parameters on every rank.
     """
-    divided = getattr(loaded_module("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
+    divided = loaded_class("torch.distributed.optim", "ZeroRedundancyOptimizer")
     if divided is not None and isinstance(optimizer, divided):
         raise TransferError(
             "every rank has the state of other parameters, and that of the dead rank is lost: make it again on all "
