@@ -215,6 +215,7 @@ class Loops:
     """A training of one process, by loops that step their scheduler and read batches at different moments.
 
     `evaluates` and `prefetch` stand for a loop with a scheduler's step per epoch, and one that reads a batch ahead.
+    `two_in_turn` reads a longer loader too, and leaves it with two batches, or one, that were not read.
     """
 
     def __init__(self) -> None:
@@ -224,8 +225,8 @@ class Loops:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
         data = torch.randn(24, 2, generator=torch.Generator().manual_seed(7))
-        loaders = [DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=12)]
-        self.model, self.optimizer, self.scheduler, self.loader, self.held_out = self.accelerator.prepare(
+        loaders = [DataLoader(data, size, shuffle=size < 12) for size in (4, 3, 12)]
+        self.model, self.optimizer, self.scheduler, self.loader, self.longer, self.held_out = self.accelerator.prepare(
             model, optimizer, scheduler, *loaders
         )
         self.losses: dict[int, float] = {}
@@ -264,6 +265,18 @@ class Loops:
             self.step()
             self.scheduler.step()
 
+    def two_in_turn(self) -> None:
+        for pair in zip(self.loader, self.longer, strict=False):
+            self.accelerator.backward(self.forward(torch.cat(pair)))
+            self.step()
+            self.scheduler.step()
+
+    def longer_one_first(self) -> None:
+        for pair in zip(self.longer, self.loader, strict=False):
+            self.accelerator.backward(self.forward(torch.cat(pair)))
+            self.step()
+            self.scheduler.step()
+
     def evaluates(self) -> None:
         for batch in self.loader:
             self.accelerator.backward(self.forward(batch))
@@ -276,7 +289,10 @@ class Loops:
 
 @pytest.mark.parametrize("stop_at", [4, 6])  # in the middle of an epoch, and at the first step of one
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("loop", ["after_the_optimizer", "in_the_next_iteration", "prefetch", "evaluates"])
+@pytest.mark.parametrize(
+    "loop",
+    ["after_the_optimizer", "in_the_next_iteration", "prefetch", "two_in_turn", "longer_one_first", "evaluates"],
+)
 def test_a_return_continues_with_the_batch_and_the_rate_of_the_next_step(folder, loop, every, stop_at):
     def train(loops: Loops, *, epochs: int) -> None:
         for _ in range(epochs):

@@ -122,6 +122,62 @@ def test_a_resumed_run_may_have_another_world_size():
     assert len(list(fresh(Augmented(), 4, 0))) == 3
 
 
+@pytest.mark.parametrize("is_longer_first", [False, True])
+def test_the_longer_of_two_loaders_that_are_read_in_turn_begins_its_next_epoch(is_longer_first):
+    def epoch(short, long):
+        pairs = zip(*((long, short) if is_longer_first else (short, long)), strict=False)
+        return [[batch.tolist() for batch in pair] for pair in pairs]
+
+    first = [fresh(Augmented(n), 2, 1) for n in (12, 24)]
+    assert len(epoch(*first)) == 3
+    assert first[1].seen().epoch == 0 and not first[1].position.finished, "it has samples that nobody has read"
+    states = [loader.state_dict() for loader in first]
+    assert [(state["epoch"], state["finished"]) for state in states] == [(0, True)] * 2
+    again = [fresh(Augmented(n), 2, 1) for n in (12, 24)]
+    for loader, state in zip(again, states, strict=True):
+        loader.load_state_dict(state)
+    assert epoch(*again) == epoch(*first)
+
+
+def test_an_outer_loop_and_an_iterator_that_is_kept_go_on_in_the_middle():
+    loaders = [fresh(Augmented(n), 1, 0) for n in (24, 4)]
+    outer, inner = loaders
+    for number, _batch in enumerate(outer):
+        assert len(list(inner)) == 2
+        if number == 3:
+            break
+    assert (outer.state_dict()["batches"], outer.state_dict()["finished"]) == (4, False)
+    kept = iter(outer)
+    for _batch in inner:
+        next(kept)
+    assert outer.state_dict()["batches"] == 2
+    for _batch in inner:
+        next(kept)
+    next(kept)
+    kept.close()
+    assert (outer.state_dict()["batches"], outer.state_dict()["finished"]) == (5, False)
+
+
+def test_loaders_that_share_a_generator_continue_in_the_order_of_a_run_that_goes_on():
+    def make():
+        generator = torch.Generator().manual_seed(8)
+        rng._last_seed = None
+        return [prepare_data_loader(DataLoader(Augmented(), 4, shuffle=True, generator=generator)) for _ in range(3)]
+
+    def orders(loaders):
+        return [[row[0] for batch in loader for row in batch.tolist()] for loader in loaders]
+
+    first = make()
+    orders(first)
+    states = [loader.state_dict() for loader in first]
+    again = make()
+    for loader, state in zip(again, states, strict=True):
+        loader.load_state_dict(state)
+    # Of the same state, which it leaves as it is.
+    assert again[1].peek()[:, 0].tolist() == again[0].peek()[:, 0].tolist()
+    assert [orders(again) for _ in range(2)] == [orders(first) for _ in range(2)]
+
+
 def test_another_epoch_is_begun_at_its_start():
     loader = fresh(Augmented(), 1, 0)
     take_batches(loader, 3)

@@ -215,6 +215,8 @@ class AccumulationWindow:
         step: number of batches since the start or the last end of a loader.
         backwards: number of calls of `Accelerator.backward`.
         before_backward: called by `Accelerator.backward`, while the training state is protected (protection.py).
+        after_partner_ended: called with the position of a loader whose loop was left because a loader that is read in
+            turn with it has ended, while the training state is protected.
         count_steps: returns the number of steps of all prepared optimizers.
         scaler: loss scaler of the optimizers that are prepared now.
         drop_gradients: clears the gradients of all prepared models and optimizers.
@@ -228,6 +230,7 @@ class AccumulationWindow:
         self.step = 0
         self.backwards = 0
         self.before_backward: Callable[[], None] | None = None
+        self.after_partner_ended: Callable[[object], None] | None = None
         self.count_steps: Callable[[], int] = lambda: 0
         self.divisor = 1
         self.in_batch = False
@@ -380,7 +383,7 @@ class AccumulationWindow:
         self._is_open = self._stale = self.in_batch = False
         self.is_set_aside = True
         self._rescale = 1.0
-        self.before_backward = None
+        self.before_backward = self.after_partner_ended = None
         gradients.plugin_kwargs = {**settings, "num_steps": 1}
         gradients._set_sync_gradients(True)
         try:

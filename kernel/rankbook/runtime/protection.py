@@ -152,7 +152,8 @@ def end() -> None:
     elif (place := snapshot_files.this_place) is not None:
         # What a process before this one has left: a rank that was restarted need not be protected.
         snapshot_files.remove_rank(place.folder, place.rank)
-    _active = optimizers.after_step = optimizers.after_scheduler = window.before_backward = None
+    _active = optimizers.after_step = optimizers.after_scheduler = None
+    window.before_backward = window.after_partner_ended = None
 
 
 def _activate(snapshots: RankSnapshots) -> None:
@@ -160,6 +161,7 @@ def _activate(snapshots: RankSnapshots) -> None:
     _active = snapshots
     optimizers.after_step, optimizers.after_scheduler = snapshots.after_step, snapshots.update
     window.before_backward = snapshots.note_positions
+    window.after_partner_ended = snapshots.end_pass
 
 
 def after_load() -> None:
@@ -242,6 +244,8 @@ class RankSnapshots:
         self._updates = 0
         # The steps of schedulers since the last step, also those of the next step, which are no updates.
         self._scheduled = 0
+        # The updates since the last step that are ends of passes: not every step has one.
+        self._ended_passes = 0
         # The updates that the last step had.
         self._usual_updates: int | None = None
         self._has_stepped = False
@@ -277,10 +281,10 @@ class RankSnapshots:
             self._positions.clear()
         self._read = {serial for serial, at in self._progress[1].items() if before[1].get(serial) != at}
         if self._has_stepped:
-            self._usual_updates = self._updates
+            self._usual_updates = self._updates - self._ended_passes
         elif self._usual_updates is None:
             self._usual_updates = len(prepared.registered("scheduler"))
-        self._updates, self._scheduled, self._has_stepped = 0, 0, True
+        self._updates, self._scheduled, self._ended_passes, self._has_stepped = 0, 0, 0, True
         if (self.number - self._first_number) % self.every == 0:
             self.take()
 
@@ -290,6 +294,20 @@ class RankSnapshots:
         if self._has_begun():
             return
         self._updates += 1
+        if self._is_current:
+            self.take(only_update=True)
+
+    def end_pass(self, position: object) -> None:
+        """Store that the pass of the loader at `position` is over, although the loader has batches left."""
+        loaders = prepared.registered("loader").items()
+        serials = [serial for serial, item in loaders if getattr(item, "position", None) is position]
+        if not serials:
+            return
+        # It may have delivered a batch since the last step, with which no step has begun.
+        for serial in serials:
+            self._positions.pop(serial, None)
+        self._updates += 1
+        self._ended_passes += 1
         if self._is_current:
             self.take(only_update=True)
 
@@ -390,7 +408,7 @@ class RankSnapshots:
         numbers, prepared_any, found = zip(*gather((self.number, self._has_objects(), serials)), strict=True)
         self._note_shared(found)
         self.number = self._first_number = max(numbers) + 1
-        self._updates, self._scheduled, self._has_stepped = 0, 0, False
+        self._updates, self._scheduled, self._ended_passes, self._has_stepped = 0, 0, 0, False
         self._positions.clear()
         if any(prepared_any):
             self.take()
@@ -421,7 +439,8 @@ class RankSnapshots:
             self._complete.pop(generation, None)
             area.file.invalidate()
             start = area.write(tensors, first=main if only_update else 0)
-            is_final = not self._has_stepped or self._updates >= (self._usual_updates or 0)
+            updates = self._updates - self._ended_passes
+            is_final = not self._has_stepped or updates >= (self._usual_updates or 0)
             header = SnapshotHeader(version, time.time(), area.size, self.every, is_final)
             area.file.commit(header, content)
         except OSError as error:
@@ -534,7 +553,8 @@ class RankSnapshots:
         # As on all ranks. Some may have another one from a call of `protect` in which a rank has died.
         self.every = self.latest.every
         self.number = self._first_number = version.number
-        self._updates = self._scheduled = version.updates
+        self._updates, self._ended_passes = version.updates, 0
+        self._scheduled = version.updates
         self._is_current = self._has_stepped = False
         self._positions.clear()
         self._note_shared(content.prepared for content in contents)

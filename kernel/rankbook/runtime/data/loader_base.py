@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -317,7 +317,8 @@ class PreparedLoader(DataLoader[Any]):
             raise InvalidArgument("expected no loop over this loader: pass batch=… inside of a loop")
         generator = self.parts.generator
         state = None if generator is None else generator.get_state()
-        kept = [(owner, dict(vars(owner))) for owner in (self.position, self.parts.tickets)]
+        owners = (self.position, self.parts.tickets, *_restoring_alike(self))
+        kept = [(owner, dict(vars(owner))) for owner in owners]
         own = {name: self.__dict__[name] for name in _PASS_ATTRIBUTES if name in self.__dict__}
         batches = iter(self)
         try:
@@ -344,7 +345,7 @@ class PreparedLoader(DataLoader[Any]):
         `break`, the position is that before this loop: the next evaluation shall not begin in the middle.
         """
         # Without a backward pass or a step in this process nothing tells which loops train.
-        at_start = self.position.left_untrained and window.updates > 0
+        at_start = self.position.left_untrained and not self.position.is_over and window.updates > 0
         position = replace(self.position, delivered=self.position.start) if at_start else self.position
         samples = self.parts.tickets.samples_before(position.delivered)
         state = position.state_dict(self.parts.num_processes, self.parts.total_rows, samples)
@@ -368,6 +369,8 @@ class PreparedLoader(DataLoader[Any]):
         parts, position = self.parts, self.position
         position.load_state_dict(state_dict, parts.num_processes, parts.total_rows, last_seed())
         parts.tickets.forget_pass()
+        if parts.generator is not None:
+            _sharing.setdefault(parts.generator, weakref.WeakSet()).add(self)
         if position.seed is not None and parts.options is not None and parts.data_seed is None:
             note_loader_seed(position, position.seed)
         earlier = position.resume_after
@@ -394,6 +397,7 @@ class PreparedLoader(DataLoader[Any]):
         if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
             device = None  # without an accelerator, all batches are on the CPU
         run, non_blocking, updates = position.run, self.parts.non_blocking, window.updates
+        others = _progress_of(state.dataloader_references)
         try:
             with state.iterating(self):
                 for batch, share, last in self._arrivals():
@@ -413,10 +417,16 @@ class PreparedLoader(DataLoader[Any]):
                     yield batch
                 if position.run == run and not position.finished:  # this rank had no batch at all
                     self._end(None)
+                if state.initialized:  # it may have been reset while this generator was alive
+                    _note_end(state.dataloader_references, others)
         finally:
             if position.run == run:
                 self._rest_after = ()
                 position.left_untrained = not position.finished and window.updates == updates
+                if not position.finished and position.partner_ended == position.delivered:
+                    position.is_over = True
+                    if window.after_partner_ended is not None:
+                        window.after_partner_ended(position)
 
     def _end(self, share: RoundPadding | None, batch: object = None) -> None:
         self.end_of_dataloader = self.position.finished = True
@@ -461,6 +471,9 @@ class PreparedLoader(DataLoader[Any]):
         # A resumed pass shuffles with the user's generator in the state that it had when the pass began.
         if generator is not None and position.restore and position.generator is not None:
             generator.set_state(position.generator)
+            if not position.resumes:  # not the state at the start of a pass, that no other loader was saved in
+                for other in _restoring_alike(self):
+                    other.restore = False
         # Ranks may have loaded different checkpoints, or have drawn different seeds. From here on all of them use rank
         # 0's values, so that their shares fit together.
         if parts.synchronized:
@@ -509,6 +522,46 @@ class PreparedLoader(DataLoader[Any]):
 
     def _arrivals(self) -> Iterator[tuple[Any, RoundPadding | None, bool]]:
         raise NotImplementedError
+
+
+_sharing: weakref.WeakKeyDictionary[torch.Generator, weakref.WeakSet[PreparedLoader]] = weakref.WeakKeyDictionary()
+"""The loaders that have loaded a state, by the generator of the user that they shuffle with."""
+
+
+def _restoring_alike(loader: PreparedLoader) -> list[ReadPosition]:
+    """Return the positions of other loaders that would restore the state that `loader` restores in their generator.
+
+    The first pass restores it, and the following ones draw from what that leaves, as in a run without an interruption.
+    """
+    generator, state = loader.parts.generator, loader.position.generator
+    if generator is None or state is None:
+        return []
+    others = [other.position for other in _sharing.get(generator, ()) if other.position is not loader.position]
+    return [
+        other
+        for other in others
+        if other.restore and not other.resumes and other.generator is not None and torch.equal(other.generator, state)
+    ]
+
+
+# Two loaders that are read in turn, as in `zip(labelled, unlabelled)`. The loop is over when the shorter one has ended.
+# The longer one is left in the middle of its pass then, and shall begin its next epoch, also in a run that is resumed.
+# A loop within another one is told from that by the batches of the outer loader: it delivers none during the inner one.
+
+
+def _progress_of(loaders: Iterable[Any]) -> dict[int, tuple[int, int]]:
+    """Return the pass and the batches delivered of the active `loaders`, by the identity of their positions."""
+    positions = [loader.position for loader in loaders if isinstance(loader, PreparedLoader)]
+    return {id(position): (position.run, position.delivered) for position in positions}
+
+
+def _note_end(loaders: Iterable[Any], before: Mapping[int, tuple[int, int]]) -> None:
+    """Note the end of a pass in the active `loaders` that have delivered during it, by their progress `before` it."""
+    for loader in loaders:
+        if isinstance(loader, PreparedLoader):
+            position = loader.position
+            if before.get(id(position)) != (position.run, position.delivered):
+                position.partner_ended = position.delivered
 
 
 _stateful_classes: dict[type[PreparedLoader], type[PreparedLoader]] = {}

@@ -212,7 +212,8 @@ def capture_state(
     # A loaded state that no pass has used yet is passed on unchanged.
     if position.reader is not None:
         return position.reader
-    reading = not position.finished and position.requested_epoch is None and inner._iterator is not None
+    in_pass = not (position.finished or position.is_over)
+    reading = in_pass and position.requested_epoch is None and inner._iterator is not None
     if isinstance(fetch, StatefulIterable):
         # One state per worker; the one of the worker that delivered the last batch belongs to round `delivered` - 1.
         states = _stream_states(inner.state_dict()) if reading else []
@@ -289,7 +290,8 @@ class ReadPosition:
     restore `generator`, the state of the user's own generator at the start of the pass. `reader` is the loaded state of
     torchdata's loader, until the next pass. `seeded_by` is the seed given to `set_seed` when `seed` was fixed; a later
     `set_seed` causes a new seed. `start` is the round at which the pass has started. `left_untrained` is True if its
-    loop was left early and has trained nothing.
+    loop was left early and has trained nothing. `partner_ended` is the number of batches that were delivered when the
+    pass of a loader that is read in turn with this one ended; `is_over` is True if the loop was left then.
     """
 
     seed: int | None = None
@@ -308,6 +310,8 @@ class ReadPosition:
     reader: dict[str, Any] | None = None
     start: int = 0
     left_untrained: bool = False
+    partner_ended: int = -1
+    is_over: bool = False
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass. A pending resume is kept if it is of the same epoch."""
@@ -336,6 +340,7 @@ class ReadPosition:
         self.seed, self.epoch, self.delivered, self.earlier = seed, epoch, skip, earlier
         self.finished, self.requested_epoch, self.restore = False, None, False
         self.start, self.left_untrained = skip, False
+        self.partner_ended, self.is_over = -1, False
         self.start_anew()
         self.run += 1
 
@@ -357,7 +362,7 @@ class ReadPosition:
             "seed": self.seed,
             "epoch": self.next_epoch() if pending else self.epoch,
             "batches": batches,
-            "finished": False if pending else self.finished,
+            "finished": False if pending else self.finished or self.is_over,
             "world_size": world_size,
             "total_batch_size": total_rows,
             "samples": samples,
@@ -380,6 +385,7 @@ class ReadPosition:
         # `next_epoch` adds one: a finished epoch is followed by the next one, an unfinished one is continued.
         self.epoch = state["epoch"] if state["finished"] else state["epoch"] - 1
         self.delivered, self.finished, self.left_untrained = 0, True, False
+        self.partner_ended, self.is_over = -1, False
         self.requested_epoch = None
         if not state["finished"]:
             self._resume(state, world_size, total_rows)
