@@ -317,7 +317,10 @@ def _describe_common(path: str, sides: Mapping[str | None, Sequence[int]]) -> st
     if len(holders) == 1:
         return f"{subject} exists on {holders[0]}, but is {absent}"
     values = f"one value on {', another on '.join(holders)}{f', {absent}' if absent else ''}"
-    return f"{subject} differs between ranks ({values}): make it equal, or wrap it in a ShardedObject"
+    advice = "make it equal, or wrap it in a ShardedObject"
+    if path.endswith(".prev_loss"):  # of torch's LBFGS, which decides by it when to stop
+        advice = "let the closure return the same loss on all ranks, as accelerator.reduce(loss.detach(), 'mean')"
+    return f"{subject} differs between ranks ({values}): {advice}"
 
 
 def balance_replicas(
